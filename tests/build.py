@@ -19,9 +19,8 @@ from torchtitan.distributed import ParallelDims
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.gradients.clipped_sum import ClippedSum
+from torchtitan_dp.gradients.clipped_sum import ClippedSum, GradientMethod
 from torchtitan_dp.gradients.fsdp import ReductionGroups
-from torchtitan_dp.gradients.methods import GradientMethod
 from torchtitan_dp.gradients.step import PrivateStep, build_step
 from torchtitan_dp.models.families import ModelArgs, family_of
 from torchtitan_dp.models.llama3.model import LlamaArgs
@@ -31,7 +30,6 @@ from torchtitan_dp.models.parallelize import parallelize, trained_fsdp_modules
 from torchtitan_dp.models.parameters import trainable_parameters
 from torchtitan_dp.models.qwen3.model import QwenArgs
 from torchtitan_dp.privacy.sampling import deal
-from torchtitan_dp.privacy.summation import FixedPointSum, Summation
 from torchtitan_dp.selfcheck import reference
 from torchtitan_dp.selfcheck.reference import norm as norm
 from torchtitan_dp.selfcheck.reference import reference_sum as reference_sum
@@ -82,7 +80,6 @@ class Built:
     dims: ParallelDims
     groups: ReductionGroups
     parameters: dict[str, nn.Parameter]
-    summation: Summation
     batch_size: int
 
     def clipped_sum(
@@ -92,15 +89,10 @@ class Built:
         draw: np.ndarray | None = None,
         key: bytes = bytes(32),
     ) -> tuple[dict[str, torch.Tensor], list[float]]:
-        """The step's sum over all ranks as whole tensors by name, and this rank's norms.
-
-        In fp64, if the sum is exact.
-        """
+        """The step's sum over all ranks as whole tensors by name, and this rank's norms."""
         norms = self.accumulate(tokens_NT, labels_NT, draw, key)
         total = self.gradients.clipped_sum.take()
         whole = {name: self.whole(name, flat) for name, flat in total.items()}
-        if isinstance(self.summation, FixedPointSum):
-            whole = {name: units.double() * self.summation.unit for name, units in whole.items()}
         self.gradients.clipped_sum.reset()
         return whole, norms
 
@@ -209,9 +201,7 @@ def build(
         job_config.parallelism.context_parallel_load_balancer,
     )
     batch_size = job_config.training.local_batch_size
-    return Built(
-        model, step, step.gradients, losses, dims, groups, parameters, step.summation, batch_size
-    )
+    return Built(model, step, step.gradients, losses, dims, groups, parameters, batch_size)
 
 
 def data(

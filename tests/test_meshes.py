@@ -107,19 +107,3 @@ def test_weights_kept_gathered_change_no_bit_of_a_run(tmp_path, mesh):
         )
     )
     assert all(torch.equal(value, stock[name]) for name, value in kept.items())
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
-def test_row12_and_49_so_it_does_with_an_exact_sum(tmp_path, one):
-    """And the weights move as far as with a sum in fp32, under noise of other draws."""
-    options = ["--privacy.debug_seed=1", "--privacy.secure_noise", "--privacy.exact_sum"]
-    exact, *others = (
-        change(weights_after_three_steps(tmp_path / name, MESHES[name], *options))
-        for name in ("cp1", "cp2_dp_shard2", "cp2_dp_replicate2")
-    )
-    errors = [((other - exact).norm() / exact.norm()).item() for other in others]
-    print(errors)
-    assert exact.norm().item() == pytest.approx(one.norm().item(), rel=0.1)
-    assert max(errors) < 1e-3, errors

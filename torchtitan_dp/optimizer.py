@@ -5,7 +5,7 @@ Guarantee:
     of sensitivity C (or, with estimated norms, that of `privacy.randomized`), and b the expected
     batch size, fixed and public. So each step is a Gaussian mechanism of noise multiplier sigma,
     with any inner optimizer. Noise that is correlated over steps is that of `privacy.banded`. This
-    holds for real numbers; `privacy.summation` has fp32 and fixed point. Each position of each
+    holds for real numbers; `privacy.clipping` has fp32. Each position of each
     parameter has one noise value, from (key, name, position) alone: shards do not share it,
     replicas do, and it is the same on every mesh. Assumes that keys come from one `NoiseChain`.
 """
@@ -21,7 +21,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 
 from torchtitan_dp.privacy.banded import WeightedKey
-from torchtitan_dp.privacy.summation import FP32_SUM, Summation
+from torchtitan_dp.privacy.noise import add_gaussian_noise_
+from torchtitan_dp.privacy.secure_noise import add_secure_gaussian_noise_
 
 
 class DPOptimizer:
@@ -37,7 +38,7 @@ class DPOptimizer:
         noise_multiplier: float,
         max_grad_norm: float,
         expected_batch_size: float,
-        summation: Summation = FP32_SUM,
+        secure_noise: bool = False,
         free_gathered: Callable[[], None] | None = None,
     ) -> None:
         """
@@ -45,7 +46,7 @@ class DPOptimizer:
             optimizer: any `torch.optim.Optimizer` over exactly `parameters`.
             parameters: DTensors sharded on dim 0, by canonical name.
             noise_multiplier: the noise of a key of weight 1 over C: `Mechanism.noise_of_step`.
-            summation: how noise is added, and to what; the `ClippedSum` must have the same.
+            secure_noise: add noise that resists attacks on its low bits.
             free_gathered: frees copies of the parameters that FSDP2 may still keep, which would be
                 used as they were before the update.
         """
@@ -53,7 +54,7 @@ class DPOptimizer:
         self._parameters = parameters
         self._noise_std = noise_multiplier * max_grad_norm
         self._expected_batch_size = expected_batch_size
-        self._summation = summation
+        self._secure_noise = secure_noise
         self._free_gathered = free_gathered
         self._starts = {name: _flat_start(parameter) for name, parameter in parameters.items()}
 
@@ -120,11 +121,20 @@ class DPOptimizer:
             self._free_gathered()
         for name, parameter in self._parameters.items():
             gradient = clipped_sum[name]
-            gradient = self._summation.add_noise_(
-                gradient, std=self._noise_std, keys=keys, name=name, start=self._starts[name]
-            )
+            self._add_noise_(gradient, keys, name)
             gradient.div_(self._expected_batch_size)
             parameter.grad = _as_gradient_of(parameter, gradient)
+
+    def _add_noise_(self, flat: Tensor, keys: Sequence[WeightedKey], name: str) -> None:
+        """Add each key's noise, times its weight, in place to this rank's shard of a parameter."""
+        std, start = self._noise_std, self._starts[name]
+        if self._secure_noise:
+            ((key, weight),) = keys
+            assert weight == 1.0, "correlated noise is not proven on a grid"
+            add_secure_gaussian_noise_(flat, std=std, key=key, name=name, start=start)
+            return
+        for key, weight in keys:
+            add_gaussian_noise_(flat, std=std, key=key, name=name, start=start, weight=weight)
 
 
 @torch.no_grad()

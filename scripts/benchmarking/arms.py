@@ -86,10 +86,6 @@ _OPTIONS = [
     Arm("microbatch + plain head", (*_MICROBATCH, "--training.loss_chunk_tokens=0")),
     Arm("microbatch + bands", (*_MICROBATCH, "--privacy.noise=banded", "--privacy.bands=16")),
     Arm("microbatch + secure noise", (*_MICROBATCH, "--privacy.secure_noise")),
-    Arm(
-        "microbatch + exact sum",
-        (*_MICROBATCH, "--privacy.secure_noise", "--privacy.exact_sum"),
-    ),
 ]
 ARMS = {arm.name: arm for pair in zip(*_BOTH_WAYS, strict=True) for arm in pair} | {
     arm.name: arm for arm in [*_OPACUS, *_OPTIONS]

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
-import torchtitan_dp.gradients.products  # noqa: F401  registers its operators
+import torchtitan_dp.gradients.operands  # noqa: F401  registers its operators
 from torchtitan_dp.plan.tracker import LocalOperators, wrapped
 
 aten = torch.ops.aten

@@ -195,11 +195,11 @@ def count_here(case: Case, seq_lens: list[int]) -> dict[str, dict[int, Count]]:
     import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 
     # isort: split
+    from torchtitan_dp import optimizer
     from torchtitan_dp.config.load import load_config
     from torchtitan_dp.models import parallelize
     from torchtitan_dp.models.hugging_face import shape
     from torchtitan_dp.plan.fake_step import fake_world
-    from torchtitan_dp.privacy import summation
 
     from . import kernels, region_kernels
     from .counting import Counts
@@ -217,7 +217,7 @@ def count_here(case: Case, seq_lens: list[int]) -> dict[str, dict[int, Count]]:
             # As on CUDA.
             (torch.nn.functional, "rms_norm", kernels.rms_norm),
             (parallelize, "compiled", region_kernels.regions),
-            (summation, "add_gaussian_noise_", kernels.noise),
+            (optimizer, "add_gaussian_noise_", kernels.noise),
             (torch.optim, "AdamW", functools.partial(_fused, torch.optim.AdamW)),
         ):
             stack.enter_context(unittest.mock.patch.object(owner, name, instead))

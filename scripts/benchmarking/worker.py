@@ -98,12 +98,11 @@ def weigh(arm: Arm, setting: Setting, folder: str) -> dict[str, Any]:
 @contextlib.contextmanager
 def _eagerly() -> Iterator[None]:
     """Compile nothing, and bound the temporaries that a compiled kernel does not have."""
-    from torchtitan_dp.privacy import fixed_point, noise
+    from torchtitan_dp.privacy import noise
 
     with (
         torch.compiler.set_stance("force_eager"),
         unittest.mock.patch.object(noise, "_COMPILED_CHUNK", noise._CHUNK),
-        unittest.mock.patch.object(fixed_point, "_COMPILED_CHUNK", fixed_point._CHUNK),
     ):
         yield
 

@@ -184,18 +184,6 @@ BAD = {
         ["--checkpoint.async_mode=async_with_pinned_mem"],
         "checkpoint.async_mode = 'async_with_pinned_mem'",
     ),
-    "an exact sum with fp32 noise": (["--privacy.exact_sum"], "privacy.exact_sum = true"),
-    "an exact sum of too many": (
-        ["--privacy.exact_sum", "--privacy.secure_noise", "--training.global_batch_size=1048577"],
-        "training.global_batch_size = 1048577",
-    ),
-    "an exact sum with too much noise": (
-        [
-            *("--privacy.exact_sum", "--privacy.secure_noise"),
-            *("--privacy.target_epsilon=None", "--privacy.noise_multiplier=32769"),
-        ],
-        "privacy.noise_multiplier = 32769",
-    ),
     "second clip": (["--training.max_norm=1"], "training.max_norm = 1"),
     "bf16 weights": (["--training.dtype=bfloat16"], "training.dtype = 'bfloat16'"),
     "cpu offload": (["--training.enable_cpu_offload"], "training.enable_cpu_offload = true"),
@@ -221,9 +209,9 @@ BAD = {
         [
             "--privacy.gradient_method=randomized",
             "--privacy.underestimates=accounted",
-            "--privacy.accountant=prv",
+            "--privacy.accountant=rdp",
         ],
-        "privacy.accountant = 'prv'",
+        "privacy.accountant = 'rdp'",
     ),
     "two backward passes over recomputed operations": (
         [
@@ -258,10 +246,10 @@ BAD = {
         "--lora.targets … wv: a list is one word with commas; write --lora.targets a,b",
     ),
     "value of a switch": (
-        ["--privacy.exact_sum", "true"],
-        "write --privacy.exact_sum or --privacy.no-exact_sum",
+        ["--privacy.secure_noise", "true"],
+        "write --privacy.secure_noise or --privacy.no-secure_noise",
     ),
-    "assigned switch": (["--privacy.exact-sum=true"], "switch without a value"),
+    "assigned switch": (["--privacy.secure-noise=true"], "switch without a value"),
     "wrong type": (["--training.steps=many"], "training.steps = 'many': must be a whole number"),
     "no number": (
         ["--privacy.target_epsilon=eight"],

@@ -1,24 +1,39 @@
-"""Ring attention on gloo equals attention in one process, forward and backward."""
+"""Ring attention on gloo equals attention in one process, forward and backward; without a ring,
+attention in fp32 has no grouped queries left."""
 
+import functools
+import inspect
 import types
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import torchtitan_dp.distributed  # noqa: F401
+
+# isort: split
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torchtitan.distributed.context_parallel import cp_shard
+from torchtitan.models.attention import ScaledDotProductAttentionWrapper
+
+from tests import build
 from tests.processes.ranks import on_ranks
+from torchtitan_dp.distributed import attention
+from torchtitan_dp.distributed.attention import ring, use_efficient_attention
+from torchtitan_dp.models.llama3.model import FLAVORS
+from torchtitan_dp.preflight import check
 
 
 def test_the_private_names_are_where_we_use_them():
     """Fails when a new PyTorch moves one: see torchtitan_dp/distributed/attention.py."""
-    import torchtitan_dp.distributed  # noqa: F401
-    from torchtitan_dp.distributed.attention import public_names, ring
-
     assert hasattr(ring._cp_options, "enable_load_balance")
     assert isinstance(ring.custom_ops, dict)
     assert hasattr(ring._cp_options, "rotate_method")
     assert hasattr(ring._RotateMethod, "ALL_GATHER")
-    assert callable(public_names.set_rotate_method)
+    assert callable(attention.public_names.set_rotate_method)
 
 
 @pytest.mark.parametrize(
@@ -32,9 +47,6 @@ def test_the_private_names_are_where_we_use_them():
     ],
 )
 def test_an_old_cudnn_attends_nowhere(monkeypatch, compiled, running, first):
-    import torchtitan_dp.distributed  # noqa: F401
-    from torchtitan_dp.distributed import attention
-
     cudnn = types.SimpleNamespace(
         getCompileVersion=lambda: compiled, getRuntimeVersion=lambda: running
     )
@@ -47,16 +59,13 @@ def test_an_old_cudnn_attends_nowhere(monkeypatch, compiled, running, first):
     assert "EFFICIENT_ATTENTION" in names
     assert "MATH" not in names
 
-    holder = torch.nn.ModuleList([attention.ScaledDotProductAttentionWrapper()])
-    attention.use_efficient_attention(holder)
+    holder = torch.nn.ModuleList([ScaledDotProductAttentionWrapper()])
+    use_efficient_attention(holder)
     assert holder[0].sdpa_backends[0].name == first
 
 
 @pytest.mark.parametrize("reason", [None, "asked", "device", "layout"])
 def test_a_cudnn_that_cannot_be_trusted_attends_nowhere(monkeypatch, reason):
-    import torchtitan_dp.distributed  # noqa: F401
-    from torchtitan_dp.distributed import attention
-
     capability = (8, 0) if reason == "device" else (9, 0)
     monkeypatch.setattr(attention, "cudnn_versions", lambda: [(9, 20, 0)])
     monkeypatch.setattr(attention, "capability", lambda: capability)
@@ -69,10 +78,6 @@ def test_a_cudnn_that_cannot_be_trusted_attends_nowhere(monkeypatch, reason):
 
 def test_pytorch_has_the_versions_of_cudnn_where_we_ask():
     """PyTorch's own module asks the same names; where cuDNN is built in they are tried as well."""
-    import inspect
-
-    import torchtitan_dp.distributed  # noqa: F401
-
     source = inspect.getsource(torch.backends.cudnn)
     assert "_cudnn.getCompileVersion()" in source
     assert "_cudnn.getRuntimeVersion()" in source
@@ -83,40 +88,55 @@ def test_pytorch_has_the_versions_of_cudnn_where_we_ask():
             assert (8, 0, 0) < version < (20, 0, 0)
 
 
+class Problem:
+    """Attention over the tokens of all ranks: queries, keys, values and a gradient."""
+
+    def __init__(self, balancer, heads, tokens, batch=2):
+        """heads: of queries and of keys; tokens: of each rank."""
+        ranks = torch.distributed.get_world_size()
+        self.mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
+        self.balancer, (of_queries, of_keys) = balancer, heads
+        torch.manual_seed(0)
+        sizes = [(batch, n, ranks * tokens, 8) for n in (of_queries, of_keys, of_keys, of_queries)]
+        *self.whole, self.gradient = (torch.randn(size) for size in sizes)
+        self.grouped = of_keys < of_queries
+
+    def local(self, *tensors):
+        """This rank's parts."""
+        return cp_shard(self.mesh, tensors, None, self.balancer, input_seq_dim=2)[0]
+
+    def ring(self, attend):
+        """What `attend` puts out of this rank's queries, keys and values, and their gradients."""
+        mine = [x.detach().requires_grad_() for x in self.local(*self.whole)]
+        out = attend(*mine)
+        out.backward(self.local(self.gradient)[0])
+        return [out.detach(), *(x.grad for x in mine)]
+
+    def errors(self, attend):
+        """The largest difference from attention in one process."""
+        whole = [x.clone().requires_grad_() for x in self.whole]
+        out = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=self.grouped)
+        out.backward(self.gradient)
+        expected = self.local(out.detach(), *(x.grad for x in whole))
+        pairs = zip(self.ring(attend), expected, strict=True)
+        return max((a - e).abs().max().item() for a, e in pairs)
+
+
+def apply_ring(mesh, balancer, rotate, apart=False):
+    """An attention module that runs as a ring."""
+    apart_from = 1 if apart else attention.HEADS_APART_FROM
+    attention.configure_ring(
+        load_balancer=balancer, rotate_method=rotate, heads_apart_from=apart_from
+    )
+    module = ScaledDotProductAttentionWrapper()
+    attention.apply_ring_attention([module], mesh, cudnn=True)
+    return module
+
+
 def ring_errors(balancer, rotate, kv_heads):
-    """Largest differences of the output and of the gradients of q, k, v, on this rank."""
-    import torchtitan_dp.distributed  # noqa: F401
-
-    # isort: split
-    from torch.distributed.device_mesh import init_device_mesh
-    from torchtitan.distributed.context_parallel import cp_shard
-    from torchtitan.models.attention import ScaledDotProductAttentionWrapper
-
-    from torchtitan_dp.distributed.attention import apply_ring_attention, configure_ring
-
-    world_size = torch.distributed.get_world_size()
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
-    torch.manual_seed(0)
-    T, heads, d = 16 * world_size, 4, 8
-    q, g = torch.randn(2, heads, T, d), torch.randn(2, heads, T, d)
-    k, v = torch.randn(2, kv_heads, T, d), torch.randn(2, kv_heads, T, d)
-    whole = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=kv_heads < heads)
-    out.backward(g)
-
-    configure_ring(load_balancer=balancer, rotate_method=rotate)
-    attention = ScaledDotProductAttentionWrapper()
-    apply_ring_attention([attention], mesh, cudnn=False)
-
-    def local(*tensors):
-        return cp_shard(mesh, tensors, None, balancer, input_seq_dim=2)[0]
-
-    mine = [x.detach().requires_grad_() for x in local(q, k, v)]
-    ring_out = attention(*mine, enable_gqa=kv_heads < heads)
-    ring_out.backward(local(g)[0])
-    expected = local(out.detach(), *(x.grad for x in whole))
-    actual = [ring_out, *(x.grad for x in mine)]
-    return max((a - e).abs().max().item() for a, e in zip(actual, expected, strict=True))
+    problem = Problem(balancer, (4, kv_heads), 16)
+    module = apply_ring(problem.mesh, balancer, rotate)
+    return problem.errors(functools.partial(module, enable_gqa=problem.grouped))
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -146,23 +166,9 @@ def imitate_efficient_kernels():
         padded[..., : q.shape[2]] = logsumexp[..., :rows]
         return out, padded, torch.zeros((), dtype=torch.long), torch.zeros((), dtype=torch.long)
 
-    def backward(
-        grad,
-        q,
-        k,
-        v,
-        bias,
-        out,
-        logsumexp,
-        seed,
-        offset,
-        dropout,
-        mask,
-        causal=False,
-        *,
-        scale=None,
-    ):
-        rows = q.shape[2]
+    def backward(grad, q, k, v, bias, out, logsumexp, *rest, scale=None):
+        _, _, dropout, _, *causal = rest  # seed, offset, …, mask
+        rows, causal = q.shape[2], bool(causal and causal[0])
         assert logsumexp.stride(1) % 8 == 0, "LSE is not correctly aligned (strideH)"
         assert logsumexp.shape[2] == -(-rows // 32) * 32, "rows beyond the end are loaded"
         assert logsumexp[..., rows:].isinf().all()
@@ -184,47 +190,19 @@ def imitated_ring_errors(balancer, rotate, rows, heads, imitate, name, terms, ap
 
     `rows` tokens in each of a rank's two parts; `heads` of queries and of keys.
     """
-    import torchtitan_dp.distributed  # noqa: F401
+    problem = Problem(balancer, heads, 2 * rows)
+    apply_ring(problem.mesh, balancer, rotate, apart)  # turns the dispatcher on
+    kernel = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention")
 
-    # isort: split
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
-    from torchtitan.distributed.context_parallel import cp_shard
-    from torchtitan.models.attention import ScaledDotProductAttentionWrapper
+    def attend(*mine):
+        shards = [DTensor.from_local(x, problem.mesh, [Shard(2)], run_check=False) for x in mine]
+        return kernel(*shards, *terms)[0].to_local()
 
-    from torchtitan_dp.distributed import attention
-
-    cp = torch.distributed.get_world_size()
-    mesh = init_device_mesh("cpu", (cp,), mesh_dim_names=("cp",))
-    torch.manual_seed(0)
-    of_queries, of_keys = heads
-    sizes = [(2, n, 2 * cp * rows, 8) for n in (of_queries, of_keys, of_keys, of_queries)]
-    q, k, v, g = (torch.randn(size) for size in sizes)
-    whole = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=of_keys < of_queries)
-    out.backward(g)
-    apart_from = 1 if apart else attention.HEADS_APART_FROM
-    attention.configure_ring(
-        load_balancer=balancer, rotate_method=rotate, heads_apart_from=apart_from
-    )
-    # Turns the dispatcher on.
-    attention.apply_ring_attention([ScaledDotProductAttentionWrapper()], mesh, cudnn=True)
-
-    def local(*tensors):
-        return cp_shard(mesh, tensors, None, balancer, input_seq_dim=2)[0]
-
-    mine = [x.detach().requires_grad_() for x in local(q, k, v)]
-    shards = [DTensor.from_local(x, mesh, [Shard(2)], run_check=False) for x in mine]
     library = imitate()
     try:
-        kernel = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention")
-        ring_out = kernel(*shards, *terms)[0].to_local()
-        ring_out.backward(local(g)[0])
+        return problem.errors(attend)
     finally:
         library._destroy()
-    expected = local(out.detach(), *(x.grad for x in whole))
-    actual = [ring_out, *(x.grad for x in mine)]
-    return max((a - e).abs().max().item() for a, e in zip(actual, expected, strict=True))
 
 
 WITH_BIAS = (None, True, 0.0, True)  # no bias, logsumexp, no dropout, causal
@@ -247,9 +225,6 @@ def test_a_ring_of_padded_logsumexps_equals_one_process(world_size, balancer, ro
 @pytest.mark.parametrize("name", ["flash", "cudnn"])
 def test_one_block_of_very_negative_scores(name, keys):
     """exp(-logsumexp) is infinite where a kernel takes a padded key's score for 0."""
-    import torchtitan_dp.distributed  # noqa: F401
-    from torchtitan_dp.distributed import attention
-
     aligned = keys % 128 == 0
     backends = attention._safe(attention._RING_BACKENDS, aligned)
     if name == "cudnn" and attention.SDPBackend.CUDNN_ATTENTION not in backends:
@@ -287,9 +262,6 @@ def test_one_block_of_very_negative_scores(name, keys):
 @pytest.mark.parametrize("causal", [True, False])
 def test_one_block_of_cudas_efficient_kernel(rows, causal):
     """What the ring is given, and what it gives back: the kernels' own, without their padding."""
-    import torchtitan_dp.distributed  # noqa: F401
-    from torchtitan_dp.distributed import attention
-
     torch.manual_seed(0)
     keys = rows if causal else 2 * rows
     sizes = [(2, 4, n, 48) for n in (rows, keys, keys)]
@@ -318,12 +290,8 @@ def test_one_block_of_cudas_efficient_kernel(rows, causal):
 
 def of_pytorch(op, args, kwargs):
     """PyTorch's own ring with CPU's kernels, as a handler of its dispatcher."""
-    from torchtitan_dp.distributed import attention
-
-    ring = attention.ring
-    mesh, terms = attention._named(op, args, kwargs, attention.HEADS_APART_FROM)
-    for name in ("dropout_p", "heads_apart"):
-        terms.pop(name, None)
+    mesh, terms = attention._named(op, args, kwargs)
+    terms.pop("dropout_p", None)
     group = mesh.get_group()
     if "grad_out" not in terms:
         results = ring._templated_ring_attention(group, 2, op, **terms)
@@ -336,37 +304,13 @@ def of_pytorch(op, args, kwargs):
 
 def ring_results(balancer, rotate, theirs, apart):
     """Output and gradients on this rank, by our ring or PyTorch's."""
-    from unittest import mock
-
-    import torchtitan_dp.distributed  # noqa: F401
-
-    # isort: split
-    from torch.distributed.device_mesh import init_device_mesh
-    from torchtitan.distributed.context_parallel import cp_shard
-    from torchtitan.models.attention import ScaledDotProductAttentionWrapper
-
-    from torchtitan_dp.distributed import attention
-
-    world_size = torch.distributed.get_world_size()
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
-    torch.manual_seed(0)
-    tokens = 24 * world_size
-    sizes = [(2, heads, tokens, 8) for heads in (6, 2, 2, 6)]
-    q, k, v, g = cp_shard(mesh, [torch.randn(s) for s in sizes], None, balancer, input_seq_dim=2)[0]
-    apart_from = 1 if apart else attention.HEADS_APART_FROM
-    attention.configure_ring(
-        load_balancer=balancer, rotate_method=rotate, heads_apart_from=apart_from
-    )
+    problem = Problem(balancer, (6, 2), 24)
     kernels = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     changed = {kernels.default: of_pytorch, backward.default: of_pytorch} if theirs else {}
-    kernel = ScaledDotProductAttentionWrapper()
-    with mock.patch.dict(attention.ring.custom_ops, changed):
-        attention.apply_ring_attention([kernel], mesh, cudnn=True)
-        mine = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = kernel(*mine, enable_gqa=True)
-        out.backward(g)
-    return [out.detach(), *(x.grad for x in mine)]
+    module = apply_ring(problem.mesh, balancer, rotate, apart)
+    with mock.patch.dict(ring.custom_ops, changed):
+        return problem.ring(functools.partial(module, enable_gqa=True))
 
 
 @pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
@@ -393,22 +337,8 @@ def imitate_cudas_kernels():
         out, logsumexp = forward_op(q, k, v, dropout, causal, scale=scale)
         return out, logsumexp, None, None, q.shape[2], k.shape[2], seed, seed[:0], seed[:0]
 
-    def flash_backward(
-        grad,
-        q,
-        k,
-        v,
-        out,
-        logsumexp,
-        cum_q,
-        cum_k,
-        max_q,
-        max_k,
-        dropout,
-        causal,
-        *rest,
-        scale=None,
-    ):
+    def flash_backward(grad, q, k, v, out, logsumexp, *rest, scale=None):
+        cum_q, _, max_q, max_k, dropout, causal, *_ = rest
         assert logsumexp.is_contiguous()
         assert cum_q is None
         assert (max_q, max_k) == (q.shape[2], k.shape[2])
@@ -449,3 +379,88 @@ def test_a_ring_with_the_interfaces_of_cudas_kernels(world_size, balancer, name,
         world_size, imitated_ring_errors, balancer, "alltoall", 8, (4, 2), *kernel, apart
     )
     assert max(errors) < 5e-6
+
+
+# Without a ring.
+
+T, HEADS, KV_HEADS = 24, 4, 2
+
+
+def efficient():
+    holder = torch.nn.Module()
+    holder.inner_attention = ScaledDotProductAttentionWrapper()
+    use_efficient_attention(holder)
+    assert type(holder.inner_attention) is not ScaledDotProductAttentionWrapper
+    return holder.inner_attention
+
+
+def inputs(device="cpu", dtype=torch.float32, t=T, head_dim=8):
+    torch.manual_seed(0)
+    heads = (HEADS, KV_HEADS, KV_HEADS)
+    return [
+        torch.randn(2, n, t, head_dim, device=device, dtype=dtype, requires_grad=True)
+        for n in heads
+    ]
+
+
+def test_repeated_keys_and_values_change_nothing():
+    given = inputs()
+    reference = F.scaled_dot_product_attention(*given, is_causal=True, enable_gqa=True)
+    expected = torch.autograd.grad(reference.square().sum(), given)
+    actual = efficient()(*given, enable_gqa=True)
+    torch.testing.assert_close(actual, reference)
+    torch.testing.assert_close(torch.autograd.grad(actual.square().sum(), given), expected)
+
+
+def test_fp32_is_offered_the_efficient_kernel_without_grouped_queries(monkeypatch):
+    seen = []
+
+    def look(q, k, v, **options):
+        enabled = torch.backends.cuda.mem_efficient_sdp_enabled()
+        seen.append((q.dtype, enabled, k.shape[1], options.get("enable_gqa", False)))
+        return q
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", look)
+    efficient()(*inputs(), enable_gqa=True)
+    efficient()(*inputs(dtype=torch.bfloat16), enable_gqa=True)
+    assert seen == [
+        (torch.float32, True, HEADS, False),
+        (torch.bfloat16, False, KV_HEADS, True),  # as TorchTitan has it
+    ]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_grouped_queries_in_fp32_take_no_square_memory_on_cuda():
+    given = inputs("cuda", t=8192, head_dim=64)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = efficient()(*given, enable_gqa=True)
+    out.sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 2 * HEADS * 8192**2 * 4 / 4
+    q, k, v = (x.detach()[:, :, :256] for x in given)
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(efficient()(q, k, v, enable_gqa=True), expected)
+
+
+@pytest.mark.parametrize(
+    ("flavor", "dtype", "cp", "accelerator", "refused"),
+    [
+        ("1B", "float32", 2, True, True),
+        ("1B", "float32", 2, False, False),
+        ("1B", "float32", 1, True, False),
+        ("1B", "bfloat16", 2, True, False),
+        ("debug", "float32", 2, True, False),  # every head has keys of its own
+    ],
+)
+def test_a_ring_that_no_kernel_has_is_refused(monkeypatch, flavor, dtype, cp, accelerator, refused):
+    monkeypatch.setattr(check, "has_accelerator", lambda: accelerator)
+    config = build.config(f"--training.mixed_precision_param={dtype}", degrees=(1, 1, cp))
+    if not refused:
+        check._check_attention(config, FLAVORS[flavor])
+        return
+    with pytest.raises(ValueError, match="mixed_precision_param = 'float32'") as error:
+        check._check_attention(config, FLAVORS[flavor])
+    assert "\n" not in str(error.value)
+    assert "set it to 'bfloat16'" in str(error.value)

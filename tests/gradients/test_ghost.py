@@ -108,14 +108,6 @@ def test_bf16_compute_with_fp32_reduction(degrees, passes):
     check(degrees, *ghost(passes), bf16, tolerance=3e-2, **GHOST, **TIED)
 
 
-@pytest.mark.thorough_cases("(1, 2, 2)-two")
-@both_passes
-@pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 2, 2)], ids=str)
-def test_row49_the_exact_sum_is_the_loops(degrees, passes):
-    exact = ("--privacy.secure_noise", "--privacy.exact_sum")
-    check(degrees, *ghost(passes), *exact, samples=5, **MIXED)
-
-
 @both_passes
 def test_automatic_clipping(passes):
     """`f n <= C` is all that the cap asks for."""

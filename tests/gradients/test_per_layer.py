@@ -75,14 +75,6 @@ def test_activation_checkpointing(mode, method):
     check((1, 1, 2), *method, PER_LAYER, *checkpointing, group_of=module)
 
 
-@pytest.mark.thorough_cases("(1, 2, 2)-ghost", "(1, 2, 2)-microbatch", "*-V1", "*-ghost_two")
-@every_method
-@pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 2, 2)], ids=str)
-def test_row49_an_exact_sum(degrees, method):
-    exact = ("--privacy.secure_noise", "--privacy.exact_sum")
-    check(degrees, *method, PER_LAYER, *exact, samples=5, group_of=module)
-
-
 def test_compiled_regions():
     compiled = ("--compile.enable", "--compile.backend=aot_eager")
     check((1, 1, 2), *V2, PER_LAYER, *compiled, samples=5, group_of=module)

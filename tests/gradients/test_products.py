@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchtitan_dp.gradients.products import add_product_, write_product_
+from torchtitan_dp.gradients.operands import add_product_, write_product_
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 devices = pytest.mark.parametrize(

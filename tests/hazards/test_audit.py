@@ -25,7 +25,6 @@ SIGMA = 1.0
 
 
 SECURE = {"secure_noise": True}
-EXACT = {"secure_noise": True, "exact_sum": True}
 PER_LAYER = {"clipping": "per_layer"}
 V1 = {"shard_grad_samples": False}
 TWO = {"ghost_passes": "two"}
@@ -95,14 +94,14 @@ def play_one(fault, degrees, case, trials, adapters=False):
 @contextlib.contextmanager
 def scaled_noise(scale, *names):
     """Of one kind of noise, so that a game flags it only if that is the kind it plays with."""
-    from torchtitan_dp.privacy import summation
+    from torchtitan_dp import optimizer
 
     def scaled(add):
         return lambda flat, *, std, **terms: add(flat, std=scale * std, **terms)
 
     with contextlib.ExitStack() as stack:
         for name in names or ("add_gaussian_noise_",):
-            patch = mock.patch.object(summation, name, scaled(getattr(summation, name)))
+            patch = mock.patch.object(optimizer, name, scaled(getattr(optimizer, name)))
             stack.enter_context(patch)
         yield
 
@@ -169,7 +168,7 @@ def noise_named(rename):
     def add(flat, *, name, **terms):
         noise.add_gaussian_noise_(flat, name=rename(name), **terms)
 
-    return mock.patch("torchtitan_dp.privacy.summation.add_gaussian_noise_", add)
+    return mock.patch("torchtitan_dp.optimizer.add_gaussian_noise_", add)
 
 
 def no_noise_on(kind):
@@ -178,7 +177,7 @@ def no_noise_on(kind):
     def add(flat, *, name, std, **terms):
         noise.add_gaussian_noise_(flat, name=name, std=0.0 if kind in name else std, **terms)
 
-    return mock.patch("torchtitan_dp.privacy.summation.add_gaussian_noise_", add)
+    return mock.patch("torchtitan_dp.optimizer.add_gaussian_noise_", add)
 
 
 def norms_not_reduced():
@@ -204,7 +203,6 @@ FAULTS = {
     "no noise": lambda: scaled_noise(0.0),
     "half the noise": lambda: scaled_noise(0.5),
     "half the secure noise": lambda: scaled_noise(0.5, "add_secure_gaussian_noise_"),
-    "half the noise in units": lambda: scaled_noise(0.5, "add_noise_units_"),
     "no clipping": no_clipping,
     "clipping after the sum": clipping_after_the_sum,
     "one layer's adapters left out": one_layers_adapters_left_out,
@@ -225,10 +223,8 @@ FAULTS = {
 
 @pytest.mark.thorough_cases(
     "capped estimates",
-    "exact",
-    "exact ghost, two passes",
-    "exact grad_sample",
     "ghost",
+    "ghost, two passes",
     "grad_sample",
     "per layer",
     "per layer, ghost",
@@ -241,18 +237,15 @@ FAULTS = {
         ("microbatch", 1, {}),
         ("grad_sample", 2, {}),
         ("microbatch", 1, SECURE),
-        ("microbatch", 1, EXACT),
-        ("grad_sample", 2, EXACT),
         ("ghost", 2, {}),
-        ("ghost", 2, EXACT | {"ghost_passes": "two"}),
+        ("ghost", 2, TWO),
         ("grad_sample", 2, PER_LAYER),
         ("microbatch", 1, PER_LAYER),
         ("ghost", 2, PER_LAYER),
         ("randomized", 2, {"projections": 16}),
     ],
     ids=[
-        *("microbatch", "grad_sample", "secure", "exact", "exact grad_sample"),
-        *("ghost", "exact ghost, two passes"),
+        *("microbatch", "grad_sample", "secure", "ghost", "ghost, two passes"),
         *("per layer", "per layer, microbatch", "per layer, ghost"),
         "capped estimates",
     ],
@@ -272,7 +265,6 @@ ADAPTERS = {
     "ghost": ("ghost", 2, {}),
     "ghost, two passes": ("ghost", 2, TWO),
     "capped estimates": ("randomized", 2, {"projections": 16}),
-    "exact": ("microbatch", 1, EXACT),
     "per layer": ("grad_sample", 2, PER_LAYER),
 }
 
@@ -496,20 +488,12 @@ def test_row63_flags_too_little_correlated_noise(fault, bands, trials):
     assert play_rounds(fault, "norm_C", trials, 0.95, bands)["norm_C"] > 1 / SIGMA
 
 
-@pytest.mark.thorough_cases("*-50-*", "*-norm_C-*-summed0")
-@pytest.mark.parametrize(
-    "fault, case, trials, summed",
-    [
-        ("half the secure noise", "norm_C", 300, SECURE),
-        ("half the noise in units", "norm_C", 300, EXACT),
-        ("no clipping", "norm_100C", 50, EXACT),
-    ],
-)
-def test_row35_and_49_flags_what_is_summed_and_noised_as_configured(fault, case, trials, summed):
-    """The game plays with `secure_noise` and `exact_sum` where the run does."""
-    confidence = "microbatch", 1, 0.95
-    (bounds,) = on_ranks(1, play, (1, 1, 1), [case], trials, fault, *confidence, summed)
-    assert bounds[case] > 1 / SIGMA
+@pytest.mark.thorough
+def test_row35_and_49_flags_secure_noise_as_configured():
+    """The game plays with `secure_noise` where the run does."""
+    terms = ["norm_C"], 300, "half the secure noise", "microbatch", 1, 0.95, SECURE
+    (bounds,) = on_ranks(1, play, (1, 1, 1), *terms)
+    assert bounds["norm_C"] > 1 / SIGMA
 
 
 def bounds_on_two_ranks(fault, degrees, case, trials, adapters=False):
@@ -568,7 +552,6 @@ def canary_scores(degrees, method, options, adapters=False):
         noise_multiplier=0.0,
         max_grad_norm=0.5,
         expected_batch_size=4.0,
-        summation=built.summation,
     )
     tokens_NT, labels_NT = build.data(samples=7)
     labels_NT[:] = -100
@@ -584,8 +567,8 @@ def canary_scores(degrees, method, options, adapters=False):
 @pytest.mark.thorough_cases("(1, 2, 2)-microbatch-*", "(2, 1, 2)-*")
 @pytest.mark.parametrize(
     "options",
-    [(), ("--privacy.secure_noise", "--privacy.exact_sum"), ("--privacy.clipping=per_layer",)],
-    ids=["fp32", "exact", "per_layer"],
+    [(), ("--privacy.clipping=per_layer",)],
+    ids=["flat", "per_layer"],
 )
 @pytest.mark.parametrize("method", ["microbatch", "grad_sample"])
 @pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 2, 2), (2, 1, 2)], ids=str)

@@ -26,7 +26,7 @@ from torchtitan_dp.ledger import ExecutedSteps, Ledger, schema, write_fingerprin
 from torchtitan_dp.ledger.caveats import assumptions
 from torchtitan_dp.ledger.runs import total
 from torchtitan_dp.privacy.accounting import compose
-from torchtitan_dp.privacy.summation import fp32_sum_excess
+from torchtitan_dp.privacy.clipping import fp32_sum_excess
 
 
 def publish(folder, ledger, *, fingerprint="f"):
@@ -91,7 +91,7 @@ def stopped(folder, **changes):
 
 
 def test_row50_a_stop_is_not_forgotten_in_another_folder(tmp_path):
-    child = stopped(tmp_path / "first", exact_sum=True)
+    child = stopped(tmp_path / "first")
     told = publish(tmp_path / "second", child)
     assert told["epsilon_planned"] >= SETTINGS.epsilon(2_001) > 2 * told["epsilon"]
     (caveat,) = [c for c in told["caveats"] if "2 of 2000 by run" in c]
@@ -102,7 +102,7 @@ def test_row50_a_stop_is_not_forgotten_in_another_folder(tmp_path):
 
 
 def test_row49_what_initial_weights_were_summed_in_is_told(tmp_path):
-    told = publish(tmp_path / "second", stopped(tmp_path / "first", exact_sum=True))
+    told = publish(tmp_path / "second", stopped(tmp_path / "first", samples_per_rank=8))
     assert any("adds up to 4096 records" in caveat for caveat in told["caveats"])
 
 
@@ -310,7 +310,6 @@ def test_row55_a_delta_that_publishes_units_is_refused_where_their_number_is_pub
     "key, value",
     [
         ("secure_noise", True),
-        ("exact_sum", True),
         ("clip_function", "automatic"),
         ("clipping", "per_layer"),
     ],
@@ -330,10 +329,9 @@ def test_row55_what_a_step_was_taken_with_is_told_by_segment(tmp_path, key, valu
 
 
 def test_row55_the_ledger_tells_of_the_configuration():
-    options = ("--privacy.secure_noise", "--privacy.exact_sum")
-    options += ("--privacy.clip_function=automatic",)
+    options = ("--privacy.secure_noise", "--privacy.clip_function=automatic")
     settings = settings_of(build.config(*options), 20, 1.0)
-    assert (settings.secure_noise, settings.exact_sum) == (True, True)
+    assert settings.secure_noise
     assert (settings.clipping, settings.clip_function, settings.units) == ("flat", "automatic", 20)
     assert settings_of(build.config("--privacy.sample_rate=0.1"), 20, 1.0).units is None
 
@@ -352,11 +350,6 @@ def test_row49_the_rounded_sum_is_a_caveat_that_grows(tmp_path):
     for bound, summands in zip(said, (8, 4096), strict=True):
         assert bound - 1 == pytest.approx(fp32_sum_excess(summands), rel=0.1)
         assert bound - 1 >= fp32_sum_excess(summands)
-
-
-def test_row49_an_exact_sum_has_no_such_caveat(tmp_path):
-    told = publish(tmp_path, Ledger(dataclasses.replace(SETTINGS, exact_sum=True), steps=2))
-    assert told["caveats"] == []
 
 
 def test_row49_the_worst_mesh_of_a_segment_counts():

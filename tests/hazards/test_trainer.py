@@ -129,7 +129,7 @@ def test_row21_and_46_a_step_is_begun_once_before_its_one_update(monkeypatch):
 
 
 def test_row39_with_secure_noise_units_are_drawn_by_shake_256(monkeypatch):
-    from torchtitan_dp.privacy.secure_draws import coins
+    from torchtitan_dp.privacy.sampling import coins
 
     philox = MagicMock(side_effect=AssertionError("drawn by Philox"))
     monkeypatch.setattr(np.random, "Philox", philox)
@@ -142,7 +142,7 @@ def test_row39_with_secure_noise_choices_and_projections_are_shakes(tmp_path):
     from tests.processes.runs import write_records
     from torchtitan_dp.data.tokenizer import ByteTokenizer
     from torchtitan_dp.gradients import methods
-    from torchtitan_dp.privacy.secure_draws import SecureChoices
+    from torchtitan_dp.privacy.sampling import SecureChoices
     from torchtitan_dp.train_spec import OpenOnce, build_loader
 
     data = write_records(tmp_path / "data", 4)
@@ -400,16 +400,14 @@ def test_row20_a_private_step_is_given_the_feed_not_the_loaders_shuffled_batches
     assert DPTrainer.batch_generator(trainer, trainer.dataloader) is trainer.feed
 
 
-# What is summed, and in what.
+# Which noise is added.
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_row49_the_trainer_sums_and_adds_noise_as_configured(monkeypatch, exact):
+@pytest.mark.parametrize("secure", [False, True])
+def test_row49_the_trainer_adds_noise_as_configured(monkeypatch, secure):
     from tests import build
     from torchtitan_dp import train
     from torchtitan_dp.gradients import step
-    from torchtitan_dp.privacy.fixed_point import unit
-    from torchtitan_dp.privacy.summation import FixedPointSum, FloatSum
 
     def start(trainer, _):
         trainer.model_parts, trainer.device = [torch.nn.Linear(3, 2)], torch.device("cpu")
@@ -430,8 +428,6 @@ def test_row49_the_trainer_sums_and_adds_noise_as_configured(monkeypatch, exact)
     monkeypatch.setattr(step, "DPOptimizer", MagicMock())
     method = SimpleNamespace(build=MagicMock())
     monkeypatch.setattr(step, "METHODS", {"microbatch": method})
-    options = ["--privacy.exact_sum"] if exact else []
-    trainer = train.DPTrainer(build.config("--privacy.secure_noise", *options), MagicMock())
-    expected = FixedPointSum(unit(SETTINGS.max_grad_norm, 8)) if exact else FloatSum(True)
-    assert trainer.clipped_sum._summation == expected
-    assert step.DPOptimizer.call_args.kwargs["summation"] == expected
+    options = ["--privacy.secure_noise"] if secure else []
+    train.DPTrainer(build.config(*options), MagicMock())
+    assert step.DPOptimizer.call_args.kwargs["secure_noise"] == secure

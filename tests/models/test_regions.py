@@ -12,9 +12,14 @@ from torch._dynamo.utils import counters
 from tests import build
 from tests.gradients.test_layers import Collected
 from torchtitan_dp.gradients.layers import per_sample_layers
-from torchtitan_dp.gradients.sample_copies import sample_copies
 from torchtitan_dp.models.llama3 import regions
-from torchtitan_dp.models.llama3.regions import RegionBlock, Regions, compiled, use_regions
+from torchtitan_dp.models.llama3.regions import (
+    RegionBlock,
+    Regions,
+    compiled,
+    sample_copies,
+    use_regions,
+)
 
 EAGER = Regions(regions.norm, regions.add_and_norm, regions.rotate, regions.swiglu)
 B, T = 3, build.T

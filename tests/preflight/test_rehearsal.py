@@ -514,15 +514,13 @@ def test_row47_an_audit_is_rehearsed_too(tmp_path, how):
 def noise_of_a_rehearsal_and_a_step():
     """What each asks noise for: (name, shape, standard deviation)."""
     from tests import build
+    from torchtitan_dp import optimizer as module
     from torchtitan_dp.optimizer import DPOptimizer
-    from torchtitan_dp.privacy.summation import FloatSum
 
     asked = []
 
-    class Recording(FloatSum):
-        def add_noise_(self, flat, *, std, keys, name, start):
-            asked.append((name, tuple(flat.shape), std, start))
-            return super().add_noise_(flat, std=std, keys=keys, name=name, start=start)
+    def record(flat, *, std, key, name, start, weight):
+        asked.append((name, tuple(flat.shape), std, start))
 
     parameters = build.build().parameters
     optimizer = DPOptimizer(
@@ -531,16 +529,16 @@ def noise_of_a_rehearsal_and_a_step():
         noise_multiplier=0.7,
         max_grad_norm=2.0,
         expected_batch_size=4,
-        summation=Recording(),
     )
 
     def clipped_sum():
         return {name: torch.zeros(p.to_local().numel()) for name, p in parameters.items()}
 
-    optimizer.rehearse(clipped_sum())
-    rehearsed = asked.copy()
-    asked.clear()
-    optimizer.step(clipped_sum(), [(bytes(32), 1.0)])
+    with mock.patch.object(module, "add_gaussian_noise_", record):
+        optimizer.rehearse(clipped_sum())
+        rehearsed = asked.copy()
+        asked.clear()
+        optimizer.step(clipped_sum(), [(bytes(32), 1.0)])
     return rehearsed, asked
 
 

@@ -23,8 +23,8 @@ from torchtitan_dp.privacy.banded import (
 )
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.mechanism import BandedGaussian
+from torchtitan_dp.privacy.noise import add_gaussian_noise_
 from torchtitan_dp.privacy.sampling import groups_of, poisson_draw
-from torchtitan_dp.privacy.summation import FloatSum
 
 SIGMA, POSITIONS = 1.5, 200_000
 
@@ -43,8 +43,9 @@ def chain(bands: int, steps: int, root: RootKey, first: int = 1) -> np.ndarray:
     keys, rows = NoiseChain(root.stream("noise"), mechanism.period), []
     for step in range(first, first + steps):
         flat = torch.zeros(POSITIONS)
-        taken = keys.take(step)
-        FloatSum().add_noise_(flat, std=mechanism.noise_of_step, keys=taken, name="w", start=0)
+        terms = {"std": mechanism.noise_of_step, "name": "w", "start": 0}
+        for key, weight in keys.take(step):
+            add_gaussian_noise_(flat, key=key, weight=weight, **terms)
         rows.append(flat.double().numpy())
     return np.stack(rows)
 

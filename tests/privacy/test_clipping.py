@@ -1,13 +1,26 @@
-"""Clipping, one function at a time: what a sample adds is at most C, and exactly 0 if rejected."""
+"""Clipping: what a sample adds is at most C, and exactly 0 if rejected; groups divide a gradient;
+the rounding of the sum is bounded."""
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
 import torch._dynamo.testing
+import torch.nn as nn
 
+from torchtitan_dp.gradients.clipped_sum import ClippedSum, Place
+from torchtitan_dp.gradients.fsdp import ReductionGroups
 from torchtitan_dp.privacy import clipping
-from torchtitan_dp.privacy.clipping import add_clipped_, clip, squared_norm
+from torchtitan_dp.privacy.clipping import (
+    ClipPolicy,
+    add_clipped_,
+    clip,
+    clip_policy,
+    fp32_sum_excess,
+    squared_norm,
+)
+from torchtitan_dp.privacy.settings import Privacy
 
 INF, NAN = math.inf, math.nan
 
@@ -243,3 +256,183 @@ def test_layouts_of_many_methods_and_meshes_stay_within_dynamos_limit(in_rows):
     else:  # why they are rows
         with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
             add_all()
+
+
+# --- groups that are clipped apart ---------------------------------------------------------------
+
+NAMES = ["embedding.weight", "layers.0.wq.weight", "layers.0.wq.bias", "layers.1.wq.weight"]
+
+
+def by_patterns(patterns):
+    return Privacy(clipping="per_layer", clipping_groups=patterns)
+
+
+def test_flat_is_one_group_bound_by_C():
+    policy = clip_policy(NAMES, Privacy(max_grad_norm=0.5))
+    assert policy.members == (tuple(NAMES),)
+    assert policy.is_flat
+    assert policy.bounds == (0.5,)
+
+
+def test_a_layer_is_a_module_that_holds_parameters():
+    policy = clip_policy(NAMES, Privacy(clipping="per_layer"), max_grad_norm=2.0)
+    expected = (("embedding.weight",), tuple(NAMES[1:3]), ("layers.1.wq.weight",))
+    assert policy.members == expected
+    assert policy.bounds == (2 / math.sqrt(3),) * 3
+
+
+def test_groups_of_patterns_take_what_those_before_left():
+    policy = clip_policy(NAMES, by_patterns(["layers.0.*", "*"]))
+    assert policy.members == (tuple(NAMES[1:3]), (NAMES[0], NAMES[3]))
+
+
+@pytest.mark.parametrize(
+    ("patterns", "mistake"),
+    [
+        (["layers.*"], "'embedding.weight' fits none of them"),
+        (["*", "layers.*"], r"'layers\.\*' has no trained parameter"),
+        (["*", "other"], "'other' has no trained parameter"),
+    ],
+)
+def test_what_does_not_divide_the_parameters_is_refused(patterns, mistake):
+    with pytest.raises(ValueError, match=mistake):
+        clip_policy(NAMES, by_patterns(patterns))
+
+
+@pytest.mark.parametrize("clip_function", ["vanilla", "automatic"])
+@pytest.mark.parametrize("layers", [1, 7, 300])
+def test_row02_a_sample_that_is_large_in_every_layer_counts_at_most_C(layers, clip_function):
+    C = 0.7
+    privacy = Privacy(max_grad_norm=C, clipping="per_layer", clip_function=clip_function)
+    policy = clip_policy([f"{layer}.weight" for layer in range(layers)], privacy)
+    squares_GB = torch.logspace(2, 12, layers, dtype=torch.float64)[:, None] * C**2
+    valid_B = torch.ones(1, dtype=torch.bool)
+    clipped = policy.clip(squares_GB, valid_B)
+    added = (clipped.factor_B.double() * squares_GB.sqrt()).norm().item()
+    assert 0.99 * C < added <= C
+    whole = clipped.over_groups()
+    assert whole.norm_B.item() == pytest.approx(squares_GB.sum().sqrt().item())
+    assert whole.exceeds_B.tolist() == [True]
+
+
+def test_row22_a_group_that_is_no_number_is_left_out_and_tells_of_the_sample():
+    squares_GB = torch.tensor([[1.0, 1.0], [math.nan, 4.0]], dtype=torch.float64)
+    clipped = clip(squares_GB, torch.tensor([True, True]), max_grad_norm=1.0)
+    assert clipped.factor_B[1, 0] == 0
+    whole = clipped.over_groups()
+    assert whole.rejected_B.tolist() == [True, False]
+    assert whole.exceeds_B.tolist() == [False, True]
+
+
+@dataclass(frozen=True)
+class Unequal(ClipPolicy):
+    """Bounds of 3/5 and 4/5 of C."""
+
+    @property
+    def bounds(self):
+        return 0.6 * self.max_grad_norm, 0.8 * self.max_grad_norm
+
+
+def test_each_group_is_clipped_to_its_own_bound_by_name_and_at_once():
+    policy = Unequal((("a",), ("b",)), 2.0)
+    squares_GB = torch.tensor([[9.0, 1.0], [100.0, 4.0]], dtype=torch.float64)
+    valid_B = torch.ones(2, dtype=torch.bool)
+    clipped = policy.clip(squares_GB, valid_B)
+    norms_GB = clipped.factor_B.double() * squares_GB.sqrt()
+    assert torch.allclose(norms_GB, torch.tensor([[1.2, 1.0], [1.6, 1.6]]).double(), atol=2e-5)
+    assert clipped.exceeds_B.tolist() == [[True, False], [True, True]]
+    for group in (0, 1):
+        apart = policy.clip(squares_GB[group : group + 1], valid_B, group)
+        assert torch.equal(apart.factor_B[0], clipped.factor_B[group])
+    with pytest.raises(AssertionError):
+        policy.clip(squares_GB[:1], valid_B)  # of which group?
+
+
+# --- row 49: an fp32 sum can be moved by more than C, and by no more than is said ----------------
+
+P = 16  # values
+C = 1.0001  # a gradient of norm 1 is not scaled
+
+
+def total(gradients_NP):
+    """The clipped sum of samples that one rank is given in this order, in fp64."""
+    (values,) = gradients_NP.shape[1:]
+    clipped_sum = ClippedSum(
+        {"w": nn.Parameter(torch.zeros(values))},
+        ReductionGroups(None, None, None),
+        ClipPolicy((("w",),), C),
+    )
+    clipped_sum.lay_out([values], {"w": Place(0, 0, values)}, torch.device("cpu"))
+    for gradients_BP in gradients_NP.split(1024):
+        valid_B = torch.ones(len(gradients_BP), dtype=torch.bool)
+        clipped_sum.add([gradients_BP[:, None].clone()], valid_B)
+    return clipped_sum.take()["w"].double()
+
+
+def adversarial(power, record):
+    """3 * 2**power + 1 samples, along (1, …, 1) / sqrt(P), in units of the norm.
+
+    The first 2**power add up to two units in the last place below 2**power, in each value's
+    binade. Then comes the record: of norm `record`, or nothing. If it tips the sum over the power
+    of two, every one of the tiny gradients that follow is less than half a unit in the last place
+    and is rounded away; if not, it is more than half of one and is rounded to a whole one.
+    """
+    below = 2.0 ** (power - 24)  # fp32's unit in the last place below 2**power
+    first = torch.ones(2**power)
+    first[-1] -= 2 * below
+    later = torch.full((2 * 2**power,), -below / 2 * (1 + 2.0**-10))
+    norms_N = torch.cat([first, torch.tensor([record]), later])
+    return norms_N[:, None] * torch.ones(P) / math.sqrt(P)
+
+
+def moved(power, record):
+    """By how much the record moves the sum, in multiples of C."""
+    there, empty = (total(adversarial(power, r)) for r in (record, 0.0))
+    return ((there - empty).norm() / C).item()
+
+
+TIPS = {10: (2.0**-12, 0.125), 12: (2.0**-10, 2.001)}  # the record's norm, what it does in fp32
+
+
+@pytest.mark.parametrize("power", TIPS)
+def test_row49_in_fp32_a_tiny_record_moves_the_sum_far(power):
+    """1,025 + 2,048 samples and 4,097 + 8,192: what the caveat counts."""
+    record, expected = TIPS[power]
+    samples = len(adversarial(power, record))
+    assert samples == {10: 1_025 + 2_048, 12: 4_097 + 8_192}[power]
+    by = moved(power, record)
+    assert by == pytest.approx(expected, abs=3e-4)
+    assert expected / 10 < by / (record + fp32_sum_excess(samples)) <= 1  # the bound, and its size
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_row49_the_bound_for_fp32_holds_for_sums_over_ranks(ranks):
+    """The adversarial sequence on the last rank, and others' sums that go before it in a chain."""
+    record, _ = TIPS[10]
+    there, empty = (total(adversarial(10, r)).float() for r in (record, 0.0))
+    other = total(adversarial(10, 0.0)).float()
+    for _ in range(ranks - 1):
+        there, empty = there + other, empty + other
+    by = ((there.double() - empty.double()).norm() / C).item()
+    assert by <= record + fp32_sum_excess(3_073, ranks)
+
+
+def test_row49_the_bound_for_fp32_is_that_of_its_additions_one_by_one():
+    """By the recurrence of its derivation, without the closed forms."""
+    u = 2.0**-24
+    for samples in (1, 2, 3, 100, 5_000):
+        norm = error = 0.0
+        for k in range(samples):
+            norm = norm + 1 if k == 0 else (norm + 1) * (1 + u)
+            error += 0 if k == 0 else norm * u
+        local = error
+        for ranks in (1, 2, 8):
+            error, partial = local, norm
+            for _ in range(ranks - 1):
+                partial = (partial + norm) * (1 + u)
+                error += partial * u
+            bound = fp32_sum_excess(samples, ranks)
+            assert 2 * error <= bound * (1 + 1e-9)
+            assert bound <= 2 * error * 1.01 + 1e-12
+    assert fp32_sum_excess(0) == fp32_sum_excess(1) == 0.0
+    assert fp32_sum_excess(4_096) == pytest.approx(1, rel=1e-3)

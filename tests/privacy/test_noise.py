@@ -1,5 +1,6 @@
-"""Noise: right distribution, right generators, the same on every mesh, never repeated."""
+"""Noise, plain and secure: right distribution and generators, one on every mesh, never repeated."""
 
+import functools
 import hashlib
 import hmac
 import itertools
@@ -9,6 +10,7 @@ import pytest
 import torch
 from scipy import stats
 
+from tests.processes.ranks import on_ranks
 from torchtitan_dp.privacy import noise, secure_noise
 from torchtitan_dp.privacy.keys import RootKey
 
@@ -27,7 +29,30 @@ def threefry(key: bytes, name: str, start: int, count: int) -> torch.Tensor:
     return flat
 
 
+def secure_philox(
+    key: bytes, name: str, start: int, count: int, std: float = 1.0, value: float = 0.0
+) -> torch.Tensor:
+    flat = torch.full((count,), value)
+    secure_noise.add_secure_gaussian_noise_(flat, std=std, key=key, name=name, start=start)
+    return flat
+
+
+def secure_threefry(
+    key: bytes, name: str, start: int, count: int, std: float = 1.0, value: float = 0.0
+) -> torch.Tensor:
+    flat = torch.full((count,), value)
+    words = noise.threefry_key(key, name, "cpu", "threefry4x32-secure")
+    add = functools.partial(secure_noise._add_rounded, std=std)
+    secure_noise._add_threefry(flat, add, words, start)
+    return flat
+
+
 both = pytest.mark.parametrize("draw", [philox, threefry])
+both_secure = pytest.mark.parametrize("draw", [secure_philox, secure_threefry])
+every = pytest.mark.parametrize("draw", [philox, threefry, secure_philox, secure_threefry])
+either = pytest.mark.parametrize(
+    "add", [noise.add_gaussian_noise_, secure_noise.add_secure_gaussian_noise_]
+)
 
 
 def flip(key: bytes, bit: int) -> bytes:
@@ -145,7 +170,7 @@ def test_threefry_normal_at_the_extreme_words(monkeypatch):
 # --- the same on every mesh -----------------------------------------------------------------------
 
 
-@both
+@every
 @pytest.mark.parametrize("cuts", [[1], [noise.BLOCK], [7, 8, noise.BLOCK - 1, noise.BLOCK + 333]])
 def test_shards_fit_together_bit_by_bit(draw, cuts):
     whole = draw(KEY, "w", 0, SIZE)
@@ -171,21 +196,23 @@ def test_far_threefry_noise_is_the_cipher_at_the_position():
     assert threefry(KEY, "w", start, 5).tolist() == expected
 
 
-def test_threefry_chunks_fit_together(monkeypatch):
-    whole = threefry(KEY, "w", 3, 10_001)
-    monkeypatch.setattr(noise, "_CHUNK", 1_024)
-    assert torch.equal(threefry(KEY, "w", 3, 10_001), whole)
+@pytest.mark.parametrize("draw, module", [(threefry, noise), (secure_threefry, secure_noise)])
+def test_threefry_chunks_fit_together(monkeypatch, draw, module):
+    whole = draw(KEY, "w", 3, 10_001)
+    monkeypatch.setattr(module, "_CHUNK", 1_024)
+    assert torch.equal(draw(KEY, "w", 3, 10_001), whole)
 
 
-def test_threads_change_nothing():
-    threads = torch.get_num_threads()
+@pytest.mark.parametrize("draw", [philox, secure_philox])
+def test_threads_change_nothing(draw):
+    threads, found = torch.get_num_threads(), []
     try:
-        torch.set_num_threads(1)
-        one = philox(KEY, "w", 5, 13 * noise.BLOCK)
-        torch.set_num_threads(3)
-        assert torch.equal(philox(KEY, "w", 5, 13 * noise.BLOCK), one)
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            found.append(draw(KEY, "w", 5, 13 * noise.BLOCK))
     finally:
         torch.set_num_threads(threads)
+    assert torch.equal(*found)
 
 
 def test_the_default_generators_are_neither_used_nor_moved():
@@ -224,9 +251,13 @@ def test_no_run_of_four_values_occurs_twice(draw):
     assert len(np.unique(every)) == len(every)
 
 
-@both
+@every
 def test_streams_are_uncorrelated(draw):
-    parts = torch.stack([values[:5_000] for values in streams(draw)]).double()
+    """With those of the other generators and the same keys, too."""
+    parts = [values[:5_000] for values in streams(draw)]
+    others = {philox, threefry, secure_philox, secure_threefry} - {draw}
+    parts += [other(RootKey(KEY).stream("noise").take(1), "w", 0, 5_000) for other in others]
+    parts = torch.stack(parts).double()
     correlations = torch.corrcoef(parts) - torch.eye(len(parts))
     assert correlations.abs().max() * np.sqrt(5_000) < 4.5
     values = parts[0]
@@ -274,35 +305,31 @@ def test_row39_the_generators_keys_are_128_bits_of_hmac():
     assert words.numpy().tobytes() == noise.cipher_key(KEY, "threefry4x32", "w")
 
 
-def test_the_two_generators_share_nothing():
-    assert noise.cipher_key(KEY, "philox4x64", "w") != noise.cipher_key(KEY, "threefry4x32", "w")
-    a, b = philox(KEY, "w", 0, 20_000), threefry(KEY, "w", 0, 20_000)
-    assert abs(torch.corrcoef(torch.stack([a, b]))[0, 1]) * np.sqrt(20_000) < 4
-
-
 # --- mistakes -------------------------------------------------------------------------------------
 
 
+@either
 @pytest.mark.parametrize(
     "flat", [torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4).double(), torch.zeros(2, 2)]
 )
-def test_only_flat_fp32_is_accepted(flat):
+def test_only_flat_fp32_is_accepted(add, flat):
     with pytest.raises(ValueError, match="pass the flattened fp32 shard"):
-        noise.add_gaussian_noise_(flat, std=1.0, key=KEY, name="w", start=0)
+        add(flat, std=1.0, key=KEY, name="w", start=0)
 
 
+@either
 @pytest.mark.parametrize("std", [-1.0, float("nan"), float("inf")])
-def test_a_senseless_std_is_refused(std):
+def test_a_senseless_std_is_refused(add, std):
     with pytest.raises(ValueError, match="std"):
-        noise.add_gaussian_noise_(torch.zeros(4), std=std, key=KEY, name="w", start=0)
+        add(torch.zeros(4), std=std, key=KEY, name="w", start=0)
 
 
-def test_no_noise_and_empty_shards():
-    flat = torch.ones(5)
-    noise.add_gaussian_noise_(flat, std=0.0, key=KEY, name="w", start=0)
-    assert torch.equal(flat, torch.ones(5))
-    noise.add_gaussian_noise_(flat[:0], std=1.0, key=KEY, name="w", start=3)
-    assert noise.standard_normal(KEY, "w", 3, 0).shape == (0,)
+@either
+def test_no_noise_and_empty_shards(add):
+    flat = torch.full((5,), 0.1)
+    add(flat, std=0.0, key=KEY, name="w", start=0)
+    assert torch.equal(flat, torch.full((5,), 0.1))
+    add(flat[:0], std=1.0, key=KEY, name="w", start=3)
 
 
 def test_a_strided_shard_and_a_parameter_are_noised_in_place():
@@ -322,17 +349,19 @@ def test_cuda_equals_the_cipher_on_cpu():
     torch.testing.assert_close(on_cuda.cpu(), on_cpu, rtol=1e-5, atol=1e-6)
     part = noise.standard_normal(KEY, "w", 2**32 + 2, 999, "cuda")
     assert torch.equal(part, on_cuda[7:1_006])
+    on_cpu, secure = secure_threefry(KEY, "w", 2**32 - 5, 100_001), torch.zeros(100_001).cuda()
+    secure_noise.add_secure_gaussian_noise_(secure, std=1.0, key=KEY, name="w", start=2**32 - 5)
+    torch.testing.assert_close(secure.cpu(), on_cpu, rtol=0, atol=secure_noise.grid(1.0))
 
 
-@pytest.mark.parametrize("secure", [False, True])
-def test_a_chunk_waits_for_no_copy_from_the_host(secure, monkeypatch):
+@either
+def test_a_chunk_waits_for_no_copy_from_the_host(add, monkeypatch):
     """A number that becomes a tensor on a device is copied there, and the host waits for it: no
     operation shows that, so it is asked where such tensors are made. "meta" is a device that holds
     nothing.
     """
-    module = secure_noise if secure else noise
-    add = secure_noise.add_secure_gaussian_noise_ if secure else noise.add_gaussian_noise_
-    monkeypatch.setattr(module, "_CHUNK", 100)
+    for module in (noise, secure_noise):
+        monkeypatch.setattr(module, "_CHUNK", 100)
     flat = torch.zeros(700, device="meta")
     copied = []
     for name in ("tensor", "as_tensor", "asarray"):
@@ -355,3 +384,108 @@ def test_noise_compiles_into_one_kernel():
     noise._add_normal(plain, *terms)
     torch.testing.assert_close(flat, plain, rtol=1e-5, atol=1e-5)
     assert metrics.generated_kernel_count == 1
+
+
+# --- secure noise: four draws, one grid -----------------------------------------------------------
+
+
+@both_secure
+@pytest.mark.parametrize("std", [1e-3, 0.7, 250.0])
+def test_secure_values_are_normal(draw, std):
+    values = draw(KEY, "w", 12_345, 400_001, std, 3 * std).double().numpy() / std - 3
+    chi2 = stats.chi2(len(values))
+    assert chi2.ppf(1e-4) < (values**2).sum() < chi2.ppf(1 - 1e-4)
+    assert stats.kstest(values, "norm").pvalue > 1e-4
+
+
+@both_secure
+@pytest.mark.parametrize("value", [0.0, 1e-7, 0.1, -4.0])
+def test_what_comes_out_lies_on_the_grid_whatever_was_there(draw, value):
+    """fp32's own grid would be finer near 0: its low bits would tell of the value."""
+    out = draw(KEY, "w", 5, 50_001, 0.3, value).double()
+    step = secure_noise.grid(0.3)
+    assert step == 2.0**-20
+    assert torch.equal(out / step, (out / step).round())
+    assert (out / step).remainder(2).mean() == pytest.approx(0.5, abs=0.02)  # no coarser
+
+
+@pytest.mark.parametrize("std", [1e-30, 1.0, 1.5, 2.0, 1e30])
+def test_the_grid_is_a_power_of_two_far_below_the_noise(std):
+    assert np.frexp(secure_noise.grid(std))[0] == 0.5
+    assert 2.0**-19 < secure_noise.grid(std) / std <= 2.0**-18
+
+
+def test_a_value_is_the_sum_of_four_fp64_draws_added_in_fp64_and_rounded_once():
+    key = int.from_bytes(secure_noise.cipher_key(KEY, "philox4x64-secure", "w"), "little")
+    for block in (0, 3):
+        total = np.zeros(noise.BLOCK)
+        for i in range(4):
+            numpys = np.random.Philox(key=key, counter=(i << 128) + (block << 64))
+            total += np.random.Generator(numpys).standard_normal(noise.BLOCK)
+        step = secure_noise.grid(0.7)
+        expected = np.round((total * (0.7 / 2) + np.float32(0.1)) / step) * step
+        out = secure_philox(KEY, "w", block * noise.BLOCK, noise.BLOCK, 0.7, 0.1)
+        assert np.array_equal(out.numpy(), expected.astype(np.float32))
+
+
+def test_threefrys_draws_are_the_documented_map_of_all_four_words(monkeypatch):
+    words = torch.tensor(
+        [
+            [0, 0, -1, -1], [0, 1, 0x7FFFFFFF, -1], [-1, -1, 0x40000000, 0],
+            [0x7FFFFFFF, -1, 5, 7], [-(2**31), 0, 5, -9], [12345, -7, 0, 1],
+            [-12345, 99, -(2**31), 0],
+        ],
+        dtype=torch.int32,
+    )  # fmt: skip
+    counters = []
+
+    def cipher(counter, key):
+        counters.append(torch.stack(counter).T.tolist())
+        return words.T
+
+    monkeypatch.setattr(secure_noise, "threefry4x32", cipher)
+    key, start = torch.zeros(4, dtype=torch.int32), torch.tensor(2**33 + 4)
+    values = secure_noise.threefry_normal_sum(key, start, len(words))
+    assert values.dtype == torch.float64
+
+    def exact(w0: int, w1: int, w2: int, w3: int) -> float:
+        unsigned = (w0 % 2**32) * 2**32 + w1 % 2**32
+        t = np.longdouble(min(unsigned, 2**64 - 1 - unsigned) + 0.5) / 2**64
+        minus_log = -np.log1p(-t) if unsigned >= 2**63 else -np.log(t)
+        turn = np.longdouble((w2 % 2**31) * 2**32 + w3 % 2**32) + np.longdouble(0.5)
+        value = np.sqrt(2 * minus_log) * np.sin(turn * (np.longdouble(np.pi) / 2**64))
+        return float(-value if w2 < 0 else value)
+
+    expected = [4 * exact(*map(int, row)) for row in words]
+    np.testing.assert_allclose(values.numpy(), expected, rtol=1e-13)
+    assert counters == [[[4 + j, 2, i, 0] for j in range(len(words))] for i in range(4)]
+
+
+def update(degrees: tuple[int, int, int]) -> dict[str, torch.Tensor]:
+    """The whole gradients that the inner optimizer sees, of a sum of zeros."""
+    from tests import build
+    from torchtitan_dp.optimizer import DPOptimizer
+
+    built = build.build(degrees)
+    seen: dict[str, torch.Tensor] = {}
+
+    class Recorder(torch.optim.SGD):
+        def step(self, closure=None):
+            seen.update({n: p.grad.full_tensor() for n, p in built.parameters.items()})
+
+    dp = DPOptimizer(
+        Recorder(list(built.parameters.values()), lr=0.0),
+        built.parameters,
+        noise_multiplier=1.0,
+        max_grad_norm=0.5,
+        expected_batch_size=1,
+        secure_noise=True,
+    )
+    dp.step(built.gradients.clipped_sum.take(), [(KEY, 1.0)])
+    return seen
+
+
+def test_the_optimizer_adds_it_to_each_shard():
+    for name, gradient in on_ranks(2, update, (1, 1, 2))[0].items():
+        expected = secure_philox(KEY, name, 0, gradient.numel(), std=0.5)
+        assert torch.equal(gradient.flatten(), expected)

@@ -58,7 +58,6 @@ OPTIONS = {
     "per_layer": ("--privacy.clipping=per_layer",),
     "automatic": ("--privacy.clip_function=automatic",),
     "secure_noise": ("--privacy.secure_noise",),
-    "exact_sum": ("--privacy.secure_noise", "--privacy.exact_sum"),
     "average": ("--ema.enable", "--ema.decay=0.9"),
     "recomputed": ("--activation_checkpoint.mode=full", "--training.seq_len=64"),
 }
@@ -79,7 +78,7 @@ SPENDINGS: dict[str, tuple[str, float, list[tuple[float, float, int, int]]]] = {
         ("estimated", 1e-5, [(1.0, 0.01, 200, 32)]),
         ("estimated in part", 1e-5, [(1.0, 0.01, 100, 32), (1.0, 0.01, 100, 0)]),
     )
-    for accountant in ("pld", "prv", "rdp")
+    for accountant in ("pld", "rdp")
 }
 
 

@@ -153,9 +153,9 @@ def ring_of_another_balancer():
 
 
 def _noise(change: Callable):
-    from torchtitan_dp.privacy import summation
+    from torchtitan_dp import optimizer
 
-    return wrapped(summation, "add_gaussian_noise_", change)
+    return wrapped(optimizer, "add_gaussian_noise_", change)
 
 
 def noise_not_added():

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 
 from torchtitan_dp.models import loss_head, token_loss
-from torchtitan_dp.privacy import clipping, fixed_point, noise, secure_noise
+from torchtitan_dp.privacy import clipping, noise, secure_noise
 from torchtitan_dp.privacy.kernels import compile_kernel
 
 COUNTS: Counter[str] = Counter()
@@ -37,7 +37,6 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 ADD_SCALED = compiled(clipping._add_scaled)
-ADD_UNITS = compiled(fixed_point._add_units)
 ADD_NORMAL = compiled(noise._add_normal)
 NORMAL_SUM = compiled(secure_noise.threefry_normal_sum)
 BY_COMPARISON = compiled(token_loss._by_comparison)
@@ -51,11 +50,6 @@ def add_scaled_(accumulator: Tensor, gradient: Tensor, factor: Tensor, rejected:
 @torch.library.custom_op("stand_in::losses_to_gradients_", mutates_args=("logits_NV",))
 def losses_to_gradients_(logits_NV: Tensor, labels_N: Tensor, scale_N: Tensor) -> Tensor:
     return BY_COMPARISON(logits_NV, labels_N, scale_N)
-
-
-def add_row_(total: Tensor, gradient: Tensor, scale: Tensor, rejected: Tensor) -> None:
-    size = fixed_point._COMPILED_CHUNK
-    fixed_point._add_in_chunks(ADD_UNITS, size, total, gradient, scale, rejected)
 
 
 def words(key: bytes) -> Tensor:
@@ -80,7 +74,6 @@ def add_secure_noise(flat: Tensor, add: Any, key: bytes, start: int) -> None:
 def install() -> None:
     """Put CUDA's paths in the place of the CPU's."""
     clipping._add_scaled_ = add_scaled_  # type: ignore[assignment]
-    fixed_point._add_row_ = add_row_
     noise._add_philox = add_noise
     secure_noise._add_philox = add_secure_noise
     for module in (token_loss, loss_head):

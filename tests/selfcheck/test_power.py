@@ -128,7 +128,7 @@ BF16 = ("--training.mixed_precision_param=bfloat16", "--training.local_batch_siz
         (2, (*OFFLOAD, *BF16)),
         (2, ("--parallelism.context_parallel_degree=1", *BF16)),
         (2, ("--parallelism.data_parallel_replicate_degree=2",)),
-        (1, ("--privacy.secure_noise", "--privacy.exact_sum", "--training.loss_chunk_tokens=0")),
+        (1, ("--privacy.secure_noise", "--training.loss_chunk_tokens=0")),
         (1, ("--privacy.clip_function=automatic", "--privacy.no-shard_grad_samples", *BF16)),
         (2, ("--lora.rank=3", *BF16)),
         (2, ("--privacy.gradient_method=randomized", "--training.local_batch_size=2")),
@@ -136,7 +136,7 @@ BF16 = ("--training.mixed_precision_param=bfloat16", "--training.local_batch_siz
         pytest.param(1, ("--compile.enable", *BF16), marks=pytest.mark.slow),
     ],
     ids=[
-        *("offload", "offload bf16", "dp_shard", "dp_replicate", "exact", "automatic"),
+        *("offload", "offload bf16", "dp_shard", "dp_replicate", "secure", "automatic"),
         *("adapters", "randomized"),
         *("compile", "compile bf16 grad_sample"),
     ],

@@ -83,7 +83,6 @@ def settings_of(
         clipping=clipping,
         clip_function=privacy.clip_function,
         secure_noise=privacy.secure_noise,
-        exact_sum=privacy.exact_sum,
         trained=trained(config),
         rope=rope_in_words(config),
         units=units if units_are_public else None,

@@ -6,8 +6,7 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.combinations import check_rope, check_samples
 from torchtitan_dp.config.supported import check_supported, check_values
 from torchtitan_dp.gradients.methods import METHODS, automatic
-from torchtitan_dp.privacy.envelope import refuse_projections
-from torchtitan_dp.privacy.fixed_point import MAX_EXPECTED_BATCH, MAX_NOISE_MULTIPLIER
+from torchtitan_dp.privacy.randomized import refuse_projections
 
 
 def mesh_degrees(config: JobConfig) -> tuple[int, int, int]:
@@ -267,10 +266,8 @@ def _check_privacy(config: JobConfig) -> None:
             "to 'banded', or remove the key"
         )
     refuse_projections(privacy.projections)
-    if privacy.exact_sum:
-        _check_exact_sum(config)
     built: dict[str, tuple[str, ...]] = {
-        "accountant": ("prv", "rdp", "pld"),
+        "accountant": ("rdp", "pld"),
         "gradient_method": tuple(METHODS),
     }
     for key, values in built.items():
@@ -283,26 +280,4 @@ def _check_privacy(config: JobConfig) -> None:
         raise ValueError(
             f"training.global_batch_size = {config.training.global_batch_size}: set the expected "
             "number of records in a step (it is also the update's divisor)"
-        )
-
-
-def _check_exact_sum(config: JobConfig) -> None:
-    """Refuse sums that could exceed 64 bits."""
-    privacy = config.privacy
-    if not privacy.secure_noise:
-        raise ValueError(
-            "privacy.exact_sum = true with secure_noise = false: noise in fp32 would round the "
-            "exact sum; set privacy.secure_noise = true, or exact_sum to false"
-        )
-    if config.training.global_batch_size > MAX_EXPECTED_BATCH:
-        raise ValueError(
-            f"training.global_batch_size = {config.training.global_batch_size}: with "
-            f"privacy.exact_sum at most {MAX_EXPECTED_BATCH}, so that 64-bit sums cannot wrap; "
-            "lower it, or set exact_sum to false"
-        )
-    if privacy.noise_multiplier is not None and privacy.noise_multiplier > MAX_NOISE_MULTIPLIER:
-        raise ValueError(
-            f"privacy.noise_multiplier = {privacy.noise_multiplier}: with privacy.exact_sum at "
-            f"most {MAX_NOISE_MULTIPLIER:.0f}, so that 64-bit sums cannot wrap; lower it, or set "
-            "exact_sum to false"
         )

@@ -13,11 +13,7 @@ from torchtitan_dp.process import Fault
 def shared_root_key(device: torch.device, debug_seed: int | None) -> RootKey:
     """Share a fresh root key from rank 0's operating system, or derive one from a debug seed.
 
-    Collective: a broadcast of 32 bytes over the world, without a seed.
-
-    Args:
-        device: the device that the default process group's backend sends from.
-        debug_seed: `privacy.debug_seed`; the run is then not private.
+    Collective: a broadcast of 32 bytes over the world, from `device`, without a seed.
 
     Guarantee:
         The key is in the ranks' memory only, and a new one at each call without a seed.

@@ -3,11 +3,9 @@
 PyTorch (`torch.distributed.tensor.experimental`) chooses the kernel and deals sequences out, on
 CUDA and CPU alike; the loop over blocks is ours (`distributed.ring`). PyTorch registers no CPU
 kernel for the ring. Flash attention on CPU returns `(out, logsumexp)`, which is all that the ring's
-merge needs, so TorchTitan's context-parallel path runs unchanged on gloo once that kernel is
-registered. CUDA's memory-efficient kernels, the only ones for fp32, pad logsumexp to 32 rows, which
-the merge does not expect: it is cut off here and added again for backward.
-
-From `HEADS_APART_FROM` tokens a rank, a sequence that one rank has alone is a ring of one, too.
+merge needs, so it is registered here. CUDA's memory-efficient kernels, the only ones for fp32, pad
+logsumexp to 32 rows, which is cut off here and added again for backward. From `HEADS_APART_FROM`
+tokens a rank, a sequence that one rank has alone is a ring of one, too.
 
 Every private name of PyTorch's context parallelism that this package uses is in this file;
 `tests/distributed/test_attention.py` fails when a new version moves one.
@@ -35,14 +33,7 @@ from torchtitan.distributed.context_parallel import apply_cp_to_attention_module
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
 from torchtitan_dp.distributed.devices import capability, cudnn_versions
-from torchtitan_dp.distributed.ring import (
-    GatheredAtOnce,
-    PassedAround,
-    Passing,
-    Position,
-    attend,
-    attend_backward,
-)
+from torchtitan_dp.distributed.ring import GatheredAtOnce, PassedAround, Ring
 
 LoadBalancer = Literal["headtail"] | None
 RotateMethod = Literal["allgather", "alltoall"]
@@ -90,7 +81,6 @@ def configure_ring(
         rotate_method: "allgather" gathers all keys and values at once (fewer, larger messages);
             "alltoall" passes them around, holding one other rank's at a time (long context).
             TorchTitan 0.2.2 reads this setting and does not apply it.
-        heads_apart_from: tokens a rank, from which kernels run on one key head at a time.
     """
     ring._cp_options.enable_load_balance = load_balancer == "headtail"
     public_names.set_rotate_method(rotate_method)
@@ -105,7 +95,6 @@ def apply_ring_attention(
     Args:
         attention_modules: TorchTitan `ScaledDotProductAttentionWrapper`s; inputs q, k, v of shape
             (B, heads, T / cp, head_dim), each rank's own part of the sequence.
-        cp_mesh: one-dimensional mesh of the ranks that share a sample.
         cudnn: whether cuDNN may attend, as `models.parallelize.takes_cudnn` decides.
     """
     apply_cp_to_attention_module(attention_modules, cp_mesh, "sdpa")
@@ -114,10 +103,7 @@ def apply_ring_attention(
 
 
 def mesh_of_this_rank(device_type: str, name: str) -> DeviceMesh:
-    """Return a one-dimensional mesh of this rank alone.
-
-    Collective over the world.
-    """
+    """Return a one-dimensional mesh of this rank alone. Collective over the world."""
     every_rank_alone = (dist.get_world_size(), 1)
     return init_device_mesh(device_type, every_rank_alone, mesh_dim_names=("rank", name))[name]
 
@@ -159,30 +145,32 @@ def _register_kernels(heads_apart_from: int) -> None:
 def _ring_forward(
     heads_apart_from: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...]:
-    mesh, terms = _named(op, args, kwargs, heads_apart_from)
+    mesh, terms = _named(op, args, kwargs)
     if "compute_log_sumexp" in terms:
         terms["compute_log_sumexp"] = True  # the merge needs it, whether or not a gradient does
     kernel = _attend_unpadded if op is _efficient_op else op
-    position, of_keys, _ = _place(mesh)
-    out, logsumexp, *rest = attend(kernel, position, of_keys, **terms)
+    heads_apart = terms["query"].shape[_SEQ_DIM] >= heads_apart_from
+    out, logsumexp, *rest = _ring(mesh, heads_apart).attend(kernel, **terms)
     return (*_on_ring(mesh, out, logsumexp), *rest)
 
 
 def _ring_backward(
     heads_apart_from: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...]:
-    mesh, terms = _named(op, args, kwargs, heads_apart_from)
+    mesh, terms = _named(op, args, kwargs)
     padded = op is _efficient_backward_op
     kernel = _backward_padded if padded else functools.partial(_backward, op)
-    gradients = attend_backward(kernel, *_place(mesh), **terms)
+    of_queries = {name: terms.pop(name) for name in ("grad_out", "query", "out", "logsumexp")}
+    heads_apart = of_queries["query"].shape[_SEQ_DIM] >= heads_apart_from
+    gradients = _ring(mesh, heads_apart).attend_backward(kernel, of_queries, **terms)
     return (*_on_ring(mesh, *gradients[:3]), *gradients[3:])
 
 
 def _named(
-    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], heads_apart_from: int
+    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[DeviceMesh, dict[str, Any]]:
-    """Return the mesh of an operator's DTensors, and the ring's terms: arguments by the schema's
-    names, local parts in the place of DTensors, and whether heads are apart."""
+    """Return the mesh of an operator's DTensors, and its arguments by the schema's names, with
+    local parts in the place of DTensors."""
     names = [argument.name.rstrip("_") for argument in op._schema.arguments]  # one has grad_out_
     named = {"is_causal": False, **dict(zip(names, args, strict=False)), **kwargs}
     for mask in ("attn_bias", "attn_mask"):
@@ -192,19 +180,18 @@ def _named(
         name: value.to_local() if isinstance(value, DTensor) else value
         for name, value in named.items()
     }
-    return mesh, {**terms, "heads_apart": terms["query"].shape[_SEQ_DIM] >= heads_apart_from}
+    return mesh, terms
 
 
-def _place(mesh: DeviceMesh) -> tuple[Position, Passing | None, Passing | None]:
-    """Return this rank's position on the ring, and what passes on keys and values (as configured)
-    and their gradients (from rank to rank, since each adds to them)."""
+def _ring(mesh: DeviceMesh, heads_apart: bool) -> Ring:
+    """Return the ring as configured; gradients go from rank to rank, since each adds to them."""
     group, options = mesh.get_group(), ring._cp_options
-    size = dist.get_world_size(group)
-    position = Position(dist.get_rank(group), size, options.enable_load_balance)
-    if size == 1:
-        return position, None, None
+    place = dist.get_rank(group), dist.get_world_size(group), options.enable_load_balance
+    if mesh.size() == 1:
+        return Ring(*place, heads_apart, None, None)
     at_once = options.rotate_method == ring._RotateMethod.ALL_GATHER
-    return position, (GatheredAtOnce if at_once else PassedAround)(group), PassedAround(group)
+    of_keys = (GatheredAtOnce if at_once else PassedAround)(group)
+    return Ring(*place, heads_apart, of_keys, PassedAround(group))
 
 
 def _on_ring(mesh: DeviceMesh, *local_tensors: torch.Tensor) -> tuple[DTensor, ...]:
@@ -223,10 +210,7 @@ def _attend_unpadded(query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[to
 def _backward(
     op: Any, *, query: torch.Tensor, key: torch.Tensor, **kwargs: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Compute one block's gradients.
-
-    CUDA's kernels take the numbers of queries and keys, which differ from block to block.
-    """
+    """Compute one block's gradients: CUDA's kernels take its numbers of queries and keys."""
     if "max_q" in kwargs:
         kwargs |= {"max_q": query.shape[_SEQ_DIM], "max_k": key.shape[_SEQ_DIM]}
     gradients: tuple[torch.Tensor, ...] = op(query=query, key=key, **kwargs)
@@ -236,10 +220,8 @@ def _backward(
 def _backward_padded(
     *, grad_out: torch.Tensor, logsumexp: torch.Tensor, **kwargs: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Compute one block's gradients, with logsumexp padded as by the forward kernel.
-
-    Padded rows have an infinite logsumexp, so that their probabilities are 0.
-    """
+    """Compute one block's gradients, with logsumexp padded as by the forward kernel: by infinity,
+    so that padded rows have probabilities of 0."""
     missing = -logsumexp.shape[_SEQ_DIM] % _ALIGNED_ROWS
     if missing and torch.version.hip is None:  # ROCm's kernels pad nothing
         logsumexp = F.pad(logsumexp, (0, missing), value=torch.inf)

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_dp.distributed.page_locked import page_locked, page_locked_bytes
+from torchtitan_dp.distributed.host_memory import page_locked, page_locked_bytes
 
 ON_DEVICE = 2
 """Inputs on the device in forward: the block's own, and the one before, which is copied out."""

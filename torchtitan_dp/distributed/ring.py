@@ -74,36 +74,7 @@ class GatheredAtOnce:
         return self._gathered.chunk(dist.get_world_size(self._group))[source]
 
 
-Kernel = Callable[..., tuple[Any, ...]]
-"""Attention within one block, forward or backward."""
-
-
-@dataclass(frozen=True)
-class Position:
-    """A rank's position on the ring, and how sequences are dealt out to ranks."""
-
-    rank: int
-    size: int
-    balanced: bool
-    """Whether ranks have a chunk from the head and one from the tail."""
-
-    def block(self, step: int, tokens: int, is_causal: bool) -> "Block | None":
-        """Return what to compute with the keys of the rank `step` before this one; None for
-        nothing.
-
-        Args:
-            tokens: T of this rank, even where `balanced`.
-        """
-        whole, half = slice(0, tokens), tokens // 2
-        if step == 0 or not is_causal:
-            return Block(whole, whole, is_causal)
-        before = step <= self.rank  # the keys' rank is earlier in the order of ranks
-        if not self.balanced:
-            return Block(whole, whole, False) if before else None
-        # Every query sees the head of a rank before; the tail's queries see all of one after.
-        if before:
-            return Block(whole, slice(0, half), False)
-        return Block(slice(half, tokens), whole, False)
+Kernel = Callable[..., tuple[Any, ...]]  # attention within one block, forward or backward
 
 
 class Block(NamedTuple):
@@ -130,59 +101,170 @@ def _heads_at_once(query: torch.Tensor, key: torch.Tensor, heads_apart: bool) ->
         yield _Heads(slice(start * shared, end * shared), slice(start, end))
 
 
-def attend(
-    kernel: Kernel,
-    position: Position,
-    passing: Passing | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    is_causal: bool,
-    heads_apart: bool,
-    **terms: Any,
-) -> tuple[Any, ...]:
-    """Attend to the keys of all ranks.
+@dataclass(frozen=True)
+class Ring:
+    """The ranks that share a sample: this one's place among them, and how keys travel."""
 
-    Args:
-        kernel: takes (query, key, value) of a block, `is_causal` and `terms`; returns the output,
-            its logsumexp (B, H, T) or (B, H, T, 1), and more.
-        passing: of keys and values; None for a ring of one rank.
-        query, key, value: (B, H or fewer, T, F) of this rank's tokens.
-        heads_apart: run the kernel on one key head at a time.
+    rank: int
+    size: int
+    balanced: bool
+    """Whether ranks have a chunk from the head and one from the tail."""
 
-    Returns:
-        The output (B, H, T, F) in the dtype of `query`, the logsumexp in the kernel's shape and
-        dtype, and what the kernel returned beside them for its last block.
+    heads_apart: bool
+    """Whether a kernel runs on one key head at a time."""
 
-    Collectives: those of `passing`, ranks - 1 times.
-    """
-    dtype = query.dtype if position.size == 1 else torch.float32
-    out = _heads_last(query, (*query.shape[:3], value.shape[3]), dtype)
-    merged = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    logsumexp, rest = merged, []
-    blocks = _passed_around(position, passing, key, value)
-    for step, (key_of_block, value_of_block) in enumerate(blocks):
-        block = position.block(step, query.shape[2], is_causal)
-        if block is None:
-            continue
-        for heads in _heads_at_once(query, key, heads_apart):
-            part, logsumexp, *rest = kernel(
-                query[:, heads.queries, block.queries],
-                key_of_block[:, heads.keys, block.keys],
-                value_of_block[:, heads.keys, block.keys],
-                is_causal=block.is_causal,
-                **terms,
-            )
-            flat = logsumexp.squeeze(-1) if logsumexp.dim() == 4 else logsumexp
-            rows = slice(None), heads.queries, block.queries
-            if step == 0:
-                out[rows], merged[rows] = part, flat
-            else:
-                _merge(out[rows], merged[rows], part, flat)
-    if logsumexp.dim() == 4:  # cuDNN's
-        merged = merged.unsqueeze(-1)
-    return out.to(query.dtype), merged.to(logsumexp.dtype), *rest
+    of_keys: Passing | None
+    """Passes on keys and values; None in a ring of one rank."""
+
+    of_gradients: Passing | None
+    """Passes on the gradients of keys and values; None in a ring of one rank."""
+
+    def block(self, step: int, tokens: int, is_causal: bool) -> Block | None:
+        """Return what to compute with the keys of the rank `step` before this one; None for
+        nothing.
+
+        Args:
+            tokens: T of this rank, even where `balanced`.
+        """
+        whole, half = slice(0, tokens), tokens // 2
+        if step == 0 or not is_causal:
+            return Block(whole, whole, is_causal)
+        before = step <= self.rank  # the keys' rank is earlier in the order of ranks
+        if not self.balanced:
+            return Block(whole, whole, False) if before else None
+        # Every query sees the head of a rank before; the tail's queries see all of one after.
+        if before:
+            return Block(whole, slice(0, half), False)
+        return Block(slice(half, tokens), whole, False)
+
+    def attend(
+        self,
+        kernel: Kernel,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        is_causal: bool,
+        **terms: Any,
+    ) -> tuple[Any, ...]:
+        """Attend to the keys of all ranks.
+
+        Args:
+            kernel: takes (query, key, value) of a block, `is_causal` and `terms`; returns the
+                output, its logsumexp (B, H, T) or (B, H, T, 1), and more.
+            query, key, value: (B, H or fewer, T, F) of this rank's tokens.
+
+        Returns:
+            The output (B, H, T, F) in the dtype of `query`, the logsumexp in the kernel's shape and
+            dtype, and what the kernel returned beside them for its last block.
+
+        Collectives: those of `of_keys`, ranks - 1 times.
+        """
+        dtype = query.dtype if self.size == 1 else torch.float32
+        out = _heads_last(query, (*query.shape[:3], value.shape[3]), dtype)
+        merged = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+        logsumexp, rest = merged, []
+        for step, (key_of_block, value_of_block) in enumerate(self._passed_around(key, value)):
+            block = self.block(step, query.shape[2], is_causal)
+            if block is None:
+                continue
+            for heads in _heads_at_once(query, key, self.heads_apart):
+                queries = slice(None), heads.queries, block.queries
+                keys = slice(None), heads.keys, block.keys
+                part, logsumexp, *rest = kernel(
+                    query[queries],
+                    key_of_block[keys],
+                    value_of_block[keys],
+                    is_causal=block.is_causal,
+                    **terms,
+                )
+                flat = logsumexp.squeeze(-1) if logsumexp.dim() == 4 else logsumexp
+                if step == 0:
+                    out[queries], merged[queries] = part, flat
+                else:
+                    _merge(out[queries], merged[queries], part, flat)
+        if logsumexp.dim() == 4:  # cuDNN's
+            merged = merged.unsqueeze(-1)
+        return out.to(query.dtype), merged.to(logsumexp.dtype), *rest
+
+    def attend_backward(
+        self,
+        kernel: Kernel,
+        of_queries: dict[str, torch.Tensor],
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        is_causal: bool,
+        **terms: Any,
+    ) -> tuple[Any, ...]:
+        """Compute the gradients of `attend`'s query, key and value.
+
+        Args:
+            kernel: takes a block's tensors by name, `is_causal` and `terms`; returns the three
+                gradients, and more.
+            of_queries: `query`, and `attend`'s `out` and `logsumexp`, and `grad_out`.
+
+        Returns:
+            The three gradients in the dtypes of `query`, `key` and `value`, and what the kernel
+            returned beside them for its last block.
+
+        Collectives: those of `of_keys`, ranks - 1 times, and of `of_gradients`, as often as there
+        are ranks.
+        """
+        query = of_queries["query"]
+        dtype = query.dtype if self.size == 1 else torch.float32
+        grad_query = _heads_last(query, query.shape, dtype).zero_()
+        # cuDNN caches its kernels by the layouts of q, k and v alone: this one must not vary.
+        grad_out = of_queries["grad_out"].transpose(1, 2).contiguous().transpose(1, 2)
+        of_queries = {**of_queries, "grad_out": grad_out}
+        assert value.shape == key.shape, "keys and values travel together"
+        gradients = torch.zeros((2, *key.shape), dtype=dtype, device=key.device)
+        rest: list[Any] = []
+        for step, (key_of_block, value_of_block) in enumerate(self._passed_around(key, value)):
+            block = self.block(step, query.shape[2], is_causal)
+            formed = []
+            for heads in _heads_at_once(query, key, self.heads_apart) if block else ():
+                assert block is not None
+                queries = slice(None), heads.queries, block.queries
+                keys = slice(None), heads.keys, block.keys
+                here = {name: tensor[queries] for name, tensor in of_queries.items()}
+                here["logsumexp"] = here["logsumexp"].contiguous()  # kernels assume its strides
+                of_query, *of_keys_values = kernel(
+                    **here,
+                    key=key_of_block[keys],
+                    value=value_of_block[keys],
+                    is_causal=block.is_causal,
+                    **terms,
+                )
+                grad_query[queries] += of_query
+                formed.append((keys, of_keys_values[:2]))
+                rest = of_keys_values[2:]
+                del here, of_query, of_keys_values
+            # The sum of the ranks before has travelled while this block was computed.
+            if self.of_gradients is not None and step > 0:
+                gradients = self.of_gradients.receive().view(gradients.shape)
+            _add(formed, gradients)
+            if self.of_gradients is not None:
+                self.of_gradients.send(gradients.view(-1))
+        if self.of_gradients is not None:  # back at the keys' own rank
+            gradients = self.of_gradients.receive().view(gradients.shape)
+        return grad_query.to(query.dtype), *gradients.to(key.dtype), *rest
+
+    def _passed_around(
+        self, key: torch.Tensor, value: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the keys and values of all ranks: this rank's, then those of the one before."""
+        if self.of_keys is None:
+            yield key, value
+            return
+        flat = torch.cat([key.flatten(), value.flatten()])
+        for step in range(self.size):
+            if step > 0:
+                flat = self.of_keys.receive()
+            if step < self.size - 1:
+                self.of_keys.send(flat)
+            of_key, of_value = flat.split((key.numel(), value.numel()))
+            yield of_key.view(key.shape), of_value.view(value.shape)
 
 
 def _merge(
@@ -198,104 +280,12 @@ def _merge(
     logsumexp.sub_(F.logsigmoid(logsumexp - its))
 
 
-def attend_backward(
-    kernel: Kernel,
-    position: Position,
-    of_keys: Passing | None,
-    of_gradients: Passing | None,
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    *,
-    is_causal: bool,
-    heads_apart: bool,
-    **terms: Any,
-) -> tuple[Any, ...]:
-    """Compute the gradients of `attend`'s query, key and value.
-
-    Args:
-        kernel: takes a block's tensors by name, `is_causal` and `terms`; returns the three
-            gradients, and more.
-        heads_apart: run the kernel on one key head at a time.
-        of_keys, of_gradients: pass on keys and values, and their gradients; None for a ring of one
-            rank.
-
-    Returns:
-        The three gradients in the dtypes of `query`, `key` and `value`, and what the kernel
-        returned beside them for its last block.
-
-    Collectives: those of `of_keys`, ranks - 1 times, and of `of_gradients`, as often as there are
-    ranks.
-    """
-    alone = position.size == 1
-    grad_query = _heads_last(query, query.shape, query.dtype if alone else torch.float32).zero_()
-    # cuDNN caches its kernels by the layouts of q, k and v alone: this one must not vary.
-    grad_out = grad_out.transpose(1, 2).contiguous().transpose(1, 2)
-    shape = (2, *key.shape)
-    assert value.shape == key.shape, "keys and values travel together"
-    gradients = torch.zeros(shape, dtype=grad_query.dtype, device=key.device)
-    rest: list[Any] = []
-    blocks = _passed_around(position, of_keys, key, value)
-    for step, (key_of_block, value_of_block) in enumerate(blocks):
-        block = position.block(step, query.shape[2], is_causal)
-        formed = []
-        for heads in _heads_at_once(query, key, heads_apart) if block else ():
-            assert block is not None
-            queries = slice(None), heads.queries, block.queries
-            keys = slice(None), heads.keys, block.keys
-            of_query, *of_keys_values = kernel(
-                grad_out=grad_out[queries],
-                query=query[queries],
-                key=key_of_block[keys],
-                value=value_of_block[keys],
-                out=out[queries],
-                logsumexp=logsumexp[queries].contiguous(),  # the kernels assume its strides
-                is_causal=block.is_causal,
-                **terms,
-            )
-            grad_query[queries] += of_query
-            formed.append((keys, of_keys_values[:2]))
-            rest = of_keys_values[2:]
-            del of_query, of_keys_values
-        if of_gradients is None:
-            _add(formed, gradients)
-            continue
-        if step > 0:  # the sum of the ranks before has travelled while this block was computed
-            gradients = of_gradients.receive().view(shape)
-        _add(formed, gradients)
-        of_gradients.send(gradients.view(-1))
-    if of_gradients is not None:
-        gradients = of_gradients.receive().view(shape)  # back at the keys' own rank
-    gradients = gradients.to(key.dtype)
-    return grad_query.to(query.dtype), *gradients, *rest
-
-
 def _add(formed: list[tuple[Any, list[torch.Tensor]]], gradients: torch.Tensor) -> None:
     """Add a block's gradients of keys and values, by heads, to both sums in place."""
     for keys, parts in formed:
         for gradient, part in zip(gradients, parts, strict=True):
             gradient[keys] += part
     formed.clear()
-
-
-def _passed_around(
-    position: Position, passing: Passing | None, key: torch.Tensor, value: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the keys and values of all ranks: this rank's, then those of the one before."""
-    if passing is None:
-        yield key, value
-        return
-    flat = torch.cat([key.flatten(), value.flatten()])
-    for step in range(position.size):
-        if step > 0:
-            flat = passing.receive()
-        if step < position.size - 1:
-            passing.send(flat)
-        of_key, of_value = flat.split((key.numel(), value.numel()))
-        yield of_key.view(key.shape), of_value.view(value.shape)
 
 
 def _heads_last(

@@ -92,10 +92,7 @@ def shorten_timeouts(
     """Set all groups' timeouts to `comm.train_timeout_seconds`, after the first step of a start.
 
     TorchTitan does so after step 1 only, which a resumed run never takes, and for its own groups
-    only. Collective: a barrier over the world.
-
-    Args:
-        groups: those of our own reductions.
+    only: `groups` are those of our reductions. Collective: a barrier over the world.
     """
     timeout = datetime.timedelta(seconds=config.comm.train_timeout_seconds)
     set_pg_timeouts(timeout, parallel_dims)

@@ -5,10 +5,9 @@ Guarantee:
     since `reset`, each counting at most C (`privacy.clipping`) if norms are exact; for estimates
     see `privacy.randomized`. Assumes that each row passed to `add` is one sample's gradient, summed
     over the context-parallel group, and that the cp ranks together hold every element exactly once.
-    The `Summation` decides the arithmetic: in fixed point a sample moves the sum by at most C,
-    exactly; in fp32 it also changes how later samples round, which moves the sum of n samples on a
-    rank by up to n^2 / 2^24 of C more (`privacy.summation.fp32_sum_excess`): more than C itself
-    from 4,096 samples on.
+    The sum is in fp32: a sample also changes how later ones round, which moves the sum of n samples
+    on a rank by up to n^2 / 2^24 of C more (`privacy.clipping.fp32_sum_excess`): more than C
+    itself from 4,096 samples on.
 
 Gradients arrive in bundles. A bundle is one flat tensor of parameters that are reduced together: an
 FSDP2 group (`microbatch`) or one parameter (`grad_sample`). Bundles decide how gradients are
@@ -20,7 +19,7 @@ or `accumulate_part` so that one parameter's gradients exist at a time.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,8 +27,7 @@ import torch.nn as nn
 
 from torchtitan_dp.collectives import reduce_scatter_sum
 from torchtitan_dp.gradients.fsdp import ReductionGroups, RowLayout
-from torchtitan_dp.privacy.clipping import Clip, ClipPolicy, squared_norm
-from torchtitan_dp.privacy.summation import FP32_SUM, Summation
+from torchtitan_dp.privacy.clipping import Clip, ClipPolicy, add_clipped_, squared_norm
 
 
 class Place(NamedTuple):
@@ -51,20 +49,15 @@ class ClippedSum:
         parameters: dict[str, nn.Parameter],
         groups: ReductionGroups,
         policy: ClipPolicy,
-        summation: Summation = FP32_SUM,
     ) -> None:
         """
         Args:
             parameters: every trainable parameter, a DTensor sharded on dim 0, by canonical name.
-            groups: the mesh's process groups.
-            policy: the clip groups and bounds of these parameters.
-            summation: the arithmetic of the sum; the optimizer must have the same.
         """
         self.parameters = parameters
         self.groups = groups
         self.policy = policy
         assert sorted(sum(policy.members, ())) == sorted(parameters)
-        self._summation = summation
         self._whole = torch.empty(0)
         self._bundles: tuple[torch.Tensor, ...] = ()  # views of `_whole`
         self._places: dict[str, Place] = {}
@@ -84,7 +77,7 @@ class ClippedSum:
         assert not self._places
         assert places.keys() == self.parameters.keys(), places.keys() ^ self.parameters.keys()
         shape = (self.groups.dp_shard_size, sum(sizes))
-        self._whole = torch.zeros(shape, dtype=self._summation.dtype, device=device)
+        self._whole = torch.zeros(shape, dtype=torch.float32, device=device)
         self._bundles = self._whole.split(list(sizes), dim=1)
         self._places = places
 
@@ -103,10 +96,8 @@ class ClippedSum:
         return layouts
 
     def part(self, shards: list[torch.Tensor], name: str) -> torch.Tensor:
-        """View one parameter's part of `shards`: `(B, dp_shard, n)`.
-
-        The n values of each dp_shard rank include the zeros that pad uneven rows.
-        """
+        """View one parameter's part of `shards`: `(B, dp_shard, n)`, with the zeros that pad uneven
+        rows."""
         shape = self.parameters[name].shape
         layout = RowLayout(shape, self.groups.dp_shard_size, self.groups.cp_size)
         place = self._places[name]
@@ -120,9 +111,6 @@ class ClippedSum:
                 gradient, for every dp_shard rank. Freed one by one.
             valid_B: bool, on the device; False for padding, which then contributes exactly 0.
 
-        Returns:
-            Per-sample clip result, fields of shape (B,).
-
         Collectives: one all-reduce of G B numbers over cp, for G groups.
         """
         clipped = self.policy.clip(self.squared_norms(shards), valid_B)
@@ -130,16 +118,12 @@ class ClippedSum:
         return clipped.over_groups()
 
     def add_group(self, group: int, parts: dict[str, torch.Tensor], valid_B: torch.Tensor) -> Clip:
-        """Clip and add one clip group of B samples' gradients, as `add` does.
+        """Clip and add one clip group of B samples' gradients, as `add` does; (1, B).
 
         Args:
             group: an index of `policy.members`.
             parts: fp32 `(B, dp_shard, n)` by parameter of the group, in the layout of `part`.
                 Freed one by one.
-            valid_B: bool (B,): False for padding.
-
-        Returns:
-            The group's clip result, fields of shape (1, B).
 
         Collectives: one all-reduce of B numbers over cp.
         """
@@ -154,13 +138,7 @@ class ClippedSum:
         return clipped
 
     def squared_norms(self, shards: list[torch.Tensor]) -> torch.Tensor:
-        """Compute the squared norm of each sample's gradient, by clip group.
-
-        Args:
-            shards: the layout that `add` takes; unchanged.
-
-        Returns:
-            fp64 `(G, B)`, the same on all cp ranks.
+        """Compute squared norms by clip group: fp64 `(G, B)`, the same on all cp ranks.
 
         Collectives: one all-reduce of G B numbers over cp.
         """
@@ -186,10 +164,8 @@ class ClippedSum:
         return squares
 
     def accumulate(self, shards: list[torch.Tensor], clipped: Clip) -> None:
-        """Add samples to the sum, scaled by a clip result of shape (G, B).
-
-        The result must come from norms at least as large as those of these very shards: they are
-        not measured again.
+        """Add samples to the sum, scaled by a clip result of shape (G, B), which comes from norms
+        at least as large as those of these very shards: they are not measured again.
 
         Args:
             shards: the layout that `add` takes; freed one by one.
@@ -209,9 +185,7 @@ class ClippedSum:
             shard_BDN = shards.pop(0)
             assert shard_BDN.shape[1:] == bundle_DN.shape, "the set of used parameters changed"
             for sample, shard_DN in enumerate(shard_BDN):
-                self._summation.add_clipped_(
-                    bundle_DN, shard_DN, factor_B[sample], rejected_B[sample]
-                )
+                add_clipped_(bundle_DN, shard_DN, factor_B[sample], rejected_B[sample])
 
     def accumulate_part(
         self, name: str, shard_BDN: torch.Tensor, factor_B: torch.Tensor, rejected_B: torch.Tensor
@@ -223,20 +197,19 @@ class ClippedSum:
 
         Args:
             shard_BDN: fp32 `(B, dp_shard, n)`, in the layout of `part`; unchanged.
-            factor_B: fp32 factor of each sample.
-            rejected_B: bool: the sample adds exactly 0.
+            factor_B, rejected_B: of `clipping.Clip`.
         """
         self.accumulating = True
         total_DN = self.part(list(self._bundles), name)
         assert shard_BDN.shape[1:] == total_DN.shape, (name, shard_BDN.shape, total_DN.shape)
         for sample, shard_DN in enumerate(shard_BDN):
-            self._summation.add_clipped_(total_DN, shard_DN, factor_B[sample], rejected_B[sample])
+            add_clipped_(total_DN, shard_DN, factor_B[sample], rejected_B[sample])
 
     def take(self) -> dict[str, torch.Tensor]:
         """Sum over all data-parallel ranks, and return this rank's flat local shards by name.
 
-        They have the summation's dtype, for its `add_noise_`, may be changed in place, and are
-        valid until `reset`. Zeros if nothing was accumulated (then on all ranks).
+        They are fp32, may be changed in place, and are valid until `reset`. Zeros if nothing was
+        accumulated (then on all ranks).
 
         Collectives: a reduce-scatter over dp_shard, and an all-reduce over dp_replicate.
         """
@@ -244,7 +217,7 @@ class ClippedSum:
             return {
                 name: torch.zeros(
                     parameter.to_local().numel(),  # type: ignore[attr-defined]
-                    dtype=self._summation.dtype,
+                    dtype=torch.float32,
                     device=parameter.device,
                 )
                 for name, parameter in self.parameters.items()
@@ -265,3 +238,48 @@ class ClippedSum:
         """Start the next step's sum at zero."""
         self._whole.zero_()
         self.accumulating = False
+
+
+class GradientMethod:
+    """The way from per-sample losses to a `ClippedSum`."""
+
+    makes_gradients: ClassVar[tuple[str, ...]]
+    """The methods that allocate per-sample gradients, whose memory the plan counts apart."""
+
+    batch_size: ClassVar[int | None] = None
+    """The number of samples of one call; None if any."""
+
+    clipped_sum: ClippedSum
+
+    def held(self) -> list[torch.UntypedStorage]:
+        """List the memory of the per-sample gradients that it holds between calls that allocate
+        them."""
+        return []
+
+    def start_step(self, key: bytes) -> None:
+        """Set the key of the coming step's random norms, before its first microbatch: 32 bytes, the
+        same on all ranks, of this step alone. Here nothing is random."""
+
+    def hold(self, loss_B: torch.Tensor) -> None:
+        """Backpropagate an earlier window of the next call's units, whose gradients are added to
+        that call's before clipping, where the method `averages_windows`."""
+        raise AssertionError("refused with the configuration: data.windows_per_draw")
+
+    def accumulate_clipped(
+        self,
+        loss_B: torch.Tensor,
+        valid_B: torch.Tensor,
+        positions: Sequence[int] | None = None,
+    ) -> Clip:
+        """Backpropagate the losses, clip each sample's gradient, and add it.
+
+        Args:
+            loss_B: this rank's parts of the samples' losses; summed over cp they are the losses.
+            valid_B: bool: False for a padding sample, which contributes exactly 0.
+            positions: index of each sample's unit in the training population, -1 for padding; no
+                duplicates within a step. Random norms depend on it and need it.
+
+        Returns:
+            Per-sample clip result, fields of shape (B,).
+        """
+        raise NotImplementedError

@@ -58,10 +58,7 @@ class ReductionGroups:
     @classmethod
     def build(cls, device_type: str, degrees: tuple[int, int, int]) -> "ReductionGroups":
         """Make the groups for degrees of (dp_replicate, dp_shard, cp), with TorchTitan's row-major
-        ranks.
-
-        Collective over the world.
-        """
+        ranks. Collective over the world."""
         names = ("dp_replicate", "dp_shard", "cp")
         mesh = init_device_mesh(device_type, degrees, mesh_dim_names=names)
         return cls(
@@ -203,10 +200,8 @@ class RowLayout:
         return make(size, dtype=torch.float32, device=device)
 
     def chunks(self, whole: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield ranges of the parameter's rows, each with its view `(B, n, …)` of `whole`.
-
-        There is one range if each sample's rows are contiguous.
-        """
+        """Yield ranges of the parameter's rows, each with its view `(B, n, …)` of `whole`: one
+        range if each sample's rows are contiguous."""
         if self.in_one_piece(whole):
             joined = whole.view(whole.shape[1], -1, *self.shape[1:])
             yield slice(0, self.shape[0]), joined.narrow(1, 0, self.shape[0])
@@ -246,11 +241,8 @@ def keep_gathered(model: nn.Module) -> None:
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Free all gathered weights, so that the next use gathers the current ones.
-
-    A forward pass without a backward pass also leaves some gathered: the groups that FSDP2 does not
-    free after forward.
-    """
+    """Free all gathered weights, also those that a forward pass without a backward pass left, so
+    that the next use gathers the current ones."""
     for module in _fsdp_modules(model):
         module.reshard()
 

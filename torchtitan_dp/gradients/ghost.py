@@ -16,11 +16,11 @@ pass with scaled losses rounds differently throughout. Here each sample's gradie
 written in fp32 by its own product and multiplied there, and the second pass has the same unscaled
 losses: the same FLOPs, and 20 bytes of traffic for each sample and value.
 
-`randomized` is the same with estimates of large layers' norms (`NormFinder`).
+`randomized` is the same with estimates of large layers' norms (`RandomizedNorms`).
 
 Guarantee:
-    With `ExactNorms`, one sample moves the sum by at most C, as with any other method and for any
-    `Summation`, whatever error the ghost norms have. Let n_l be the norm of the sample's gradient
+    With `ExactNorms`, one sample moves the sum by at most C, as with any other method, whatever
+    error the ghost norms have. Let n_l be the norm of the sample's gradient
     of parameter l as it was found for clipping, whose squares sum to n^2, and f the sample's
     factor, f n <= C (for each clip group, if there are several).
     The sum gets f min(1, n_l / m_l) g_l of parameter l, where g_l is the very fp32 tensor that is
@@ -45,18 +45,17 @@ import torch.nn as nn
 from torchtitan_dp.collectives import Pending
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import sum_over_cp, sum_together_over_cp
-from torchtitan_dp.gradients.ghost_norm import ExactNorms, Factors, NormFinder
-from torchtitan_dp.gradients.layers import Formed, connect_all, layers_of_each_parameter
+from torchtitan_dp.gradients.ghost_norm import ExactNorms, Factors
+from torchtitan_dp.gradients.layers import Formed, LayerGradients, layers_of_each_parameter
 from torchtitan_dp.gradients.operands import TRANSIENT_BYTES, Write, add_to
 from torchtitan_dp.privacy.clipping import Clip, squared_norm
 
 Passes = Literal["one", "two"]
 
 
-class GhostGradients:
-    """Ghost clipping of one microbatch at a time, in a bundle for each parameter."""
+class GhostGradients(LayerGradients):
+    """Ghost clipping of one microbatch at a time."""
 
-    batch_size = None  # any
     makes_gradients: ClassVar[tuple[str, ...]] = ("_form_some", "_add_capped")
 
     def __init__(
@@ -65,27 +64,21 @@ class GhostGradients:
         clipped_sum: ClippedSum,
         *,
         passes: Passes = "one",
-        norms: NormFinder | None = None,
+        norms: ExactNorms | None = None,
         transient_bytes: int = TRANSIENT_BYTES,
     ) -> None:
         """
         Args:
-            model: converted by `per_sample_layers`, then sharded by FSDP2.
             passes: backward passes over each microbatch.
             norms: the finder of norms from factors; exact, if None.
-            transient_bytes: bound on one layer's unreduced gradients, of at least one sample.
+            model, transient_bytes: those of `LayerGradients`.
         """
-        self.clipped_sum = clipped_sum
-        self._cp, self._cp_size = clipped_sum.groups.cp, clipped_sum.groups.cp_size
+        super().__init__(model, clipped_sum, transient_bytes)
+        self._cp_size = clipped_sum.groups.cp_size
         self._passes = passes
-        self.norms: NormFinder = norms or ExactNorms(self._cp)
-        self._transient_bytes = transient_bytes
-        parameters = clipped_sum.parameters
-        connect_all(model, self, parameters)
+        self.norms = norms or ExactNorms(self._cp)
         self._layers = layers_of_each_parameter(model)
         self._group = clipped_sum.policy.group_of()
-        self._device = next(iter(parameters.values())).device
-        self._layouts = clipped_sum.lay_out_parameters()
         self._start(0)
 
     def _start(self, samples: int) -> None:
@@ -102,17 +95,13 @@ class GhostGradients:
     def start_step(self, key: bytes) -> None:
         self.norms.start_step(key)
 
-    def hold(self, loss_B: torch.Tensor) -> None:
-        """Refuse: each backward pass ends with clipping."""
-        raise AssertionError("refused with the configuration: data.windows_per_draw")
-
     def accumulate_clipped(
         self,
         loss_B: torch.Tensor,
         valid_B: torch.Tensor,
         positions: Sequence[int] | None = None,
     ) -> Clip:
-        """Add a microbatch (`methods.GradientMethod`); estimates need `positions`.
+        """Add a microbatch (`clipped_sum.GradientMethod`); estimates need `positions`.
 
         Collectives, over cp: for each parameter all-gathers of the factors of its ghost norm, a
         reduce-scatter of gradients and an all-reduce of B numbers, within backward or after it;
@@ -134,19 +123,15 @@ class GhostGradients:
             loss.backward()
         for name in list(self._writes):
             self._add_capped(name, self._writes.pop(name))
-        for name, parameter in self.clipped_sum.parameters.items():
-            assert parameter.grad is None, f"{name} had a gradient that mixes samples"
-            assert name in self._added, f"{name} was measured, and not found again"
+        self._require_no_sum()
+        lost = self._layouts.keys() - self._added
+        assert not lost, f"measured, and not found again: {sorted(lost)}"
         return clip.over_groups()
 
     # What layers call, from within backward (and the loss head from within forward).
 
     def keeps_outputs(self, name: str, tokens: int) -> bool:
         return self._passes == "two" or self._is_ghost(name, tokens * self._layers[name])
-
-    def held(self) -> list[torch.UntypedStorage]:
-        """Return no memory: gradients exist within a call only."""
-        return []
 
     def form_grad_samples(self, name: str, batch_size: int, write: Write) -> None:
         """Keep, measure or add a layer's gradients, given by their operands."""
@@ -256,10 +241,7 @@ class GhostGradients:
         self._added.add(name)
 
     def _slices(self, name: str) -> list[slice]:
-        """Cut the microbatch into slices of samples that are formed at once."""
-        fits = 4 * self._layouts[name].shape.numel() * self._samples <= self._transient_bytes
-        at_once = max(self._samples, 1) if fits else 1
-        return [slice(start, start + at_once) for start in range(0, self._samples, at_once)]
+        return self._slices_of(name, self._samples)
 
     def _form(self, name: str, writes: Sequence[Write]) -> torch.Tensor:
         """Write all samples' gradients and sum them over cp: (B, dp_shard, chunk)."""

@@ -22,14 +22,12 @@ Guarantee:
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from torchtitan_dp.collectives import gather_from_all
-from torchtitan_dp.gradients.operands import Products, Rows
-from torchtitan_dp.gradients.products import accumulates_wide, write_product_
+from torchtitan_dp.gradients.operands import Products, Rows, accumulates_wide, write_product_
 
 Factors = Products | Rows
 
@@ -57,7 +55,6 @@ def squared_norms(
     Args:
         factors: those of each of the parameter's layers, for this rank's tokens, as many on each
             rank.
-        cp: the context-parallel group; None without one.
         block_elements: bound on the elements of a (B, rows, T) product, and of a block of factors
             from all ranks, of at least one token.
 
@@ -170,47 +167,29 @@ def token_blocks(tokens: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, tokens))
 
 
-class NormFinder(Protocol):
-    """A finder of squared norms of matrices' gradients from their factors: exact, or estimated by
-    `randomized_norm`."""
+class ExactNorms:
+    """Finds squared norms of matrices' gradients from their factors. `RandomizedNorms` estimates
+    some of them."""
+
+    def __init__(self, cp: dist.ProcessGroup | None) -> None:
+        self._cp = cp
 
     def cap(self, name: str) -> float:
         """Return how large a parameter's added gradient may be, relative to its found norm."""
+        return 1.0
 
     def start_step(self, key: bytes) -> None:
-        """Set the key of a step's randomness."""
+        """Set the key, 32 bytes, of a step's randomness: here nothing is random."""
 
     def start_microbatch(self, positions: Sequence[int] | None) -> None:
         """Set the units of the coming microbatch, by positions if they are known."""
 
     def is_cheaper(self, tokens: int, shape: torch.Size) -> bool:
         """Return whether to find a norm from factors, for `tokens` tokens of a whole sample."""
-
-    def squared_norms(
-        self, name: str, shape: torch.Size, factors: Sequence[Factors]
-    ) -> torch.Tensor:
-        """Find squared norms: fp64 (B,), this rank's part of the sum over cp."""
-
-
-class ExactNorms:
-    """Ghost norms."""
-
-    def __init__(self, cp: dist.ProcessGroup | None) -> None:
-        self._cp = cp
-
-    def cap(self, name: str) -> float:
-        return 1.0
-
-    def start_step(self, key: bytes) -> None:
-        """Nothing is random."""
-
-    def start_microbatch(self, positions: Sequence[int] | None) -> None:
-        """Nothing depends on whose samples these are."""
-
-    def is_cheaper(self, tokens: int, shape: torch.Size) -> bool:
         return is_cheaper(tokens, shape)
 
     def squared_norms(
         self, name: str, shape: torch.Size, factors: Sequence[Factors]
     ) -> torch.Tensor:
+        """Find squared norms of one parameter (P, D): fp64 (B,), this rank's part of the sum."""
         return squared_norms(factors, self._cp)

@@ -23,15 +23,14 @@ import torch.nn as nn
 from torchtitan_dp.collectives import Pending
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import sum_together_over_cp
-from torchtitan_dp.gradients.layers import Formed, connect_all, layers_of_each_parameter
+from torchtitan_dp.gradients.layers import Formed, LayerGradients, layers_of_each_parameter
 from torchtitan_dp.gradients.operands import TRANSIENT_BYTES, Write, add_to
 from torchtitan_dp.privacy.clipping import Clip
 
 
-class GradSampleGradients:
-    """Per-sample gradients of one microbatch at a time, in a bundle for each parameter."""
+class GradSampleGradients(LayerGradients):
+    """Per-sample gradients of one microbatch at a time."""
 
-    batch_size = None  # any
     makes_gradients: ClassVar[tuple[str, ...]] = ("form", "add")
 
     def __init__(
@@ -44,18 +43,11 @@ class GradSampleGradients:
     ) -> None:
         """
         Args:
-            model: converted by `per_sample_layers`, then sharded by FSDP2.
             shard_grad_samples: V2 if True, V1 if False.
-            transient_bytes: bound on one layer's unreduced gradients, of at least one sample.
+            model, transient_bytes: those of `LayerGradients`.
         """
-        self.clipped_sum = clipped_sum
-        self._cp = clipped_sum.groups.cp
+        super().__init__(model, clipped_sum, transient_bytes)
         self._shard = shard_grad_samples
-        self._transient_bytes = transient_bytes
-        parameters = clipped_sum.parameters
-        connect_all(model, self, parameters)
-        self._device = next(iter(parameters.values())).device
-        self._layouts = clipped_sum.lay_out_parameters()
         self._shards: dict[str, _Layers] = {}  # (B, dp_shard, rows, …), summed over cp
         self._wholes: dict[str, torch.Tensor] = {}  # (cp, B, dp_shard, rows, …), not yet summed
         self._in_flight: deque[Pending] = deque()  # each as often as it began a sum
@@ -64,20 +56,13 @@ class GradSampleGradients:
         self._valid_B = torch.empty(0)  # of this microbatch
         self._clips: list[Clip] = []  # of groups that were added within backward
 
-    def start_step(self, key: bytes) -> None:
-        """Nothing is random here."""
-
-    def hold(self, loss_B: torch.Tensor) -> None:
-        """Refuse: each backward pass ends with clipping."""
-        raise AssertionError("refused with the configuration: data.windows_per_draw")
-
     def accumulate_clipped(
         self,
         loss_B: torch.Tensor,
         valid_B: torch.Tensor,
         positions: Sequence[int] | None = None,
     ) -> Clip:
-        """Add a microbatch (`methods.GradientMethod`).
+        """Add a microbatch (`clipped_sum.GradientMethod`).
 
         Collectives, over cp: a reduce-scatter per layer within backward, one more after it (V2),
         or an all-reduce per parameter after it (V1); then an all-reduce of B numbers for each clip
@@ -87,8 +72,7 @@ class GradSampleGradients:
         assert not self._wholes
         self._valid_B = valid_B
         loss_B.sum().backward()
-        for name, parameter in self.clipped_sum.parameters.items():
-            assert parameter.grad is None, f"{name} had a gradient that mixes samples"
+        self._require_no_sum()
         self._gather()
         if self._early is None:
             shards = [self._shards.pop(name).take().flatten(2) for name in self._layouts]
@@ -116,9 +100,7 @@ class GradSampleGradients:
             whole = layout.allocate(batch_size, self._device)
             write(layout, whole, slice(0, batch_size))
             return Formed(batch_size, None, whole)
-        one_by_one = 4 * layout.shape.numel() * batch_size > self._transient_bytes
-        at_once = 1 if one_by_one else batch_size
-        parts = [slice(start, start + at_once) for start in range(0, batch_size, at_once)]
+        parts = self._slices_of(name, batch_size)
         if self._cp is None:
             whole = layout.allocate(batch_size, self._device)
             for samples in parts:
@@ -129,7 +111,7 @@ class GradSampleGradients:
         for samples in parts:
             while len(self._in_flight) > 1:  # one goes on beside what is written now
                 self._in_flight.popleft().wait_for_first()
-            whole = layout.allocate(at_once, self._device)
+            whole = layout.allocate(samples.stop - samples.start, self._device)
             write(layout, whole, samples)
             shard.reduce_scatter(samples, whole, self._cp)
             self._in_flight.append(shard)

@@ -13,7 +13,7 @@ Guarantee:
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -21,6 +21,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from torchtitan_dp.collectives import Pending
+from torchtitan_dp.gradients.clipped_sum import ClippedSum, GradientMethod
 from torchtitan_dp.gradients.operands import Existing, Products, Rows, Write
 
 
@@ -48,6 +49,36 @@ class Sink(Protocol):
 
     def add(self, name: str, formed: "Formed", factor_B: torch.Tensor | None = None) -> None:
         """Add formed gradients, within backward, each sample multiplied by its factor."""
+
+
+class LayerGradients(GradientMethod, Sink):
+    """A sink of all layers, in a bundle for each parameter: what the methods of several samples
+    share."""
+
+    def __init__(self, model: nn.Module, clipped_sum: ClippedSum, transient_bytes: int) -> None:
+        """
+        Args:
+            model: converted by `per_sample_layers`, then sharded by FSDP2.
+            transient_bytes: bound on one layer's unreduced gradients, of at least one sample.
+        """
+        self.clipped_sum = clipped_sum
+        self._cp = clipped_sum.groups.cp
+        self._transient_bytes = transient_bytes
+        missing = set(clipped_sum.parameters) - connect(model, self)
+        assert not missing, f"trainable, but in no per-sample layer: {sorted(missing)}"
+        self._device = next(iter(clipped_sum.parameters.values())).device
+        self._layouts = clipped_sum.lay_out_parameters()
+
+    def _slices_of(self, name: str, samples: int) -> list[slice]:
+        """Cut a microbatch into slices of samples whose gradients are formed at once."""
+        fits = 4 * self._layouts[name].shape.numel() * samples <= self._transient_bytes
+        at_once = max(samples, 1) if fits else 1
+        return [slice(start, start + at_once) for start in range(0, samples, at_once)]
+
+    def _require_no_sum(self) -> None:
+        """Assert that no ordinary gradient, a sum over samples, was formed."""
+        for name, parameter in self.clipped_sum.parameters.items():
+            assert parameter.grad is None, f"{name} had a gradient that mixes samples"
 
 
 class Applied(Protocol):
@@ -121,18 +152,12 @@ def register_per_sample(kind: type[nn.Module], function: Applied) -> None:
     _FUNCTIONS[kind] = function
 
 
-def connect_all(model: nn.Module, sink: Sink, parameters: Iterable[str]) -> None:
-    """Call `connect`, and assert that every one of `parameters` is in a layer."""
-    missing = set(parameters) - connect(model, sink)
-    assert not missing, f"trainable, but in no per-sample layer: {sorted(missing)}"
-
-
 def connect(model: nn.Module, sink: Sink) -> set[str]:
     """Send the layers' gradients to `sink`, and return the names of their parameters."""
-    layers = [layer for layer in model.modules() if isinstance(layer, PerSampleLayer)]
-    for layer in layers:
-        layer.sink = sink
-    return {name for layer in layers for name in layer.parameter_names.values()}
+    for layer in model.modules():
+        if isinstance(layer, PerSampleLayer):
+            layer.sink = sink
+    return set(layers_of_each_parameter(model))
 
 
 def layers_of_each_parameter(model: nn.Module) -> Counter[str]:

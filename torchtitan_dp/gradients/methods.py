@@ -4,68 +4,19 @@ Only `METHODS` distinguishes their names: code that treats one method differentl
 behind the difference, which a new method states here, once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import Literal
 
-import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
-from torchtitan_dp.gradients.clipped_sum import ClippedSum
+from torchtitan_dp.gradients.clipped_sum import ClippedSum, GradientMethod
 from torchtitan_dp.gradients.ghost import GhostGradients
 from torchtitan_dp.gradients.grad_sample import GradSampleGradients
 from torchtitan_dp.gradients.microbatch import MicrobatchGradients
 from torchtitan_dp.gradients.randomized_norm import RandomizedNorms
-from torchtitan_dp.privacy.clipping import Clip
 from torchtitan_dp.privacy.settings import Privacy
-
-
-class GradientMethod(Protocol):
-    """The way from per-sample losses to a `ClippedSum`."""
-
-    makes_gradients: ClassVar[tuple[str, ...]]
-    """The methods that allocate per-sample gradients, whose memory the plan counts apart."""
-
-    @property
-    def batch_size(self) -> int | None:
-        """The number of samples of one call; None if any."""
-
-    def held(self) -> list[torch.UntypedStorage]:
-        """List the memory of the per-sample gradients that it holds between calls that allocate
-        them.
-        """
-
-    def start_step(self, key: bytes) -> None:
-        """Set the key of the coming step's random norms, before its first microbatch.
-
-        Args:
-            key: 32 bytes, the same on all ranks, of this step alone.
-        """
-
-    def hold(self, loss_B: torch.Tensor) -> None:
-        """Backpropagate an earlier window of the next call's units, whose gradients are added to
-        that call's before clipping, where the method `averages_windows`.
-        """
-
-    def accumulate_clipped(
-        self,
-        loss_B: torch.Tensor,
-        valid_B: torch.Tensor,
-        positions: Sequence[int] | None = None,
-    ) -> Clip:
-        """Backpropagate the losses, clip each sample's gradient, and add it.
-
-        Args:
-            loss_B: this rank's parts of the samples' losses; summed over cp they are the losses.
-            valid_B: bool: False for a padding sample, which contributes exactly 0.
-            positions: index of each sample's unit in the training population, -1 for padding; no
-                duplicates within a step. Random norms depend on it and need it.
-
-        Returns:
-            Per-sample clip result, fields of shape (B,).
-        """
-
 
 # Builds a method on a model that is laid over the mesh already. The modules are one of each FSDP2
 # group that holds a trainable parameter.

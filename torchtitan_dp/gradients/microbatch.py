@@ -20,12 +20,12 @@ from typing import ClassVar
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from torchtitan_dp.gradients.clipped_sum import ClippedSum, Place
+from torchtitan_dp.gradients.clipped_sum import ClippedSum, GradientMethod, Place
 from torchtitan_dp.gradients.fsdp import ReduceScatterOverCP
 from torchtitan_dp.privacy.clipping import Clip
 
 
-class MicrobatchGradients:
+class MicrobatchGradients(GradientMethod):
     """FSDP2's reduced gradients of one sample at a time, in a bundle for each FSDP2 group."""
 
     batch_size = 1
@@ -50,20 +50,13 @@ class MicrobatchGradients:
         """
         self._held = self._with_held(self._backward(loss_B))
 
-    def start_step(self, key: bytes) -> None:
-        """Nothing is random here."""
-
-    def held(self) -> list[torch.UntypedStorage]:
-        """Return no memory: gradients are in FSDP2's buffers."""
-        return []
-
     def accumulate_clipped(
         self,
         loss_B: torch.Tensor,
         valid_B: torch.Tensor,
         positions: Sequence[int] | None = None,
     ) -> Clip:
-        """Add one sample (`methods.GradientMethod`): `loss_B` and `valid_B` have shape (1,).
+        """Add one sample (`clipped_sum.GradientMethod`): `loss_B` and `valid_B` have shape (1,).
 
         Collectives: reduce-scatter over cp, each FSDP2 group, within backward; then an all-reduce
         of one number over cp.

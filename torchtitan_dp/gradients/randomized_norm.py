@@ -10,7 +10,7 @@ orthonormal basis Q of k columns of a sketch G^T S, and estimates only the part 
     |Q^T G^T|^2 + |(1 - Q Q^T) G^T P|^2,
 
 with as many projections for S as for P, three times the products, and the same accounting: given
-the head, the tail's estimate has k projections (`privacy.envelope`).
+the head, the tail's estimate has k projections (`privacy.randomized`).
 
 Y is a sum over tokens, and for a tied weight over its layers. Under context parallelism the ranks
 sum (B, D, k) numbers, and no token leaves its rank.
@@ -27,10 +27,11 @@ Guarantee:
     process.
     If `capped`, `ghost` adds no more of a layer than its estimate. Given a step's key, a unit's
     presence and records then change no other unit's projections, estimates, factors or contribution
-    (but for how a device rounds products of other rows of a microbatch, `privacy.fixed_point`), and
-    move the sum by at most C, whatever its own estimates: steps are accounted for as with exact
-    norms. (Removing a unit from the population shifts later indices; that is equivalent to removing
-    the last one, because draws and projections do not depend on the units' order.)
+    (but for how a device rounds products of other rows of a microbatch: on CPU, in fp32, at lengths
+    that are no multiple of its vectors, by 1e-8 of itself), and move the sum by at most C, whatever
+    its own estimates: steps are accounted for as with exact norms. (Removing a unit from the
+    population shifts later indices; that is equivalent to removing the last one, because draws and
+    projections do not depend on the units' order.)
     Otherwise `ghost` adds at most `largest_ratio` times the estimate, and `privacy.randomized`
     accounts for that. In floating point an estimate errs by a share of (sum_t |l_t| |r_t|)^2; both
     bounds hold whatever the error.
@@ -43,18 +44,17 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from torchtitan_dp.gradients import ghost_norm
-from torchtitan_dp.gradients.ghost_norm import Factors, some_tokens, squared_norms, token_blocks
+from torchtitan_dp.gradients.ghost_norm import ExactNorms, Factors, some_tokens, token_blocks
 from torchtitan_dp.gradients.operands import Products
-from torchtitan_dp.privacy.envelope import largest_ratio
 from torchtitan_dp.privacy.kernels import BLOCK
 from torchtitan_dp.privacy.noise import add_gaussian_noise_
-from torchtitan_dp.privacy.secure_draws import unit_normals
+from torchtitan_dp.privacy.randomized import largest_ratio
+from torchtitan_dp.privacy.sampling import unit_normals
 
 NormEstimator = Literal["hutchinson", "hutch++"]
 
 
-class RandomizedNorms:
+class RandomizedNorms(ExactNorms):
     """Squared norms for `ghost`: estimates of large layers', exact ones of others."""
 
     def __init__(
@@ -69,27 +69,25 @@ class RandomizedNorms:
         """
         Args:
             projections: k; accounting depends on it unless `capped`.
-            cp: the context-parallel group.
             capped: whether added gradients are capped at their estimated norms.
             secure: whether projections are from a cryptographic generator, on the CPU.
         """
+        super().__init__(cp)
         self._secure = secure
         self.k, self.estimator = projections, estimator
         self._largest_ratio = 1.0 if capped else largest_ratio(projections)
         self._estimated: set[str] = set()  # parameters, in this microbatch
-        self._cp, self._cp_size = cp, 1 if cp is None else dist.get_world_size(cp)
+        self._cp_size = 1 if cp is None else dist.get_world_size(cp)
         self._key: bytes | None = None
         self._positions: Sequence[int] | None = None  # of the microbatch's units
         self._met: set[int] = set()  # all units' of this rank, in this step
 
     def start_step(self, key: bytes) -> None:
-        """Set the key, 32 bytes, of this step alone."""
         assert len(key) == 32
         self._key = key
         self._met.clear()
 
     def start_microbatch(self, positions: Sequence[int] | None) -> None:
-        """Set the units of the microbatch (`methods.GradientMethod.accumulate_clipped`)."""
         units = [position for position in positions or () if position >= 0]
         count = len(self._met) + len(units)
         self._met.update(units)
@@ -102,8 +100,7 @@ class RandomizedNorms:
         return self._largest_ratio if name in self._estimated else 1.0
 
     def is_cheaper(self, tokens: int, shape: torch.Size) -> bool:
-        """Return whether to find a norm from factors, for `tokens` tokens of a whole sample."""
-        return self.estimates(tokens, shape) or ghost_norm.is_cheaper(tokens, shape)
+        return self.estimates(tokens, shape) or super().is_cheaper(tokens, shape)
 
     def estimates(self, tokens: int, shape: torch.Size) -> bool:
         """Return whether a matrix's norm is estimated: k (T + P + D) < min(2 T^2, P D)."""
@@ -113,22 +110,14 @@ class RandomizedNorms:
     def squared_norms(
         self, name: str, shape: torch.Size, factors: Sequence[Factors]
     ) -> torch.Tensor:
-        """Estimate or find squared norms of B samples' gradients of one parameter.
-
-        Args:
-            name: the canonical name, once for each microbatch.
-            shape: the parameter's (P, D).
-            factors: those of each of its layers, for this rank's tokens.
-
-        Returns:
-            fp64 (B,): this rank's part; the sum over cp is the square.
+        """Estimate or find squared norms of one parameter, once for each microbatch.
 
         Collectives, over cp: an all-reduce of B D k numbers, or, for Hutch++, of 2 B D k and of
         B P k; for exact norms those of `ghost_norm.squared_norms`.
         """
         tokens = sum(one.left.shape[1] for one in factors) * self._cp_size
         if not self.estimates(tokens, shape):
-            return squared_norms(factors, self._cp)
+            return super().squared_norms(name, shape, factors)
         self._estimated.add(name)
         drawn_BPK = self._draw(name, "tail", factors, shape[0])
         if self.estimator == "hutchinson":
@@ -197,9 +186,7 @@ def project(
     """Multiply B samples' transposed gradients by matrices of their own, without forming any.
 
     Args:
-        factors: one parameter's, for this rank's tokens.
-        by_BPK: fp32.
-        columns: D of the parameter.
+        factors: one parameter's, of D columns, for this rank's tokens.
         block_elements: bound on the fp32 elements of a block, of at least one token.
 
     Returns:
@@ -251,14 +238,10 @@ def _add_up(
         part = torch.zeros_like(total)
         for block in token_blocks(layer.left.shape[1], max(at_once, 1)):
             add(part, some_tokens(layer, block))
-        total += _scaled(layer, part)
+        if isinstance(layer, Products) and layer.factor_B is not None:
+            part.mul_(layer.factor_B[:, None, None])
+        total += part
     return total
-
-
-def _scaled(layer: Factors, part: torch.Tensor) -> torch.Tensor:
-    if isinstance(layer, Products) and layer.factor_B is not None:
-        return part.mul_(layer.factor_B[:, None, None])
-    return part
 
 
 def _orthonormal(sketch_BDK: torch.Tensor) -> torch.Tensor:

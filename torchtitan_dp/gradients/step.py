@@ -4,9 +4,8 @@ Training, the plan's fake step, the audit's game and the tests build their steps
 step that is predicted, attacked and tested is the step that trains.
 
 Guarantee:
-    The clipped sum and every optimizer of one `PrivateStep` have the same C and summation, so that
-    noise fits the sum's sensitivity and is added in its arithmetic. This rests on the guarantees of
-    `clipped_sum` and `optimizer`.
+    The clipped sum and every optimizer of one `PrivateStep` have the same C, so that noise fits the
+    sum's sensitivity. This rests on the guarantees of `clipped_sum` and `optimizer`.
 """
 
 import functools
@@ -16,14 +15,12 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from torchtitan_dp.gradients.clipped_sum import ClippedSum
+from torchtitan_dp.gradients.clipped_sum import ClippedSum, GradientMethod
 from torchtitan_dp.gradients.fsdp import ReductionGroups, free_gathered
-from torchtitan_dp.gradients.methods import METHODS, GradientMethod
+from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.optimizer import DPOptimizer
 from torchtitan_dp.privacy.clipping import clip_policy
-from torchtitan_dp.privacy.fixed_point import unit
 from torchtitan_dp.privacy.settings import Privacy
-from torchtitan_dp.privacy.summation import FixedPointSum, FloatSum, Summation
 
 
 @dataclass(frozen=True)
@@ -32,9 +29,9 @@ class PrivateStep:
 
     model: nn.Module
     parameters: dict[str, nn.Parameter]  # every trainable one, by canonical name
-    summation: Summation
     clipped_sum: ClippedSum
     gradients: GradientMethod
+    secure_noise: bool
 
     @property
     def max_grad_norm(self) -> float:
@@ -44,20 +41,15 @@ class PrivateStep:
     def optimizer(
         self, inner: Optimizer, *, noise_multiplier: float, expected_batch_size: float
     ) -> DPOptimizer:
-        """Make the optimizer that adds noise to the clipped sum and steps `inner` on the result.
-
-        Args:
-            inner: the optimizer that `DPOptimizer` wraps, over exactly `parameters`.
-            noise_multiplier: sigma.
-            expected_batch_size: the divisor of the sum, fixed and public.
-        """
+        """Make the optimizer that adds noise to the clipped sum and steps `inner`, over exactly
+        `parameters`, on the result: `DPOptimizer`."""
         return DPOptimizer(
             inner,
             self.parameters,
             noise_multiplier=noise_multiplier,
             max_grad_norm=self.max_grad_norm,
             expected_batch_size=expected_batch_size,
-            summation=self.summation,
+            secure_noise=self.secure_noise,
             free_gathered=functools.partial(free_gathered, self.model),
         )
 
@@ -82,25 +74,8 @@ def build_step(
         max_grad_norm: C; the ledger's, if there is one.
         clipped_sum_type: an audit passes one that plants canaries in samples.
     """
-    summation = build_summation(privacy, parameters, max_grad_norm)
     policy = clip_policy(parameters, privacy, max_grad_norm=max_grad_norm)
-    clipped_sum = clipped_sum_type(parameters, groups, policy, summation)
+    clipped_sum = clipped_sum_type(parameters, groups, policy)
     method = METHODS[privacy.gradient_method]
     gradients = method.build(model, fsdp_modules, clipped_sum, privacy)
-    return PrivateStep(model, parameters, summation, clipped_sum, gradients)
-
-
-def build_summation(
-    privacy: Privacy, parameters: dict[str, nn.Parameter], max_grad_norm: float
-) -> Summation:
-    """Choose the arithmetic in which clipped gradients and noise are added up.
-
-    Args:
-        parameters: every trainable parameter, a DTensor, which has its global shape.
-        max_grad_norm: C.
-    """
-    if not privacy.exact_sum:
-        return FloatSum(privacy.secure_noise)
-    assert privacy.secure_noise, "noise in fp32 would round what is summed exactly"
-    values = sum(parameter.numel() for parameter in parameters.values())
-    return FixedPointSum(unit(max_grad_norm, values))
+    return PrivateStep(model, parameters, clipped_sum, gradients, privacy.secure_noise)

@@ -23,8 +23,7 @@ from torchtitan_dp.ledger.caveats import assumptions, caveats
 from torchtitan_dp.ledger.files import write_published
 from torchtitan_dp.ledger.lineage import Ledger
 from torchtitan_dp.ledger.settings import union
-from torchtitan_dp.privacy.accounting import rounded_up
-from torchtitan_dp.privacy.curve import EpsilonCurve
+from torchtitan_dp.privacy.accounting import EpsilonCurve, rounded_up
 from torchtitan_dp.privacy.meaning import Meaning, meaning
 from torchtitan_dp.privacy.mechanism import Segment, composition, from_fields
 from torchtitan_dp.privacy.segments import dp_event

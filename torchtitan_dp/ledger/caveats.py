@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from torchtitan_dp.ledger.lineage import Ledger
 from torchtitan_dp.ledger.settings import Settings
 from torchtitan_dp.privacy.accounting import rounded_up
+from torchtitan_dp.privacy.clipping import fp32_sum_excess
 from torchtitan_dp.privacy.mechanism import MECHANISMS
-from torchtitan_dp.privacy.summation import fp32_sum_excess
 
 _OF_EVERY_RUN = (
     "the owner of the records ran the training: the guarantee is towards everybody who gets the "
@@ -78,22 +78,18 @@ def caveats(ledger: Ledger, epsilon: float, epsilon_planned: float) -> list[str]
     before = [segment for ancestor in ledger.ancestors for segment in ancestor.segments]
     segments = [*before, *ledger.segments()]
     taken = [s.settings for s in segments if s.steps > 0] or [ledger.settings]
-    rounded = [settings for settings in taken if not settings.exact_sum]
-    if ledger.composes and rounded:
-        worst = max(rounded, key=_rounds_by)
+    if ledger.composes:
+        worst = max(taken, key=_rounds_by)
         excess = _rounds_by(worst)
         found.append(
             f"{_ROUNDED}each rank adds up to {worst.summands} {worst.unit}s per step in fp32; "
             "adversarial gradients could move the sum by "
             + (
-                f"{rounded_up(excess, digits=2)} C more than epsilon counts; exact norms with "
-                "privacy.exact_sum rule this out"
+                f"{rounded_up(excess, digits=2)} C more than epsilon counts"
                 if worst.mechanism.largest_share > 1
-                else f"{rounded_up(1 + excess, digits=_digits(excess))} C instead of C; "
-                "privacy.exact_sum rules this out"
+                else f"{rounded_up(1 + excess, digits=_digits(excess))} C instead of C"
             )
         )
-    if ledger.composes:
         found += dict.fromkeys(filter(None, (settings.mechanism.caveat for settings in taken)))
     return found
 

@@ -83,7 +83,7 @@ class PrivacyFile:
     """δ: the probability that ε may fail to hold."""
 
     accountant: Annotated[str, _SETTINGS]
-    """How ε is computed: `pld`, `prv` or `rdp`."""
+    """How ε is computed: `pld` or `rdp`."""
 
     mechanism: Annotated[str, _SETTINGS]
     """`poisson_sampled_gaussian`: each step adds Gaussian noise to the sum of the clipped gradients
@@ -119,11 +119,6 @@ class PrivacyFile:
 
     secure_noise: Annotated[bool, _SETTINGS]
     """Whether the noise resists attacks on its low bits (`privacy.secure_noise`)."""
-
-    exact_sum: Annotated[bool, _SETTINGS]
-    """Whether clipped gradients are added up exactly, so that their sum's rounding adds nothing to
-    its sensitivity (`privacy.exact_sum`). It assumes that a sample's own gradient is not rounded
-    by those beside it in a microbatch."""
 
     trained: Annotated[str, _SETTINGS, _ADDED]
     """What the steps changed: all weights, or the adapters of LoRA beside weights that stayed as

@@ -44,7 +44,6 @@ class Settings:
     clipping: str = "flat"
     clip_function: str = "vanilla"
     secure_noise: bool = False
-    exact_sum: bool = False
     trained: str = "all weights"
     rope: str = "as given"
     units: int | None = None  # where their number is public
@@ -169,7 +168,6 @@ def _of_a_segment(settings: Settings) -> dict[str, object]:
         "privacy.clipping": settings.clipping,
         "privacy.clip_function": settings.clip_function,
         "privacy.secure_noise": settings.secure_noise,
-        "privacy.exact_sum": settings.exact_sum,
         **settings.mechanism.terms(),
         "data.windows_per_draw": settings.windows_per_draw,
     }

@@ -25,8 +25,7 @@ import torch.nn as nn
 
 from torchtitan_dp.gradients.fsdp import RowLayout
 from torchtitan_dp.gradients.layers import PerSampleLayer, register_per_sample
-from torchtitan_dp.gradients.operands import Products
-from torchtitan_dp.gradients.products import add_product_, write_product_
+from torchtitan_dp.gradients.operands import Products, add_product_, write_product_
 from torchtitan_dp.models.token_loss import losses_to_gradients_
 
 

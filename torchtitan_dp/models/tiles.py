@@ -2,7 +2,7 @@
 
 At long T the tensors within a block outgrow all else. A function in tiles saves its input alone,
 and computes some thousand tokens at a time, forward and backward. Gradients of weights and LoRA's
-factors are summed over tiles in fp32 (`gradients.products`); frozen weights have none. Tiling by
+factors are summed over tiles in fp32 (`gradients.operands`); frozen weights have none. Tiling by
 tokens is ALST's "sequence tiling" (Bekman et al. 2025, arXiv 2506.13996).
 """
 
@@ -15,7 +15,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_dp.gradients.products import add_product_
+from torchtitan_dp.gradients.operands import add_product_
 from torchtitan_dp.models.lora import LoRALinear
 from torchtitan_dp.models.rms_norm import LeanRMSNorm, rms_norm
 

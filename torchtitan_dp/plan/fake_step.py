@@ -43,7 +43,6 @@ from torchtitan_dp.models.parallelize import parallelize, trained_fsdp_modules
 from torchtitan_dp.models.parameters import trainable_parameters
 from torchtitan_dp.models.tiles import tiles
 from torchtitan_dp.plan.tracker import MemoryTracker
-from torchtitan_dp.privacy import summation as dp_summation
 
 
 class _RoomyClippedSum(ClippedSum):
@@ -54,7 +53,7 @@ class _RoomyClippedSum(ClippedSum):
         dp_shard, cp = self.groups.dp_shard_size, self.groups.cp_size
         shapes = (parameter.shape for parameter in self.parameters.values())
         shape = (dp_shard, sum(RowLayout(shape, dp_shard, cp).chunk_numel for shape in shapes))
-        self._room: torch.Tensor | None = torch.empty(shape, dtype=self._summation.dtype)
+        self._room: torch.Tensor | None = torch.empty(shape, dtype=torch.float32)
 
     def lay_out(self, *args: Any) -> None:
         self._room = None
@@ -238,13 +237,8 @@ def fake_world(
 
         # Nothing is drawn or converted, in small parts that take next to no memory; and where a
         # storage would lie only distinguishes storages.
-        for name in (
-            "add_gaussian_noise_",
-            "add_secure_gaussian_noise_",
-            "add_noise_units_",
-            "add_clipped_units_",
-        ):
-            patch(dp_summation, name, _nothing)
+        for name in ("add_gaussian_noise_", "add_secure_gaussian_noise_"):
+            patch(optimizer, name, _nothing)
         patch(randomized_norm, "add_gaussian_noise_", _nothing)
         patch(torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata)
         # It returns the tensor that it waits for; its fake returns another.

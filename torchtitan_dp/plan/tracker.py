@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from torchtitan_dp.distributed import ring
-from torchtitan_dp.gradients.clipped_sum import ClippedSum
+from torchtitan_dp.gradients.clipped_sum import ClippedSum, GradientMethod
 from torchtitan_dp.gradients.fsdp import ReduceScatterOverCP, RowLayout
-from torchtitan_dp.gradients.methods import METHODS, GradientMethod
+from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.models import loss_head
 from torchtitan_dp.models.parameters import local_part
 

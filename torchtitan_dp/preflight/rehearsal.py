@@ -39,9 +39,8 @@ from torchtitan_dp.config.derived import ladder
 from torchtitan_dp.data.batching import Microbatch
 from torchtitan_dp.data.feed import Feed
 from torchtitan_dp.distributed.stop import is_lost_rank
-from torchtitan_dp.gradients.clipped_sum import ClippedSum
+from torchtitan_dp.gradients.clipped_sum import ClippedSum, GradientMethod
 from torchtitan_dp.gradients.fsdp import free_gathered
-from torchtitan_dp.gradients.methods import GradientMethod
 from torchtitan_dp.optimizer import DPOptimizer
 from torchtitan_dp.process import Fault
 from torchtitan_dp.watch.processor import PrivateMetricsProcessor, SampleStatistics

@@ -18,13 +18,9 @@ moved by at most C on the other, and both directions are covered. Replacing one 
 `compose` is the same of several segments, one after the other on the same data and with the same
 neighbours, if their mechanisms and steps were all fixed before training ("planned").
 
-Accountants (RDP's bound is the answer where it is smaller, or another is out of its numerical
-depth):
+Accountants (RDP's bound is the answer where it is smaller, or PLD is out of its numerical depth):
 
 - `rdp`: Renyi DP of the sampled Gaussian (`rdp`). Proved for both directions.
-- `prv`: privacy loss random variables (`prv`), the upper end of the error bar. It composes the
-  direction "unit present against absent", which is known to be the worse one for RDP and for one
-  step; for compositions the tests check it.
 - `pld`, the default: privacy loss distributions (Koskela, Jalko & Honkela 2020; `pld`). Tight, and
   pessimistic by construction, in both directions.
 
@@ -32,8 +28,9 @@ The Gaussian-DP central limit approximation is not offered: it is no bound (1.43
 4.10). For sample_rate = 1, k steps with noise sigma are exactly one with sigma / sqrt(k).
 """
 
+import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Literal, get_args
 
@@ -41,10 +38,14 @@ from torchtitan_dp.privacy.mechanism import Mechanism, PoissonGaussian, Segment,
 from torchtitan_dp.privacy.pld import pld_epsilon
 from torchtitan_dp.privacy.rdp import rdp_epsilon
 
-Accountant = Literal["prv", "rdp", "pld"]
+Accountant = Literal["rdp", "pld"]
+_Excess = Callable[[float], float]
+_Point = tuple[float, float]  # log sigma, and its excess
 
 MAX_NOISE_MULTIPLIER = 1e4
 _MIN_NOISE_MULTIPLIER = 1e-4
+_TOLERANCE = 0.004  # of an excess, around 0.995 of the target: inside [0.99, 1]
+_POINTS: dict[Accountant, int] = {"pld": 20, "rdp": 100}  # of a curve
 
 
 def epsilon(
@@ -55,24 +56,12 @@ def epsilon(
     delta: float,
     accountant: Accountant,
 ) -> float:
-    """Compute the epsilon spent after `steps` steps of the Poisson-subsampled Gaussian mechanism.
-
-    Args:
-        noise_multiplier: sigma, the noise's standard deviation over C; 0 means no privacy.
-        sample_rate: q, the probability with which each unit is drawn at each step.
-        delta: in (0, 1).
-
-    Returns:
-        epsilon >= 0; 0.0 without steps or with sample_rate 0; inf without noise.
-
-    Raises:
-        ValueError: an argument is out of its range.
+    """Compute the epsilon spent after `steps` steps of the Poisson-subsampled Gaussian mechanism,
+    as `compose` does: 0.0 without steps or with sample_rate 0; inf without noise.
 
     >>> query = dict(noise_multiplier=1.0, sample_rate=0.01, steps=1_000, delta=1e-5)
-    >>> round(epsilon(**query, accountant="rdp"), 3), round(epsilon(**query, accountant="prv"), 2)
-    (2.101, 1.84)
-    >>> round(epsilon(**query, accountant="pld"), 3)
-    1.828
+    >>> round(epsilon(**query, accountant="rdp"), 3), round(epsilon(**query, accountant="pld"), 3)
+    (2.101, 1.828)
     """
     segment = Segment(PoissonGaussian(noise_multiplier, sample_rate), steps)
     return compose([segment], delta=delta, accountant=accountant)
@@ -84,7 +73,7 @@ def compose(segments: Sequence[Segment], *, delta: float, accountant: Accountant
     Args:
         segments: all fixed before training; without any, nothing is spent.
         delta: in (0, 1).
-        accountant: where a unit adds a random share of C only "pld" is tight, and "prv" is "rdp".
+        accountant: where a unit adds a random share of C only "pld" is tight.
 
     Returns:
         epsilon >= 0; inf if a step has no noise.
@@ -107,14 +96,7 @@ def compose(segments: Sequence[Segment], *, delta: float, accountant: Accountant
     if fewest[0].noise_multiplier == 0:  # they are sorted
         return math.inf
     bound = rdp_epsilon(fewest, delta)
-    if accountant == "prv" and all(part.ratios is None for part in fewest):
-        # It needs Opacus' package, whose training engine takes a second or two to import.
-        from torchtitan_dp.privacy.prv import prv_epsilon
-
-        bound = min(bound, prv_epsilon(fewest, delta))
-    elif accountant == "pld":
-        bound = min(bound, pld_epsilon(fewest, delta))
-    return bound
+    return min(bound, pld_epsilon(fewest, delta)) if accountant == "pld" else bound
 
 
 def noise_multiplier(
@@ -126,8 +108,7 @@ def noise_multiplier(
     accountant: Accountant,
     before: Sequence[Segment] = (),
 ) -> float:
-    """Find the sigma that spends `target_epsilon` in `steps` steps of the Poisson-subsampled
-    Gaussian mechanism: `noise_for` it.
+    """Find the sigma of the Poisson-subsampled Gaussian mechanism, as `noise_for` does.
 
     >>> query = dict(sample_rate=0.01, steps=1_000, delta=1e-5)
     >>> sigma = noise_multiplier(target_epsilon=3.0, accountant="rdp", **query)
@@ -187,43 +168,116 @@ def noise_for(
         spent = compose([*before, coming], delta=delta, accountant=accountant)
         return math.log(max(spent, 1e-300) / (0.995 * target_epsilon))
 
-    tolerance = 0.004  # of excess, around 0.995 of the target: inside [0.99, 1]
+    return math.exp(_crossing(excess, *_bracket(excess, target_epsilon)))
+
+
+def _bracket(excess: _Excess, target_epsilon: float) -> tuple[_Point, _Point]:
+    """Find a log sigma of too little noise and one of enough, each with its excess."""
     floor, ceiling = math.log(_MIN_NOISE_MULTIPLIER), math.log(MAX_NOISE_MULTIPLIER)
-    low = high = 0.0  # log sigma; too little noise, enough noise
-    at_low = at_high = excess(0.0)
+    low = high = (0.0, excess(0.0))
     least_stride = 0.1
-    while at_high > tolerance:
-        if high >= ceiling:
+    while high[1] > _TOLERANCE:
+        if high[0] >= ceiling:
             raise ValueError(
                 f"privacy.target_epsilon = {target_epsilon} needs a noise multiplier above "
                 f"{MAX_NOISE_MULTIPLIER:g}; raise it, or lower training.steps or the sample rate"
             )
-        low, at_low = high, at_high
+        low = high
         # Epsilon falls about as 1 / sigma or faster, but less where most was spent before.
-        high = min(high + max(at_high, least_stride), ceiling)
+        log_sigma = min(high[0] + max(high[1], least_stride), ceiling)
         least_stride *= 2
-        at_high = excess(high)
-    while at_low < -tolerance:
-        if low <= floor:
+        high = log_sigma, excess(log_sigma)
+    while low[1] < -_TOLERANCE:
+        if low[0] <= floor:
             raise ValueError(
                 f"privacy.target_epsilon = {target_epsilon} is spent with hardly any noise; "
                 "lower it, or set privacy.noise_multiplier instead"
             )
-        high, at_high = low, at_low
-        low = max(low - min(max(-at_low, 0.1), 1.0), floor)
-        at_low = excess(low)
-    if abs(at_low) <= tolerance:
-        return math.exp(low)
-    # Regula falsi in logarithms, kept off the ends so that the bracket shrinks from both sides.
-    while abs(at_high) > tolerance and high - low > 1e-9:
-        share = at_low / (at_low - at_high) if math.isfinite(at_low) else 0.5
-        middle = low + (high - low) * min(max(share, 0.05), 0.95)
-        at_middle = excess(middle)
-        if at_middle > tolerance:
-            low, at_low = middle, at_middle
+        high = low
+        log_sigma = max(low[0] - min(max(-low[1], 0.1), 1.0), floor)
+        low = log_sigma, excess(log_sigma)
+    return low, high
+
+
+def _crossing(excess: _Excess, low: _Point, high: _Point) -> float:
+    """Find a log sigma whose excess is next to 0: regula falsi, kept off the ends so that the
+    bracket shrinks from both sides."""
+    if abs(low[1]) <= _TOLERANCE:
+        return low[0]
+    while abs(high[1]) > _TOLERANCE and high[0] - low[0] > 1e-9:
+        share = low[1] / (low[1] - high[1]) if math.isfinite(low[1]) else 0.5
+        log_sigma = low[0] + (high[0] - low[0]) * min(max(share, 0.05), 0.95)
+        middle = log_sigma, excess(log_sigma)
+        if middle[1] > _TOLERANCE:
+            low = middle
         else:
-            high, at_high = middle, at_middle
-    return math.exp(high)  # the side that does not overshoot, even where epsilon jumps
+            high = middle
+    return high[0]  # the side that does not overshoot, even where epsilon jumps
+
+
+class EpsilonCurve:
+    """The epsilon of a run after each number of its steps, computed ahead at a few points: a query
+    never delays a step.
+
+    Guarantee:
+        `at(steps)` is at least what `steps` steps spend: what is spent only grows, so a bound at
+        the next computed point, or at any later one, is one here too. At a computed point, and
+        hence at `total_steps`, it is that point's own value, or a smaller one of a later point.
+
+    >>> coming = PoissonGaussian(1.0, 0.01)
+    >>> curve = EpsilonCurve((), coming, delta=1e-5, accountant="rdp", total_steps=1_000)
+    >>> round(curve.at(1_000), 3), curve.at(949) == curve.at(950) < curve.at(951)
+    (2.101, True)
+    """
+
+    def __init__(
+        self,
+        before: Sequence[Segment],
+        mechanism: Mechanism,
+        *,
+        delta: float,
+        accountant: Accountant,
+        total_steps: int,
+        first_step: int = 0,
+        points: int | None = None,
+    ) -> None:
+        """
+        Args:
+            before: planned segments that ran on the same data; they count from step 0.
+            mechanism, total_steps: of the segment to come.
+            first_step: of the queries. Computed points do not depend on it, but those before it
+                are left out.
+            points: the number of evenly spaced points that are computed now, `total_steps` the
+                last. The default takes a few seconds at most.
+        """
+        points = _POINTS[accountant] if points is None else points
+        assert points >= 1
+        self._before = tuple(before)
+        self._mechanism = mechanism
+        self._delta, self._accountant = delta, accountant
+        parts = max(1, min(points, total_steps))
+        even = sorted({0, *(-(-total_steps * i // parts) for i in range(1, parts + 1))})
+        self._steps = [step for step in even if step >= first_step] or [first_step]
+        self._epsilons = [self._compute(steps) for steps in self._steps]
+        for i in range(len(self._epsilons) - 1, 0, -1):  # two bounds may cross by their roundings
+            self._epsilons[i - 1] = min(self._epsilons[i - 1], self._epsilons[i])
+
+    def at(self, steps: int) -> float:
+        """Return an upper bound on epsilon after `steps` steps: that of the next computed point.
+        Beyond `total_steps` it is computed on demand, exactly there, and kept."""
+        i = bisect.bisect_left(self._steps, steps)
+        if i == len(self._steps):
+            self._steps.append(steps)
+            self._epsilons.append(max(self._compute(steps), self._epsilons[-1]))
+        return self._epsilons[i]
+
+    def points(self) -> list[tuple[int, float]]:
+        """Return the computed points: (steps, epsilon), rising in both."""
+        return list(zip(self._steps, self._epsilons, strict=True))
+
+    def _compute(self, steps: int) -> float:
+        coming = Segment(self._mechanism, steps)
+        return compose([*self._before, coming], delta=self._delta, accountant=self._accountant)
 
 
 def check_delta(delta: float) -> None:
@@ -235,7 +289,7 @@ def check_delta(delta: float) -> None:
 
 
 def rounded_up(value: float, digits: int = 5) -> str:
-    """Round an upper bound up for people to read, to so many significant digits.
+    """Round an upper bound up, to so many significant digits.
 
     >>> rounded_up(7.961201), rounded_up(0.5), rounded_up(123456.0), rounded_up(2.6001, digits=3)
     ('7.9613', '0.5', '123460', '2.61')
@@ -244,7 +298,7 @@ def rounded_up(value: float, digits: int = 5) -> str:
 
 
 def rounded_down(value: float, digits: int = 5) -> str:
-    """Round a lower bound down for people to read, to so many significant digits.
+    """Round a lower bound down, to so many significant digits.
 
     >>> rounded_down(0.45812367), rounded_down(2.0), rounded_down(0.458126, digits=6)
     ('0.45812', '2', '0.458126')
@@ -260,7 +314,7 @@ def _rounded(value: float, digits: int, rounding: str) -> str:
 
 
 def percent(share: float) -> str:
-    """Round a probability up for people to read, with enough digits to differ from 100%.
+    """Round a probability up, with enough digits to differ from 100%.
 
     >>> percent(0.3652), percent(0.999637), percent(0.001), percent(0.5), percent(1.0)
     ('36.6%', '99.97%', '0.1%', '50%', '100%')

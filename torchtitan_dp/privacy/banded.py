@@ -106,11 +106,9 @@ class NoiseChain(Secret):
     def take(self, step: int) -> Sequence[WeightedKey]:
         """Return the keys whose noise `step` adds, with the weight of each, its own first.
 
-        Steps come in a row: each is taken once, and none is left out.
-
         Raises:
-            RuntimeError: the step was asked for already, lies before one that was, or does not
-                follow it, so that a unit's draws might be fewer than b rows apart.
+            RuntimeError: the step does not follow the one before, so that a unit's draws might be
+                fewer than b rows apart, or was taken already.
         """
         self.__keys.append(self.__stream.take(step))
         last, self.__last = self.__last, step

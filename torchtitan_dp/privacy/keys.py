@@ -49,11 +49,8 @@ class KeyStream(Secret):
         self.__last = -1
 
     def take(self, step: int) -> bytes:
-        """Return the 32-byte key of `step`, which must exceed every step asked for before.
-
-        Raises:
-            RuntimeError: it does not, so that its noise might repeat; going back in time needs a
-                fresh root key.
+        """Return the 32-byte key of `step`, which must exceed every step asked for before, else
+        RuntimeError: its noise might repeat, and going back in time needs a fresh root key.
 
         >>> stream = RootKey(bytes(32)).stream("noise")
         >>> len(stream.take(1)), stream.take(2) == stream.take(3)

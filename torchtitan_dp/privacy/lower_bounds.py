@@ -19,12 +19,14 @@ Theorem 5.2; Mahloujifar, Melis & Chaudhuri, "Auditing f-Differential Privacy in
 Pearson (1934) for a rate. Libraries with these bounds bring JAX, or need two trainings.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 from scipy import special  # scipy.stats takes a second to import
 
-from torchtitan_dp.privacy.envelope import Ratios
+from torchtitan_dp.privacy.randomized import Ratios
 
-_SCAN = 0.05  # epsilon is scanned upwards in steps of this, then refined
+_SCAN = 0.05  # epsilon, or mu, is scanned upwards in steps of this, then refined
 _PRECISION = 1e-4
 
 
@@ -95,7 +97,7 @@ def mixture_mu(sigma: float, ratios: Ratios, *, trials: int, confidence: float) 
     misses 1 - G(a). No bound on a rate is below that of no error, e. So, unless a bound on a rate
     failed, gaussian_mu is at most the largest -Phi^-1(max(1 - G(a), e)) - Phi^-1(a) with a >= e.
 
-    >>> from torchtitan_dp.privacy.envelope import ratios
+    >>> from torchtitan_dp.privacy.randomized import ratios
     >>> 0.5 < mixture_mu(2.0, ratios(32), trials=2000, confidence=0.99) < 0.56
     True
     """
@@ -118,7 +120,6 @@ def one_run_p_value(
     Args:
         canaries: m, each included by a fair coin of its own.
         guesses: the number guessed at, fixed in advance.
-        correct: v, of the guesses.
 
     >>> query = dict(canaries=1000, guesses=100, correct=90)
     >>> one_run_p_value(**query, epsilon=1.0, delta=0.0) < 1e-4
@@ -139,12 +140,9 @@ def one_run_p_value(
 def one_run_epsilon(
     *, canaries: int, guesses: int, correct: int, delta: float, confidence: float
 ) -> float:
-    """Find the epsilon below which these guesses are too good to be believed.
+    """Find the epsilon up to which these guesses are too good to be believed; 0.0 if none is.
 
     Args: those of `one_run_p_value`; `confidence` in (0, 1).
-
-    Returns:
-        The largest epsilon such that it and all smaller ones are rejected; 0.0 if none is.
 
     >>> query = dict(canaries=1000, delta=1e-5, confidence=0.95)
     >>> round(one_run_epsilon(guesses=200, correct=170, **query), 1)
@@ -160,29 +158,18 @@ def one_run_epsilon(
         )
         return p <= 1 - confidence
 
-    if not rejected(0.0):
-        return 0.0
-    low, high = 0.0, _SCAN
-    while rejected(high):
-        low, high = high, high + _SCAN
-    while high - low > _PRECISION:
-        middle = (low + high) / 2
-        low, high = (middle, high) if rejected(middle) else (low, middle)
-    return low
+    return _all_rejected_below(rejected)
 
 
 def one_run_mu(
     *, canaries: int, guesses: int, correct: int, but_for: float, confidence: float
 ) -> float:
-    """Find the mu below which these guesses are too good to be believed.
+    """Find the mu up to which these guesses are too good to be believed; 0.0 if none is.
 
     The hypothesis is that no test of one unit's membership detects more than
     F(a) = Phi(Phi^-1(a) + mu) + but_for of the members at false alarms a, in both directions.
 
     Args: those of `one_run_epsilon`; `but_for` as in `privacy.meaning.Meaning.mu_but_for`.
-
-    Returns:
-        The largest mu such that it and all smaller ones are rejected; 0.0 if none is.
 
     >>> query = dict(canaries=1000, but_for=1e-5, confidence=0.95)
     >>> round(one_run_mu(guesses=200, correct=170, **query), 2)
@@ -197,12 +184,17 @@ def one_run_mu(
         mass = _least_mass(canaries, guesses, correct, mu, but_for, 1 - confidence)
         return mass > 1 + 1e-9  # float64's rounding is far below
 
+    return _all_rejected_below(rejected, most=100)
+
+
+def _all_rejected_below(rejected: Callable[[float], bool], most: float = np.inf) -> float:
+    """Find the largest value such that it and all smaller ones are rejected; 0.0 if none is."""
     if not rejected(0.0):
         return 0.0
     low, high = 0.0, _SCAN
     while rejected(high):
         low, high = high, high + _SCAN
-        if high > 100:
+        if high > most:
             return low
     while high - low > _PRECISION:
         middle = (low + high) / 2

@@ -137,14 +137,10 @@ def meaning(segments: Sequence[Segment], delta: float) -> Meaning:
     """Compute what planned segments mean, composed by PLD, RDP, and the Gaussian without sampling.
 
     Args:
-        segments: all fixed before training; without any, nothing is spent.
-        delta: in (0, 1): the probability of the exceptions.
+        delta: in (0, 1), else ValueError: the probability of the exceptions.
 
     Returns:
         Upper bounds; without noise mu is inf, the rest 1.
-
-    Raises:
-        ValueError: delta is no probability.
 
     >>> from torchtitan_dp.privacy.mechanism import PoissonGaussian
     >>> run = meaning([Segment(PoissonGaussian(1.0, 0.01), 1_000)], 1e-5)
@@ -260,10 +256,8 @@ def _mu(segments: tuple[GaussianSteps, ...], delta: float, last: float) -> float
     """Find the least mu whose Gaussian's profile, plus delta, is nowhere below the run's.
 
     Checked for all epsilons by finitely many: profiles fall, so between two neighbouring points
-    the run's is at most its left value, and the Gaussian's at least its right one.
-
-    Args:
-        last: from this epsilon on, the run's profile is at most delta.
+    the run's is at most its left value, and the Gaussian's at least its right one. From `last` on,
+    the run's profile is at most delta.
     """
     epsilons = np.linspace(0, last, 2 * _POINTS)
     needed = (_profile(segments, delta, epsilons) - delta)[:-1]

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torchtitan_dp.privacy.banded import column_norm, noise_in_step, noise_in_sum
-from torchtitan_dp.privacy.envelope import largest_ratio, ratios, refuse_projections
 from torchtitan_dp.privacy.lower_bounds import mixture_mu
+from torchtitan_dp.privacy.randomized import largest_ratio, ratios, refuse_projections
 from torchtitan_dp.privacy.segments import GaussianSteps, merged
 from torchtitan_dp.privacy.settings import Privacy
 
@@ -479,13 +479,6 @@ class EstimatedNorms(Mechanism):
                 f"'{privacy.clipping}'",
                 f"{here} the norms of several groups err apart, which is not accounted for; set "
                 f"it to 'flat', {capped}",
-            ),
-            (
-                privacy.exact_sum,
-                "privacy.exact_sum",
-                True,
-                f"{here} a unit moves the sum by more than C at times, for which fixed point has "
-                f"no room; set it to false, {capped}",
             ),
             (
                 privacy.noise == "banded",

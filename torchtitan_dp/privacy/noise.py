@@ -49,10 +49,8 @@ def add_gaussian_noise_(
 
     Args:
         flat: fp32, shape (n,): positions [start, start + n) of the whole flattened parameter.
-        std: noise multiplier times C for a sum of gradients clipped to C.
         key: the 32 bytes of this step, from `keys.KeyStream.take`.
         name: the parameter's canonical name, without wrappers' prefixes.
-        start: first position of the shard in the whole parameter.
         weight: of any sign, as correlated noise has it.
 
     Raises:
@@ -73,21 +71,12 @@ def add_gaussian_noise_(
         _add_threefry(flat, std * weight, threefry_key(key, name, flat.device), start)
 
 
-def check_arguments(
-    flat: Tensor,
-    *,
-    std: float,
-    key: bytes,
-    name: str,
-    start: int,
-    dtype: torch.dtype = torch.float32,
-) -> None:
-    """Refuse arguments that `add_gaussian_noise_` and its variants cannot take."""
-    if flat.dtype != dtype or flat.dim() != 1:
-        wanted = "fp32" if dtype == torch.float32 else str(dtype).removeprefix("torch.")
+def check_arguments(flat: Tensor, *, std: float, key: bytes, name: str, start: int) -> None:
+    """Refuse arguments that `add_gaussian_noise_` and its secure variant cannot take."""
+    if flat.dtype != torch.float32 or flat.dim() != 1:
         raise ValueError(
             f"noise for {name}: got {flat.dtype} of shape {tuple(flat.shape)}; "
-            f"pass the flattened {wanted} shard"
+            "pass the flattened fp32 shard"
         )
     if not (math.isfinite(std) and std >= 0):
         raise ValueError(f"noise for {name}: std = {std} must be finite and not negative")
@@ -113,25 +102,45 @@ def cipher_key(key: bytes, generator: str, name: str) -> bytes:
 
 
 def _add_philox(flat: Tensor, std: float, key: bytes, start: int) -> None:
-    end = start + flat.numel()
-
     def add_blocks(mine: range) -> None:
-        # Setting a generator's state is several times cheaper than making one.
-        philox = np.random.Philox(key=int.from_bytes(key, "little"))
-        generator = np.random.Generator(philox)
-        state = philox.state  # fresh: counter 0, empty buffers
-        buffer = np.empty(BLOCK, dtype=np.float32)
+        normals, buffer = PhiloxNormals(key), np.empty(BLOCK, dtype=np.float32)
         values = torch.from_numpy(buffer)
         for block in mine:
-            low, high = max(start, block * BLOCK), min(end, (block + 1) * BLOCK)
-            state["state"]["counter"][1] = block
-            philox.state = state
-            used = buffer[: high - block * BLOCK]  # what lies after the shard is not drawn
-            generator.standard_normal(dtype=np.float32, out=used)
-            values_here = values[low - block * BLOCK : high - block * BLOCK]
-            flat[low - start : high - start].add_(values_here, alpha=std)
+            here, drawn = of_block(block, start, flat.numel())
+            normals.fill(buffer[: drawn.stop], block)
+            flat[here].add_(values[drawn], alpha=std)
 
-    on_threads(add_blocks, range(start // BLOCK, (end - 1) // BLOCK + 1))
+    on_threads(add_blocks, blocks_of(start, flat.numel()))
+
+
+class PhiloxNormals:
+    """Unit normals by numpy's ziggurat, block by block of one key's positions."""
+
+    def __init__(self, key: bytes) -> None:
+        # Setting a generator's state is several times cheaper than making one.
+        self._philox = np.random.Philox(key=int.from_bytes(key, "little"))
+        self._generator = np.random.Generator(self._philox)
+        self._state = self._philox.state  # fresh: counter 0, empty buffers
+
+    def fill(self, out: np.ndarray, block: int, draw: int = 0) -> None:
+        """Draw the first normals of a block, fp32 or fp64, from counter draw * 2**128 +
+        block * 2**64."""
+        self._state["state"]["counter"][1:3] = block, draw
+        self._philox.state = self._state
+        self._generator.standard_normal(dtype=out.dtype, out=out)
+
+
+def blocks_of(start: int, count: int) -> range:
+    """Return the blocks that positions [start, start + count), at least one, lie in."""
+    return range(start // BLOCK, (start + count - 1) // BLOCK + 1)
+
+
+def of_block(block: int, start: int, count: int) -> tuple[slice, slice]:
+    """Return which of these positions lie in a block, and where in it: what lies after them is
+    not drawn."""
+    first = block * BLOCK
+    low, high = max(start, first), min(start + count, first + BLOCK)
+    return slice(low - start, high - start), slice(low - first, high - first)
 
 
 # --- elsewhere: Threefry4x32-20 and Box-Muller ----------------------------------------------------
@@ -199,17 +208,24 @@ def threefry_normal(key: Tensor, start: Tensor, count: int) -> Tensor:
     low, high = positions.to(torch.int32), (positions >> 32).to(torch.int32)
     zero = torch.zeros_like(low)
     w0, w1, w2, _ = threefry4x32((low, high, zero, zero), key)
-    # t = min(u, 1 - u): as integers 1 - u is the complement, without rounding
-    upper = w0 < 0
-    t_high = torch.where(upper, ~w0, w0).to(torch.float32)
-    t_low = torch.where(upper, ~w1, w1)
-    t_low_unsigned = t_low.to(torch.float32) + torch.where(t_low < 0, 2.0**32, 0.0)
-    t = (t_high + (t_low_unsigned + 0.5) * 2.0**-32) * 2.0**-32
-    minus_log_u = torch.where(upper, -torch.log1p(-t), -torch.log(t))
-    radius = torch.sqrt(2.0 * minus_log_u)
     angle = ((w2 & 0x7FFFFFFF).to(torch.float32) + 0.5) * (math.pi / 2 * 2.0**-31)
-    value = radius * torch.sin(angle)
+    value = radius(w0, w1, torch.float32) * torch.sin(angle)
     return torch.where(w2 < 0, -value, value)
+
+
+def radius(w0: Tensor, w1: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return sqrt(-2 ln u) of u = (w0 * 2**32 + w1 + 1/2) / 2**64."""
+    upper = w0 < 0
+    # t = min(u, 1 - u): as integers 1 - u is the complement, without rounding
+    t_high = torch.where(upper, ~w0, w0).to(dtype)
+    t_low = unsigned(torch.where(upper, ~w1, w1), dtype)
+    t = (t_high + (t_low + 0.5) * 2.0**-32) * 2.0**-32
+    return torch.sqrt(2.0 * torch.where(upper, -torch.log1p(-t), -torch.log(t)))
+
+
+def unsigned(word: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the uint32 that an int32 stands for."""
+    return word.to(dtype) + torch.where(word < 0, 2.0**32, 0.0)
 
 
 def _add_normal(flat: Tensor, key: Tensor, start: Tensor, std: Tensor) -> None:

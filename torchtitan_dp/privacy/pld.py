@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy.special import log_ndtr, ndtr
 
-from torchtitan_dp.privacy.envelope import Ratios
-from torchtitan_dp.privacy.randomized import mixture_distribution
+from torchtitan_dp.privacy.randomized import Ratios, mixture_distribution
 from torchtitan_dp.privacy.rdp import loss_bound, rdp_epsilon
 from torchtitan_dp.privacy.segments import GaussianSteps, fft_noise
 

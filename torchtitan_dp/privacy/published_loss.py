@@ -70,13 +70,7 @@ class LossNoise:
             sigma = -0.5 / float(ndtri(expit(-1 / self.scale))) * (1 - 1e-9)
         return Segment(PoissonGaussian(sigma, 1.0), evaluations)
 
-    def epsilon(
-        self,
-        evaluations: int,
-        *,
-        delta: float,
-        before: Sequence[Segment] = (),
-    ) -> float:
+    def epsilon(self, evaluations: int, *, delta: float, before: Sequence[Segment] = ()) -> float:
         """Compute what so many evaluations spend, for one held-out unit; by PLD, which is exact for
         Gaussian mechanisms without sampling.
 
@@ -95,7 +89,6 @@ class LossNoise:
 
         Args:
             losses_N: fp64, of all held-out units that are evaluated; 0 for one without a target.
-            clip: L.
             key: 32 bytes, of this evaluation alone.
         """
         clipped_N = np.nan_to_num(losses_N, nan=clip, posinf=clip, neginf=0.0).clip(0.0, clip)

@@ -26,7 +26,7 @@ integers (Canonne, Kamath & Steinke 2020) is exact, and too slow for every param
 Not resisted: timing (the ziggurat on CPU rejects some draws), reading this process's memory, and
 what `noise` assumes of its ciphers; nor the rounding of the clipped sum itself in fp32, where one
 record can change how each later one is rounded (Casacuberta, Shoemate, Vadhan & Wagaman 2022):
-`summation.fp32_sum_excess` bounds that, and `fixed_point` is a sum without rounding.
+`clipping.fp32_sum_excess` bounds that.
 """
 
 import functools
@@ -39,11 +39,16 @@ from torch import Tensor
 
 from torchtitan_dp.privacy.kernels import BLOCK, compile_kernel, on_threads
 from torchtitan_dp.privacy.noise import (
+    PhiloxNormals,
+    blocks_of,
     check_arguments,
     chunk_starts,
     cipher_key,
+    of_block,
+    radius,
     threefry4x32,
     threefry_key,
+    unsigned,
 )
 
 DRAWS = 4
@@ -108,27 +113,18 @@ def _add_rounded(flat: Tensor, noise: Tensor, *, std: float) -> None:
 
 def _add_philox(flat: Tensor, add: Add, key: bytes, start: int) -> None:
     """Add draws of Philox; block b of draw i starts at counter i * 2**128 + b * 2**64."""
-    end = start + flat.numel()
 
     def add_blocks(mine: range) -> None:
-        philox = np.random.Philox(key=int.from_bytes(key, "little"))
-        generator = np.random.Generator(philox)
-        state = philox.state  # fresh: counter 0, empty buffers
-        draw, total = np.empty(BLOCK), np.empty(BLOCK)
+        normals, draw, total = PhiloxNormals(key), np.empty(BLOCK), np.empty(BLOCK)
         for block in mine:
-            low, high = max(start, block * BLOCK), min(end, (block + 1) * BLOCK)
-            count = high - block * BLOCK  # what lies after the shard is not drawn
-            state["state"]["counter"][1] = block
-            total[:count] = 0.0
+            here, drawn = of_block(block, start, flat.numel())
+            total[: drawn.stop] = 0.0
             for i in range(DRAWS):
-                state["state"]["counter"][2] = i
-                philox.state = state
-                generator.standard_normal(out=draw[:count])
-                total[:count] += draw[:count]
-            values = torch.from_numpy(total)[low - block * BLOCK : count]
-            add(flat[low - start : high - start], values)
+                normals.fill(draw[: drawn.stop], block, i)
+                total[: drawn.stop] += draw[: drawn.stop]
+            add(flat[here], torch.from_numpy(total)[drawn])
 
-    on_threads(add_blocks, range(start // BLOCK, (end - 1) // BLOCK + 1))
+    on_threads(add_blocks, blocks_of(start, flat.numel()))
 
 
 def threefry_normal_sum(key: Tensor, start: Tensor, count: int) -> Tensor:
@@ -136,29 +132,19 @@ def threefry_normal_sum(key: Tensor, start: Tensor, count: int) -> Tensor:
 
     As `noise.threefry_normal`, in fp64 and with all four words w of the counter (position, i):
 
-        u = (w0 * 2**32 + w1 + 1/2) / 2**64      radius = sqrt(-2 ln u)
         v = ((w2 mod 2**31) * 2**32 + w3 + 1/2) / 2**63      value = ± radius * sin(pi/2 * v)
     """
     positions = torch.arange(count, dtype=torch.int64, device=key.device) + start
     low, high = positions.to(torch.int32), (positions >> 32).to(torch.int32)
     zero = torch.zeros_like(low)
-    total = torch.zeros(count, dtype=torch.float64, device=key.device)
+    wide = torch.float64
+    total = torch.zeros(count, dtype=wide, device=key.device)
     for i in range(DRAWS):
         w0, w1, w2, w3 = threefry4x32((low, high, zero + i, zero), key)
-        upper = w0 < 0
-        # t = min(u, 1 - u): as integers 1 - u is the complement, without rounding
-        t_high = torch.where(upper, ~w0, w0).to(torch.float64)
-        t = (t_high + (_unsigned(torch.where(upper, ~w1, w1)) + 0.5) * 2.0**-32) * 2.0**-32
-        radius = torch.sqrt(2.0 * torch.where(upper, -torch.log1p(-t), -torch.log(t)))
-        turn = (w2 & 0x7FFFFFFF).to(torch.float64) + (_unsigned(w3) + 0.5) * 2.0**-32
-        value = radius * torch.sin(turn * (math.pi / 2 * 2.0**-31))
+        turn = (w2 & 0x7FFFFFFF).to(wide) + (unsigned(w3, wide) + 0.5) * 2.0**-32
+        value = radius(w0, w1, wide) * torch.sin(turn * (math.pi / 2 * 2.0**-31))
         total = total + torch.where(w2 < 0, -value, value)
     return total
-
-
-def _unsigned(word: Tensor) -> Tensor:
-    """Return the uint32 that an int32 stands for, in fp64."""
-    return word.to(torch.float64) + torch.where(word < 0, 2.0**32, 0.0)
 
 
 def _add_threefry(flat: Tensor, add: Add, key: Tensor, start: int) -> None:

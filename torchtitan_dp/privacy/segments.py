@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan_dp.privacy.envelope import Ratios
+from torchtitan_dp.privacy.randomized import Ratios
 
 _EVENTS = "dp_accounting.dp_event"
 
@@ -78,10 +78,7 @@ def fft_noise(parts: Sequence[GaussianSteps]) -> float:
 
 
 def dp_event(parts: Sequence[GaussianSteps]) -> dict[str, Any] | None:
-    """Return these steps as a `dp_accounting.DpEvent`, the fields of `to_named_tuple` in a dict.
-
-    Args:
-        parts: all steps on the same data, merged.
+    """Return merged steps as a `dp_accounting.DpEvent`, the fields of `to_named_tuple` in a dict.
 
     Returns:
         A `ComposedDpEvent` of a `SelfComposedDpEvent` for all steps on the same terms, of Poisson

@@ -28,9 +28,9 @@ class Privacy:
     max_grad_norm: float = 1.0
     """C: the norm that each unit's gradient is clipped to."""
 
-    accountant: Literal["prv", "rdp", "pld"] = "pld"
+    accountant: Literal["rdp", "pld"] = "pld"
     """How epsilon is computed: `pld` (tight, pessimistic by construction; Google's dp-accounting),
-    `prv` (the upper end of an error bar), `rdp` (looser); both from Opacus."""
+    `rdp` (looser, quick; Opacus')."""
 
     new_segment: Literal["planned"] | None = None
     """A resumed run whose noise, rate, C or batch was changed is refused, unless this says how the
@@ -60,13 +60,7 @@ class Privacy:
     """Resist attacks on the low bits of floating-point noise: four fp64 draws a value, rounded to a
     fixed grid (`privacy/secure_noise.py`). Drawing noise then takes about five times as long. Who
     is drawn, windows and projections then come from a cryptographic generator, SHAKE-256
-    (`privacy/secure_draws.py`)."""
-
-    exact_sum: bool = False
-    """Add clipped gradients up in integers, without rounding, so that one unit moves the sum by at
-    most C however many are added (`privacy/fixed_point.py`). An fp32 sum of n units on a rank can
-    be moved by up to n^2 / 2^24 of C more, by gradients and an order made for it. Needs
-    `secure_noise`; the accumulator takes 8 instead of 4 bytes a trainable value."""
+    (`privacy/sampling.py`)."""
 
     clipping: Literal["flat", "per_layer"] = "flat"
     """`flat`: one norm over the whole gradient. `per_layer` (DP-ZeRO): each of the M modules that

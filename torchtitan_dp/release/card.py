@@ -57,7 +57,6 @@ OWNER_ITEMS = {
 """Questions that the card asks and only the owner can answer."""
 
 _ACCOUNTANTS = {
-    "prv": "the upper end of the error bar of Opacus' PRV accountant",
     "rdp": "Opacus' Renyi accountant, an upper bound",
     "pld": "the privacy loss distributions of Google's dp-accounting, rounded pessimistically",
 }

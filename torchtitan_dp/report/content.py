@@ -38,7 +38,7 @@ PUBLIC_SETTINGS = {
     "training": "seq_len local_batch_size global_batch_size steps mixed_precision_param "
     "mixed_precision_reduce",
     "privacy": "target_epsilon delta max_grad_norm accountant clipping clip_function "
-    "gradient_method secure_noise exact_sum projections",
+    "gradient_method secure_noise projections",
     "optimizer": "lr beta1 beta2 eps weight_decay",
     "lr_scheduler": "warmup_steps decay_ratio decay_type min_lr_factor",
     "data": "unit_sampling long_records windows_per_draw heldout_fraction length_buckets",
@@ -61,7 +61,6 @@ _TABLE = {
     "targets": "targets",
     "expected_batch_size": "expected batch",
     "secure_noise": "noise safe in its low bits",
-    "exact_sum": "sum exact",
 }
 """Keys of `privacy.json` that the page shows, with their names there."""
 assert _TABLE.keys() <= set(schema.names(released=True))

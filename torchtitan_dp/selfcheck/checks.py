@@ -103,7 +103,6 @@ def checks_of(
                 kinds = {"noise": terms}
                 if every:
                     kinds["secure noise"] = terms.but(secure_noise=True)
-                    kinds["noise of exact sums"] = terms.but(secure_noise=True, exact_sum=True)
                 for kind, of in kinds.items():
                     yield _check(ranks, of, kind, _DO_NOT_TRAIN, noise)
                 remedy = (
@@ -161,8 +160,6 @@ def _sum_checks(ranks: Ranks, terms: Terms, loops: Loops, every: bool) -> Iterat
         kinds["grad_sample, whole"] = terms.but(shard_grad_samples=False)
     if every and method == "ghost":
         kinds["ghost, two passes"] = terms.but(ghost_passes="two")
-    if every and terms.dtype == torch.float32 and kind == method:
-        kinds[f"{method}, exact"] = terms.but(secure_noise=True, exact_sum=True)
     remedy = (
         f"{_DO_NOT_TRAIN}; another privacy.gradient_method or dtype may pass; where ring attention "
         "does, look at reductions (NCCL, the network)"

@@ -37,7 +37,9 @@ from torchtitan_dp.models.parallelize import parallelize, takes_cudnn, trained_f
 from torchtitan_dp.models.parameters import trainable_parameters
 from torchtitan_dp.preflight.check import check_clipping
 from torchtitan_dp.privacy.clipping import patterns_in_use
+from torchtitan_dp.privacy.noise import add_gaussian_noise_
 from torchtitan_dp.privacy.sampling import deal
+from torchtitan_dp.privacy.secure_noise import add_secure_gaussian_noise_
 from torchtitan_dp.selfcheck.reference import Samples
 
 _VOCABULARY = 1009  # a prime, so that no mesh divides it
@@ -309,10 +311,10 @@ class Small:
 
     def noise(self, name: str, *, sigma: float, batch: float, key: bytes) -> torch.Tensor:
         """Draw one parameter's noise as a single rank with all of it would; to the CPU."""
-        shape, summation = self.parameters[name].shape, self.step.summation
-        zeros = torch.zeros(shape.numel(), dtype=summation.dtype, device=self.device)
-        std = sigma * self.step.max_grad_norm
-        noise = summation.add_noise_(zeros, std=std, keys=[(key, 1.0)], name=name, start=0)
+        shape, std = self.parameters[name].shape, sigma * self.step.max_grad_norm
+        noise = torch.zeros(shape.numel(), device=self.device)
+        add = add_secure_gaussian_noise_ if self.step.secure_noise else add_gaussian_noise_
+        add(noise, std=std, key=key, name=name, start=0)
         return noise.div_(batch).view(shape).cpu()
 
     def _record(self, *_: object) -> None:

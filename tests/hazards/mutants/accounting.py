@@ -62,20 +62,13 @@ MUTANTS = [
     ),
     Mutant(
         37,
-        "the lower end of the error bar",
-        "privacy/prv.py",
-        "    _, _, upper = total.compute_epsilon(",
-        "    upper, _, _ = total.compute_epsilon(",
-        (f"{ONE}test_prv_reports_the_upper_end_of_a_narrow_error_bar",),
-        quick=True,
-    ),
-    Mutant(
-        37,
         "RDP without its conversion",
         "privacy/rdp.py",
         "- (math.log(delta) + np.log(orders)) / (orders - 1)\n",
         "- (math.log(delta) + 2 * np.log(orders)) / (orders - 1)\n",
-        (f"{ONE}test_rdp_is_opacus_rdp_or_tighter_only_by_its_wider_orders",),
+        (
+            f"{ONE}test_hazard_37_every_accountant_is_its_library_and_none_flatters[2.0-1e-05-0.01-1000]",
+        ),
         quick=True,
     ),
     Mutant(
@@ -101,9 +94,9 @@ MUTANTS = [
         38,
         "the side that overshoots",
         ACCOUNTING,
-        "    return math.exp(high)  #",
-        "    return math.exp(low) * 0.99  #",
-        (f"{ONE}test_sigma_never_overshoots_the_target",),
+        "    return high[0]  #",
+        "    return low[0] - 0.01  #",
+        (f"{ONE}test_hazard_38_sigma_never_overshoots_the_target",),
     ),
     Mutant(
         46,

@@ -71,7 +71,7 @@ MUTANTS = [
     Mutant(
         64,
         "earlier noise of another shard",
-        "privacy/summation.py",
+        "optimizer.py",
         "name=name, start=start, weight=weight)",
         "name=name, start=start if weight == 1.0 else 0, weight=weight)",
         ("hazards/test_noise.py::test_row64_correlated_noise_is_bit_identical_on_every_mesh",),

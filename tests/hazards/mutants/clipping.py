@@ -59,8 +59,8 @@ MUTANTS = [
         1,
         "gradients of keys without the other ranks queries",
         "distributed/ring.py",
-        "            gradients = of_gradients.receive().view(shape)\n",
-        "            of_gradients.receive()\n",
+        "                gradients = self.of_gradients.receive().view(gradients.shape)\n",
+        "                self.of_gradients.receive()\n",
         (f"{EXACT}test_every_mesh[(1, 1, 2)]",),
     ),
     Mutant(
@@ -167,7 +167,7 @@ MUTANTS = [
     Mutant(
         4,
         "every sample gets the sum of a norms gradients",
-        "gradients/sample_copies.py",
+        "models/llama3/regions.py",
         "Existing(grad_copies))",
         "Existing(grad_copies.sum(0).expand_as(grad_copies)))",
         (f"{REGIONS}test_copies_of_a_weight[torch.float32]",),

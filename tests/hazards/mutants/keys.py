@@ -9,8 +9,8 @@ LEDGERS = "hazards/test_ledgers.py::"
 
 NOISE = "privacy/noise.py"
 KEYS = "privacy/keys.py"
-SECURE = "privacy/secure_draws.py"
-SECURE_TEST = "privacy/test_secure_draws.py::"
+SECURE = "privacy/sampling.py"
+SECURE_TEST = "privacy/test_sampling.py::"
 
 MUTANTS = [
     Mutant(

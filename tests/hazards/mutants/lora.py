@@ -22,8 +22,8 @@ MUTANTS = [
         56,
         "noise is named by adapted layer",
         "optimizer.py",
-        "keys=keys, name=name, start",
-        'keys=keys, name=name.partition(".lora_")[0], start',
+        "name=name, start=start, weight=weight)",
+        'name=name.partition(".lora_")[0], start=start, weight=weight)',
         (PLAYED,),
     ),
     Mutant(

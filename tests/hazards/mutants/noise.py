@@ -1,4 +1,4 @@
-"""Faults of noise and the update: rows 8 to 10, 12 and 14."""
+"""Faults of noise and the update: rows 8 to 10, 12, 14 and 49."""
 
 from tests.hazards.mutants.table import Mutant
 
@@ -15,6 +15,15 @@ SUM = "gradients/clipped_sum.py"
 
 MUTANTS = [
     Mutant(
+        49,
+        "the trainer adds noise of another kind",
+        "gradients/step.py",
+        "            secure_noise=self.secure_noise,\n",
+        "",
+        (f"{TRAINER}test_row49_the_trainer_adds_noise_as_configured[True]",),
+        quick=True,
+    ),
+    Mutant(
         8,
         "noise shared out over the ranks",
         OPTIMIZER,
@@ -27,8 +36,8 @@ MUTANTS = [
         8,
         "half the noise",
         NOISE,
-        "add_(values_here, alpha=std)",
-        "add_(values_here, alpha=std / 2)",
+        "add_(values[drawn], alpha=std)",
+        "add_(values[drawn], alpha=std / 2)",
         (f"{ONE}test_std_scales_the_variance_and_the_gradient_stays",),
         quick=True,
     ),
@@ -36,8 +45,8 @@ MUTANTS = [
         9,
         "all shards given the first ones noise",
         OPTIMIZER,
-        "start=self._starts[name]\n",
-        "start=0\n",
+        "std, start = self._noise_std, self._starts[name]\n",
+        "std, start = self._noise_std, 0\n",
         (f"{HERE}test_row09_no_run_of_noise_occurs_twice",),
     ),
     Mutant(
@@ -70,9 +79,9 @@ MUTANTS = [
         10,
         "replicas draw their own noise",
         OPTIMIZER,
-        "std=self._noise_std, keys=keys,",
-        "std=self._noise_std, keys=[(keys[0][0][1:] + "
-        "bytes([__import__('torch').distributed.get_rank()]), 1.0)],",
+        "self._add_noise_(gradient, keys, name)",
+        "self._add_noise_(gradient, [(keys[0][0][1:] + "
+        "bytes([__import__('torch').distributed.get_rank()]), 1.0)], name)",
         (f"{HERE}test_row10_replicas_stay_identical",),
     ),
     Mutant(

@@ -3,7 +3,7 @@
 from tests.hazards.mutants.clipping import SUM
 from tests.hazards.mutants.table import Mutant
 
-GROUPS = "privacy/test_clip_policy.py::"
+GROUPS = "privacy/test_clipping.py::"
 PER_LAYER = "gradients/test_per_layer.py::"
 EVERY_MESH = f"{PER_LAYER}test_every_mesh"
 BOUND = f"{PER_LAYER}test_row02_the_whole_gradient_is_bound_by_C"

@@ -8,7 +8,7 @@ MUTANTS = [
         13,
         "a sum in bf16",
         SUM,
-        "dtype=self._summation.dtype, device=device)",
+        "dtype=torch.float32, device=device)",
         "dtype=torch.bfloat16, device=device)",
         (f"{HERE}test_row13_hundreds_of_small_adds[grad_sample]",),
     ),

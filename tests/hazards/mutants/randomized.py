@@ -94,10 +94,10 @@ MUTANTS = [
     Mutant(
         75,
         "an envelope rounded down",
-        "privacy/envelope.py",
+        "privacy/randomized.py",
         "    probabilities = np.concatenate([[1 - above[0]], above[:-1] - above[1:]])\n",
         "    probabilities = -np.diff(np.concatenate([[1.0], above[1:], [0.0]]))\n",
-        ("privacy/test_envelope.py::test_the_values_dominate_the_envelope[32]",),
+        ("privacy/test_randomized.py::test_the_values_dominate_the_envelope[32]",),
         quick=True,
     ),
 ]

@@ -47,7 +47,7 @@ MUTANTS = [
         "    return np.sort(drawn).astype(np.int64, copy=False)\n",
         "    return np.sort(drawn).astype(np.int64, copy=False)"
         "[: int(2 * population * sample_rate) + 1]\n",
-        (f"{DRAWS}test_sizes_are_binomial",),
+        (f"{DRAWS}test_sizes_are_binomial_and_units_alike",),
         quick=True,
     ),
     Mutant(

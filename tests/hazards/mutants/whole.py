@@ -14,8 +14,8 @@ MUTANTS = [
         35,
         "a third of the noise",
         "optimizer.py",
-        "std=self._noise_std, keys=keys",
-        "std=self._noise_std / 3, keys=keys",
+        "std, start = self._noise_std, self",
+        "std, start = self._noise_std / 3, self",
         (CLEAN,),
     ),
     Mutant(

@@ -9,7 +9,9 @@ and offloading see an unchanged block.
 
 Guarantee:
     No compiled function has a parameter or a sum over samples: row b of its results depends on row
-    b of its arguments. Norm weights come as one copy per sample (`sample_copies`).
+    b of its arguments. Norm weights come as one copy per sample (`sample_copies`), so that autograd
+    itself forms per-sample gradients: backward would sum a parameter's over samples. Row b of the
+    gradient that a layer passes to its sink is that of row b of the copies, unchanged.
 """
 
 import functools
@@ -22,7 +24,8 @@ import torch.nn as nn
 from torch import Tensor
 from torchtitan.models.llama3.model.model import TransformerBlock
 
-from torchtitan_dp.gradients.sample_copies import sample_copies
+from torchtitan_dp.gradients.layers import PerSampleLayer
+from torchtitan_dp.gradients.operands import Existing
 from torchtitan_dp.models.feed_forward import swiglu
 
 
@@ -139,3 +142,37 @@ def use_regions(blocks: nn.Module, regions: Regions) -> None:
         turned = cast(RegionBlock, block)
         assert turned.attention.attn_type == "sdpa", "other attentions take other arguments"
         turned.regions = regions
+
+
+def sample_copies(layer: nn.Module, attribute: str, batch_size: int) -> Tensor:
+    """Return a parameter of `layer` once for each sample: `(batch_size, *shape)`, fp32.
+
+    This suits vectors (norm weights): a matrix would be held once a sample.
+
+    Args:
+        layer: converted by `per_sample_layers`, or frozen.
+    """
+    parameter = getattr(layer, attribute)
+    if isinstance(layer, PerSampleLayer):
+        return cast(Tensor, _SampleCopies.apply(layer, attribute, batch_size, parameter))
+    assert not parameter.requires_grad, f"{type(layer).__name__} was not turned"
+    return _copies(parameter, batch_size)
+
+
+def _copies(parameter: Tensor, batch_size: int) -> Tensor:
+    return parameter.float().repeat(batch_size, *(1 for _ in parameter.shape))
+
+
+class _SampleCopies(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, layer: PerSampleLayer, attribute: str, batch_size: int, parameter: Tensor
+    ) -> Tensor:
+        ctx.layer, ctx.name = layer, layer.parameter_names[attribute]
+        return _copies(parameter, batch_size)
+
+    @staticmethod
+    def backward(ctx: Any, grad_copies: Tensor) -> tuple[None, ...]:  # type: ignore[override]
+        # It runs if the parameter is trained, and only then: no other input has a gradient.
+        ctx.layer.sink.form_grad_samples(ctx.name, len(grad_copies), Existing(grad_copies))
+        return None, None, None, None
