@@ -19,9 +19,9 @@ from torchtitan_dp.ledger.settings import Settings
 from torchtitan_dp.privacy.mechanism import PoissonGaussian
 from torchtitan_dp.report import charts
 from torchtitan_dp.report.__main__ import main, report
-from torchtitan_dp.report.charts import Chart, Line
+from torchtitan_dp.report.charts import SECONDS, Chart, Line, read_scalars
 from torchtitan_dp.report.content import public_charts, public_content
-from torchtitan_dp.report.run_folder import SECONDS, open_run, read_scalars
+from torchtitan_dp.report.run_folder import open_run
 
 SETTINGS = Settings(
     mechanism=PoissonGaussian(1.0, 0.1),

@@ -1,15 +1,121 @@
-"""Line charts as values for a template that draws SVG: axes, ticks, paths, last values."""
+"""A run's scalars in TensorBoard's files, and line charts as values for a template that draws SVG.
 
+Each start of a run writes one file, into a folder of its own or a common one. Where starts overlap,
+since a crash lost steps, the later start's values stay; the earlier ones are kept as lost.
+"""
+
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+_SECTIONS = ("not_private/", "private_to_publish/")
+_OTHER_NAMES = {"loss_metrics/global_avg_loss": "loss"}  # TorchTitan's, of the baseline
+_ALL = {"scalars": 0}  # no reservoir sampling
+_EVENTS = "events.out.tfevents."
+SECONDS = "a step's time, s"  # no scalar of the run's: from the times of its logged steps
 
 WIDTH, HEIGHT = 400, 210
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 10, 36
 _MOST = 400  # points of a line in the page: the least and the largest of each bucket
 
 Points = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One value of a scalar, and the time at which it was logged."""
+
+    step: int
+    value: float
+    time: float
+
+
+@dataclass
+class Scalar:
+    """One scalar over all starts."""
+
+    kept: list[Point] = field(default_factory=list)
+    lost: list[list[Point]] = field(default_factory=list)  # by start
+
+    @property
+    def last(self) -> Point | None:
+        """The last value that is a number."""
+        return next((p for p in reversed(self.kept) if math.isfinite(p.value)), None)
+
+    def take_back(self, first: int) -> None:
+        """Move the points from a step on to the lost ones."""
+        lost = [point for point in self.kept if point.step >= first]
+        if lost:
+            self.kept = self.kept[: -len(lost)]
+            self.lost.append(lost)
+
+
+@dataclass
+class Scalars:
+    """All scalars of a run, by name without its section."""
+
+    by_name: dict[str, Scalar] = field(default_factory=dict)
+    starts: list[int] = field(default_factory=list)  # the first logged step of each start
+
+    def of(self, name: str) -> Scalar:
+        """Return a scalar; without points if it was never logged."""
+        return self.by_name.get(name, Scalar())
+
+
+def read_scalars(folder: Path) -> Scalars:
+    """Read all event files below a folder, those of rank 0 where every rank wrote some.
+
+    The end of a file that a crash or damage left unreadable is left out.
+    """
+    found = Scalars()
+    for start in filter(None, map(_read_file, sorted(_event_files(folder), key=_order))):
+        first = min(points[0].step for points in start.values())
+        for scalar in found.by_name.values():
+            scalar.take_back(first)
+        start[SECONDS] = _seconds(start.get("loss", []))
+        for name, points in start.items():
+            found.by_name.setdefault(name, Scalar()).kept += points
+        found.starts.append(first)
+    return found
+
+
+def _event_files(folder: Path) -> list[Path]:
+    files = (path for path in folder.rglob(f"{_EVENTS}*") if path.is_file())
+    return [f for f in files if {p for p in f.parts if p.startswith("rank_")} <= {"rank_0"}]
+
+
+def _order(path: Path) -> tuple[str, str, str]:
+    """Sort event files by time: the second and, last in the name, their number in a process."""
+    first, *_, last = path.name.removeprefix(_EVENTS).split(".")
+    return first.zfill(20), last.zfill(20), path.name
+
+
+def _read_file(path: Path) -> dict[str, list[Point]]:
+    """Return the scalars of one start, each sorted by step."""
+    events = EventAccumulator(str(path), size_guidance=_ALL, purge_orphaned_data=False)
+    events.Reload()
+    found: dict[str, list[Point]] = {}
+    for tag in events.Tags()["scalars"]:
+        name = tag
+        for section in _SECTIONS:
+            name = name.removeprefix(section)
+        points = (Point(e.step, e.value, e.wall_time) for e in events.Scalars(tag))
+        found[_OTHER_NAMES.get(name, name)] = sorted(points, key=lambda point: point.step)
+    return found
+
+
+def _seconds(logged: list[Point]) -> list[Point]:
+    """Return the mean time of a step between each two logged steps of a start."""
+    return [
+        Point(now.step, (now.time - then.time) / (now.step - then.step), now.time)
+        for then, now in itertools.pairwise(logged)
+        if now.step > then.step
+    ]
 
 
 @dataclass(frozen=True)

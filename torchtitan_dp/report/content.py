@@ -20,15 +20,8 @@ from torchtitan_dp.plan.signal import DROWNS, Noise, noise_of_run
 from torchtitan_dp.privacy.accounting import rounded_down, rounded_up
 from torchtitan_dp.privacy.meaning import Meaning
 from torchtitan_dp.release.card import guarantee
-from torchtitan_dp.report.charts import Chart, Line, Points
-from torchtitan_dp.report.run_folder import (
-    SECONDS,
-    Row,
-    RunFolder,
-    Scalar,
-    epsilon_rows,
-    status_rows,
-)
+from torchtitan_dp.report.charts import SECONDS, Chart, Line, Points, Scalar
+from torchtitan_dp.report.run_folder import Row, RunFolder, epsilon_rows, status_rows
 
 _POINTS = 24  # of a curve of epsilon, as in torchtitan_dp.ledger
 _COLOURS = ("c1", "c2", "c3")
