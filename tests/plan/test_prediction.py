@@ -119,7 +119,7 @@ class Line:
         return self.at_zero + self.per_token * seq_len
 
 
-@pytest.mark.parametrize("per_token", [1, 10**3, 10**5, 10**6, 10**9])
+@pytest.mark.parametrize("per_token", [1, 10**5, 10**9])
 def test_two_predictions_and_a_check_find_the_longest_sample(per_token):
     limit, unit = 76 * GIB, 8
     peaks = Line(20 * GIB, per_token)

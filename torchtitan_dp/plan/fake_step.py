@@ -173,7 +173,6 @@ class Step:
         inputs[0].register_hook(lambda _: setattr(self.tracker, "base", "activations"))
 
     def update(self) -> None:
-        """Add noise, divide, and step the optimizer."""
         with self.tracker.labelled("accumulator"):
             clipped_sum = self.clipped_sum.take()
         with self.tracker.labelled("optimizer"):

@@ -76,7 +76,6 @@ class MemoryPlan:
         return max(self.parts, key=lambda name: self.parts[name])
 
     def for_programs(self) -> dict[str, Any]:
-        """Return it as the plan's JSON has it."""
         return {
             "peak_memory_gib": self.peak_bytes / GIB,
             "memory_gib": {name: size / GIB for name, size in self.parts.items()},

@@ -96,8 +96,7 @@ class Bands:
         best = best_of(self.rows)
         return best if self.rows[best][2] <= WORTH_BANDS * self.rows[1][2] else 1
 
-    def over_run(self, bands: int) -> float:
-        """Return the noise averaged over the run, in units of C."""
+    def over_run(self, bands: int) -> float:  # averaged, in units of C
         return self.rows[bands][2] * self.scale / math.sqrt(self.steps)
 
     def sentence(self) -> str:
@@ -113,7 +112,6 @@ class Bands:
         )
 
     def table(self) -> Table:
-        """List the rows."""
         rows = (
             (
                 [f"{n}", f"{sigma:.4g}", f"{in_step * self.scale:.3g}", f"{self.over_run(n):.3g}"],
@@ -125,7 +123,6 @@ class Bands:
         return _table(["bands", "sigma", "a step", "the run"], rows)
 
     def for_programs(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
         return {
             "bands": self.best,
             "reason": self.sentence(),
@@ -216,7 +213,6 @@ class Recommendation:
                 console.print(title, table, found.sentence(), sep="\n", markup=False)
 
     def for_programs(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
         best = self.rows.best
         return {
             "global_batch_size": best and best.batch,

@@ -62,9 +62,9 @@ def make_report(
     """Check a run, and compute what it will spend.
 
     Args:
-        ranks_here: the number of ranks that start on this machine, which must have their memory.
-        units: their number, before there are any records.
-        tflops: that a device sustains, in TFLOP/s.
+        ranks_here: that start on this machine, which must have their memory.
+        units: a number of them, before there are any records.
+        tflops: what a device sustains, in TFLOP/s.
         recommends: also weigh other batches, steps and adapters.
 
     Raises:

@@ -69,7 +69,6 @@ class Noise:
         )
 
     def for_programs(self) -> dict[str, float | bool]:
-        """Return it as the plan's JSON has it."""
         return {
             "noise_in_step": self.in_step,
             "noise_over_run": self.over_run,
@@ -139,7 +138,6 @@ class Row:
         return self.steps >= FEWEST_STEPS and self.sample_rate <= LARGEST_RATE
 
     def noise(self, trained: int) -> Noise:
-        """Return its noise, where so many parameters are trained."""
         sigma = self.noise_multiplier
         return noise_of(noise_multiplier=sigma, trained=trained, batch=self.batch, steps=self.steps)
 

@@ -144,7 +144,6 @@ class _Axis:
     scale: Callable[[float], float] = float  # of values; low and high are scaled already
 
     def at(self, value: float) -> float:
-        """Return the place of a value."""
         share = (self.scale(value) - self.low) / (self.high - self.low)
         return round(self.begin + share * (self.end - self.begin), 1)
 

@@ -86,7 +86,6 @@ def public_content(run: RunFolder) -> dict[str, Any]:
 
 
 def private_content(run: RunFolder) -> dict[str, Any]:
-    """Return the values of the owner's page."""
     charts = [*public_charts(run), *_charts_of_records(run)]
     for chart in charts:
         chart.public = chart.public and run.private

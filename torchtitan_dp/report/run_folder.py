@@ -70,7 +70,6 @@ class RunFolder:
 
     @property
     def finished(self) -> bool:
-        """Whether all planned steps were taken."""
         return self.ledger.steps >= self.total > 0
 
 
@@ -193,7 +192,6 @@ class Row:
 
 
 def status_rows(run: RunFolder) -> list[Row]:
-    """Return the status."""
     step = max(run.ledger.steps, run.begun) if run.alive else run.ledger.steps
     rows = [Row("state", _state(run), False), Row("step", f"{step:,} of {run.total:,}", True)]
     if not run.private:
