@@ -28,7 +28,7 @@ from torchtitan_dp.models.lora import fill_adapters
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.models.parallelize import parallelize, trained_fsdp_modules
 from torchtitan_dp.models.parameters import trainable_parameters
-from torchtitan_dp.models.qwen3.model import QwenArgs
+from torchtitan_dp.models.qwen3 import QwenArgs
 from torchtitan_dp.privacy.sampling import deal
 from torchtitan_dp.selfcheck import reference
 from torchtitan_dp.selfcheck.reference import norm as norm

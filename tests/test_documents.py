@@ -15,8 +15,6 @@ PAGES = sorted(
     for page in ROOT.glob(pattern)
 )
 NOT_HERE = (
-    # What the recipes of docs/extending.md tell the reader to make.
-    "models/qwen3/",
     # What a run writes: into its folder, into the user's cache.
     "checkpoint/step-N/",
     "torchtitan_dp/prepared",

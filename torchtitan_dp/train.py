@@ -41,8 +41,7 @@ from torchtitan_dp.checkpoint.manager import Checkpointer
 from torchtitan_dp.checkpoint.plan import earlier_ledger, most_lost, refuse_overspending
 from torchtitan_dp.checkpoint.start import Start, check_records, decision, plan_start
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.checks import mesh_degrees
-from torchtitan_dp.config.derived import ladder
+from torchtitan_dp.config.derived import ladder, mesh_degrees
 from torchtitan_dp.config.load import fail, load_config, write_config
 from torchtitan_dp.data.batching import Draw, Microbatch, RecordLoader
 from torchtitan_dp.data.feed import Feed

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.checks import mesh_degrees
+from torchtitan_dp.config.derived import mesh_degrees
 from torchtitan_dp.config.load import load_config
 
 from . import worker

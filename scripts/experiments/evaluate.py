@@ -14,9 +14,7 @@ from safetensors.torch import load_file
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 from torchtitan_dp.data.tokenizer import load_tokenizer
-from torchtitan_dp.models.llama3.adapter import HuggingFaceAdapter
-from torchtitan_dp.models.llama3.config_json import read_args
-from torchtitan_dp.models.llama3.model import Llama
+from torchtitan_dp.models.llama3.model import HuggingFaceAdapter, Llama, read_args
 
 SEQ_LEN = 2048
 BUCKET = 256  # tokens

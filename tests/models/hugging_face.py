@@ -6,7 +6,19 @@ from typing import Any
 
 import tokenizers
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from tests import build
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.models.families import FAMILIES
+from torchtitan_dp.models.hugging_face import shape
 
 VOCABULARY = 264
 # Wavelengths on both sides of and between the original 64 tokens / 4 and / 1.
@@ -19,6 +31,30 @@ SCALED = {
     "original_max_position_embeddings": 64,
 }
 PLAIN = {"rope_type": "default", "rope_theta": 500000.0}
+SMALL: dict[str, Any] = dict(
+    hidden_size=48,
+    intermediate_size=100,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    initializer_range=0.3,  # logits of size 1, attention that depends on positions
+    vocab_size=VOCABULARY,
+)
+
+
+def write(family: str, folder: Path, *, tied: bool = False) -> Path:
+    """A random model of the family, without scaling, and a tokenizer."""
+    if family == "llama3":
+        return write_llama(folder, tied=tied, rope=PLAIN, eps=1e-6)
+    torch.manual_seed(7)
+    config = Qwen3Config(
+        **SMALL,
+        head_dim=16,  # not hidden_size / heads
+        tie_word_embeddings=tied,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )
+    return _write(Qwen3ForCausalLM(config), folder, "50MB")
 
 
 def write_llama(
@@ -28,35 +64,25 @@ def write_llama(
     rope: dict,
     eps: float,
     dtype: torch.dtype = torch.float32,
-    **shape: Any,
+    **size: Any,
 ) -> Path:
     """A random Llama in several shards (no mesh of 4 divides its key heads), with a tokenizer.
 
-    `shape` changes its size.
+    `size` changes its size.
     """
     torch.manual_seed(7)
-    small = dict(
-        hidden_size=48,
-        intermediate_size=100,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.3,  # logits of size 1, attention that depends on positions
-    )
     config = LlamaConfig(
-        **(small | shape),
-        vocab_size=VOCABULARY,
-        tie_word_embeddings=tied,
-        rms_norm_eps=eps,
-        rope_parameters=rope,
+        **(SMALL | size), tie_word_embeddings=tied, rms_norm_eps=eps, rope_parameters=rope
     )
-    model = LlamaForCausalLM(config).to(dtype)
+    return _write(LlamaForCausalLM(config).to(dtype), folder, "50MB" if size else "60KB")
+
+
+def _write(model: Any, folder: Path, shard_size: str) -> Path:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
-    model.save_pretrained(folder, max_shard_size="50MB" if shape else "60KB")
+    model.save_pretrained(folder, max_shard_size=shard_size)
     write_tokenizer(folder)
     return folder
 
@@ -67,39 +93,8 @@ def write_tokenizer(folder: Path) -> None:
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     backend.save(str(folder / "tokenizer.json"))
-    marks = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-    }
+    marks = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(marks))
-
-
-def write_qwen(folder: Path, *, tied: bool) -> Path:
-    """A random Qwen3, with a tokenizer."""
-    torch.manual_seed(7)
-    config = Qwen3Config(
-        hidden_size=48,
-        intermediate_size=100,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,  # not hidden_size / heads
-        max_position_embeddings=512,
-        initializer_range=0.3,
-        vocab_size=VOCABULARY,
-        tie_word_embeddings=tied,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        attn_implementation="eager",
-    )
-    model = Qwen3ForCausalLM(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
-    model.save_pretrained(folder)
-    write_tokenizer(folder)
-    return folder
 
 
 def edit_config(folder: Path, **changes) -> None:
@@ -115,7 +110,35 @@ def sample_tokens() -> torch.Tensor:
 
 
 @torch.no_grad()
-def transformers_logits(folder: Path) -> torch.Tensor:
+def transformers_logits(folder: Path, **more: Any) -> torch.Tensor:
     """fp32 (2, 96, V), by transformers."""
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model(sample_tokens()).logits
+    options = {"dtype": torch.float32, "attn_implementation": "eager", **more}
+    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()(sample_tokens()).logits
+
+
+def given(folder: Path, *overrides: str, family: str = "llama3") -> JobConfig:
+    """The configuration of a run that starts from the folder, and ends in one."""
+    return build.config(
+        f"--model.name={family}",
+        f"--model.hf_assets_path={folder}",
+        f"--job.dump_folder={folder.parent / 'out'}",
+        "--checkpoint.enable",
+        "--checkpoint.initial_load_in_hf",
+        "--checkpoint.last_save_in_hf",
+        *overrides,
+    )
+
+
+def ours(config: JobConfig, folder: Path) -> Any:
+    """Our model with the folder's weights, and adapters if it has some."""
+    args, family = shape(config), FAMILIES[config.model.name]
+    model = family.model(args)
+    model.init_weights()
+    weights: dict[str, Any] = {}
+    for path in folder.glob("*.safetensors"):
+        weights |= load_file(path)
+    loaded = family.adapter(args, None).from_hf(weights)
+    missing, unexpected = model.load_state_dict(loaded, strict=False)
+    assert unexpected == []
+    assert all("lora" in name for name in missing)
+    return model.eval()

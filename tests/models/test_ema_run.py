@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 from tests.models.hugging_face import PLAIN, sample_tokens, transformers_logits, write_llama
 from tests.processes.runs import (
@@ -225,33 +224,6 @@ def test_another_decay_is_refused_before_anything_is_written(
     step = out / "checkpoint" / "step-4"
     assert f"error: ema.decay = 0.15: the average in {step} has 0.9999; set it back" in said
     assert {path: path.stat().st_mtime_ns for path in (out, *out.rglob("*"))} == before
-
-
-def rewritten(run, out, decays):
-    """A copy of a run at step 3, whose checkpoint is of an earlier version."""
-    shutil.copytree(run, out, ignore=shutil.ignore_patterns("step-[1234]"))
-    held = state(run, 3)
-    held["ema.decays"] = decays
-    if decays is None:
-        del held["ema.decays"]
-    dcp.save(held, checkpoint_id=out / "checkpoint" / "step-3", no_dist=True)
-    return out
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("decays", ["[[0.9999, 1], [0.15, 2]]", None])
-def test_checkpoints_of_earlier_versions_are_continued(place, finished, tmp_path, decays):
-    out = rewritten(finished, tmp_path / "out", decays)
-    options = (*HELD_OUT, "--ema.decay=0.15")
-    train(command(place, out, *options), log=tmp_path / "log", world_size=1)
-    before, after = state(out, 3), state(out, STEPS)
-    for name, found in averages(after).items():
-        torch.testing.assert_close(found, averages(before)[name].lerp(after[name], 0.85))
-    assert after["ema.updates"] == STEPS
-    release([str(out), str(tmp_path / "model")])
-    card = (tmp_path / "model" / "README.md").read_text()
-    assert "(decay 0.15; at first (1 + t) / (10 + t))" in card
-    assert len(privacy(out)["segments"]) == 1
 
 
 def test_it_is_switched_off_and_on_without_a_new_segment(place, finished, tmp_path):

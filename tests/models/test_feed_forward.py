@@ -196,21 +196,3 @@ def test_compiled_between_products(degrees):
 )
 def test_where_tiles_are_used(overrides, chunk):
     assert feed_forward_chunk(build.config(*overrides)) == chunk
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["--training.feed_forward_chunk=-1"], "at least 1"),
-        (
-            ["--training.feed_forward_chunk=5", "--activation_checkpoint.mode=selective"],
-            "selective",
-        ),
-        (["--training.feed_forward_chunk=5", "--training.local_batch_size=2"], "'grad_sample'"),
-    ],
-)
-def test_tiles_that_cannot_be_are_refused_in_one_line(overrides, words):
-    with pytest.raises(ValueError, match=r"training\.feed_forward_chunk = ") as refused:
-        build.config(*overrides)
-    assert words in str(refused.value)
-    assert "\n" not in str(refused.value)

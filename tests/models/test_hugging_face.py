@@ -1,4 +1,4 @@
-"""A Hugging Face Llama in and out: the same model in `transformers` and here, or one line why not.
+"""A Hugging Face model in and out: the same in `transformers` and here, or one line why not.
 
 In one process; `test_hugging_face_run.py` trains in between.
 """
@@ -17,19 +17,20 @@ from tests.models.hugging_face import (
     PLAIN,
     SCALED,
     edit_config,
+    given,
+    ours,
     sample_tokens,
     transformers_logits,
+    write,
     write_llama,
 )
 from torchtitan_dp.checkpoint.start import decide_start, decision
 from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.models import hugging_face_weights
 from torchtitan_dp.models.families import FAMILIES, on_meta, parameter_count
-from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.models.hugging_face import INDEX_FILE, shape
 from torchtitan_dp.models.hugging_face_weights import export
-from torchtitan_dp.models.llama3.adapter import HuggingFaceAdapter
-from torchtitan_dp.models.llama3.config_json import feed_forward_size
-from torchtitan_dp.models.llama3.model import FLAVORS, Llama
+from torchtitan_dp.models.llama3.model import FLAVORS, HuggingFaceAdapter, Llama, feed_forward_size
 from torchtitan_dp.models.parameters import first_overflow
 from torchtitan_dp.preflight.check import check_files
 from torchtitan_dp.train_spec import build_model
@@ -62,68 +63,54 @@ RELEASED = {
 }
 
 
-def given(folder, *overrides):
-    """The configuration of a run that starts from the folder, and ends in one."""
-    return config(
-        f"--model.hf_assets_path={folder}",
-        f"--job.dump_folder={folder.parent / 'out'}",
-        "--checkpoint.enable",
-        "--checkpoint.initial_load_in_hf",
-        "--checkpoint.last_save_in_hf",
-        *overrides,
-    )
+CASES = {  # the family, tied or not, and what else a `config.json` may have
+    "tied, scaled": ("llama3", True, SCALED, False),
+    "untied": ("llama3", False, PLAIN, False),
+    "untied, bf16, keys of transformers 4": ("llama3", False, SCALED, True),
+    "qwen3, tied": ("qwen3", True, PLAIN, False),
+    "qwen3, untied": ("qwen3", False, PLAIN, False),
+}
 
 
-def ours(folder):
-    """Our Llama with the folder's weights."""
-    args = shape(given(folder))
-    model = Llama(args)
-    model.init_weights()
-    weights = {}
-    for path in folder.glob("*.safetensors"):
-        weights |= load_file(path)
-    model.load_state_dict(HuggingFaceAdapter(args, None).from_hf(weights), strict=True)
-    return model.eval()
-
-
-@pytest.fixture(params=["tied, scaled", "untied", "untied, bf16, keys of transformers 4"])
-def llama(request, tmp_path):
-    tied, bf16 = request.param.startswith("tied"), "bf16" in request.param
-    folder = write_llama(
-        tmp_path / "given",
-        tied=tied,
-        rope=SCALED if tied or bf16 else PLAIN,
-        eps=1e-6 if tied else 1e-4,
-        dtype=torch.bfloat16 if bf16 else torch.float32,
-    )
-    if bf16:
-        old = {k: v for k, v in SCALED.items() if k != "rope_theta"}
+@pytest.fixture(params=CASES)
+def found(request, tmp_path):
+    """A folder, and its family."""
+    family, tied, rope, old = CASES[request.param]
+    folder, dtype = tmp_path / "given", torch.bfloat16 if old else torch.float32
+    if family == "qwen3":
+        return write(family, folder, tied=tied), family
+    write_llama(folder, tied=tied, rope=rope, eps=1e-6 if tied else 1e-4, dtype=dtype)
+    if old:
         edit_config(
             folder,
             rope_parameters=None,
             rope_theta=SCALED["rope_theta"],
-            rope_scaling=old,
+            rope_scaling={k: v for k, v in SCALED.items() if k != "rope_theta"},
             dtype=None,
             torch_dtype="bfloat16",
             head_dim=None,
         )
-    return folder
+    return folder, family
 
 
 @torch.no_grad()
-def test_in_and_out_the_logits_are_those_of_transformers(llama, monkeypatch):
+def test_in_and_out_the_logits_are_those_of_transformers(found, monkeypatch):
+    folder, family = found
     monkeypatch.setattr(hugging_face_weights, "SHARD_BYTES", 60_000)
-    expected = transformers_logits(llama)
+    expected = transformers_logits(folder)
     assert expected.std() > 0.5
-    model = ours(llama)
+    config = given(folder, family=family)
+    model = ours(config, folder)
+    tied = json.loads((folder / "config.json").read_text())["tie_word_embeddings"]
+    assert (model.output.weight is model.tok_embeddings.weight) == tied
     assert (model(sample_tokens()) - expected).abs().max() < 1e-4
-    exported = llama.parent / "out" / "hf"
-    assert export(model, given(llama), {"ledger": b"spent"}) == str(exported)
+    exported = folder.parent / "out" / "hf"
+    assert export(model, config, {"ledger": b"spent"}) == str(exported)
     assert (exported / "ledger").read_text() == "spent"
     (exported / "ledger").unlink()
     assert len(list(exported.glob("model-*.safetensors"))) > 1
     assert torch.equal(transformers_logits(exported), expected)
-    before, after = (json.loads((f / "config.json").read_text()) for f in (llama, exported))
+    before, after = (json.loads((f / "config.json").read_text()) for f in (folder, exported))
     assert before == after
     dtypes = {t.dtype for f in exported.glob("*.safetensors") for t in load_file(f).values()}
     assert dtypes == {torch.bfloat16 if "torch_dtype" in before else torch.float32}
@@ -131,8 +118,7 @@ def test_in_and_out_the_logits_are_those_of_transformers(llama, monkeypatch):
 
 def test_a_tied_weight_is_one_parameter(tmp_path):
     folder = write_llama(tmp_path / "given", tied=True, rope=SCALED, eps=1e-6)
-    model = ours(folder)
-    assert model.output.weight is model.tok_embeddings.weight
+    model = ours(given(folder), folder)
     assert "output.weight" not in dict(model.named_parameters())
     state = HuggingFaceAdapter(model.model_args, None).to_hf(model.state_dict())
     assert "lm_head.weight" not in state
@@ -176,16 +162,17 @@ def test_without_scaling_rope_is_exact(tmp_path):
     assert torch.equal(model.freqs_cis, torch.polar(torch.ones_like(angles), angles))
 
 
-def test_a_flavor_comes_out_too(tmp_path):
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_flavor_comes_out_too(family, tmp_path):
     """The debug model, of bytes: config.json is made from the flavor."""
-    settings = config(f"--job.dump_folder={tmp_path}", "--checkpoint.export_dtype=float32")
-    model = Llama(shape(settings))
+    out = f"--job.dump_folder={tmp_path}", "--checkpoint.export_dtype=float32"
+    settings = config(f"--model.name={family}", *out)
+    model = FAMILIES[family].model(shape(settings))
     model.init_weights()
     exported = tmp_path / "hf"
     export(model, settings)
-    with torch.no_grad():
-        expected = model(sample_tokens())
-    assert (transformers_logits(exported) - expected).abs().max() < 1e-4
+    assert (transformers_logits(exported) - model(sample_tokens())).abs().max() < 1e-4
     assert sorted(p.name for p in exported.iterdir()) == ["config.json", "model.safetensors"]
     written = json.loads((exported / "config.json").read_text())
     assert (written["torch_dtype"], written["bos_token_id"]) == ("float32", 256)
@@ -199,7 +186,7 @@ def test_what_the_folder_holds(tmp_path):
     (out / "hf").mkdir(parents=True)
     (out / "hf" / "older").touch()
     (out / "hf.partial").mkdir()  # of an export that was killed
-    export(ours(folder), given(folder))
+    export(ours(given(folder), folder), given(folder))
     assert [p.name for p in out.iterdir()] == ["hf"]
     assert {p.name for p in (out / "hf").iterdir()} == {
         "config.json",
@@ -236,6 +223,19 @@ BAD_CONFIGS = [
     ({"rope_parameters": {**SCALED, "high_freq_factor": 1.0}}, "high_freq_factor = 1.0"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
 ]
+BAD_QWENS = [
+    ({"use_sliding_window": True}, "use_sliding_window = true: attention is always over"),
+    ({"sliding_window": 4096}, "sliding_window = 4096: attention is always over"),
+    ({"layer_types": ["sliding_attention"]}, 'layer_types = "sliding_attention"'),
+    ({"attention_bias": True}, "attention_bias = true: biases are not built"),
+    ({"head_dim": 15}, "head_dim = 15: must be even"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads = 3: must divide the 4 heads"),
+    (
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e6}},
+        "rope_type = \"dynamic\": only 'default' and 'linear' and 'yarn' are built",
+    ),
+    ({"model_type": "qwen3_moe"}, "only dense Qwen3s have model.name = 'qwen3'"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -256,23 +256,25 @@ def editable(given_llama, tmp_path):
 @pytest.mark.parametrize("changes, words", BAD_CONFIGS, ids=[words for _, words in BAD_CONFIGS])
 def test_what_our_llama_cannot_compute_is_refused(editable, changes, words):
     edit_config(editable, **changes)
-    with pytest.raises(ValueError, match="hf_assets_path") as refusal:
+    with pytest.raises(ValueError, match=r"hf_assets_path: \S*config\.json has ") as refusal:
         shape(given(editable))
-    line = str(refusal.value)
-    assert words in line
-    assert "\n" not in line
+    assert words in str(refusal.value)
+    assert "\n" not in str(refusal.value)
 
 
-def spoil_missing_shard(folder):
-    next(iter(sorted(folder.glob("model-*.safetensors")))).unlink()
+@pytest.mark.parametrize("changes, words", BAD_QWENS, ids=[words for _, words in BAD_QWENS])
+def test_what_our_qwen3_cannot_compute_is_refused(tmp_path, changes, words):
+    folder = write("qwen3", tmp_path / "given")
+    edit_config(folder, **changes)
+    with pytest.raises(ValueError, match=r"config\.json has ") as refusal:
+        shape(given(folder, family="qwen3"))
+    assert words in str(refusal.value)
 
 
-def spoil_missing_tensor(folder):
-    edit_config(folder, num_hidden_layers=3)
-
-
-def spoil_shape(folder):
-    edit_config(folder, intermediate_size=96)
+def test_another_familys_name_is_refused_with_the_right_one(tmp_path):
+    folder = write("qwen3", tmp_path / "given")
+    with pytest.raises(ValueError, match=r"^model\.name = 'llama3': .*; set model\.name = 'qwen3'"):
+        shape(given(folder))
 
 
 def spoil_dtype(folder):
@@ -295,30 +297,24 @@ def spoil_adapter(folder):
     (folder / "adapter_model.safetensors").write_bytes(b"PEFT's")
 
 
-def spoil_index(folder):
-    (folder / "model.safetensors.index.json").write_text("[]")
+BROKEN = {
+    "model-00001-of-": lambda folder: min(folder.glob("model-*.safetensors")).unlink(),
+    "model.layers.2.": lambda folder: edit_config(folder, num_hidden_layers=3),
+    "has shape [100, 48], but the model's is [96, 48]": lambda folder: edit_config(
+        folder, intermediate_size=96
+    ),
+    "quantized": spoil_dtype,
+    "broken": spoil_file,
+    "has no *.safetensors": spoil_all,
+    "it is an adapter, not a whole model; release its run with --merged": spoil_adapter,
+    "index.json is broken": lambda folder: (folder / INDEX_FILE).write_text("[]"),
+    "config.json cannot be read": lambda folder: (folder / "config.json").write_text("{"),
+}
 
 
-def spoil_settings(folder):
-    (folder / "config.json").write_text("{")
-
-
-@pytest.mark.parametrize(
-    "spoil, words",
-    [
-        (spoil_missing_shard, "model-00001-of-"),
-        (spoil_missing_tensor, "model.layers.2."),
-        (spoil_shape, "has shape [100, 48], but the model's is [96, 48]"),
-        (spoil_dtype, "quantized"),
-        (spoil_file, "broken"),
-        (spoil_all, "has no *.safetensors"),
-        (spoil_adapter, "it is an adapter, not a whole model; release its run with --merged"),
-        (spoil_index, "index.json is broken"),
-        (spoil_settings, "config.json cannot be read"),
-    ],
-)
-def test_broken_folders_are_refused(editable, spoil, words):
-    spoil(editable)
+@pytest.mark.parametrize("words", BROKEN)
+def test_broken_folders_are_refused(editable, words):
+    BROKEN[words](editable)
     settings = given(editable)
     with pytest.raises(ValueError, match="hf_assets_path") as refusal:
         check_files(settings, shape(settings), decide_start(settings))
@@ -332,19 +328,6 @@ def test_a_name_of_the_hub_is_answered_with_its_download(given_llama, key):
         check_files(settings, None, decide_start(settings))
     command = "hf download meta-llama/Llama-3.2-1B --local-dir models/Llama-3.2-1B and name models/"
     assert command in str(refusal.value)
-
-
-@pytest.mark.parametrize(
-    "overrides, words",
-    [
-        (("--checkpoint.no-enable",), "checkpoint.enable = false"),
-        (("--checkpoint.no-initial_load_model_only",), "initial_load_model_only = false"),
-        (("--checkpoint.initial_load_in_hf_quantized",), "initial_load_in_hf_quantized = true"),
-    ],
-)
-def test_settings_that_would_not_load_are_refused(given_llama, overrides, words):
-    with pytest.raises(ValueError, match=words):
-        given(given_llama, *overrides)
 
 
 def test_weights_of_another_model_are_refused(given_llama, editable):
@@ -361,10 +344,7 @@ def test_files_that_would_not_load_are_refused(given_llama, tmp_path):
     (tmp_path / "adapters").mkdir()
     (tmp_path / "adapters" / "adapter_model.safetensors").write_bytes(b"")
     for more, words in (
-        (
-            (f"--checkpoint.initial_load_path={tmp_path / 'adapters'}",),
-            "release its run with",
-        ),
+        ((f"--checkpoint.initial_load_path={tmp_path / 'adapters'}",), "release its run with"),
         (("--checkpoint.initial_load_path=meta-llama/Llama",), "hf download meta-llama/Llama --lo"),
         (("--checkpoint.initial_load_path=/nowhere",), "initial_load_path = '/nowhere': no such"),
         ((f"--checkpoint.initial_load_path={tmp_path / 'empty'}",), "has no"),

@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 
 from tests.gradients.loop import check
-from torchtitan_dp.models import token_loss
+from torchtitan_dp.models import loss
 from torchtitan_dp.models.loss import per_sample_loss
 from torchtitan_dp.models.loss_head import LossHead
 
@@ -171,7 +171,7 @@ def test_both_ways_to_losses_and_gradients(dtype, vocabulary):
     wide = logits.float().requires_grad_()
     expected = nn.functional.cross_entropy(wide, labels, reduction="none") * scales
     (expected_grad,) = torch.autograd.grad(expected.sum(), wide)
-    for way in (token_loss.losses_to_gradients_, token_loss._by_comparison):
+    for way in (loss.losses_to_gradients_, loss._by_comparison):
         grad = logits.clone()
         torch.testing.assert_close(way(grad, labels, scales), expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(grad, expected_grad.to(dtype), rtol=1e-2, atol=1e-6)
@@ -184,7 +184,7 @@ def test_losses_and_gradients_compile_into_one_kernel():
     from torch._inductor.utils import run_and_get_code
 
     logits, labels, scales = logits_labels_scales(torch.bfloat16, 4_099)
-    compiled = torch.compile(token_loss._by_comparison, fullgraph=True, dynamic=True)
+    compiled = torch.compile(loss._by_comparison, fullgraph=True, dynamic=True)
     _, (code,) = run_and_get_code(compiled, logits, labels, scales)
     assert len(set(re.findall(r"cpp_fused_\w+", code))) == 1
 
@@ -196,7 +196,7 @@ def test_losses_and_gradients_compile_into_one_kernel():
 def test_on_cuda_losses_and_gradients_are_the_cpus(dtype, vocabulary):
     logits, labels, scales = logits_labels_scales(dtype, vocabulary)
     on_cuda = logits.cuda()
-    losses = token_loss.losses_to_gradients_(on_cuda, labels.cuda(), scales.cuda())
-    expected = token_loss.losses_to_gradients_(logits, labels, scales)
+    losses = loss.losses_to_gradients_(on_cuda, labels.cuda(), scales.cuda())
+    expected = loss.losses_to_gradients_(logits, labels, scales)
     torch.testing.assert_close(losses.cpu(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(on_cuda.cpu(), logits, rtol=1e-2, atol=1e-6)

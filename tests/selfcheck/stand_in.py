@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 
-from torchtitan_dp.models import loss_head, token_loss
+from torchtitan_dp.models import loss, loss_head
 from torchtitan_dp.privacy import clipping, noise, secure_noise
 from torchtitan_dp.privacy.kernels import compile_kernel
 
@@ -39,7 +39,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 ADD_SCALED = compiled(clipping._add_scaled)
 ADD_NORMAL = compiled(noise._add_normal)
 NORMAL_SUM = compiled(secure_noise.threefry_normal_sum)
-BY_COMPARISON = compiled(token_loss._by_comparison)
+BY_COMPARISON = compiled(loss._by_comparison)
 
 
 @torch.library.custom_op("stand_in::add_scaled_", mutates_args=("accumulator",))
@@ -76,7 +76,7 @@ def install() -> None:
     clipping._add_scaled_ = add_scaled_  # type: ignore[assignment]
     noise._add_philox = add_noise
     secure_noise._add_philox = add_secure_noise
-    for module in (token_loss, loss_head):
+    for module in (loss, loss_head):
         module.losses_to_gradients_ = losses_to_gradients_  # type: ignore[attr-defined]
 
 

@@ -34,7 +34,7 @@ from torchtitan_dp.audit.one_run import CanaryAudit
 from torchtitan_dp.checkpoint.plan import Plan
 from torchtitan_dp.checkpoint.start import Start, decision, plan_start
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.checks import mesh_degrees
+from torchtitan_dp.config.derived import mesh_degrees
 from torchtitan_dp.config.load import exit_on_mistake, load_config, write_json
 from torchtitan_dp.distributed.agreement import shared_root_key
 from torchtitan_dp.gradients.methods import METHODS

@@ -19,7 +19,7 @@ import torch
 from torchtitan_dp.audit.canaries import PlantedSamples
 from torchtitan_dp.data.samples import NOTHING, Samples
 from torchtitan_dp.data.tokenizer import Tokenizer
-from torchtitan_dp.models.adapter_export import ADAPTER_CONFIG_FILE
+from torchtitan_dp.models.hugging_face_weights import ADAPTER_CONFIG_FILE
 
 _SEED = 0  # public
 _DIGITS = 8

@@ -6,9 +6,9 @@ import json
 import math
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.checks import mesh_degrees
 from torchtitan_dp.config.derived import (
     ladder,
+    mesh_degrees,
     privacy_unit,
     rope_in_words,
     targets,

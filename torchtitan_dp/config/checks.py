@@ -1,283 +1,378 @@
-"""Settings that cannot work together, refused in one line that names the key and the remedy."""
+"""The settings that cannot work together: one table of what is refused, and the remedy.
+
+Each row becomes one line for the user, "key = value: remedy", with the key's own value. Rows are in
+order of their importance: the first that is refused is the one that is shown, and a row may rely on
+those before it. `supported` has the values of single keys, which are checked first.
+"""
 
 import os
+from collections.abc import Iterable, Iterator
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.combinations import check_rope, check_samples
-from torchtitan_dp.config.supported import check_supported, check_values
-from torchtitan_dp.gradients.methods import METHODS, automatic
-from torchtitan_dp.privacy.randomized import refuse_projections
+from torchtitan_dp.config.derived import DEGREES, mesh_degrees
+from torchtitan_dp.config.supported import check_supported, check_values, refusal
+from torchtitan_dp.gradients.methods import METHODS
+from torchtitan_dp.privacy.mechanism import mechanism_of
 
-
-def mesh_degrees(config: JobConfig) -> tuple[int, int, int]:
-    """Return the degrees of dp_replicate, dp_shard and cp."""
-    parallelism = config.parallelism
-    return (
-        parallelism.data_parallel_replicate_degree,
-        parallelism.data_parallel_shard_degree,
-        parallelism.context_parallel_degree,
-    )
-
-
-def resolve_degrees(config: JobConfig, world_size: int) -> None:
-    """Fill in `parallelism` degrees of -1 for `world_size` ranks, in place.
-
-    `context_parallel_degree = -1` takes all ranks that the other degrees leave, and
-    `data_parallel_shard_degree = -1` the rest.
-    """
-    parallelism = config.parallelism
-    if parallelism.context_parallel_degree == -1:
-        others = parallelism.data_parallel_replicate_degree * max(
-            parallelism.data_parallel_shard_degree, 1
-        )
-        parallelism.context_parallel_degree = max(world_size // max(others, 1), 1)
-    if parallelism.data_parallel_shard_degree == -1:
-        others = parallelism.data_parallel_replicate_degree * parallelism.context_parallel_degree
-        parallelism.data_parallel_shard_degree = max(world_size // max(others, 1), 1)
-
-
-def resolve_gradient_method(config: JobConfig) -> None:
-    """Replace `auto` by the method that it stands for, in place. It depends on MBS alone."""
-    if config.privacy.gradient_method == "auto":
-        config.privacy.gradient_method = automatic(config.training.local_batch_size)
+Row = tuple[bool, str, str]
+"""Whether the value is refused, its key, and the reason with the remedy."""
 
 
 def check(config: JobConfig, world_size: int) -> None:
     """Refuse settings that cannot work together.
 
     Args:
-        config: with degrees resolved.
+        config: with degrees, sampling and the gradient method resolved.
         world_size: number of processes.
 
     Raises:
         ValueError: one line that names the key, its value and the remedy.
     """
     check_values(config)
-    _check_parallelism(config, world_size)
-    if config.experimental.custom_import:
-        raise ValueError(
-            f"experimental.custom_import = '{config.experimental.custom_import}': a configuration "
-            "runs no code here; remove it"
-        )
-    _check_feed_forward(config)
-    checkpointing = config.activation_checkpoint
-    if checkpointing.offload_inputs and checkpointing.mode != "full":
-        raise ValueError(
-            f"activation_checkpoint.offload_inputs = true with mode = '{checkpointing.mode}': only "
-            "the inputs of whole blocks are offloaded; set activation_checkpoint.mode = 'full'"
-        )
-    if config.validation.enable and config.data.heldout_fraction == 0:
-        raise ValueError(
-            "validation.enable = true but data.heldout_fraction = 0: nothing is held out; "
-            "set data.heldout_fraction (0.05, say)"
-        )
-    _check_store(config)
-    _check_published_loss(config)
-    _check_initial_weights(config)
-    check_samples(config)
-    _check_lora(config)
-    check_rope(config)
-    _check_ema(config)
-    if config.data.unit_field is None and config.data.unit_sampling != "concat":
-        raise ValueError(
-            f"data.unit_sampling = '{config.data.unit_sampling}': without data.unit_field every "
-            "unit is one record; set data.unit_field, or remove this"
-        )
+    _refuse(config, _always(config, world_size))
     if config.privacy.enable:
-        _check_privacy(config)
+        _refuse(config, _privacy(config))
         check_supported(config)
+        _refuse(config, _methods(config))
 
 
-def _check_feed_forward(config: JobConfig) -> None:
-    """Refuse tiles that cannot be, or that would keep what they should not."""
-    chunk = config.training.feed_forward_chunk
-    if chunk == "auto" or chunk == 0:
-        return
-    key = f"training.feed_forward_chunk = {chunk}"
-    if not config.privacy.enable:
-        return  # TorchTitan's own blocks
-    if config.activation_checkpoint.mode not in ("none", "full"):
-        raise ValueError(
-            f"{key} with activation_checkpoint.mode = '{config.activation_checkpoint.mode}': "
-            "selective checkpointing would keep the products of tiles; set the mode to 'full' (or "
-            "'none'), or feed_forward_chunk to 'auto'"
-        )
-    method = config.privacy.gradient_method
-    if METHODS[method].per_sample_layers:
-        raise ValueError(
-            f"{key} with privacy.gradient_method = '{method}': tiles are for microbatches of one "
-            "sample; set training.local_batch_size to 1 and the method to 'microbatch', or "
-            "feed_forward_chunk to 'auto'"
-        )
+def _refuse(config: JobConfig, rows: Iterable[Row]) -> None:
+    for is_refused, key, remedy in rows:
+        if is_refused:
+            raise refusal(config, key, remedy)
 
 
-def _check_store(config: JobConfig) -> None:
-    """Refuse tokens of records in a folder that users upload."""
-    store, folder = config.data.store, os.path.realpath(config.job.dump_folder)
-    if store is None:
-        return
-    inside = os.path.realpath(os.path.expanduser(store)) + os.sep
-    if inside.startswith(folder + os.sep):
-        raise ValueError(
-            f"data.store = '{store}': lies within job.dump_folder = '{config.job.dump_folder}', "
-            "parts of which may be published; name a folder elsewhere"
-        )
+def _always(config: JobConfig, world_size: int) -> Iterator[Row]:
+    """Yield the rows that hold with and without privacy."""
+    yield from _optimizer(config)
+    yield from _mesh(config, world_size)
+    yield from _memory(config)
+    yield from _heldout(config)
+    yield from _weights(config)
+    yield from _samples(config)
+    yield from _rope(config)
 
 
-def _check_published_loss(config: JobConfig) -> None:
-    """Refuse a held-out loss that cannot be published."""
-    validation = config.validation
-    epsilon, delta = validation.publish_epsilon, validation.publish_delta
-    if epsilon is None:
-        if delta is not None:
-            raise ValueError(
-                f"validation.publish_delta = {delta:g}: no held-out loss is published; set "
-                "validation.publish_epsilon (1, say), or remove it"
-            )
-        return
-    key = f"validation.publish_epsilon = {epsilon:g}"
-    if not config.validation.enable:
-        raise ValueError(f"{key}: no held-out loss is computed; set validation.enable = true")
-    if not config.privacy.enable:
-        raise ValueError(
-            f"{key}: only a run with privacy publishes it; set privacy.enable = true, or remove it"
-        )
-    if config.privacy.sample_rate is not None:
-        raise ValueError(
-            f"{key}: with a public privacy.sample_rate the number of held-out units is secret, and "
-            "the mean's divisor must be public; remove one of the two"
+def _optimizer(config: JobConfig) -> Iterator[Row]:
+    steps, privacy = config.training.steps, config.privacy
+    schedule = config.lr_scheduler.total_steps
+    yield (
+        schedule is not None and schedule < steps,
+        "lr_scheduler.total_steps",
+        f"below training.steps = {steps}, and after its end the schedule's learning rates are "
+        "negative; raise it, or remove it",
+    )
+    yield (
+        config.optimizer.name == "MomentumSGD"
+        and not (privacy.enable and privacy.noise_multiplier != 0),
+        "optimizer.name",
+        "its learning rate is in multiples of the noise, and there is none; use 'AdamW'",
+    )
+    if config.compile.enable:
+        import torch._dynamo  # compiling imports it anyway
+
+        backends = torch._dynamo.list_backends(None)
+        yield (
+            config.compile.backend not in backends,
+            "compile.backend",
+            f"must be one of {', '.join(backends)}",
         )
 
 
-def _check_lora(config: JobConfig) -> None:
-    """Refuse adapters without targets; the model checks the targets' names."""
-    lora = config.lora
-    if lora.rank and (not lora.targets or len(set(lora.targets)) < len(lora.targets)):
-        raise ValueError(
-            f"lora.targets = {lora.targets}: name each target once, and at least one (wq, say); "
-            "lora.rank = 0 trains all weights"
-        )
+def _mesh(config: JobConfig, world_size: int) -> Iterator[Row]:
+    degrees = dict(zip(DEGREES, mesh_degrees(config), strict=True))
+    replicate, shard, cp = degrees.values()
+    product = replicate * shard * cp
+    largest = max(degrees, key=degrees.__getitem__)
+    listed = " x ".join(f"{key} {degree}" for key, degree in degrees.items())
+    yield (
+        product != world_size,
+        f"parallelism.{largest}",
+        f"{listed} = {product}, but there are {world_size} processes (NGPU x nodes); set a degree "
+        "to -1 to let it follow",
+    )
+    seq_len, multiple = config.training.seq_len, 2 * cp
+    below = seq_len // multiple * multiple
+    yield (
+        seq_len < 1 or seq_len != below,
+        "training.seq_len",
+        f"must be a multiple of 2 x context_parallel_degree = {multiple}; try "
+        f"{max(below, multiple)} or {max(below, 0) + multiple}",
+    )
 
 
-def _check_ema(config: JobConfig) -> None:
-    """Refuse an average that is not in fp32, or is saved while it changes."""
-    if not config.ema.enable:
-        return
-    if config.training.dtype != "float32":
-        raise ValueError(
-            f"ema.enable = true with training.dtype = '{config.training.dtype}': averages are of "
-            "fp32 weights; set training.dtype = 'float32' (mixed_precision_param sets the "
-            "dtype of computation), or ema.enable to false"
-        )
-    if config.checkpoint.async_mode.lower() == "async_with_pinned_mem":
-        raise ValueError(
-            "ema.enable = true with checkpoint.async_mode = 'async_with_pinned_mem': validation "
-            "exchanges weights and averages while they may still be copied; use 'async', or set "
-            "ema.enable to false"
-        )
+def _memory(config: JobConfig) -> Iterator[Row]:
+    """Yield the rows of tiles, offloading and the store."""
+    mode, method = config.activation_checkpoint.mode, config.privacy.gradient_method
+    tiled = config.privacy.enable and config.training.feed_forward_chunk not in ("auto", 0)
+    yield (
+        tiled and mode not in ("none", "full"),
+        "training.feed_forward_chunk",
+        f"with activation_checkpoint.mode = '{mode}' the products of tiles would be kept; set the "
+        "mode to 'full' (or 'none'), or feed_forward_chunk to 'auto'",
+    )
+    yield (
+        tiled and METHODS[method].per_sample_layers,
+        "training.feed_forward_chunk",
+        f"tiles are for microbatches of one sample, unlike privacy.gradient_method = '{method}'; "
+        "set training.local_batch_size to 1 and the method to 'microbatch', or feed_forward_chunk "
+        "to 'auto'",
+    )
+    yield (
+        config.activation_checkpoint.offload_inputs and mode != "full",
+        "activation_checkpoint.offload_inputs",
+        f"with mode = '{mode}' there are no inputs of whole blocks, which alone are offloaded; set "
+        "activation_checkpoint.mode = 'full'",
+    )
+    store = config.data.store
+    yield (
+        store is not None and _is_within(store, config.job.dump_folder),
+        "data.store",
+        f"lies within job.dump_folder = '{config.job.dump_folder}', parts of which may be "
+        "published; name a folder elsewhere",
+    )
 
 
-def _check_initial_weights(config: JobConfig) -> None:
-    """Refuse initial weights that would not be loaded, or not exactly."""
-    checkpoint = config.checkpoint
-    if checkpoint.initial_load_in_hf_quantized:
-        raise ValueError(
-            "checkpoint.initial_load_in_hf_quantized = true: not supported; set it to false and "
-            "start from weights in bfloat16 or float32"
-        )
-    if checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only:
-        raise ValueError(
-            "checkpoint.initial_load_model_only = false: Hugging Face folders have only a model; "
-            "set it to true, or checkpoint.initial_load_in_hf to false"
-        )
-    if not checkpoint.enable and (checkpoint.initial_load_in_hf or checkpoint.initial_load_path):
-        raise ValueError(
-            "checkpoint.enable = false: no initial weights are loaded either; set it to true, "
-            "or remove checkpoint.initial_load_in_hf and checkpoint.initial_load_path"
-        )
+def _is_within(path: str, folder: str) -> bool:
+    path, folder = os.path.realpath(os.path.expanduser(path)), os.path.realpath(folder)
+    return (path + os.sep).startswith(folder + os.sep)
 
 
-def _check_parallelism(config: JobConfig, world_size: int) -> None:
-    """Refuse a mesh that does not fit the processes, or `seq_len`."""
-    parallelism = config.parallelism
-    for key in ("tensor_parallel_degree", "pipeline_parallel_degree", "expert_parallel_degree"):
-        if getattr(parallelism, key) != 1:
-            raise ValueError(
-                f"parallelism.{key} = {getattr(parallelism, key)}: not supported; set it to 1 and "
-                "use context_parallel_degree or data_parallel_shard_degree"
-            )
-    degrees = {
-        key: getattr(parallelism, key)
-        for key in (
-            "data_parallel_replicate_degree",
-            "data_parallel_shard_degree",
-            "context_parallel_degree",
-        )
-    }
-    product = 1
-    for key, degree in degrees.items():
-        if degree < 1:
-            raise ValueError(f"parallelism.{key} = {degree}: must be at least 1 (or -1 for auto)")
-        product *= degree
-    if product != world_size:
-        listed = " x ".join(f"{key} {degree}" for key, degree in degrees.items())
-        raise ValueError(
-            f"parallelism: {listed} = {product}, but there are {world_size} processes (NGPU x "
-            "nodes); set a degree to -1 to let it follow"
-        )
-    cp = parallelism.context_parallel_degree
-    seq_len = config.training.seq_len
-    if seq_len < 1 or seq_len % (2 * cp) != 0:
-        below, multiple = seq_len // (2 * cp) * 2 * cp, 2 * cp
-        raise ValueError(
-            f"training.seq_len = {seq_len}: must be a multiple of 2 x context_parallel_degree = "
-            f"{multiple}; try {max(below, multiple)} or {max(below, 0) + multiple}"
-        )
-    if parallelism.context_parallel_load_balancer not in ("headtail", None):
-        raise ValueError(
-            "parallelism.context_parallel_load_balancer = "
-            f"'{parallelism.context_parallel_load_balancer}': use 'headtail' or None"
-        )
+def _heldout(config: JobConfig) -> Iterator[Row]:
+    """Yield the rows of validation and of the held-out loss that is published."""
+    validation, key = config.validation, "validation.publish_epsilon"
+    publishes = validation.publish_epsilon is not None
+    yield (
+        validation.enable and config.data.heldout_fraction == 0,
+        "data.heldout_fraction",
+        "nothing is held out for validation.enable = true; set it to a share (0.05, say)",
+    )
+    yield (
+        validation.publish_delta is not None and not publishes,
+        "validation.publish_delta",
+        f"no held-out loss is published; set {key} (1, say), or remove it",
+    )
+    yield (
+        publishes and not validation.enable,
+        key,
+        "no held-out loss is computed; set validation.enable = true",
+    )
+    yield (
+        publishes and not config.privacy.enable,
+        key,
+        "only a run with privacy publishes it; set privacy.enable = true, or remove it",
+    )
+    yield (
+        publishes and config.privacy.sample_rate is not None,
+        key,
+        "with a public privacy.sample_rate the number of held-out units is secret, and the mean's "
+        "divisor must be public; remove one of the two",
+    )
 
 
-def _check_privacy(config: JobConfig) -> None:
-    """Refuse settings of privacy that are missing, unknown or do not go together."""
+def _weights(config: JobConfig) -> Iterator[Row]:
+    """Yield the rows of initial weights, adapters and the average of weights."""
+    checkpoint, lora, averages = config.checkpoint, config.lora, config.ema.enable
+    yield (
+        checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only,
+        "checkpoint.initial_load_model_only",
+        "Hugging Face folders have only a model; set it to true, or checkpoint.initial_load_in_hf "
+        "to false",
+    )
+    yield (
+        bool(checkpoint.initial_load_in_hf or checkpoint.initial_load_path)
+        and not checkpoint.enable,
+        "checkpoint.enable",
+        "no initial weights are loaded either; set it to true, or remove "
+        "checkpoint.initial_load_in_hf and checkpoint.initial_load_path",
+    )
+    yield (
+        lora.rank > 0 and not 0 < len(set(lora.targets)) == len(lora.targets),
+        "lora.targets",
+        "name each target once, and at least one (wq, say); lora.rank = 0 trains all weights",
+    )
+    yield (
+        averages and config.training.dtype != "float32",
+        "training.dtype",
+        "averages (ema.enable = true) are of fp32 weights; set it to 'float32' "
+        "(mixed_precision_param sets the dtype of computation), or ema.enable to false",
+    )
+    yield (
+        averages and checkpoint.async_mode.lower() == "async_with_pinned_mem",
+        "checkpoint.async_mode",
+        "with ema.enable = true validation exchanges weights and averages while they may still be "
+        "copied; use 'async', or set ema.enable to false",
+    )
+
+
+def _samples(config: JobConfig) -> Iterator[Row]:
+    """Yield the rows of the settings by which samples are made of units."""
+    data, method = config.data, config.privacy.gradient_method
+    for key in ("prompt_field", "messages_field"):
+        yield getattr(data, key) == "", f"data.{key}", "name the JSON field, or remove it"
+        yield (
+            getattr(data, key) is not None and data.long_records == "window",
+            "data.long_records",
+            f"with data.{key} a sample lies around the answer; set it to 'head'",
+        )
+    yield (
+        data.prompt_field is not None and data.messages_field is not None,
+        "data.messages_field",
+        "a record has either messages or a prompt (data.prompt_field = "
+        f"'{data.prompt_field}'); remove one of the two",
+    )
+    yield (
+        data.prompt_field == data.text_field,
+        "data.prompt_field",
+        "it is data.text_field, the field of the answer; name another field",
+    )
+    several, key = data.windows_per_draw > 1, "data.windows_per_draw"
+    yield (
+        several and not config.privacy.enable,
+        key,
+        "without privacy no unit is drawn; set it to 1",
+    )
+    yield (
+        several and data.unit_sampling == "concat" and data.long_records == "head",
+        key,
+        "each unit has one sample; set data.long_records = 'window', or, with data.unit_field, "
+        "data.unit_sampling = 'random'",
+    )
+    yield (
+        several and not METHODS[method].averages_windows,
+        key,
+        f"privacy.gradient_method = '{method}' clips the gradient of one backward pass; set it to "
+        "'microbatch', which takes any training.local_batch_size",
+    )
+    yield (
+        data.unit_field is None and data.unit_sampling != "concat",
+        "data.unit_sampling",
+        "without data.unit_field every unit is one record; set data.unit_field, or remove this",
+    )
+
+
+def _rope(config: JobConfig) -> Iterator[Row]:
+    """Yield the rows of keys that are missing, without effect, or do not go together."""
+    rope = config.rope
+    kind = "unset" if rope.type is None else f"'{rope.type}'"
+    takes = {"factor": ("linear", "yarn"), "original_max_position_embeddings": ("yarn",)}
+    for key in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
+        yield (
+            getattr(rope, key) is not None and rope.type not in takes.get(key, ("yarn",)),
+            f"rope.{key}",
+            f"has no effect with rope.type {kind}; set rope.type = 'yarn', or remove it",
+        )
+    yield (
+        rope.type in takes["factor"] and rope.factor is None,
+        "rope.factor",
+        f"rope.type = {kind} needs a number of 1 or more: the new window divided by the trained "
+        "one",
+    )
+    yield (
+        rope.type == "yarn" and rope.original_max_position_embeddings is None,
+        "rope.original_max_position_embeddings",
+        "rope.type = 'yarn' needs the trained window, before any scaling (8192 for Llama 3 and "
+        "3.1, 32768 for Qwen3)",
+    )
+    fast, slow = rope.beta_fast or 32.0, rope.beta_slow or 1.0
+    yield (
+        slow > fast,
+        "rope.beta_fast" if rope.beta_slow is None else "rope.beta_slow",
+        f"beta_fast = {fast:g} must be at least beta_slow = {slow:g} (32 and 1, say)",
+    )
+
+
+def _privacy(config: JobConfig) -> Iterator[Row]:
+    """Yield the rows of the settings that privacy needs."""
     privacy = config.privacy
-    if (privacy.target_epsilon is None) == (privacy.noise_multiplier is None):
-        given = "neither is" if privacy.target_epsilon is None else "both are"
-        raise ValueError(
-            f"privacy.target_epsilon and privacy.noise_multiplier: {given} set; set exactly one "
-            "(target_epsilon = 8.0, say, and the noise follows; on the command line, "
-            "--privacy.target_epsilon None unsets the TOML's)"
-        )
-    if privacy.delta is None:
-        raise ValueError(
-            "privacy.delta is not set; choose it well below 1 / number of records (1e-5, say)"
-        )
-    if privacy.noise == "banded":
-        if privacy.bands == "auto" and privacy.target_epsilon is None:
-            raise ValueError(
-                "privacy.bands = 'auto': it is chosen for privacy.target_epsilon; set that, or "
-                "bands to a number (8, say)"
-            )
-    elif privacy.bands not in ("auto", 1):
-        raise ValueError(
-            f"privacy.bands = {privacy.bands}: only correlated noise has bands; set privacy.noise "
-            "to 'banded', or remove the key"
-        )
-    refuse_projections(privacy.projections)
-    built: dict[str, tuple[str, ...]] = {
-        "accountant": ("rdp", "pld"),
-        "gradient_method": tuple(METHODS),
-    }
-    for key, values in built.items():
-        if (value := getattr(privacy, key)) not in values:
-            raise ValueError(
-                f"privacy.{key} = '{value}': unknown; use "
-                + " or ".join(f"'{built_value}'" for built_value in values)
-            )
-    if config.training.global_batch_size < 1:
-        raise ValueError(
-            f"training.global_batch_size = {config.training.global_batch_size}: set the expected "
-            "number of records in a step (it is also the update's divisor)"
-        )
+    epsilon, sigma = privacy.target_epsilon, privacy.noise_multiplier
+    yield (
+        epsilon is None and sigma is None,
+        "privacy.target_epsilon",
+        "nor is privacy.noise_multiplier; set exactly one (target_epsilon = 8.0, say, and the "
+        "noise follows)",
+    )
+    yield (
+        epsilon is not None and sigma is not None,
+        "privacy.target_epsilon",
+        f"privacy.noise_multiplier = {sigma} is set as well; set exactly one (on the command line, "
+        "--privacy.target_epsilon None unsets the TOML's)",
+    )
+    yield (
+        privacy.delta is None,
+        "privacy.delta",
+        "choose it well below 1 / number of records (1e-5, say)",
+    )
+    yield (
+        privacy.noise == "banded" and privacy.bands == "auto" and epsilon is None,
+        "privacy.bands",
+        "it is chosen for privacy.target_epsilon; set that, or bands to a number (8, say)",
+    )
+    yield (
+        privacy.noise != "banded" and privacy.bands not in ("auto", 1),
+        "privacy.bands",
+        "only correlated noise has bands; set privacy.noise to 'banded', or remove the key",
+    )
+    yield (
+        config.training.global_batch_size < 1,
+        "training.global_batch_size",
+        "set the expected number of records in a step (it is also the update's divisor)",
+    )
+
+
+def _methods(config: JobConfig) -> Iterator[Row]:
+    """Yield the rows of supported keys that a mechanism or a gradient method does not cover."""
+    privacy, checkpoint, blocks = config.privacy, config.checkpoint, config.activation_checkpoint
+    name, method = privacy.gradient_method, METHODS[privacy.gradient_method]
+    by_regions = config.compile.enable and method.compiles == "regions"
+    by_operation = blocks.mode == "selective" and blocks.selective_ac_option == "op"
+    twice = method.backward_passes(privacy) > 1
+    mechanism = mechanism_of(
+        privacy,
+        noise_multiplier=1.0,
+        sample_rate=0.0,
+        estimates_norms=method.estimates_norms,
+        bands=2 if privacy.noise == "banded" else 1,
+    )
+    for is_refused, key, _, remedy in mechanism.refusals(privacy):
+        yield is_refused, key, remedy
+    yield (
+        privacy.clipping == "flat" and bool(privacy.clipping_groups),
+        "privacy.clipping_groups",
+        "remove it, or set privacy.clipping to 'per_layer'; 'flat' clips all as one group",
+    )
+    yield (
+        by_regions and by_operation,
+        "activation_checkpoint.selective_ac_option",
+        "set it to a number ('1'), or compile.enable to false; it chooses among operations, and "
+        f"those that '{name}' compiles would run uncompiled",
+    )
+    yield (
+        by_regions and blocks.mode == "memory_budget",
+        "activation_checkpoint.mode",
+        f"set it to 'full'; the budget is of compiled blocks, and '{name}' compiles only the "
+        "regions between their layers",
+    )
+    yield (
+        twice and config.compile.enable,
+        "privacy.ghost_passes",
+        "compiled code runs backward once; set ghost_passes = 'one', or compile.enable = false",
+    )
+    yield (
+        twice and by_operation,
+        "privacy.ghost_passes",
+        "with activation_checkpoint.selective_ac_option = 'op' PyTorch allows one backward pass; "
+        "set ghost_passes = 'one', or selective_ac_option = '1'",
+    )
+    folder = checkpoint.folder
+    yield (
+        folder in ("", ".", "..") or "/" in folder or folder.endswith(".damaged"),
+        "checkpoint.folder",
+        "give the name of a folder inside job.dump_folder ('checkpoint')",
+    )
+    yield (
+        checkpoint.async_mode.lower() == "async_with_pinned_mem",
+        "checkpoint.async_mode",
+        "use 'async'; the process that saves would outlive a killed run, and write into the next "
+        "one's checkpoint",
+    )

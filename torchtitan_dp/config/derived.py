@@ -1,13 +1,20 @@
-"""Facts that follow from a configuration: sampling, lengths of samples, and its terms in words."""
+"""Facts that follow from a configuration: the mesh, how samples are made, and terms in words."""
 
 import dataclasses
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.units import word
 from torchtitan_dp.distributed.cpu import has_accelerator
-from torchtitan_dp.gradients.methods import METHODS
+from torchtitan_dp.gradients.methods import METHODS, automatic
 
 ALL, AS_GIVEN = "all weights", "as given"
+
+# The keys of `mesh_degrees` in [parallelism].
+DEGREES = (
+    "data_parallel_replicate_degree",
+    "data_parallel_shard_degree",
+    "context_parallel_degree",
+)
 
 # torch.compile's default limit on graphs of one function.
 MOST_LENGTHS = 8
@@ -21,19 +28,29 @@ gradients, which each tile reads and writes once."""
 ALIGNED_TOKENS = 128
 
 
-def unit_word(config: JobConfig) -> str:
-    """Return the one-word name of the privacy unit: record, patient, …"""
-    return word(config.data.unit_field)
+def mesh_degrees(config: JobConfig) -> tuple[int, int, int]:
+    """Return the degrees of dp_replicate, dp_shard and cp."""
+    replicate, shard, cp = (getattr(config.parallelism, key) for key in DEGREES)
+    return replicate, shard, cp
 
 
-def resolve_sampling(config: JobConfig) -> None:
-    """Replace `auto` by the sampling that it stands for, in place.
+def resolve(config: JobConfig, world_size: int) -> None:
+    """Replace degrees of -1, and `auto`, by what they stand for, in place.
 
-    Most units are longer than one sample, so over many draws all of a unit is read: by windows,
-    or, where samples lie around answers, by random records.
+    cp takes all of `world_size` ranks that the other degrees leave, then dp_shard takes the rest.
+    The gradient method depends on MBS alone. Most units are longer than one sample, so over many
+    draws all of a unit is read: by windows, or, where samples lie around answers, by random
+    records.
     """
-    data = config.data
-    has_answers = data.prompt_field is not None or data.messages_field is not None
+    parallelism, (replicate, shard, cp) = config.parallelism, mesh_degrees(config)
+    if cp == -1:
+        cp = max(world_size // max(replicate * max(shard, 1), 1), 1)
+    if shard == -1:
+        shard = max(world_size // max(replicate * cp, 1), 1)
+    parallelism.context_parallel_degree, parallelism.data_parallel_shard_degree = cp, shard
+    if config.privacy.gradient_method == "auto":
+        config.privacy.gradient_method = automatic(config.training.local_batch_size)
+    data, has_answers = config.data, _has_answers(config)
     is_grouped = data.unit_field is not None
     if data.unit_sampling == "auto":
         data.unit_sampling = "random" if is_grouped and has_answers else "concat"
@@ -41,11 +58,20 @@ def resolve_sampling(config: JobConfig) -> None:
         data.long_records = "window" if is_grouped and not has_answers else "head"
 
 
+def _has_answers(config: JobConfig) -> bool:
+    return config.data.prompt_field is not None or config.data.messages_field is not None
+
+
+def unit_word(config: JobConfig) -> str:
+    """Return the one-word name of the privacy unit: record, patient, …"""
+    return word(config.data.unit_field)
+
+
 def never_trained(config: JobConfig) -> str | None:
     """Describe the part of long records or units that no sample covers; None if there is none."""
     data = config.data
     takes_all = data.unit_field is not None and data.unit_sampling == "concat"
-    has_answers = data.prompt_field is not None or data.messages_field is not None
+    has_answers = _has_answers(config)
     if data.long_records != "head" or (has_answers and not takes_all):
         return None  # with answers, a sample of one record lies around the answer
     remedy = "data.long_records = 'window' samples a new part at each draw"

@@ -7,14 +7,9 @@ A user's mistake is one `ValueError` line that names the key, the value and the 
 import argparse
 import contextlib
 import dataclasses
-import difflib
-import io
 import json
-import logging
 import os
-import re
 import sys
-import typing
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -25,15 +20,9 @@ from torchtitan.config import ConfigManager
 from torchtitan.config import JobConfig as TorchTitanJobConfig
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.checks import check, resolve_degrees, resolve_gradient_method
-from torchtitan_dp.config.command_line import (
-    REMOVED_KEYS,
-    check_command_line,
-    describe,
-    other_section,
-    refuse_removed,
-)
-from torchtitan_dp.config.derived import resolve_sampling
+from torchtitan_dp.config.checks import check
+from torchtitan_dp.config.derived import DEGREES, resolve
+from torchtitan_dp.config.keys import check_toml, read_command_line
 from torchtitan_dp.process import write_atomically
 
 if sys.version_info >= (3, 11):
@@ -41,19 +30,14 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-_CUSTOM_CONFIG = "torchtitan_dp.config"
 # Kept in a run's folder for later tools. It has the paths of private data: readable by its owner
 # only, and never released.
 RUN_CONFIG_FILE = "run_config.json"
-_ONE_PROCESS = (
-    "data_parallel_replicate_degree",
-    "data_parallel_shard_degree",
-    "context_parallel_degree",
-)
+_CUSTOM_CONFIG = "torchtitan_dp.config"
 
 
 def load_config(argv: list[str], world_size: int) -> JobConfig:
-    """Parse as TorchTitan does (command line over TOML over defaults), and check the result.
+    """Read the command line over a TOML over defaults, and check the result.
 
     Args:
         argv: `--job.config_file FILE` and any `--section.key value`.
@@ -63,35 +47,34 @@ def load_config(argv: list[str], world_size: int) -> JobConfig:
         ValueError: one line for the user.
         SystemExit: code 0 after `--help`.
     """
-    schema: Any = ConfigManager._merge_configs(TorchTitanJobConfig, JobConfig)
-    path, values = _option(argv, "job.config_file"), {}
-    if path is not None:
-        values = _read_toml(path)
-        _check_keys(values, schema, path)
-    check_command_line(argv, schema)
-    config = _parse([*argv, f"--job.custom_config_module={_CUSTOM_CONFIG}"], values)
-    return _checked(config, world_size)
+    if {"-h", "--help"} & {*argv}:
+        ConfigManager().parse_args([f"--job.custom_config_module={_CUSTOM_CONFIG}", "--help"])
+    schema = _schema()
+    given = read_command_line(argv, schema) | {"job.custom_config_module": _CUSTOM_CONFIG}
+    path = given.get("job.config_file")
+    values = {} if path is None else _read_toml(path)
+    check_toml(values, schema, str(path))
+    for key, value in given.items():
+        *sections, name = key.split(".")
+        section = values
+        for part in sections:
+            section = section.setdefault(part, {})
+        section[name] = value
+    return _checked(values, schema, world_size)
 
 
-def config_from_values(values: dict[str, Any], source: str, world_size: int) -> JobConfig:
-    """Return a configuration from the values of all its sections, checked as `load_config` does.
+def _schema() -> Any:
+    """Return the dataclass of all sections: TorchTitan's with those of this project."""
+    return ConfigManager._merge_configs(TorchTitanJobConfig, JobConfig)
 
-    Args:
-        values: those of an earlier version may have `REMOVED_KEYS`, which are left out.
-        source: the file that they come from, for messages.
 
-    Raises:
-        ValueError: one line for the user.
-    """
-    schema: Any = ConfigManager._merge_configs(TorchTitanJobConfig, JobConfig)
-    kept = {
-        name: {key: value for key, value in section.items() if f"{name}.{key}" not in REMOVED_KEYS}
-        if isinstance(section, dict)
-        else section
-        for name, section in values.items()
-    }
-    _check_keys(kept, schema, source)
-    return _checked(ConfigManager()._dict_to_dataclass(schema, kept), world_size)
+def _checked(values: dict[str, Any], schema: Any, world_size: int) -> JobConfig:
+    """Return the configuration of checked values, `~`, `auto` and -1 resolved, if it can work."""
+    config = ConfigManager()._dict_to_dataclass(schema, values)
+    _resolve_home(config)
+    resolve(config, world_size)
+    check(config, world_size)
+    return config
 
 
 def write_config(config: JobConfig) -> list[str]:
@@ -132,7 +115,7 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def read_config(folder: str) -> JobConfig:
-    """Return the configuration of the run in `folder` for one process, on any mesh.
+    """Return the configuration of the run in `folder`, for one process.
 
     `job.dump_folder` becomes `folder`: a run may have been moved.
 
@@ -149,20 +132,12 @@ def read_config(folder: str) -> JobConfig:
         with open(path, encoding="utf-8") as file:
             values = json.load(file)
         values["job"]["dump_folder"] = folder
-        values["parallelism"].update(dict.fromkeys(_ONE_PROCESS, 1))
+        values["parallelism"].update(dict.fromkeys(DEGREES, 1))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} cannot be read ({error!r}): restore it") from error
-    return config_from_values(values, path, world_size=1)
-
-
-def _checked(config: Any, world_size: int) -> JobConfig:
-    """Return a configuration of the right types, `~`, `auto` and -1 resolved, if it can work."""
-    _resolve_home(config)
-    resolve_degrees(config, world_size)
-    resolve_gradient_method(config)
-    resolve_sampling(config)
-    check(config, world_size)
-    return config
+    schema = _schema()
+    check_toml(values, schema, path)
+    return _checked(values, schema, world_size=1)
 
 
 @contextlib.contextmanager
@@ -184,13 +159,12 @@ def parse_known(
     parser: argparse.ArgumentParser, argv: list[str]
 ) -> tuple[argparse.Namespace, list[str]]:
     """Return a tool's own options, and the configuration's command line for `load_config`."""
-    parser.add_argument("--job.config_file", dest="config_file", metavar="FILE", help="the TOML")
+    names = "--job.config_file", "--job.config-file"
+    parser.add_argument(*names, dest="config_file", metavar="FILE", help="the TOML")
     known, overrides = parser.parse_known_args(argv)
-    if known.config_file is not None:
-        overrides = ["--job.config_file", known.config_file, *overrides]
-    if _option(overrides, "job.config_file") is None:
+    if known.config_file is None:
         fail("--job.config_file is missing: name the TOML of the run")
-    return known, overrides
+    return known, ["--job.config_file", known.config_file, *overrides]
 
 
 def write_json(path: str, content: dict[str, Any]) -> None:
@@ -201,15 +175,6 @@ def write_json(path: str, content: dict[str, Any]) -> None:
     else:
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
-
-
-def _option(argv: list[str], name: str) -> str | None:
-    """Return the value of `--name value` or `--name=value`; `-` and `_` are the same."""
-    for i, argument in enumerate(argv):
-        key, equals, value = argument.partition("=")
-        if key.replace("-", "_") == f"__{name}":
-            return value if equals else argv[i + 1] if i + 1 < len(argv) else None
-    return None
 
 
 def _resolve_home(config: Any) -> None:
@@ -230,81 +195,3 @@ def _read_toml(path: str) -> dict[str, Any]:
             return tomllib.loads(file.read())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"job.config_file = '{path}': not valid TOML: {error}") from error
-
-
-def _check_keys(values: dict[str, Any], schema: Any, path: str, prefix: str = "") -> None:
-    """Refuse unknown keys, and values of another type than their key's.
-
-    A misspelt key would silently keep its default. Values on the command line need no such check:
-    they are parsed as their key's type.
-    """
-    fields = {f.name: f for f in dataclasses.fields(schema)}
-    for name, value in values.items():
-        key = prefix + name
-        refuse_removed(key, value, path)
-        if name not in fields:
-            close = difflib.get_close_matches(name, fields, n=1)
-            hint = f"did you mean {prefix}{close[0]}?" if close else "remove it"
-            if not prefix and isinstance(value, dict):
-                section = other_section(name, fields)
-                if section:
-                    hint = f"did you mean the section [{section}]?"
-                elif not close:
-                    hint = f"the sections are {', '.join(sorted(fields))}"
-            raise ValueError(f"{key}: unknown key in {path}; {hint}")
-        if dataclasses.is_dataclass(fields[name].type):
-            if not isinstance(value, dict):
-                raise ValueError(f"{key} = {value!r} in {path}: must be a [{key}] section")
-            _check_keys(value, fields[name].type, path, f"{key}.")
-        elif not _has_type(value, fields[name].type):
-            raise ValueError(f"{key} = {value!r} in {path}: must be {describe(fields[name].type)}")
-
-
-class _ConfigManager(ConfigManager):
-    """TorchTitan's, with the values of a TOML that was read already."""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        super().__init__()
-        self._values = values
-
-    def _maybe_load_toml(self, args: list[str]) -> dict[str, Any]:
-        return self._values
-
-
-def _parse(argv: list[str], values: dict[str, Any]) -> Any:
-    """Parse with TorchTitan's own parser, whose boxed messages are turned into one line."""
-    messages = io.StringIO()
-    titan_logger = logging.getLogger("root")
-    level = titan_logger.level
-    titan_logger.setLevel(logging.ERROR)  # it warns of a missing tokenizer folder
-    try:
-        with contextlib.redirect_stderr(messages):
-            return _ConfigManager(values).parse_args(argv)
-    except SystemExit as stop:
-        if stop.code != 2:  # help was asked for, or a signal ends the process
-            raise
-        words = re.sub(r"[\u2500-\u257f]+", " ", messages.getvalue())
-        words = re.sub(r"\x1b\[[0-9;]*m", "", words)
-        # Not its helptext: that names the running program, which need not be ours.
-        message = " ".join(re.split(r"Argument helptext:|For full helptext", words)[0].split())
-        raise ValueError(re.sub(r"^[-\s]+|[-\s]+$", "", message)) from None
-    finally:
-        titan_logger.setLevel(level)
-
-
-def _has_type(value: Any, annotation: Any) -> bool:
-    """Return whether a value is of an annotated type."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if annotation is Any:
-        return True
-    if origin is typing.Literal:
-        return any(value == a and type(value) is type(a) for a in arguments)
-    if origin in (list, tuple):
-        return isinstance(value, list | tuple) and all(_has_type(v, arguments[0]) for v in value)
-    if arguments:  # X | Y
-        return any(_has_type(value, a) for a in arguments)
-    if annotation is float:
-        return isinstance(value, float | int) and not isinstance(value, bool)
-    if annotation is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, annotation) if isinstance(annotation, type) else True

@@ -8,13 +8,13 @@ values.
 """
 
 import dataclasses
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.gradients.methods import METHODS
-from torchtitan_dp.privacy.mechanism import mechanism_of
+from torchtitan_dp.privacy.randomized import FEWEST, MOST
 
 # By section. The keys that `schema` defines are supported too.
 _SUPPORTED = {
@@ -71,22 +71,35 @@ _REMEDIES = {
 }
 
 
-_Range = tuple[Callable[[Any], bool], str]  # the test of a value, and its words
+_Range = tuple[Callable[[Any], bool], str]
+"""The test of a value, and its words, which follow "must be"."""
 
 _SHARE: _Range = (lambda value: 0 <= value <= 1, "from 0 to 1")
+_BELOW_1: _Range = (lambda value: 0 <= value < 1, "at least 0 and below 1")
 _NOT_NEGATIVE: _Range = (lambda value: value >= 0, "0 or more")
 _POSITIVE: _Range = (lambda value: value > 0, "a positive number")
 _COUNT: _Range = (lambda value: value >= 1, "at least 1")
+_DEGREE: _Range = (lambda value: value >= 1, "at least 1 (or -1 for auto)")
+_NO_CODE: _Range = (lambda value: not value, "empty: a configuration runs no code here; remove it")
+_NO_DEGREE: _Range = (
+    lambda value: value == 1,
+    "1: others are not supported; use context_parallel_degree or data_parallel_shard_degree",
+)
+
+
+def _one_of(*values: str | None) -> _Range:
+    *most, last = map(repr, values)
+    return lambda value: value in values, f"{', '.join(most)} or {last}"
 
 
 # By key. All numbers must be finite as well, also those of other keys. Unset keys are not tested.
 _RANGES: dict[str, _Range] = {
-    "optimizer.name": (
-        lambda name: name in ("AdamW", "Adam", "MomentumSGD"),
-        "'AdamW', 'Adam' or 'MomentumSGD'",
-    ),
-    "optimizer.beta1": (lambda beta: 0 <= beta < 1, "at least 0 and below 1"),
-    "optimizer.beta2": (lambda beta: 0 <= beta < 1, "at least 0 and below 1"),
+    "experimental.custom_import": _NO_CODE,
+    "experimental.custom_args_module": _NO_CODE,
+    "model.tokenizer_path": (lambda _: False, "left out; use model.hf_assets_path"),
+    "optimizer.name": _one_of("AdamW", "Adam", "MomentumSGD"),
+    "optimizer.beta1": _BELOW_1,
+    "optimizer.beta2": _BELOW_1,
     "optimizer.lr": (lambda lr: lr >= 0, "0 or more (1e-3, say)"),
     "optimizer.eps": _NOT_NEGATIVE,
     "optimizer.weight_decay": _NOT_NEGATIVE,
@@ -106,19 +119,27 @@ _RANGES: dict[str, _Range] = {
         "at least 1, 0 for all tokens at once, or 'auto'",
     ),
     "training.gc_freq": _COUNT,
+    "parallelism.tensor_parallel_degree": _NO_DEGREE,
+    "parallelism.pipeline_parallel_degree": _NO_DEGREE,
+    "parallelism.expert_parallel_degree": _NO_DEGREE,
+    "parallelism.data_parallel_replicate_degree": _DEGREE,
+    "parallelism.data_parallel_shard_degree": _DEGREE,
+    "parallelism.context_parallel_degree": _DEGREE,
+    "parallelism.context_parallel_load_balancer": _one_of("headtail", None),
     "comm.init_timeout_seconds": _COUNT,
     "comm.train_timeout_seconds": _COUNT,
     "checkpoint.interval": _COUNT,
     "checkpoint.keep_latest_k": (lambda k: k == 0 or k > 1, "2 or more, or 0 to keep all"),
+    "checkpoint.initial_load_in_hf_quantized": (
+        lambda value: not value,
+        "false; start from weights in bfloat16 or float32",
+    ),
     "activation_checkpoint.selective_ac_option": (
         lambda option: option == "op" or (option.isdecimal() and int(option) > 0),
         "'op', or N to checkpoint every Nth layer",
     ),
     "activation_checkpoint.memory_budget": _SHARE,
-    "activation_checkpoint.determinism_check": (
-        lambda check: check in ("default", "none"),
-        "'default' or 'none'",
-    ),
+    "activation_checkpoint.determinism_check": _one_of("default", "none"),
     "metrics.log_freq": _COUNT,
     "validation.freq": _COUNT,
     "validation.publish_epsilon": (lambda epsilon: epsilon > 0, "a positive number (1, say)"),
@@ -137,7 +158,11 @@ _RANGES: dict[str, _Range] = {
     "privacy.delta": (lambda delta: 0 < delta < 1, "between 0 and 1 (1e-5, say)"),
     "privacy.sample_rate": (lambda q: 0 < q <= 1, "a probability, above 0 and at most 1"),
     "privacy.bands": (lambda bands: bands == "auto" or bands >= 1, "1 or more, or 'auto'"),
-    "data.heldout_fraction": (lambda share: 0 <= share < 1, "at least 0 and below 1"),
+    "privacy.projections": (
+        lambda projections: FEWEST <= projections <= MOST,
+        f"from {FEWEST} to {MOST}; 32 is usual",
+    ),
+    "data.heldout_fraction": _BELOW_1,
     "data.windows_per_draw": _COUNT,
     "lora.rank": (lambda rank: rank >= 0, "1 or more, or 0 for no adapters"),
     "lora.alpha": (lambda alpha: alpha > 0, "a positive number (2 x rank, say)"),
@@ -153,6 +178,18 @@ _RANGES: dict[str, _Range] = {
 }
 
 
+def refusal(config: JobConfig, key: str, remedy: str) -> ValueError:
+    """Build the error of a refused value: one line that names key, value and remedy."""
+    section, _, name = key.rpartition(".")
+    value = getattr(operator.attrgetter(section)(config), name)
+    is_set = "is not set" if value is None else f"= {_shown(value)}"
+    return ValueError(f"{key} {is_set}: {remedy}")
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
 def check_values(config: JobConfig) -> None:
     """Refuse numbers that are not finite, and values that a run would fail on later.
 
@@ -163,35 +200,11 @@ def check_values(config: JobConfig) -> None:
         is_right, words = _RANGES.get(key, (lambda _: True, "a number"))
         is_finite = not isinstance(value, int | float) or abs(value) <= sys.float_info.max
         if value is not None and not (is_finite and is_right(value)):
-            finite = "" if is_finite else "finite, "
-            raise ValueError(f"{key} = {value!r}: must be {finite}{words}")
-    schedule, steps = config.lr_scheduler.total_steps, config.training.steps
-    if schedule is not None and schedule < steps:
-        raise ValueError(
-            f"lr_scheduler.total_steps = {schedule}: below training.steps = {steps}, and after its "
-            "end the schedule's learning rates are negative; raise it, or remove it"
-        )
-    private = config.privacy.enable and config.privacy.noise_multiplier != 0
-    if config.optimizer.name == "MomentumSGD" and not private:
-        raise ValueError(
-            "optimizer.name = 'MomentumSGD': its learning rate is in multiples of the noise, and "
-            "there is none; use 'AdamW'"
-        )
-    if config.compile.enable:
-        import torch._dynamo  # compiling imports it anyway
-
-        known = torch._dynamo.list_backends(None)
-        if config.compile.backend not in known:
-            raise ValueError(
-                f"compile.backend = {config.compile.backend!r}: must be one of {', '.join(known)}"
-            )
+            raise refusal(config, key, f"must be {'' if is_finite else 'finite, '}{words}")
 
 
 def check_supported(config: JobConfig) -> None:
-    """Refuse values that privacy does not support.
-
-    These are any but the default of a key that is not supported, and values that do not work
-    together.
+    """Refuse any value but the default of a key that privacy does not support.
 
     Raises:
         ValueError: one line for the user, that names the key, its value and the remedy.
@@ -199,89 +212,9 @@ def check_supported(config: JobConfig) -> None:
     supported = supported_keys()
     for key, value, default in _values(config, type(config)()):
         if key not in supported and value != default:
-            remedy = _REMEDIES.get(
-                key, f"not supported with privacy; remove it (the default is {_shown(default)})"
-            )
-            raise ValueError(f"{key} = {_shown(value)}: {remedy}")
-    for refused, key, value, remedy in _conflicts(config):
-        if refused:
-            shown = value if isinstance(value, str) else _shown(value)
-            raise ValueError(f"{key} = {shown}: {remedy}")
-
-
-def _shown(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else repr(value)
-
-
-def _conflicts(config: JobConfig) -> list[tuple[bool, str, object, str]]:
-    """List (refused, key, value in words, remedy) of supported keys."""
-    privacy, checkpoint, blocks = (
-        config.privacy,
-        config.checkpoint,
-        config.activation_checkpoint,
-    )
-    name, method = privacy.gradient_method, METHODS[privacy.gradient_method]
-    by_regions = config.compile.enable and method.compiles == "regions"
-    twice = method.backward_passes(privacy) > 1
-    by_operation = blocks.mode == "selective" and blocks.selective_ac_option == "op"
-    mechanism = mechanism_of(
-        privacy,
-        noise_multiplier=1.0,
-        sample_rate=0.0,
-        estimates_norms=method.estimates_norms,
-        bands=2 if privacy.noise == "banded" else 1,
-    )
-    return [
-        *mechanism.refusals(privacy),
-        (
-            privacy.clipping == "flat" and bool(privacy.clipping_groups),
-            "privacy.clipping_groups",
-            privacy.clipping_groups,
-            "remove it, or set privacy.clipping to 'per_layer'; 'flat' clips all as one group",
-        ),
-        (
-            by_regions and by_operation,
-            "activation_checkpoint.selective_ac_option",
-            "'op'",
-            "set it to a number ('1'), or compile.enable to false; it chooses among operations, "
-            f"and those that '{name}' compiles would run uncompiled",
-        ),
-        (
-            by_regions and blocks.mode == "memory_budget",
-            "activation_checkpoint.mode",
-            "'memory_budget'",
-            f"set it to 'full'; the budget is of compiled blocks, and '{name}' compiles only the "
-            "regions between their layers",
-        ),
-        (
-            twice and config.compile.enable,
-            "privacy.ghost_passes",
-            "'two'",
-            "compiled code runs backward once; set ghost_passes = 'one', or compile.enable = false",
-        ),
-        (
-            twice and by_operation,
-            "privacy.ghost_passes",
-            "'two'",
-            "with activation_checkpoint.selective_ac_option = 'op' PyTorch allows one backward "
-            "pass; set ghost_passes = 'one', or selective_ac_option = '1'",
-        ),
-        (
-            checkpoint.folder in ("", ".", "..")
-            or "/" in checkpoint.folder
-            or checkpoint.folder.endswith(".damaged"),
-            "checkpoint.folder",
-            repr(checkpoint.folder),
-            "give the name of a folder inside job.dump_folder ('checkpoint')",
-        ),
-        (
-            checkpoint.async_mode.lower() == "async_with_pinned_mem",
-            "checkpoint.async_mode",
-            repr(checkpoint.async_mode),
-            "use 'async'; the process that saves would outlive a killed run, and write into the "
-            "next one's checkpoint",
-        ),
-    ]
+            usual = f"remove it (the default is {_shown(default)})"
+            remedy = _REMEDIES.get(key, f"not supported with privacy; {usual}")
+            raise refusal(config, key, remedy)
 
 
 def supported_keys() -> set[str]:

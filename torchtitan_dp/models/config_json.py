@@ -1,9 +1,10 @@
-"""Reading a `config.json`: each key that a family does not support is refused by its name."""
+"""Reading and writing a `config.json`: a key that a family does not support is refused by name."""
 
 import json
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
+from torchtitan_dp.data.tokenizer import Tokenizer
 from torchtitan_dp.models.rope import LinearScaling, Scaling, Yarn, mscale
 
 Supported = Iterable[tuple[str, tuple[Any, ...], str]]
@@ -37,6 +38,28 @@ class Reader:
         for name, values, why in supported:
             if settings.get(name) not in values:
                 self.refuse(name, settings.get(name), why)
+
+    def args(self, window: int, *kinds: str) -> dict[str, Any]:
+        """Read the arguments that all families have.
+
+        Args:
+            window: the family's default of `max_position_embeddings`.
+            kinds: the types of RoPE's scaling that the family computes.
+        """
+        heads, kv_heads = self.heads()
+        theta, kind, name, values = self.rope(*kinds)
+        return {
+            "dim": self.size("hidden_size"),
+            "n_layers": self.size("num_hidden_layers"),
+            "n_heads": heads,
+            "n_kv_heads": kv_heads,
+            "vocab_size": self.size("vocab_size"),
+            "norm_eps": float(self.settings.get("rms_norm_eps", 1e-6)),
+            "rope_theta": theta,
+            "rope": self.scaling(kind, name, values),
+            "max_seq_len": self.size("max_position_embeddings", window),
+            "tie_embeddings": bool(self.settings.get("tie_word_embeddings", False)),
+        }
 
     def size(self, name: str, default: int | None = None) -> int:
         value = self.settings.get(name)
@@ -122,6 +145,28 @@ class Reader:
             f"{self.key}: {self.path} has {name} = {shown}: {why}; use a model that has it so (for "
             "the tokenizer alone, copy its files into a folder without config.json)"
         )
+
+
+def settings_of(args: Any, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the keys that mean the same in every family, as transformers 4 and 5 read them."""
+    return {
+        "hidden_size": args.dim,
+        "num_hidden_layers": args.n_layers,
+        "num_attention_heads": args.n_heads,
+        "num_key_value_heads": args.n_kv_heads or args.n_heads,
+        "head_dim": args.head_size,
+        "vocab_size": args.vocab_size,
+        "max_position_embeddings": args.max_seq_len,
+        "rms_norm_eps": args.norm_eps,
+        "rope_theta": float(args.rope_theta),
+        "rope_scaling": None if args.rope is None else args.rope.settings(),
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": args.tie_embeddings,
+        "bos_token_id": tokenizer.bos_id,
+        "eos_token_id": tokenizer.eos_id,
+    }
 
 
 def is_positive(value: object) -> bool:

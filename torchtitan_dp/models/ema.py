@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.models.parameters import local_part, trainable_parameters
@@ -92,7 +93,7 @@ class WeightAverage:
             weight.copy_(average)
             average.copy_(held)
 
-    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """List each parameter's average and itself, on this rank."""
         for name, parameter in self._parameters.items():
             yield local_part(self._averages[name]), local_part(parameter.detach())

@@ -1,6 +1,6 @@
 """The model families that can be trained.
 
-A family is a folder (`llama3/`) and an entry of `FAMILIES`, by `model.name`.
+A family is a module (`qwen3.py`) and an entry of `FAMILIES`, by `model.name`.
 """
 
 import copy
@@ -12,13 +12,9 @@ import torch
 import torch.nn as nn
 
 from torchtitan_dp.data.tokenizer import Tokenizer
-from torchtitan_dp.models.llama3 import adapter as llama_adapter
-from torchtitan_dp.models.llama3 import config_json as llama_config
-from torchtitan_dp.models.llama3 import model as llama
+from torchtitan_dp.models import qwen3
+from torchtitan_dp.models.llama3 import model as llama3
 from torchtitan_dp.models.lora import LoRA
-from torchtitan_dp.models.qwen3 import adapter as qwen_adapter
-from torchtitan_dp.models.qwen3 import config_json as qwen_config
-from torchtitan_dp.models.qwen3 import model as qwen
 from torchtitan_dp.models.rope import Scaling
 
 
@@ -73,21 +69,21 @@ class Family:
 FAMILIES: dict[str, Family] = {
     "llama3": Family(
         title="Llama",
-        args=llama.LlamaArgs,
-        model=llama.Llama,
-        flavors=llama.FLAVORS,
-        adapter=llama_adapter.HuggingFaceAdapter,
-        read_args=llama_config.read_args,
-        new_settings=llama_config.new_settings,
+        args=llama3.LlamaArgs,
+        model=llama3.Llama,
+        flavors=llama3.FLAVORS,
+        adapter=llama3.HuggingFaceAdapter,
+        read_args=llama3.read_args,
+        new_settings=llama3.new_settings,
     ),
     "qwen3": Family(
         title="Qwen3",
-        args=qwen.QwenArgs,
-        model=qwen.Qwen,
-        flavors=qwen.FLAVORS,
-        adapter=qwen_adapter.HuggingFaceAdapter,
-        read_args=qwen_config.read_args,
-        new_settings=qwen_config.new_settings,
+        args=qwen3.QwenArgs,
+        model=qwen3.Qwen,
+        flavors=qwen3.FLAVORS,
+        adapter=qwen3.HuggingFaceAdapter,
+        read_args=qwen3.read_args,
+        new_settings=qwen3.new_settings,
     ),
 }
 

@@ -25,14 +25,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_dp.models.tiles import (
-    NormedLayers,
-    NormOfTile,
-    Sums,
-    new_sums,
-    rounded,
-    tiles,
-)
+from torchtitan_dp.models.tiles import NormedLayers, NormOfTile, Sums, new_sums, rounded, tiles
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -82,11 +75,7 @@ class TiledBlock(nn.Module):
     feed_forward: nn.Module
 
     def forward(
-        self,
-        x_BTD: Tensor,
-        rotary: Tensor,
-        attention_masks: None,
-        positions: Tensor | None = None,
+        self, x_BTD: Tensor, rotary: Tensor, attention_masks: None, positions: Tensor | None = None
     ) -> Tensor:
         """Compute the block; arguments as TorchTitan's."""
         assert attention_masks is None, "attention is causal"
@@ -100,13 +89,10 @@ class TiledBlock(nn.Module):
 
 
 def use_tiles(blocks: nn.Module, kind: type[TiledBlock], tiling: Tiling) -> None:
-    """Turn dense blocks of TorchTitan's form into `TiledBlock`s, in place.
+    """Turn dense blocks of TorchTitan's form into the family's `TiledBlock`s, in place.
 
     As `fully_shard` does, this gives modules a class that adds to their own: names, parameters and
     `isinstance` stay. Call it before activation checkpointing and FSDP2.
-
-    Args:
-        kind: the family's.
     """
     for block in blocks.children():
         assert not getattr(block, "moe_enabled", False), "experts have another feed-forward"
@@ -127,9 +113,7 @@ def feed_forward_in_tiles(
 ) -> Tensor:
     """Compute h + w2(silu(w1 n) * w3 n), with n = norm(h), tile by tile.
 
-    Args:
-        h_BTD: with B = 1 where a parameter is trained.
-        feed_forward: with `w1`, `w2`, `w3`, which may have LoRA's factors.
+    `w1`, `w2`, `w3` may have LoRA's factors; B is 1 where a parameter is trained.
     """
     of_order = [getattr(feed_forward, name) for name in ("w1", "w3", "w2")]
     layers, parameters = NormedLayers.of(norm, of_order, len(h_BTD))

@@ -1,4 +1,4 @@
-"""The shape of the model: from a Hugging Face folder's `config.json`, or a flavor.
+"""The shape of the model, from a Hugging Face folder's `config.json` or a flavor, and its weights.
 
 `config.json` counts if the folder of `model.hf_assets_path` (or of Hugging Face weights to start
 from) has one, else `model.flavor`; with the adapters of `[lora]`. A model that ours cannot compute
@@ -10,6 +10,8 @@ import json
 import os
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import AS_GIVEN, rope_in_words, trained, weights_folder
 from torchtitan_dp.data.tokenizer import load_tokenizer
@@ -17,6 +19,8 @@ from torchtitan_dp.models.families import (
     FAMILIES,
     Family,
     ModelArgs,
+    family_of,
+    on_meta,
     parameter_count,
     trained_count,
 )
@@ -24,6 +28,9 @@ from torchtitan_dp.models.lora import lora_of
 from torchtitan_dp.models.rope import scaling_of
 
 CONFIG_FILE = "config.json"
+INDEX_FILE = "model.safetensors.index.json"
+ADAPTER_FILE = "adapter_model.safetensors"
+_TRAINED_DTYPES = ("F32", "BF16", "F16")
 
 
 def config_file(config: JobConfig) -> tuple[str, str] | None:
@@ -172,3 +179,64 @@ def _with_rope_of(new: dict[str, Any], settings: dict[str, Any]) -> dict[str, An
     older = ("rope_parameters", "original_max_position_embeddings")
     kept = {key: value for key, value in settings.items() if key not in older}
     return {**kept, **{key: new[key] for key in _ROPE_KEYS}}
+
+
+def check_weights(problem: str, folder: str, args: ModelArgs) -> None:
+    """Refuse a folder of safetensors that are broken, or not all those of the model.
+
+    Args:
+        problem: the begin of the message, with the key that names the folder.
+
+    Raises:
+        ValueError: one line for the user.
+    """
+    found = {}
+    for path in _safetensors(problem, folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118  not a mapping
+                    entry = file.get_slice(name)
+                    found[name] = (tuple(entry.get_shape()), entry.get_dtype())
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{problem}: {path} is broken ({error}); download it again") from error
+    expected = family_of(args).adapter(args, None).to_hf(on_meta(args).state_dict())
+    for name, tensor in expected.items():
+        if name not in found:
+            raise ValueError(
+                f"{problem}: {name} is in none of its *.safetensors; take all files of one model"
+            )
+        size, dtype = found[name]
+        if size != tuple(tensor.shape):
+            raise ValueError(
+                f"{problem}: {name} has shape {list(size)}, but the model's is "
+                f"{list(tensor.shape)}; take weights and {CONFIG_FILE} from one model"
+            )
+        if dtype not in _TRAINED_DTYPES:
+            raise ValueError(
+                f"{problem}: {name} is {dtype}; quantized weights cannot be trained, take those in "
+                "bfloat16 or float32"
+            )
+
+
+def _safetensors(problem: str, folder: str) -> list[str]:
+    """List the files of weights, all that the index names among them."""
+    names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
+    if names == [ADAPTER_FILE]:
+        raise ValueError(
+            f"{problem}: it is an adapter, not a whole model; release its run with --merged and "
+            "name that folder"
+        )
+    if not names:
+        raise ValueError(f"{problem}: it has no *.safetensors; download the model's weights")
+    index = os.path.join(folder, INDEX_FILE)
+    if os.path.exists(index):
+        try:
+            with open(index, encoding="utf-8") as file:
+                listed = set(json.load(file)["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ValueError(f"{problem}: its {INDEX_FILE} is broken; download it again") from error
+        if missing := sorted(listed - set(names)):
+            raise ValueError(
+                f"{problem}: {missing[0]}, which its {INDEX_FILE} names, is missing; download it"
+            )
+    return [os.path.join(folder, name) for name in names]

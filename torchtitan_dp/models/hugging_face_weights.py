@@ -1,4 +1,8 @@
-"""The export of a model, or of its adapters, as a folder of Hugging Face's files."""
+"""The export of a model, or of its adapters, as a folder of Hugging Face's files.
+
+PEFT, Hugging Face's library of adapters, has LoRA's A and B apart from the model, under the model's
+names in `transformers`, beside an `adapter_config.json` with r, alpha and targets.
+"""
 
 import json
 import os
@@ -9,34 +13,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import AS_GIVEN, rope_in_words
-from torchtitan_dp.models.adapter_export import (
-    ADAPTER_CONFIG_FILE,
-    ADAPTER_FILE,
-    adapter_settings,
-    merged_whole,
-    peft_tensors,
-)
-from torchtitan_dp.models.families import ModelArgs, family_of, on_meta
+from torchtitan_dp.models.families import ModelArgs, family_of
 from torchtitan_dp.models.hugging_face import (
+    ADAPTER_FILE,
     CONFIG_FILE,
+    INDEX_FILE,
     export_settings,
     shape,
 )
 from torchtitan_dp.models.local_paths import without_local_paths
-from torchtitan_dp.models.lora import LoRA, without_adapters
+from torchtitan_dp.models.lora import FACTORS, LoRA, is_adapter, merged, without_adapters
 from torchtitan_dp.models.parameters import TIED_OUTPUT
 from torchtitan_dp.process import write_atomically
 
 EXPORT_FOLDER = "hf"
-INDEX_FILE = "model.safetensors.index.json"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -45,7 +44,7 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 SHARD_BYTES = 2 * 2**30
-_TRAINED_DTYPES = ("F32", "BF16", "F16")
+_PEFT_NAMES = dict(zip(FACTORS, ("lora_A", "lora_B"), strict=True))
 
 
 def export(model: nn.Module, config: JobConfig, beside: Mapping[str, bytes] | None = None) -> str:
@@ -147,14 +146,14 @@ def _write_adapters(
     model: nn.Module, args: ModelArgs, lora: LoRA, base: str | None, folder: str | None
 ) -> None:
     """Write LoRA's factors and their `adapter_config.json` into `folder`."""
-    tensors = peft_tensors(get_model_state_dict(model), args)
+    tensors = _peft_tensors(get_model_state_dict(model), args)
     if folder is None:
         return
     _refuse_not_finite(tensors)
     path = os.path.join(folder, ADAPTER_FILE)
     save_file(tensors, path, metadata={"format": "pt"})
     os.chmod(path, 0o600)
-    settings = adapter_settings(tensors, lora, base)
+    settings = _adapter_settings(tensors, lora, base)
     _write_json(os.path.join(folder, ADAPTER_CONFIG_FILE), settings)
 
 
@@ -170,10 +169,9 @@ def _write_weights(
         name = f"model-{number:05}-of-{len(shards):05}.safetensors"
         if len(shards) == 1:
             name = "model.safetensors"
-        tensors: dict[str, torch.Tensor] = {}
-        for parameter, value in parameters.items():
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-            whole = merged_whole(parameter, whole, state_dict, args.lora)
+        tensors: dict[str, Tensor] = {}
+        for parameter in parameters:
+            whole = _merged_whole(parameter, state_dict, args.lora)
             if folder is not None:
                 for key, tensor in adapter.to_hf({parameter: whole}).items():
                     tensors[key] = tensor.to("cpu", dtype).contiguous()
@@ -190,7 +188,7 @@ def _write_weights(
         _write_json(os.path.join(folder, INDEX_FILE), index)
 
 
-def _refuse_not_finite(tensors: Mapping[str, torch.Tensor]) -> None:
+def _refuse_not_finite(tensors: Mapping[str, Tensor]) -> None:
     """Raise ValueError, one line, if a tensor of an export has a NaN or an infinity."""
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
@@ -202,10 +200,10 @@ def _refuse_not_finite(tensors: Mapping[str, torch.Tensor]) -> None:
 
 def _shards(
     state_dict: dict[str, Any], args: ModelArgs, itemsize: int
-) -> Iterator[dict[str, torch.Tensor]]:
+) -> Iterator[dict[str, Tensor]]:
     """Yield parts of the state dict of at most `SHARD_BYTES`, or of one parameter; a tied one
     once."""
-    part: dict[str, torch.Tensor] = {}
+    part: dict[str, Tensor] = {}
     size = 0
     for name, value in state_dict.items():
         if args.tie_embeddings and name == TIED_OUTPUT:
@@ -226,54 +224,66 @@ def _json(content: Any) -> bytes:
     return json.dumps(content, indent=2).encode() + b"\n"
 
 
-def check_weights(problem: str, folder: str, args: ModelArgs) -> None:
+def _adapter_settings(names: Mapping[str, Any], lora: LoRA, base: str | None) -> dict[str, Any]:
+    """Return the content of `adapter_config.json`.
+
+    Args:
+        names: those of `_peft_tensors`.
+        base: the public name of the model that adapters are for; None leaves the key out.
+    """
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        **({} if base is None else {"base_model_name_or_path": base}),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": sorted({name.split(".")[-3] for name in names}),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,  # alpha / r, not alpha / sqrt(r)
+        "modules_to_save": None,
+        "inference_mode": True,
+    }
+
+
+def _peft_tensors(state_dict: Mapping[str, Any], args: ModelArgs) -> dict[str, Tensor]:
+    """Return all factors as whole fp32 tensors on the CPU, under PEFT's names.
+
+    B's rows are those of its layer's output, in the order of `transformers`.
+    Collective over the FSDP mesh: each factor is gathered.
+    """
     found = {}
-    for path in _safetensors(problem, folder):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118  not a mapping
-                    entry = file.get_slice(name)
-                    found[name] = (tuple(entry.get_shape()), entry.get_dtype())
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{problem}: {path} is broken ({error}); download it again") from error
-    expected = family_of(args).adapter(args, None).to_hf(on_meta(args).state_dict())
-    for name, tensor in expected.items():
-        if name not in found:
-            raise ValueError(
-                f"{problem}: {name} is in none of its *.safetensors; take all files of one model"
-            )
-        size, dtype = found[name]
-        if size != tuple(tensor.shape):
-            raise ValueError(
-                f"{problem}: {name} has shape {list(size)}, but the model's is "
-                f"{list(tensor.shape)}; take weights and {CONFIG_FILE} from one model"
-            )
-        if dtype not in _TRAINED_DTYPES:
-            raise ValueError(
-                f"{problem}: {name} is {dtype}; quantized weights cannot be trained, take those in "
-                "bfloat16 or float32"
-            )
+    for name in filter(is_adapter, state_dict):
+        layer, _, factor = name.removesuffix(".weight").rpartition(".")
+        whole = _whole(state_dict[name]).to("cpu", torch.float32)
+        theirs, order = _rows_for_transformers(layer, state_dict[f"{layer}.weight"].shape, args)
+        if factor == "lora_b":
+            whole = whole[order]
+        found[f"base_model.model.{theirs}.{_PEFT_NAMES[factor]}.weight"] = whole.contiguous()
+    return found
 
 
-def _safetensors(problem: str, folder: str) -> list[str]:
-    """List the files of weights, all that the index names among them."""
-    names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
-    if names == [ADAPTER_FILE]:
-        raise ValueError(
-            f"{problem}: it is an adapter, not a whole model; release its run with --merged and "
-            "name that folder"
-        )
-    if not names:
-        raise ValueError(f"{problem}: it has no *.safetensors; download the model's weights")
-    index = os.path.join(folder, INDEX_FILE)
-    if os.path.exists(index):
-        try:
-            with open(index, encoding="utf-8") as file:
-                listed = set(json.load(file)["weight_map"].values())
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ValueError(f"{problem}: its {INDEX_FILE} is broken; download it again") from error
-        if missing := sorted(listed - set(names)):
-            raise ValueError(
-                f"{problem}: {missing[0]}, which its {INDEX_FILE} names, is missing; download it"
-            )
-    return [os.path.join(folder, name) for name in names]
+def _rows_for_transformers(layer: str, shape: torch.Size, args: ModelArgs) -> tuple[str, Tensor]:
+    """Return a layer's name in `transformers`, and the index of our row for each row of its weight
+    there. The family's adapter is applied to a weight whose values are the row numbers."""
+    rows = torch.arange(shape[0], dtype=torch.int32)[:, None].expand(shape)
+    ((name, moved),) = family_of(args).adapter(args, None).to_hf({f"{layer}.weight": rows}).items()
+    return name.removesuffix(".weight"), moved[:, 0].long()
+
+
+def _merged_whole(name: str, state_dict: Mapping[str, Any], lora: LoRA | None) -> Tensor:
+    """Return a whole weight, with its layer's factors merged into it, in fp32, if it has some.
+
+    Collective over the FSDP mesh: weight and factors are gathered.
+    """
+    whole, layer = _whole(state_dict[name]), name.removesuffix(".weight")
+    if f"{layer}.{FACTORS[0]}.weight" not in state_dict:
+        return whole
+    assert lora is not None
+    a, b = (_whole(state_dict[f"{layer}.{factor}.weight"]) for factor in FACTORS)
+    return merged(whole, a, b, lora.scaling)
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value

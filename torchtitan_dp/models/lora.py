@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.models.parameters import canonical_name, copy_slice_
@@ -76,27 +77,23 @@ class LoRALinear(nn.Linear):
         adapted.scaling = lora.scaling
         return adapted
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Compute (…, out) of (…, in)."""
         return torch.add(super().forward(x), self.lora_b(self.lora_a(x)), alpha=self.scaling)
 
 
-_OF_PEFT = {
-    "q_proj": "wq",
-    "k_proj": "wk",
-    "v_proj": "wv",
-    "o_proj": "wo",
-    "gate_proj": "w1",
-    "down_proj": "w2",
-    "up_proj": "w3",
-}
-"""Our names of layers, by Hugging Face's, which PEFT's `target_modules` has."""
+_OF_PEFT = dict(
+    zip(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj", "up_proj"),
+        ("wq", "wk", "wv", "wo", "w1", "w2", "w3"),
+        strict=True,
+    )
+)
+"""Our names of layers, by those of Hugging Face, which PEFT's `target_modules` has."""
 
 
 def add_adapters(model: nn.Module, blocks: nn.Module, lora: LoRA) -> None:
     """Put factors beside the targets in `blocks`, and freeze all else of `model`, in place.
-
-    Call it where the model is built, so that all other code finds factors like any parameters.
 
     Raises:
         ValueError: one line for the user; a target is no linear layer of the blocks.
@@ -119,7 +116,7 @@ def add_adapters(model: nn.Module, blocks: nn.Module, lora: LoRA) -> None:
             setattr(blocks.get_submodule(parent), name, LoRALinear.over(layer, lora))
 
 
-def draw_factor_(whole: torch.Tensor, name: str, generator: torch.Generator) -> None:
+def draw_factor_(whole: Tensor, name: str, generator: torch.Generator) -> None:
     """Fill a whole factor as Hu et al. begin: B with 0, A uniformly in ± 1 / sqrt(in), as PEFT
     does."""
     assert is_adapter(name)
@@ -141,12 +138,11 @@ def store_frozen(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
+def merged(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     """Return the whole weight, fp32 (out, in), of a plain layer equal to an adapted one.
 
     Args:
-        weight: the frozen (out, in).
-        a, b: the factors (r, in) and (out, r), on its device.
+        weight, a, b: (out, in), (r, in) and (out, r), on one device.
     """
     return torch.addmm(weight.float(), b.float(), a.float(), alpha=scaling)
 

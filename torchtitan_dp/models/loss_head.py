@@ -1,17 +1,14 @@
 """The output layer and the loss in one, in chunks of tokens: the logits are never all there.
 
 A Llama 3's 128k logits a token, in fp32, outgrow everything else at long contexts. Here those of
-one chunk exist at a time, and its gradients are computed along with its loss, so that nothing is
-done twice: as many FLOPs as without chunks. To FSDP2 this is one layer, called once: one gather and
-one reduction a microbatch.
+one chunk exist at a time, and its gradients are computed along with its loss: as many FLOPs as
+without chunks. To FSDP2 this is one layer, called once: one gather and one reduction a microbatch.
 
 With several samples the weight's per-sample gradients are formed in the forward pass as well, and
-their sums over cp start there. This costs no memory: the loss head is the last in the forward pass
-and the first in backward, so what is formed at the end of the one would be formed at the beginning
-of the other, and it is kept till the end of backward in both. While a sample is formed, one whole
-gradient of the weight exists, and one more that is being reduced. The order of collectives is the
-program's, the same on all ranks: the head's reduce-scatters, then those of backward. What backward
-knows first is what each loss was multiplied by; gradients are linear in it, and multiplied then.
+their sums over cp start there: the loss head is the last in forward and the first in backward, so
+that this costs no memory. While a sample is formed, one whole gradient of the weight exists, and
+one more that is being reduced. The order of collectives is the same on all ranks: the head's
+reduce-scatters, then those of backward, which first multiplies by the gradient of each loss.
 
 Guarantee:
     Loss b, and the gradient formed for it, depend on sample b alone.
@@ -22,16 +19,17 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 
 from torchtitan_dp.gradients.fsdp import RowLayout
 from torchtitan_dp.gradients.layers import PerSampleLayer, register_per_sample
 from torchtitan_dp.gradients.operands import Products, add_product_, write_product_
-from torchtitan_dp.models.token_loss import losses_to_gradients_
+from torchtitan_dp.models.loss import losses_to_gradients_
+from torchtitan_dp.models.tiles import tiles
 
 
 class LossHead(nn.Linear):
-    """Wraps an output layer that, given labels, returns `models.loss.per_sample_loss` of its
-    logits; given labels alone, `models.loss.token_losses`."""
+    """An output layer that, given labels, returns losses in place of logits (see `models.loss`)."""
 
     chunk_tokens: int
 
@@ -45,13 +43,10 @@ class LossHead(nn.Linear):
         return head
 
     def forward(
-        self,
-        h_BTD: torch.Tensor,
-        labels_BT: torch.Tensor | None = None,
-        targets_B: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return logits; with labels and targets, fp32 losses of shape (B,), see
-        `per_sample_loss`; with labels alone, and without gradients, fp32 losses of shape (B, T)."""
+        self, h_BTD: Tensor, labels_BT: Tensor | None = None, targets_B: Tensor | None = None
+    ) -> Tensor:
+        """Return logits; with labels and targets, fp32 `per_sample_loss` (B,); with labels alone,
+        and without gradients, fp32 `token_losses` (B, T)."""
         if labels_BT is None:
             return super().forward(h_BTD)
         if targets_B is None:
@@ -62,56 +57,47 @@ class LossHead(nn.Linear):
 
 
 def _chunk(
-    h_ND: torch.Tensor, labels_N: torch.Tensor, weight_VD: torch.Tensor, scale_N: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the fp32 losses of some tokens, and the gradient of their logits in the logits'
-    dtype.
-
-    Args:
-        scale_N: fp32: what each token's loss is multiplied by. Ignored tokens count 0.
-    """
+    h_ND: Tensor, labels_N: Tensor, weight_VD: Tensor, scale_N: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute the fp32 losses of some tokens, times fp32 scales, and the gradient of their logits
+    in the logits' dtype."""
     logits_NV = h_ND @ weight_VD.T
     return losses_to_gradients_(logits_NV, labels_N, scale_N), logits_NV
 
 
-def _token_losses(
-    h_BTD: torch.Tensor, labels_BT: torch.Tensor, weight_VD: torch.Tensor, chunk_tokens: int
-) -> torch.Tensor:
-    """Compute each token's fp32 loss, (B, T)."""
+def _token_losses(h_BTD: Tensor, labels_BT: Tensor, weight_VD: Tensor, chunk_tokens: int) -> Tensor:
     assert not torch.is_grad_enabled(), "a token's loss has no gradient here"
     loss_BT = torch.empty_like(labels_BT, dtype=torch.float32)
     for loss_T, h_TD, labels_T in zip(loss_BT, h_BTD, labels_BT, strict=True):
-        for tokens in _chunks(len(h_TD), chunk_tokens):
+        for tokens in tiles(len(h_TD), chunk_tokens):
             scale_N = torch.ones_like(loss_T[tokens])
             loss_T[tokens], _ = _chunk(h_TD[tokens], labels_T[tokens], weight_VD, scale_N)
     return loss_BT
 
 
-def _scales(targets_B: torch.Tensor) -> torch.Tensor:
-    """Return what each sample's summed loss is multiplied by; 1 where it has no targets."""
+def _scales(targets_B: Tensor) -> Tensor:
+    """Return the factors that make sums means, fp32; 1 where a sample has no targets."""
     return 1 / targets_B.clamp(min=1).float()
 
 
 def _sample(
-    h_TD: torch.Tensor,
-    labels_T: torch.Tensor,
-    weight_VD: torch.Tensor,
-    scale: torch.Tensor,
+    h_TD: Tensor,
+    labels_T: Tensor,
+    weight_VD: Tensor,
+    scale: Tensor,
     chunk_tokens: int,
-    grad_h_TD: torch.Tensor | None,
-    grad_weights: Sequence[tuple[slice, torch.Tensor]],
-) -> torch.Tensor:
-    """Compute one sample's fp32 loss, and its gradients in the same pass.
+    grad_h_TD: Tensor | None,
+    grad_weights: Sequence[tuple[slice, Tensor]],
+) -> Tensor:
+    """Compute one sample's loss, times the fp32 `scale`, and its gradients in the same pass.
 
     Args:
-        scale: fp32 scalar: what the loss is multiplied by.
-        grad_h_TD: to be written to; None if it is not needed.
-        grad_weights: ranges of the weight's rows, each with the fp32 memory that its gradient is
-            written to.
+        grad_h_TD: is written to; None if it is not needed.
+        grad_weights: ranges of the weight's rows, each with the fp32 memory for its gradient.
     """
     assert len(h_TD) > 0, "without tokens no gradient would be written"
     loss = torch.zeros_like(scale)
-    for tokens in _chunks(len(h_TD), chunk_tokens):
+    for tokens in tiles(len(h_TD), chunk_tokens):
         scale_N = scale.expand(tokens.stop - tokens.start)
         loss_N, grad_NV = _chunk(h_TD[tokens], labels_T[tokens], weight_VD, scale_N)
         loss += loss_N.sum()
@@ -124,19 +110,19 @@ def _sample(
 
 
 class _OneSample(torch.autograd.Function):
-    """Computes gradients along with the loss; of several samples only if the weight is not
-    trained. Then a second backward pass over the same graph computes them again."""
+    """Computes gradients along with the loss; of several samples only if the weight is not trained.
+    A second backward pass over the same graph computes them again."""
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
-        h_BTD: torch.Tensor,
-        labels_BT: torch.Tensor,
-        targets_B: torch.Tensor,
-        weight_VD: torch.Tensor,
+        h_BTD: Tensor,
+        labels_BT: Tensor,
+        targets_B: Tensor,
+        weight_VD: Tensor,
         chunk_tokens: int,
         differentiate: bool,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         h_needed, _, _, weight_needed, _, _ = ctx.needs_input_grad
         merges = differentiate and weight_needed and len(h_BTD) > 1
         assert not merges, "samples would be merged before they are clipped"
@@ -166,7 +152,7 @@ class _OneSample(torch.autograd.Function):
         return torch.stack(losses)
 
     @staticmethod
-    def backward(ctx: Any, grad_loss_B: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_loss_B: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         gradients, ctx.gradients = ctx.gradients, None
         grad_h, grad_weight = gradients or (_input_gradients(ctx), None)
         if grad_h is not None:
@@ -176,8 +162,8 @@ class _OneSample(torch.autograd.Function):
         return grad_h, None, None, grad_weight, None, None
 
 
-def _input_gradients(ctx: Any) -> torch.Tensor:
-    """Compute again what the loss head's input was found to have for a gradient."""
+def _input_gradients(ctx: Any) -> Tensor:
+    """Compute the gradient of the loss head's input again."""
     h_BTD, labels_BT, weight_VD, scale_B = ctx.saved_tensors
     grad_h_BTD = torch.empty_like(h_BTD)
     for h_TD, labels_T, scale, grad_h_TD in zip(h_BTD, labels_BT, scale_B, grad_h_BTD, strict=True):
@@ -193,17 +179,17 @@ class _SeveralSamples(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any,
         layer: PerSampleLayer,
-        h_BTD: torch.Tensor,
-        labels_BT: torch.Tensor,
-        targets_B: torch.Tensor,
-        weight_VD: torch.Tensor,
-    ) -> torch.Tensor:
+        h_BTD: Tensor,
+        labels_BT: Tensor,
+        targets_B: Tensor,
+        weight_VD: Tensor,
+    ) -> Tensor:
         assert isinstance(layer, LossHead)
         scale_B = _scales(targets_B)
         grad_h_BTD = torch.empty_like(h_BTD) if ctx.needs_input_grad[1] else None
         loss_B = torch.empty_like(scale_B)
 
-        def write(layout: RowLayout, whole: torch.Tensor, samples: slice) -> None:
+        def write(layout: RowLayout, whole: Tensor, samples: slice) -> None:
             chunks = list(layout.chunks(whole))
             for place, sample in enumerate(range(samples.start, samples.stop)):
                 loss_B[sample] = _sample(
@@ -222,7 +208,7 @@ class _SeveralSamples(torch.autograd.Function):
         return loss_B
 
     @staticmethod
-    def backward(ctx: Any, grad_loss_B: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_loss_B: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (formed, grad_h), ctx.formed, ctx.grad_h_BTD = (ctx.formed, ctx.grad_h_BTD), None, None
         ctx.layer.sink.add(ctx.layer.parameter_names["weight"], formed, grad_loss_B)
         if grad_h is not None:
@@ -239,11 +225,11 @@ class _OutputsKept(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any,
         layer: PerSampleLayer,
-        h_BTD: torch.Tensor,
-        labels_BT: torch.Tensor,
-        targets_B: torch.Tensor,
-        weight_VD: torch.Tensor,
-    ) -> torch.Tensor:
+        h_BTD: Tensor,
+        labels_BT: Tensor,
+        targets_B: Tensor,
+        weight_VD: Tensor,
+    ) -> Tensor:
         assert isinstance(layer, LossHead)
         scale_B = _scales(targets_B)
         loss_B, grad_BTV = _losses_and_outputs(layer, h_BTD, labels_BT, weight_VD, scale_B)
@@ -252,7 +238,7 @@ class _OutputsKept(torch.autograd.Function):
         return loss_B
 
     @staticmethod
-    def backward(ctx: Any, grad_loss_B: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_loss_B: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         h_BTD, labels_BT, weight_VD, scale_B = ctx.saved_tensors
         layer, grad_BTV, ctx.grad_BTV = ctx.layer, ctx.grad_BTV, None
         if grad_BTV is None:
@@ -266,18 +252,14 @@ class _OutputsKept(torch.autograd.Function):
 
 
 def _losses_and_outputs(
-    layer: LossHead,
-    h_BTD: torch.Tensor,
-    labels_BT: torch.Tensor,
-    weight_VD: torch.Tensor,
-    scale_B: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    layer: LossHead, h_BTD: Tensor, labels_BT: Tensor, weight_VD: Tensor, scale_B: Tensor
+) -> tuple[Tensor, Tensor]:
     """Compute fp32 losses (B,), and their gradients by all logits (B, T, V)."""
     grad_BTV = h_BTD.new_empty((*h_BTD.shape[:2], len(weight_VD)))
     losses = []
     for h_TD, labels_T, scale, grad_TV in zip(h_BTD, labels_BT, scale_B, grad_BTV, strict=True):
         loss = torch.zeros_like(scale)
-        for tokens in _chunks(len(h_TD), layer.chunk_tokens):
+        for tokens in tiles(len(h_TD), layer.chunk_tokens):
             torch.mm(h_TD[tokens], weight_VD.T, out=grad_TV[tokens])
             labels_N = labels_T[tokens]
             loss += losses_to_gradients_(grad_TV[tokens], labels_N, scale.expand_as(labels_N)).sum()
@@ -291,10 +273,10 @@ class _AsTheSinkAsks:
     def apply(
         self,
         layer: PerSampleLayer,
-        h_BTD: torch.Tensor,
-        labels_BT: torch.Tensor | None = None,
-        targets_B: torch.Tensor | None = None,
-        *weight: torch.Tensor,
+        h_BTD: Tensor,
+        labels_BT: Tensor | None = None,
+        targets_B: Tensor | None = None,
+        *weight: Tensor,
     ) -> Any:
         name = layer.parameter_names["weight"]
         kept = layer.sink.keeps_outputs(name, h_BTD.shape[1])
@@ -303,7 +285,3 @@ class _AsTheSinkAsks:
 
 
 register_per_sample(LossHead, _AsTheSinkAsks())
-
-
-def _chunks(tokens: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]

@@ -49,9 +49,9 @@ def parallelize(
     """Apply CP, AC, `torch.compile` and FSDP2 to a model on the meta device, in place.
 
     With privacy, gradients are reduced within the `fsdp` mesh only, by the later
-    `set_custom_reduce_scatter`; parameters are fp32 shards over `fsdp`, also when
-    that mesh has one rank (which keeps the bf16 / fp32 semantics the same on every mesh). Where
-    `privacy.gradient_method` needs per-sample layers, layers form per-sample gradients instead.
+    `set_custom_reduce_scatter`; parameters are fp32 shards over `fsdp`, also of one rank, so that
+    bf16 and fp32 mean the same on every mesh. Where `privacy.gradient_method` needs per-sample
+    layers, layers form per-sample gradients instead.
     """
     parallelism = job_config.parallelism
     if job_config.training.mixed_precision_param == "float16":

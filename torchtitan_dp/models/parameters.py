@@ -6,6 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -27,30 +28,30 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor: its shard, or all of one that is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
-def overflow(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return, on their device, 1.0 if this rank's parts of the tensors have a NaN, an infinity, or
-    together a norm whose square is none of fp32's numbers, else 0.0.
+def overflow(tensors: Iterable[Tensor]) -> Tensor:
+    """Return 1.0 if this rank's parts of the tensors have a NaN, an infinity, or together a norm
+    whose square fp32 does not have, else 0.0; on their device, so that the host does not wait.
 
-    The host does not wait for it. Weights above 1.8e19 are still numbers, but products with them
-    are not.
+    Weights above 1.8e19 are still numbers, but products with them are not.
     """
     norm = nn.utils.get_total_norm([local_part(tensor) for tensor in tensors])
     return (~norm.float().square().isfinite()).float()
 
 
-def first_overflow(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+def first_overflow(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Return the canonical name of the first tensor that overflows on this rank, or ""."""
     found = (canonical_name(name) for name, tensor in tensors if overflow([tensor]).item())
     return next(found, "")
 
 
-def copy_slice_(parameter: torch.Tensor, whole: torch.Tensor) -> None:
+def copy_slice_(parameter: Tensor, whole: Tensor) -> None:
+    """Copy this rank's slice of a whole tensor into a parameter."""
     if not isinstance(parameter, DTensor):
         parameter.copy_(whole)
         return
@@ -62,8 +63,8 @@ def copy_slice_(parameter: torch.Tensor, whole: torch.Tensor) -> None:
 
 
 def in_threads(
-    draws: Sequence[Callable[[], torch.Tensor]], threads: int | None = None
-) -> Iterator[torch.Tensor]:
+    draws: Sequence[Callable[[], Tensor]], threads: int | None = None
+) -> Iterator[Tensor]:
     """Yield what each call returns, in order; as many run at once as this process has threads.
 
     A generator's draws are one after the other, so a thread takes a whole parameter. No more of
@@ -73,7 +74,7 @@ def in_threads(
         threads: default: PyTorch's number, which is OMP_NUM_THREADS; at most 8.
     """
     threads = threads or min(torch.get_num_threads(), 8)
-    begun: deque[Future[torch.Tensor]] = deque()
+    begun: deque[Future[Tensor]] = deque()
     with ThreadPoolExecutor(threads) as pool:
         for draw in draws:
             if len(begun) == threads:

@@ -1,7 +1,8 @@
 """The parts of a model for private training that are the same in every family.
 
-A family has two classes, each with TorchTitan's own as the second base: arguments with
-`PrivateArgs`, a model with `PrivateModel`. A model adds its table of rotary embeddings.
+A family has three classes, each with TorchTitan's own as the second base: arguments with
+`PrivateArgs`, a model with `PrivateModel`, which adds its table of rotary embeddings, and with
+`PrivateAdapter` the conversion of its weights to Hugging Face's names and back.
 """
 
 import contextlib
@@ -15,10 +16,18 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan_dp.models.feed_forward import TiledBlock
-from torchtitan_dp.models.lora import LoRA, add_adapters, draw_factor_, is_adapter, lora_of
+from torchtitan_dp.models.lora import (
+    LoRA,
+    add_adapters,
+    draw_factor_,
+    is_adapter,
+    lora_of,
+    without_adapters,
+)
 from torchtitan_dp.models.loss import per_sample_loss, token_losses
 from torchtitan_dp.models.loss_head import LossHead
 from torchtitan_dp.models.parameters import canonical_name, copy_slice_, in_threads
@@ -56,19 +65,29 @@ class PrivateArgs:
         self.lora = lora_of(job_config)
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-        """Return the number of parameters, and the FLOPs of a token as TorchTitan counts them,
-        without the gradients of frozen weights."""
+        """Count parameters, and a token's FLOPs without the gradients of frozen weights."""
         parameters, flops = super().get_nparams_and_flops(model, seq_len)  # type: ignore[misc]
         embeddings = {id(p) for p in model.tok_embeddings.parameters()}  # type: ignore[union-attr]
         of_products = (p for p in model.parameters() if id(p) not in embeddings)
         return parameters, flops - 2 * sum(p.numel() for p in of_products if not p.requires_grad)
 
 
-class PrivateModel(nn.Module):
-    """A decoder with per-sample losses, adapters, and initial weights that depend on no mesh.
+class PrivateAdapter:
+    """Leaves out LoRA's factors, which no file of a whole model has."""
 
-    TorchTitan's model, the second base, has `tok_embeddings`, `layers`, `norm` and `output`.
-    """
+    def __init__(self, model_args: Any, hf_assets_path: str | None) -> None:
+        # TorchTitan reads an index there, which only matters for saving.
+        super().__init__(model_args, None)  # type: ignore[call-arg]
+        self.hf_assets_path = hf_assets_path or None
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Convert to Hugging Face's names and layout."""
+        converted: dict[str, Any] = super().to_hf(without_adapters(state_dict))  # type: ignore[misc]
+        return converted
+
+
+class PrivateModel(nn.Module):
+    """A decoder with per-sample losses, adapters, and initial weights that depend on no mesh."""
 
     rotary_name: str
     """The name of the buffer of rotary embeddings."""
@@ -84,7 +103,7 @@ class PrivateModel(nn.Module):
         super().__init__(model_args)
         self.model_args = model_args
         # Wraps the call of a block, by the block's input.
-        self.around_block: Callable[[torch.Tensor], AbstractContextManager[None]] = lambda _: (
+        self.around_block: Callable[[Tensor], AbstractContextManager[None]] = lambda _: (
             contextlib.nullcontext()
         )
         if model_args.tie_embeddings:
@@ -92,20 +111,20 @@ class PrivateModel(nn.Module):
         if model_args.lora is not None:
             add_adapters(self, self.layers, model_args.lora)
 
-    def rotary_table(self) -> torch.Tensor:
+    def rotary_table(self) -> Tensor:
         """Compute the buffer of rotary embeddings, by position."""
         raise NotImplementedError
 
     def forward(
         self,
-        tokens: torch.Tensor,
+        tokens: Tensor,
         attention_masks: None = None,
-        positions: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        targets: torch.Tensor | None = None,
+        positions: Tensor | None = None,
+        labels: Tensor | None = None,
+        targets: Tensor | None = None,
     ) -> Any:
-        """Return logits (B, T, V); with labels and targets, their `models.loss.per_sample_loss`;
-        with labels alone, and without gradients, their `models.loss.token_losses`.
+        """Return logits (B, T, V); with labels and targets, their `per_sample_loss`; with labels
+        alone, and without gradients, their `token_losses`.
 
         Args:
             positions: int64 (1 or B, T), of this rank's tokens; the same for all samples.
@@ -154,8 +173,8 @@ class PrivateModel(nn.Module):
             copy_slice_(parameter, whole)
 
     @torch.no_grad()  # which a thread does not inherit
-    def _drawn(self, name: str, shape: torch.Size) -> torch.Tensor:
-        """Draw the whole parameter of that name, fp32 on the CPU, from a generator of its own."""
+    def _drawn(self, name: str, shape: torch.Size) -> Tensor:
+        """Draw a whole parameter, fp32 on the CPU, from a generator of its own."""
         whole = torch.empty(shape, dtype=torch.float32, device="cpu")
         digest = hashlib.sha256(f"{self.model_args.init_seed}/{name}".encode()).digest()
         seed = int.from_bytes(digest[:4], "big")  # 32 bits suffice: initial weights are public
@@ -168,8 +187,8 @@ class PrivateModel(nn.Module):
             self._initialize_(whole, name, generator)
         return whole
 
-    def _initialize_(self, whole: torch.Tensor, name: str, generator: torch.Generator) -> None:
-        """Draw the whole matrix of that name, in place, from TorchTitan's distribution."""
+    def _initialize_(self, whole: Tensor, name: str, generator: torch.Generator) -> None:
+        """Draw a whole matrix, in place, from TorchTitan's distribution."""
         args = self.model_args
         if name == "output.weight" or (args.tie_embeddings and name == "tok_embeddings.weight"):
             std = args.dim**-0.5

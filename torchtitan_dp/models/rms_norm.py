@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 
 from torchtitan_dp.gradients.layers import PerSampleLayer, register_per_sample
 from torchtitan_dp.gradients.operands import Existing
@@ -15,7 +16,7 @@ from torchtitan_dp.gradients.operands import Existing
 class LeanRMSNorm(nn.RMSNorm):
     """An `nn.RMSNorm` that is computed by `rms_norm`; `use_lean_norms` converts modules to it."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
 
@@ -31,32 +32,28 @@ def use_lean_norms(model: nn.Module) -> None:
 
 
 def rms_norm(
-    x: torch.Tensor,
+    x: Tensor,
     normalized_shape: tuple[int, ...],
-    weight: torch.Tensor | None = None,
+    weight: Tensor | None = None,
     eps: float | None = None,
-) -> torch.Tensor:
-    """Compute `torch.nn.functional.rms_norm` over the last dimension, in fp32 or wider.
-
-    Args:
-        x: (…, D), of any floating dtype, which the result has too.
-        weight: (D,).
-    """
+) -> Tensor:
+    """Compute `torch.nn.functional.rms_norm` of x, (…, D) of any floating dtype, in fp32 or wider,
+    with a weight (D,)."""
     assert normalized_shape == x.shape[-1:], "over the last dimension only"
-    return cast(torch.Tensor, _RMSNorm.apply(x, weight, _eps(eps, x)))
+    return cast(Tensor, _RMSNorm.apply(x, weight, _eps(eps, x)))
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, eps: float
-    ) -> torch.Tensor:
+        ctx: Any, x: Tensor, weight: Tensor | None, eps: float
+    ) -> Tensor:
         y, scale = _norm(x, weight, eps)
         ctx.save_for_backward(x, scale, weight)
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, scale, weight = ctx.saved_tensors
         x_needed, weight_needed, _ = ctx.needs_input_grad
         grad_x, products = _gradients(x, scale, weight, grad_y, x_needed)
@@ -72,8 +69,8 @@ class _OfSamples(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, layer: PerSampleLayer, x: torch.Tensor, weight: torch.Tensor
-    ) -> torch.Tensor:
+        ctx: Any, layer: PerSampleLayer, x: Tensor, weight: Tensor
+    ) -> Tensor:
         assert isinstance(layer, nn.RMSNorm)
         y, scale = _norm(x, weight, _eps(layer.eps, x))
         ctx.layer = layer
@@ -81,7 +78,7 @@ class _OfSamples(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, scale = ctx.saved_tensors
         layer, (_, x_needed, weight_needed) = ctx.layer, ctx.needs_input_grad
         grad_x, products = _gradients(x, scale, layer.weight.detach(), grad_y, x_needed)
@@ -95,9 +92,7 @@ class _OfSamples(torch.autograd.Function):
 register_per_sample(LeanRMSNorm, _OfSamples)
 
 
-def _norm(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """Return the norm in the dtype of `x`, and 1 / rms(x), (…, 1), in fp32 or wider.
 
     Nothing is done in place, and no cast that does nothing: torch 2.11 compiles a function that
@@ -112,12 +107,8 @@ def _norm(
 
 
 def _gradients(
-    x: torch.Tensor,
-    scale: torch.Tensor,
-    weight: torch.Tensor | None,
-    grad_y: torch.Tensor,
-    x_needed: bool,
-) -> tuple[torch.Tensor | None, torch.Tensor]:
+    x: Tensor, scale: Tensor, weight: Tensor | None, grad_y: Tensor, x_needed: bool
+) -> tuple[Tensor | None, Tensor]:
     """Return the gradient of `x`, if needed, and each token's part of the weight's gradient."""
     normed, wide_grad_y = _wide(x) * scale, _wide(grad_y)
     products = normed * wide_grad_y
@@ -131,10 +122,10 @@ def _gradients(
     return grad_normed.addcmul_(normed, along, value=-1).mul_(scale).to(x.dtype), products
 
 
-def _eps(eps: float | None, x: torch.Tensor) -> float:
+def _eps(eps: float | None, x: Tensor) -> float:
     """Return PyTorch's default for an unset epsilon."""
     return torch.finfo(x.dtype).eps if eps is None else eps
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
+def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))

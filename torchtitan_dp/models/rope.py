@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torchtitan_dp.config import JobConfig
 
 
-def _positions_per_radian(theta: float, head_size: int) -> torch.Tensor:
+def _positions_per_radian(theta: float, head_size: int) -> Tensor:
     """Return the positions in a radian, for each pair of a head's values."""
     return theta ** (torch.arange(0, head_size, 2).float() / head_size)
 
@@ -31,7 +32,7 @@ class LinearScaling:
         """The factor of cosines and sines."""
         return 1.0
 
-    def inverse_frequencies(self, theta: float, head_size: int) -> torch.Tensor:
+    def inverse_frequencies(self, theta: float, head_size: int) -> Tensor:
         """Return the angle of a position of 1, for each pair of a head's values."""
         return 1.0 / _positions_per_radian(theta, head_size) / self.factor
 
@@ -68,7 +69,7 @@ class Yarn:
             return self.given_attention_factor
         return mscale(self.factor)
 
-    def inverse_frequencies(self, theta: float, head_size: int) -> torch.Tensor:
+    def inverse_frequencies(self, theta: float, head_size: int) -> Tensor:
         """Return the angle of a position of 1, for each pair of a head's values."""
         turns = self.beta_fast, self.beta_slow
         first, last = (self._pair(number, theta, head_size) for number in turns)
@@ -112,13 +113,9 @@ def mscale(factor: float, weight: float = 1.0) -> float:
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def scaled_angles(args: Any) -> tuple[torch.Tensor, float]:
-    """Return the angles of a model's table, fp32 (position, pair), and the factor of their cosines
-    and sines.
-
-    Args:
-        args: with a scaling in `rope`.
-    """
+def scaled_angles(args: Any) -> tuple[Tensor, float]:
+    """Return the angles of a model's table, fp32 (position, pair), by the scaling in `args.rope`,
+    and the factor of their cosines and sines."""
     positions = torch.arange(args.max_seq_len)
     with torch.device("cpu"):  # as `transformers`: a GPU's powers may round differently
         frequencies = args.rope.inverse_frequencies(args.rope_theta, args.head_size)

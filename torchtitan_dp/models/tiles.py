@@ -45,8 +45,8 @@ class Linear:
         return y_NP
 
     def backward(self, x_ND: Tensor, grad_NP: Tensor, into_ND: Tensor | None, sums: Sums) -> Tensor:
-        """Add the gradients of weight and factors to `sums`, and that of x to `into_ND`, in place;
-        return it."""
+        """Add the gradients of weight and factors to `sums`, and that of x to `into_ND`, which is
+        returned."""
         if into_ND is None:
             into_ND = grad_NP @ self.weight_PD
         else:
@@ -78,11 +78,8 @@ class NormedLayers:
     def of(
         cls, norm: nn.RMSNorm, layers: Sequence[nn.Module], samples: int
     ) -> tuple["NormedLayers", list[Tensor]]:
-        """Return the layers and their parameters.
-
-        Args:
-            samples: B of the input: 1 where a parameter is trained.
-        """
+        """Return the layers and their parameters, for an input of so many samples: 1 where a
+        parameter is trained."""
         assert norm.eps is not None
         parameters: list[Any] = [norm.weight]
         scalings = []
@@ -96,7 +93,7 @@ class NormedLayers:
         return cls(isinstance(norm, LeanRMSNorm), norm.eps, tuple(scalings)), parameters
 
     def by_layer(self, values: Sequence[Any]) -> list[list[Any]]:
-        """Split what there is of each parameter, behind the norm's: of weight, or weight and
+        """Split one value a parameter, but for the norm's, by layer: weight, or weight and
         factors."""
         rest = iter(values[1:])
         return [[next(rest) for _ in range(1 if s is None else 3)] for s in self.scalings]

@@ -13,7 +13,7 @@ import numpy as np
 import torch.nn as nn
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.checks import mesh_degrees
+from torchtitan_dp.config.derived import mesh_degrees
 from torchtitan_dp.models.families import ModelArgs, on_meta
 
 

@@ -28,7 +28,7 @@ from torchtitan.distributed import ParallelDims
 
 from torchtitan_dp import momentum, optimizer
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.checks import mesh_degrees
+from torchtitan_dp.config.derived import mesh_degrees
 from torchtitan_dp.distributed import offload
 from torchtitan_dp.gradients import randomized_norm
 from torchtitan_dp.gradients.clipped_sum import ClippedSum

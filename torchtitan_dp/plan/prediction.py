@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import cast
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.checks import mesh_degrees
+from torchtitan_dp.config.derived import mesh_degrees
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.families import ModelArgs
 from torchtitan_dp.models.hugging_face import shape

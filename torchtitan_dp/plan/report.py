@@ -7,8 +7,7 @@ from typing import Any
 
 from torchtitan_dp.checkpoint.plan import Plan, steps_within
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.checks import mesh_degrees
-from torchtitan_dp.config.derived import feed_forward_chunk, heldout_units, unit_word
+from torchtitan_dp.config.derived import feed_forward_chunk, heldout_units, mesh_degrees, unit_word
 from torchtitan_dp.distributed.host_memory import available_bytes
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger.account import explain

@@ -31,8 +31,8 @@ from torchtitan_dp.data.samples import Samples
 from torchtitan_dp.data.tokenizer import ByteTokenizer, from_hub, load_tokenizer
 from torchtitan_dp.distributed.cpu import has_accelerator
 from torchtitan_dp.models.families import ModelArgs, on_meta
-from torchtitan_dp.models.hugging_face import origin, shape
-from torchtitan_dp.models.hugging_face_weights import EXPORT_FOLDER, check_weights, tokenizer_files
+from torchtitan_dp.models.hugging_face import check_weights, origin, shape
+from torchtitan_dp.models.hugging_face_weights import EXPORT_FOLDER, tokenizer_files
 from torchtitan_dp.models.parameters import trainable_parameters
 from torchtitan_dp.privacy.clipping import clip_policy
 

@@ -21,7 +21,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 
 from torchtitan_dp import momentum
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.checks import mesh_degrees
+from torchtitan_dp.config.derived import mesh_degrees
 from torchtitan_dp.distributed.host_memory import available_bytes, page_locked_bytes
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.models.families import ModelArgs, parameter_count, trained_count

@@ -1,6 +1,6 @@
 """The section `[privacy]` of the configuration: a plain dataclass below all that reads it.
 
-The docstring below each field is its reference, as in `config/schema.py`.
+The docstring below each field is its reference, as in `config/__init__.py`.
 """
 
 from dataclasses import dataclass, field

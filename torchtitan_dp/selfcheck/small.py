@@ -21,8 +21,7 @@ from torchtitan.distributed import ParallelDims
 
 from torchtitan_dp import momentum
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.checks import mesh_degrees
-from torchtitan_dp.config.derived import ALIGNED_TOKENS, feed_forward_chunk, ladder
+from torchtitan_dp.config.derived import ALIGNED_TOKENS, feed_forward_chunk, ladder, mesh_degrees
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.distributed.attention import HEADS_APART_FROM
 from torchtitan_dp.distributed.cpu import has_accelerator

@@ -142,8 +142,8 @@ MUTANTS = [
         6,
         "a shard without its positions",
         "models/loss.py",
-        "targets=targets_B, **positions\n",
-        "targets=targets_B\n",
+        "targets=targets_B, **positions)",
+        "targets=targets_B)",
         (f"{EXACT}test_ring_variants[2-headtail-allgather]",),
     ),
     Mutant(

@@ -45,22 +45,15 @@ def add_and_norm(
 
 
 def rotate(q_BTHF: Tensor, k_BTHF: Tensor, angles_TF2: Tensor) -> tuple[Tensor, Tensor]:
-    """Apply rotary embeddings, in fp32: pairs of neighbours are turned as complex numbers.
-
-    Args:
-        q_BTHF, k_BTHF: heads of queries and of keys; F is a head's size.
-        angles_TF2: fp32 `(T, F / 2, 2)`: cosine and sine for each position and pair.
-    """
+    """Turn pairs of neighbours in heads of size F as complex numbers, in fp32; `angles_TF2` is
+    fp32 (T, F / 2, 2), the cosine and sine of each position and pair."""
     return _turned(q_BTHF, angles_TF2), _turned(k_BTHF, angles_TF2)
 
 
 def _turned(x_BTHF: Tensor, angles_TF2: Tensor) -> Tensor:
     cosine_T1F, sine_T1F = angles_TF2[:, None].unbind(-1)
     real, imaginary = x_BTHF.float().unflatten(-1, (-1, 2)).unbind(-1)
-    turned = (
-        real * cosine_T1F - imaginary * sine_T1F,
-        real * sine_T1F + imaginary * cosine_T1F,
-    )
+    turned = (real * cosine_T1F - imaginary * sine_T1F, real * sine_T1F + imaginary * cosine_T1F)
     return torch.stack(turned, dim=-1).flatten(-2).to(x_BTHF.dtype)
 
 
@@ -75,11 +68,7 @@ class Regions:
 
 
 def compiled(backend: str) -> Regions:
-    """Compile each region into one graph; a second length makes it dynamic.
-
-    Args:
-        backend: `torch.compile`'s, as `compile.backend`.
-    """
+    """Compile each region into one graph; a second length makes it dynamic."""
     compile_: Any = functools.partial(torch.compile, backend=backend, fullgraph=True)
     return Regions(compile_(norm), compile_(add_and_norm), compile_(rotate), compile_(swiglu))
 
@@ -90,11 +79,7 @@ class RegionBlock(TransformerBlock):
     regions: Regions
 
     def forward(  # type: ignore[no-untyped-def, override]
-        self,
-        x: Tensor,
-        freqs_cis: Tensor,
-        attention_masks: None,
-        positions: Tensor | None = None,
+        self, x: Tensor, freqs_cis: Tensor, attention_masks: None, positions: Tensor | None = None
     ) -> Tensor:
         """As TorchTitan's: x is (B, T, D), freqs_cis complex (T or more, F / 2)."""
         assert attention_masks is None, "attention is causal"

@@ -17,13 +17,7 @@ from torch import Tensor
 from torchtitan.models.llama3.model.model import Attention, apply_rotary_emb
 
 from torchtitan_dp.models.feed_forward import TiledBlock, Tiling
-from torchtitan_dp.models.tiles import (
-    NormedLayers,
-    NormOfTile,
-    new_sums,
-    rounded,
-    tiles,
-)
+from torchtitan_dp.models.tiles import NormedLayers, NormOfTile, new_sums, rounded, tiles
 
 
 class TiledAttention(nn.Module):
@@ -54,16 +48,13 @@ class TiledLlamaBlock(TiledBlock):
 def queries_keys_values(
     x_BTD: Tensor, norm: nn.RMSNorm, attention: Attention, rotary_TF: Tensor, tokens: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute rotated queries and keys, and values, of norm(x), tile by tile.
+    """Compute rotated queries and keys, and values, of norm(x), (B, T, heads, F) each.
 
     Args:
         x_BTD: with B = 1 where a parameter is trained.
         attention: with `wq`, `wk`, `wv`, which may have LoRA's factors.
         rotary_TF: complex, for each of x's tokens and pair of a head's values.
         tokens: in a tile.
-
-    Returns:
-        (B, T, heads, F) each.
     """
     of_order = [attention.wq, attention.wk, attention.wv]
     layers, parameters = NormedLayers.of(norm, of_order, len(x_BTD))

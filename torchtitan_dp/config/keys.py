@@ -1,0 +1,185 @@
+"""The values that a user gives in a TOML and on the command line, by the schema's keys and types.
+
+A mistake is one plain line; TorchTitan's own parser prints boxes and Python's names of types.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Collection, Iterator
+from typing import Any
+
+_OTHER_NAMES = {"peft": "lora", "dp": "privacy"}
+"""Other projects' names of sections."""
+
+
+def keys(schema: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield all keys, as `section.key`, with their annotations."""
+    for field in dataclasses.fields(schema):
+        if dataclasses.is_dataclass(field.type):
+            yield from keys(field.type, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, field.type
+
+
+def check_toml(values: dict[str, Any], schema: Any, path: str, prefix: str = "") -> None:
+    """Refuse unknown keys, and values of another type than their key's.
+
+    A misspelt key would silently keep its default.
+
+    Args:
+        values: the content of the file, by section.
+        path: the file, for messages.
+
+    Raises:
+        ValueError: one line for the user.
+    """
+    fields = {field.name: field.type for field in dataclasses.fields(schema)}
+    for name, value in values.items():
+        key = prefix + name
+        if name not in fields:
+            hint = _proposal(key, [prefix + known for known in fields])
+            raise ValueError(f"{key}: unknown key in {path}; {hint}")
+        if dataclasses.is_dataclass(fields[name]):
+            if not isinstance(value, dict):
+                raise ValueError(f"{key} = {value!r} in {path}: must be a [{key}] section")
+            check_toml(value, fields[name], path, f"{key}.")
+        elif not _has_type(value, fields[name]):
+            raise ValueError(f"{key} = {value!r} in {path}: must be {_describe(fields[name])}")
+
+
+def read_command_line(argv: list[str], schema: Any) -> dict[str, Any]:
+    """Return the values of the command line by key; of a key that is given twice, the last.
+
+    Args:
+        argv: `--section.key value` or `--section.key=value`, a switch alone; `-` equals `_`.
+
+    Raises:
+        ValueError: one line for the user; an unknown option, a value of another type, or a word
+            that belongs to no option.
+    """
+    known, values = dict(keys(schema)), {}
+    words, last = iter(argv), ""
+    for word in words:
+        option, equals, text = word.partition("=")
+        key = option.removeprefix("--").replace("-", "_")
+        if not word.startswith("--"):
+            raise ValueError(_stray(word, last, known))
+        last, name = key, _switched(key)
+        if known.get(name) is bool:
+            if equals:
+                raise ValueError(f"--{key} = {text!r}: {_switch(name)}")
+            values[name] = name == key
+            continue
+        if key not in known:
+            raise ValueError(f"--{key}: unknown option; {_proposal(key, known, '--')}")
+        given = text if equals else next(words, None)
+        if given is None or (not equals and given.startswith("--")):
+            raise ValueError(f"--{key}: its value is missing; give {_describe(known[key])}")
+        try:
+            values[key] = _parsed(given, known[key])
+        except ValueError:
+            raise ValueError(f"{key} = {given!r}: must be {_describe(known[key])}") from None
+    return values
+
+
+def _parsed(text: str, annotation: Any) -> Any:
+    """Return the value of an annotated type that a text spells, or raise ValueError."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        return arguments[[str(argument) for argument in arguments].index(text)]
+    if origin is list:
+        return text.split(",")
+    if types.NoneType in arguments and text == "None":
+        return None
+    for argument in arguments:  # X | Y
+        if argument is not types.NoneType:
+            with contextlib.suppress(ValueError):
+                return _parsed(text, argument)
+    if arguments:
+        raise ValueError
+    return annotation(text)
+
+
+def _has_type(value: Any, annotation: Any) -> bool:
+    """Return whether a value is of an annotated type."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation is Any:
+        return True
+    if origin is typing.Literal:
+        return any(value == a and type(value) is type(a) for a in arguments)
+    if origin in (list, tuple):
+        return isinstance(value, list | tuple) and all(_has_type(v, arguments[0]) for v in value)
+    if arguments:  # X | Y
+        return any(_has_type(value, a) for a in arguments)
+    if annotation in (int, float) and isinstance(value, bool):
+        return False
+    return isinstance(value, int | float if annotation is float else annotation)
+
+
+def _describe(annotation: Any) -> str:
+    """Describe the values that an annotation allows."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    names = {float: "a number", int: "a whole number", bool: "true or false", str: "a string"}
+    if origin is typing.Literal:
+        return "one of " + ", ".join(repr(a) for a in arguments)
+    if origin in (list, tuple):
+        return "a list"
+    if arguments:
+        return " or ".join(_describe(a) for a in arguments if a is not types.NoneType)
+    return names.get(annotation, str(annotation))
+
+
+def _proposal(key: str, known: Collection[str], dashes: str = "") -> str:
+    """Propose a remedy for a key (`section.name`) or a section that is not among `known`."""
+    section, _, name = key.partition(".")
+    sections = {one.partition(".")[0] for one in known}
+    if not name:
+        return _section(section, sections)
+    section = _OTHER_NAMES.get(section, section)
+    named = [one for one in known if one.rpartition(".")[2] == name]
+    here = [one for one in known if one.partition(".")[0] == section]
+    among = [one for one in here if name in one.split(".", 1)[1].split("_")]
+    found = (
+        [one for one in named if one in here]
+        or (among if len(among) == 1 else [])
+        or difflib.get_close_matches(f"{section}.{name}", here, n=1, cutoff=0.75)
+        or (named if len(named) == 1 else [])
+        or difflib.get_close_matches(f"{section}.{name}", known, n=1, cutoff=0.75)
+    )
+    if found:
+        return f"did you mean {dashes}{found[0]}?"
+    return f"see the keys of [{section}]" if section in sections else _section(section, sections)
+
+
+def _section(section: str, sections: set[str]) -> str:
+    """Propose a section for the name of none, or for one that stands alone on a command line."""
+    if section in sections:
+        return f"it is a section, whose keys are written --{section}.key"
+    close = [_OTHER_NAMES[section]] if section in _OTHER_NAMES else []
+    close += difflib.get_close_matches(section, sections, n=1)
+    if close:
+        return f"did you mean the section [{close[0]}]?"
+    return f"the sections are {', '.join(sorted(sections))}"
+
+
+def _switched(key: str) -> str:
+    """Return the key that `section.no_key` switches off, else the key."""
+    section, dot, name = key.rpartition(".")
+    return f"{section}{dot}{name.removeprefix('no_')}"
+
+
+def _switch(key: str) -> str:
+    section, _, name = key.rpartition(".")
+    return f"it is a switch without a value; write --{key} or --{section}.no-{name}"
+
+
+def _stray(word: str, option: str, known: dict[str, Any]) -> str:
+    """Return the error for a word that is neither an option nor the value of one."""
+    if known.get(_switched(option)) is bool:
+        return f"--{option} {word}: {_switch(_switched(option))}"
+    if typing.get_origin(known.get(option)) is list:
+        return f"--{option} … {word}: a list is one word with commas; write --{option} a,b"
+    return f"{word!r}: neither an option (--section.key) nor the value of one; remove it"
