@@ -112,7 +112,7 @@ def assert_predicted(predicted, tracked, allocated):
     assert 0.9 * low <= predicted <= 1.1 * high
 
 
-@pytest.mark.thorough_cases("adapters", "average", "ghost norms*", "one rank", "two samples")
+@pytest.mark.thorough_cases("adapters", "average", "ghost norms*", "ring*", "two samples")
 @pytest.mark.parametrize(
     ("world_size", "overrides"),
     [
@@ -146,7 +146,7 @@ def host_of_real_tensors(overrides, world_size):
         return step.host_bytes
 
 
-@pytest.mark.thorough_cases("1")
+@pytest.mark.thorough
 @pytest.mark.parametrize("samples", [1, 3])
 def test_the_hosts_memory_is_predicted_as_it_is_taken(samples):
     given = small(*OFFLOAD, f"--training.local_batch_size={samples}")
