@@ -1,9 +1,9 @@
 """Training with privacy against plain TorchTitan: the same records, processes, model, optimizer.
 
     python scripts/benchmark.py [--config FILE] [--devices N] [--arms a,b] [--batch_sizes 1,4]
-        [--rounds R] [--steps S] [--microbatches M] [--json FILE] [--markdown FILE]
-        [--table arms|lengths|ranks|data|all|counts|tiles|crossover|2|3|4|5] [--plot FILE.png]
-        [--section.key value …]
+        [--rounds R] [--steps S] [--microbatches M] [--json FILE]
+        [--table arms|lengths|ranks|all|counts|tiles|crossover|2|3|4|5] [--section.key value …]
+    python scripts/benchmark.py --show FILE.json
 
 Arms: plain TorchTitan (`non-DP`), `microbatch`, LongShield's `V1` (per-sample gradients, whole on
 each rank) and `V2` (sharded), each also with full activation checkpointing (`+ AC`; V2 + AC is the
@@ -15,11 +15,12 @@ treats them alike; medians of the rounds, and medians of the rounds' ratios. Eve
 arm has exactly M microbatches: a private arm's Poisson draws are replaced, in these processes, by
 draws of that fixed size. For timing only; norms, clipping and noise are real. Memory and bytes:
 each arm alone in fresh processes; on CPU the process's resident set (with freed memory given back
-at once), on CUDA its tensors. `--table data` is told in benchmarking/data.py, the paper's tables
-(2 to 5, by number) in benchmarking/paper_tables.py, `crossover` in benchmarking/crossover.py.
+at once), on CUDA its tensors. The paper's tables (2 to 5, by number) are told in
+benchmarking/paper.py; `crossover` takes ever longer samples at equal tokens a step.
 
-What `--json` and `--markdown` name is written anew after each arm. A run that was cut off goes on
-where it was, by the same command: what it had measured lies in `<--json>.partial` until the end.
+What `--json` names is written anew after each arm. A run that was cut off goes on where it was, by
+the same command: what it had measured lies in `<--json>.partial` until the end. `--show` prints the
+tables of such a file, and runs nothing.
 """
 
 import argparse
@@ -28,7 +29,6 @@ import json
 import os
 import platform
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,19 +37,13 @@ import torch
 from benchmarking import arms as catalogue
 from benchmarking import (
     counts,
-    crossover,
-    paper_pages,
-    paper_tables,
-    plot,
+    paper,
     results,
     tables,
-    tiles,
     wanted,
 )
-from benchmarking.data import data_table, measure_data
-from benchmarking.journal import Journal
 from benchmarking.measure import Measured, measure
-from benchmarking.worker import show
+from benchmarking.processes import Journal, show
 
 from torchtitan_dp.config.load import exit_on_mistake, fail
 
@@ -61,7 +55,6 @@ COMPARED = {
     "crossover": wanted.compare_crossover,
 }
 ALL = ("arms", "lengths", "ranks")
-DRAWN = ("arms", "all", "crossover")
 SET_HERE = {
     "training.local_batch_size": "--batch_sizes",
     "training.global_batch_size": "--microbatches",
@@ -72,6 +65,9 @@ SET_HERE = {
 
 def main() -> None:
     options, overrides = _parse()
+    if options.show:
+        print(_markdown(json.loads(options.show.read_text(encoding="utf-8"))))
+        return
     with exit_on_mistake():
         _check(options, overrides)
         journal = Journal(_partial(options))
@@ -81,17 +77,13 @@ def main() -> None:
             _write(options, result)
     print(_markdown(result))
     journal.remove()
-    if options.plot and options.table == "crossover":
-        crossover.draw(result["crossover"], result["machine"], options.plot)
-    elif options.plot:
-        plot.draw(result["arms"], result["machine"], options.plot)
 
 
 def _partial(options: argparse.Namespace) -> Path | None:
     """Where measurements lie until the end; of the paper's tables, which share a result, apart."""
     if options.json is None:
         return None
-    table = f".{options.table}" if options.table in paper_tables.TABLES else ""
+    table = f".{options.table}" if options.table in paper.TABLES else ""
     return Path(f"{options.json}{table}.partial")
 
 
@@ -103,10 +95,10 @@ def _results(
         yield _count(options)
     elif options.table == "tiles":
         command = " ".join(["scripts/benchmark.py", *sys.argv[1:]])
-        rows = tiles.tile_rows(options.models.split(","))
+        rows = counts.tile_rows(options.models.split(","))
         yield {"command": command, "torch": torch.__version__, "tiles": rows}
-    elif options.table in paper_tables.TABLES:
-        for stored in paper_tables.run(options, overrides, journal):
+    elif options.table in paper.TABLES:
+        for stored in paper.run(options, overrides, journal):
             yield {"paper_tables": stored}
     else:
         yield from _run(options, overrides, journal)
@@ -116,8 +108,6 @@ def _write(options: argparse.Namespace, result: dict[str, Any]) -> None:
     """Write what is there so far."""
     if options.json:
         options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    if options.markdown:
-        options.markdown.write_text(_markdown(result) + "\n", encoding="utf-8")
 
 
 def _parse() -> tuple[argparse.Namespace, list[str]]:
@@ -140,12 +130,12 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--microbatches", type=int, help="in a step; default: 4 at MBS 1 and 2 at any other"
     )
-    tables_ = (*ALL, "data", "all", "counts", "tiles", "crossover", *paper_tables.TABLES)
+    tables_ = (*ALL, "all", "counts", "tiles", "crossover", *paper.TABLES)
     parser.add_argument("--table", choices=tables_, default="arms")
     parser.add_argument(
         "--parts",
-        default=",".join(paper_tables.PARTS),
-        help="of the paper's tables: measured, predicted, or both (default)",
+        default="predicted",
+        help="of the paper's tables: predicted (default), measured (on 4 devices), or both",
     )
     parser.add_argument(
         "--models", default=",".join(counts.MODELS), help="of --table counts, tiles and the paper's"
@@ -153,8 +143,8 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--seq_lens", default=",".join(map(str, counts.SEQ_LENS)), help="of --table counts"
     )
-    for output in ("--json", "--markdown", "--plot"):
-        parser.add_argument(output, type=Path, metavar="FILE")
+    for name in ("--json", "--show"):
+        parser.add_argument(name, type=Path, metavar="FILE")
     options, overrides = parser.parse_known_args()
     options.is_default = options.config is None
     options.config = options.config or str(ROOT / "train_configs/llama3_debug.toml")
@@ -170,13 +160,6 @@ def _check(options: argparse.Namespace, overrides: list[str]) -> None:
             fail(f"--{name} {value}: must be at least 1")
     if (options.warm_up + options.rounds * options.steps) > 900:
         fail("--rounds times --steps: at most 900 steps")
-    if options.plot and options.table not in DRAWN:
-        fail(f"--plot: --table {options.table} has none; use one of {', '.join(DRAWN)}")
-    if options.plot:
-        try:
-            import matplotlib  # noqa: F401
-        except ModuleNotFoundError:
-            fail("--plot needs matplotlib: pip install matplotlib")
     if options.table in ("counts", "tiles") and (
         options.config is not None and not options.is_default
     ):
@@ -186,9 +169,8 @@ def _check(options: argparse.Namespace, overrides: list[str]) -> None:
     for key, instead in SET_HERE.items():
         if any(override.partition("=")[0] == f"--{key}" for override in overrides):
             fail(f"--{key}: set here for every arm; use {instead}")
-    for path in (options.json, options.markdown, options.plot):
-        if path is not None and not path.parent.is_dir():
-            fail(f"{path}: no such folder")
+    if options.json is not None and not options.json.parent.is_dir():
+        fail(f"{options.json}: no such folder")
 
 
 def _run(
@@ -210,19 +192,12 @@ def _run(
         for arms, setting, repetitions in settings:
             found[table].append(Measured(setting, arms))
             for found[table][-1] in measure(arms, setting, repetitions, journal):
-                yield _result(options, found, devices, [])
-    yield _result(options, found, devices, [])
-    if options.table in ("data", "all"):
-        with tempfile.TemporaryDirectory() as folder:
-            for rows in measure_data(folder, lambda line: print(f"data: {line}", file=sys.stderr)):
-                yield _result(options, found, devices, rows)
+                yield _result(options, found, devices)
+    yield _result(options, found, devices)
 
 
 def _result(
-    options: argparse.Namespace,
-    found: dict[str, list[Measured]],
-    devices: int,
-    data: list[dict[str, Any]],
+    options: argparse.Namespace, found: dict[str, list[Measured]], devices: int
 ) -> dict[str, Any]:
     skipped = {
         (arm, one.setting.devices): reason
@@ -239,7 +214,6 @@ def _result(
         "lengths": [row for one in found["lengths"] for row in results.length_rows(one)],
         "ranks": [row for one in found["ranks"] for row in results.rank_rows(one)],
         "crossover": [row for one in found["crossover"] for row in results.arm_rows(one)],
-        "data": data,
         "skipped": [
             {"name": arm, "world_size": n, "reason": reason} for (arm, n), reason in skipped.items()
         ],
@@ -267,34 +241,19 @@ def _machine(devices: int) -> str:
 
 def _markdown(result: dict[str, Any]) -> str:
     if "paper_tables" in result:
-        return paper_pages.page(result["paper_tables"])
-    if "counts" in result:
-        command = f"torch {result['torch']}. `{result['command']}`"
-        return f"{command}\n\n{counts.counts_tables(result['counts'])}"
-    if "tiles" in result:
-        return (
-            f"torch {result['torch']}. `{result['command']}`\n\n{tiles.tile_table(result['tiles'])}"
-        )
-    parts = [f"{result['machine']}. `{result['command']}`"]
-    if any(result[table] for table in COMPARED):
+        return paper.page(result["paper_tables"])
+    machine = result.get("machine", f"torch {result.get('torch')}")
+    parts = [f"{machine}. `{result['command']}`"]
+    if "rounds" in result:
         parts.append(
             f"Medians of {result['rounds']} rounds; a gap is non-DP's throughput over the arm's, "
-            f"or the arm's memory over non-DP's, both with or both without AC, or LoRA. Private "
+            "or the arm's memory over non-DP's, both with or both without AC, or LoRA. Private "
             f"arms have {result['draws']}."
         )
-    if result["arms"]:
-        parts.append(tables.arms_tables(result["arms"]))
-    if result["lengths"]:
-        parts.append(tables.lengths_table(result["lengths"]))
-    if result["ranks"]:
-        parts.append(tables.ranks_table(result["ranks"]))
-    if result["crossover"]:
-        parts.append(crossover.section(result["crossover"]))
-    if result["data"]:
-        parts.append(data_table(result["data"]))
+    parts += [tables.table(kind, result[kind]) for kind in tables.COLUMNS if result.get(kind)]
     parts += [
         f"Skipped on {one['world_size']}: {one['name']}: {one['reason']}"
-        for one in result["skipped"]
+        for one in result.get("skipped", [])
     ]
     return "\n\n".join(parts)
 

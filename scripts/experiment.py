@@ -1,51 +1,458 @@
 """What a private model is worth: pre-trains a small Llama on public text, tunes it on private text.
 
-    python scripts/experiment.py --out FOLDER [--only NAME…] [--list]
-    python scripts/experiment.py --report docs [--out FOLDER]
+    python scripts/experiment.py --out FOLDER [--of runs|bands] [--only NAME…] [--steps N]
+    python scripts/experiment.py --report docs [--of runs|bands --out FOLDER]
 
-Everything runs on one CPU core, by the trainer's own command. A run that is done is not run again,
-so that the same command goes on where it was cut off; each run's numbers are in
-FOLDER/results/NAME.json. `--list` names all runs, and `--only` does those of a group (none, rates,
-main, splits, bounds, windows, averages, bands), or whose names begin so. `--report docs` runs
-nothing: it writes docs/results/runs.json and bands.json from FOLDER, if that is given (with `--only
-bands` the latter alone), and from these files the figures and the tables of docs/results.md.
+Takes the runs of docs/results/runs.json (or bands.json) again, each by the options that stand
+there, on one CPU core. A run that is done is not run again: its numbers are in
+FOLDER/results/NAME.json. `--only` takes those whose names begin so, `--steps` that many steps of
+everything, to try this script. `--report docs` makes the tables of docs/results.md from the two
+JSON files, and with `--out` first puts FOLDER's numbers into that of `--of`.
+
+Public text: Python's documentation and standard library. Private: the sources of one company's
+installed packages; a file is a unit. A folder is held out as a whole. Leaks are looked for by
+lines: a private file that is another's copy, or that shares lines with the standard library, is
+left out; so is a held-out file half of whose lines a training file has, too.
 """
 
 import argparse
+import ast
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
 import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
-from experiments import report, runs
-from experiments.arms import arms
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+Run = dict[str, Any]  # a run's name, arm (its settings), options, losses and, if private, privacy
+
+PACKAGES = ("transformers", "huggingface_hub", "datasets", "tokenizers", "safetensors")
+NOT_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"}
+NOT_TEXT |= {"encodings", "lib2to3", "ensurepip", "__pycache__"}
+PIECE_CHARACTERS = 6000  # of public text: a sample's worth, about 2,048 tokens
+SEQ_LEN, BUCKET = 2048, 256  # of the evaluation, tokens
+SHAPE = json.loads("""{"architectures": ["LlamaForCausalLM"], "model_type": "llama",
+"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 2,
+"num_key_value_heads": 2, "vocab_size": 1024, "max_position_embeddings": 2048, "hidden_act": "silu",
+"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": false, "torch_dtype": "float32",
+"bos_token_id": 0, "eos_token_id": 1}""")
+MARKS = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
+COMMON = """job.custom_config_module = "torchtitan_dp.config"; model.name = "llama3"
+activation_checkpoint.mode = "none"; checkpoint.enable = true; checkpoint.last_save_in_hf = true
+optimizer.name = "AdamW"; optimizer.lr = 4e-3; optimizer.weight_decay = 0.0
+training.seq_len = 2048; training.mixed_precision_param = "float32"
+"""
+PUBLIC = f"""{COMMON}privacy.enable = false; training.dataset = "jsonl"; training.max_norm = 1.0
+training.local_batch_size = 4; training.global_batch_size = 8; training.steps = 300
+lr_scheduler.warmup_steps = 20; lr_scheduler.decay_ratio = 0.6; lr_scheduler.min_lr_factor = 0.05
+checkpoint.interval = 25; checkpoint.keep_latest_k = 2
+"""
+PRIVATE = f"""{COMMON}privacy.delta = 1e-5; privacy.max_grad_norm = 1.0
+privacy.initial_weights_public = true; lora.export = "merged"; checkpoint.initial_load_in_hf = true
+training.dataset = "text"; training.local_batch_size = 1; training.loss_chunk_tokens = 0
+lr_scheduler.warmup_steps = 2; lr_scheduler.decay_ratio = 0.5; lr_scheduler.min_lr_factor = 0.1
+"""
+WHAT = {0: "all weights", 8: "LoRA, rank 8"}
+TITLES = {
+    **{"none": "no tuning", "noise": "noise alone, as at ε = {:g}"},
+    **{"private": "ε = {:g}", "plain": "without privacy"},
+}
 
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, help="a folder for text, weights and numbers")
-    parser.add_argument(
-        "--only", nargs="+", metavar="NAME", help="groups, or what names begin with"
-    )
-    parser.add_argument("--list", action="store_true", help="name all runs, and do none")
-    parser.add_argument(
-        "--report", type=Path, metavar="DOCS", help="write tables and figures there"
-    )
+    parser.add_argument("--of", choices=("runs", "bands"), default="runs")
+    parser.add_argument("--only", nargs="+", default=[""], help="what names begin with")
+    parser.add_argument("--steps", type=int, help="of pre-training and of each run")
+    parser.add_argument("--report", type=Path, metavar="DOCS", help="make the page's tables there")
     options = parser.parse_args(argv)
-    wanted = arms(options.only or [])
-    if options.list:
-        print("\n".join(arm.name for arm in wanted))
-        return
     if options.report is not None:
-        if options.out is not None:
-            report.write(runs.Folder(options.out), options.report, options.only or ())
-        report.render(options.report)
+        report(options.report, options.of, options.out)
         return
+    wanted = [r for r in read(ROOT / "docs", options.of) if r["name"].startswith((*options.only,))]
     if options.out is None:
         parser.error("--out: name a folder")
-    folder = runs.Folder(options.out)
-    runs.prepare(folder)
-    for arm in wanted:
-        told = runs.do(folder, arm)
-        print(f"{arm.name}: held-out loss {told['loss']:.4f}", flush=True)
+    out = options.out.resolve()
+    prepare(out, options.steps)
+    for run in wanted:
+        print(f"{run['name']}: held-out loss {do(out, run, options.steps)['loss']:.4f}", flush=True)
+
+
+# The text.
+
+
+def build_corpus(folder: Path) -> None:
+    """Write `public.jsonl`, `private/`, `heldout/` and, last, what they hold, `corpus.json`."""
+    if (folder / "corpus.json").exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    library = [text for _, text in sources(Path(sysconfig.get_path("stdlib")), NOT_TEXT)]
+    documents = list(documentation(library))
+    pieces = [*cut(documents), *cut(library)]
+    lines = (json.dumps({"text": piece}) + "\n" for piece in pieces)
+    (folder / "public.jsonl").write_text("".join(lines), "utf-8")
+    private, left_out = private_files(telling(library))
+    train, heldout = split(private)
+    kept = without_siblings(heldout, train)
+    left_out["held out and like training"] = len(heldout) - len(kept)
+    for name, texts in (("private", train), ("heldout", kept)):
+        for path, text in texts.items():
+            target = folder / name / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text, encoding="utf-8")
+    content = {
+        "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "public_pieces": len(pieces),
+        "public_documentation_bytes": sum(map(len, documents)),
+        "public_source_bytes": sum(map(len, library)),
+        "private_files": len(train),
+        "heldout_files": len(kept),
+        "left_out": left_out,
+    }
+    (folder / "corpus.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+def sources(root: Path, without: set[str]) -> Iterator[tuple[str, str]]:
+    """Yield the Python files below `root` in a fixed order: relative path, text."""
+    for place, folders, names in os.walk(root):
+        folders[:] = sorted(set(folders) - without)
+        for path in (Path(place) / name for name in sorted(names) if name.endswith(".py")):
+            try:
+                yield str(path.relative_to(root)), path.read_text(encoding="utf-8")
+            except UnicodeError:
+                continue
+
+
+def documentation(library: list[str]) -> Iterator[str]:
+    """Yield pydoc's topics, and each standard module's docstrings of 100 characters and more."""
+    from pydoc_data.topics import topics
+
+    yield from (topics[name] for name in sorted(topics))
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for text in library:
+        try:
+            nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, documented)]
+        except (SyntaxError, ValueError):
+            continue
+        found = [ast.get_docstring(node) or "" for node in nodes]
+        if kept := "\n\n".join(text for text in found if len(text) >= 100):
+            yield kept
+
+
+def cut(texts: Iterable[str]) -> list[str]:
+    whole = "\n\n".join(texts)
+    return [whole[at : at + PIECE_CHARACTERS] for at in range(0, len(whole), PIECE_CHARACTERS)]
+
+
+def private_files(public: set[str]) -> tuple[dict[str, str], dict[str, int]]:
+    """Return the packages' files by path, and how many were left out for what reason."""
+    kept: dict[str, str] = {}
+    without, seen = {"short": 0, "copies": 0, "like the standard library": 0}, set()
+    for package in PACKAGES:
+        root = Path(sysconfig.get_path("purelib")) / package
+        for path, text in sources(root, {"__pycache__"}):
+            if len(text) < 300:  # mostly an empty __init__.py
+                without["short"] += 1
+            elif text in seen:
+                without["copies"] += 1
+            elif shared(text, public) > 0.2:
+                without["like the standard library"] += 1
+            else:
+                seen.add(text)
+                kept[f"{package}/{path}"] = text
+    return kept, without
+
+
+def split(files: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Part files into those to train on and to hold out (a fifth), by a hash of their folder."""
+
+    def is_held(path: str) -> bool:
+        digest = hashlib.blake2b(os.path.dirname(path).encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") / 2**64 < 0.2
+
+    parts: tuple[dict[str, str], dict[str, str]] = ({}, {})
+    for path, text in files.items():
+        parts[is_held(path)][path] = text
+    return parts
+
+
+def without_siblings(heldout: dict[str, str], train: dict[str, str]) -> dict[str, str]:
+    """Leave out held-out files most of whose lines are in training files."""
+    lines = telling(train.values())
+    return {path: text for path, text in heldout.items() if shared(text, lines) <= 0.5}
+
+
+def telling(texts: Iterable[str]) -> set[str]:
+    """Collect the lines that say whose they are: long ones, and no comments."""
+    stripped = (line.strip() for text in texts for line in text.splitlines())
+    return {line for line in stripped if len(line) >= 25 and not line.startswith("#")}
+
+
+def shared(text: str, others: set[str]) -> float:
+    """Return the share of a text's telling lines that the others have, too."""
+    lines = telling([text])
+    return len(lines & others) / max(len(lines), 1)
+
+
+# The runs.
+
+
+def prepare(out: Path, steps: int | None) -> None:
+    """Make the corpus, the tokenizer and the settings, and pre-train; what is there is kept."""
+    build_corpus(out / "corpus")
+    for name, settings in (("public", PUBLIC), ("private", PRIVATE)):
+        (out / f"{name}.toml").write_text(settings.replace("; ", "\n"))
+    if (out / "base" / "model.safetensors").exists():
+        return
+    write_model_files(out / "shape", out / "corpus" / "public.jsonl")
+    python(
+        out,
+        "-m torchtitan_dp.train --job.config_file public.toml --job.dump_folder runs/public "
+        "--training.dataset_path corpus/public.jsonl --model.hf_assets_path shape "
+        f"--training.steps {steps or 300}",
+    )
+    # The weights alone: the export's privacy.json says "not private", which is right of a run
+    # without privacy and would count for every run that starts from it. These saw public text only.
+    (out / "base").mkdir(exist_ok=True)
+    names = ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
+    for name in names:
+        shutil.copy2(out / "runs" / "public" / "hf" / name, out / "base" / name)
+
+
+def write_model_files(folder: Path, public: Path) -> None:
+    """Write config.json and a tokenizer that is learned from the public text alone."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = (json.loads(line)["text"] for line in public.read_text("utf-8").splitlines())
+    tokenizer = ByteLevelBPETokenizer()
+    marks = [*MARKS.values()]  # the first ids
+    terms = {"vocab_size": SHAPE["vocab_size"], "special_tokens": marks, "show_progress": False}
+    tokenizer.train_from_iterator(texts, **terms)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(kind | MARKS))
+    (folder / "config.json").write_text(json.dumps(SHAPE))
+
+
+def do(out: Path, run: Run, steps: int | None) -> Run:
+    """Take a run again, unless it has been; return its numbers."""
+    path, folder = out / "results" / f"{run['name']}.json", out / "runs" / run["name"]
+    if path.exists():
+        found: Run = json.loads(path.read_text())
+        return found
+    told: Run = {key: run[key] for key in ("name", "arm", "options") if key in run}
+    weights = out / "base"
+    if "options" in run:
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut off
+        options = re.sub(r"--job.config_file \S+", "--job.config_file private.toml", run["options"])
+        options += f" --training.steps {steps}" if steps else ""
+        python(out, f"-m torchtitan_dp.train {options}")
+        weights = folder / "hf"
+        if "privacy" in run:
+            told["privacy"] = spent(folder, run["privacy"])
+    told |= heldout_losses(weights, out / "corpus" / "heldout", 3 if steps else None)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(told, indent=1) + "\n")
+    shutil.rmtree(folder, ignore_errors=True)
+    return told
+
+
+def spent(folder: Path, before: Run) -> Run:
+    """Return what a private run spent; its noise beside a gradient of norm C goes with sigma."""
+    said = json.loads((folder / "privacy.json").read_text())
+    scale = said["noise_multiplier"] / before["noise_multiplier"]
+    noise = {key: before[key] * scale for key in ("noise_norm", "averaged_noise_norm")}
+    terms = ("epsilon", "delta", "noise_multiplier", "sample_rate")
+    return before | noise | {key: said[key] for key in terms}
+
+
+def python(out: Path, arguments: str) -> None:
+    """Run a command of the package in `out`, in a process of its own, which is all of its mesh."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(20000 + os.getpid() % 20000)}
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, **alone, **place, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *arguments.split()]
+    subprocess.run(command, cwd=out, env=environment, check=True, stdout=subprocess.DEVNULL)
+
+
+def heldout_losses(weights: Path, records: Path, most: int | None = None) -> Run:
+    """Return the mean over records of their mean loss, and the mean over tokens of each bucket.
+
+    A plain forward pass over the first `SEQ_LEN` tokens of each, without the trainer's data path.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32).eval()
+    tokenizer, sums = AutoTokenizer.from_pretrained(weights), np.zeros((2, SEQ_LEN))
+    means = []
+    for path in sorted(records.rglob("*.py"))[:most]:
+        text = tokenizer.encode(path.read_text("utf-8"), add_special_tokens=False)
+        ids = [tokenizer.bos_token_id, *text, tokenizer.eos_token_id]
+        losses = token_losses(model, torch.tensor(ids[: SEQ_LEN + 1])).numpy()
+        sums[:, : len(losses)] += losses, np.ones_like(losses)
+        means.append(float(losses.mean()))
+    total, tokens = sums.reshape(2, -1, BUCKET).sum(2)
+    by_position = (total / np.maximum(tokens, 1)).round(5).tolist()
+    return {"loss": float(np.mean(means)), "by_position": by_position, "records": len(means)}
+
+
+def token_losses(model: Any, ids_T: Any) -> Any:
+    """Return the cross-entropy of each id after the first, fp32."""
+    import torch
+
+    with torch.no_grad():
+        logits_TV = model(input_ids=ids_T[None, :-1]).logits[0]
+    return torch.nn.functional.cross_entropy(logits_TV.float(), ids_T[1:], reduction="none")
+
+
+# The page.
+
+
+def read(docs: Path, name: str) -> list[Run]:
+    runs: list[Run] = json.loads((docs / "results" / f"{name}.json").read_text())["runs"]
+    return runs
+
+
+def report(docs: Path, of: str, out: Path | None) -> None:
+    """Put the numbers of `out` into the JSON of `of`, and make the page's tables from both."""
+    if out is not None:
+        found = [json.loads(path.read_text()) for path in sorted((out / "results").glob("*.json"))]
+        corpus = json.dumps(json.loads((out / "corpus" / "corpus.json").read_text()))
+        runs = ",\n".join(json.dumps(run) for run in found)
+        text = f'{{"corpus": {corpus},\n"runs": [\n{runs}\n]}}\n'
+        (docs / "results" / f"{of}.json").write_text(text, "utf-8")
+    page = docs / "results.md"
+    page.write_text(filled_in(page.read_text(), tables(read(docs, "runs"), read(docs, "bands"))))
+
+
+def filled_in(page: str, made: dict[str, str]) -> str:
+    """Put each table between its two marks."""
+    for name, text in made.items():
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        assert page.count(begin) == page.count(end) == 1, name
+        before, _, rest = page.partition(begin)
+        page = f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}"
+    return page
+
+
+def by_setting(runs: list[Run]) -> list[Run]:
+    """Group runs that differ in nothing but their seed: their settings, `runs`, median `loss`, and
+    `closed`, its share of the way from no tuning to the best without privacy."""
+    found: dict[str, Run] = {}
+    for run in runs:
+        arm = {"bands": 1, "optimizer": "AdamW", "ema": False} | run["arm"]
+        terms = {**arm, "sigma": run.get("privacy", {}).get("noise_multiplier"), "runs": []}
+        name = json.dumps({key: arm[key] for key in sorted(arm) if key != "seed"})
+        found.setdefault(name, run.get("privacy", {}) | terms)["runs"].append(run)
+    for row in found.values():
+        row["loss"] = statistics.median(run["loss"] for run in row["runs"])
+    untuned = max(row["loss"] for row in found.values() if row["kind"] == "none")
+    best = min(r["loss"] for r in found.values() if r["kind"] == "plain" and r["samples"] == 512)
+    for row in found.values():
+        row["closed"] = (untuned - row["loss"]) / (untuned - best)
+    order = ("samples", "epsilon", "rank", "batch", "bands", "optimizer", "max_grad_norm", "lr")
+    kinds = [*TITLES]
+    return sorted(found.values(), key=lambda r: [kinds.index(r["kind"]), *(r[k] for k in order)])
+
+
+def title(row: Run) -> str:
+    trained = "" if row["kind"] == "none" else f", {WHAT[row['rank']]}"
+    return TITLES[row["kind"]].format(row["epsilon"]) + trained
+
+
+def spread(row: Run) -> str:
+    """Write the median loss, with least and most where there are several."""
+    losses = [run["loss"] for run in row["runs"]]
+    more = f" ({min(losses):.3f}–{max(losses):.3f})" if len(losses) > 1 else ""
+    return f"{row['loss']:.3f}{more}"
+
+
+def at(place: int) -> Callable[[Run], str]:
+    """Return a column: the median of the losses in one bucket of positions."""
+    return lambda r: f"{statistics.median(run['by_position'][place] for run in r['runs']):.3f}"
+
+
+BUCKETS = {f"{i * BUCKET:,}–{(i + 1) * BUCKET - 1:,}": at(i) for i in range(SEQ_LEN // BUCKET)}
+COLUMNS: dict[str, Callable[[Run], str]] = {
+    "tuning": title,
+    "batch × steps": lambda r: f"{r['batch']} × {r['steps']}" if r["lr"] else "",
+    "learning rate": lambda r: f"{r['lr']:.2g}" if r["lr"] else "",
+    "C": lambda r: f"{r['max_grad_norm']:g}" if r["sigma"] else "",
+    "K windows": lambda r: f"{r['windows'] or ''}",
+    "`ema.enable`": lambda r: "yes" if r["ema"] else "",
+    "noise": lambda r: f"{r['bands']} bands" if r["bands"] > 1 else "",
+    "optimizer": lambda r: r["optimizer"] if r["lr"] else "",
+    "σ": lambda r: f"{r['sigma']:.3f}" if r["kind"] == "private" else "",
+    "noise over C, a step": lambda r: f"{r['noise_norm']:.2f}",
+    "averaged": lambda r: f"{r['averaged_noise_norm']:.2f}" if r["sigma"] else "",
+    "held-out loss": spread,
+    "runs": lambda r: str(len(r["runs"])),
+    "gap closed": lambda r: f"{r['closed']:.0%}",
+    **BUCKETS,
+}
+
+
+def table(rows: list[Run], *names: str) -> str:
+    lines = [names, ["---"] * len(names), *([COLUMNS[name](row) for name in names] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def tables(runs: list[Run], bands: list[Run]) -> dict[str, str]:
+    """Return all tables in Markdown, by the names of their marks."""
+    every, result = by_setting(runs), ("held-out loss", "runs")
+    usual = [r for r in every if r["max_grad_norm"] == 1 and not r["windows"] and not r["ema"]]
+    chosen = [r for r in usual if len(r["runs"]) == 3 or r["kind"] in ("none", "noise")]
+    main = [r for r in chosen if r["steps"] == 16]
+    whole = [r for r in main if not r["rank"] and r["kind"] != "noise"]
+    splits = [r for r in chosen if r["kind"] == "private" and r["epsilon"] == 8]
+    others = [r for r in main if r["kind"] == "private" and r["epsilon"] != 8]
+    shape, noise = ("tuning", "batch × steps"), ("noise over C, a step", "averaged")
+    considered = correlations([*others, *(r for r in splits if r["steps"] >= 16)])
+    ranks = (
+        "\n\nRank correlation (Spearman) of averaged noise with the median loss:\n\n"
+        f"- all splits: {correlations(splits)}\n"
+        f"- splits of 16 steps and more, with ε = 1 and 3 beside them: {considered}"
+    )
+    return {
+        "main": table(main, "tuning", *result, "gap closed", "σ", "averaged"),
+        "positions": table(whole, "tuning", *BUCKETS),
+        "splits": table(splits, *shape, "learning rate", "σ", *noise, *result) + ranks,
+        "bands": table(
+            by_setting(bands),
+            *(*shape, "noise", "optimizer", "learning rate", "σ", *result, "gap closed"),
+        ),
+        "tried": table(
+            [r for r in every if r not in chosen],
+            *(*shape, "learning rate", "C", "K windows", "`ema.enable`", *result),
+        ),
+    }
+
+
+def correlations(rows: list[Run]) -> str:
+    """Write the rank correlation of averaged noise and loss, of all rows and of each rank."""
+    from scipy import stats
+
+    of, found = {"both": rows}, []
+    of |= {name: [row for row in rows if row["rank"] == rank] for rank, name in WHAT.items()}
+    for name, mine in of.items():
+        noise, losses = ([r[key] for r in mine] for key in ("averaged_noise_norm", "loss"))
+        if len(mine) > 2:
+            rho = stats.spearmanr(noise, losses).statistic
+            found.append(f"{name} ({len(mine)}): {rho:.2f}")
+    return "; ".join(found)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ part() { # name, command …: run it, unless it is not wanted or done
     fi
     [[ "$status" == ok || "$status" == "no CUDA device" ]] || failed=1
     echo "$name: $status"
-    "$PY" scripts/benchmarking/gpu_table.py "$OUT" "$name" "$status" $((SECONDS - began)) "$*"
+    "$PY" scripts/benchmarking/gpu_parts.py report "$OUT" "$name" "$status" $((SECONDS - began)) "$*"
 }
 
 train() { # name, more overrides: twelve steps of the debug model
@@ -79,7 +79,7 @@ rows() { # name, tokens, arms, more: throughput and memory of 1B against plain T
     shift 3
     part "$name" "$PY" scripts/benchmark.py --config train_configs/llama3_1b_64k.toml --devices 1 \
         --arms "$arms" --batch_sizes 1 --microbatches 2 --rounds 5 --training.seq_len "$tokens" \
-        --json "$OUT/$name.result.json" --markdown "$OUT/$name.md" "$@"
+        --json "$OUT/$name.result.json" "$@"
 }
 
 parts="scripts/benchmarking/gpu_parts.py"

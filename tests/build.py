@@ -19,7 +19,7 @@ from torchtitan.distributed import ParallelDims
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.gradients.clipped_sum import ClippedSum, GradientMethod
+from torchtitan_dp.gradients.clipped_sum import GradientMethod
 from torchtitan_dp.gradients.fsdp import ReductionGroups
 from torchtitan_dp.gradients.step import PrivateStep, build_step
 from torchtitan_dp.models.families import ModelArgs, family_of
@@ -159,7 +159,6 @@ def build(
     frozen: str | None = None,
     max_grad_norm: float = 1.0,
     edit: Any = None,
-    clipped_sum_type: type[ClippedSum] = ClippedSum,
     adapter_std: float = 0.5,
 ) -> Built:
     """What `DPTrainer` builds, for a small model.
@@ -167,7 +166,6 @@ def build(
     Args:
         frozen: parameters whose name contains this are not trained.
         edit: called with the model after its weights are set.
-        clipped_sum_type: as of `build_step`.
         adapter_std: of each adapter's B.
     """
     job_config = config(*overrides, degrees=degrees)
@@ -192,7 +190,6 @@ def build(
         trained_fsdp_modules(model),
         groups,
         max_grad_norm=max_grad_norm,
-        clipped_sum_type=clipped_sum_type,
     )
     losses = SampleLosses(
         model,

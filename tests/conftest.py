@@ -20,7 +20,6 @@ LONGEST = (
     "tests/hazards/test_clipping.py",
     "tests/hazards/test_audit.py",
     "tests/checkpoint/test_resume.py",
-    "tests/test_faults.py",
     "tests/hazards/test_crashes.py",
 )
 CAMPAIGNS = ("mutants", "thorough")

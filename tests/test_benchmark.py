@@ -20,16 +20,16 @@ import torch.distributed._functional_collectives as functional
 import torch.nn as nn
 
 import scripts.benchmarking.measure as measuring
-from scripts.benchmarking import counts, worker
+from scripts.benchmarking import counts, wanted, worker
 from scripts.benchmarking.arms import ARMS, Setting, choose
 from scripts.benchmarking.collectives import BytesSent
 from scripts.benchmarking.counting import bytes_of, flops_of
-from scripts.benchmarking.journal import Journal
 from scripts.benchmarking.measure import Measured, Repetitions, heaviest
-from scripts.benchmarking.memory import live_tensor_bytes
 from scripts.benchmarking.opacus_arms import OpacusTrainer
+from scripts.benchmarking.processes import Journal
 from scripts.benchmarking.results import GIB, arm_rows, length_rows, rank_rows
-from scripts.benchmarking.tables import arms_tables, lengths_table, ranks_table
+from scripts.benchmarking.tables import COLUMNS, crossings, table
+from scripts.benchmarking.worker import live_tensor_bytes
 from tests.processes import forks
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.config.load import load_config
@@ -217,7 +217,6 @@ def test_an_arm_outlives_its_baseline():
     assert row["tokens_per_second"] is not None
     assert row["gap_to_non_dp"] is None
     assert row["memory_vs_non_dp"] is None
-    assert "N/A" in arms_tables(arm_rows(found))
 
 
 def test_extra_cost_is_by_round_and_by_token():
@@ -227,18 +226,24 @@ def test_extra_cost_is_by_round_and_by_token():
 
 
 def test_tables():
-    text = arms_tables(arm_rows(made_up()))
-    assert "| MBS | T | non-DP | microbatch | V2 | microbatch gap | V2 gap |" in text
-    assert "| 2 | 1,024 | 2,048 | 1,638 | OOM | 1.25 | OOM |" in text
-    assert "| 2 | 1,024 | 2.000 | 3.000 | OOM | 1.50 | OOM |" in text
-    assert "| MBS | T | non-DP | V2 | non-DP + AC | V3 (V2 + AC) | V3 (V2 + AC) gap |" in text
-    assert "| 2 | 1,024 | 2,048 | OOM | 1,024 | 512 | 2.00 |" in text
-    assert "| microbatch | 2 | 1,024 | 2.000 | 2.500 | 0.500 | 61.04 |" in lengths_table(
-        length_rows(made_up())
-    )
-    ranks = ranks_table(rank_rows(made_up()))
-    assert "| microbatch | 2 | 2 | 3.00 | 3.00 | 1.00 | 0.00 | 2.00 | 0.00 |" in ranks
-    assert "| V2 | 2 | 2 | OOM | OOM | OOM | OOM | OOM | OOM |" in ranks
+    text = table("arms", arm_rows(made_up()))
+    assert text.startswith("| arm | processes | MBS | T | tokens/s per device | gap |")
+    assert "| microbatch | 2 | 2 | 1,024 | 1,638 | 1.25 | 3.000 | 1.50 | 2.000 |" in text
+    assert "| V2 | 2 | 2 | 1,024 | OOM | OOM | OOM | OOM | OOM |" in text
+    assert "| V3 (V2 + AC) | 2 | 2 | 1,024 | 512 | 2.00 | 1.500 | 1.00 | 2.000 |" in text
+    lengths = table("lengths", length_rows(made_up()))
+    assert "| microbatch | 2 | 2 | 1,024 | 2.000 | 2.500 | 0.500 | 61.04 |" in lengths
+    ranks = table("ranks", rank_rows(made_up()))
+    sent = "3,145,728 | all_gather: 1.049e+06, all_reduce: 2.097e+06"
+    assert f"| microbatch | 2 | 2 | 3,145,728 | {sent} |" in ranks
+    assert "| V2 | 2 | 2 | OOM | OOM | OOM |" in ranks
+    for path in (ROOT / "docs/benchmarks").glob("*.json"):  # what is stored can be shown
+        stored = json.loads(path.read_text())
+        kinds = [kind for kind in COLUMNS if stored.get(kind)]
+        assert kinds or "paper_tables" in stored, path
+        for kind in kinds:
+            rows = table(kind, stored[kind]).splitlines()[2:][: len(stored[kind])]
+            assert all(cell.strip() for row in rows for cell in row.split("|")[1:4]), path
 
 
 def test_a_rank_reports_the_heaviest():
@@ -365,10 +370,10 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.thorough
 def test_one_tiny_run(tmp_path):
-    output, markdown = tmp_path / "b.json", tmp_path / "b.md"
+    output = tmp_path / "b.json"
     done = run(
         *("--devices", "2", "--arms", "microbatch", "--batch_sizes", "2", "--microbatches", "1"),
-        *("--rounds", "1", "--steps", "1", "--json", str(output), "--markdown", str(markdown)),
+        *("--rounds", "1", "--steps", "1", "--json", str(output)),
         *("--training.seq_len=32", "--privacy.accountant=rdp"),
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
@@ -384,9 +389,9 @@ def test_one_tiny_run(tmp_path):
         assert row["bytes_sent_per_step"] > 0
     assert result["arms"][0]["throughput_vs_non_dp"] == 1
     assert result["arms"][1]["per_sample_gradient_bytes"] > 0
-    assert "| MBS | T | non-DP | microbatch | microbatch gap |" in markdown.read_text()
-    assert markdown.read_text().strip() == done.stdout.strip()
-    assert [path.name for path in sorted(tmp_path.iterdir())] == ["b.json", "b.md"]
+    assert "| arm | processes | MBS | T | tokens/s per device | gap |" in done.stdout
+    assert run("--show", str(output)).stdout == done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["b.json"]
     assert "round 1 of 1" in done.stderr
 
 
@@ -415,7 +420,7 @@ def test_mistakes_are_one_line(arguments, message):
 
 @pytest.mark.thorough
 def test_counts_of_both_methods_against_plain(monkeypatch):
-    """No FLOP more than plain, and bytes within what docs/benchmarks/counts.md says of 1B."""
+    """No FLOP more than plain, and bytes within what docs/benchmarks/counts.json has of 1B."""
     monkeypatch.setattr(counts, "count", partial(forks.call, counts.count_here))
     one, several = counts.count_rows(["debug"], [512], [1, 2], 2)
     assert (one["method"], several["method"]) == ("microbatch", "grad_sample")
@@ -441,3 +446,43 @@ def test_what_an_operation_moves():
     assert flops_of(product, (out, x, x.T), {}, None) == 2 * 4 * 5 * 4
     added = torch.ops.torchtitan_dp.add_product_.default
     assert bytes_of(added, (out, x, x.T), {}, None) == 4 * (32 + 40)
+
+
+def crossing_rows(scatter=0.02):
+    """Ghost is faster than V2 and smaller up to T = 128."""
+    curves = {
+        "non-DP": [(100, 1), (100, 1), (100, 1)],
+        "V2": [(50, 3), (70, 3), (90, 3)],
+        "ghost": [(80, 1), (75, 2), (60, 4)],
+    }
+    return [
+        {
+            "name": name,
+            "seq_len": 64 * 2**place,
+            "throughput_vs_non_dp_rounds": [(1 - scatter) * speed, (1 + scatter) * speed],
+            "peak_allocated_gib": float(memory),
+        }
+        for name, points in curves.items()
+        for place, (speed, memory) in enumerate(points)
+    ]
+
+
+def test_where_arms_change_places():
+    assert crossings(crossing_rows()) == [
+        "tokens/s: from T = 128 to 256 V2 passes ghost",
+        "memory allocated: from T = 128 to 256 ghost passes V2",
+    ]
+    assert crossings(crossing_rows(scatter=0.9)) == crossings(crossing_rows())[1:]
+
+
+def test_all_lengths_of_the_crossover_have_as_many_tokens_a_step():
+    terms = {"arms": None, "batch_sizes": None, "microbatches": None}
+    often = {"rounds": 3, "steps": 1, "warm_up": 1}
+    asked = types.SimpleNamespace(
+        config=str(ROOT / "train_configs/llama3_debug.toml"), **terms, **often
+    )
+    long = ["--training.seq_len=1024"]
+    settings = [setting for _, setting, _ in wanted.compare_crossover(asked, long, 1)]
+    assert [one.seq_len for one in settings] == [64, 128, 256, 512, 1024]
+    assert {one.tokens for one in settings} == {4096}
+    assert {one.local_batch_size for one in settings} == {4}

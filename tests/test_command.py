@@ -1,5 +1,8 @@
 """One command for everything: a command and its configuration by name."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,3 +52,25 @@ def test_train_refuses_a_wrong_number_of_processes(
         command.main(["train", "llama3_debug"])
     assert stopped.value.code == 2
     assert capsys.readouterr().err == "error: NGPU = 'two': must be 1 or more, or auto\n"
+
+
+def test_the_home_folder_is_expanded_in_a_commands_own_options(monkeypatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert command._expanded("--json=~/plan.json") == "--json=/home/me/plan.json"
+    for word in ("--json=plan.json", "--data.text_field=~", "~/x"):
+        assert command._expanded(word) == word
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_leaves_ends_a_command_without_a_traceback(unbuffered: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(
+        [sys.executable, "-m", "torchtitan_dp", "--help"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+    )
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (1, b"")

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from scripts.benchmarking import gpu_parts, gpu_table
+from scripts.benchmarking import gpu_parts
 from scripts.benchmarking.worker import _eagerly
 from tests.processes.runs import ROOT
 from torchtitan_dp.plan import memory as plan_memory
@@ -98,7 +98,7 @@ def test_a_part_that_fails_or_takes_too_long_is_told(tmp_path):
         '#!/usr/bin/env bash\ncase "$*" in\n'
         "    *total_memory*) echo 140 ;;\n"
         '    *is_available*) echo "A GPU" ;;\n'
-        f'    *gpu_table*) exec {sys.executable} "$@" ;;\n'
+        f'    *gpu_parts*report*) exec {sys.executable} "$@" ;;\n'
         "    *timings*) sleep 9 ;;\n"
         "    *profile*--seq_len*) exit 3 ;;\n"
         "esac\n"
@@ -168,7 +168,8 @@ def test_idle_time_is_between_kernels_of_all_streams():
 def test_the_report_has_a_parts_figures(tmp_path):
     result = {"device": "cpu", "timings": [{"what": "noise", "ms": 1.23456}]}
     (tmp_path / "timings.result.json").write_text(json.dumps(result))
-    gpu_table.main(tmp_path, "timings", "ok", "3", "a command")
+    written = {"part": "timings", "status": "ok", "seconds": 3, "command": "a command"}
+    gpu_parts.write_report(tmp_path, written)
     report = (tmp_path / "report.md").read_text()
     assert "| timings | ok | 3 |" in report
     assert "- device: cpu" in report

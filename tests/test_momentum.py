@@ -1,15 +1,14 @@
 """Momentum SGD in units of the noise: its steps, its refusals, and its state in a checkpoint."""
 
-import copy
-
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.optim import AdamW
 
 from tests import build
+from tests.processes.ranks import on_ranks
 from torchtitan_dp.checkpoint.start import Start, own_checkpoint, refuse_another_optimizer
-from torchtitan_dp.momentum import MomentumSGD, set_noise_std
+from torchtitan_dp.optimizer import MomentumSGD
 from torchtitan_dp.release import card
 
 LR, NOISE_STD = 0.02, 0.3
@@ -49,12 +48,20 @@ def test_weights_decay_by_themselves() -> None:
     torch.testing.assert_close(weight, torch.full((3,), 2.0 * (1 - 0.1 * 0.5)))
 
 
+def unit_of_a_step() -> list[float]:
+    """What a `MomentumSGD` divides by, in two steps of noise 0.5, C = 3 and a batch of 10."""
+    built, units = build.build(max_grad_norm=3.0), []
+    for noise_of_step in (None, 0.7):  # with correlated noise a key's is another
+        inner = MomentumSGD(built.parameters.values(), lr=LR)
+        built.step.optimizer(
+            inner, noise_multiplier=0.5, expected_batch_size=10, noise_of_step=noise_of_step
+        )
+        units.append(inner.noise_std)
+    return units
+
+
 def test_the_noise_is_that_of_the_mean_gradient() -> None:
-    optimizers = [MomentumSGD(_weights(), lr=LR), AdamW(_weights(), lr=LR)]
-    before = copy.deepcopy(optimizers[1].state_dict())
-    set_noise_std(optimizers, noise_multiplier=0.5, max_grad_norm=3.0, expected_batch_size=10)
-    assert optimizers[0].noise_std == pytest.approx(0.15)  # type: ignore[attr-defined]
-    assert optimizers[1].state_dict() == before
+    assert on_ranks(1, unit_of_a_step) == [[pytest.approx(0.15)] * 2]
 
 
 def test_a_state_that_is_loaded_goes_on() -> None:

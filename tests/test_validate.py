@@ -20,7 +20,9 @@ import torch
 import torch.nn.functional as F
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+from tests.hazards.test_trainer import SETTINGS, bookkeeping
 from tests.processes.ranks import on_ranks
+from torchtitan_dp.ledger import Lineage
 
 SEQ_LEN = 320  # the last bucket ends within a power of four
 
@@ -196,16 +198,17 @@ def test_a_bucket_without_a_target_is_left_out() -> None:
 
 
 def test_row66_a_loss_is_in_the_log_before_its_noise_is_drawn(monkeypatch: Any) -> None:
-    import torchtitan_dp.validate as module
-    from torchtitan_dp.ledger.heldout import HeldOutLosses, NoisedLoss
+    from torchtitan_dp import bookkeeping as module
+    from torchtitan_dp.ledger.settings import HeldOutLosses, NoisedLoss
     from torchtitan_dp.privacy.published_loss import LossNoise
-    from torchtitan_dp.validate import publish
 
     order: list[str] = []
+    keys: list[bytes] = []
 
     class Noise(LossNoise):
         def noised_mean(self, losses_N: Any, *, clip: float, key: bytes) -> float:
-            assert (clip, key) == (4.0, bytes(32))
+            assert (clip, len({*keys, key})) == (4.0, len(keys) + 1)
+            keys.append(key)
             order.append("noise")
             return float(losses_N.mean()) + 1
 
@@ -216,20 +219,21 @@ def test_row66_a_loss_is_in_the_log_before_its_noise_is_drawn(monkeypatch: Any) 
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(module, "broadcast_from_rank0", tell)
     terms = HeldOutLosses(Noise("laplace", 2.0), 4.0, 1e-5, 1.0, 3)
-    ledger: Any = SimpleNamespace(heldout_losses=terms)
-    executed: Any = SimpleNamespace(begin_evaluation=lambda: order.append("log"))
+    books = bookkeeping(Lineage(SETTINGS, heldout_losses=terms))
+    books.log = SimpleNamespace(begin_evaluation=lambda: order.append("log"))
     for step in (1, 3):
-        noised = publish(ledger, executed, bytes(32), np.array([1.0, 3.0]), step)
+        noised = books.publish_loss(np.array([1.0, 3.0]), step)
         assert noised == NoisedLoss(step, 3.0, pytest.approx(math.sqrt(2) * 2 * 4 / 2))
     assert order == ["log", "noise", "tell"] * 2
-    assert [loss.step for loss in ledger.heldout_losses.losses] == [1, 3]
+    assert [loss.step for loss in books.ledger.heldout_losses.losses] == [1, 3]
 
 
 def noised_on_a_rank(folder: str) -> tuple[float, bool]:
     """A result, and whether it was in the log before the rank had it; other losses on each rank."""
-    from torchtitan_dp.ledger.heldout import HeldOutLosses
+    from tests.hazards.test_trainer import SETTINGS
+    from torchtitan_dp.ledger import Lineage
+    from torchtitan_dp.ledger.settings import HeldOutLosses
     from torchtitan_dp.privacy.published_loss import LossNoise
-    from torchtitan_dp.validate import publish
 
     rank, log = torch.distributed.get_rank(), Path(folder) / "log"
 
@@ -238,9 +242,9 @@ def noised_on_a_rank(folder: str) -> tuple[float, bool]:
         log.touch()
 
     terms = HeldOutLosses(LossNoise("laplace", 2.0), 4.0, 1e-5, 1.0, 3)
-    ledger: Any = SimpleNamespace(heldout_losses=terms)
-    executed: Any = SimpleNamespace(begin_evaluation=begin)
-    noised = publish(ledger, executed, bytes(32), np.array([1.0 + rank, 3.0]), 3)
+    books = bookkeeping(Lineage(SETTINGS, heldout_losses=terms))
+    books.log = SimpleNamespace(begin_evaluation=begin)
+    noised = books.publish_loss(np.array([1.0 + rank, 3.0]), 3)
     return noised.loss, log.exists()
 
 

@@ -4,10 +4,13 @@ CONFIG is a TOML, or the name of a shipped one, such as llama3_debug. `COMMAND -
 command's own options.
 """
 
+import contextlib
 import os
 import runpy
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 _COMMANDS = {
     "train": "CONFIG [--section.key value …]: train on this machine",
@@ -23,6 +26,20 @@ _OTHER_NAMES = {"data": "prepare"}
 _TAKE_CONFIG = ("train", "prepare", "plan", "audit")
 
 
+@contextlib.contextmanager
+def _until_the_reader_leaves() -> Iterator[None]:
+    """End with code 1 and no traceback when stdout is closed early, as `head` does."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+
+
+@_until_the_reader_leaves()
 def main(argv: list[str] | None = None) -> None:
     """Run a command in this process; SystemExit with its exit code.
 
@@ -35,14 +52,13 @@ def main(argv: list[str] | None = None) -> None:
         return
     command = _OTHER_NAMES.get(command, command)
     if command not in _COMMANDS:
-        print(f"error: '{command}' is no command: use {', '.join(_COMMANDS)}", file=sys.stderr)
-        raise SystemExit(2)
+        _refuse(f"'{command}' is no command: use {', '.join(_COMMANDS)}")
     if command in _TAKE_CONFIG and rest and not rest[0].startswith("-"):
         rest[:1] = ["--job.config_file", str(config_path(rest[0]))]
     module = "data" if command == "prepare" else command
     if command == "train":
         module, rest = ("plan", ["--help"]) if {"-h", "--help"} & {*rest} else _training(rest)
-    sys.argv = [f"torchtitan_dp.{module}", *rest]
+    sys.argv = [f"torchtitan_dp.{module}", *map(_expanded, rest)]
     runpy.run_module(f"torchtitan_dp.{module}", run_name="__main__", alter_sys=True)
 
 
@@ -67,8 +83,7 @@ def config_path(name: str) -> Path:
     configs = shipped()
     if name.removesuffix(".toml") not in configs:
         names = ", ".join(configs)
-        print(f"error: '{name}': no such file; shipped configurations: {names}", file=sys.stderr)
-        raise SystemExit(2)
+        _refuse(f"'{name}': no such file; shipped configurations: {names}")
     return configs[name.removesuffix(".toml")]
 
 
@@ -82,8 +97,7 @@ def _training(rest: list[str]) -> tuple[str, list[str]]:
     """Return the launcher and its arguments, with a process for each CUDA device or NGPU ones."""
     processes = os.environ.get("NGPU", "auto")
     if processes != "auto" and not (processes.isdecimal() and int(processes) > 0):
-        print(f"error: NGPU = '{processes}': must be 1 or more, or auto", file=sys.stderr)
-        raise SystemExit(2)
+        _refuse(f"NGPU = '{processes}': must be 1 or more, or auto")
     # TorchTitan's own setting: less fragmentation of GPU memory.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # Workers with another parent know that their launcher died.
@@ -93,6 +107,19 @@ def _training(rest: list[str]) -> tuple[str, list[str]]:
         *("--local-ranks-filter", os.environ.get("LOG_RANK", "0"), "--role", "rank"),
         *("--tee", "3", "-m", "torchtitan_dp.train", *rest),
     ]
+
+
+def _expanded(word: str) -> str:
+    """Expand the home folder in `--json=~/plan.json`, which shells leave alone; keys of a
+    configuration are expanded where it is loaded."""
+    option, equals, value = word.partition("=")
+    is_own = option.startswith("--") and "." not in option
+    return f"{option}{equals}{os.path.expanduser(value)}" if is_own else word
+
+
+def _refuse(mistake: str) -> NoReturn:
+    print(f"error: {mistake}", file=sys.stderr)
+    raise SystemExit(2)
 
 
 if __name__ == "__main__":

@@ -29,10 +29,7 @@ class Pending:
     """
 
     def __init__(self, output: torch.Tensor) -> None:
-        """
-        Args:
-            output: complete, but for what `reduce_scatter` will write. It is this object's alone.
-        """
+        # Complete, but for what `reduce_scatter` will write, and this object's alone.
         self._unfinished: torch.Tensor | None = output
         self._running: deque[tuple[Any, torch.Tensor]] = deque()  # work and input
 
@@ -43,10 +40,7 @@ class Pending:
         return self._unfinished.untyped_storage()
 
     def reduce_scatter(self, part: slice, input: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Begin to sum `input` over the group, and to write this rank's share to `output[part]`.
-
-        Args:
-            input: laid out as `reduce_scatter_sum` takes it.
+        """Begin a `reduce_scatter_sum` of `input` into `output[part]`.
 
         Collective: over the group, in the order of calls.
         """

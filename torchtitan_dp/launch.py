@@ -16,11 +16,9 @@ user's mistake is then one line and exit code 2: torchrun would turn the line in
 This process opens no CUDA context, which would take memory of its worker's device.
 """
 
-import argparse
 import contextlib
 import errno
 import os
-import runpy
 import signal
 import sys
 import tempfile
@@ -36,52 +34,73 @@ EXIT_STOPPED = 75
 
 def main(argv: list[str]) -> None:
     """Run the workers; SystemExit with `EXIT_STOPPED` if they were asked to stop, and did."""
-    asked, pressed, checked, saves = False, False, False, ""
+    signals = Signals()
+    signals.handle()
+    processes, argv = _processes(argv)
+    if processes is not None:
+        _say("checking the configuration and the data…")
+        argv, signals.saves = _checked(processes, argv)
+    if not sys.stdout.isatty():
+        os.environ.setdefault("NO_COLOR", "1")  # workers, whose output is copied, cannot see it
+    signals.checked = True
+    if _run(argv, signals.saves) or signals.asked:
+        raise SystemExit(EXIT_STOPPED)
 
-    def ask(number: int, _: object) -> None:
-        nonlocal asked, pressed
-        workers = _children() if checked else []  # a check may have started a program of its own
-        listening = list(filter(_listens, workers))
+
+class Signals:
+    """Answers signals: workers that listen are asked to stop; before one does, all end at once."""
+
+    def __init__(self) -> None:
+        self.asked, self.checked, self.saves = False, False, ""
+        self._pressed = False
+
+    def handle(self) -> None:
+        """Answer these signals from now on."""
+        numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup sets it
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
+            signal.signal(number, self._answer)
+
+    def _answer(self, number: int, _: object) -> None:
         if number == signal.SIGHUP:
             _do_without_lost_terminal()
-        is_key, again = number == signal.SIGINT, pressed
-        asked, pressed = True, pressed or is_key
-        if is_key and again:
-            _say(f"\nCtrl-C: stopped at once; {_goes_on(saves)}")
-            _end(workers, 128 + signal.SIGINT)
-        if is_key and listening:
-            _say(
-                "\nCtrl-C: finishing the step and saving; press it again to stop at once (loses "
-                f"the steps since {_newest(saves) or 'the start'})"
-            )
-        elif is_key:
-            _say(f"\nCtrl-C: stopped; {_goes_on(saves)}" if workers else "\nCtrl-C: stopped")
+        self.asked = True
+        workers = _children() if self.checked else []  # a check may have started its own programs
+        listening = [pid for pid in workers if _listens(pid)]
+        if number == signal.SIGINT:
+            self._answer_key(workers, listening)
         _send(listening, STOP_SIGNAL)  # others have ended, or are still starting, and will agree
         if not listening:  # too early: nothing has begun
             _end(workers, EXIT_STOPPED)
 
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
-        if (
-            number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
-        ):  # nohup ignores it
-            signal.signal(number, ask)
-    processes, argv = _processes(argv)
-    if processes is not None:
-        _say("checking the configuration and the data…")
-        argv, saves = _checked(processes, argv)
-    # Imported here, after the line above: importing PyTorch takes seconds.
+    def _answer_key(self, workers: list[int], listening: list[int]) -> None:
+        """Say what Ctrl-C does; pressed again, it ends all at once."""
+        again, self._pressed = self._pressed, True
+        if again:
+            _say(f"\nCtrl-C: stopped at once; {_goes_on(self.saves)}")
+            _end(workers, 128 + signal.SIGINT)
+        if listening:
+            _say(
+                "\nCtrl-C: finishing the step and saving; press it again to stop at once (loses "
+                f"the steps since {_newest(self.saves) or 'the start'})"
+            )
+        else:
+            _say(f"\nCtrl-C: stopped; {_goes_on(self.saves)}" if workers else "\nCtrl-C: stopped")
+
+
+def _run(argv: list[str], saves: str) -> bool:
+    """Run torchrun; return whether a worker, of any node, was asked to stop, and did."""
+    # Imported here, after the first line is printed: importing PyTorch takes seconds.
     from torch.distributed import DistNetworkError, DistStoreError, run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    if not sys.stdout.isatty():
-        os.environ.setdefault("NO_COLOR", "1")  # workers, whose output is copied, cannot see it
-    checked = True
     try:
         with bar(), tempfile.NamedTemporaryFile(prefix="torchtitan_dp_stopped_") as stopped:
             os.environ[STOPPED_FILE] = stopped.name
             run.main(["--signals-to-handle", "SIGQUIT", *argv])
-            asked = asked or bool(stopped.read())
+            return bool(stopped.read())
     except ChildFailedError as error:
         _say(str(error))  # which worker failed; a traceback of torchrun's adds nothing
         if error.get_first_failure()[1].exitcode < 0:  # killed: no fault of the run's
@@ -93,22 +112,21 @@ def main(argv: list[str]) -> None:
             f"{error.__cause__ or error}): its own log has the reason; the same command resumes "
             "from the newest checkpoint"
         ) from error
-    if asked:
-        raise SystemExit(EXIT_STOPPED)
 
 
 def _processes(argv: list[str]) -> tuple[str | None, list[str]]:
     """Take off `--processes N`, where that comes first: N, and all that follows."""
     if argv[:1] != ["--processes"]:
         return None, argv
-    parser = argparse.ArgumentParser(prog="python -m torchtitan_dp.launch", allow_abbrev=False)
-    parser.add_argument("--processes", metavar="N")
-    return parser.parse_args(argv[:2]).processes, argv[2:]
+    if len(argv) == 1:
+        print("error: --processes: give a number, or auto", file=sys.stderr)
+        raise SystemExit(2)
+    return argv[1], argv[2:]
 
 
 def _checked(processes: str, argv: list[str]) -> tuple[list[str], str]:
-    """Run the plan on the workers' own arguments; torchrun's arguments for so many workers, and
-    where their checkpoints will lie.
+    """Run the plan on the workers' own arguments; return torchrun's arguments for so many workers,
+    and the folder of their checkpoints.
 
     Raises:
         SystemExit: the plan found and printed a mistake, or the devices cannot be used.
@@ -140,19 +158,15 @@ def _checked(processes: str, argv: list[str]) -> tuple[list[str], str]:
 
 
 def _run_plan(argv: list[str]) -> None:
-    """Run `python -m torchtitan_dp.plan` in this process, which needs PyTorch anyway."""
-    before = sys.argv
-    sys.argv = ["torchtitan_dp.plan", *argv]
-    try:
-        runpy.run_module("torchtitan_dp.plan", run_name="__main__")
-    finally:
-        sys.argv = before
+    """Run the plan in this process, which needs PyTorch anyway."""
+    from torchtitan_dp.plan.__main__ import main
+
+    main(argv)
 
 
 def _newest(saves: str) -> str:
-    """Name the newest whole checkpoint in a folder, unnamed where no plan was run; "" if there is
-    none.
-    """
+    """Name the newest whole checkpoint in a folder, "" if there is none; where no plan was run, the
+    folder is not known."""
     if not saves:
         return "the newest checkpoint"
     from torchtitan_dp.checkpoint.folder import newest_whole_checkpoint

@@ -15,14 +15,14 @@ from collections.abc import Iterator
 from typing import IO
 
 LOCK_FILE = ".lock"
+FAULT_FILE = "fault.txt"
 STOP_SIGNAL = signal.SIGUSR1
 """The signal from `launch` to each worker to save a checkpoint and end."""
 PLANNED = "TORCHTITAN_DP_PLANNED"
-# The path of a file into which a worker that stops early writes, for its launcher: another node's
-# may have been the one that was asked.
-STOPPED_FILE = "TORCHTITAN_DP_STOPPED_FILE"
-FAULT_FILE = "fault.txt"
 """Set in the environment of workers whose launcher has printed the plan."""
+STOPPED_FILE = "TORCHTITAN_DP_STOPPED_FILE"
+"""The variable with the path of a file into which a worker that stops early writes, for its
+launcher: another node's may have been the one that was asked."""
 _PR_SET_PDEATHSIG = 1
 _CORE_FILTER = "/proc/self/coredump_filter"
 
@@ -39,8 +39,7 @@ class Fault(SystemExit):
 
 @contextlib.contextmanager
 def os_errors_as_faults() -> Iterator[None]:
-    """Turn what the operating system refused (space, rights) into a `Fault`: it is none of this
-    program's."""
+    """Turn what the operating system refused (space, rights) into a `Fault`."""
     try:
         yield
     except OSError as error:
@@ -49,8 +48,7 @@ def os_errors_as_faults() -> Iterator[None]:
 
 @contextlib.contextmanager
 def mistakes_as_faults() -> Iterator[None]:
-    """Turn a user's mistake (`ValueError`), found in a worker, into one line without a
-    traceback."""
+    """Turn a user's mistake (`ValueError`), found in a worker, into a `Fault`."""
     try:
         yield
     except ValueError as error:
@@ -72,25 +70,19 @@ def faults_kept(folder: str) -> Iterator[None]:
 
 
 def require_environment() -> None:
-    """Refuse an interpreter that skips assertions, and a LOGLEVEL that PyTorch cannot read.
-
-    PyTorch reads LOGLEVEL while it is imported: small letters become capitals, and an empty one is
-    unset.
-
-    Raises:
-        SystemExit: code 2, after one line.
+    """Refuse, with code 2, an interpreter that skips assertions, and a LOGLEVEL that PyTorch, which
+    reads it while it is imported, cannot use: small letters become capitals, an empty one is unset.
     """
-    level = os.environ.pop("LOGLEVEL", "").strip().upper()
+    mistake, level = "", os.environ.pop("LOGLEVEL", "").strip().upper()
     if not __debug__:
         mistake = "assertions guard privacy here: run Python without -O, and unset PYTHONOPTIMIZE"
     elif level and not isinstance(logging.getLevelName(level), int):
         mistake = f"LOGLEVEL = '{level}': set it to DEBUG, INFO, WARNING, ERROR or CRITICAL"
-    else:
-        if level:
-            os.environ["LOGLEVEL"] = level
-        return
-    print(f"error: {mistake}", file=sys.stderr)
-    raise SystemExit(2)
+    elif level:
+        os.environ["LOGLEVEL"] = level
+    if mistake:
+        print(f"error: {mistake}", file=sys.stderr)
+        raise SystemExit(2)
 
 
 def protect() -> None:
@@ -137,9 +129,8 @@ def forbid_core_dumps() -> None:
 def pass_over_closed_files() -> None:
     """Keep Python 3.13 from printing a traceback where a file that is closed already is freed.
 
-    Where DCP cannot write, its error becomes one line. DCP's wrapper of the file is freed later and
-    flushes the file, which is closed by then; nothing is lost. Older Pythons print nothing there.
-    All other errors while objects are freed are printed as before.
+    Where DCP cannot write, its error becomes one line; its wrapper of the file is freed later, and
+    flushes it. Nothing is lost, and older Pythons print nothing there.
     """
     report = sys.unraisablehook
 

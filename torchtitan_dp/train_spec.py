@@ -1,49 +1,95 @@
-"""The TrainSpecs: TorchTitan's parts and ours, under the names of the families."""
+"""TorchTitan's parts and ours: the TrainSpecs, under the names of the families; its Trainer, as
+every run has it and as the baseline without privacy; and which lines of its console are shown.
+"""
 
 import contextlib
+import dataclasses
 import functools
+import inspect
+import logging
+import math
+import os
+import re
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
+import torch.nn as nn
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 
 # isort: split
+import torchtitan
 from torchtitan.components.loss import build_cross_entropy_loss
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.components.optimizer import build_optimizers as build_theirs
+from torchtitan.config.job_config import Optimizer as OptimizerConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
+from torchtitan.train import Trainer
 
-from torchtitan_dp import momentum
+from torchtitan_dp.checkpoint.initial import baseline_ledger
+from torchtitan_dp.checkpoint.manager import Checkpointer
 from torchtitan_dp.checkpoint.start import Start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import unit_word
 from torchtitan_dp.data.batching import RecordLoader
 from torchtitan_dp.data.dataset import Records, describe
-from torchtitan_dp.data.tokenizer import Tokenizer, load_tokenizer
-from torchtitan_dp.models.families import FAMILIES, Family, ModelArgs
-from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.data.tokenizer import load_tokenizer
+from torchtitan_dp.ledger import PRIVACY_FILE, Lineage
+from torchtitan_dp.ledger.account import without_privacy
+from torchtitan_dp.ledger.files import to_bytes, write_published
+from torchtitan_dp.models.ema import ema_of
+from torchtitan_dp.models.families import FAMILIES, Family
+from torchtitan_dp.models.hugging_face import origin, shape
+from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.parallelize import parallelize
+from torchtitan_dp.optimizer import MomentumSGD
 from torchtitan_dp.preflight.check import build_samples, open_records
+from torchtitan_dp.preflight.machine import require_host_memory
+from torchtitan_dp.process import mistakes_as_faults
 from torchtitan_dp.validate import HeldOutValidator
 from torchtitan_dp.watch.processor import LabelledMetricsProcessor, PrivateMetricsProcessor
 
+_TORCHTITAN = str(Path(torchtitan.__file__).parent) + os.sep  # installed beside torchtitan_dp
+# Of TorchTitan's own lines at the level of information; our trainer logs steps itself, a run
+# without privacy leaves that to TorchTitan.
+_SHOWN = re.compile(
+    r"(\x1b\[\S*?m)?(step: |Training starts|(Loading|Saving|Finished saving) the checkpoint)"
+)
+_NOTHING_TO_DO = (
+    r"ENV\[TORCH_NCCL_ASYNC_ERROR_HANDLING\]",  # set by torchrun, and overridden on purpose
+    r"checkpoint\.initial_load_in_hf is True but",  # of every resume, which is what is wanted
+    r"torch\.distributed is already initialized\.",  # by an audit, which starts several trainers
+)
+_WARNINGS = (
+    "DTensor random operators may not have complete support",  # no generator of DTensor's is used
+    r"DTensor manual_seed\(\) may not have complete support",
+    "Set timeout is now only supported for either nccl or gloo",  # of groups that have no backend
+    "In CPU autocast, but the target dtype is not supported",  # fp32 needs none
+)
 
-class OpenOnce:
-    """A configuration's records, opened at the first call."""
 
-    def __init__(self) -> None:
-        self._terms: object = None
-        self._records: Records | None = None
+def quiet(logger: logging.Logger) -> None:
+    """Hide lines of TorchTitan's logger and warnings of libraries that need no action; none with
+    LOGLEVEL=DEBUG in the environment. Errors and all other warnings pass in any case."""
+    if os.environ.get("LOGLEVEL", "").upper() == "DEBUG":
+        return
+    logger.addFilter(is_shown)
+    for message in _WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
 
-    def __call__(self, config: JobConfig) -> Records:
-        training, validates = config.training, config.validation.enable
-        source = training.dataset, training.dataset_path
-        privacy = config.privacy.enable, config.privacy.sample_rate
-        terms = repr((source, config.data, config.model.hf_assets_path, validates, privacy))
-        if self._records is None or terms != self._terms:
-            self._terms, self._records = terms, open_records(config)
-        return self._records
+
+def is_shown(record: logging.LogRecord) -> bool:
+    """Return whether a line is shown: a filter for `logging`."""
+    message = record.getMessage()
+    if record.levelno > logging.INFO:
+        return not any(re.match(pattern, message) for pattern in _NOTHING_TO_DO)
+    return not record.pathname.startswith(_TORCHTITAN) or bool(_SHOWN.match(message))
 
 
 def build_model(family: Family, decide: Callable[[], Start] | None, args: Any) -> Any:
@@ -54,16 +100,21 @@ def build_model(family: Family, decide: Callable[[], Start] | None, args: Any) -
     return family.model(args)
 
 
+def build_optimizers(
+    model_parts: list[nn.Module], config: OptimizerConfig, *others: Any
+) -> OptimizersContainer:
+    """Build TorchTitan's container of the optimizer that `config` names."""
+    if config.name != MomentumSGD.__name__:
+        return build_theirs(model_parts, config, *others)
+    settings = {"betas": (config.beta1, config.beta2), "weight_decay": config.weight_decay}
+    return OptimizersContainer(model_parts, MomentumSGD, {"lr": config.lr, **settings})
+
+
 def build_loader(
-    open_records: OpenOnce,
-    *,
-    dp_world_size: int,
-    dp_rank: int,
-    tokenizer: Tokenizer,
-    job_config: JobConfig,
+    records: Records | None, *, dp_world_size: int, dp_rank: int, job_config: JobConfig, **_: Any
 ) -> RecordLoader:
     """Build the loader of the training units, for one data-parallel rank."""
-    records = open_records(job_config)
+    records = records or open_records(job_config)
     samples = build_samples(records, job_config)
     return RecordLoader(
         samples,
@@ -89,19 +140,18 @@ def build_metrics(
 
 
 def build_validator(
-    open_records: OpenOnce,
+    records: Records | None,
     *,
     job_config: JobConfig,
     dp_world_size: int,
     dp_rank: int,
-    tokenizer: Tokenizer,
     parallel_dims: ParallelDims,
     maybe_enable_amp: contextlib.AbstractContextManager[None],
     metrics_processor: MetricsProcessor,
     **_: Any,
 ) -> HeldOutValidator:
     """Build the validator over the held-out units, for one data-parallel rank."""
-    records = open_records(job_config)
+    records = records or open_records(job_config)
     loader = RecordLoader(
         build_samples(records, job_config),
         records.heldout,
@@ -116,42 +166,116 @@ def build_validator(
 
 def register(
     config: JobConfig | None = None,
-    open_records: OpenOnce | None = None,
+    records: Records | None = None,
     decide: Callable[[], Start] | None = None,
 ) -> None:
     """Register our specs under the names of all families, in this process. Call it once.
 
     Args:
         config: the run's; its flavor then has the shape of `hugging_face.shape`.
-        open_records: with the records open already, or not.
-        decide: returns the run's start; by default all weights are drawn.
+        records: the run's; by default those that a trainer's own configuration names.
+        decide: from `checkpoint.start.decision`; by default all weights are drawn.
     """
-    open_records = open_records or OpenOnce()
     for name, family in FAMILIES.items():
         flavors = dict(family.flavors)
         if config is not None and config.model.name == name:
             flavors[config.model.flavor] = shape(config)
-        register_train_spec(name, _spec(family, flavors, open_records, decide))
+        spec = TrainSpec(
+            model_cls=functools.partial(build_model, family, decide),  # type: ignore[arg-type]
+            model_args=flavors,  # type: ignore[arg-type]
+            parallelize_fn=parallelize,
+            pipelining_fn=None,
+            build_optimizers_fn=build_optimizers,
+            build_lr_schedulers_fn=build_lr_schedulers,
+            build_dataloader_fn=functools.partial(build_loader, records),  # type: ignore[arg-type]
+            build_tokenizer_fn=lambda config: load_tokenizer(config.model.hf_assets_path),  # type: ignore[arg-type,return-value]
+            build_loss_fn=build_cross_entropy_loss,
+            build_validator_fn=functools.partial(build_validator, records),  # type: ignore[arg-type]
+            build_metrics_processor_fn=build_metrics,
+            state_dict_adapter=family.adapter,
+        )
+        register_train_spec(name, spec)
 
 
-def _spec(
-    family: Family,
-    flavors: dict[str, ModelArgs],
-    open_records: OpenOnce,
-    decide: Callable[[], Start] | None,
-) -> TrainSpec:
-    """Build a family's spec."""
-    return TrainSpec(
-        model_cls=functools.partial(build_model, family, decide),  # type: ignore[arg-type]
-        model_args=flavors,  # type: ignore[arg-type]
-        parallelize_fn=parallelize,
-        pipelining_fn=None,
-        build_optimizers_fn=momentum.build,
-        build_lr_schedulers_fn=build_lr_schedulers,
-        build_dataloader_fn=functools.partial(build_loader, open_records),  # type: ignore[arg-type]
-        build_tokenizer_fn=lambda config: load_tokenizer(config.model.hf_assets_path),  # type: ignore[arg-type,return-value]
-        build_loss_fn=build_cross_entropy_loss,
-        build_validator_fn=functools.partial(build_validator, open_records),  # type: ignore[arg-type]
-        build_metrics_processor_fn=build_metrics,
-        state_dict_adapter=family.adapter,
-    )
+class RunTrainer(Trainer):
+    """TorchTitan's Trainer on our records, with our checkpoints and an average of the weights."""
+
+    job_config: JobConfig
+    checkpointer: Checkpointer
+    dataloader: RecordLoader
+    validator: HeldOutValidator
+
+    def __init__(self, job_config: JobConfig, decide: Callable[[], Start]) -> None:
+        # Undecorated: @record would keep a traceback of what `main` turns into one line.
+        inspect.unwrap(Trainer.__init__)(self, job_config)
+        require_host_memory(job_config)  # before any rank takes its part of it
+        (model,) = self.model_parts
+        self.average = ema_of(job_config, model)
+        if job_config.validation.enable:
+            self.validator.compare(self.average)
+        self.checkpointer = Checkpointer(self, decide(), origin(job_config), self.average)
+
+    def train(self) -> None:
+        inspect.unwrap(Trainer.train)(self)
+
+    def exported_terms(self) -> dict[str, Any]:
+        """Return the `privacy.json` of the weights as they are now."""
+        raise NotImplementedError
+
+
+class BaselineTrainer(RunTrainer):
+    """The baseline WITHOUT privacy: TorchTitan's loop, on the same data path.
+
+    Its checkpoints, its folder and its exports are marked as not private, permanently.
+    """
+
+    metrics_processor: LabelledMetricsProcessor
+
+    def __init__(self, job_config: JobConfig, decide: Callable[[], Start]) -> None:
+        # To TorchTitan a max_norm of 0 means gradients of 0; here it means no clipping.
+        job_config.training.max_norm = job_config.training.max_norm or math.inf
+        super().__init__(job_config, decide)
+        self.ledger = baseline_ledger(job_config, len(self.dataloader.units))
+        self._publish()
+
+    def batch_generator(self, data_iterable: Any) -> Any:
+        """Open the metrics and start the average, after loading; yield TorchTitan's batches."""
+        self.metrics_processor.begin(self.step, private=False)
+        if self.average is not None:
+            self.average.begin()
+        return super().batch_generator(data_iterable)
+
+    def train_step(self, data_iterator: Any) -> None:
+        super().train_step(data_iterator)
+        if self.average is not None:
+            self.average.update()
+
+    def train(self) -> None:
+        super().train()
+        self._publish()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return TorchTitan's entries of a checkpoint, and the ledger."""
+        return {**super().state_dict(), "ledger": self._current().to_json()}
+
+    def exported_terms(self) -> dict[str, Any]:
+        return without_privacy(self._current())
+
+    def _current(self) -> Lineage:
+        return dataclasses.replace(self.ledger, steps=self.step)
+
+    def _publish(self) -> None:
+        if dist.get_rank() == 0:
+            write_published(self.job_config.job.dump_folder, self.exported_terms())
+
+
+def export_weights(trainer: RunTrainer) -> str:
+    """Export the weights, or their average, as a Hugging Face folder with its `privacy.json`.
+
+    Collective over the world. Returns the folder.
+    """
+    terms = {PRIVACY_FILE: to_bytes(trainer.exported_terms())}
+    average = trainer.average
+    swapped = average.in_place_of_weights() if average else contextlib.nullcontext()
+    with swapped, mistakes_as_faults():
+        return export(trainer.model_parts[0], trainer.job_config, beside=terms)

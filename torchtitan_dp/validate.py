@@ -1,12 +1,8 @@
 """The loss on units (records) that are never trained on, and how it goes along a sample.
 
 It is computed from them without noise, so not private. With `validation.publish_epsilon` a second
-one, of clipped losses and with noise, may be published.
-
-Guarantee:
-    `publish` adds noise once to the mean of clipped losses, under a key of its own, after a synced
-    line in the log of evaluations: `privacy.published_loss` bounds what that reveals of one
-    held-out unit. Which units are evaluated is public.
+one, of clipped losses and with noise, may be published (`bookkeeping`). Which units are evaluated
+is public.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +13,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+# isort: split
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
@@ -25,12 +25,13 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import heldout_units
 from torchtitan_dp.data.batching import Draw, RecordLoader
 from torchtitan_dp.data.feed import Feed
-from torchtitan_dp.distributed.agreement import broadcast_from_rank0
 from torchtitan_dp.gradients.fsdp import free_gathered
-from torchtitan_dp.ledger import ExecutedSteps, Ledger
-from torchtitan_dp.ledger.heldout import NoisedLoss
+from torchtitan_dp.ledger.settings import NoisedLoss
 from torchtitan_dp.models.ema import WeightAverage
 from torchtitan_dp.models.loss import SampleLosses
+
+Publish = Callable[[np.ndarray, int], NoisedLoss]
+"""Adds noise to the mean of these losses, clipped, after a step, and accounts for it."""
 
 
 class HeldOut(NamedTuple):
@@ -52,11 +53,7 @@ class HeldOutValidator:
         amp: AbstractContextManager[None],
         metrics: MetricsProcessor,
     ) -> None:
-        """
-        Args:
-            loader: over the held-out units, for this data-parallel rank.
-            amp: the precision context of training.
-        """
+        # The loader is of the held-out units, amp the precision context of training.
         self._loader, self._config, self._dims = loader, job_config, parallel_dims
         self._amp, self._metrics = amp, metrics
         self._average: WeightAverage | None = None
@@ -69,12 +66,9 @@ class HeldOutValidator:
         """Evaluate an average of the model's weights beside them, from now on."""
         self._average = average
 
-    def publish_by(self, publish: "Publish", is_private: Callable[[], bool]) -> None:
-        """Publish the loss of the weights, or of their average, from now on.
-
-        Args:
-            is_private: whether the weights are; a loss of others may not be published, since it
-                depends on what they were trained on.
+    def publish_by(self, publish: Publish, is_private: Callable[[], bool]) -> None:
+        """Publish the loss of the weights, or of their average, from now on; it is labelled where
+        the weights, on whose records it depends, are not private.
         """
         self._publish, self._is_private = publish, is_private
 
@@ -85,12 +79,9 @@ class HeldOutValidator:
     @torch.no_grad()
     def validate(self, model_parts: list[nn.Module], step: int) -> float:
         """Log `heldout_loss` and, by position, `heldout_loss_at/…`, of the weights; of an average
-        `heldout_loss_ema` and `heldout_loss_ema_at/…`.
+        `heldout_loss_ema` and `heldout_loss_ema_at/…`. Return the loss of the weights.
 
-        Collectives: those of `_held_out`, for each; of `publish`.
-
-        Returns:
-            the loss of the weights.
+        Collectives: those of `_held_out`, for each; of `Bookkeeping.publish_loss`.
         """
         (model,) = model_parts
         self._validated = step
@@ -170,36 +161,6 @@ class HeldOutValidator:
         loader, steps = self._loader, self._config.validation.steps
         at_once = loader.ranks * loader.batch_size
         return np.arange(heldout_units(len(loader.units), steps, at_once))
-
-
-Publish = Callable[[np.ndarray, int], NoisedLoss]
-
-
-def publish(
-    ledger: Ledger, executed: ExecutedSteps, key: bytes, loss_N: np.ndarray, step: int
-) -> NoisedLoss:
-    """Add noise to the mean of clipped losses, and enter the result into the ledger.
-
-    Rank 0 does so, and sends it to the others: no rank has a result before its line is in the log,
-    or has another one with the same noise, so that their difference would be without any.
-
-    Collective: a broadcast over the world.
-
-    Args:
-        executed: whose log this is entered in first, on rank 0.
-        key: 32 bytes, of this evaluation alone.
-        loss_N: as in `HeldOut`.
-    """
-    terms, found = ledger.heldout_losses, ""
-    assert terms is not None
-    if dist.get_rank() == 0:
-        executed.begin_evaluation()
-        found = repr(terms.noise.noised_mean(loss_N, clip=terms.clip, key=key))
-    loss = float(broadcast_from_rank0(found))
-    deviation = terms.noise.standard_deviation(clip=terms.clip, units=len(loss_N))
-    noised = NoisedLoss(step, loss, deviation)
-    ledger.heldout_losses = terms.kept(*terms.losses, noised)
-    return noised
 
 
 def buckets(seq_len: int) -> dict[int, str]:

@@ -1,5 +1,5 @@
-"""`--table counts`: what a step computes and moves, private against plain TorchTitan, in figures
-that no noise touches.
+"""`--table counts` and `tiles`: what a step computes and moves, in figures that no noise touches:
+private against plain TorchTitan, and the feed-forward in tiles against none.
 
 One rank's microbatch (forward, backward, and with privacy: norm, clip, add) and its update are run
 on fake tensors in a fake process group, as the plan does, with kernels counted as CUDA has them
@@ -21,7 +21,7 @@ from typing import Any
 
 from torchtitan_dp.gradients.methods import automatic
 
-from .tables import markdown
+from .processes import show
 
 MODELS = ("1B", "3B", "8B")
 SEQ_LENS = (4096, 16384, 65536)
@@ -72,6 +72,26 @@ class Count:
     by_operation: dict[str, int]  # bytes
 
 
+def alone(module: str, task: Any) -> Any:
+    """Run a module of this package in a process that sees no device; JSON in, JSON out.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", f"scripts.benchmarking.{module}"],
+        input=json.dumps(task),
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, **hidden},
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{task} could not be predicted or counted:\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def count(case: Case, seq_lens: list[int]) -> dict[str, dict[int, Count]]:
     """Count, in a process of its own, a microbatch of each length (not the first of a step) and
     an update.
@@ -79,20 +99,7 @@ def count(case: Case, seq_lens: list[int]) -> dict[str, dict[int, Count]]:
     Returns:
         {"microbatch": by length, "update": by the longest length alone}
     """
-    task = json.dumps([asdict(case), seq_lens])
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "scripts.benchmarking.counts"]
-    done = subprocess.run(
-        command,
-        input=task,
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, **hidden},
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"{case} could not be counted:\n{done.stderr[-4000:]}")
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = alone("counts", [asdict(case), seq_lens])
     return {
         what: {int(seq_len): Count(**one) for seq_len, one in by_length.items()}
         for what, by_length in found.items()
@@ -106,7 +113,7 @@ def count_rows(
     rows = []
     for model in models:
         for mbs in batch_sizes:
-            _say(f"{model}, MBS {mbs}, T {', '.join(map(str, seq_lens))}")
+            show(f"counting {model}, MBS {mbs}, T {', '.join(map(str, seq_lens))}")
             method = automatic(mbs)
             plain, private = (
                 count(Case(model, one, mbs, world_size), seq_lens) for one in ("plain", method)
@@ -143,49 +150,37 @@ def _compared(plain: Count, private: Count) -> dict[str, Any]:
     }
 
 
-def counts_tables(rows: list[dict[str, Any]]) -> str:
-    """All rows, and by part where T is the middle one."""
-    head = ["model", "method", "MBS", "T", "FLOPs, DP / plain", "bytes, DP / plain"]
-    head += ["TFLOPs", "GB, plain", "GB, DP", "GB of the update, plain", "DP"]
-    lines = [
-        [
-            row["model"],
-            f"`{row['method']}`",
-            str(row["local_batch_size"]),
-            f"{row['seq_len']:,}",
-            f"{row['flops_vs_non_dp']:.3f}",
-            f"{row['bytes_vs_non_dp']:.3f}",
-            f"{row['flops'] / 1e12:.1f}",
-            *(f"{size / 1e9:.1f}" for size in (row["non_dp_bytes"], row["bytes"])),
-            *(f"{size / 1e9:.1f}" for size in row["update_bytes"]),
-        ]
-        for row in rows
-    ]
-    return (
-        "### A microbatch, counted\n\n"
-        + markdown(head, lines)
-        + "\n\n### GB of a microbatch by part, plain → private\n\n"
-        + _by_part(rows)
-    )
+TILED_SHAPES = ((65536, 4), (1048576, 8))  # T, ranks
+TRAINED = {"all weights": (), "LoRA": ("--lora.rank=16",)}
 
 
-def _by_part(rows: list[dict[str, Any]]) -> str:
-    parts = sorted({part for row in rows for part in row["bytes_by_part"]})
-    head = ["model", "MBS", "T", *parts]
-    lines = []
-    for row in rows:
-        pairs = [(row["non_dp_bytes_by_part"], row["bytes_by_part"])] * len(parts)
-        cells = [
-            " → ".join(f"{one.get(part, 0) / 1e9:.1f}" for one in pair)
-            for part, pair in zip(parts, pairs, strict=True)
-        ]
-        shape = [row["model"], str(row["local_batch_size"]), f"{row['seq_len']:,}"]
-        lines.append([*shape, *cells])
-    return markdown(head, lines)
-
-
-def _say(line: str) -> None:
-    print(f"benchmark: counting {line}", file=sys.stderr, flush=True)
+def tile_rows(models: list[str], shapes: tuple[tuple[int, int], ...] = TILED_SHAPES) -> list[Any]:
+    """Rows of the JSON, one a model, what is trained, and T."""
+    rows = []
+    for model in models:
+        for trained, overrides in TRAINED.items():
+            for seq_len, world_size in shapes:
+                totals = []
+                for chunk in ("0", "auto"):
+                    more = ("--activation_checkpoint.mode=full", *overrides)
+                    more += (f"--training.feed_forward_chunk={chunk}",)
+                    case = Case(model, "microbatch", 1, world_size, overrides=more)
+                    found = count(case, [seq_len])["microbatch"][seq_len]
+                    totals.append((sum(found.flops.values()), sum(found.bytes.values())))
+                (flops, moved), (flops_in_tiles, moved_in_tiles) = totals
+                rows.append(
+                    {
+                        "model": model,
+                        "trained": trained,
+                        "seq_len": seq_len,
+                        "world_size": world_size,
+                        "flops_vs_no_tiles": flops_in_tiles / flops,
+                        "bytes_vs_no_tiles": moved_in_tiles / moved,
+                        "flops": flops_in_tiles,
+                        "bytes": moved_in_tiles,
+                    }
+                )
+    return rows
 
 
 def count_here(case: Case, seq_lens: list[int]) -> dict[str, dict[int, Count]]:
@@ -201,7 +196,7 @@ def count_here(case: Case, seq_lens: list[int]) -> dict[str, dict[int, Count]]:
     from torchtitan_dp.models.hugging_face import shape
     from torchtitan_dp.plan.fake_step import fake_world
 
-    from . import kernels, region_kernels
+    from . import fused
     from .counting import Counts
 
     assert not case.compiled or case.method == "grad_sample"
@@ -215,9 +210,9 @@ def count_here(case: Case, seq_lens: list[int]) -> dict[str, dict[int, Count]]:
             # For gloo and the CPU alone.
             (parallelize, "_sum_reductions_only", _nothing),
             # As on CUDA.
-            (torch.nn.functional, "rms_norm", kernels.rms_norm),
-            (parallelize, "compiled", region_kernels.regions),
-            (optimizer, "add_gaussian_noise_", kernels.noise),
+            (torch.nn.functional, "rms_norm", fused.rms_norm),
+            (parallelize, "compiled", fused.regions),
+            (optimizer, "add_gaussian_noise_", fused.noise),
             (torch.optim, "AdamW", functools.partial(_fused, torch.optim.AdamW)),
         ):
             stack.enter_context(unittest.mock.patch.object(owner, name, instead))
@@ -299,18 +294,7 @@ def _watch_loss_head(output: Any, counts: Any) -> None:
     output.register_forward_pre_hook(enter)
 
 
-def _main() -> None:
-    case, seq_lens = json.load(sys.stdin)
-    found = count_here(Case(**case), seq_lens)
-    print(
-        json.dumps(
-            {
-                what: {seq_len: asdict(one) for seq_len, one in by_length.items()}
-                for what, by_length in found.items()
-            }
-        )
-    )
-
-
 if __name__ == "__main__":
-    _main()
+    case_, seq_lens_ = json.load(sys.stdin)
+    counted_ = count_here(Case(**case_), seq_lens_)
+    print(json.dumps({w: {t: asdict(one) for t, one in by.items()} for w, by in counted_.items()}))

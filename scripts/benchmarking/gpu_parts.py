@@ -1,11 +1,7 @@
-"""What `scripts/gpu_report.sh` measures by itself: versions, kernels, memory, a profiled step.
+"""What `scripts/gpu_report.sh` measures by itself, and how it writes its report.
 
-    python scripts/benchmarking/gpu_parts.py machine [--json FILE]
-    python scripts/benchmarking/gpu_parts.py timings [--json FILE] [--values N] [--tokens N] …
-    python scripts/benchmarking/gpu_parts.py plan ROWS.json … [--json FILE]
-    python scripts/benchmarking/gpu_parts.py long [--seq_len T] [--json FILE]
-    python scripts/benchmarking/gpu_parts.py tiles --config FILE --seq_len T [--json FILE]
-    python scripts/benchmarking/gpu_parts.py profile [--seq_len T] [--arm A] [--batch_size B] …
+    python scripts/benchmarking/gpu_parts.py machine|timings|plan|long|tiles|profile [--json FILE] …
+    python scripts/benchmarking/gpu_parts.py report FOLDER PART STATUS SECONDS COMMAND
 
 Times are of CUDA events around one call, medians of the rounds. On a CPU they are of the clock, so
 that this file can be tried there; they say nothing of a GPU.
@@ -35,37 +31,23 @@ Row = dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     kinds = parser.add_subparsers(dest="part", required=True)
-    machine_ = kinds.add_parser("machine")
-    times = kinds.add_parser("timings")
-    times.add_argument("--values", type=int, default=1_235_814_400, help="of a 1B model")
-    times.add_argument("--tokens", type=int, default=16384)
-    times.add_argument("--dim", type=int, default=2048)
-    times.add_argument("--vocabulary", type=int, default=128256)
-    times.add_argument("--rounds", type=int, default=10)
-    plan = kinds.add_parser("plan")
-    plan.add_argument("rows", nargs="+", type=Path)
-    long_ = kinds.add_parser("long")
-    long_.add_argument("--seq_len", type=int, default=131072)
-    tiles = kinds.add_parser("tiles")
-    tiles.add_argument("--config", required=True)
-    tiles.add_argument("--seq_len", type=int, required=True)
-    profile = kinds.add_parser("profile")
-    profile.add_argument("--seq_len", type=int, default=16384)
-    profile.add_argument("--arm", default="microbatch")
-    profile.add_argument("--batch_size", type=int, default=1)
-    for part in (machine_, times, plan, long_, tiles, profile):
+    for name, (_, defaults) in PARTS.items():
+        part = kinds.add_parser(name)
+        for option, default in defaults.items():
+            part.add_argument(f"--{option}", type=type(default), default=default)
         part.add_argument("--json", type=Path)
+    kinds.choices["plan"].add_argument("rows", nargs="+", type=Path)
+    report_ = kinds.add_parser("report")
+    for argument in ("folder", "named", "status", "seconds", "command"):
+        report_.add_argument(argument)
     options = parser.parse_args()
-    run: dict[str, Callable[[argparse.Namespace], Row]] = {
-        "machine": machine,
-        "timings": timings,
-        "plan": predictions,
-        "long": offloaded,
-        "tiles": tiled,
-        "profile": profiled,
-    }
-    result = run[options.part](options)
-    text = json.dumps(result, indent=2)
+    if options.part == "report":
+        written = {"part": options.named, "status": options.status}
+        written |= {"seconds": int(options.seconds), "command": options.command}
+        write_report(Path(options.folder), written)
+        return
+    run, _ = PARTS[options.part]
+    text = json.dumps(run(options), indent=2)
     print(text)
     if options.json:
         options.json.write_text(text + "\n", encoding="utf-8")
@@ -340,6 +322,79 @@ def _version(package: str) -> str | None:
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+
+
+PARTS: dict[str, tuple[Callable[[argparse.Namespace], Row], dict[str, Any]]] = {
+    "machine": (machine, {}),
+    "timings": (  # of a 1B model
+        timings,
+        {"values": 1_235_814_400, "tokens": 16384, "dim": 2048, "vocabulary": 128256, "rounds": 10},
+    ),
+    "plan": (predictions, {}),
+    "long": (offloaded, {"seq_len": 131072}),
+    "tiles": (tiled, {"seq_len": 65536, "config": CONFIG}),
+    "profile": (profiled, {"seq_len": 16384, "arm": "microbatch", "batch_size": 1}),
+}
+
+
+# The report.
+
+COLUMNS = ("tokens_per_second", "throughput_vs_non_dp", "peak_memory_gib", "memory_vs_non_dp")
+
+
+def write_report(folder: Path, written: Row) -> None:
+    """Write down how a part ended, and the report of all parts so far."""
+    text = json.dumps(written, indent=2) + "\n"
+    (folder / f"{written['part']}.json").write_text(text, encoding="utf-8")
+    (folder / "report.md").write_text(report(folder), encoding="utf-8")
+
+
+def report(folder: Path) -> str:
+    """All parts that were tried, in the order of their names' files, and what they measured."""
+    results = {path.name.removesuffix(".result.json") for path in folder.glob("*.result.json")}
+    paths = [p for p in folder.glob("*.json") if not p.name.endswith(".result.json")]
+    lines = ["# One GPU's report", "", "| part | status | seconds |", "| --- | --- | --- |"]
+    details = []
+    for path in sorted(paths, key=lambda p: p.stat().st_mtime_ns):
+        one = json.loads(path.read_text(encoding="utf-8"))
+        lines.append(f"| {one['part']} | {one['status']} | {one['seconds']} |")
+        if one["part"] in results:
+            content = (folder / f"{one['part']}.result.json").read_text(encoding="utf-8")
+            details += ["", f"## {one['part']}", "", *figures(json.loads(content))]
+    return "\n".join([*lines, *details]) + "\n"
+
+
+def figures(result: Row) -> list[str]:
+    """A Markdown table of each list of rows, and a line for each other value."""
+    lines = []
+    for name, value in result.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            rows = value if name != "arms" else [_brief(row) for row in value]
+            lines += ["", *_table(rows), ""]
+        elif not isinstance(value, list | dict):
+            lines.append(f"- {name.replace('_', ' ')}: {_shown(value)}")
+    return lines
+
+
+def _brief(row: Row) -> Row:
+    """What a row of the benchmark says in one line."""
+    return {key: row[key] for key in ("name", "seq_len", "status", *COLUMNS) if key in row}
+
+
+def _table(rows: list[Row]) -> list[str]:
+    head = list(rows[0])
+    cells = [[_shown(row.get(key)) for key in head] for row in rows]
+    return [
+        f"| {' | '.join(head)} |",
+        "|" + " --- |" * len(head),
+        *(f"| {' | '.join(row)} |" for row in cells),
+    ]
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,7 @@ from torchtitan_dp.config.load import load_config
 
 from . import worker
 from .arms import Arm, Setting
-from .journal import Journal, key_of
-from .processes import OutOfMemory, on_processes
-from .worker import show
+from .processes import Journal, OutOfMemory, key_of, on_processes, show
 
 
 @dataclass(frozen=True)

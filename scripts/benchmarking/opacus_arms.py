@@ -26,7 +26,7 @@ from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.distributed.attention import use_efficient_attention
 from torchtitan_dp.models.llama3.model import FLAVORS, Llama
 from torchtitan_dp.models.loss import SampleLosses
-from torchtitan_dp.train_spec import OpenOnce, build_loader
+from torchtitan_dp.train_spec import build_loader
 
 
 class OpacusTrainer:
@@ -41,7 +41,7 @@ class OpacusTrainer:
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._rng = np.random.default_rng(0)
         self._loader = build_loader(
-            OpenOnce(),
+            None,
             dp_world_size=1,
             dp_rank=0,
             tokenizer=load_tokenizer(config.model.hf_assets_path),

@@ -4,19 +4,25 @@ import io
 import os
 import warnings
 import zipfile
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 from tests import build
-from tests.accounts import account
+from tests.accounts import publish
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.checkpoint.safe_load import entries, read_metadata
-from torchtitan_dp.checkpoint.start import Start, Weights, check_start, decide_start, plan_start
+from torchtitan_dp.checkpoint.start import (
+    Start,
+    Weights,
+    check_start,
+    confirmed,
+    decide_start,
+    plan_start,
+)
 from torchtitan_dp.checkpoint.terms import settings_of
-from torchtitan_dp.ledger import ExecutedSteps, Ledger
+from torchtitan_dp.ledger import Lineage
 
 META = {"weight": torch.empty(2, 3, device="meta")}
 UNITS = 40
@@ -28,7 +34,7 @@ def config(folder, *overrides):
 
 def ledger(folder, steps):
     """That of a run with so many steps."""
-    return Ledger(settings_of(config(folder), UNITS, 1.0), steps=steps, run="r", start="s")
+    return Lineage(settings_of(config(folder), UNITS, 1.0), steps=steps, run="r", start="s")
 
 
 def save(place, text):
@@ -134,12 +140,12 @@ def test_initial_weights_bring_the_ledger_in_them_or_beside_them(tmp_path):
     inside = save(tmp_path / "elsewhere" / "step-7", earlier.to_json())
     start = decide_start(config(tmp_path / "run", f"--checkpoint.initial_load_path={inside}"))
     assert start.initial.ledger == earlier
-    assert start.initial.all_begun == ()
-    account(earlier, ExecutedSteps(str(tmp_path / "elsewhere")), 7).publish(tmp_path / "elsewhere")
+    assert not start.initial.any_begun
+    publish(earlier, tmp_path / "elsewhere", 7)
     (tmp_path / "elsewhere" / "hf").mkdir()
     start = Start(Weights.INITIAL_HF, str(tmp_path / "elsewhere" / "hf"))
     assert start.initial.ledger.steps == 7
-    assert len(start.initial.all_begun) == 1
+    assert start.initial.any_begun
     assert Start(Weights.INITIAL_HF, str(tmp_path)).initial.ledger is None
 
 
@@ -151,17 +157,13 @@ def test_an_unreadable_ledger_leaves_the_plan_to_the_folders_account(tmp_path):
     assert plan_start(config(tmp_path), UNITS, start, account).ledger.steps == 3
 
 
-def confirmed(folder):
-    from torchtitan_dp.checkpoint.manager import Checkpointer
-
+def revised(folder):
     start = decide_start(config(folder))
-    manager = SimpleNamespace(start=start, folder=os.path.join(folder, "checkpoint"))
-    manager._newest_whole = lambda steps: Checkpointer._newest_whole(manager, steps)
-    return start.step, Checkpointer._confirmed(manager, -1).step
+    return start.step, confirmed(start, os.path.join(folder, "checkpoint")).step
 
 
 def test_what_all_ranks_read_revises_the_decision(tmp_path):
     own(tmp_path, 2, 4)
     flip(tmp_path / "checkpoint" / "step-4")
-    assert on_ranks(2, confirmed, str(tmp_path)) == [(4, 2)] * 2
+    assert on_ranks(2, revised, str(tmp_path)) == [(4, 2)] * 2
     assert (tmp_path / "checkpoint.damaged" / "step-4").is_dir()

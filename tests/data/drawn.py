@@ -16,12 +16,8 @@ from torchtitan_dp.privacy.sampling import Choices, choices, poisson_draw
 
 BOS, EOS, IGNORED = 256, 257, IGNORE_INDEX
 T = 16
-HOW: tuple[dict[str, Any], ...] = (
-    {},
-    {"one_record": True},
-    {"window": True},
-    {"one_record": True, "window": True},
-)
+ONE, WINDOW = {"one_record": True}, {"window": True}
+HOW: tuple[dict[str, Any], ...] = ({}, ONE, WINDOW, {**ONE, **WINDOW})
 UNITS: dict[str, Sequence[str | None]] = {
     f"user {u}": [chr(48 + u) * (1 + (7 * u + 3 * i) % 25) for i in range(1 + u % 5)]
     for u in range(20)
@@ -60,16 +56,23 @@ def samples_of(
     tokenizer: Tokenizer | None = None,
     **how: bool,
 ) -> tuple[Samples, list[int]]:
-    """Make samples of units whose records alternate in one file; list the units as given.
-
-    Args:
-        units: the texts of each; None is a record without a text.
-    """
+    """Make samples of units whose records alternate in one file; list the units as given. None is
+    a record without a text."""
     rows = sorted((i, name, text) for name, texts in units.items() for i, text in enumerate(texts))
     lines = [{"who": name, "text": text} for _, name, text in rows]
     store = store_of(lines, root, unit_field="who", tokenizer=tokenizer)
     names = [rows[int(store.units.records(unit)[0])][1] for unit in range(len(store.units))]
     return Samples(store, seq_len, **how), [names.index(name) for name in units]
+
+
+def sample(
+    samples: Samples, unit: int, length: int | None = None, *of: Any, **how: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make `(tokens_T, labels_T)` of one sample (`Samples.ids`), as `Samples.batch` does."""
+    both = np.empty((2, length or samples.seq_len), dtype=np.int64)
+    samples.lay_out(samples.ids(unit, *of, **how), *both)
+    tokens_T, labels_T = torch.from_numpy(both)
+    return tokens_T, labels_T
 
 
 def rng(seed: int = 0) -> Choices:

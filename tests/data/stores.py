@@ -8,10 +8,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from tests.data.chats import PLAIN
 from torchtitan_dp.data.chat_template import ChatTemplate
 from torchtitan_dp.data.prepare import Source, prepared
-from torchtitan_dp.data.reading import Chats, Reading, Texts
+from torchtitan_dp.data.reading import Reading
 from torchtitan_dp.data.store import Store
 from torchtitan_dp.data.tokenizer import ByteTokenizer, Tokenizer
 
@@ -27,21 +31,13 @@ def source(
     messages_field: str | None = None,
     unit_field: str | None = None,
     tokenizer: Tokenizer | None = None,
-    template: str | ChatTemplate = PLAIN,
+    template: str = PLAIN,
 ) -> Source:
-    """Describe files and how they are read.
-
-    Args:
-        tokenizer: bytes if None.
-        template: of chats (`messages_field`); Jinja, or loaded already.
-    """
-    how: Reading = Texts(text_field)
-    if prompt_field is not None:
-        how = Texts(text_field, prompt_field)
-    elif messages_field is not None:
-        if isinstance(template, str):
-            template = ChatTemplate(template, {"bos_token": "<|begin_of_text|>"})
-        how = Chats(messages_field, template)
+    """Describe files and how they are read: of bytes by default, chats by a Jinja template."""
+    how = Reading(text_field, prompt_field)
+    if messages_field is not None:
+        chats = ChatTemplate(template, {"bos_token": "<|begin_of_text|>"})
+        how = Reading(messages_field=messages_field, template=chats)
     return Source(format, str(path), how, tokenizer or ByteTokenizer(), unit_field)
 
 
@@ -51,12 +47,7 @@ def store_of(
     format: str | None = None,
     **how: Any,
 ) -> Store:
-    """Prepare the store of files, or of rows, in `tmp_path`.
-
-    Args:
-        data: a path, by default of text files, or rows for a JSON Lines file (`as_lines`).
-        how: for `source`.
-    """
+    """Prepare, in `tmp_path`, a `source` of files, by default texts, or of rows of JSON Lines."""
     if not isinstance(data, str | os.PathLike):
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
         write(folder, {"a.jsonl": as_lines(data)})
@@ -75,21 +66,14 @@ class Stored(NamedTuple):
 
 def stored(store: Store) -> list[Stored]:
     """List the records of a store."""
-    units = {
-        int(record): int(store.units.hashes[unit])
-        for unit in range(len(store.units))
-        for record in store.units.records(unit)
-    }
+    counts = [len(store.units.records(unit)) for unit in range(len(store.units))]
+    units = np.repeat(store.units.hashes, counts)[np.argsort(store.units.members)].tolist()
     reasons = [None, *(f"{lack['setting']}: {lack['what']}" for lack in store.facts["lacks"])]
-    return [
-        Stored(
-            tuple(store.ids(i, 0, store.length(i)).tolist()),
-            int(store.firsts[i]),
-            units[i],
-            reasons[int(store.reasons[i])],
-        )
-        for i in range(len(store))
-    ]
+    found = []
+    for i, unit in enumerate(units):
+        ids = tuple(store.ids(i, 0, store.length(i)).tolist())
+        found.append(Stored(ids, int(store.firsts[i]), unit, reasons[int(store.reasons[i])]))
+    return found
 
 
 def texts(store: Store, tokenizer: Tokenizer | None = None) -> list[str | None]:
@@ -124,12 +108,10 @@ def as_lines(rows: Iterable[Row]) -> bytes:
 
 
 def as_jsonl(root: Path, rows: Sequence[Row]) -> Path:
-    """Write `a.jsonl`."""
     return write(root, {"a.jsonl": as_lines(rows)})
 
 
 def as_csv(root: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    """Write `a.csv`."""
     root.mkdir(parents=True, exist_ok=True)
     with open(root / "a.csv", "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]))
@@ -140,49 +122,29 @@ def as_csv(root: Path, rows: Sequence[dict[str, Any]]) -> Path:
 
 def as_parquet(root: Path, rows: Any, **options: Any) -> Path:
     """Write `a.parquet`, of rows or a table, in row groups of seven."""
-    import pyarrow.parquet as pq
-
     root.mkdir(parents=True, exist_ok=True)
     pq.write_table(_table(rows), root / "a.parquet", **{"row_group_size": 7, **options})
     return root
 
 
-def as_arrow(root: Path, rows: Any) -> Path:
-    """Write `a.arrow`, an Arrow file in batches of nine."""
-    import pyarrow as pa
-
-    return _write_arrow(root / "a.arrow", rows, pa.ipc.new_file)
+def as_arrow(root: Path, rows: Any, name: str = "a.arrow", new: Any = pa.ipc.new_file) -> Path:
+    """Write an Arrow file in batches of nine."""
+    root.mkdir(parents=True, exist_ok=True)
+    table = _table(rows)
+    with pa.OSFile(str(root / name), "wb") as file, new(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=9)
+    return root
 
 
 def as_hf(root: Path, rows: Any) -> Path:
-    """Write an Arrow stream in batches of nine, as `Dataset.save_to_disk` does."""
-    import pyarrow as pa
-
+    """Write an Arrow stream, as `Dataset.save_to_disk` does."""
     write(root, {"state.json": b"{}", "cache-1.arrow": b"no data of the set"})
-    return _write_arrow(root / "data-00000-of-00001.arrow", rows, pa.ipc.new_stream)
+    return as_arrow(root, rows, "data-00000-of-00001.arrow", pa.ipc.new_stream)
 
 
-WRITERS: dict[str, Callable[..., Path]] = {
-    "jsonl": as_jsonl,
-    "csv": as_csv,
-    "parquet": as_parquet,
-    "arrow": as_arrow,
-    "hf": as_hf,
-}
-"""By `training.dataset`."""
+WRITERS: dict[str, Callable[..., Path]] = {"jsonl": as_jsonl, "csv": as_csv, "hf": as_hf}
+WRITERS |= {"parquet": as_parquet, "arrow": as_arrow}
 
 
 def _table(rows: Any) -> Any:
-    import pyarrow as pa
-
     return rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows)
-
-
-def _write_arrow(path: Path, rows: Any, new: Callable[..., Any]) -> Path:
-    import pyarrow as pa
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    table = _table(rows)
-    with pa.OSFile(str(path), "wb") as file, new(file, table.schema) as writer:
-        writer.write_table(table, max_chunksize=9)
-    return path.parent

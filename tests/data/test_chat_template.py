@@ -7,7 +7,7 @@ import pytest
 
 from tests.data.chats import MARKED, PLAIN, REWRITES, chat, folder
 from torchtitan_dp.data import chat_template
-from torchtitan_dp.data.chat_template import ChatTemplate, Message, Piece, load_chat_template
+from torchtitan_dp.data.chat_template import ChatTemplate, Piece, load_chat_template
 
 MARKS = {"bos_token": "<|begin_of_text|>"}
 
@@ -15,7 +15,7 @@ MARKS = {"bos_token": "<|begin_of_text|>"}
 def pieces(template: str | ChatTemplate, turns: list[dict[str, str]]) -> list[Piece] | None:
     if isinstance(template, str):
         template = ChatTemplate(template, MARKS)
-    return template.write([Message(**turn) for turn in turns])
+    return template.write(turns)
 
 
 def targets(template: str, turns: list[dict[str, str]]) -> list[str]:

@@ -73,21 +73,13 @@ def test_stores_are_listed_and_erased(
     assert capsys.readouterr().err == f"not private: erased {folder / first}\n"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--data.text_field=other"], "data.text_field = 'other': none of the 6 units has a"),
-        (["--training.dataset_path=/nowhere"], "training.dataset_path = '/nowhere' does not exist"),
-        (["--data.store=/proc/none"], "data.store = '/proc/none': the tokens of"),
-        (["--nonsense=1"], "--nonsense"),
-    ],
-)
+@pytest.mark.parametrize("mistake", ["--data.text_field=other", "--data.store=/proc/none"])
 def test_mistakes_are_one_line(
-    command: list[str], options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    command: list[str], mistake: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
-        main([*command, *options])
+        main([*command, mistake])
     assert stopped.value.code == 2
     out, err = capsys.readouterr()
-    assert f"error: {message}" in err
-    assert out == ""
+    key, value = mistake.removeprefix("--").split("=")
+    assert (out, f"error: {key} = '{value}': " in err) == ("", True)

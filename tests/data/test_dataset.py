@@ -41,19 +41,14 @@ def refusal(root: Path, rows: list[Any], **how: Any) -> str:
     return message
 
 
-@pytest.mark.parametrize("unit_field", [None, "patient_id"])
-def test_records_that_have_a_target_are_no_warning(tmp_path: Path, unit_field: str | None) -> None:
-    assert warned(tmp_path, NOTES, unit_field=unit_field) == ()
+def test_records_that_have_a_target_are_no_warning(tmp_path: Path) -> None:
+    assert warned(tmp_path, NOTES) == warned(tmp_path, NOTES, unit_field="patient_id") == ()
 
 
 @pytest.mark.parametrize(
     ("how", "message"),
     [
         ({"text_field": "notes"}, "data.text_field = 'notes': none of the 20 records has a target"),
-        (
-            {"text_field": "notes", "unit_field": "patient_id"},
-            "data.text_field = 'notes': none of the 5 units has a target",
-        ),
         ({"prompt_field": "ask"}, "data.prompt_field = 'ask': none of the 20 records has a target"),
         ({"prompt_field": "note", "text_field": "a"}, "data.text_field = 'a': none of the 20"),
         ({"messages_field": "note"}, "data.messages_field = 'note': none of the 20"),
@@ -147,11 +142,7 @@ def test_row43_training_and_held_out_units_are_disjoint_and_all(tmp_path: Path) 
 
 def test_row47_a_held_out_unit_decides_no_start_where_the_number_is_secret(tmp_path: Path) -> None:
     """Of two neighbours, one with a unit that is held out and one with none, both start."""
-    terms: dict[str, Any] = {
-        "unit_field": "patient_id",
-        "heldout_fraction": 0.02,
-        "needs_heldout": True,
-    }
+    terms = {"unit_field": "patient_id", "heldout_fraction": 0.02, "needs_heldout": True}
     with_one = [*NOTES, {"patient_id": "q19", "note": "by its hash among 2%"}]
     assert "holds out none of 5 units" in refusal(tmp_path, NOTES, **terms)
     assert len(opened(tmp_path, with_one, **terms).heldout) == 1

@@ -50,7 +50,7 @@ def test_folders_and_globs_leave_out_hidden_files(
     root = write(tmp_path / "d", TREE | ({pattern: b"1"} if "1" in pattern else {}))
     files = listed(root / pattern)
     assert files.names == expected
-    assert [os.path.getsize(files.path(i)) for i in range(len(files))] == files.sizes
+    assert [os.path.getsize(path) for path in files.paths] == files.sizes
 
 
 LINES = ["a.jsonl", "b/c.jsonl.gz", "b/d.jsonl.zst", "e.jsonl.bz2", "f.gz", ".x.jsonl", "g.json"]

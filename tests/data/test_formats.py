@@ -147,18 +147,12 @@ def test_a_damaged_compressed_file_is_refused(tmp_path: Path, codec: str, damage
     assert [path for path in (tmp_path / "store").iterdir() if path.suffix != ".lock"] == []
 
 
-@pytest.mark.parametrize("format", ["jsonl", "hf"])
 @pytest.mark.parametrize("missing", [1, 20])
-def test_a_file_that_ends_early_is_named(tmp_path: Path, format: str, missing: int) -> None:
-    """Of an Arrow stream, pyarrow's own error gets out, of several kinds."""
-    root = tmp_path / "d"
-    name = FILE.get(format, "a.jsonl.gz")
-    if format == "jsonl":
-        write(root, {name: packed(as_lines(ROWS), ".gz")})
-    else:
-        WRITERS[format](root, [{"text": text} for text in ROWS])
-    write(root, {name: (root / name).read_bytes()[:-missing]})
-    refusal(root, format, rf"^training\.dataset_path.*{name}")
+def test_a_stream_that_ends_early_is_named(tmp_path: Path, missing: int) -> None:
+    """pyarrow's own error gets out, of several kinds."""
+    root = WRITERS["hf"](tmp_path / "d", [{"text": text} for text in ROWS])
+    write(root, {FILE["hf"]: (root / FILE["hf"]).read_bytes()[:-missing]})
+    refusal(root, "hf", rf"^training\.dataset_path.*{FILE['hf']}")
 
 
 # CSV
@@ -319,6 +313,8 @@ def test_a_folder_that_datasets_saved_is_read(tmp_path: Path) -> None:
 
 # Files of another format, and mistakes
 
+PACKED = gzip.compress(b"words\n", mtime=0)
+
 
 @pytest.mark.parametrize(
     "format, name, data, message",
@@ -328,21 +324,11 @@ def test_a_folder_that_datasets_saved_is_read(tmp_path: Path) -> None:
         ("text", "a.txt", "hä".encode("utf-16"), r"is UTF-16; convert it: iconv -f UTF-16 "),
         ("text", "a.txt", b"caf\xe9", "iconv -f LATIN1"),
         ("jsonl", "a.jsonl", "{}".encode("utf-16-le"), "UTF-16; convert it: iconv -f UTF-16LE"),
-        (
-            "jsonl",
-            "a.jsonl",
-            gzip.compress(b"{}", mtime=0),
-            r"gzip; unpack it, or name it a\.jsonl\.gz",
-        ),
+        ("jsonl", "a.jsonl", PACKED, r"gzip; unpack it, or name it a\.jsonl\.gz"),
         ("jsonl", "a.jsonl", b"PAR1", "is Parquet; set training.dataset = 'parquet'"),
         ("jsonl", "a.jsonl", b'\n[\n{"text": "a"}]', "'a.jsonl' is one JSON array; convert it"),
         ("jsonl", "a.jsonl", b'{\n"text": "a"}', "goes on over several lines; .*: jq -c "),
-        (
-            "jsonl",
-            "a.jsonl.gz",
-            gzip.compress(b"words\n", mtime=0),
-            "'jsonl' needs one a line, {.note.: ",
-        ),
+        ("jsonl", "a.jsonl.gz", PACKED, "'jsonl' needs one a line, {.note.: "),
         ("parquet", "a.parquet", b"", "write '.*a.parquet' again"),
     ],
 )
@@ -370,12 +356,7 @@ COMMAS = "its columns must be separated by commas"
         ("csv", "a.csv", b'text\n"a\nb"c\n', r"training\.dataset_path: .*a.csv, line 3 \(not priv"),
         ("csv", "a.csv", b'"text\n', r"training\.dataset_path: .*a.csv is no CSV file"),
         ("csv", "a.csv", b"text;who\na;b\n", rf"data\.text_field = 'text': .*text;who; {COMMAS}"),
-        (
-            "csv",
-            "a.csv",
-            "text\n".encode("utf-16"),
-            r"training\.dataset_path: 'a.csv' is UTF-16[^\0]*\Z",
-        ),
+        ("csv", "a.csv", "text\n".encode("utf-16"), r"training\.dataset_path: 'a.csv' is UTF-16"),
         ("csv", "a.csv", b"", r"data\.text_field = 'text': .*a.csv has no such column"),
         ("csv", "a.csv", b"text\n", r"training\.dataset_path = .* holds no record: it needs .*csv"),
         ("jsonl", "a.jsonl", b"", r"training\.dataset_path = .* no record: .* \*\.jsonl\.zst file"),
@@ -398,7 +379,7 @@ def test_files_that_cannot_be_read_are_refused_in_one_line(
         ("jsonl", "unit_field", "", "name the JSON field"),
         ("text", "unit_field", "who", "text files have no fields"),
         ("text", "prompt_field", "q", "text files have no fields"),
-        ("csv", "messages_field", "m", "a field of csv files is a text"),
+        ("csv", "messages_field", "m", "csv files have no fields with lists"),
     ],
 )
 def test_mistakes_name_key_value_and_remedy(

@@ -22,13 +22,9 @@ from torchtitan_dp.data import store as stores
 from torchtitan_dp.data.prepare import prepared
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 
+CHATS = [None, chat("Why?", "☃."), chat("Why?"), [], chat(*"abcd"), chat("", " ")]
 ROWS: list[Row] = [
-    {
-        "text": f"note {i} ü☃ " * (i % 7),
-        "prompt": f"ask {i}",
-        "who": i % 4,
-        "chat": [None, chat("Why?", "☃."), chat("Why?"), [], chat(*"abcd"), chat("", " ")][i % 6],
-    }
+    {"text": f"note {i} ü☃ " * (i % 7), "prompt": f"ask {i}", "who": i % 4, "chat": CHATS[i % 6]}
     for i in range(50)
 ]
 
@@ -116,7 +112,7 @@ def test_an_exception_in_the_middle_leaves_nothing(tmp_path: Path, error: BaseEx
     "place, name, instead",
     [
         (stores, "private", full),
-        (stores.tempfile, "mkdtemp", fail(OSError(errno.EROFS, "Read-only"))),
+        (stores.os, "mkdir", fail(OSError(errno.EROFS, "Read-only"))),
         (stores.os, "rename", fail(OSError(errno.EDQUOT, "Quota"))),
         (stores.os, "scandir", fail(PermissionError(errno.EACCES, "of the data"))),
     ],
@@ -125,6 +121,7 @@ def test_a_disk_that_fails_is_one_line_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any, name: str, instead: Any
 ) -> None:
     root = as_jsonl(tmp_path / "d", ROWS)
+    (tmp_path / "store").mkdir()
     monkeypatch.setattr(place, name, instead)
     with pytest.raises(ValueError, match=r"^training\.dataset_path = .* data\.store$") as caught:
         store_of(root, tmp_path, "jsonl")
@@ -157,14 +154,13 @@ def change_file(path: Path, change: str) -> None:
     data = path.read_bytes()
     if change == "is deleted":
         path.unlink()
-    elif change == "shrinks":
-        os.truncate(path, 21)
     elif change == "is replaced":
         write(path.parent, {".b": data[::-1]})
         os.utime(path.parent / ".b", ns=(1, 1))
         os.replace(path.parent / ".b", path)
     else:
-        path.write_bytes({"grows": data + b"\n", "is rewritten": data[::-1]}[change])
+        changed = {"grows": data + b"\n", "shrinks": data[:21], "is rewritten": data[::-1]}
+        path.write_bytes(changed[change])
         os.utime(path, ns=(1, 1))
 
 
@@ -191,10 +187,10 @@ def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
     key = Path(store_of(root, tmp_path, "jsonl").folder).name
     stores.delete(str(place / key))
     other = "0" * 32
-    half = f".{key}.abc/tokens", f".{other}.abc/tokens", f"{key}.lock"
+    half = f".{key}/tokens", f".{other}/tokens", f"{key}.lock"
     write(place, dict.fromkeys(half, b"half"))
     store_of(root, tmp_path, "jsonl")
-    assert left(place) == sorted([f".{other}.abc", key])
+    assert left(place) == sorted([f".{other}", key])
 
 
 def open_store(connection: Connection, root: str, place: str, log: str) -> None:
@@ -206,14 +202,15 @@ def open_store(connection: Connection, root: str, place: str, log: str) -> None:
             file.write("begin\n")
         real(*args)
 
-    stores.write = writing  # type: ignore[assignment]
+    said: list[str] = []
+    stores.write, stores.say, stores._FIRST_LINE_S = writing, said.append, 0.0  # type: ignore
     connection.send("started")
     store = prepared(source(root, "jsonl"), place)
-    connection.send((store.fingerprint, texts(store)))
+    connection.send((store.fingerprint, texts(store), said))
 
 
 @pytest.mark.slow
-def test_of_several_processes_one_writes(tmp_path: Path) -> None:
+def test_of_several_processes_one_writes_and_each_that_waits_writes_a_line(tmp_path: Path) -> None:
     root, place, log = as_jsonl(tmp_path / "d", ["a", "b"]), tmp_path / "store", tmp_path / "log"
     folder = Path(store_of(root, tmp_path, "jsonl").folder)
     stores.delete(str(folder))
@@ -225,9 +222,11 @@ def test_of_several_processes_one_writes(tmp_path: Path) -> None:
         assert not folder.exists()
     found = [one.connection.recv() for one in processes]
     assert [one.wait(60) for one in processes] == [0] * 3
-    assert [read for _, read in found] == [["a", "b"]] * 3
-    assert len({fingerprint for fingerprint, _ in found}) == 1
+    assert [read for _, read, _ in found] == [["a", "b"]] * 3
+    assert len({fingerprint for fingerprint, *_ in found}) == 1
     assert log.read_text() == "begin\n"
+    for *_, (line,) in found:
+        assert line.startswith("waiting for another process")
     assert left(place) == [folder.name]
 
 
@@ -309,7 +308,7 @@ def test_progress_has_sizes_alone(tmp_path: Path, monkeypatch: Any, capfd: Any) 
     out, err = capfd.readouterr()
     first, *lines = err.splitlines()
     assert (out, len(lines)) == ("", 5)
-    assert f"into {tmp_path / 'store'}: about" in first
+    assert f"into {tmp_path / 'store'}: about 0.1 kB and 41 bytes a record that" in first
     assert "all of 0.1 kB" in lines[-1]
     assert all(line.startswith("not private: ") for line in (first, *lines))
     assert not re.search("secret|hidden", err)

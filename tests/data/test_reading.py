@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from tests.data.chats import END, MARKED, PLAIN, START, chat, folder
-from tests.data.drawn import BOS, EOS, IGNORED, NoMarks, T, loader, rng
+from tests.data.drawn import BOS, EOS, IGNORED, NoMarks, T, loader, rng, sample
 from tests.data.stores import store_of, stored
 from torchtitan_dp.data.batching import Draw
-from torchtitan_dp.data.chat_template import MOST_MESSAGES
-from torchtitan_dp.data.reading import reading
+from torchtitan_dp.data.reading import MOST_MESSAGES, reading
 from torchtitan_dp.data.samples import Samples
 from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
 
@@ -27,7 +26,7 @@ def answers(root: Path, rows: list[Any], seq_len: int = T, **how: Any) -> Sample
 
 def shown(samples: Samples, unit: int, *more: Any) -> tuple[list[int], list[int]]:
     """Read the tokens of a sample, and the places of targets among its ids."""
-    tokens_T, labels_T = (x.tolist() for x in samples.sample(unit, *more))
+    tokens_T, labels_T = (x.tolist() for x in sample(samples, unit, *more))
     found = [place + 1 for place, label in enumerate(labels_T) if label != IGNORED]
     for place in found[:-1]:  # the id behind the last one is a label alone
         assert labels_T[place - 1] == tokens_T[place]
@@ -36,7 +35,7 @@ def shown(samples: Samples, unit: int, *more: Any) -> tuple[list[int], list[int]
 
 def targets(samples: Samples, unit: int) -> bytes:
     """Read the bytes that are targets; marks are left out."""
-    _, labels_T = samples.sample(unit)
+    _, labels_T = sample(samples, unit)
     return bytes(label for label in labels_T.tolist() if 0 <= label < 256)
 
 
@@ -48,7 +47,7 @@ def test_row06_only_the_answer_and_its_end_are_targets(tmp_path: Path) -> None:
     (one,) = stored(samples.store)
     assert one.ids == (~BOS, ~97, ~98, *b"xyz", EOS)
     assert one.first == 3
-    tokens_T, labels_T = samples.sample(0)
+    tokens_T, labels_T = sample(samples, 0)
     assert tokens_T.tolist() == [BOS, *b"abxyz", EOS, *[EOS] * 9]
     assert labels_T.tolist() == [IGNORED, IGNORED, *b"xyz", EOS, *[IGNORED] * 10]
     assert samples.tokens(0) == 6
@@ -58,7 +57,7 @@ def test_without_marks_a_blank_line_separates_records_and_is_no_target(tmp_path:
     rows = [{"who": "ann", "prompt": "p", "text": text} for text in ("x", "y")]
     samples = answers(tmp_path, rows, unit_field="who", tokenizer=NoMarks(), **PROMPTS)
     assert shown(samples, 0)[1] == [1, 5]
-    assert samples.sample(0)[0][:6].tolist() == [*b"px\n\np", EOS]
+    assert sample(samples, 0)[0][:6].tolist() == [*b"px\n\np", EOS]
     assert [one.ids[:2] for one in stored(samples.store)] == [(~10, ~10)] * 2
     (text, *_) = stored(store_of(["x"], tmp_path, tokenizer=NoMarks()))
     assert text.ids == tuple(b"\n\nx")  # all of a text are targets
@@ -73,7 +72,7 @@ def test_row06_only_the_assistants_turns_are_targets(
     terms = {"tokenizer": tokenizer, "template": template, **MESSAGES}
     samples = answers(tmp_path, rows, 200, **terms)
     assert targets(samples, 0) == b"That." + end + b"Because." + end
-    tokens_T, labels_T = samples.sample(0)
+    tokens_T, labels_T = sample(samples, 0)
     start_id, end_id = (tokenizer.encode(mark) for mark in (START, END))
     assert start_id is not None
     assert end_id is not None
@@ -152,17 +151,11 @@ class Picky(ByteTokenizer):
         return None if "!" in text else super().encode(text)
 
 
-@pytest.mark.parametrize(
-    ("how", "rows"),
-    [
-        ({}, [{"text": "!"}, {"text": "x"}]),
-        (PROMPTS, [{"prompt": "!", "text": "x"}, {"prompt": "p", "text": "x"}]),
-        (MESSAGES, [{"messages": chat("!", "x")}, {"messages": chat("p", "x")}]),
-    ],
-)
+@pytest.mark.parametrize("how", [{}, PROMPTS, MESSAGES])
 def test_row22_a_record_that_the_tokenizer_refuses_is_left_out(
-    tmp_path: Path, how: dict[str, str], rows: list[Any]
+    tmp_path: Path, how: dict[str, str]
 ) -> None:
+    rows = [{"text": one, "prompt": one, "messages": chat(one, "x")} for one in "!x"]
     bad, good = stored(store_of(rows, tmp_path, tokenizer=Picky(), **how))
     assert (bad.ids, bad.reason) == ((), REFUSED)
     assert good.reason is None
@@ -230,6 +223,21 @@ def test_a_units_records_come_one_after_the_other(tmp_path: Path) -> None:
     one = answers(tmp_path, rows, unit_field="who", one_record=True, **PROMPTS)
     seen = {tuple(shown(one, ann, None, rng(seed))[1]) for seed in range(40)}
     assert seen == {(2, 3, 4), (), (2, 3)}
+
+
+def test_row69_the_first_id_of_a_sample_is_no_answer(tmp_path: Path) -> None:
+    """Nothing predicts it: what a sample shows is a later target, or nothing is learned."""
+    bare = "{% generation %}{{ m.content }}{% endgeneration %}"
+    bare = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}" + bare
+    one, *other = chat("", "a", LONG, "b")[1:]
+    rows = [{"who": "ann", "messages": [one, *other]}, {"who": "bob", "messages": [one]}]
+    rows += [{"who": "bob", "messages": other}, {"who": "cyd", "messages": [one]}]
+    template = bare + "{% endif %}{% endfor %}"
+    samples = answers(tmp_path, rows, unit_field="who", template=template, **MESSAGES)
+    learned = samples.learned(np.arange(3)).tolist()
+    assert [bool(shown(samples, unit)[1]) for unit in range(3)] == learned
+    firsts = samples.units.members[samples.units.starts[:3]].tolist()
+    assert dict(zip(firsts, learned, strict=True)) == {0: True, 1: False, 3: False}
 
 
 # Readings that are refused.

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -62,13 +61,6 @@ def test_a_record_whose_unit_cannot_be_read_is_alone_and_silent(tmp_path: Path) 
     assert members(store) == {(n,) for n in range(len(rows))}
     assert texts(store) == [None] * len(UNREADABLE) + ["x"] * 3
     assert store.facts["unnamed"] == len(UNREADABLE)
-
-
-def test_a_unit_without_text_keeps_its_records(tmp_path: Path) -> None:
-    rows: list[Row] = [{"who": "ann"}, {"who": "ann", "text": "x"}, {"who": "bob", "text": 3}]
-    store = store_of(rows, tmp_path, unit_field="who")
-    assert members(store) == {(0, 1), (2,)}
-    assert texts(store) == [None, "x", None]
 
 
 def test_hashes_are_of_the_name_or_else_the_place_alone(tmp_path: Path) -> None:
@@ -135,17 +127,6 @@ def heldout(names: Sequence[str], fraction: float) -> set[str]:
     return {names[i] for i in split(hashes_of(names), fraction)[1]}
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.01, 0.1, 0.5, 0.99])
-def test_sides_are_disjoint_complete_and_of_the_right_share(fraction: float) -> None:
-    train, held = split(hashes_of(NAMES), fraction)
-    assert train.dtype == held.dtype == np.int64
-    assert sorted([*train, *held]) == list(range(len(NAMES)))
-    deviation = np.sqrt(len(NAMES) * fraction * (1 - fraction))
-    assert abs(len(held) - fraction * len(NAMES)) <= 5 * deviation
-    # spread over the whole, not a run at one end
-    assert abs(np.sum(held < len(NAMES) // 2) - len(held) / 2) <= 5 * np.sqrt(len(held))
-
-
 def test_a_side_depends_on_the_name_alone() -> None:
     held = heldout(NAMES, 0.1)
     assert heldout(NAMES[::-1], 0.1) == held
@@ -154,10 +135,9 @@ def test_a_side_depends_on_the_name_alone() -> None:
     assert held == {name for name in NAMES if digest(name.encode()) < 0.1 * 2**64}
 
 
-@pytest.mark.parametrize("fraction", [-0.1, 1, 1.5, float("nan"), 0.9999])
-def test_a_fraction_outside_or_that_leaves_nothing(fraction: float) -> None:
-    with pytest.raises(ValueError, match=r"^data\.heldout_fraction = .*(give a|leaves no record)"):
-        split(hashes_of(["a", "b"]), fraction)
+def test_a_fraction_that_leaves_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^data\.heldout_fraction = 0.9999 leaves no record"):
+        split(hashes_of(["a", "b"]), 0.9999)
 
 
 SIDES = """
@@ -179,14 +159,9 @@ BYTES = (b"\xc3\xa9", b"\xe9", b"\xff", b"\x80", "\ufffd".encode(), "😀".encod
 
 def in_locale(root: Path, place: Path, **settings: str) -> list[object]:
     """Prepare in a process of that locale, and return its encoding and what it found."""
-    done = subprocess.run(
-        [sys.executable, "-c", SIDES, str(root), str(place)],
-        env={**os.environ, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", **settings},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    command = [sys.executable, "-c", SIDES, str(root), str(place)]
+    env = {**os.environ, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", **settings}
+    return json.loads(subprocess.run(command, env=env, stdout=subprocess.PIPE, check=True).stdout)
 
 
 @pytest.mark.slow
@@ -206,10 +181,3 @@ def test_a_unit_is_on_the_same_side_whatever_the_locale(tmp_path: Path) -> None:
     # one store serves both
     assert in_locale(tmp_path / "d", tmp_path / "utf8", LC_ALL="C") == ascii
     assert len([path for path in (tmp_path / "utf8").iterdir() if path.is_dir()]) == 3
-    command = ["localedef", "-c", "-i", "POSIX", "-f", "ISO-8859-1", str(tmp_path / "latin")]
-    made = subprocess.run(command, capture_output=True) if shutil.which(command[0]) else None
-    latin = in_locale(tmp_path / "d", tmp_path / "latin1", LC_ALL="latin", LOCPATH=str(tmp_path))
-    if latin[0] == "ascii":
-        pytest.skip(f"localedef made no locale: {made}")
-    assert latin[0] == "iso8859-1"
-    assert latin[1:] == utf8[1:]

@@ -2,28 +2,13 @@
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.data.drawn import (
-    HOW,
-    IGNORED,
-    T,
-    Words,
-    draws,
-    ids,
-    loader,
-    marked,
-    rng,
-    same,
-    samples_of,
-)
-from tests.data.stores import WRITERS, source
+from tests.data.drawn import IGNORED, T, Words, ids, marked, rng, sample, samples_of
 from torchtitan_dp.data.batching import Microbatch
-from torchtitan_dp.data.prepare import prepared
 from torchtitan_dp.data.samples import Samples
 
 K = 3
@@ -41,7 +26,7 @@ def test_a_window_is_a_part_and_every_part_comes(tmp_path: Path, name: str) -> N
     whole = marked(*filter(None, WINDOWED[name]))
     last, starts = len(whole) - (T + 1), Counter[int]()
     for seed in range(600):
-        window = ids(samples.sample(ann, rng=rng(seed)))
+        window = ids(sample(samples, ann, rng=rng(seed)))
         assert len(window) == T + 1 == samples.tokens(ann) + 1
         starts[next(i for i in range(last + 1) if whole[i : i + T + 1] == window)] += 1
     assert {0, last} <= set(starts)
@@ -57,7 +42,7 @@ def test_windows_are_uniform_in_tokens(tmp_path: Path) -> None:
     words = [1 + i % 7 for i in range(2000)] + [150 + i % 7 for i in range(2000)]
     text = " ".join("w" * n for n in words)
     samples, (ann,) = samples_of(tmp_path, {"ann": [text]}, 100, tokenizer=Words(), window=True)
-    windows = [ids(samples.sample(ann, rng=rng(seed))) for seed in range(1000)]
+    windows = [ids(sample(samples, ann, rng=rng(seed))) for seed in range(1000)]
     short = sum(window[0] < 150 for window in windows)
     assert abs(short - 500) < 5 * np.sqrt(1000 / 4)
 
@@ -72,49 +57,14 @@ def test_a_text_no_longer_than_a_sample_is_taken_whole(tmp_path: Path) -> None:
     heads = Samples(windows.store, 17)
     for unit in order:
         for seed in range(20):
-            assert ids(windows.sample(unit, rng=rng(seed))) == ids(heads.sample(unit))
-
-
-def test_of_several_records_one_is_drawn_and_a_window_of_it(tmp_path: Path) -> None:
-    texts = [letter * 40 for letter in "abc"] + ["d"]
-    samples, (ann,) = samples_of(tmp_path, {"ann": texts}, one_record=True, window=True)
-    taken = Counter[str]()
-    for seed in range(400):
-        (letter,) = {chr(i) for i in ids(samples.sample(ann, rng=rng(seed))) if i < 256}
-        taken[letter] += 1
-    assert taken.keys() == set("abcd")
-    assert all(abs(count - 100) < 5 * np.sqrt(75) for count in taken.values())
-
-
-ROWS = [
-    {"who": f"user {i * 7 % 11}", "text": " ".join(f"{i}.{k}" for k in range(i * i % 60))}
-    for i in range(60)
-]
-
-
-@pytest.mark.parametrize("unit_field", [None, "who"])
-@pytest.mark.parametrize("how", HOW)
-def test_the_same_records_give_the_same_draws_in_every_format(
-    tmp_path: Path, how: dict[str, Any], unit_field: str | None
-) -> None:
-    """Bit by bit: records, windows and the microbatches that they are dealt to."""
-    found = {}
-    for format, write in WRITERS.items():
-        files = source(write(tmp_path / format, ROWS), format, unit_field=unit_field)
-        samples = Samples(prepared(files, str(tmp_path / "store")), T, **how)
-        one = loader(samples, ranks=2, rank=1, batch_size=2)
-        steps = draws(len(one.units))
-        found[format] = [m for draw in steps for m in one.microbatches(draw, (4, 8, T))]
-    assert len(found["jsonl"]) > 5
-    for format in WRITERS:
-        assert same(found[format], found["jsonl"]), format
+            assert ids(sample(windows, unit, rng=rng(seed))) == ids(sample(heads, unit))
 
 
 # Several windows of a unit.
 
 
 def several(samples: Samples, unit: int, seed: int) -> list[list[int]]:
-    return [ids(samples.sample(unit, None, rng(seed), k, K)) for k in range(K)]
+    return [ids(sample(samples, unit, None, rng(seed), k, K)) for k in range(K)]
 
 
 def test_row57_records_are_taken_without_replacement(tmp_path: Path) -> None:
@@ -153,12 +103,8 @@ def test_row05_a_units_share_is_of_its_own_windows() -> None:
     """Two units of three windows: one has targets in all, the other in one; and padding."""
     labels_BT = torch.full((9, 2), IGNORED)
     labels_BT[[0, 1, 2, 4], 1] = 7
-    microbatch = Microbatch(
-        torch.arange(18).view(9, 2),
-        labels_BT,
-        torch.tensor([True, True, False]),
-        torch.tensor([4, 2, -1]),
-    )
+    valid_B, positions_B = torch.tensor([True, True, False]), torch.tensor([4, 2, -1])
+    microbatch = Microbatch(torch.arange(18).view(9, 2), labels_BT, valid_B, positions_B)
     windows = microbatch.windows()
     assert len(windows) == microbatch.windows_per_unit == 3
     for k, window in enumerate(windows):

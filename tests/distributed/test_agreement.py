@@ -73,15 +73,13 @@ def test_digests_alone_are_sent_and_none_is_named(differ):
 
 def opening(folder: str, differ: str) -> str:
     """A start on two ranks, one of which was given another way to share out a sample's tokens."""
-    from types import SimpleNamespace
-
-    import numpy as np
     import torch
     import torch.distributed as dist
 
+    from tests.hazards.test_ledgers import records
+    from torchtitan_dp.bookkeeping import Bookkeeping
     from torchtitan_dp.checkpoint.start import decide_start
     from torchtitan_dp.process import Fault
-    from torchtitan_dp.train import DPTrainer
 
     os.makedirs(folder, exist_ok=True)
     balancer = "None" if differ == "the configuration" and dist.get_rank() else "headtail"
@@ -90,19 +88,8 @@ def opening(folder: str, differ: str) -> str:
         f"--job.dump_folder={folder}",
         f"--parallelism.context_parallel_load_balancer={balancer}",
     )
-    trainer = SimpleNamespace(
-        job_config=config,
-        device=torch.device("cpu"),
-        dataloader=SimpleNamespace(
-            fingerprint="f" * 64,
-            settings={},
-            units=np.arange(10),
-            describe=list,
-            samples=SimpleNamespace(store=SimpleNamespace(fingerprint=tokens)),
-        ),
-    )
     try:
-        DPTrainer._open_ledger(trainer, decide_start(config))  # type: ignore[arg-type]
+        Bookkeeping(config, records(tokens), decide_start(config), torch.device("cpu"))  # type: ignore[arg-type]
     except Fault as error:
         return str(error)
     return "agreed"
@@ -118,19 +105,13 @@ def test_ranks_that_differ_refuse_to_train(tmp_path, differ):
 
 def opened_account() -> str:
     """The ledger of a start, on this rank."""
-    from types import SimpleNamespace
-    from unittest import mock
+    from tests.hazards.test_trainer import SETTINGS, bookkeeping
+    from torchtitan_dp.ledger import Lineage, RunLog
 
-    from tests.hazards.test_trainer import SETTINGS
-    from torchtitan_dp import train
-    from torchtitan_dp.ledger import ExecutedSteps, Ledger
-
-    trainer = SimpleNamespace(
-        ledger=Ledger(SETTINGS), executed=ExecutedSteps("/nowhere"), job_config=build.config()
-    )
-    with mock.patch.object(train, "Account"):
-        train.DPTrainer._open_account(trainer)  # type: ignore[arg-type]
-    return trainer.ledger.to_json()
+    books = bookkeeping(Lineage(SETTINGS))
+    books.log = RunLog("/nowhere")
+    books._open_account()
+    return books.ledger.to_json()
 
 
 def test_ranks_keep_one_ledger():

@@ -24,7 +24,7 @@ from tests.processes.ranks import on_ranks
 from torchtitan_dp.distributed import attention
 from torchtitan_dp.distributed.attention import ring, use_efficient_attention
 from torchtitan_dp.models.llama3.model import FLAVORS
-from torchtitan_dp.preflight import check
+from torchtitan_dp.preflight import machine
 
 
 def test_the_private_names_are_where_we_use_them():
@@ -455,12 +455,12 @@ def test_grouped_queries_in_fp32_take_no_square_memory_on_cuda():
     ],
 )
 def test_a_ring_that_no_kernel_has_is_refused(monkeypatch, flavor, dtype, cp, accelerator, refused):
-    monkeypatch.setattr(check, "has_accelerator", lambda: accelerator)
+    monkeypatch.setattr(machine, "has_accelerator", lambda: accelerator)
     config = build.config(f"--training.mixed_precision_param={dtype}", degrees=(1, 1, cp))
     if not refused:
-        check._check_attention(config, FLAVORS[flavor])
+        machine.check_attention(config, FLAVORS[flavor])
         return
     with pytest.raises(ValueError, match="mixed_precision_param = 'float32'") as error:
-        check._check_attention(config, FLAVORS[flavor])
+        machine.check_attention(config, FLAVORS[flavor])
     assert "\n" not in str(error.value)
     assert "set it to 'bfloat16'" in str(error.value)

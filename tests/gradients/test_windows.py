@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data.drawn import samples_of
+from tests.data.drawn import sample, samples_of
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.data.batching import Draw, RecordLoader
 from torchtitan_dp.data.samples import IGNORE_INDEX, Samples
@@ -37,7 +37,7 @@ def mean_gradients(samples: Samples, model: Any, units: np.ndarray) -> list[Any]
 
     means = []
     for position, unit in enumerate(units):
-        windows = [samples.sample(int(unit), None, choices(KEY, position), k, K) for k in range(K)]
+        windows = [sample(samples, int(unit), None, choices(KEY, position), k, K) for k in range(K)]
         found = [
             build.reference_gradients(model, tokens_T[None], labels_T[None])[0]
             for tokens_T, labels_T in windows

@@ -8,16 +8,15 @@ import pyarrow as pa
 import pytest
 
 from torchtitan_dp.data.dataset import Records
-from torchtitan_dp.data.formats import MOST_ROW_BYTES
+from torchtitan_dp.data.formats import FORMATS, MOST_ROW_BYTES
 from torchtitan_dp.data.prepare import Source, prepared
-from torchtitan_dp.data.reading import Texts
+from torchtitan_dp.data.reading import Reading
 from torchtitan_dp.data.samples import Samples
-from torchtitan_dp.data.tables import check_arrow
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 
 
 def _source(path: Path, format: str, prompt: str | None = None, unit: str | None = None) -> Source:
-    return Source(format, str(path), Texts("text", prompt), ByteTokenizer(), unit)
+    return Source(format, str(path), Reading("text", prompt), ByteTokenizer(), unit)
 
 
 def _write_arrow(path: Path, column: Any) -> None:
@@ -87,4 +86,4 @@ def test_messages_whose_texts_are_codes_are_refused(tmp_path: Path) -> None:
     _write_arrow(tmp_path / "a.arrow", chats)
     check = {"text": "data.messages_field"}
     with pytest.raises(ValueError, match=r"data\.messages_field = 'text': .*dictionary"):
-        check_arrow(str(tmp_path / "a.arrow"), check)
+        FORMATS["arrow"].check(str(tmp_path / "a.arrow"), check)

@@ -4,27 +4,25 @@
 """
 
 import dataclasses
-import json
 import math
 
 import pytest
 
 from scripts.reference import field_docs
-from tests import build
-from tests.accounts import account, with_terms
+from tests import accounts, build
+from tests.accounts import begun
 from tests.hazards.test_trainer import SETTINGS
 from tests.processes.runs import arguments, privacy, train, with_sigma, write_records
 from torchtitan_dp.checkpoint.folder import read_ledger
-from torchtitan_dp.checkpoint.initial import baseline_ledger, inheritance, refuse_private_folder
+from torchtitan_dp.checkpoint.initial import baseline_ledger, refuse_private_folder, with_initial
 from torchtitan_dp.checkpoint.plan import earlier_ledger, make_plan
 from torchtitan_dp.checkpoint.start import decide_start, plan_start
 from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.checkpoint.verify import verify
-from torchtitan_dp.config import Privacy
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.ledger import ExecutedSteps, Ledger, schema, write_fingerprint
-from torchtitan_dp.ledger.caveats import assumptions
+from torchtitan_dp.ledger import Lineage, schema, write_fingerprint
 from torchtitan_dp.ledger.runs import total
+from torchtitan_dp.ledger.spending import assumptions
 from torchtitan_dp.privacy.accounting import compose
 from torchtitan_dp.privacy.clipping import fp32_sum_excess
 
@@ -32,17 +30,15 @@ from torchtitan_dp.privacy.clipping import fp32_sum_excess
 def publish(folder, ledger, *, fingerprint="f"):
     """What a run leaves in its folder."""
     folder.mkdir(exist_ok=True)
-    executed = ExecutedSteps(str(folder))
-    executed.adopt(ledger.taken())
     write_fingerprint(str(folder), fingerprint, {})
-    return account(ledger, executed, ledger.planned_steps).publish(str(folder))
+    return accounts.publish(ledger, folder, ledger.planned_steps)
 
 
 # Row 50: who stops early publishes what was planned, or is told.
 
 
 def test_row50_a_run_that_stopped_early_tells_what_was_planned(tmp_path):
-    told = publish(tmp_path, Ledger(SETTINGS, steps=2, planned_steps=200))
+    told = publish(tmp_path, Lineage(SETTINGS, steps=2, planned_steps=200))
     assert told["epsilon"] == pytest.approx(SETTINGS.epsilon(2), rel=1e-3)
     assert told["epsilon_planned"] >= SETTINGS.epsilon(200) > 2 * told["epsilon"]
     assert (told["steps"], told["planned_steps"]) == (2, 200)
@@ -52,29 +48,19 @@ def test_row50_a_run_that_stopped_early_tells_what_was_planned(tmp_path):
 
 
 def test_row50_a_run_that_was_finished_says_nothing_of_it(tmp_path):
-    told = publish(tmp_path, Ledger(SETTINGS, steps=200, planned_steps=200))
+    told = publish(tmp_path, Lineage(SETTINGS, steps=200, planned_steps=200))
     assert told["epsilon_planned"] == told["epsilon_executed"] == told["epsilon"]
     assert not any("planned" in caveat for caveat in told["caveats"])
 
 
 def test_row50_a_stop_is_forgotten_by_weights_that_go_on(tmp_path):
-    publish(tmp_path, Ledger(SETTINGS, steps=2, planned_steps=200))
-    assert verify(str(tmp_path)).ledger.caveats == []
-
-
-def test_row50_fewer_planned_steps_on_resume_do_not_lower_it():
-    first = Ledger(SETTINGS, steps=2, planned_steps=200)
-    later = Ledger(SETTINGS, planned_steps=3)
-    later.resume_from(first, new_segment=False)
-    assert later.planned_steps == 200
+    publish(tmp_path, Lineage(SETTINGS, steps=2, planned_steps=200))
+    assert verify(str(tmp_path)).ledger.caveats == ()
 
 
 def test_row50_lost_steps_are_planned_again(tmp_path):
-    ledger = Ledger(SETTINGS, steps=2, planned_steps=200)
-    executed = ExecutedSteps(str(tmp_path))
-    executed.begin(3, SETTINGS)  # of a start that was killed
-    executed.adopt(ledger.taken())
-    told = account(ledger, executed, 200).publish(str(tmp_path))
+    begun(Lineage(SETTINGS), tmp_path, 1, loses=1)
+    told = publish(tmp_path, Lineage(SETTINGS, steps=2, planned_steps=200))
     assert told["epsilon_planned"] >= SETTINGS.epsilon(201)
     assert told["epsilon_planned"] == pytest.approx(SETTINGS.epsilon(201), rel=1e-6)
 
@@ -82,12 +68,11 @@ def test_row50_lost_steps_are_planned_again(tmp_path):
 def stopped(folder, **changes):
     """The ledger of weights that start from those of a run stopped at 2 of 2,000 steps."""
     settings = dataclasses.replace(SETTINGS, samples_per_rank=4096)
-    publish(folder, Ledger(settings, steps=2, planned_steps=2_000))
+    publish(folder, Lineage(settings, steps=2, planned_steps=2_000))
     load = f"--checkpoint.initial_load_path={folder}"
     config = load_config(arguments(folder / "new", folder, *with_sigma(1), load), 2)
-    child = Ledger(dataclasses.replace(SETTINGS, **changes), steps=1, planned_steps=1)
-    inheritance(config, decide_start(config).initial).enter_into(child)
-    return child
+    child = Lineage(dataclasses.replace(SETTINGS, **changes), steps=1, planned_steps=1)
+    return with_initial(child, config, decide_start(config).initial)
 
 
 def test_row50_a_stop_is_not_forgotten_in_another_folder(tmp_path):
@@ -106,41 +91,11 @@ def test_row49_what_initial_weights_were_summed_in_is_told(tmp_path):
     assert any("adds up to 4096 records" in caveat for caveat in told["caveats"])
 
 
-@pytest.mark.slow
-def test_row50_terms_that_were_made_better_do_not_lower_what_was_planned(tmp_path):
-    quieter = Ledger(with_terms(SETTINGS, noise_multiplier=100.0), planned_steps=200)
-    quieter.resume_from(Ledger(SETTINGS, steps=2, planned_steps=200), new_segment=True)
-    told = publish(tmp_path, quieter)
-    assert told["epsilon_planned"] >= SETTINGS.epsilon(200)
-
-
 def test_row50_no_epsilon_is_said_to_cover_a_stop_by_logs():
     planned = " ".join(field_docs(schema.PrivacyFile)["epsilon_planned"].split())
     assert "if weights decided when to stop" in planned
     assert "No ε covers a stop that followed from losses" in planned
-    assert any("numbers of steps" in line for line in assumptions(Ledger(SETTINGS)))
-
-
-# Row 51: no epsilon covers a choice that was made from results.
-
-
-def test_row51_a_change_that_follows_from_results_has_no_epsilon(tmp_path):
-    later = Ledger(with_terms(SETTINGS, noise_multiplier=2.0))
-    later.resume_from(Ledger(SETTINGS, steps=2), new_segment=True)
-    (caveat,) = later.caveats
-    assert "assumed to be fixed before it" in caveat
-    assert "no epsilon of this run counts the choice" in field_docs(Privacy)["new_segment"]
-    command = arguments(tmp_path, tmp_path, "--privacy.new_segment=adaptive")
-    with pytest.raises(ValueError, match=r"privacy\.new_segment = 'adaptive'"):
-        load_config(command, 1)
-
-
-def test_row51_settings_that_followed_from_results_are_not_resumed():
-    """A filter accounted for them once; no composition here does."""
-    fields = {**Ledger(SETTINGS, steps=2).fields(), "budget": None}
-    Ledger.from_fields({**fields, "adaptive": False})
-    with pytest.raises(ValueError, match=r"privacy\.new_segment = 'adaptive', .* not account"):
-        Ledger.from_fields({**fields, "adaptive": True})
+    assert any("numbers of steps" in line for line in assumptions(Lineage(SETTINGS)))
 
 
 # Row 52: weights of a run without privacy are never taken for public or private.
@@ -185,23 +140,22 @@ def test_row52_a_checkpoint_of_the_baseline_holds_its_ledger(baseline):
     run, _ = baseline
     text = read_ledger(str(run / "checkpoint" / "step-2"))
     assert text is not None
-    assert Ledger.from_json(text).private is False
+    assert Lineage.from_json(text).private is False
 
 
 def test_row52_its_ledger_is_not_private():
     config = build.config("--privacy.no-enable")
     ledger = baseline_ledger(config, 10)
     assert (ledger.private, ledger.composes) == (False, False)
-    assert Ledger.from_json(ledger.to_json()) == ledger
+    assert Lineage.from_json(ledger.to_json()) == ledger
 
 
 # Row 53: an audit's result is made from noised gradients of the records: it spends.
 
 
 def test_row53_an_audit_adds_to_what_runs_spend(tmp_path):
-    publish(tmp_path / "run", Ledger(SETTINGS, steps=40))
-    audited = Ledger(SETTINGS, steps=40)
-    audited.mark_audited(100)
+    publish(tmp_path / "run", Lineage(SETTINGS, steps=40))
+    audited = Lineage(SETTINGS, steps=40).marked_audited(100)
     told = publish(tmp_path / "audit", audited)
     assert (told["private"], told["epsilon"]) == (False, None)
     assert told["epsilon_executed"] == pytest.approx(SETTINGS.epsilon(40))
@@ -213,30 +167,26 @@ def test_row53_an_audit_adds_to_what_runs_spend(tmp_path):
 
 
 def test_row53_an_audited_folder_is_no_place_for_a_run(tmp_path):
-    audited = Ledger(SETTINGS, steps=4)
-    audited.mark_audited(100)
+    audited = Lineage(SETTINGS, steps=4).marked_audited(100)
     publish(tmp_path, audited)
     with pytest.raises(ValueError, match="is that of an audited run"):
         earlier_ledger(str(tmp_path))
 
 
 def test_row53_an_audit_that_would_not_be_private_has_no_epsilon(tmp_path):
-    audited = Ledger(SETTINGS, steps=40)
-    audited.mark_not_private("a seed")
-    audited.mark_audited(100)
+    audited = Lineage(SETTINGS, steps=40).marked_not_private("a seed").marked_audited(100)
     told = publish(tmp_path, audited)
     assert (told["epsilon_executed"], told["epsilon_planned"]) == (None, None)
     assert total([verify(str(tmp_path))]).epsilon is None
 
 
 def test_row53_weights_that_were_audited_are_private_for_nobody(tmp_path):
-    audited = Ledger(SETTINGS, steps=40)
-    audited.mark_audited(100)
+    audited = Lineage(SETTINGS, steps=40).marked_audited(100)
     publish(tmp_path / "run", audited)
     load = f"--checkpoint.initial_load_path={tmp_path}/run"
     config = load_config(arguments(tmp_path / "new", tmp_path, *with_sigma(1), load), 2)
-    ledger = Ledger(settings_of(config, 24, 1.0))
-    inheritance(config, decide_start(config).initial).enter_into(ledger)
+    ledger = Lineage(settings_of(config, 24, 1.0))
+    ledger = with_initial(ledger, config, decide_start(config).initial)
     assert (ledger.private, ledger.composes) == (False, False)
 
 
@@ -245,7 +195,7 @@ def test_row53_weights_that_were_audited_are_private_for_nobody(tmp_path):
 
 def test_row54_runs_on_overlapping_records_can_be_added_up(tmp_path):
     for name in ("one", "two"):
-        publish(tmp_path / name, Ledger(SETTINGS, steps=40), fingerprint=name)
+        publish(tmp_path / name, Lineage(SETTINGS, steps=40), fingerprint=name)
     runs = [verify(str(tmp_path / name)) for name in ("one", "two")]
     with pytest.raises(ValueError, match=r"not on the same records: .* pays both: say --overlapp"):
         total(runs)
@@ -257,7 +207,7 @@ def test_row54_the_command_takes_the_flag(tmp_path, capsys):
     from torchtitan_dp.ledger.__main__ import main
 
     for name in ("one", "two"):
-        publish(tmp_path / name, Ledger(SETTINGS, steps=40), fingerprint=name)
+        publish(tmp_path / name, Lineage(SETTINGS, steps=40), fingerprint=name)
     folders = [str(tmp_path / name) for name in ("one", "two")]
     with pytest.raises(SystemExit) as stop:
         main(folders)
@@ -306,28 +256,6 @@ def test_row55_a_delta_that_publishes_units_is_refused_where_their_number_is_pub
         plan(0.1, public)
 
 
-@pytest.mark.parametrize(
-    "key, value",
-    [
-        ("secure_noise", True),
-        ("clip_function", "automatic"),
-        ("clipping", "per_layer"),
-    ],
-)
-def test_row55_what_a_step_was_taken_with_is_told_by_segment(tmp_path, key, value):
-    first = Ledger(SETTINGS, steps=2)
-    later = Ledger(dataclasses.replace(SETTINGS, **{key: value}))
-    with pytest.raises(ValueError, match=rf"privacy\.{key} = {value}: .*privacy\.new_segment"):
-        dataclasses.replace(later).resume_from(first, new_segment=False)
-    later.resume_from(first, new_segment=True)
-    later.steps = 5
-    told = publish(tmp_path, later)
-    assert told[key] == value
-    before = getattr(SETTINGS, key)
-    assert [s["settings"][key] for s in told["segments"]] == [before, value]
-    assert json.loads((tmp_path / "privacy.json").read_text()) == json.loads(json.dumps(told))
-
-
 def test_row55_the_ledger_tells_of_the_configuration():
     options = ("--privacy.secure_noise", "--privacy.clip_function=automatic")
     settings = settings_of(build.config(*options), 20, 1.0)
@@ -343,22 +271,13 @@ def test_row49_the_rounded_sum_is_a_caveat_that_grows(tmp_path):
     said = []
     for place, summands in enumerate((8, 4096)):
         settings = dataclasses.replace(SETTINGS, samples_per_rank=summands)
-        told = publish(tmp_path / str(place), Ledger(settings, steps=2))
+        told = publish(tmp_path / str(place), Lineage(settings, steps=2))
         (caveat,) = [c for c in told["caveats"] if "the clipped sum is rounded" in c]
         assert f"up to {summands} records" in caveat
         said.append(float(caveat.split("move the sum by ")[1].split(" C instead")[0]))
     for bound, summands in zip(said, (8, 4096), strict=True):
         assert bound - 1 == pytest.approx(fp32_sum_excess(summands), rel=0.1)
         assert bound - 1 >= fp32_sum_excess(summands)
-
-
-def test_row49_the_worst_mesh_of_a_segment_counts():
-    most = dataclasses.replace(SETTINGS, samples_per_rank=64)
-    least = dataclasses.replace(SETTINGS, samples_per_rank=8)
-    for before, now in ((most, least), (least, most)):
-        later = Ledger(now)
-        later.resume_from(Ledger(before, steps=2), new_segment=False)
-        assert later.settings.samples_per_rank == 64
 
 
 # Row 65: the divisor.

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.accounts import with_terms
-from tests.hazards.test_trainer import SETTINGS, STEP, loader
+from tests.accounts import begun, publish, with_terms
+from tests.hazards.test_trainer import SETTINGS, STEP, bookkeeping, loader
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.data.batching import Draw
-from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger, RunSegment
+from torchtitan_dp.ledger import Lineage
 from torchtitan_dp.ledger.lineage import Ancestor
 from torchtitan_dp.ledger.settings import step_names
-from torchtitan_dp.privacy.keys import RootKey
+from torchtitan_dp.ledger.spending import before
 
 # Checkpoints.
 
@@ -27,10 +27,11 @@ from torchtitan_dp.privacy.keys import RootKey
 def saving(**changes):
     from tests import build
 
+    ledger = Lineage(SETTINGS, steps=STEP)
     return SimpleNamespace(
         clipped_sum=MagicMock(accumulating=False),
-        noise_keys=RootKey(bytes(32)).stream("noise"),
-        ledger=Ledger(SETTINGS, steps=STEP),
+        books=bookkeeping(ledger),
+        ledger=ledger,
         job_config=build.config(),
         step=STEP,
         ntokens_seen=12_345,  # what was really seen
@@ -46,7 +47,7 @@ def test_row44_a_checkpoint_holds_expectations_and_the_ledger():
     assert set(state) == {"step", "ntokens_seen", "ledger"}
     assert state["step"] == STEP
     assert state["ntokens_seen"] == STEP * 6 * trainer.job_config.training.seq_len
-    assert Ledger.from_json(state["ledger"]) == trainer.ledger
+    assert Lineage.from_json(state["ledger"]) == trainer.ledger
     trainer.clipped_sum.accumulating = True
     with pytest.raises(RuntimeError, match="un-noised"):
         DPTrainer.state_dict(trainer)
@@ -73,26 +74,19 @@ def test_row44_a_sum_says_that_it_is_accumulating():
 
 
 def loading(ledger):
-    from tests import build
-
-    did = []
-    trainer = SimpleNamespace(
-        job_config=build.config(),
-        ledger=ledger,
-        _open_account=lambda: did.append(f"account from {trainer.ledger.steps}"),
-        _draw_secrets=lambda: did.append("secrets"),
-        step=0,
-    )
-    return did, trainer
+    did, books = [], bookkeeping(ledger)
+    books._open_account = lambda: did.append(f"account from {books.ledger.steps}")
+    books._draw_keys = lambda: did.append("keys")
+    return did, SimpleNamespace(books=books, step=0)
 
 
-def test_row11_and_31_loading_takes_the_step_and_fresh_secrets():
+def test_row11_and_31_loading_takes_the_step_and_fresh_keys():
     from torchtitan_dp.train import DPTrainer
 
-    did, trainer = loading(Ledger(SETTINGS))
+    did, trainer = loading(Lineage(SETTINGS))
     DPTrainer.load_state_dict(trainer, DPTrainer.state_dict(saving()))
-    assert (trainer.step, trainer.ledger.steps) == (STEP, STEP)
-    assert did == [f"account from {STEP}", "secrets"]
+    assert (trainer.step, trainer.books.ledger.steps) == (STEP, STEP)
+    assert did == [f"account from {STEP}", "keys"]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +96,7 @@ def test_row31_a_checkpoint_under_other_terms_is_not_loaded(change):
     from torchtitan_dp.train import DPTrainer
 
     (changed,) = change.values()
-    _, trainer = loading(Ledger(with_terms(SETTINGS, **change)))
+    _, trainer = loading(Lineage(with_terms(SETTINGS, **change)))
     with pytest.raises(ValueError, match=rf"= {changed}: this run was started with"):
         DPTrainer.load_state_dict(trainer, DPTrainer.state_dict(saving()))
 
@@ -111,17 +105,19 @@ def test_row45_not_private_is_loaded_with_the_weights():
     from torchtitan_dp.train import DPTrainer
 
     earlier = saving()
-    earlier.ledger.mark_not_private("a seed")
-    _, trainer = loading(Ledger(SETTINGS))
+    earlier.ledger = earlier.ledger.marked_not_private("a seed")
+    _, trainer = loading(Lineage(SETTINGS))
     DPTrainer.load_state_dict(trainer, DPTrainer.state_dict(earlier))
-    assert trainer.ledger.private is False
-    assert "a seed" in trainer.ledger.caveats
+    assert trainer.books.ledger.private is False
+    assert "a seed" in trainer.books.ledger.caveats
 
 
 def test_row45_weights_loaded_without_their_ledger_are_not_trained_on():
     from torchtitan_dp.train import DPTrainer
 
-    trainer = MagicMock(_ledger_loaded=False, model_parts=[torch.nn.Linear(2, 2)], step=1)
+    books = bookkeeping(Lineage(SETTINGS))
+    books._is_loaded = False
+    trainer = MagicMock(books=books, model_parts=[torch.nn.Linear(2, 2)], step=1)
     trainer.job_config.training.steps = 1  # no step is left, so that nothing is rehearsed
     trainer.checkpointer.start.resumes = True
     with pytest.raises(RuntimeError, match="without its ledger"):
@@ -138,7 +134,7 @@ def test_row45_weights_loaded_without_their_optimizer_are_not_trained_on(counted
     for _ in range(counted):
         layer(torch.ones(2)).sum().backward()
         adamw.step()
-    trainer = MagicMock(_ledger_loaded=True, model_parts=[layer], step=2)
+    trainer = MagicMock(model_parts=[layer], step=2)
     trainer.job_config.training.steps = 2
     trainer.checkpointer.start.resumes = True
     trainer.dp_optimizer = DPOptimizer(
@@ -154,33 +150,32 @@ def test_row45_weights_loaded_without_their_optimizer_are_not_trained_on(counted
 # The ledger at a start.
 
 
+def records(tokens="t" * 64):
+    """A loader of ten units, as far as a start looks at it."""
+    return SimpleNamespace(
+        fingerprint="f" * 64,
+        settings={},
+        units=np.arange(10),
+        describe=list,
+        samples=SimpleNamespace(store=SimpleNamespace(fingerprint=tokens)),
+    )
+
+
 def opened(folder, *overrides):
     """The ledger that a start in this folder opens."""
     from tests import build
+    from torchtitan_dp.bookkeeping import Bookkeeping
     from torchtitan_dp.checkpoint.start import decide_start
-    from torchtitan_dp.train import DPTrainer
 
     config = build.config(f"--job.dump_folder={folder}", *overrides)
-    trainer = SimpleNamespace(
-        job_config=config,
-        device=torch.device("cpu"),
-        dataloader=SimpleNamespace(
-            fingerprint="f" * 64,
-            settings={},
-            units=np.arange(10),
-            describe=list,
-            samples=SimpleNamespace(store=SimpleNamespace(fingerprint="t" * 64)),
-        ),
-    )
-    ledger, executed = DPTrainer._open_ledger(trainer, decide_start(config))
-    return ledger.to_json(), executed.count
+    books = Bookkeeping(config, records(), decide_start(config), torch.device("cpu"))
+    return books.ledger.to_json(), books.log.count
 
 
-def stopped_after_a_step(folder, ledger):
+def stopped_after_a_step(folder, lineage):
     """What a run that was killed after its first step leaves behind."""
-    executed = ExecutedSteps(str(folder))
-    Account(ledger, total_steps=10).publish(str(folder))
-    executed.begin(1, ledger.settings)
+    publish(lineage, folder, 10)
+    begun(lineage, folder, 1)
 
 
 BY_TARGET = ("--privacy.noise_multiplier=None", "--privacy.target_epsilon=8")
@@ -192,13 +187,12 @@ def test_row15_and_31_and_45_a_start_goes_on_from_the_folders_ledger(tmp_path):
     assert count == 0
     kept = json.loads(first)
     kept["settings"]["noise_multiplier"] *= 1.01
-    earlier = Ledger.from_json(json.dumps(kept))
-    earlier.mark_not_private("a seed")
+    earlier = Lineage.from_json(json.dumps(kept)).marked_not_private("a seed")
     stopped_after_a_step(tmp_path, earlier)
     second, count = on_ranks(1, opened, str(tmp_path), *BY_TARGET)[0]
-    again = Ledger.from_json(second)
+    again = Lineage.from_json(second)
     assert again.settings == earlier.settings
-    assert (again.private, again.caveats, count) == (False, ["a seed"], 1)
+    assert (again.private, again.caveats, count) == (False, ("a seed",), 1)
 
 
 def test_row15_q_is_the_batch_over_the_training_units(tmp_path):
@@ -208,25 +202,14 @@ def test_row15_q_is_the_batch_over_the_training_units(tmp_path):
 
 def test_row31_a_longer_run_may_not_overshoot_its_target(tmp_path):
     (text, _), *_ = on_ranks(1, opened, str(tmp_path), *BY_TARGET, "--training.steps=10")
-    stopped_after_a_step(tmp_path, Ledger.from_json(text))
+    stopped_after_a_step(tmp_path, Lineage.from_json(text))
     with pytest.raises(AssertionError, match=re.escape("privacy.target_epsilon = 8")):
         on_ranks(1, opened, str(tmp_path), *BY_TARGET, "--training.steps=20")
 
 
 def test_row23_no_noise_is_not_private(tmp_path):
     text, _ = on_ranks(1, opened, str(tmp_path), "--privacy.noise_multiplier=0")[0]
-    assert Ledger.from_json(text).private is False
-
-
-def test_row31_a_third_segment_keeps_the_first():
-    weights = Ledger(SETTINGS, steps=30)
-    for sigma in (2.0, 3.0):
-        later = Ledger(with_terms(SETTINGS, noise_multiplier=sigma))
-        later.resume_from(weights, new_segment=True)
-        later.steps += 10
-        weights = later
-    taken = [(s.settings.mechanism.noise_multiplier, s.steps) for s in weights.segments()]
-    assert taken == [(1.0, 30), (2.0, 10), (3.0, 10)]
+    assert Lineage.from_json(text).private is False
 
 
 # Initial weights.
@@ -235,15 +218,13 @@ def test_row31_a_third_segment_keeps_the_first():
 def starting_from(folder, *overrides):
     """The ledger of a first start from the weights in this folder."""
     from tests import build
-    from torchtitan_dp.checkpoint.initial import inheritance
+    from torchtitan_dp.checkpoint.initial import with_initial
     from torchtitan_dp.checkpoint.start import decide_start
 
     config = build.config(
         "--checkpoint.enable", f"--checkpoint.initial_load_path={folder}", *overrides
     )
-    ledger = Ledger(SETTINGS)
-    inheritance(config, decide_start(config).initial).enter_into(ledger)
-    return ledger
+    return with_initial(Lineage(SETTINGS), config, decide_start(config).initial)
 
 
 def test_row45_weights_without_a_ledger_must_be_said_to_be_public(tmp_path):
@@ -255,8 +236,7 @@ def test_row45_weights_without_a_ledger_must_be_said_to_be_public(tmp_path):
 
 
 def test_row45_not_private_sticks_to_initial_weights(tmp_path):
-    earlier = Ledger(SETTINGS, steps=STEP)
-    earlier.mark_not_private("a seed")
+    earlier = Lineage(SETTINGS, steps=STEP).marked_not_private("a seed")
     stopped_after_a_step(tmp_path, earlier)
     later = starting_from(tmp_path, "--privacy.initial_weights_public")
     assert later.private is False
@@ -265,18 +245,16 @@ def test_row45_not_private_sticks_to_initial_weights(tmp_path):
 
 def test_row45_initial_weights_bring_all_that_they_spent(tmp_path):
     """Their own steps, and those of the weights that they had started from."""
-    louder = RunSegment(with_terms(SETTINGS, noise_multiplier=4.0), 7)
-    earlier = Ledger(
-        SETTINGS, steps=STEP, ancestors=[Ancestor("first", (louder,), " ".join(step_names("f", 7)))]
-    )
-    stopped_after_a_step(tmp_path, earlier)
-    spent = starting_from(tmp_path).before()
-    assert set(spent) == {louder.spending(), SETTINGS.spending(STEP)}
+    louder = with_terms(SETTINGS, noise_multiplier=4.0)
+    first = Ancestor("first", louder, " ".join(step_names("f", 7)))
+    stopped_after_a_step(tmp_path, Lineage(SETTINGS, steps=STEP, ancestors=(first,)))
+    spent = before(starting_from(tmp_path))
+    assert set(spent) == {louder.spending(7), SETTINGS.spending(STEP)}
 
 
 def test_row45_what_initial_weights_showed_and_their_units_are_assumptions(tmp_path):
     """A line is no file, and sigma was chosen when their run had ended."""
-    stopped_after_a_step(tmp_path, Ledger(SETTINGS, steps=STEP))
+    stopped_after_a_step(tmp_path, Lineage(SETTINGS, steps=STEP))
     assumed = starting_from(tmp_path).caveats[-1]
     assert "rate and steps are assumed not to follow from what run" in assumed
     assert "records not to be larger" in assumed

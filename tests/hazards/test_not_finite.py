@@ -21,7 +21,6 @@ from torchtitan.components.lr_scheduler import build_lr_schedulers
 from tests import build
 from tests.checkpoint.test_resume import Folder, steps_saved
 from tests.processes.runs import TIMEOUT_S, load, privacy, with_sigma
-from torchtitan_dp import momentum
 from torchtitan_dp.checkpoint import manager
 from torchtitan_dp.checkpoint.manager import Checkpointer
 from torchtitan_dp.checkpoint.start import Start, Weights
@@ -32,6 +31,7 @@ from torchtitan_dp.models.parameters import first_overflow, overflow
 from torchtitan_dp.process import Fault
 from torchtitan_dp.release.__main__ import empty_model, load_weights
 from torchtitan_dp.report.run_folder import open_run, status_rows
+from torchtitan_dp.train_spec import build_optimizers
 
 BAD = [float("nan"), float("inf"), float("-inf"), 3e36]
 
@@ -121,7 +121,7 @@ def test_row69_no_checkpoint_is_written_of_such_weights(monkeypatch, last):
     ],
 )
 def test_row69_such_weights_are_not_trained_on(monkeypatch, start, words):
-    monkeypatch.setattr(manager, "_of_any_rank", lambda found: found)
+    monkeypatch.setattr(manager, "of_any_rank", lambda found: found)
     model = nn.Linear(2, 2)
     fake = checkpointer(model, start=start)
     Checkpointer._require_finite_start(fake)
@@ -188,7 +188,7 @@ def parts(*options):
     settings = build.config(*BEFORE, "--optimizer.implementation=for-loop", *options)
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
-    optimizers = momentum.build([model], settings.optimizer, MagicMock(), None)
+    optimizers = build_optimizers([model], settings.optimizer, MagicMock(), None)
     schedules = build_lr_schedulers(optimizers, settings.lr_scheduler, settings.training.steps)
     return settings, model, optimizers, schedules
 

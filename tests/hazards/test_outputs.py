@@ -17,10 +17,10 @@ import torch
 import torch.nn as nn
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
-from tests.accounts import account, mechanism
+from tests.accounts import begun, ended, mechanism, publish
 from tests.processes.ranks import on_ranks
 from tests.processes.runs import ROOT
-from torchtitan_dp.ledger import ExecutedSteps, Ledger, Settings
+from torchtitan_dp.ledger import Lineage, Settings
 
 CONTRACT = {
     "private",
@@ -59,10 +59,11 @@ def logged(monkeypatch, caplog, request):
 
     from torchtitan_dp.watch.outlets import Outlets
     from torchtitan_dp.watch.processor import PrivateMetricsProcessor
-    from torchtitan_dp.watch.progress import Pace, Screen
+    from torchtitan_dp.watch.terminal import Pace, Screen
 
     inner = MagicMock()
-    metrics = SimpleNamespace(
+    metrics = PrivateMetricsProcessor.__new__(PrivateMetricsProcessor)
+    vars(metrics).update(
         logger=Outlets([inner], private=True),
         time_last_log=0.0,
         ntokens_since_last_log=64,
@@ -75,6 +76,8 @@ def logged(monkeypatch, caplog, request):
         pace=Pace(6, 12),
         screen=Screen(None),
         _planned={"epsilon_planned": 4.0},
+        _begun=0,
+        _expected=1.0,
     )
     peak = SimpleNamespace(max_active_gib=1.0, max_reserved_gib=2.0)
     metrics.device_memory_monitor.get_peak_stats.return_value = peak
@@ -82,7 +85,7 @@ def logged(monkeypatch, caplog, request):
     monkeypatch.setattr(logger, "propagate", True)
     with caplog.at_level(logging.INFO):
         statistics = STATISTICS | getattr(request, "param", {})
-        PrivateMetricsProcessor.log_step(metrics, 7, public, statistics)
+        metrics.log_step(7, public, statistics)
     ((tags, step), _) = inner.log.call_args
     assert step == 7
     return tags, caplog.records[-1].getMessage()
@@ -124,12 +127,8 @@ def test_row23_and_24_privacy_json_holds_the_contract_alone(tmp_path):
     settings = Settings(
         mechanism(1.0, 0.01), 0.5, 1e-5, 32, "rdp", "privacy.sample_rate", "add_remove"
     )
-    executed = ExecutedSteps(str(tmp_path))
-    executed.begin(3, settings)  # lost: the start that is told of has begun three of its own
-    ledger = Ledger(settings, steps=3, start=executed.new_start())
-    for step in (1, 2, 3):
-        executed.begin(step, settings)
-    told = account(ledger, executed, total_steps=5).publish(str(tmp_path))
+    begun(Lineage(settings), tmp_path, 1, loses=1)  # lost
+    told = publish(ended(Lineage(settings), tmp_path, 3), tmp_path, 5)
     assert set(told) >= CONTRACT
     assert (told["steps"], told["steps_executed"]) == (3, 4)
     assert json.loads((tmp_path / "privacy.json").read_text()) == told

@@ -3,23 +3,20 @@ told; and what the accounting does not cover is refused.
 """
 
 import itertools
-import json
 from dataclasses import replace
 
 import pytest
 
-from tests import accounts
-from tests.accounts import steps_of
+from tests.accounts import publish, steps_of
 from tests.hazards.test_trainer import SETTINGS, Step
 from tests.processes.ranks import on_ranks
-from torchtitan_dp.checkpoint.initial import InitialWeights, _all_begun
-from torchtitan_dp.checkpoint.verify import _begins_as as begins_as
-from torchtitan_dp.ledger import ExecutedSteps, Ledger, RunSegment, schema
-from torchtitan_dp.ledger.caveats import caveats
-from torchtitan_dp.ledger.files import ledger_of, read_published, read_published_fields
+from torchtitan_dp.ledger import Account, Lineage
+from torchtitan_dp.ledger.files import read_published
+from torchtitan_dp.ledger.lineage import Ancestor, resumed
 from torchtitan_dp.ledger.runs import Run, total
+from torchtitan_dp.ledger.spending import caveats, epsilon
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.mechanism import EstimatedNorms, PoissonGaussian, Segment
+from torchtitan_dp.privacy.mechanism import EstimatedNorms, PoissonGaussian
 
 EXACT = replace(SETTINGS, accountant="pld", mechanism=PoissonGaussian(1.0, 0.05))
 ESTIMATED = replace(EXACT, mechanism=EstimatedNorms(1.0, 0.05, 32, "hutchinson"))
@@ -37,12 +34,6 @@ def card_of(published):
     from torchtitan_dp.release.card import model_card
 
     return model_card({**published, "epsilon_counts": "planned_steps"}, build.config(), build.ARGS)
-
-
-def account(folder, ledger, total_steps=0):
-    executed = ExecutedSteps(str(folder))
-    executed.adopt(ledger.taken())
-    return accounts.account(ledger, executed, total_steps)
 
 
 def accounted_and_drawn(options):
@@ -69,34 +60,12 @@ def test_row75_what_is_accounted_is_what_is_drawn(k, estimator):
 CAPPED_TERMS = replace(EXACT, mechanism=PoissonGaussian(1.0, 0.05, 32, "hutchinson"))
 
 
-@pytest.mark.parametrize(
-    "then, now", [(ESTIMATED, CAPPED_TERMS), (EXACT, ESTIMATED), (CAPPED_TERMS, EXACT)]
-)
-def test_row75_steps_that_a_log_tells_of_have_no_norms_but_those_that_count(tmp_path, then, now):
-    log = ExecutedSteps(str(tmp_path))
-    for terms in (then, now):
-        log.new_start()
-        log.begin(1, terms)
-    names = " ".join(step.name for step in log.begun(now))
-    kept = Ledger(now, steps=2, finished=[RunSegment(then, 1)], step_names=names)
-    begun = _all_begun(kept, str(tmp_path))
-    told = {segment.settings for segment in begun.segments}
-    assert sum(segment.steps for segment in begun.segments) == 2
-    assert {one.mechanism for one in told} == {
-        then.mechanism.as_logged(),
-        now.mechanism.as_logged(),
-    }
-    assert {one.mechanism.estimator for one in told} == {"not recorded"}
-
-
 HUTCH = replace(EXACT, mechanism=PoissonGaussian(1.0, 0.05, 32, "hutch++"))
 
 
 @pytest.mark.parametrize("said", [EXACT, HUTCH])
 def test_row75_a_file_that_says_other_norms_than_the_checkpoint_is_reported(said):
-    truth = Ledger(CAPPED_TERMS, steps=5, planned_steps=5)
-    assert begins_as(truth.segments(), truth.segments())
-    assert not begins_as(replace(truth, settings=said).segments(), truth.segments())
+    assert said.changed(CAPPED_TERMS).startswith("privacy.")
 
 
 def terms_of(*overrides):
@@ -106,8 +75,7 @@ def terms_of(*overrides):
     return settings_of(build.config(*overrides), units=100, noise_multiplier=1.0)
 
 
-def test_row75_exact_and_capped_norms_may_take_each_others_place():
-    """Which of them it is changes no epsilon, and is told of each step."""
+def test_row75_exact_and_capped_norms_spend_the_same_and_are_terms_of_a_run():
     ghost, other = terms_of("--privacy.gradient_method=ghost"), terms_of("--privacy.projections=64")
     assert ghost.mechanism == PoissonGaussian(1.0, ghost.mechanism.sample_rate)
     assert ghost == other
@@ -116,38 +84,9 @@ def test_row75_exact_and_capped_norms_may_take_each_others_place():
     assert (capped.mechanism.capped, capped.mechanism.estimator) == (32, "hutchinson")
     assert (more.mechanism.capped, more.mechanism.estimator) == (64, "hutch++")
     for one, to_come in itertools.permutations((ghost, capped, more), 2):
-        assert one.same_terms(to_come)
-        assert one.spending(7) == to_come.spending(7)
-        assert not one.same_terms(terms_of(*METHOD))
-        ledger = Ledger(to_come)
-        ledger.resume_from(Ledger(one, steps=3), new_segment=False)
-        ledger.steps = 5
-        assert [(s.settings.mechanism, s.steps) for s in ledger.segments()] == [
-            (one.mechanism, 3),
-            (to_come.mechanism, 2),
-        ]
-        assert ledger.epsilon() == Ledger(one, steps=5).epsilon()
-        assert not ledger.caveats
-        again = Ledger(to_come)
-        again.resume_from(ledger, new_segment=False)
-        assert again.segments() == ledger.segments()
-
-
-def test_row55_and_67_a_file_that_does_not_tell_of_capped_norms_is_read(tmp_path):
-    """And goes on, with or without them."""
-    told = account(tmp_path, Ledger(EXACT, steps=3, planned_steps=3)).publish(str(tmp_path))
-    for terms in (told, *(segment["settings"] for segment in told["segments"])):
-        del terms["capped_projections"]
-    (tmp_path / "privacy.json").write_text(json.dumps(told))
-    schema.check(told)
-    published = read_published(str(tmp_path))
-    assert published.settings == EXACT
-    ledger = Ledger(CAPPED_TERMS)
-    ledger.resume_from(published, new_segment=False)
-    assert [segment.settings for segment in ledger.segments()] == [EXACT, CAPPED_TERMS]
-    older = json.loads(Ledger(EXACT, steps=3).to_json())
-    del older["settings"]["capped_projections"]
-    assert Ledger.from_json(json.dumps(older)).settings == EXACT
+        assert one.epsilon(7) == to_come.epsilon(7)
+        with pytest.raises(ValueError, match=r"^privacy\.(gradient_method|projections|norm_est)"):
+            resumed(Lineage(to_come), Lineage(one, steps=3))
 
 
 def test_row24_and_67_people_are_told_of_capped_norms(tmp_path):
@@ -155,9 +94,9 @@ def test_row24_and_67_people_are_told_of_capped_norms(tmp_path):
     from torchtitan_dp.checkpoint.verify import verify
     from torchtitan_dp.ledger import summary
 
-    before = [RunSegment(HUTCH, 1), RunSegment(EXACT, 1)]
-    ledger = Ledger(HUTCH, steps=3, planned_steps=3, finished=before)
-    told = account(tmp_path, ledger).publish(str(tmp_path))
+    behind = (Ancestor("a", HUTCH, "one"), Ancestor("b", EXACT, "two"))
+    lineage = Lineage(HUTCH, steps=1, planned_steps=1, ancestors=behind)
+    told = publish(lineage, tmp_path)
     assert (told["projections"], told["capped_projections"]) == (0, 32)
     assert told["norm_estimator"] == "hutch++"
     assert told["mechanism"] == EXACT.mechanism.name
@@ -172,7 +111,7 @@ def test_row24_and_67_people_are_told_of_capped_norms(tmp_path):
     assert first.endswith("norms from 32 projections, capped |")
     assert "norms" not in second
     assert verify(str(tmp_path)).faults == []
-    assert read_published(str(tmp_path)).segments() == ledger.segments()
+    assert read_published(str(tmp_path)).taken() == lineage.taken()
 
 
 @pytest.mark.parametrize("options, kind", [(CAPPED, PoissonGaussian), (METHOD, EstimatedNorms)])
@@ -201,19 +140,16 @@ def cap_of_an_estimate(options):
         ([*METHOD, "--privacy.norm_estimator=hutch++"], "privacy.norm_estimator = hutch\\+\\+"),
     ],
 )
-def test_row31_and_67_a_resume_that_changes_norms_is_refused_or_a_new_segment(options, key):
+def test_row31_and_67_a_resume_that_changes_norms_is_refused(options, key):
     before, now = terms_of(*METHOD), terms_of(*options)
     with pytest.raises(ValueError, match=key):
-        Ledger(now).resume_from(Ledger(before, steps=3), new_segment=False)
-    ledger = Ledger(now)
-    ledger.resume_from(Ledger(before, steps=3), new_segment=True)
-    assert [s.settings.mechanism for s in ledger.segments()] == [before.mechanism, now.mechanism]
+        resumed(Lineage(now), Lineage(before, steps=3))
 
 
 def test_row75_every_epsilon_of_a_run_counts_estimates(tmp_path):
-    ledger = Ledger(ESTIMATED, steps=30, planned_steps=40)
-    assert ledger.epsilon() == pytest.approx(spent(30, 32), rel=1e-6)
-    told = account(tmp_path, ledger, 40).publish(str(tmp_path))
+    lineage = Lineage(ESTIMATED, steps=30, planned_steps=40)
+    assert epsilon(lineage) == pytest.approx(spent(30, 32), rel=1e-6)
+    told = publish(lineage, tmp_path, 40)
     assert told["epsilon"] == pytest.approx(spent(30, 32), rel=1e-6)
     assert told["epsilon_executed"] == pytest.approx(spent(30, 32), rel=1e-6)
     assert told["epsilon_planned"] == pytest.approx(spent(40, 32), rel=1e-6)
@@ -226,75 +162,30 @@ def test_row75_every_epsilon_of_a_run_counts_estimates(tmp_path):
     assert not any("C instead of C" in caveat for caveat in told["caveats"])
 
 
-def test_row75_steps_to_come_count_estimates(tmp_path):
-    ledger = Ledger(ESTIMATED, planned_steps=40)
-    one = account(tmp_path, ledger, 40)
-    ledger.steps = 20
-    assert one.epsilon() == pytest.approx(spent(20, 32), rel=1e-6)
-    assert one.epsilon_executed() == pytest.approx(spent(20, 32), rel=1e-6)
+def test_row75_steps_to_come_count_estimates():
+    first = Lineage(ESTIMATED, planned_steps=40)
+    one, lineage = Account(first, 40), replace(first, steps=20)
+    assert one.epsilon(lineage) == pytest.approx(spent(20, 32), rel=1e-6)
+    assert one.epsilon_executed(lineage) == pytest.approx(spent(20, 32), rel=1e-6)
 
 
-def test_row46_and_67_begun_steps_are_read_with_their_norms(tmp_path):
-    executed = ExecutedSteps(str(tmp_path))
-    executed.begin(1, EXACT)
-    executed.begin(2, ESTIMATED)
-    lines = (tmp_path / "steps_executed.log").read_text().splitlines()
-    assert [len(line.split()) for line in lines] == [4, 5]  # as ever, where norms are exact
-    again = ExecutedSteps(str(tmp_path)).begun(EXACT)
-    assert [s.mechanism for s in again] == [s.mechanism.as_logged() for s in (EXACT, ESTIMATED)]
-    with open(tmp_path / "steps_executed.log", "a") as file:
-        file.write("3 1.0")  # torn: on the worst terms
-    torn = ExecutedSteps(str(tmp_path)).begun(EXACT)
-    assert [isinstance(s.mechanism, EstimatedNorms) for s in torn] == [False, True, True]
-
-
-def test_row45_and_67_initial_weights_bring_their_norms(tmp_path):
-    executed = ExecutedSteps(str(tmp_path))
-    executed.begin(1, ESTIMATED)
-    ancestor = _all_begun(Ledger(EXACT), str(tmp_path))
-    assert [s.settings.mechanism for s in ancestor.segments] == [ESTIMATED.mechanism.as_logged()]
-    assert InitialWeights("w").all_begun == ()
-
-
-def test_row50_and_67_planned_steps_are_on_the_worst_terms():
-    ledger = Ledger(EXACT, steps=3, planned_steps=10, finished=[RunSegment(ESTIMATED, 2)])
-    assert ledger.still_planned() == [Segment(ESTIMATED.mechanism, 7)]
-
-
-def test_row75_several_runs_add_up_by_pld(tmp_path):
+def test_row75_several_runs_add_up_by_pld():
     runs = [
-        Run("a", Ledger(replace(s, accountant=a), run=a), [], "f")
+        Run(a, Lineage(replace(s, accountant=a), steps=10, run=a), "f")
         for s, a in ((EXACT, "rdp"), (ESTIMATED, "pld"))
     ]
-    for run in runs:
-        executed = ExecutedSteps(str(tmp_path / run.ledger.run))
-        (tmp_path / run.ledger.run).mkdir()
-        executed.new_start()
-        for step in range(10):
-            executed.begin(step, run.ledger.settings)
-        executed.enter_lost(run.ledger)
     found = total(runs)
     assert found.accountant == "pld"
     assert spent(20, 0) < found.epsilon < spent(20, 32)
 
 
-def test_row55_and_67_an_older_privacy_json_is_of_exact_norms(tmp_path):
-    told = account(tmp_path, Ledger(EXACT, steps=3, planned_steps=3)).publish(str(tmp_path))
-    for terms in (told, *(segment["settings"] for segment in told["segments"])):
-        del terms["projections"], terms["norm_estimator"]
-    (tmp_path / "privacy.json").write_text(json.dumps(told))
-    schema.check(told)
-    assert read_published(str(tmp_path)).settings == EXACT
-    assert ledger_of(read_published_fields(str(tmp_path))).settings == EXACT
-
-
 def test_a_ledger_with_estimates_is_read_as_it_was_written():
-    ledger = Ledger(ESTIMATED, steps=3, finished=[RunSegment(EXACT, 1)])
-    assert Ledger.from_json(ledger.to_json()) == ledger
+    lineage = Lineage(ESTIMATED, steps=3, ancestors=(Ancestor("a", EXACT, "one"),))
+    assert Lineage.from_json(lineage.to_json()) == lineage
 
 
 def test_row49_and_67_rounding_is_told_beside_what_epsilon_counts():
-    (rounded,) = [c for c in caveats(Ledger(ESTIMATED, steps=1), 1.0, 1.0) if "rounded" in c]
+    (rounded,) = [c for c in caveats(Lineage(ESTIMATED, steps=1), 1.0, 1.0) if "rounded" in c]
     assert "C more than epsilon counts" in rounded
     assert ESTIMATED.mechanism.largest_share > 2
     assert EXACT.mechanism.largest_share == 1
@@ -361,8 +252,7 @@ def test_row24_and_67_people_are_told_of_estimates(tmp_path):
     """The card, the summary and the caveats do not promise a norm of at most C."""
     from torchtitan_dp.ledger import summary
 
-    ledger = Ledger(ESTIMATED, steps=3, planned_steps=3)
-    told = account(tmp_path, ledger).publish(str(tmp_path))
+    told = publish(Lineage(ESTIMATED, steps=3, planned_steps=3), tmp_path)
     card = card_of(told)
     assert "random projections (hutchinson, 32 of them)" in card
     assert "at most 2.14 C" in card

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.data.drawn import sample
 from tests.data.stores import WRITERS, source, store_of, stored, texts, write
 from tests.processes.ranks import on_ranks
 from tests.processes.runs import arguments
@@ -257,7 +258,7 @@ def test_row60_a_file_in_no_folder_reads_as_nothing(tmp_path):
     (loose,) = (unit for unit in range(3) if units.records(unit).tolist() == [3])
     samples = build_samples(records, config)
     read = [
-        (samples.sample(unit, rng=np.random.default_rng(0))[1] != -100).any() for unit in range(3)
+        (sample(samples, unit, rng=np.random.default_rng(0))[1] != -100).any() for unit in range(3)
     ]
     assert [bool(one) for one in read] == [unit != loose for unit in range(3)]
     (warning,) = records.warnings

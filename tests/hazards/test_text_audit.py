@@ -50,25 +50,26 @@ def test_an_excluded_document_is_an_empty_unit(tmp_path, sampling):
     import torchtitan_dp.distributed  # noqa: F401
 
     # isort: split
+    from tests.data.drawn import sample
     from tests.data.stores import store_of
-    from torchtitan_dp.audit.texts import text_samples, token_ids, write_canaries
+    from torchtitan_dp.audit.texts import PlantedSamples, token_ids, write_canaries
     from torchtitan_dp.data.samples import Samples
     from torchtitan_dp.data.tokenizer import ByteTokenizer
 
     store = store_of(write_records(tmp_path / "data", 3), tmp_path)
     real = Samples(store, 32, one_record=sampling == "random")
     ids = list(token_ids(write_canaries(2), ByteTokenizer(), 33))
-    planted = text_samples(real, ids, np.array([True, False]))
+    planted = PlantedSamples(real, ids, np.array([True, False]))
     rng = np.random.Generator(np.random.Philox(1)) if sampling == "random" else None
     for unit in range(3):
-        ours, theirs = planted.sample(unit, rng=rng), real.sample(unit, rng=rng)
+        ours, theirs = sample(planted, unit, rng=rng), sample(real, unit, rng=rng)
         assert all(map(torch.equal, ours, theirs))
         assert planted.tokens(unit, rng) == real.tokens(unit, rng)
-    tokens_T, labels_T = planted.sample(3, rng=rng)
+    tokens_T, labels_T = sample(planted, 3, rng=rng)
     assert tokens_T.tolist() == ids[0][:-1].tolist()
     assert labels_T.tolist() == ids[0][1:].tolist()
-    assert (planted.sample(4, rng=rng)[1] == -100).all()
-    assert (planted.sample(3, rng=rng, window=1, windows=2)[1] == -100).all()
+    assert (sample(planted, 4, rng=rng)[1] == -100).all()
+    assert (sample(planted, 3, rng=rng, window=1, windows=2)[1] == -100).all()
     assert [planted.tokens(unit, rng) for unit in (3, 4)] == [32, 0]
 
 
@@ -123,8 +124,7 @@ def test_a_secret_is_extracted_if_it_comes_next():
 
     model = SimpleNamespace(device=torch.device("cpu"), generate=generate)
     found = texts.extracted(model, documents, tokenizer)
-    assert found["greedy"].tolist() == [True, True, False]
-    assert found["sampled"].tolist() == [True, False, False]
+    assert found == {"greedy": [True, True, False], "sampled": [True, False, False]}
 
 
 def test_detection_is_counted_at_one_percent_of_false_positives():
@@ -220,30 +220,65 @@ def test_a_run_without_clipping_is_flagged_by_its_exported_model_alone(tmp_path)
     assert "FAULT" in run.log
 
 
+def test_a_run_that_publishes_held_out_losses_is_audited_without_them(tmp_path):
+    """Or they would be planned, and asked of a validator that an audit has not."""
+    from tests import build
+    from torchtitan_dp.audit.__main__ import prepare_run
+    from torchtitan_dp.checkpoint.terms import choose_losses
+
+    terms = "--validation.publish_epsilon=1", "--validation.publish_delta=1e-6"
+    config = build.config("--validation.enable", "--data.heldout_fraction=0.3", *terms)
+    assert choose_losses(config, None) is not None
+    prepare_run(config, str(tmp_path))
+    assert choose_losses(config, None) is None
+
+
 @pytest.mark.parametrize(
-    "missing, options, names",
+    "instrument, missing, options, names",
     [
-        ((), ["--privacy.noise=banded"], "privacy.noise = 'banded'"),
-        ((), ["--trials=9"], "--trials = 9"),
-        (("transformers",), [], "pip install transformers"),
-        (("peft",), ["--lora.rank=4"], "lora.export = 'adapter'"),
+        ("text", (), ["--privacy.noise=banded"], "privacy.noise = 'banded'"),
+        ("text", (), ["--trials=9"], "--trials = 9"),
+        ("text", (), ["--canaries=0"], "--canaries = 0"),
+        ("text", (), ["--guesses=1.5"], "--guesses = 1.5"),
+        ("text", (), ["--folder={used}"], "--folder"),
+        ("text", ("transformers",), [], "pip install transformers"),
+        ("text", ("peft",), ["--lora.rank=4"], "lora.export = 'adapter'"),
+        ("game", (), ["--privacy.no-enable"], "privacy.enable"),
+        (
+            "game",
+            (),
+            ["--privacy.target_epsilon=None", "--privacy.noise_multiplier=0"],
+            "noise_multiplier",
+        ),
+        ("game", (), ["--trials=20"], "--trials = 20"),
+        ("game", (), ["--confidence=1"], "--confidence = 1"),
+        ("game", (), ["--folder=x"], "--folder = x"),
+        ("game", (), ["--training.stepz=3"], "stepz"),
     ],
 )
-def test_a_mistake_is_one_line_and_code_2(tmp_path, capsys, monkeypatch, missing, options, names):
+def test_a_mistake_is_one_line_and_code_2(
+    tmp_path, capsys, monkeypatch, instrument, missing, options, names
+):
     import torchtitan_dp.audit.__main__ as audit
 
     found = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name in missing else found(name)
     )
-    data = write_records(tmp_path / "data")
-    command = ["--instrument=text", f"--job.config_file={CONFIG}"]
-    command += [f"--training.dataset_path={data}", "--privacy.accountant=rdp"]
-    command += [f"--job.dump_folder={tmp_path / 'out'}", "--training.global_batch_size=3"]
+    used = tmp_path / "used"
+    used.mkdir()
+    (used / "steps_executed.log").write_text("1 a\n")
+    command = [
+        *(f"--instrument={instrument}", f"--job.config_file={CONFIG}"),
+        *(f"--training.dataset_path={write_records(tmp_path / 'data')}",),
+        *("--data.heldout_fraction=0", "--validation.no-enable", "--privacy.accountant=rdp"),
+        *(f"--job.dump_folder={tmp_path / 'out'}", "--training.global_batch_size=3"),
+        *(option.format(used=used) for option in options),
+    ]
     umask = os.umask(0o077)
     try:
         with pytest.raises(SystemExit) as stop:
-            audit.main(command + options)
+            audit.main(command)
     finally:
         os.umask(umask)
     assert stop.value.code == 2

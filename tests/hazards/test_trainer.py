@@ -1,4 +1,4 @@
-"""Hazards in the trainer itself, by row: its methods, called on stand-ins that record.
+"""Hazards in the trainer and its bookkeeping, by row: their methods, on stand-ins that record.
 
 What whole runs show of the same (test_run.py, ../test_resume.py) takes half a minute; here the
 order of a step, what it draws and divides by are looked at directly.
@@ -12,7 +12,7 @@ import os
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import MagicMock, call
+from unittest.mock import MagicMock, call, patch
 
 import numpy as np
 import pytest
@@ -21,8 +21,7 @@ import torch
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 from tests.accounts import mechanism, with_terms
 from tests.processes.ranks import on_ranks
-from torchtitan_dp.ledger import Ledger, Settings
-from torchtitan_dp.privacy.banded import NoiseChain
+from torchtitan_dp.ledger import Lineage, Settings
 from torchtitan_dp.privacy.clipping import Clip
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.mechanism import BandedGaussian
@@ -64,32 +63,42 @@ def feed():
     return Feed(loader(), (32,), torch.device("cpu"))
 
 
+def bookkeeping(ledger, config=None):
+    """A bookkeeping without a folder, with the keys of `ROOT`."""
+    from tests import build
+    from torchtitan_dp import bookkeeping as module
+
+    books = module.Bookkeeping.__new__(module.Bookkeeping)
+    books._config, books._device = config or build.config(), torch.device("cpu")
+    books.ledger, books.log = ledger, MagicMock()
+    books._total = books._config.training.steps
+    with patch.object(module, "shared_root_key", lambda *_: RootKey(ROOT)):
+        books._draw_keys()
+    return books
+
+
 class Step:
     """One `train_step` on stand-ins, the last of a run, and what it did, in order."""
 
     def __init__(self, monkeypatch, *, sample_rate=0.5, loss=1.0, planned=STEP, secure=False):
         from tests import build
+        from torchtitan_dp import bookkeeping as module
         from torchtitan_dp import train
 
         self.did, self.drawn, self.draws, self.positions, self.feed = [], [], [], [], feed()
-        root, draw = RootKey(ROOT), train.poisson_draw
+        draw = module.poisson_draw
         settings = with_terms(SETTINGS, sample_rate=sample_rate)
         settings = dataclasses.replace(settings, secure_noise=secure)
         trainer = self.trainer = MagicMock()
         trainer.step, trainer.device = STEP, torch.device("cpu")
         trainer.job_config = build.config(f"--training.steps={planned}")
-        trainer.feed, trainer._next_draw = self.feed, None
-        trainer._draw = functools.partial(train.DPTrainer._draw, trainer)
-        trainer.ledger = Ledger(settings, steps=STEP - 1)
-        trainer.sampling_keys = root.stream("sampling")
-        trainer.noise_keys = NoiseChain(root.stream("noise"), 1)
-        trainer.window_keys = root.stream("window")
-        trainer.projection_keys = root.stream("projection")
+        self.books = bookkeeping(Lineage(settings, steps=STEP - 1), trainer.job_config)
+        trainer.books = self.books
         trainer.metrics_processor.ntokens_since_last_log = 0
         trainer.gradients.batch_size = 1
         trainer.sample_losses.side_effect = lambda tokens, _: torch.full((len(tokens),), loss)
         trainer.gradients.accumulate_clipped.side_effect = self._accumulate
-        trainer.executed.begin.side_effect = self._begin
+        self.books.log.begin.side_effect = self._begin
         trainer.clipped_sum.reset.side_effect = lambda: self.did.append("reset")
         trainer.dp_optimizer.step.side_effect = self._update
         trainer.average.update.side_effect = lambda: self.did.append("average")
@@ -99,8 +108,11 @@ class Step:
             self.draws.append(draw(key, population, sample_rate, secure=secure))
             return self.draws[-1]
 
-        monkeypatch.setattr(train, "poisson_draw", record)
+        monkeypatch.setattr(module, "poisson_draw", record)
         trainer.accumulate = functools.partial(train.DPTrainer.accumulate, trainer)
+        trainer.validator.should_validate.return_value = False
+        trainer.metrics_processor.should_log.return_value = False
+        self.books.publish = lambda: None
         monkeypatch.setattr(train.dist, "get_rank", lambda: 0)
         train.DPTrainer.train_step(trainer, self.feed)
 
@@ -111,8 +123,7 @@ class Step:
         norm_B = loss_B.detach().double()
         return Clip(torch.ones_like(loss_B), rejected_B, norm_B, norm_B > 1)
 
-    def _begin(self, step, settings):
-        assert settings is self.trainer.ledger.settings
+    def _begin(self, step):
         self.did.append(f"begin {step}")
 
     def _update(self, total, key):
@@ -125,7 +136,7 @@ def test_row21_and_46_a_step_is_begun_once_before_its_one_update(monkeypatch):
     samples = len(step.draws[0])
     assert samples > 2
     assert step.did == ["sample"] * samples + [f"begin {STEP}", *UPDATE]
-    assert step.trainer.ledger.steps == STEP
+    assert step.books.ledger.steps == STEP
 
 
 def test_row39_with_secure_noise_units_are_drawn_by_shake_256(monkeypatch):
@@ -143,13 +154,13 @@ def test_row39_with_secure_noise_choices_and_projections_are_shakes(tmp_path):
     from torchtitan_dp.data.tokenizer import ByteTokenizer
     from torchtitan_dp.gradients import methods
     from torchtitan_dp.privacy.sampling import SecureChoices
-    from torchtitan_dp.train_spec import OpenOnce, build_loader
+    from torchtitan_dp.train_spec import build_loader
 
     data = write_records(tmp_path / "data", 4)
     options = "--privacy.secure_noise", "--data.long_records=window"
     config = build.config(*options, f"--training.dataset_path={data}")
     loader = build_loader(
-        OpenOnce(), dp_world_size=1, dp_rank=0, tokenizer=ByteTokenizer(), job_config=config
+        None, dp_world_size=1, dp_rank=0, tokenizer=ByteTokenizer(), job_config=config
     )
     assert isinstance(loader.rng(bytes(32), 0), SecureChoices)
     sums = MagicMock()
@@ -188,7 +199,7 @@ def test_row61_a_step_of_ranks_that_drew_otherwise_is_not_begun(monkeypatch, at)
     assert len(step.draws[0]) > 2
     assert set(step.did) <= {"sample"}
     assert ("sample" in step.did) == (at == "the next one")
-    assert not step.trainer.executed.begin.called
+    assert not step.books.log.begin.called
     assert not step.trainer.dp_optimizer.step.called
 
 
@@ -209,7 +220,7 @@ def test_row16_an_empty_draw_is_a_step(monkeypatch):
     step = Step(monkeypatch, sample_rate=1e-12)
     assert len(step.draws[0]) == 0
     assert step.did == [f"begin {STEP}", *UPDATE]
-    assert step.trainer.ledger.steps == STEP
+    assert step.books.ledger.steps == STEP
     step.trainer.lr_schedulers.step.assert_called_once_with()
 
 
@@ -243,15 +254,15 @@ def test_row11_and_41_the_next_draw_is_the_one_it_would_be_in_time(monkeypatch):
     (this, *_), (following, population, rate) = step.drawn
     assert (this, following) == (stream.take(STEP), stream.take(STEP + 1))
     assert (population, rate) == (len(step.feed.loader.units), 0.5)
-    ahead = step.trainer._next_draw
+    ahead = step.books._ahead
     assert ahead.positions.tolist() == step.draws[1].tolist()
     window = RootKey(ROOT).stream("window")
     assert ahead.key == window.take(STEP + 1)
     assert step.did == ["sample"] * len(step.draws[0]) + [f"begin {STEP}", *UPDATE]
-    for keys in (step.trainer.sampling_keys, step.trainer.window_keys):
+    for keys in (step.books.sampling_keys, step.books.window_keys):
         with pytest.raises(RuntimeError, match="spent"):
             keys.take(STEP + 1)
-    assert step.trainer.noise_keys.take(STEP + 1)  # that of the next update is still there
+    assert step.books.noise_keys.take(STEP + 1)  # that of the next update is still there
 
 
 def test_row40_noise_has_a_key_of_its_own(monkeypatch):
@@ -268,25 +279,21 @@ def test_row22_and_25_a_bad_loss_changes_no_course(monkeypatch, loss):
 
 @pytest.mark.parametrize("step", [STEP, STEP + 1, STEP + 4])
 def test_row58_a_step_draws_from_its_own_group_at_b_times_the_rate(monkeypatch, step):
-    from torchtitan_dp import train
+    from torchtitan_dp import bookkeeping as module
 
     settings = dataclasses.replace(SETTINGS, mechanism=BandedGaussian(1.0, 0.2, bands=4))
     groups = [np.arange(g, 40, 4) for g in range(4)]
-    rates, root = [], RootKey(ROOT)
+    rates = []
 
     def everybody(key, population, rate, *, secure):
         rates.append(rate)
         return np.arange(population)
 
-    monkeypatch.setattr(train, "poisson_draw", everybody)
-    trainer = SimpleNamespace(
-        ledger=Ledger(settings),
-        feed=SimpleNamespace(loader=SimpleNamespace(groups=lambda count: groups)),
-        sampling_keys=root.stream("sampling"),
-        window_keys=root.stream("window"),
-    )
-    assert train.DPTrainer._draw(trainer, step).positions.tolist() == groups[step % 4].tolist()
-    assert rates == [0.8]
+    monkeypatch.setattr(module, "poisson_draw", everybody)
+    of = SimpleNamespace(groups=lambda count: groups)
+    drawn, _ = bookkeeping(Lineage(settings)).draws(step, of)
+    assert drawn.positions.tolist() == groups[step % 4].tolist()
+    assert set(rates) == {0.8}
 
 
 # Secrets.
@@ -294,16 +301,12 @@ def test_row58_a_step_draws_from_its_own_group_at_b_times_the_rate(monkeypatch, 
 
 def secrets(debug_seed=None):
     """What two starts derive on this rank: hashes of the keys of all streams."""
-    from tests import build
-    from torchtitan_dp.train import DPTrainer
-
-    device, ledger = torch.device("cpu"), Ledger(SETTINGS)
-    trainer = SimpleNamespace(job_config=build.config(), device=device, ledger=ledger)
-    trainer.job_config.privacy.debug_seed = debug_seed
+    books = bookkeeping(Lineage(SETTINGS))
+    books._config.privacy.debug_seed = debug_seed
     found = []
     for _ in range(2):
-        DPTrainer._draw_secrets(trainer)
-        streams = trainer.sampling_keys, trainer.noise_keys, trainer.window_keys, trainer.coin_keys
+        books._draw_keys()
+        streams = books.sampling_keys, books.noise_keys, books.window_keys, books.evaluation_keys
         for keys in streams:
             key = keys.take(1)
             key = key if isinstance(key, bytes) else key[0][0]  # of a chain
@@ -314,12 +317,12 @@ def secrets(debug_seed=None):
 def test_row11_and_32_all_ranks_hold_one_key_and_each_start_another():
     first, second = on_ranks(2, secrets)
     assert first == second
-    assert len(set(first)) == 8
+    assert len(set(first)) == 6
 
 
 def test_row30_a_debug_seed_repeats_its_keys():
     for found in on_ranks(2, secrets, 7):
-        assert found[:4] == found[4:]
+        assert found[:3] == found[3:]
 
 
 def test_row30_and_45_a_debug_seed_marks_the_run():
@@ -329,7 +332,7 @@ def test_row30_and_45_a_debug_seed_marks_the_run():
 
     config = build.config()
     ledger = make_plan(config, 10).ledger
-    assert (ledger.private, ledger.caveats) == (True, [])
+    assert (ledger.private, ledger.caveats) == (True, ())
     config.privacy.debug_seed = 7
     ledger = make_plan(config, 10).ledger
     assert ledger.private is False
@@ -339,18 +342,16 @@ def test_row30_and_45_a_debug_seed_marks_the_run():
 def test_row30_drawing_secrets_tells_nobody(monkeypatch, caplog, capfd):
     from torchtitan.tools.logging import logger
 
-    from tests import build
-    from torchtitan_dp import train
     from torchtitan_dp.distributed import agreement
 
     monkeypatch.setattr(agreement.RootKey, "from_os", classmethod(lambda cls: cls(ROOT)))
     monkeypatch.setattr(agreement.dist, "broadcast", lambda *_, **__: None)
     monkeypatch.setattr(logger, "propagate", True)
-    trainer = MagicMock(job_config=build.config(), device=torch.device("cpu"))
+    books = bookkeeping(Lineage(SETTINGS))
     with caplog.at_level("DEBUG"):
-        train.DPTrainer._draw_secrets(trainer)
+        books._draw_keys()
     told = caplog.text + "".join(capfd.readouterr())
-    for secret in (ROOT, trainer.noise_keys.take(1)[0][0], trainer.sampling_keys.take(1)):
+    for secret in (ROOT, books.noise_keys.take(1)[0][0], books.sampling_keys.take(1)):
         for spelling in (secret.hex(), repr(secret)[2:-1], str(int.from_bytes(secret, "big"))):
             assert spelling not in told
 
@@ -406,7 +407,7 @@ def test_row20_a_private_step_is_given_the_feed_not_the_loaders_shuffled_batches
 @pytest.mark.parametrize("secure", [False, True])
 def test_row49_the_trainer_adds_noise_as_configured(monkeypatch, secure):
     from tests import build
-    from torchtitan_dp import train
+    from torchtitan_dp import train, train_spec
     from torchtitan_dp.gradients import step
 
     def start(trainer, _):
@@ -414,17 +415,13 @@ def test_row49_the_trainer_adds_noise_as_configured(monkeypatch, secure):
         trainer.parallel_dims = trainer.dataloader = MagicMock()
         trainer.optimizers = MagicMock(optimizers=[MagicMock()])
 
-    def open_ledger(*_):
-        return SimpleNamespace(settings=SETTINGS, heldout_losses=None), MagicMock()
-
-    monkeypatch.setattr(train.Trainer, "__init__", start)
-    monkeypatch.setattr(train.DPTrainer, "_open_ledger", open_ledger)
-    for name in ("_open_account", "_draw_secrets"):
-        monkeypatch.setattr(train.DPTrainer, name, lambda _: None)
-    for name in ("Checkpointer", "StopRequest", "ReductionGroups", "SampleLosses", "Feed"):
+    books = SimpleNamespace(ledger=Lineage(SETTINGS), settings=SETTINGS)
+    monkeypatch.setattr(train_spec.Trainer, "__init__", start)
+    monkeypatch.setattr(train, "Bookkeeping", lambda *_: books)
+    for name in ("StopRequest", "ReductionGroups", "SampleLosses", "Feed", "trained_fsdp_modules"):
         monkeypatch.setattr(train, name, MagicMock())
-    for name in ("trained_fsdp_modules", "require_host_memory"):
-        monkeypatch.setattr(train, name, MagicMock())
+    for name in ("Checkpointer", "require_host_memory"):
+        monkeypatch.setattr(train_spec, name, MagicMock())
     monkeypatch.setattr(step, "DPOptimizer", MagicMock())
     method = SimpleNamespace(build=MagicMock())
     monkeypatch.setattr(step, "METHODS", {"microbatch": method})

@@ -2,7 +2,7 @@
 
 `definition` is written from docs/privacy.md alone, without the package: which steps were begun with
 which noise, and the matrix. The folders' plans and ledgers are the trainer's own: stops, crashes,
-older checkpoints, changed terms, copies of folders, checkpoints without their folder, and runs that
+older checkpoints, copies of folders, checkpoints without their folder, and runs that
 start from others' weights. No account may count less than the definition, at any order.
 """
 
@@ -20,12 +20,15 @@ import numpy as np
 import pytest
 
 from tests import build
+from tests.accounts import opened
 from torchtitan_dp.checkpoint.initial import InitialWeights, ledger_beside
-from torchtitan_dp.checkpoint.plan import earlier_ledger, make_plan, most_lost, refuse_overspending
+from torchtitan_dp.checkpoint.plan import earlier_ledger, losable, make_plan, refuse_overspending
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger
+from torchtitan_dp.ledger import Account, Lineage, RunLog
 from torchtitan_dp.ledger.files import read_published
+from torchtitan_dp.ledger.lineage import of_weights, resumed, rewound
 from torchtitan_dp.ledger.runs import Run, total
+from torchtitan_dp.ledger.spending import before, own, spending
 from torchtitan_dp.privacy.mechanism import composition
 from torchtitan_dp.privacy.rdp import rdp_epsilon
 from torchtitan_dp.privacy.segments import GaussianSteps
@@ -152,17 +155,15 @@ class Folder:
     ) -> None:
         self.place, self.bands, self.interval = place, bands, interval
         self.trouble, self.initial = trouble, initial
-        self.terms, self.method = (1.0, 8), "microbatch"  # sigma and the batch
+        self.terms = 1.0, 8  # sigma and the batch
         self.saved: list[Saved] = []
         self.seen: Seen = {}  # of all steps begun here, and of initial weights
         place.mkdir()
 
-    def config(self, new_segment: bool) -> JobConfig:
+    def config(self) -> JobConfig:
         config = copy.deepcopy(checked())
         config.privacy.bands = self.bands
         config.privacy.noise_multiplier, config.training.global_batch_size = self.terms
-        config.privacy.new_segment = "planned" if new_segment else None
-        config.privacy.gradient_method = self.method
         config.job.dump_folder = str(self.place)
         config.checkpoint.enable, config.checkpoint.interval = True, self.interval
         return config
@@ -172,64 +173,63 @@ class Folder:
         at = self.saved[-1] if self.saved else None
         if at and chosen.random() < 0.3 * self.trouble:  # the newer ones are damaged
             at = chosen.choice(self.saved)
-        loaded = None if at is None else Ledger.from_json(at.ledger)
-        new_segment = loaded is not None and chosen.random() < 0.3 * self.trouble
-        if new_segment:
+        loaded = None if at is None else Lineage.from_json(at.ledger)
+        if loaded is None and not self.seen:
             self.terms = chosen.choice([1.0, 2.0]), chosen.choice([4, 8])
-        elif loaded is not None:
-            self.terms = terms_of(loaded)
-        self.method = chosen.choice(["microbatch", "microbatch", "randomized"])
-        config = self.config(new_segment)
-        initial, before = (None, {}) if at or self.initial is None else self.initial
+        config = self.config()
+        initial, behind = (None, {}) if at or self.initial is None else self.initial
         plan = make_plan(config, UNITS, earlier_ledger(str(self.place)), loaded, initial)
-        ledger, executed = plan.ledger, ExecutedSteps(str(self.place))
-        ledger.rewind()
-        account, ledger = opened(ledger, executed, STEPS)
+        log = RunLog(str(self.place))
+        ledger = opened(rewound(plan.ledger), log)
         if loaded is not None:
-            ledger.resume_from(loaded, new_segment=new_segment)
+            ledger = resumed(ledger, loaded)
             refuse_overspending(config, ledger)
-            account, ledger = opened(ledger, executed, STEPS)
-        executed.begin_start(most_lost(config))
-        sigma, batch = terms_of(ledger)
-        chain = Chain(ledger.run, self.bands, sigma, batch / UNITS)
-        lineage = both([before if at is None else at.seen])
+            ledger = opened(ledger, log)
+        account = Account(ledger, STEPS)
+        log.begin_start(ledger, losable(config))
+        chain = Chain(ledger.run, self.bands, self.terms[0], self.terms[1] / UNITS)
+        lineage = both([behind if at is None else at.seen])
         self.seen = both([self.seen, lineage])
         self.look(ledger, lineage)
-        self.publish(account, lineage)
+        self.publish(account, ledger, lineage)
         unsaved = 0
         for _ in range(chosen.randint(1, 7)):
             step = ledger.steps + 1
             if step > STEPS or unsaved == self.interval:
                 break
-            executed.begin(step, ledger.settings)
+            log.begin(step)
             chain.steps.append(step)
             self.seen = both([self.seen, {chain: len(chain.steps)}])
             unsaved += 1
             if chosen.random() < 0.25 * self.trouble:
                 break  # killed within the update
-            ledger.steps = step
+            ledger = dataclasses.replace(ledger, steps=step)
             lineage = both([lineage, {chain: len(chain.steps)}])
             self.look(ledger, lineage)
             if chosen.random() < 0.4:
-                self.saved.append(Saved(ledger.to_json(), lineage))
+                self.save(log, ledger, lineage)
                 unsaved = 0
         if chain.steps and chain.steps[-1] == ledger.steps:
-            self.publish(account, lineage)
+            self.publish(account, ledger, lineage)
             if not self.trouble:
-                self.saved.append(Saved(ledger.to_json(), lineage))
+                self.save(log, ledger, lineage)
                 unsaved = 0
         if unsaved == 0 and chosen.random() >= 0.4 * self.trouble:
-            executed.end_start()
+            log.end_start(ledger.steps)
 
-    def look(self, ledger: Ledger, lineage: Seen) -> None:
+    def save(self, log: RunLog, ledger: Lineage, lineage: Seen) -> None:
+        self.saved.append(Saved(ledger.to_json(), lineage))
+        log.saved(ledger.steps)
+
+    def look(self, ledger: Lineage, lineage: Seen) -> None:
         """Compare everything that is stated at this moment."""
-        check([*ledger.before(), *ledger.own()], lineage)
-        check(ledger.taken_in_all(), lineage)
-        check(ledger.executed(), both([lineage, self.seen]))
-        check(ledger.planned(), both([lineage, self.seen]))
+        check([*before(ledger), *own(ledger)], lineage)
+        for planned in (False, True):
+            check(spending(ledger, lost=False, planned=planned), lineage)
+            check(spending(ledger, lost=True, planned=planned), both([lineage, self.seen]))
 
-    def publish(self, account: Account, lineage: Seen) -> None:
-        stated = account.publish(str(self.place))
+    def publish(self, account: Account, ledger: Lineage, lineage: Seen) -> None:
+        stated = account.publish(ledger, str(self.place))
         assert stated["epsilon"] >= epsilon(lineage) * (1 - 1e-9)
         everything = epsilon(self.seen) * (1 - 1e-9)
         assert stated["epsilon_executed"] >= everything
@@ -237,18 +237,15 @@ class Folder:
 
     def release(self, saved: Saved) -> None:
         """Account for one checkpoint's weights as `release.claims` does."""
-        account, weights = read_published(str(self.place)), Ledger.from_json(saved.ledger)
-        account.go_back_to(weights)
-        ExecutedSteps(str(self.place)).enter_lost(account)
-        check(account.taken_in_all(), saved.seen)
-        check(account.kept_and_planned(), saved.seen)
-        check(account.executed(), self.seen)
+        account = of_weights(read_published(str(self.place)), Lineage.from_json(saved.ledger))
+        account = RunLog(str(self.place)).enter_lost(account)
+        for planned in (False, True):
+            check(spending(account, lost=False, planned=planned), saved.seen)
+            check(spending(account, lost=True, planned=planned), self.seen)
 
     def opened(self) -> Run:
-        ledger = read_published(str(self.place))
-        executed = ExecutedSteps(str(self.place))
-        executed.enter_lost(ledger)
-        return Run(str(self.place), ledger, executed.begun(ledger.settings), "same")
+        log, published = RunLog(str(self.place)), read_published(str(self.place))
+        return Run(str(self.place), log.enter_lost(published), "same")
 
     def copied(self, place: Path, *, checkpoints_only: bool) -> "Folder":
         """A copy, in which somebody goes on beside this one."""
@@ -260,21 +257,6 @@ class Folder:
             shutil.copytree(self.place, place, dirs_exist_ok=True)
         other.terms = self.terms
         return other
-
-
-def terms_of(ledger: Ledger) -> tuple[float, int]:
-    """Sigma and the batch of the segment that goes on."""
-    settings = ledger.settings
-    return settings.mechanism.noise_multiplier, settings.expected_batch_size
-
-
-def opened(ledger: Ledger, executed: ExecutedSteps, steps: int) -> tuple[Account, Ledger]:
-    """`DPTrainer._open_account`, of one rank."""
-    ledger.start = executed.new_start()
-    executed.adopt(ledger.taken())
-    executed.enter_lost(ledger)
-    ledger = Ledger.from_json(ledger.to_json())
-    return Account(ledger, steps), ledger
 
 
 def live(place: Path, chosen: random.Random) -> None:
@@ -290,7 +272,7 @@ def live(place: Path, chosen: random.Random) -> None:
             folders.append(folder.copied(name, checkpoints_only=True))
         elif kind < 0.35 and folder.saved:
             saved = chosen.choice(folder.saved)
-            weights = InitialWeights("w", Ledger.from_json(saved.ledger)), saved.seen
+            weights = InitialWeights("w", Lineage.from_json(saved.ledger)), saved.seen
             folders.append(Folder(name, chosen.choice([folder.bands, 2, 4]), 2, trouble, weights))
         elif kind < 0.4 and folder.seen:  # weights in its folder, which may be any of its steps'
             weights = ledger_beside(str(folder.place / "weights")), dict(folder.seen)

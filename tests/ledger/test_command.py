@@ -1,4 +1,4 @@
-"""Segments, initial weights and `python -m torchtitan_dp.ledger`, on real runs (hazard row 45)."""
+"""Initial weights and `python -m torchtitan_dp.ledger`, on real runs (hazard row 45)."""
 
 import dataclasses
 import json
@@ -6,18 +6,19 @@ import shutil
 
 import pytest
 
-from tests.accounts import account, steps_of, with_terms
+from tests.accounts import begun, publish, steps_of
 from tests.processes.runs import arguments, privacy, train, with_sigma, write_records
-from torchtitan_dp.checkpoint.initial import PUBLIC, inheritance
+from torchtitan_dp.checkpoint.initial import with_initial
 from torchtitan_dp.checkpoint.plan import earlier_ledger
 from torchtitan_dp.checkpoint.start import decide_start, plan_start
 from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.ledger import ExecutedSteps, Ledger, write_fingerprint
+from torchtitan_dp.ledger import Lineage, write_fingerprint
 from torchtitan_dp.ledger.__main__ import main
 from torchtitan_dp.ledger.runs import total
 from torchtitan_dp.ledger.settings import step_names
+from torchtitan_dp.ledger.spending import before
 from torchtitan_dp.privacy import accounting
 
 SIGMA, DELTA = 1.0, 1e-3
@@ -75,10 +76,10 @@ def edit(folder, **changes):
     [
         (lambda f: edit(f, epsilon=0.5), "epsilon = 0.5, but its steps spend"),
         (lambda f: edit(f, epsilon_executed=0.5), "epsilon_executed = 0.5"),
-        (lambda f: edit(f, noise_multiplier=9.0), "noise_multiplier is not that of its last"),
+        (lambda f: edit(f, noise_multiplier=9.0), "checkpoint step-4: its terms are not those of"),
         (lambda f: edit(f, run="another"), "is of another run"),
         (
-            lambda f: (f / "steps_executed.log").write_text("1 1.0 0.125 a\n"),
+            lambda f: (f / "steps_executed.log").write_text("1 a\n"),
             "steps_executed.log lacks 4 of the steps of privacy.json",
         ),
         (lambda f: (f / "checkpoint/step-4").rename(f / "checkpoint/step-5"), "counts 4 steps"),
@@ -93,42 +94,43 @@ def test_files_that_contradict_each_other(copy, change, fault):
 
 def test_a_forgotten_mark_is_found(copy):
     text = json.loads((copy / "privacy.json").read_text())
-    kept = make_plan_of(copy)
-    kept.mark_not_private("seen")
-    account(kept, ExecutedSteps(str(copy)), 4).publish(str(copy))
+    publish(earlier_ledger(str(copy)).marked_not_private("seen"), copy, 4)
     code, told = run(copy)
     assert (code, told["total"]["epsilon"]) == (0, None)  # said of the folder: nothing is claimed
-    edit(
-        copy,
-        **{key: text[key] for key in ("private", "epsilon", "epsilon_executed", "epsilon_planned")},
-    )
+    names = ("private", "epsilon", "epsilon_executed", "epsilon_planned")
+    edit(copy, **{name: text[name] for name in names})
     assert run(copy)[0] == 0  # the checkpoints say private too: only an edit could tell
 
 
-def make_plan_of(folder):
-    return dataclasses.replace(earlier_ledger(str(folder)))
-
-
 def test_steps_lost_after_the_last_writing_are_counted(copy):
-    with open(copy / "steps_executed.log", "a") as file:
-        file.write("5 0.5 0.125 a\n")
+    begun(earlier_ledger(str(copy)), copy, 1, loses=2)
     code, told = run(copy)
     assert code == 0
-    assert told["runs"][0]["epsilon_executed"] == pytest.approx(spends((SIGMA, 4), (0.5, 1)))
+    assert told["runs"][0]["epsilon_executed"] == pytest.approx(spends((SIGMA, 6)))
     assert "steps were begun after" in told["runs"][0]["notes"][0]
+
+
+def test_more_steps_than_the_starts_lead_to_are_a_fault(copy):
+    (copy / "starts.log").unlink()
+    with (copy / "steps_executed.log").open("a") as log:
+        log.write("5 a\n")
+    code, told = run(copy)
+    assert code == 1
+    assert "steps_executed.log has 5 steps, but starts.log leads to 4" in told["runs"][0]["faults"]
 
 
 def another_run(copy):
     """The same terms and numbers, taken by another start of another run."""
     shutil.rmtree(copy / "checkpoint")
-    log = copy / "steps_executed.log"
-    log.write_text(log.read_text().replace(lines(copy, 1)[0].split()[-1], "another"))
+    for name in ("starts.log", "steps_executed.log"):
+        log = copy / name
+        log.write_text(log.read_text().replace(start_of(copy), "another"))
     edit(copy, run="b", step_names=" ".join(step_names("another", 4)))
 
 
-def lines(run, count):
-    """The first so many of the run's log."""
-    return (run / "steps_executed.log").read_text().splitlines(keepends=True)[:count]
+def start_of(folder):
+    """The name of the run's only start."""
+    return (folder / "starts.log").read_text().split()[1]
 
 
 def test_runs_add_up_and_only_on_the_same_records(first, copy, tmp_path):
@@ -158,7 +160,7 @@ def test_hazard_45_weights_of_a_run_on_the_same_records_spend_on(first, data, tm
     assert spent["steps"] == 2
     assert spent["epsilon"] == pytest.approx(spends((SIGMA, 4), (2.0, 2)))
     assert any("whose steps are included" in caveat for caveat in spent["caveats"])
-    # As a new segment would say, since sigma was chosen when the first run had shown its results.
+    # Sigma was chosen when the first run had shown its results.
     assert any("assumed not to follow from what run" in caveat for caveat in spent["caveats"])
     assert run(out)[1]["total"]["epsilon"] == pytest.approx(spends((SIGMA, 4), (2.0, 2)))
     both = run(out, first)[1]["total"]  # the ancestor is one of the two: counted once
@@ -166,51 +168,18 @@ def test_hazard_45_weights_of_a_run_on_the_same_records_spend_on(first, data, tm
     assert both["steps_executed"] == 6
 
 
-def test_a_planned_segment(copy, data, tmp_path):
-    changed = [*with_sigma(2.0), "--training.steps=6"]
-    command = arguments(copy, data, *changed)
-    with pytest.raises(ValueError, match=r"privacy\.new_segment"):
+def test_other_terms_are_a_run_of_its_own(copy, data):
+    command = arguments(copy, data, *with_sigma(2.0), "--training.steps=6")
+    said = (
+        r"^privacy\.noise_multiplier = 2\.0: this run was started with 1\.0; .* initial_load_path"
+    )
+    with pytest.raises(ValueError, match=said):
         plan_of(command, copy)
-    train([*command, "--privacy.new_segment=planned"], log=tmp_path / "log")
-    spent = privacy(copy)
-    assert [segment["steps"] for segment in spent["segments"]] == [4, 2]
-    assert (spent["steps"], spent["steps_executed"]) == (6, 6)
-    assert spent["epsilon"] == pytest.approx(spends((SIGMA, 4), (2.0, 2)))
-    assert spent["epsilon_executed"] == pytest.approx(spent["epsilon"])
-    assert any("fixed before" in caveat for caveat in spent["caveats"])
-    assert run(copy)[0] == 0
 
 
 def plan_of(command, folder):
     config = load_config(command, 2)
     return plan_start(config, 24, decide_start(config), earlier_ledger(str(folder)))
-
-
-def at_step(copy, step):
-    """The folder as it was after so many steps of four."""
-    ledger = earlier_ledger(str(copy))
-    ledger.steps, ledger.step_names = step, " ".join(ledger.names()[:step])
-    (copy / "steps_executed.log").write_text("".join(lines(copy, step)))
-    account(ledger, ExecutedSteps(str(copy)), 5).publish(str(copy))
-    for newer in range(step + 1, 5):
-        shutil.rmtree(copy / "checkpoint" / f"step-{newer}", ignore_errors=True)
-    assert (copy / "checkpoint" / f"step-{step}").exists()
-
-
-def test_the_target_leaves_what_was_not_spent(copy, data):
-    """`new_segment` with a target: the coming steps get the noise that keeps the sum within it."""
-    command = arguments(
-        copy,
-        data,
-        "--privacy.new_segment=planned",
-        "--privacy.target_epsilon=9",
-        "--training.steps=8",
-    )
-    plan = plan_of(command, copy)
-    assert 9 * 0.99 <= plan.epsilon <= 9
-    segments = [s.spending() for s in plan.ledger.segments(8)]
-    assert [s.steps for s in segments] == [4, 4]
-    assert plan.epsilon == accounting.compose(segments, delta=DELTA, accountant="rdp")
 
 
 # What initial weights bring along.
@@ -227,44 +196,26 @@ def starting_from(path, *overrides):
         ),
         2,
     )
-    ledger = Ledger(settings_of(config, 24, 1.0))
-    inheritance(config, decide_start(config).initial).enter_into(ledger)
-    return ledger
+    lineage = Lineage(settings_of(config, 24, 1.0))
+    return with_initial(lineage, config, decide_start(config).initial)
 
 
-def test_hazard_45_weights_without_a_ledger_must_be_said_to_be_public(tmp_path):
-    with pytest.raises(ValueError, match=r"^privacy\.initial_weights_public = false: "):
-        starting_from(tmp_path)
-    kept = starting_from(tmp_path, PUBLIC_OPTION)
-    assert (kept.private, kept.caveats) == (True, [PUBLIC])
-
-
-def publish(folder, kept):
+def exported(folder, kept):
     """As an export lies in its run's folder."""
     (folder / "hf").mkdir(parents=True)
-    executed = ExecutedSteps(str(folder))
-    executed.adopt(kept.taken())
-    account(kept, executed, 10).publish(str(folder))
+    publish(kept, folder, 10)
     shutil.copy(folder / "privacy.json", folder / "hf")
     return folder / "hf"
 
 
-def test_hazard_45_not_private_sticks_to_exported_weights(tmp_path, copy):
-    kept = make_plan_of(copy)
-    kept.mark_not_private("a seed")
-    later = starting_from(publish(tmp_path, kept), PUBLIC_OPTION)
-    assert later.private is False
-    assert "of the initial weights: a seed" in later.caveats
-
-
 def test_hazard_45_weights_of_any_records_spend_on(tmp_path, copy):
     """Other names, sizes or held-out parts do not make other people of them."""
-    kept = make_plan_of(copy)
-    hf = publish(tmp_path, kept)
+    kept = earlier_ledger(str(copy))
+    hf = exported(tmp_path, kept)
     write_fingerprint(str(tmp_path), "theirs", {})
     later = starting_from(hf, PUBLIC_OPTION)
     assert [ancestor.run for ancestor in later.ancestors] == [kept.run]
-    assert later.before() == [steps_of(SIGMA, RATE, 4)]
+    assert before(later) == [steps_of(SIGMA, RATE, 4)]
 
 
 @pytest.mark.parametrize(
@@ -275,37 +226,37 @@ def test_hazard_45_weights_of_any_records_spend_on(tmp_path, copy):
     ],
 )
 def test_weights_whose_guarantee_is_of_another_kind_are_refused(tmp_path, copy, change, said):
-    kept = make_plan_of(copy)
-    kept.settings = dataclasses.replace(kept.settings, neighbouring_relation="add_remove")
-    starting_from(publish(tmp_path / "as it is", kept), "--privacy.sample_rate=0.125")
-    kept.settings = dataclasses.replace(kept.settings, **change)
-    hf = publish(tmp_path / "changed", kept)
+    kept = with_settings(earlier_ledger(str(copy)), neighbouring_relation="add_remove")
+    starting_from(exported(tmp_path / "as it is", kept), "--privacy.sample_rate=0.125")
+    hf = exported(tmp_path / "changed", with_settings(kept, **change))
     with pytest.raises(ValueError, match=said):
         starting_from(hf, "--privacy.sample_rate=0.125")
+
+
+def with_settings(lineage, **changes):
+    settings = dataclasses.replace(lineage.settings, **changes)
+    return dataclasses.replace(lineage, settings=settings)
 
 
 def test_weights_within_a_run_without_a_ledger_are_charged_all_that_was_begun(first, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(first, run)
-    with (run / "steps_executed.log").open("a") as log:
-        log.write("5 1.0 0.125 lost\n")
-    (run / "hf").mkdir()  # as a version before had it
+    begun(earlier_ledger(str(run)), run, 1, loses=2)
+    (run / "hf").mkdir()  # without its own
     (run / "checkpoint" / "step-9").mkdir()  # weights alone
     (tmp_path / "link").symlink_to(run / "hf")
     for place in (run / "hf", run / "checkpoint" / "step-9", tmp_path / "link"):
         later = starting_from(place, PUBLIC_OPTION)
-        assert later.before() == [steps_of(SIGMA, RATE, 5)], place
+        spent = [steps_of(SIGMA, RATE, steps) for steps in (4, 2)]
+        assert before(later) == spent, place
 
 
 def test_hazard_45_initial_weights_count_where_a_run_lost_its_own(first, data, tmp_path):
     """Steps were begun in the folder, but none was saved: the next start loads them afresh."""
     out = tmp_path / "out"
     out.mkdir()
-    ledger = dataclasses.replace(earlier_ledger(str(first)), run="b", steps=1, step_names="")
-    executed = ExecutedSteps(str(out))
-    ledger.start = executed.new_start()
-    executed.begin(1, ledger.settings)
-    account(ledger, executed, 4).publish(str(out))
+    lineage = dataclasses.replace(earlier_ledger(str(first)), run="b", steps=0, step_names="")
+    publish(begun(lineage, out, 1, loses=2), out, 4)
     load = f"--checkpoint.initial_load_path={first}/checkpoint/step-4"
     plan = plan_of(arguments(out, data, *with_sigma(SIGMA), load), out)
     assert plan.epsilon == pytest.approx(spends((SIGMA, 8)))
@@ -320,8 +271,7 @@ def test_hazard_45_initial_weights_count_where_a_run_lost_its_own(first, data, t
 
 def test_a_copy_that_went_on_is_another_run_from_there_on(copy, first, tmp_path):
     """Of one name, and each with steps that the other knows nothing of."""
-    with (copy / "steps_executed.log").open("a") as log:
-        log.write(3 * "5 1.0 0.125 here\n")
+    begun(earlier_ledger(str(copy)), copy, 3, loses=3)
     told = run(copy, first)[1]["total"]
     assert told["epsilon"] == pytest.approx(spends((SIGMA, 7)))
     assert told["steps_executed"] == 7
@@ -332,8 +282,8 @@ def test_branches_of_one_ancestor_share_what_it_did_for_both(first, tmp_path):
     folders = []
     for name in ("b", "c"):
         child = starting_from(first / "checkpoint" / "step-4")
-        child.run, child.steps = name, 2
-        folders.append(publish(tmp_path / name, child).parent)
+        child = dataclasses.replace(child, run=name, steps=2)
+        folders.append(exported(tmp_path / name, child).parent)
         shutil.copy(first / "data_fingerprint.private", folders[-1])
     for given, steps in ((folders, 4), ([*folders, first], 8)):
         told = total([verify(str(folder)) for folder in given])
@@ -348,14 +298,14 @@ def test_two_drawings_of_an_ancestors_steps_are_two(first, copy, tmp_path):
     folders = []
     for name, ancestor in (("b", first), ("c", copy)):
         child = starting_from(ancestor)
-        child.run, child.steps = name, 2
-        folders.append(publish(tmp_path / name, child).parent)
+        child = dataclasses.replace(child, run=name, steps=2)
+        folders.append(exported(tmp_path / name, child).parent)
         shutil.copy(first / "data_fingerprint.private", folders[-1])
     told = total([verify(str(folder)) for folder in folders])
     assert told.epsilon == pytest.approx(spends((SIGMA, 12)))
 
 
-@pytest.mark.parametrize("text", ["", "1 1.0 0.125 a\n"])
+@pytest.mark.parametrize("text", ["", "1 a\n"])
 def test_a_log_that_lost_lines_is_refused(copy, data, text):
     (copy / "steps_executed.log").write_text(text)
     with pytest.raises(ValueError, match=r"steps_executed\.log or starts\.log lacks steps"):
@@ -372,46 +322,16 @@ def test_another_checkpoint_folder_is_refused(copy, data):
     assert run(copy)[0] == 0
 
 
-def test_a_plan_goes_on_from_the_weights_that_are_there(copy, data):
-    """Two steps were lost: the coming ones are as many more, at the noise that this leaves."""
-    shutil.rmtree(copy / "checkpoint" / "step-4")
-    plan = plan_of(
-        arguments(
-            copy,
-            data,
-            "--privacy.new_segment=planned",
-            "--privacy.target_epsilon=9",
-            "--training.steps=8",
-        ),
-        copy,
-    )
-    assert [s.steps for s in plan.ledger.segments(8)] == [2, 6]
-    assert 9 * 0.99 <= plan.epsilon <= 9
-
-
 def test_weights_in_the_runs_own_folder_are_its_own(tmp_path):
     (tmp_path / "new" / "hf").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"lies in job\.dump_folder"):
         starting_from(tmp_path / "new" / "hf", f"--job.dump_folder={tmp_path}/new", PUBLIC_OPTION)
 
 
-def test_a_plot_of_two_segments(copy, data, tmp_path):
-    kept = make_plan_of(copy)
-    later = Ledger(with_terms(kept.settings, noise_multiplier=2.0))
-    later.resume_from(kept, new_segment=True)
-    later.steps = 6
-    executed = ExecutedSteps(str(copy))
-    executed.adopt(later.taken())
-    account(later, executed, 6).publish(str(copy))
-    code, told = run(copy, "--plot", tmp_path / "plot.png")
-    assert (code, told["total"]["steps_executed"]) == (0, 6)
-
-
 def test_a_total_names_the_weaker_neighbours(first, copy):
     another_run(copy)
-    kept = make_plan_of(copy)
-    kept.settings = dataclasses.replace(kept.settings, neighbouring_relation="add_remove")
-    account(kept, ExecutedSteps(str(copy)), 4).publish(str(copy))
+    kept = with_settings(earlier_ledger(str(copy)), neighbouring_relation="add_remove")
+    publish(kept, copy, 4)
     assert run(copy)[1]["total"]["neighbouring_relation"] == "add_remove"
     assert run(first, copy)[1]["total"]["neighbouring_relation"] == "zero_out"
 
@@ -424,7 +344,5 @@ def test_nothing_is_added_up_while_there_are_faults(copy, capsys):
 
 
 def test_another_accountant_is_no_contradiction(copy):
-    kept = make_plan_of(copy)
-    kept.settings = dataclasses.replace(kept.settings, accountant="pld")
-    account(kept, ExecutedSteps(str(copy)), 4).publish(str(copy))
+    publish(with_settings(earlier_ledger(str(copy)), accountant="pld"), copy, 4)
     assert run(copy)[0] == 0

@@ -7,16 +7,9 @@ import dp_accounting
 import pytest
 from dp_accounting.pld import PLDAccountant
 
-from tests.accounts import mechanism
-from torchtitan_dp.ledger import (
-    Account,
-    ExecutedSteps,
-    Ledger,
-    RunSegment,
-    Settings,
-    read_published,
-    schema,
-)
+from tests.accounts import mechanism, publish
+from torchtitan_dp.ledger import Lineage, Settings, read_published, schema
+from torchtitan_dp.ledger.lineage import Ancestor
 from torchtitan_dp.ledger.schema import Origin, names
 from torchtitan_dp.privacy.meaning import Meaning
 
@@ -24,18 +17,12 @@ TERMS = ("privacy.sample_rate", "add_remove")
 SETTINGS = Settings(mechanism(1.0, 0.02), 0.5, 1e-5, 32, "pld", *TERMS)
 
 
-CORRELATED = {"bands", "step_modulo_bands"}  # only where noise is correlated over steps
-
-
-def publish(folder, ledger, *, total_steps=0):
-    executed = ExecutedSteps(str(folder))
-    executed.adopt(ledger.taken())
-    return Account(ledger, total_steps).publish(str(folder))
+CORRELATED = {"bands"}  # only where noise is correlated over steps
 
 
 @pytest.fixture
 def told(tmp_path):
-    return publish(tmp_path, Ledger(SETTINGS, steps=30, planned_steps=30))
+    return publish(Lineage(SETTINGS, steps=30, planned_steps=30), tmp_path)
 
 
 def edit(folder, **changes):
@@ -56,12 +43,10 @@ def test_it_holds_the_keys_of_the_schema_in_their_order(told, tmp_path):
 
 def test_every_attribute_of_a_ledger_is_told_or_known_otherwise():
     """Who adds one decides whether `privacy.json` tells of it."""
-    otherwise = {"settings", "caveats", "finished", "step_names", "start", "lost_exactly"}
-    known = set(Ledger.__dataclass_fields__) - otherwise
-    assert set(names(Origin.LEDGER)) == known
-    otherwise = {"target_epsilon", "samples_per_rank", "ranks_added_up"}
+    otherwise = {"settings", "caveats", "step_names", "start", "lost"}
+    assert set(names(Origin.LEDGER)) == set(Lineage.__dataclass_fields__) - otherwise
     described = {*names(Origin.SETTINGS, Origin.MECHANISM)}
-    assert described - CORRELATED == set(SETTINGS.fields()) - otherwise
+    assert described - CORRELATED == set(SETTINGS.fields())
 
 
 def test_a_release_leaves_out_what_is_not_released():
@@ -90,15 +75,15 @@ def test_another_format_or_type_is_refused_in_one_line(told, tmp_path, change, s
 
 
 def test_a_ledger_of_another_format_in_a_checkpoint_is_refused():
-    kept = json.loads(Ledger(SETTINGS).to_json())
+    kept = json.loads(Lineage(SETTINGS).to_json())
     assert kept.pop("format") == 1
     with pytest.raises(ValueError, match="a ledger of format None, and this version"):
-        Ledger.from_json(json.dumps(kept))
+        Lineage.from_json(json.dumps(kept))
 
 
 def test_what_is_computed_is_complete():
     with pytest.raises(AssertionError):
-        schema.assemble(Ledger(SETTINGS), {"epsilon": 1.0})
+        schema.assemble(Lineage(SETTINGS), {"epsilon": 1.0})
 
 
 # As docs/privacy_json.md has it.
@@ -114,29 +99,28 @@ def named_tuple(value):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("planned", [30, 400])
+@pytest.mark.parametrize("planned", [20, 400])
 def test_dp_accounting_alone_gives_the_same_epsilon(tmp_path, planned):
     louder = Settings(mechanism(2.0, 0.1), 0.5, 1e-5, 32, "pld", *TERMS)
-    ledger = Ledger(SETTINGS, steps=30, planned_steps=planned, finished=[RunSegment(louder, 10)])
-    publish(tmp_path, ledger)
+    behind = Ancestor("before", louder, " ".join(map(str, range(10))))
+    publish(Lineage(SETTINGS, steps=20, planned_steps=planned, ancestors=(behind,)), tmp_path)
     told = json.loads((tmp_path / "privacy.json").read_text())
     event = dp_accounting.DpEvent.from_named_tuple(named_tuple(told["dp_event"]))
     theirs = PLDAccountant().compose(event).get_epsilon(told["delta"])
     assert told["epsilon_planned"] == pytest.approx(theirs, rel=2e-3)
-    assert (told["epsilon_planned"] > 1.5 * told["epsilon"]) == (planned > 30)
+    assert (told["epsilon_planned"] > 1.5 * told["epsilon"]) == (planned > 20)
 
 
 def test_without_noise_there_is_no_event(tmp_path):
-    silent = Ledger(Settings(mechanism(0.0, 0.02), 0.5, 1e-5, 32, "pld", *TERMS), steps=1)
-    silent.mark_not_private("no noise")
-    told = publish(tmp_path, silent)
+    silent = Lineage(Settings(mechanism(0.0, 0.02), 0.5, 1e-5, 32, "pld", *TERMS), steps=1)
+    told = publish(silent.marked_not_private("no noise"), tmp_path)
     assert (told["dp_event"], told["meaning"], told["epsilon"]) == (None, None, None)
     assert told["assumptions"] == []
 
 
 def test_the_meaning_is_of_the_planned_steps_and_is_read_back(tmp_path):
-    few = publish(tmp_path, Ledger(SETTINGS, steps=30, planned_steps=30))["meaning"]
-    many = publish(tmp_path, Ledger(SETTINGS, steps=30, planned_steps=400))["meaning"]
+    few = publish(Lineage(SETTINGS, steps=30, planned_steps=30), tmp_path)["meaning"]
+    many = publish(Lineage(SETTINGS, steps=30, planned_steps=400), tmp_path)["meaning"]
     assert Meaning.from_json(few).to_json() == few
     assert few["gaussian_dp_mu"] < many["gaussian_dp_mu"]
 

@@ -8,13 +8,15 @@ import dp_accounting
 import pytest
 from dp_accounting.pld import PLDAccountant
 
-from tests.accounts import account
+from tests.accounts import begun, ended, publish
 from torchtitan_dp.checkpoint.verify import verify
-from torchtitan_dp.ledger import ExecutedSteps, Ledger, RunSegment, Settings, schema, summary
+from torchtitan_dp.ledger import Lineage, Settings, schema, summary
 from torchtitan_dp.ledger.files import read_published
+from torchtitan_dp.ledger.lineage import Ancestor, resumed
+from torchtitan_dp.ledger.spending import epsilon
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy import mechanism as mechanisms
-from torchtitan_dp.privacy.mechanism import Mechanism, PoissonGaussian, worst
+from torchtitan_dp.privacy.mechanism import Mechanism, PoissonGaussian
 from torchtitan_dp.privacy.segments import GaussianSteps
 
 
@@ -49,14 +51,6 @@ class Twice(Mechanism):
     def from_fields(cls, fields):
         return cls(fields["noise_multiplier"], fields["sample_rate"], fields["spread"])
 
-    @property
-    def logged(self):
-        return (self.name, str(self.spread))
-
-    @classmethod
-    def from_logged(cls, noise_multiplier, sample_rate, *words):
-        return cls(noise_multiplier, sample_rate, float(words[0]))
-
 
 TOY = Twice(1.0, 0.05, 1.25)
 SETTINGS = Settings(TOY, 0.5, 1e-5, 5, "pld", "privacy.sample_rate", "add_remove")
@@ -77,21 +71,11 @@ def by_dp_accounting(steps):
     return accountant.get_epsilon(1e-5)
 
 
-def taken(folder, ledger):
-    """The ledger after as many steps as were begun in the folder."""
-    executed = ExecutedSteps(str(folder))
-    executed.new_start()
-    for step in range(ledger.steps):
-        executed.begin(step, ledger.settings)
-    ledger.start = executed._start
-    return ExecutedSteps(str(folder))
-
-
 def test_epsilon_is_that_of_its_composition():
-    found = Ledger(SETTINGS, steps=40).epsilon()
+    found = epsilon(Lineage(SETTINGS, steps=40))
     assert found == pytest.approx(by_dp_accounting(40), rel=2e-3)
     once = replace(SETTINGS, mechanism=PoissonGaussian(1.0, 0.05))
-    assert found < 0.9 * Ledger(once, steps=40).epsilon()
+    assert found < 0.9 * epsilon(Lineage(once, steps=40))
 
 
 def test_its_noise_follows_from_a_target():
@@ -102,10 +86,9 @@ def test_its_noise_follows_from_a_target():
 
 
 def test_its_run_is_logged_published_verified_and_read(tmp_path):
-    ledger = Ledger(SETTINGS, steps=4, planned_steps=9)
-    executed = taken(tmp_path, ledger)
-    assert {step.mechanism for step in executed.begun(SETTINGS)} == {TOY}
-    published = account(ledger, executed, 9).publish(str(tmp_path))
+    lineage = ended(Lineage(SETTINGS, planned_steps=9), tmp_path, 4)
+    assert {step.mechanism for step in lineage.taken()} == {TOY}
+    published = publish(lineage, tmp_path, 9)
     schema.check(published)
     assert published["mechanism"] == "two_draws_a_step"
     assert published["epsilon"] == pytest.approx(by_dp_accounting(4), rel=2e-3)
@@ -114,61 +97,38 @@ def test_its_run_is_logged_published_verified_and_read(tmp_path):
     assert any("drew twice" in caveat for caveat in published["caveats"])
     assert "two draws, spread 1.25" in " ".join(summary(published))
     assert verify(str(tmp_path)).faults == []
-    assert read_published(str(tmp_path)).segments() == ledger.segments()
-    assert Ledger.from_json(ledger.to_json()) == ledger
+    assert json.loads((tmp_path / "privacy.json").read_text())["spread"] == 1.25
+    assert read_published(str(tmp_path)).taken() == lineage.taken()
+    assert Lineage.from_json(lineage.to_json()) == lineage
 
 
 def test_lost_steps_are_of_it(tmp_path):
-    ledger = Ledger(SETTINGS, steps=6)
-    executed = taken(tmp_path, ledger)
-    resumed = Ledger(SETTINGS)
-    resumed.resume_from(Ledger(SETTINGS, steps=2, start=ledger.start), new_segment=False)
-    published = account(resumed, executed, 6).publish(str(tmp_path))
-    assert resumed.lost.mechanism == TOY
-    assert resumed.lost.steps >= 4
-    assert published["epsilon_executed"] >= by_dp_accounting(6) * 0.998
-    again = read_published(str(tmp_path))
-    assert again.lost == resumed.lost
+    begun(Lineage(SETTINGS), tmp_path, 3, loses=4)
+    published = publish(ended(Lineage(SETTINGS), tmp_path, 2), tmp_path, 2)
+    assert published["epsilon_executed"] == pytest.approx(by_dp_accounting(6), rel=2e-3)
 
 
-def test_a_resume_with_another_parameter_is_refused_or_a_segment():
-    before, wider = Ledger(SETTINGS, steps=3), replace(TOY, spread=1.5)
-    now = Ledger(replace(SETTINGS, mechanism=wider))
+def test_a_resume_with_another_parameter_is_refused():
+    now = Lineage(replace(SETTINGS, mechanism=replace(TOY, spread=1.5)))
     with pytest.raises(ValueError, match=r"privacy\.spread = 1\.5: .* started with 1\.25"):
-        now.resume_from(before, new_segment=False)
-    now.resume_from(before, new_segment=True)
-    assert now.finished == [RunSegment(SETTINGS, 3)]
+        resumed(now, Lineage(SETTINGS, steps=3))
 
 
 def test_its_card_states_it(tmp_path):
     from tests import build
     from torchtitan_dp.release.card import model_card
 
-    ledger = Ledger(SETTINGS, steps=4, finished=[RunSegment(SETTINGS, 1)])
-    published = account(ledger, taken(tmp_path, ledger), 4).publish(str(tmp_path))
+    behind = Ancestor("before", SETTINGS, "one")
+    published = publish(Lineage(SETTINGS, steps=4, ancestors=(behind,)), tmp_path, 4)
     card = model_card({**published, "epsilon_counts": "planned_steps"}, build.config(), build.ARGS)
     assert "| before that | 1 steps with σ = 1, q = 0.05, two draws, spread 1.25 |" in card
 
 
 def test_a_mechanism_that_is_no_longer_known_is_refused(tmp_path, monkeypatch):
-    ledger = Ledger(SETTINGS, steps=2)
-    account(ledger, taken(tmp_path, ledger), 2).publish(str(tmp_path))
+    lineage = Lineage(SETTINGS, steps=2)
+    publish(lineage, tmp_path, 2)
     monkeypatch.undo()
-    with pytest.raises(ValueError, match=r"line 1: '0 1.0 0.05 .*' is not a step"):
-        ExecutedSteps(str(tmp_path))
     with pytest.raises(ValueError, match=r"privacy\.json"):
         read_published(str(tmp_path))
     with pytest.raises((ValueError, KeyError)):
-        Ledger.from_json(ledger.to_json())
-
-
-def test_the_worst_of_it_and_another_is_not_guessed():
-    assert worst([TOY, TOY.with_noise(0.5)]) == TOY.with_noise(0.5)
-    with pytest.raises(AssertionError, match="none dominates"):
-        worst([TOY, PoissonGaussian(1.0, 0.05)])
-
-
-def test_the_file_has_its_parameter(tmp_path):
-    ledger = Ledger(SETTINGS, steps=1)
-    account(ledger, taken(tmp_path, ledger), 1).publish(str(tmp_path))
-    assert json.loads((tmp_path / "privacy.json").read_text())["spread"] == 1.25
+        Lineage.from_json(lineage.to_json())

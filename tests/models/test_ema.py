@@ -116,8 +116,8 @@ def test_a_run_resumes_with_the_decay_that_it_began_with_alone(begun, tmp_path):
 @pytest.mark.parametrize(
     "decays",
     [
-        *("", "{}x", "[1]", "[]", "{}", '[["a", 1]]', "[" * 100_000),
-        *("[[NaN, 1]]", "[[1.0, 1]]", "[[-0.5, 1]]"),
+        *("", "{}x", "[1]", "{}", "null", '"a"', "[" * 100_000),
+        *("NaN", "1.0", "-0.5"),
     ],
 )
 def test_a_damaged_decay_is_one_line(begun, tmp_path, decays):
@@ -130,14 +130,16 @@ def test_a_damaged_decay_is_one_line(begun, tmp_path, decays):
     refuse_another_decay(config("--ema.enable"), start)
 
 
-def test_an_older_checkpoint_that_a_load_goes_back_to_is_compared_too(begun, tmp_path):
-    from torchtitan_dp.checkpoint.manager import Checkpointer
+def test_an_older_checkpoint_that_a_load_goes_back_to_is_compared_too(begun, tmp_path, monkeypatch):
+    from torchtitan_dp.checkpoint import manager
 
-    older = saved(tmp_path, begun, "[[0.99, 1]]")
-    manager = SimpleNamespace(enable=True, _config=config("--ema.enable", "--ema.decay=0.95"))
-    manager._drop_unfinished, manager._confirmed = lambda: None, lambda _: older
+    older = saved(tmp_path, begun, "0.99")
+    this = SimpleNamespace(
+        _config=config("--ema.enable", "--ema.decay=0.95"), start=None, folder=""
+    )
+    monkeypatch.setattr(manager, "confirmed", lambda *_: older)
     with pytest.raises(SystemExit, match=r"^error: ema\.decay = 0\.95: "):
-        Checkpointer._load(manager, -1)
+        manager.Checkpointer._load(this, -1)
 
 
 def test_weights_and_average_are_given_back_bit_by_bit():

@@ -10,7 +10,7 @@ import torchtitan_dp.plan.__main__ as plan
 from tests.models.hugging_face import SCALED, edit_config, transformers_logits, write_llama
 from tests.processes.runs import arguments, load, privacy, train, with_sigma, write_records
 from torchtitan_dp.checkpoint.folder import newest_whole_checkpoint
-from torchtitan_dp.ledger.caveats import recorded
+from torchtitan_dp.ledger.spending import recorded
 
 FROM_HF = (
     "--checkpoint.initial_load_in_hf",

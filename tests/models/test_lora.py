@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests import build
-from tests.models.check import mistake
 from tests.models.hugging_face import PLAIN, sample_tokens, transformers_logits, write_llama
+from tests.models.test_check import mistake
 from tests.processes import forks
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.config.load import load_config

@@ -27,7 +27,7 @@ from torchtitan_dp.models.hugging_face import export_settings, shape
 from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.lora import LoRA
 from torchtitan_dp.models.rope import Yarn
-from torchtitan_dp.preflight.console import notices
+from torchtitan_dp.preflight.check import notices
 
 LINEAR = {"rope_type": "linear", "factor": 3.7}
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}

@@ -8,7 +8,7 @@ import pytest
 from tests import build
 from tests.processes.runs import write_records
 from torchtitan_dp.checkpoint.terms import best_of, choose_noise, noise_by_bands, settings_of
-from torchtitan_dp.ledger import Ledger
+from torchtitan_dp.ledger import Lineage
 from torchtitan_dp.plan import __main__ as plan
 from torchtitan_dp.plan.recommend import Bands
 
@@ -41,7 +41,7 @@ def test_a_resume_keeps_the_bands_and_the_noise():
     auto = config(32, 16, "--privacy.noise=banded")
     sigma, bands = choose_noise(auto, 2_634, [], None)
     assert bands == 16
-    before = Ledger(settings_of(auto, 2_634, sigma, 8), steps=4)
+    before = Lineage(settings_of(auto, 2_634, sigma, 8), steps=4)
     assert choose_noise(auto, 2_634, [], before) == (sigma, 8)
 
 

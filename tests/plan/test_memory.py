@@ -23,7 +23,7 @@ from torchtitan_dp.plan import memory
 from torchtitan_dp.plan.memory import CATEGORIES, GIB, LONGEST, MemoryPlan
 from torchtitan_dp.plan.prediction import answer
 from torchtitan_dp.plan.tracker import MemoryTracker
-from torchtitan_dp.preflight.host_memory import predict_host_memory
+from torchtitan_dp.preflight.machine import predict_host_memory
 
 TWO = ("--training.local_batch_size=2",)
 SHARDED = "--parallelism.data_parallel_shard_degree=2"

@@ -10,11 +10,10 @@ import sys
 import pytest
 
 import torchtitan_dp.plan.__main__ as plan
-from tests.accounts import account, with_terms
+from tests.accounts import begun, publish, with_terms
 from tests.processes.runs import ROOT, arguments, with_sigma, write_records
 from torchtitan_dp.checkpoint.plan import make_plan
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.ledger import ExecutedSteps
 from torchtitan_dp.privacy import accounting
 
 if sys.version_info >= (3, 11):
@@ -150,9 +149,9 @@ def test_hazard_15_and_31_terms_are_the_ledgers_once_a_step_was_begun(tmp_path, 
     sigma = 1.001 * kept.settings.mechanism.noise_multiplier  # as another version may find it
     settings = with_terms(kept.settings, noise_multiplier=sigma)
     out, ledger = str(tmp_path / "out"), dataclasses.replace(kept.ledger, settings=settings)
-    account(ledger, ExecutedSteps(out), total_steps=4).publish(out)
+    publish(ledger, out, 4)
     assert planned()["noise_multiplier"] == first["noise_multiplier"]  # no step was begun
-    ExecutedSteps(out).begin(1, settings)
+    begun(ledger, out, 1)
     assert planned()["noise_multiplier"] == sigma
     assert planned("--training.steps=3")["noise_multiplier"] == sigma
 
@@ -160,7 +159,7 @@ def test_hazard_15_and_31_terms_are_the_ledgers_once_a_step_was_begun(tmp_path, 
 def test_an_account_that_is_gone_is_refused(tmp_path, planned, capsys):
     """Steps were begun, so terms were fixed: without `privacy.json` they cannot be known."""
     planned()
-    (tmp_path / "out" / "steps_executed.log").write_text("1 1.0 0.1 a\n")
+    (tmp_path / "out" / "steps_executed.log").write_text("1 a\n")
     with pytest.raises(SystemExit) as stop:
         planned()
     assert stop.value.code == 2
@@ -214,12 +213,9 @@ def test_steps_that_a_crash_lost_are_said_with_what_keeps_the_target(tmp_path, c
     data = write_records(tmp_path / "data")
     command = [*arguments(tmp_path / "out", data), "--world_size=2"]
     ledger = make_plan(load_config(command[:-1], 2), 24).ledger
-    executed = ExecutedSteps(str(tmp_path / "out"))
     os.makedirs(tmp_path / "out")
-    account(ledger, executed, total_steps=4).publish(str(tmp_path / "out"))
-    executed.new_start()
-    executed.begin_start(2)  # and never ended
-    executed.begin(1, ledger.settings)
+    publish(ledger, tmp_path / "out", 4)
+    begun(ledger, tmp_path / "out", 1, loses=2)
     plan.main(command)
     said = capsys.readouterr().err
     assert "steps lost in crashes, counted as 2: a release will state epsilon = " in said

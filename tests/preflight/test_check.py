@@ -5,7 +5,7 @@ import pytest
 from tests import build
 from torchtitan_dp.checkpoint.start import own_checkpoint
 from torchtitan_dp.models.llama3.model import FLAVORS
-from torchtitan_dp.preflight import check
+from torchtitan_dp.preflight import machine
 from torchtitan_dp.preflight.check import check_model
 
 
@@ -29,12 +29,12 @@ def test_a_run_that_resumes_needs_its_models_folder(tmp_path):
 def test_more_values_than_cudas_norm_counts_are_refused(
     monkeypatch, tokens, cp, accelerator, refused
 ):
-    monkeypatch.setattr(check, "has_accelerator", lambda: accelerator)
+    monkeypatch.setattr(machine, "has_accelerator", lambda: accelerator)
     config = build.config(f"--training.seq_len={tokens}", degrees=(1, 1, cp))
     if not refused:
-        check._check_norms(config, FLAVORS["8B"])
+        machine.check_norms(config, FLAVORS["8B"])
         return
     with pytest.raises(ValueError, match=f"training.seq_len = {tokens}") as error:
-        check._check_norms(config, FLAVORS["8B"])
+        machine.check_norms(config, FLAVORS["8B"])
     assert "\n" not in str(error.value)
     assert "raise parallelism.context_parallel_degree" in str(error.value)

@@ -13,8 +13,8 @@ from tests.processes.runs import arguments, write_records
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.hugging_face import shape
-from torchtitan_dp.preflight import host_memory as module
-from torchtitan_dp.preflight.host_memory import HostMemory, predict_host_memory, refuse_lack
+from torchtitan_dp.preflight import machine as module
+from torchtitan_dp.preflight.machine import HostMemory, predict_host_memory, refuse_lack
 
 GIB = 2**30
 OFFLOAD = ("--activation_checkpoint.mode=full", "--activation_checkpoint.offload_inputs")

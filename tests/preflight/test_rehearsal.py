@@ -55,7 +55,7 @@ def command(root: Path, *overrides: str) -> list[str]:
     )
 
 
-def start(argv: list[str], trainer_type: Any = None, *arguments: Any) -> Any:
+def start(argv: list[str]) -> Any:
     """A trainer in a process that may have had one before."""
     import torch.distributed as dist
     from torchtitan.protocols import train_spec
@@ -70,7 +70,7 @@ def start(argv: list[str], trainer_type: Any = None, *arguments: Any) -> Any:
     decide = decision(config)
     register(config, decide=decide)
     os.makedirs(config.job.dump_folder, exist_ok=True)
-    return (trainer_type or DPTrainer)(config, decide, *arguments)
+    return DPTrainer(config, decide)
 
 
 def whole(state: dict[str, Any]) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def everything(trainer: Any) -> dict[str, Any]:
         **whole(model.state_dict()),
         "lr": copy.deepcopy(trainer.lr_schedulers.state_dict()),
         "ledger": trainer.ledger.to_json(),
-        "begun": trainer.executed.count,
+        "begun": trainer.books.log.count,
         "rng": torch.get_rng_state(),
         "step": trainer.step,
         "gradients": [parameter.grad for parameter in model.parameters()],
@@ -151,6 +151,19 @@ def trained(argv: list[str], rehearsed: bool) -> tuple[dict[str, Any], list[torc
             trainer.close()
 
 
+def outcomes(root: Path, rehearsals: tuple[bool, ...], *overrides: str) -> list[Any]:
+    """What the same run comes to with a rehearsal, which must change nothing, and without one."""
+    found = []
+    for rehearsed in rehearsals:
+        argv = command(root / str(rehearsed), *overrides)
+        ((after, state, changed),) = on_ranks(1, trained, argv, rehearsed)
+        assert changed == ""
+        assert after.pop("step") == STEPS
+        after.pop("ledger")
+        found.append((after, state))
+    return found
+
+
 @pytest.mark.thorough_cases("compile", "compile grad_sample", "offload", "one length", "secure")
 @pytest.mark.parametrize(
     "how",
@@ -162,34 +175,20 @@ def trained(argv: list[str], rehearsed: bool) -> tuple[dict[str, Any], list[torc
 )
 def test_row47_a_rehearsal_changes_nothing(tmp_path, how):
     """Weights, optimizer state and what comes after are the same bits with and without it."""
-    outcomes = []
     # A compiled block may be another program, by the order in which lengths were first met.
-    for rehearsed in (True,) if how.startswith("compile") else (True, False):
-        argv = command(tmp_path / str(rehearsed), *HOW[how])
-        ((after, state, changed),) = on_ranks(1, trained, argv, rehearsed)
-        assert changed == ""
-        assert after.pop("step") == STEPS
-        after.pop("ledger")
-        outcomes.append((after, state))
-    assert all(same(outcomes[0], outcome) for outcome in outcomes)
+    rehearsals = (True,) if how.startswith("compile") else (True, False)
+    first, *others = outcomes(tmp_path, rehearsals, *HOW[how])
+    assert all(same(first, other) for other in others)
 
 
 @pytest.mark.thorough_cases("microbatch")
 @pytest.mark.parametrize("how", ["microbatch", "grad_sample"])
 def test_row47_a_resumed_run_is_the_same_with_a_rehearsal(tmp_path, how):
-    outcomes = []
     saves = f"--checkpoint.interval={STEPS - 1}"
     first = command(tmp_path / "True", *HOW[how], saves, f"--training.steps={STEPS - 1}")
     on_ranks(1, trained, first, True)
     shutil.copytree(tmp_path / "True", tmp_path / "False")
-    for rehearsed in (True, False):
-        more = command(tmp_path / str(rehearsed), *HOW[how], saves, f"--training.steps={STEPS}")
-        ((after, state, changed),) = on_ranks(1, trained, more, rehearsed)
-        assert changed == ""
-        assert after.pop("step") == STEPS
-        after.pop("ledger")
-        outcomes.append((after, state))
-    assert same(*outcomes)
+    assert same(*outcomes(tmp_path, (True, False), *HOW[how], saves))
 
 
 @pytest.mark.thorough_cases("microbatch")
@@ -395,70 +394,54 @@ def ending(argv: list[str], where: str, what: BaseException) -> tuple[str, list[
     finally:
         trainer.close()
     folder = trainer.job_config.job.dump_folder
-    return line, sorted(os.listdir(folder)), [trainer.executed.count]
+    return line, sorted(os.listdir(folder)), [trainer.books.log.count]
 
 
+BEFORE = "error: rehearsal before the first step: "
+OF_ONE, OF_TWO = (f"{BEFORE}a microbatch of {n} of 16 tokens: " for n in ("1 sample", "2 samples"))
+WOULD_FIT = "; what would fit: training.seq_len = 8 (samples of 8 tokens passed), "
 CPU_SAYS = "[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you"
-MEMORY = [torch.OutOfMemoryError("CUDA out of memory."), MemoryError(), RuntimeError(CPU_SAYS)]
+THREAD = "memory for a thread, or over the limit on threads, ulimit -u"
 # So C++ and Python say that a thread's stack finds no room. torch's CUDA build starts 8 threads in
 # the first backward.
-THREADS = [RuntimeError("Resource temporarily unavailable"), RuntimeError("can't start new thread")]
+UNAVAILABLE, NO_THREAD = "Resource temporarily unavailable", "can't start new thread"
+SOCKET = f"[gloo/transport/tcp/pair.cc:1] recv: {UNAVAILABLE}"
+KERNEL = "Could not run 'aten::flash' with arguments"
+COMPILER = "Failed to find C compiler. Please specify via CC environment variable."
 
 
-@pytest.mark.parametrize("error", MEMORY, ids=["device", "host", "cpu"])
-def test_row47_out_of_memory_is_one_line_before_step_1(tmp_path, error):
-    ((line, files, begun),) = on_ranks(1, ending, command(tmp_path), "step", error)
-    assert line.startswith(
-        "error: rehearsal before the first step: a microbatch of 1 sample of 16 tokens: out of "
-    ), line
-    assert "what would fit: training.seq_len = 8 (samples of 8 tokens passed), " in line
-    assert "activation_checkpoint.mode = 'full' (now 'none')" in line
-    assert line.endswith("more ranks")
-    assert "\n" not in line
+@pytest.mark.parametrize(
+    ("error", "line", "where"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), f"{OF_ONE}out of memory (", "step"),
+        (MemoryError(), f"{OF_ONE}out of memory (", "step"),
+        (RuntimeError(CPU_SAYS), f"{OF_ONE}out of memory (", "step"),
+        (RuntimeError(UNAVAILABLE), f"{OF_ONE}out of {THREAD} (RuntimeError: ", "step"),
+        (RuntimeError(NO_THREAD), f"{OF_ONE}out of {THREAD} (RuntimeError: ", "step"),
+        (RuntimeError(SOCKET), f"{OF_ONE}RuntimeError: {SOCKET}", "step"),
+        (NotImplementedError(f"{KERNEL}\nof"), f"{OF_TWO}NotImplementedError: {KERNEL}", "step"),
+        (
+            RuntimeError(COMPILER),
+            f"{BEFORE}an update (noise and optimizer): RuntimeError: {COMPILER}",
+            "update",
+        ),
+    ],
+    ids=("device", "host", "cpu", "c++ thread", "python thread", "socket", "kernel", "update"),
+)
+def test_row47_what_fails_is_one_line_before_step_1(tmp_path, error, line, where):
+    batch = "--training.local_batch_size=2" if OF_TWO in line else "--training.local_batch_size=1"
+    ((said, files, begun),) = on_ranks(1, ending, command(tmp_path, batch), where, error)
+    if "out of " in line:
+        assert said.startswith(line)
+        assert WOULD_FIT in said
+        assert "activation_checkpoint.mode = 'full' (now 'none')" in said
+        assert said.endswith("more ranks")
+        assert "\n" not in said
+    else:
+        assert said == line
     assert begun == [0]
     assert "privacy.json" not in files
     assert not any("steps_executed" in name for name in files)
-
-
-@pytest.mark.parametrize("error", THREADS, ids=["c++", "python"])
-def test_row47_no_memory_for_a_thread_is_one_line_before_step_1(tmp_path, error):
-    ((line, files, begun),) = on_ranks(1, ending, command(tmp_path), "step", error)
-    assert line.startswith(
-        "error: rehearsal before the first step: a microbatch of 1 sample of 16 tokens: out of "
-        f"memory for a thread, or over the limit on threads, ulimit -u (RuntimeError: {error}); "
-        "what would fit: training.seq_len = 8 (samples of 8 tokens passed), "
-    ), line
-    assert "\n" not in line
-    assert begun == [0]
-    assert "privacy.json" not in files
-    assert not any("steps_executed" in name for name in files)
-
-
-def test_row47_a_socket_that_is_unavailable_is_not_out_of_memory(tmp_path):
-    error = RuntimeError("[gloo/transport/tcp/pair.cc:1] recv: Resource temporarily unavailable")
-    ((line, *_),) = on_ranks(1, ending, command(tmp_path), "step", error)
-    assert line.endswith(f" of 16 tokens: RuntimeError: {error}")
-
-
-def test_row47_a_missing_kernel_is_named(tmp_path):
-    error = NotImplementedError("Could not run 'aten::flash' with arguments\nfrom the backend")
-    argv = command(tmp_path, "--training.local_batch_size=2")
-    ((line, _, begun),) = on_ranks(1, ending, argv, "step", error)
-    assert line == (
-        "error: rehearsal before the first step: a microbatch of 2 samples of 16 tokens: "
-        "NotImplementedError: Could not run 'aten::flash' with arguments"
-    )
-    assert begun == [0]
-
-
-def test_row47_an_update_that_fails_is_named(tmp_path):
-    error = RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
-    ((line, _, begun),) = on_ranks(1, ending, command(tmp_path), "update", error)
-    assert (
-        "rehearsal before the first step: an update (noise and optimizer): RuntimeError: " in line
-    )
-    assert "C compiler" in line
-    assert begun == [0]
 
 
 def gathered_after(argv: list[str]) -> list[str]:
@@ -489,26 +472,6 @@ def test_no_weights_stay_gathered_after_a_rehearsal_or_a_validation(tmp_path, ho
     heldout = ("--validation.enable", "--validation.steps=1", "--data.heldout_fraction=0.3")
     argv = command(tmp_path, *HOW[how], *heldout)
     assert on_ranks(1, gathered_after, argv) == [[]]
-
-
-def audited(argv: list[str]) -> str:
-    """A rehearsal of the audit's trainer: no canary is taken for padding, and none is left over."""
-    from torchtitan_dp.audit.one_run import AuditTrainer
-    from torchtitan_dp.preflight import rehearsal
-
-    trainer = start(argv, AuditTrainer, 4)
-    try:
-        rehearsal.rehearse(trainer)
-        assert not trainer._drawn
-        assert not trainer._keeper._sums.any()
-    finally:
-        trainer.close()
-    return "done"
-
-
-@pytest.mark.parametrize("how", ["microbatch", "grad_sample"])
-def test_row47_an_audit_is_rehearsed_too(tmp_path, how):
-    assert on_ranks(1, audited, command(tmp_path, *HOW[how])) == ["done"]
 
 
 def noise_of_a_rehearsal_and_a_step():

@@ -63,20 +63,6 @@ def test_edges(accountant):
     assert compose([FIRST, steps_of(0.0, 0.1, 1)], **query) == math.inf
 
 
-@pytest.mark.parametrize(
-    "values, key",
-    [
-        ((-1.0, 0.1, 1), "privacy.noise_multiplier"),
-        ((math.nan, 0.1, 1), "privacy.noise_multiplier"),
-        ((1.0, 1.1, 1), "privacy.sample_rate"),
-        ((1.0, 0.1, -1), "training.steps"),
-    ],
-)
-def test_mistakes_name_the_key(values, key):
-    with pytest.raises(ValueError, match=key):
-        steps_of(*values)
-
-
 @every
 def test_the_noise_to_come_makes_the_total_meet_the_target(accountant):
     query, target = {"delta": DELTA, "accountant": accountant}, 2.0

@@ -182,7 +182,7 @@ def _quiet() -> None:
     """Leave out the warnings that a run leaves out."""
     from torchtitan.tools.logging import logger
 
-    from torchtitan_dp.preflight.console import quiet
+    from torchtitan_dp.train_spec import quiet
 
     quiet(logger)
 

@@ -18,6 +18,7 @@ import numpy as np
 import tokenizers
 
 from tests.data import chats
+from tests.data.drawn import sample
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.data.batching import EVER_SAME
 from torchtitan_dp.preflight.check import build_samples, open_records
@@ -173,7 +174,7 @@ def digest(case: str, folder: Path) -> str:
         for position, unit in enumerate(positions.tolist()):
             for window in range(windows):
                 rng = choices(EVER_SAME, position, secure=False) if samples.is_random else None
-                tokens_T, labels_T = samples.sample(unit, None, rng, window, windows)
+                tokens_T, labels_T = sample(samples, unit, None, rng, window, windows)
                 for part in (tokens_T, labels_T):
                     found.update(part.numpy().astype("<i8").tobytes())
     return found.hexdigest()

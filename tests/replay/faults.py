@@ -4,6 +4,7 @@ import functools
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import torch.distributed as dist
 
 import torchtitan_dp.train as train
 from tests.replay import records
+from torchtitan_dp.bookkeeping import Bookkeeping
 from torchtitan_dp.data.samples import Samples
-from torchtitan_dp.ledger.executed import ExecutedSteps
-from torchtitan_dp.optimizer import DPOptimizer
+from torchtitan_dp.ledger import Lineage, RunLog
+from torchtitan_dp.optimizer import DPOptimizer, inner_optimizers
 from torchtitan_dp.privacy.clipping import ClipPolicy
 from torchtitan_dp.privacy.published_loss import LossNoise
 from torchtitan_dp.validate import HeldOutValidator
@@ -80,7 +82,10 @@ def the_loss_stops_the_run() -> None:
 
 
 def lost_steps_are_counted_exactly() -> None:
-    ExecutedSteps._by_blocks = lambda self, lost, period: len(list(lost))  # type: ignore
+    def exactly(self: RunLog, lineage: Lineage) -> Lineage:
+        return replace(lineage, lost=self.count - len(lineage.names()))
+
+    RunLog.enter_lost = exactly  # type: ignore[method-assign]
 
 
 def the_divisor_is_counted() -> None:
@@ -106,7 +111,7 @@ def the_learning_rate_follows_the_loss() -> None:
     _learn()
 
     def scale(self: Any, *_: Any) -> None:
-        for optimizer in self._inner():
+        for optimizer in inner_optimizers(self._optimizer):
             for group in optimizer.param_groups:
                 group["lr"] *= 1 + 1e-4 * _learned["losses"]
 
@@ -130,13 +135,13 @@ def privacy_json_counts_samples() -> None:
     _learn()
 
     def count(self: Any, spent: Any) -> Any:
-        path = Path(self.job_config.job.dump_folder) / "privacy.json"
+        path = Path(self._folder) / "privacy.json"
         path.write_text(
             json.dumps({**json.loads(path.read_text()), "samples": _learned["samples"]})
         )
         return spent
 
-    _wrap(train.DPTrainer, "_publish", after=count)
+    _wrap(Bookkeeping, "publish", after=count)
 
 
 def checkpoints_count_samples() -> None:
@@ -170,7 +175,7 @@ def the_held_out_loss_sets_the_learning_rate() -> None:
         return loss
 
     def scale(self: Any, *_: Any) -> None:
-        for optimizer in self._inner():
+        for optimizer in inner_optimizers(self._optimizer):
             for group in optimizer.param_groups:
                 group["lr"] *= 1 + 1e-4 * found[0]
 

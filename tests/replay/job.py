@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchtitan_dp.train as train
 from tests.replay import faults
+from torchtitan_dp import bookkeeping
 from torchtitan_dp.privacy.published_loss import LossNoise
 
 ENVIRONMENT = "REPLAY"
@@ -94,7 +95,7 @@ def main(argv: list[str]) -> None:
         faults.plant(plan["fault"])
     _fix_randomness(plan["number"])
     _replay_losses(tape, seen)
-    trainer_type, real_draw = train.DPTrainer, train.poisson_draw
+    trainer_type, real_draw = train.DPTrainer, bookkeeping.poisson_draw
 
     def draw(*args: Any, **options: Any) -> Any:
         drawn = real_draw(*args, **options)
@@ -135,7 +136,7 @@ def main(argv: list[str]) -> None:
             self.shown, self.started = 0, True  # rehearsals are alike
             return feed
 
-    train.DPTrainer, train.poisson_draw = Watched, draw  # type: ignore[misc]
+    train.DPTrainer, bookkeeping.poisson_draw = Watched, draw  # type: ignore[misc]
     try:
         if plan["collectives"]:
             with Collectives(seen):

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
-from tests.accounts import account
+from tests.accounts import begun, ended
 from tests.build import config as small_config
 from torchtitan_dp.config.load import RUN_CONFIG_FILE, write_config
-from torchtitan_dp.ledger import ExecutedSteps, Ledger
+from torchtitan_dp.ledger import Account, Lineage
 from torchtitan_dp.ledger.settings import Settings
+from torchtitan_dp.ledger.spending import compose, spending
 from torchtitan_dp.privacy.mechanism import PoissonGaussian
 from torchtitan_dp.report import charts
 from torchtitan_dp.report.__main__ import main, report
@@ -39,18 +40,11 @@ RECORDS = {"loss": 5.0, "clipped_fraction": 0.5, "norm_p50": 2.0, "throughput(tp
 
 def take_steps(folder: Path, steps: int, planned: int = 6, caveat: str = "") -> None:
     """Write the ledger's files as a run does that took so many steps."""
-    executed = ExecutedSteps(str(folder))
-    ledger = Ledger(SETTINGS, planned_steps=planned)
+    lineage = Lineage(SETTINGS, planned_steps=planned)
     if caveat:
-        ledger.mark_not_private(caveat)
-    ledger.start = executed.new_start()
-    executed.begin_start(2)
-    for step in range(1, steps + 1):
-        executed.begin(step, SETTINGS)
-    ledger.steps = steps
-    if steps == planned:
-        executed.end_start()
-    account(ledger, executed, planned).publish(str(folder))
+        lineage = lineage.marked_not_private(caveat)
+    lineage = (ended if steps == planned else begun)(lineage, folder, steps)
+    Account(lineage, planned).publish(lineage, str(folder))
 
 
 def write_scalars(folder: Path, first: int, last: int, **more: float) -> None:
@@ -163,10 +157,10 @@ def test_a_later_start_takes_steps_back(tmp_path: Path) -> None:
 def test_lost_steps_are_drawn_and_counted(run: Path) -> None:
     """Epsilon at the end is what a release states."""
     found = open_run(str(run))
-    assert found.epsilon_planned == found.ledger.compose(found.ledger.planned())
-    crash = ExecutedSteps(str(run))
-    crash.new_start()
-    crash.begin_start(2)
+    assert found.epsilon_planned == compose(
+        found.ledger, spending(found.ledger, lost=True, planned=True)
+    )
+    begun(open_run(str(run)).ledger, run, loses=2)
     after = open_run(str(run))
     assert after.epsilon_planned is not None
     assert after.epsilon_planned > (found.epsilon_planned or 0)

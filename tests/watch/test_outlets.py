@@ -14,7 +14,7 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.preflight import check
 from torchtitan_dp.process import Fault
 from torchtitan_dp.watch import outlets
-from torchtitan_dp.watch.outlets import SCALARS, Guarded, Later, TensorBoard, find, is_public, tag
+from torchtitan_dp.watch.outlets import SCALARS, Guarded, Later, TensorBoard, find, tag
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "watching.md"
 
@@ -28,7 +28,6 @@ def test_the_public_ones_are_these_alone() -> None:
 @pytest.mark.parametrize("name", ["grad_norm_of_mrs_miller", "epsilon/", "LR", "lr_of_record"])
 def test_an_unknown_scalar_is_not_private(name: str) -> None:
     assert find(name) is None
-    assert not is_public(name)
     assert tag(name, private=True) == f"not_private/{name}"
 
 

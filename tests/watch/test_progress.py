@@ -2,7 +2,6 @@
 
 import io
 import json
-import math
 import os
 import re
 import socket
@@ -13,7 +12,13 @@ import pytest
 from rich.console import Console
 
 from torchtitan_dp.watch import terminal
-from torchtitan_dp.watch.progress import Pace, Screen, pace_words, samples_words, speed_words
+from torchtitan_dp.watch.processor import (
+    bar_words,
+    pace_words,
+    samples_words,
+    speed_words,
+)
+from torchtitan_dp.watch.terminal import Pace, Screen
 
 SCALARS = {
     "epsilon": 2.5,
@@ -54,7 +59,7 @@ def test_mfu_is_shown_where_it_is_known() -> None:
 
 def test_no_step_waits_for_a_launcher_that_is_gone(tmp_path) -> None:
     screen = Screen(str(tmp_path / "gone"))
-    screen.show(Pace(0, 2), 0.5, "")
+    screen.show(Pace(0, 2), 0.5, "", "")
     screen.close()
 
 
@@ -67,8 +72,8 @@ def test_rank_0_alone_draws(monkeypatch, tmp_path) -> None:
         for rank in ("1", "0"):
             monkeypatch.setenv("RANK", rank)
             screen = Screen.of_launcher()
-            screen.logged(SCALARS)
-            screen.show(Pace(0, 2), 0.25, f"microbatch {rank}")
+            public, speed = bar_words(Pace(0, 2), SCALARS)
+            screen.show(Pace(0, 2), 0.25, public, f"microbatch {rank}  {speed}")
             screen.close()
         state = json.loads(launcher.recv(65536))
         assert state["private"] == "microbatch 0  1,234 tps  12.3 GiB"
@@ -130,7 +135,7 @@ def test_a_terminal_gets_a_bar_and_is_left_as_it_was(monkeypatch) -> None:
     with terminal.bar():
         path = os.environ[terminal.SOCKET]
         screen = Screen(path)
-        screen.show(Pace(3, 12), 0.5, "microbatch 5")
+        screen.show(Pace(3, 12), 0.5, "", "microbatch 5")
         assert drawn.wait(60)
         print("a worker's line")
     screen.close()
@@ -160,7 +165,7 @@ def test_a_launcher_that_ends_at_once_leaves_nothing_behind(monkeypatch, tmp_pat
 
 def test_an_empty_draw_is_shown_as_empty():
     """And a step that lost all its samples as that: neither has a loss, and `nan` looks broken."""
-    empty = {"realized_batch_size": 0.0, "rejected": 0.0, "loss": math.nan, "norm_p50": math.nan}
+    empty = {"realized_batch_size": 0.0, "rejected": 0.0}
     assert samples_words(empty) == "batch: 0 (an empty draw)"
     lost = {**empty, "realized_batch_size": 3.0, "rejected": 3.0}
     assert samples_words(lost) == "batch: 3, all left out (not finite)"

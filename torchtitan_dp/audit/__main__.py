@@ -1,24 +1,25 @@
 """Attack the trainer, and report a lower bound on how much it leaks.
 
     python -m torchtitan_dp.audit --job.config_file FILE [--section.key value …]
-        [--instrument game|canaries|text] [--canaries N] [--guesses F] [--trials N] [--confidence P]
+        [--instrument game|text] [--trials N] [--canaries N] [--guesses F] [--confidence P]
         [--folder DIR] [--json FILE] [--plot FILE.png]
 
 In one plain process, or in several under torchrun. `game` plays single steps of a tiny model on the
-configuration's terms (`audit.game`); `canaries` trains the configured model once, in a folder of
-its own, on the records and on canaries (`audit.one_run`); `text` does so with canaries of text, and
-attacks nothing but the exported model (`audit.released`). Exit code 1 if more leaks than is
-claimed, 2 for a user's mistake.
+configuration's terms (`audit.game`); `text` trains the configured model once, in a folder of its
+own, on the records and on canaries of text, and attacks nothing but the exported model
+(`audit.released`). Exit code 1 if more leaks than is claimed, 2 for a user's mistake.
 """
 
 import argparse
 import importlib.util
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -28,33 +29,173 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_type
 
-from torchtitan_dp.audit import command, one_run, released
-from torchtitan_dp.audit.game import Game
-from torchtitan_dp.audit.one_run import CanaryAudit
+from torchtitan_dp.audit import released
+from torchtitan_dp.audit.game import Game, share_of
 from torchtitan_dp.checkpoint.plan import Plan
 from torchtitan_dp.checkpoint.start import Start, decision, plan_start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import mesh_degrees
-from torchtitan_dp.config.load import exit_on_mistake, load_config, write_json
+from torchtitan_dp.config.load import exit_on_mistake, load_config, parse_known, write_json
 from torchtitan_dp.distributed.agreement import shared_root_key
-from torchtitan_dp.gradients.methods import METHODS
-from torchtitan_dp.ledger import PRIVACY_FILE, ExecutedSteps
+from torchtitan_dp.ledger import PRIVACY_FILE, RunLog
 from torchtitan_dp.ledger.files import read_published_fields
 from torchtitan_dp.models.lora import lora_of
 from torchtitan_dp.preflight.check import check_model, open_records
-from torchtitan_dp.preflight.console import quiet
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.keys import RootKey
+from torchtitan_dp.privacy.lower_bounds import expected_mu
+from torchtitan_dp.privacy.mechanism import Mechanism
 from torchtitan_dp.process import forbid_core_dumps, lock_folder, write_atomically
-from torchtitan_dp.train_spec import register
+from torchtitan_dp.train_spec import quiet, register
 
 RESULT_FILE = "audit.json"
+_OPTIONS: tuple[tuple[str, Any, str, Any, str, str], ...] = (
+    ("trials", int, "N", 2000, "game", "steps with the unit, and as many without"),
+    ("canaries", int, "N", 1000, "text", "how many"),
+    # The default share is near the best for claims from 3 to 12.
+    ("guesses", float, "F", 0.2, "text", "the share to guess at"),
+    ("folder", str, "DIR", None, "text", "of the audited run (<job.dump_folder>_audit)"),
+)
+"""Of one instrument: name, type, metavar, default, instrument and meaning."""
+# A correct step meets a game's claim exactly; a bound from one run is far below a true claim.
+_CONFIDENCE = {"game": 0.999, "text": 0.95}
+
+
+def main(argv: list[str]) -> None:
+    options, overrides = parse(argv)
+    forbid_core_dumps()
+    os.umask(0o077)
+    plays = options.instrument == "game"
+    with exit_on_mistake():
+        check(options)
+        config = load_config(overrides, int(os.environ.get("WORLD_SIZE", "1")))
+        if not config.privacy.enable:
+            raise ValueError("privacy.enable = false: nothing is claimed; set it to true")
+        if not plays:
+            prepare_run(config, options.folder or config.job.dump_folder.rstrip("/") + "_audit")
+        decide = decision(config)
+        check_model(config, decide())
+        records = open_records(config)
+        plan = plan_start(config, len(records.train), decide(), None)
+        if plays:
+            check_power(plan.settings.mechanism, options.trials, options.confidence)
+    _start_ranks()
+    attacked = None
+    if plays:
+        root = shared_root_key(torch.device(device_type), config.privacy.debug_seed)
+        terms = {"trials": options.trials, "confidence": options.confidence}
+        result = game_of(config, plan, root).play_all(**terms, delta=plan.settings.delta)
+    else:
+        attacked = attack_texts(options, config, decide)
+        result = attacked.result
+    if dist.get_rank() == 0:
+        if attacked:
+            _publish(config.job.dump_folder, result)
+        print("\n".join(table(result)), file=sys.stderr)
+        if options.json:
+            write_json(options.json, result)
+        if options.plot:
+            plot(result, attacked, options.plot)
+    dist.destroy_process_group()
+    if result["exceeds_claim"]:
+        raise SystemExit(1)
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Parse the audit's own options, and return the configuration's command line too."""
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan_dp.audit",
+        description=(__doc__ or "").splitlines()[0],
+        epilog="Any --section.key value of the configuration is taken too.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--instrument",
+        choices=tuple(_CONFIDENCE),
+        default="game",
+        help="game: single steps of a tiny model, with a unit and without (default); text: one "
+        "training run of the configured model with documents that are included by chance, and an "
+        "attack on the exported model alone",
+    )
+    for name, kind, metavar, default, of, meaning in _OPTIONS:
+        text = f"{of}: {meaning}" + (f" ({default})" if default is not None else "")
+        parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
+    text = f"of the bound ({_CONFIDENCE})"
+    parser.add_argument("--confidence", type=float, metavar="P", help=text)
+    parser.add_argument("--json", metavar="FILE", help="write the result there; - is stdout")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw it")
+    return parse_known(parser, argv)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Check the options, and set missing ones to their defaults, in place."""
+    for name, _, _, default, of, _ in _OPTIONS:
+        if (given := getattr(options, name)) is None:
+            setattr(options, name, default)
+        elif options.instrument != of:
+            raise ValueError(f"--{name} = {given}: only --instrument {of} has it; remove it")
+    if options.confidence is None:
+        options.confidence = _CONFIDENCE[options.instrument]
+    if not 0 < options.confidence < 1:
+        raise ValueError(f"--confidence = {options.confidence}: must be between 0 and 1 (0.95)")
+    if options.trials < 1:
+        raise ValueError(f"--trials = {options.trials}: must be at least 1")
+    if not 0 < options.guesses <= 1:
+        raise ValueError(f"--guesses = {options.guesses}: a share, above 0 and at most 1")
+    if round(options.guesses * options.canaries) < 1:
+        raise ValueError(
+            f"--canaries = {options.canaries}: with --guesses = {options.guesses} none would be "
+            "guessed at; plant more (the default is 1000)"
+        )
+
+
+def check_power(mechanism: Mechanism, trials: int, confidence: float) -> None:
+    """Refuse, by ValueError, a game that could not detect half of the noise."""
+    sigma, each = mechanism.noise_multiplier, share_of(confidence)
+    if sigma == 0:
+        raise ValueError("privacy.noise_multiplier = 0: nothing is claimed; give it noise")
+
+    def suffice(trials: int) -> bool:
+        claimed = mechanism.claimed_mu(trials=trials, confidence=each)
+        return expected_mu(2 / sigma, trials, each) > claimed
+
+    if not suffice(trials):
+        proposed = (digit * 10**power for power in range(1, 6) for digit in range(1, 10))
+        enough = next((number for number in proposed if suffice(number)), None)
+        remedy = (
+            f"{enough:,} suffice"
+            if enough is not None
+            else "audit another noise (--privacy.target_epsilon None --privacy.noise_multiplier 1)"
+        )
+        raise ValueError(
+            f"--trials = {trials}: too few to tell sigma = {sigma:.4g} from half of it; {remedy}"
+        )
 
 
 def prepare_run(config: JobConfig, folder: str) -> None:
     """Make `config` the audited run's, in place: a folder of its own, no output but the weights.
-    Raise ValueError if a run lives in that folder."""
-    if os.path.exists(os.path.join(folder, PRIVACY_FILE)) or ExecutedSteps(folder).count > 0:
+
+    Raises:
+        ValueError: a run lives in that folder, canaries do not fit the noise, or no library here
+            can load the export.
+    """
+    if config.privacy.noise == "banded":
+        raise ValueError(
+            "privacy.noise = 'banded': a canary is in no group of units; audit it with "
+            "--instrument game, or set it to 'independent'"
+        )
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError(
+            "--instrument text: loads the exported model by transformers, which is missing here; "
+            "pip install transformers"
+        )
+    adapts = config.lora.rank > 0 and config.lora.export == "adapter"
+    if adapts and importlib.util.find_spec("peft") is None:
+        raise ValueError(
+            "lora.export = 'adapter': --instrument text loads it with peft; pip install peft, or "
+            "set it to 'merged'"
+        )
+    if os.path.exists(os.path.join(folder, PRIVACY_FILE)) or RunLog(folder).count > 0:
         raise ValueError(
             f"--folder = '{folder}': a run lives here, and an audited one is never private; name "
             "another folder"
@@ -70,75 +211,6 @@ def prepare_run(config: JobConfig, folder: str) -> None:
     config.checkpoint.last_save_in_hf = False
 
 
-def require_libraries(config: JobConfig) -> None:
-    """Refuse, by ValueError, an export that no library here can load."""
-    if importlib.util.find_spec("transformers") is None:
-        raise ValueError(
-            "--instrument text: loads the exported model by transformers, which is missing here; "
-            "pip install transformers"
-        )
-    adapts = config.lora.rank > 0 and config.lora.export == "adapter"
-    if adapts and importlib.util.find_spec("peft") is None:
-        raise ValueError(
-            "lora.export = 'adapter': --instrument text loads it with peft; pip install peft, or "
-            "set it to 'merged'"
-        )
-
-
-def main(argv: list[str]) -> None:
-    options, overrides = command.parse(argv, (__doc__ or "").splitlines()[0])
-    forbid_core_dumps()
-    os.umask(0o077)
-    with exit_on_mistake():
-        command.check(options)
-        config = load_config(overrides, int(os.environ.get("WORLD_SIZE", "1")))
-        if not config.privacy.enable:
-            raise ValueError("privacy.enable = false: nothing is claimed; set it to true")
-        method = config.privacy.gradient_method
-        if options.instrument == "canaries" and not METHODS[method].whole_gradients:
-            raise ValueError(
-                f"privacy.gradient_method = '{method}': a canary is planted in a sample's whole "
-                "gradient, which never exists here; audit it with --instrument game, or set "
-                "another method"
-            )
-        if options.instrument != "game" and config.privacy.noise == "banded":
-            raise ValueError(
-                "privacy.noise = 'banded': a canary is in no group of units; audit it with "
-                "--instrument game, or set it to 'independent'"
-            )
-        if options.instrument == "text":
-            require_libraries(config)
-        if options.instrument != "game":
-            prepare_run(config, options.folder or config.job.dump_folder.rstrip("/") + "_audit")
-        decide = decision(config)
-        args = check_model(config, decide())
-        records = open_records(config)
-        plan = plan_start(config, len(records.train), decide(), None)
-        if plan.settings.mechanism.noise_multiplier == 0 and options.instrument != "text":
-            raise ValueError("privacy.noise_multiplier = 0: nothing is claimed; give it noise")
-        command.check_power(options, args, plan.settings)
-    _start_ranks()
-    if options.instrument == "game":
-        root = shared_root_key(torch.device(device_type), config.privacy.debug_seed)
-        result = play_game(config, plan, root, trials=options.trials, confidence=options.confidence)
-    else:
-        canaries = train_with_canaries(options, config, decide)
-        result = canaries.result
-    if dist.get_rank() == 0:
-        if options.instrument != "game":
-            _publish(config.job.dump_folder, result)
-        print("\n".join(command.table(result)), file=sys.stderr)
-        if options.json:
-            write_json(options.json, result)
-        if options.plot and options.instrument == "game":
-            command.plot_game(result, options.plot)
-        elif options.plot:
-            command.plot_canaries(canaries, options.plot)
-    dist.destroy_process_group()
-    if result["exceeds_claim"]:
-        raise SystemExit(1)
-
-
 def _start_ranks() -> None:
     """Join torchrun's process group, or start one of this process alone."""
     if device_type != "cpu":
@@ -150,17 +222,9 @@ def _start_ranks() -> None:
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
 
 
-def play_game(
-    config: JobConfig, plan: Plan, root: RootKey, *, trials: int, confidence: float
-) -> dict[str, Any]:
-    """Play all cases of the game on the terms of `config`, and return the content of `--json`.
-
-    Args:
-        root: the same on all ranks; its keys are used up.
-
-    Collective over the world.
-    """
-    game = Game(
+def game_of(config: JobConfig, plan: Plan, root: RootKey) -> Game:
+    """Return the game on the terms of `config`; `root`, the same on all ranks, is used up."""
+    return Game(
         config.privacy,
         plan.settings.mechanism,
         batch_size=config.training.local_batch_size,
@@ -168,33 +232,21 @@ def play_game(
         root=root,
         lora=lora_of(config),
     )
-    each = command.share_of(confidence)
-    outcomes = [game.play(case, trials=trials, confidence=each) for case in game.cases]
-    return command.game_for_programs(
-        outcomes,
-        mu_claimed=game.claim(trials=trials, confidence=each),
-        delta=plan.settings.delta,
-        steps=game.steps,
-        trials=trials,
-        confidence=confidence,
-    )
 
 
-def train_with_canaries(
+def attack_texts(
     options: argparse.Namespace, config: JobConfig, decide: Callable[[], Start]
-) -> CanaryAudit:
-    """Run the canary audit in its own folder, locked. Collective over the world."""
+) -> released.TextAudit:
+    """Train and attack in the audit's own folder, locked. Collective over the world."""
     register(config, decide=decide)
     lock = lock_folder(config.job.dump_folder) if dist.get_rank() == 0 else None
     quiet(logger)
     try:
-        guesses = round(options.guesses * options.canaries)
-        audit = released.audit if options.instrument == "text" else one_run.audit
-        return audit(
+        return released.audit(
             config,
             decide,
             canaries=options.canaries,
-            guesses=guesses,
+            guesses=round(options.guesses * options.canaries),
             confidence=options.confidence,
         )
     finally:
@@ -209,12 +261,103 @@ def _publish(folder: str, result: dict[str, Any]) -> None:
     assert spent is not None
     cost = spent["epsilon_executed"]
     price = "has no epsilon" if cost is None else f"spends epsilon = {rounded_up(cost)}"
-    for line in (
-        f"publishing this result {price} on the records; python -m torchtitan_dp.ledger adds it "
-        f"up, from {folder}/",
-        "the weights there are not private, for good: delete them",
-    ):
-        print(f"audit: {line}", file=sys.stderr)
+    print(
+        f"audit: publishing this result {price} on the records; python -m torchtitan_dp.ledger "
+        f"adds it up, from {folder}/\n"
+        "audit: the weights there are not private, for good: delete them",
+        file=sys.stderr,
+    )
+
+
+_LOW_IS_NO_PROOF = "a bound below the claim proves nothing: a better attack may exist"
+
+
+def _down(lower_bound: float, decimals: int) -> str:
+    """Format a lower bound, rounded down: never more than was shown."""
+    return f"{math.floor(lower_bound * 10**decimals) / 10**decimals:.{decimals}f}"
+
+
+def _claim(value: float | None) -> str:
+    return "nothing" if value is None else rounded_up(value, digits=3)
+
+
+def table(result: dict[str, Any]) -> list[str]:
+    """Return the lines of a result, the content of `--json`."""
+    of_instrument = _game_lines if result["instrument"] == "game" else _text_lines
+    lines = [
+        f"epsilon >= {_down(result['epsilon_lower_bound'], 2)} at delta = {result['delta']:g}, "
+        f"with {result['confidence']:.4g} confidence; claimed: {_claim(result['epsilon_claimed'])}",
+        *of_instrument(result),
+        "FAULT: more leaks than is claimed; do not publish what this code trained"
+        if result["exceeds_claim"]
+        else "no fault found",
+    ]
+    first, *others = lines
+    return [f"audit ({result['instrument']}): {first}", *(f"      {line}" for line in others)]
+
+
+def _game_lines(result: dict[str, Any]) -> list[str]:
+    steps = "one step" if result["steps"] == 1 else f"a round of {result['steps']} steps"
+    lines = [
+        f"{steps}; mu >= {_down(result['mu_lower_bound'], 3)}, claimed: "
+        f"{result['mu_claimed']:.3f}; 2 x {result['trials']} trials a case"
+    ]
+    for name, case in result["cases"].items():
+        verdict = "EXCEEDS the claim" if case["mu_lower_bound"] > result["mu_claimed"] else ""
+        lines.append(
+            f"{name:16} mu >= {_down(case['mu_lower_bound'], 3):>6}   wrong: "
+            f"{case['false_positives']:4} without, {case['false_negatives']:4} with   {verdict}"
+        )
+    return [*lines, f"about {steps} of a tiny model; {_LOW_IS_NO_PROOF}"]
+
+
+def _text_lines(result: dict[str, Any]) -> list[str]:
+    seen, members = result["detected"], result["included"]
+    others = result["canaries"] - members
+    spelt = "; ".join(
+        f"{how} decoding spells {hits['included']} of {members} included secrets, "
+        f"{hits['excluded']} of {others} excluded ones"
+        for how, hits in result["extracted"].items()
+    )
+    return [
+        f"mu >= {_down(result['mu_lower_bound'], 3)}, claimed: {_claim(result['mu_claimed'])} "
+        f"but for {result['mu_but_for']:g}; with all guesses right "
+        f"{_down(result['mu_lower_bound_if_all_right'], 2)}",
+        f"{result['correct']} of {result['guesses']} guesses right, on {result['canaries']} "
+        f"documents of which {members} were included",
+        f"with 1% false positives it detects {seen['share']:.1%} of members "
+        f"({seen['at_least']:.1%} to {seen['at_most']:.1%}); the claim allows "
+        f"{result['detected_at_most']:.1%}",
+        spelt,
+        f"by the exported model alone, about these documents; {_LOW_IS_NO_PROOF}",
+    ]
+
+
+def plot(result: dict[str, Any], attacked: released.TextAudit | None, path: str) -> None:
+    """Plot each case's bound on mu and the claim, or the scores of texts by their coin."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.2), layout="constrained")
+    axes = figure.subplots()
+    if attacked is None:
+        names = [name.replace("_", " ") for name in result["cases"]]
+        bounds = [case["mu_lower_bound"] for case in result["cases"].values()]
+        colors = ["tab:red" if bound > result["mu_claimed"] else "tab:blue" for bound in bounds]
+        axes.bar_label(axes.barh(names, bounds, color=colors), fmt="%.2f", padding=3)
+        axes.axvline(result["mu_claimed"], color="black", lw=1, ls="--")
+        axes.invert_yaxis()
+        axes.margins(x=0.12)
+        axes.set_xlabel("lower bound on mu (dashed: the claim)")
+    else:
+        finite = attacked.scores[np.isfinite(attacked.scores)]
+        bins = np.histogram_bin_edges(finite, bins=40).tolist()
+        for label, which in (("excluded", ~attacked.included), ("included", attacked.included)):
+            mine = attacked.scores[which]  # in blue, and in orange
+            axes.hist(mine, bins=bins, alpha=0.6, label=f"{label} ({len(mine)})")
+        axes.set_xlabel("score (nats by which the release finds the document likelier)")
+        axes.legend(frameon=False)
+    axes.set_title(table(result)[0], fontsize="small")
+    figure.savefig(path, dpi=150)
 
 
 if __name__ == "__main__":

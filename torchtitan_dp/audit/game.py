@@ -5,13 +5,9 @@ gradient method, `ClippedSum`, its reductions and `DPOptimizer`, up to the gradi
 Only the model is small. Its loss is linear, so that a case chooses each unit's gradient. A case is
 a pair of batches that differ in one unit, and shows one kind of fault (docs/audit.md lists them).
 
-With `[lora]` the parameters are the factors A and B of two adapted layers. Each kind has cases of
-its own for noise and for norms. In `twin_parameters` a factor has the opposite sign of its twin in
-the other layer and of the other factor in its own, so that noise shared with either shows.
-
-Noise that is correlated over steps is attacked by a trial of a whole round of them, the first with
-the batch and the others empty: their noise takes back part of the first one's. The score is the
-best linear one of all of them.
+With `[lora]` the parameters are the factors A and B of two adapted layers. Noise that is correlated
+over steps is attacked by a trial of a whole round of them, the first with the batch and the others
+empty: their noise takes back part of the first one's. The score is the best linear one.
 
 Guarantee:
     If steps are the claimed mechanism's, `Game.play` exceeds the claim with probability at most
@@ -22,7 +18,7 @@ Guarantee:
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -49,6 +45,7 @@ from torchtitan_dp.privacy.banded import NoiseChain, column
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.lower_bounds import gaussian_mu
 from torchtitan_dp.privacy.mechanism import Mechanism
+from torchtitan_dp.privacy.pld import gaussian_epsilon
 from torchtitan_dp.privacy.sampling import deal
 
 _ROWS = 8  # of each parameter on each rank
@@ -67,16 +64,6 @@ class Case:
     factors: tuple[float, float]  # with LoRA, a gradient's shares in B and in A: of norm 1
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The errors of the guesses in one case, and the bound that they prove."""
-
-    case: str
-    false_positives: int
-    false_negatives: int
-    mu: float  # lower bound
-
-
 def cases(rows: int) -> list[Case]:
     """Make all cases, for two parameters of `rows` values each."""
     u = torch.full((2, rows), (2 * rows) ** -0.5)
@@ -84,18 +71,24 @@ def cases(rows: int) -> list[Case]:
     halves[:, rows // 2 :] *= -1
     parameters[1] *= -1
     none = torch.zeros_like(u)
-    batch = torch.stack
     in_b, in_a, in_both = (1.0, 0.0), (0.0, 1.0), (0.5**0.5, -(0.5**0.5))
+
+    def case(name: str, first: torch.Tensor, unit: torch.Tensor, *more: Any) -> Case:
+        return Case(name, torch.stack([first, none]), torch.stack([first, unit]), *more)
+
     return [
-        Case("norm_C", batch([none, none]), batch([none, u]), u, 0.5, in_a),
-        Case("norm_100C", batch([none, none]), batch([none, 100 * u]), u, 0.5, in_b),
-        Case("neighbour", batch([u, none]), batch([u, -10 * u]), -u, -0.5, in_a),
-        *(
-            Case(name, batch([none, none]), batch([none, twins]), twins, 0.5, in_both)
-            for name, twins in (("twin_halves", halves), ("twin_parameters", parameters))
-        ),
-        Case("not_a_number", batch([u, none]), batch([u, u * torch.nan]), -u, -0.5, in_both),
+        case("norm_C", none, u, u, 0.5, in_a),
+        case("norm_100C", none, 100 * u, u, 0.5, in_b),
+        case("neighbour", u, -10 * u, -u, -0.5, in_a),
+        case("twin_halves", none, halves, halves, 0.5, in_both),
+        case("twin_parameters", none, parameters, parameters, 0.5, in_both),
+        case("not_a_number", u, u * torch.nan, -u, -0.5, in_both),
     ]
+
+
+def share_of(confidence: float) -> float:
+    """Return the confidence of each case with which all cases together have `confidence`."""
+    return 1 - (1 - confidence) / len(cases(2))
 
 
 def sizes(privacy: Privacy, *, ranks: int, cp: int) -> tuple[int, int, int]:
@@ -110,7 +103,7 @@ def sizes(privacy: Privacy, *, ranks: int, cp: int) -> tuple[int, int, int]:
 
 
 class _Dials(nn.Module):
-    """W = 2 parameters whose per-sample gradients, (2, N) for sample b, are the model's input.
+    """W = 2 parameters whose per-sample gradients, (2, N), are the model's input.
 
     They lie in the first columns: of rank one, which is the worst for an estimate of the norm.
     """
@@ -161,20 +154,18 @@ class _AdaptedDials(_Dials):
 
 
 class _Observer(torch.optim.Optimizer):
-    """A stand-in for AdamW that scores gradients: this rank's parts of dot products with a
-    direction."""
+    """A stand-in for AdamW: this rank's parts of gradients' dot products with a direction."""
 
     def __init__(
         self, parameters: dict[str, nn.Parameter], dials: tuple[str, ...], mesh: DeviceMesh
     ) -> None:
-        """Take all trained parameters, and the names of the W that directions are of."""
         super().__init__(list(parameters.values()), {})
         self._watched, self._mesh = [parameters[name] for name in dials], mesh
         self._along: list[torch.Tensor] = []
         self.scores: list[torch.Tensor] = []
 
     def restart(self, direction_WN: torch.Tensor) -> None:
-        """Take another direction, of the parameters' first columns, and drop the scores."""
+        """Score along another direction, of the parameters' first columns."""
         rank, ranks = self._mesh.get_local_rank(), self._mesh.size()
         self._along = [whole_N.chunk(ranks)[rank] for whole_N in direction_WN]
         self.scores = []
@@ -202,7 +193,6 @@ class Game:
         """
         Args:
             mechanism: the claim, with noise.
-            batch_size: MBS.
             degrees: dp_replicate, dp_shard, cp.
             root: the same on all ranks; the streams "noise" and "projection" are used up.
             lora: the adapters, if any; only alpha / r matters here.
@@ -220,10 +210,8 @@ class Game:
         self._device = torch.device(mesh.device_type)
         tokens, rows, columns = sizes(privacy, ranks=mesh.size(), cp=self._cp)
         self.cases = cases(rows)
-        model = _Dials(tokens, rows, columns)
-        if lora is not None:
-            model = _AdaptedDials(tokens, rows, lora)
-        model.to(self._device)
+        adapted = lora and _AdaptedDials(tokens, rows, lora)
+        model = (adapted or _Dials(tokens, rows, columns)).to(self._device)
         if METHODS[privacy.gradient_method].per_sample_layers:
             per_sample_layers(model)
         module = _shard(model, mesh)
@@ -236,31 +224,48 @@ class Game:
             self._observer, noise_multiplier=mechanism.noise_of_step, expected_batch_size=1
         )
 
-    def claim(self, *, trials: int, confidence: float) -> float:
-        """Return the mu that `play` must not exceed with these arguments."""
-        return self._mechanism.claimed_mu(trials=trials, confidence=confidence)
+    def play_all(self, *, trials: int, confidence: float, delta: float) -> dict[str, Any]:
+        """Play all cases, which have `confidence` together; return the content of `--json`.
 
-    def play(self, case: Case, *, trials: int, confidence: float) -> Outcome:
+        Collective over the world; all ranks return the same.
+        """
+        each = share_of(confidence)
+        claimed = self._mechanism.claimed_mu(trials=trials, confidence=each)
+        found = {c.name: self.play(c, trials=trials, confidence=each) for c in self.cases}
+        most = max(case["mu_lower_bound"] for case in found.values())
+        return {
+            "instrument": "game",
+            "epsilon_lower_bound": gaussian_epsilon(most, delta),
+            "epsilon_claimed": gaussian_epsilon(claimed, delta),
+            "confidence": confidence,
+            "exceeds_claim": most > claimed,
+            "delta": delta,
+            "mu_lower_bound": most,
+            "mu_claimed": claimed,
+            "steps": self.steps,
+            "trials": trials,
+            "cases": found,
+        }
+
+    def play(self, case: Case, *, trials: int, confidence: float) -> dict[str, float]:
         """Guess in `trials` steps with the unit and in as many without; the confidence is of this
-        case alone. Collective over the world; all ranks return the same."""
+        case alone. Return the errors and the bound on mu that they prove.
+
+        Collective over the world; all ranks return the same.
+        """
         without = self.scores(case, case.without_UPN, trials)
         with_it = self.scores(case, case.with_UPN, trials)
         # A NaN score gives the unit away: it counts as "with".
-        false_positives = int((~(without < case.threshold)).sum())
-        false_negatives = int((with_it < case.threshold).sum())
-        mu = gaussian_mu(
-            false_positives=false_positives,
-            negatives=trials,
-            false_negatives=false_negatives,
-            positives=trials,
-            confidence=confidence,
-        )
-        return Outcome(case.name, false_positives, false_negatives, mu)
+        errors = {
+            "false_positives": int((~(without < case.threshold)).sum()),
+            "false_negatives": int((with_it < case.threshold).sum()),
+        }
+        mu = gaussian_mu(**errors, negatives=trials, positives=trials, confidence=confidence)
+        return {"mu_lower_bound": mu, **errors}
 
     def scores(self, case: Case, batch_UPN: torch.Tensor, trials: int) -> np.ndarray:
         """Take steps on one batch; return each noised gradient's dot product with the case's
-        direction, over C: fp64 (trials,), the same on all ranks.
-        """
+        direction, over C: fp64 (trials,), the same on all ranks."""
         self._observer.restart(self._model.place(case).to(self._device))
         # The loss is the sum of the cp ranks' parts.
         units_UPN = (batch_UPN * (self._C / self._cp)).to(self._device)
@@ -292,8 +297,8 @@ class Game:
 def _weights(steps: int) -> np.ndarray:
     """Return the weights of a trial's steps in its score, the first 1, for which noise is least.
 
-    A unit in the first step adds the column c to C x, whose noise is white. So the best score is
-    along c, in C x; that is along the rows of C transposed times c in the steps themselves.
+    A unit in the first step adds the column c to C x, whose noise is white: the best score is along
+    c in C x, which is along C transposed times c in the steps themselves.
     """
     c = np.array(column(steps))
     return np.correlate(c, c, "full")[steps - 1 :] / (c @ c)

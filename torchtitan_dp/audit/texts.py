@@ -1,12 +1,9 @@
 """Canaries of text: short documents, each with a secret, and the attack that looks for it.
 
-All of them are public and harmless, written from templates by a public seed: names, places and
-dates are drawn from lists, the secret is a row of digits that means nothing. Only which of them
-were trained on is secret. A document states its secret several times, as a record does with the
-name of its patient: one unit's gradient is clipped to C however often it repeats itself.
-
-The attacker has the released folder and its public starting weights, if there are some, and reads
-both with `transformers` alone: nothing of the trainer, no coin, no gradient.
+All are public and harmless, written from templates by a public seed; only which of them were
+trained on is secret. A document states its secret several times, as a record does with the name of
+its patient: one unit's gradient is clipped to C however often it repeats itself. The attacker reads
+the released folder and its public starting weights with `transformers` alone.
 """
 
 import os
@@ -16,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from torchtitan_dp.audit.canaries import PlantedSamples
 from torchtitan_dp.data.samples import NOTHING, Samples
 from torchtitan_dp.data.tokenizer import Tokenizer
 from torchtitan_dp.models.hugging_face_weights import ADAPTER_CONFIG_FILE
+from torchtitan_dp.privacy.sampling import Choices
 
 _SEED = 0  # public
 _DIGITS = 8
@@ -42,10 +39,10 @@ _TEMPLATES = (  # {n} a name, {t} a town, {w} a word, {d} a day; {s} the secret
 
 
 class TextCanary(NamedTuple):
-    """A document, and its beginning up to where its secret stands for the first time."""
+    """A document with a secret."""
 
     text: str
-    prompt: str
+    prompt: str  # its beginning, up to where the secret stands for the first time
     secret: str  # a blank and digits
     domain: int
 
@@ -86,23 +83,40 @@ def token_ids(canaries: list[TextCanary], tokenizer: Tokenizer, most: int) -> It
         if ids is None:
             raise ValueError(
                 "model.hf_assets_path: its tokenizer has no tokens for English text, of which the "
-                "canaries are; use --instrument canaries"
+                "canaries are; use --instrument game"
             )
         yield np.concatenate([bos, ids, eos]).astype(np.int64)[:most]
 
 
-def text_samples(real: Samples, ids: list[np.ndarray], included: np.ndarray) -> PlantedSamples:
-    """Return the samples of units, and of canaries of text.
+class PlantedSamples(Samples):
+    """The samples of units and, numbered after them, of canaries of text.
 
-    An included one is a unit of one document; an excluded one is an empty unit, which contributes
-    exactly 0, as `zero_out` has it.
-
-    Args:
-        ids: of each canary's document.
-        included: bool (canaries,). SECRET.
+    An included canary is a unit of one document; an excluded one is an empty unit, which
+    contributes exactly 0.
     """
-    planted = zip(ids, included.tolist(), strict=True)
-    return PlantedSamples(real, [one if is_in else NOTHING for one, is_in in planted])
+
+    def __init__(self, real: Samples, ids: list[np.ndarray], included: np.ndarray) -> None:
+        """
+        Args:
+            ids: of each canary's document, int64.
+            included: bool (canaries,). SECRET.
+        """
+        keys = ("one_record", "window", "has_answers", "pad_id")
+        super().__init__(real.store, real.seq_len, **{key: getattr(real, key) for key in keys})
+        planted = zip(ids, included.tolist(), strict=True)
+        self._planted = [one if is_in else NOTHING for one, is_in in planted]
+
+    def ids(
+        self, unit: int, rng: Choices | None = None, window: int = 0, windows: int = 1
+    ) -> np.ndarray:
+        if unit < len(self.units):
+            return super().ids(unit, rng, window, windows)
+        return self._planted[unit - len(self.units)] if window == 0 else NOTHING
+
+    def tokens(self, unit: int, rng: Choices | None = None, windows: int = 1) -> int:
+        if unit < len(self.units):
+            return super().tokens(unit, rng, windows)
+        return max(len(self._planted[unit - len(self.units)]) - 1, 0)
 
 
 SAMPLED = 8  # generations of each prompt, at temperature 1
@@ -172,41 +186,36 @@ def scores(
 @torch.no_grad()
 def extracted(
     model: Any, canaries: list[TextCanary], tokenizer: Tokenizer, *, seed: int = 0
-) -> dict[str, np.ndarray]:
+) -> dict[str, list[bool]]:
     """Let the model go on from each prompt, and look for the secret.
 
     Returns:
-        "greedy", bool (N,): the most likely tokens spell it. "sampled", bool (N,): one of `SAMPLED`
+        by canary, "greedy": the most likely tokens spell it; "sampled": one of `SAMPLED`
         generations does.
     """
     torch.manual_seed(seed)
-    greedy, sampled = [], []
+    found: dict[str, list[bool]] = {"greedy": [], "sampled": []}
     bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     for canary in canaries:
         prompt, whole = (
             [*bos, *_encoded(tokenizer, text)]
             for text in (canary.prompt, canary.prompt + canary.secret)
         )
-        wanted = canary.secret.strip()
         tokens_1T = torch.tensor([prompt], device=model.device)
-        more = max(len(whole) - len(prompt), 1) + 1
         terms = {
             "attention_mask": torch.ones_like(tokens_1T),
-            "max_new_tokens": more,
+            "max_new_tokens": max(len(whole) - len(prompt), 1) + 1,
             "pad_token_id": 0,
             "eos_token_id": None,
         }
-        first = model.generate(tokens_1T, do_sample=False, **terms)
-        some = model.generate(
-            tokens_1T, do_sample=True, num_return_sequences=SAMPLED, top_k=0, **terms
-        )
-        spelt = [
-            tokenizer.decode(row[len(prompt) :].tolist()).strip().startswith(wanted)
-            for row in (*first, *some)
-        ]
-        greedy.append(spelt[0])
-        sampled.append(any(spelt[1:]))
-    return {"greedy": np.array(greedy), "sampled": np.array(sampled)}
+        for how, more in (
+            ("greedy", {"do_sample": False}),
+            ("sampled", {"do_sample": True, "num_return_sequences": SAMPLED, "top_k": 0}),
+        ):
+            rows = model.generate(tokens_1T, **more, **terms)
+            texts = (tokenizer.decode(row[len(prompt) :].tolist()).strip() for row in rows)
+            found[how].append(any(text.startswith(canary.secret.strip()) for text in texts))
+    return found
 
 
 def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:

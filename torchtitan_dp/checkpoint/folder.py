@@ -173,7 +173,7 @@ AVERAGE = "ema"
 """The state of the average, beside TorchTitan's own states."""
 
 DECAY = f"{AVERAGE}.decays"
-"""The state of `ema.decay`: [[decay, 1]] as JSON, the form in which version 0.1.0 wrote it."""
+"""The state of `ema.decay`, as JSON."""
 
 
 def average_name(parameter: str) -> str:
@@ -188,7 +188,7 @@ def has_average(step: str) -> bool:
 
 def states_to_save(average: Stateful, decay: float) -> dict[str, Any]:
     """Return the states of an average in a checkpoint."""
-    return {AVERAGE: average, DECAY: json.dumps([[decay, 1]])}
+    return {AVERAGE: average, DECAY: json.dumps(decay)}
 
 
 def read_decay(step: str, default: float) -> float:
@@ -202,10 +202,10 @@ def read_decay(step: str, default: float) -> float:
     state = {DECAY: ""}
     try:
         safe_load.load(state, step, no_dist=True)
-        decay: float | None = json.loads(state[DECAY])[-1][0]
-        if decay is not None and not 0 <= decay < 1:
+        decay = float(json.loads(state[DECAY]))
+        if not 0 <= decay < 1:
             raise ValueError("it is not at least 0 and below 1")
     except (CheckpointException, Exception) as error:  # the first is a BaseException only
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"the ema.decay in {step} cannot be read: {reason}") from error
-    return default if decay is None else decay
+    return decay

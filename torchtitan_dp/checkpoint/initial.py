@@ -9,21 +9,17 @@ Guarantee:
 """
 
 import contextlib
-import dataclasses
-import itertools
 import os
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import privacy_unit, rope_in_words, trained
-from torchtitan_dp.ledger import schema
-from torchtitan_dp.ledger.account import terms_in_words
-from torchtitan_dp.ledger.executed import ExecutedSteps
 from torchtitan_dp.ledger.files import PRIVACY_FILE, read_published, read_published_fields
-from torchtitan_dp.ledger.lineage import Ancestor, Ledger
-from torchtitan_dp.ledger.settings import NamedStep, RunSegment, Settings
-from torchtitan_dp.privacy.mechanism import NoMechanism, Segment
+from torchtitan_dp.ledger.lineage import Ancestor, Lineage
+from torchtitan_dp.ledger.log import RunLog
+from torchtitan_dp.ledger.settings import Settings
+from torchtitan_dp.ledger.spending import evaluations
+from torchtitan_dp.privacy.mechanism import NoMechanism
 
 PUBLIC = "the initial weights are assumed to be public"
 _NOT_PRIVATE = "the initial weights are not private"
@@ -34,60 +30,43 @@ class InitialWeights:
     """The weights that a run starts from, and the ledger found with them."""
 
     path: str
-    ledger: Ledger | None = None
-    all_begun: tuple[Ancestor, ...] = ()  # charged beside it: see `ledger_beside`
+    ledger: Lineage | None = None
+    any_begun: bool = False  # whether they may be of any step begun in their folder
 
 
-@dataclass(frozen=True)
-class Inheritance:
-    """The entries that initial weights make in the ledger of the run that starts from them."""
-
-    caveats: tuple[str, ...] = ()
-    ancestors: tuple[Ancestor, ...] = ()
-    private: bool = True
-
-    def enter_into(self, ledger: Ledger) -> None:
-        """Add the entries to a ledger, which keeps them forever."""
-        ledger.private = ledger.private and self.private
-        for caveat in self.caveats:
-            ledger.add_caveat(caveat)
-        ledger.ancestors = list(dict.fromkeys([*ledger.ancestors, *self.ancestors]))
-
-
-def inheritance(config: JobConfig, initial: InitialWeights | None) -> Inheritance:
-    """Return the entries of a run's initial weights; none, where it has no such weights.
+def with_initial(lineage: Lineage, config: JobConfig, initial: InitialWeights | None) -> Lineage:
+    """Return a run's account with the entries of its initial weights, which it keeps forever.
 
     Raises:
         ValueError: one line for the user; the weights have no ledger, or no epsilon of this run
             could cover their steps.
     """
     if initial is None:
-        return Inheritance()
+        return lineage
     earlier = initial.ledger
     if earlier is None:
         _refuse_unknown(config, initial.path)
-        return Inheritance((PUBLIC,))
-    caveats = tuple(f"of the initial weights: {caveat}" for caveat in earlier.caveats)
+        return lineage.with_caveats(PUBLIC)
+    lineage = lineage.with_caveats(*(f"of the initial weights: {one}" for one in earlier.caveats))
     if not earlier.private:
-        return Inheritance((*caveats, _NOT_PRIVATE), private=False)
+        return lineage.marked_not_private(_NOT_PRIVATE)
     _refuse_what_does_not_compose(config, earlier, initial.path)
-    segments = tuple(segment for segment in earlier.segments() if segment.steps > 0)
-    lost = None if initial.all_begun else earlier.lost  # or it is counted there, by name
     own = Ancestor(
         earlier.run,
-        segments,
+        earlier.settings,
         " ".join(earlier.names()),
         earlier.planned_steps,
-        lost,
-        earlier.evaluations(),
+        earlier.lost,
+        initial.any_begun,
+        evaluations(earlier),
     )
-    assumed = (
+    lineage = lineage.with_caveats(
         f"the initial weights are of run {earlier.run}, whose steps are included",
         f"this run's noise, rate and steps are assumed not to follow from what run {earlier.run} "
         f"showed, and its {privacy_unit(config)}s not to be larger than that run's",
     )
-    lineage = (*earlier.ancestors, own, *initial.all_begun)
-    return Inheritance((*caveats, *assumed), lineage)
+    ancestors = dict.fromkeys([*lineage.ancestors, *earlier.ancestors, own])
+    return replace(lineage, ancestors=tuple(ancestors))
 
 
 def _refuse_unknown(config: JobConfig, path: str) -> None:
@@ -104,14 +83,12 @@ def _refuse_unknown(config: JobConfig, path: str) -> None:
         )
 
 
-def _refuse_what_does_not_compose(config: JobConfig, earlier: Ledger, path: str) -> None:
+def _refuse_what_does_not_compose(config: JobConfig, earlier: Lineage, path: str) -> None:
     """Raise ValueError if no epsilon of this run could cover the earlier one's steps."""
     remedy = "start from other weights, or, if they never saw these records, from a folder of "
     remedy += f"safetensors without {PRIVACY_FILE}, with privacy.initial_weights_public = true"
     unit, rate = privacy_unit(config), config.privacy.sample_rate
-    before = (segment for ancestor in earlier.ancestors for segment in ancestor.segments)
-    for segment in (*earlier.segments(), *before):
-        theirs = segment.settings
+    for theirs in (earlier.settings, *(ancestor.settings for ancestor in earlier.ancestors)):
         if theirs.privacy_unit != unit:
             raise ValueError(
                 f"checkpoint.initial_load_path = '{path}': trained with the privacy of one "
@@ -137,30 +114,11 @@ def ledger_beside(path: str) -> InitialWeights:
         return InitialWeights(path, own)
     for folder in (os.path.dirname(place), os.path.dirname(os.path.dirname(place))):
         if (published := read_published(folder)) is not None:
-            return InitialWeights(path, published, (_all_begun(published, folder),))
+            return InitialWeights(path, RunLog(folder).enter_lost(published), any_begun=True)
     return InitialWeights(path)
 
 
-def _all_begun(ledger: Ledger, folder: str) -> Ancestor:
-    """Return all steps ever begun in a folder, as if they had made the weights.
-
-    The log has all that epsilon depends on. Lost steps take the number and terms on which they
-    are published; all are listed by their names, whose order is random."""
-    executed = ExecutedSteps(folder)
-    executed.enter_lost(ledger)
-    begun = executed.begun(ledger.settings)
-    kept, worst = set(ledger.taken()), ledger.published_lost().mechanism.at_unknown()
-    begun = [step if step in kept else NamedStep(step.name, worst) for step in begun]
-    begun += executed.spare(ledger.spare())
-    begun.sort(key=lambda step: (Segment(step.mechanism, 1).order, step.name))
-    segments = []
-    for mechanism, steps in itertools.groupby(begun, key=lambda step: step.mechanism):
-        terms = dataclasses.replace(ledger.settings, mechanism=mechanism)
-        segments.append(RunSegment(terms, len(list(steps))))
-    return Ancestor(ledger.run, tuple(segments), " ".join(step.name for step in begun))
-
-
-def baseline_ledger(config: JobConfig, units: int) -> Ledger:
+def baseline_ledger(config: JobConfig, units: int) -> Lineage:
     """Return the ledger of a run without privacy on so many training units."""
     batch = config.training.global_batch_size
     settings = Settings(
@@ -177,25 +135,15 @@ def baseline_ledger(config: JobConfig, units: int) -> Ledger:
         trained=trained(config),
         rope=rope_in_words(config),
     )
-    ledger = Ledger(settings, planned_steps=config.training.steps)
-    ledger.mark_not_private("trained without privacy (privacy.enable = false)")
-    return ledger
-
-
-def published_baseline(ledger: Ledger) -> dict[str, Any]:
-    """Return the `privacy.json` of a run without privacy."""
-    spent = dict.fromkeys(
-        ("epsilon", "epsilon_planned", "epsilon_executed", "heldout_epsilon"), None
-    )
-    terms = terms_in_words(ledger, [], 0.0)
-    return schema.assemble(ledger, {**spent, "caveats": ledger.caveats, **terms})
+    lineage = Lineage(settings, planned_steps=config.training.steps)
+    return lineage.marked_not_private("trained without privacy (privacy.enable = false)")
 
 
 def refuse_private_folder(folder: str) -> None:
     """Refuse to train without privacy in a private run's folder, by ValueError: its `privacy.json`
     would no longer cover the weights."""
     is_there = os.path.exists(os.path.join(folder, PRIVACY_FILE))
-    if (is_there and not _is_baseline(folder)) or ExecutedSteps(folder).count > 0:
+    if (is_there and not _is_baseline(folder)) or RunLog(folder).count > 0:
         raise ValueError(
             f"privacy.enable = false: job.dump_folder = '{folder}' is that of a private run; give "
             "this one its own job.dump_folder"

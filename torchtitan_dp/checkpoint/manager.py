@@ -2,12 +2,17 @@
 
 import os
 import shutil
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim.lr_scheduler import LambdaLR
+
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+# isort: split
 from torchtitan.components.checkpoint import (
     LR_SCHEDULER,
     MODEL,
@@ -22,22 +27,16 @@ from torchtitan_dp.checkpoint import safe_load
 from torchtitan_dp.checkpoint.folder import (
     AVERAGE,
     DECAY,
-    damaged_entry,
-    drop_unfinished,
-    finished_checkpoints,
     has_average,
     newest_whole_checkpoint,
-    none_whole,
     refuse_another_model,
-    set_aside,
     states_to_save,
-    step_folder,
 )
 from torchtitan_dp.checkpoint.start import (
     Start,
-    Weights,
+    confirmed,
     has_adapters,
-    own_checkpoint,
+    of_any_rank,
     refuse_another_decay,
 )
 from torchtitan_dp.models.ema import WEIGHTS, WeightAverage
@@ -51,8 +50,8 @@ _NOWHERE = os.path.join(os.devnull, "none")  # a path at which nothing can be
 class Checkpointer(CheckpointManager):
     """TorchTitan's manager, for the decided start, whole checkpoints and errors of one line.
 
-    On a resume weights, moments and the step come from the checkpoint; the optimizer's settings and
-    the schedule are the configuration's, from the first step on.
+    On a resume weights, moments and step come from the checkpoint; the optimizer's settings and the
+    schedule are the configuration's, from the first step on.
 
     Guarantee:
         No weights that are not finite are loaded or saved. Where a run ends for that, it follows
@@ -64,6 +63,9 @@ class Checkpointer(CheckpointManager):
 
     folder: str
     """Of this run's checkpoints."""
+
+    saved: Callable[[int], None]
+    """Called on each rank with the step of a checkpoint, once all ranks' parts are on disk."""
 
     def __init__(
         self, trainer: Trainer, start: Start, origin: str, average: WeightAverage | None = None
@@ -89,23 +91,21 @@ class Checkpointer(CheckpointManager):
             base_folder=config.job.dump_folder,
         )
         self.start, self._origin, self._config = start, origin, config
-        parts = trainer.model_parts
-        self._named = [pair for part in parts for pair in part.named_parameters()]
+        self._named = [p for part in trainer.model_parts for p in part.named_parameters()]
         self._average = average
+        self.saved: Callable[[int], None] = lambda step: None
+        self._under_way: int | None = None  # the step of a background save
 
     def load(self, step: int = -1) -> bool:
-        """Load the decided weights; return whether any were loaded.
-
-        A damaged checkpoint of this run is set aside for an older whole one, in a warning.
-        Collective over the world.
+        """Load the decided weights, or those that `confirmed` revises them to; return whether any
+        were loaded. Collective over the world.
 
         Args:
             step: the only one to take, on request of a run without privacy; -1 for the newest.
 
         Raises:
-            Fault: there are checkpoints, and none is whole; nothing was moved. Or the loaded
-                one has an average of another `ema.decay`, or weights that are not finite.
-            ValueError: the checkpoint is of another model.
+            Fault: none is whole, or the loaded one has an average of another `ema.decay`, or
+                weights that are not finite. ValueError: it is of another model.
         """
         loaded = self.enable and self._load(step)
         self._require_finite_start()
@@ -113,8 +113,7 @@ class Checkpointer(CheckpointManager):
 
     def _load(self, step: int) -> bool:
         """Load as `load` does, without the check that weights are finite."""
-        self._drop_unfinished()
-        self.start = self._confirmed(step)
+        self.start = confirmed(self.start, self.folder, step)
         with mistakes_as_faults():  # it may be an older one than was checked before
             refuse_another_decay(self._config, self.start)
         if self.start.resumes:  # TorchTitan would warn that it does not load these
@@ -133,11 +132,8 @@ class Checkpointer(CheckpointManager):
         return loaded
 
     def _follow_configuration(self, configured: list[list[dict[str, Any]]]) -> None:
-        """Put the configuration's settings and schedule in force, in place of the checkpoint's.
-
-        Args:
-            configured: each optimizer's settings before the load.
-        """
+        """Put the configuration's settings, which each optimizer had before the load, and schedule
+        in force, in place of the checkpoint's."""
         if self.start.step >= self._config.training.steps:
             return  # no step is left, and a schedule may have no rate for later ones
         for optimizer, groups in zip(self.states[OPTIMIZER], configured, strict=True):
@@ -151,13 +147,11 @@ class Checkpointer(CheckpointManager):
 
     def _require_finite_start(self) -> None:
         """Raise Fault unless all weights, and averages, are numbers. Collective."""
-        loaded = self._named.copy()
+        start, loaded = self.start, self._named.copy()
         if self._average is not None and self._average.updates:  # else it begins with the weights
             loaded += self._average.state_dict()[WEIGHTS].items()
-        name = _of_any_rank(first_overflow(loaded))
-        if not name:
+        if not (name := of_any_rank(first_overflow(loaded))):
             return
-        start = self.start
         if not start.loads:
             raise RuntimeError(f"{name} was not drawn")
         remedy = "use an intact copy"
@@ -222,12 +216,25 @@ class Checkpointer(CheckpointManager):
     def save(self, curr_step: int, last_step: bool = False) -> None:
         """Save as TorchTitan does; raise Fault in one line if this or a background save failed, or
         if the weights are not finite, also at the last step without a save."""
-        if last_step or (self.enable and self._should_save(curr_step)):
+        saves = self.enable and self._should_save(curr_step, last_step)
+        if last_step or saves:
             self.require_finite(curr_step)
         try:
             super().save(curr_step, last_step)
         except (CheckpointException, OSError) as error:
             self._raise_unsaved(curr_step, error)
+        if saves:
+            self._saves_waited_for()
+            if self.async_mode == AsyncMode.DISABLED or last_step:
+                self.saved(curr_step)
+            else:
+                self._under_way = curr_step
+
+    def _saves_waited_for(self) -> None:
+        """Report the background save before this one, which is on disk by now."""
+        if self._under_way is not None:
+            self.saved(self._under_way)
+        self._under_way = None
 
     @torch.no_grad()
     def stop_at(self, step: int, steps: int) -> bool:
@@ -247,6 +254,9 @@ class Checkpointer(CheckpointManager):
                 )
         except (CheckpointException, OSError) as error:
             self._raise_unsaved(step, error)
+        if saves:
+            self._saves_waited_for()
+            self.saved(step)
         kept = "saved" if saves else "not saved, since checkpoint.enable is false"
         logger.info(
             f"stopped at step {step} of {steps}, as requested, {kept}: the same command resumes"
@@ -264,57 +274,9 @@ class Checkpointer(CheckpointManager):
             f"{whole}"
         ) from error
 
-    def _drop_unfinished(self) -> None:
-        """Remove the remains of killed saves, if nothing else was saved. Collective."""
-        dist.barrier()  # all ranks have decided what they draw or load
-        if dist.get_rank() == 0 and drop_unfinished(self.folder):
-            logger.warning(f"{self.folder} has no whole checkpoint: starting from the beginning")
-        dist.barrier()
-
-    def _confirmed(self, step: int) -> Start:
-        """Return rank 0's decision, revised where the ranks together find damage. Collective.
-
-        Args:
-            step: the argument of `load`.
-        """
-        decided: list[Any] = [self.start, finished_checkpoints(self.folder)]
-        dist.broadcast_object_list(decided, src=0)
-        start, steps = decided
-        if step == -1 and (start.resumes or steps):  # a newer one is checked, too
-            step = self._newest_whole(steps)
-        if step != -1:
-            return own_checkpoint(self.folder, step)
-        if start.weights is Weights.INITIAL_DCP and (problem := _damage_on_any_rank(start.place)):
-            raise Fault(
-                f"{start.key} = '{start.place}': it is damaged ({problem}); use an intact copy"
-            )
-        return start
-
-    def _newest_whole(self, steps: list[int]) -> int:
-        """Return the newest whole one of these steps, and set newer ones aside. Collective."""
-        damaged: list[tuple[int, str]] = []
-        for step in steps:
-            if not (problem := _damage_on_any_rank(step_folder(self.folder, step))):
-                break
-            damaged.append((step, problem))
-        else:
-            gone = self.start.step, "it is gone"
-            raise Fault(none_whole(self.folder, *next(iter(damaged), gone)))
-        if dist.get_rank() == 0:
-            for broken, problem in damaged:
-                kept = set_aside(self.folder, broken)
-                logger.warning(
-                    f"checkpoint step-{broken} is damaged ({problem}): moved to {kept}; the run "
-                    f"resumes from step-{step}"
-                )
-        dist.barrier()
-        return step
-
     def _with_average_if_any(self, state_dict: dict[str, Any], checkpoint: str) -> dict[str, Any]:
         """Return the states to load from a checkpoint of this run; log it if `[ema]` changed since.
-
-        `ema.decay` was compared before, and is not loaded.
-        """
+        `ema.decay` was compared before, and is not loaded."""
         wanted, there = AVERAGE in state_dict, has_average(checkpoint)
         left_out = {DECAY}
         if wanted and not there:
@@ -333,23 +295,9 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def _damage_on_any_rank(checkpoint: str) -> str:
-    """Return the damage that any rank found in its share of a checkpoint, or "". Collective."""
-    return _of_any_rank(damaged_entry(checkpoint, dist.get_rank(), dist.get_world_size()))
-
-
-def _of_any_rank(found: str) -> str:
-    """Return what the first rank that found something did, on all ranks, or "". Collective."""
-    texts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(texts, found)
-    return next(filter(None, texts), "")
-
-
 def _first_line(error: BaseException) -> str:
-    """Return in one line why a checkpoint was not written or read.
-
-    If several ranks failed, an error of the operating system comes first: it is the most specific.
-    """
+    """Return in one line why a checkpoint was not written or read: of several ranks' errors one of
+    the operating system, the most specific."""
     if isinstance(error, CheckpointException):
         failures = [failure for failure, _ in error.failures.values()]
         error = min(failures, key=lambda failure: not isinstance(failure, OSError))

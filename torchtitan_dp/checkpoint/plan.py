@@ -5,10 +5,9 @@ the run's folder and its initial weights.
 """
 
 import bisect
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from torchtitan_dp.checkpoint.initial import InitialWeights, inheritance, refuse_baseline_folder
+from torchtitan_dp.checkpoint.initial import InitialWeights, refuse_baseline_folder, with_initial
 from torchtitan_dp.checkpoint.terms import (
     choose_losses,
     choose_noise,
@@ -18,15 +17,18 @@ from torchtitan_dp.checkpoint.terms import (
 )
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import unit_word
-from torchtitan_dp.ledger.executed import (
+from torchtitan_dp.ledger.files import PRIVACY_FILE, ledger_of, read_published_fields
+from torchtitan_dp.ledger.lineage import Lineage, inherited, resumed, rewound
+from torchtitan_dp.ledger.log import (
     EVALUATIONS_FILE,
     EXECUTED_FILE,
     STARTS_FILE,
-    ExecutedSteps,
+    Losable,
+    RunLog,
 )
-from torchtitan_dp.ledger.files import PRIVACY_FILE, ledger_of, read_published_fields
-from torchtitan_dp.ledger.lineage import Ledger
 from torchtitan_dp.ledger.settings import Settings
+from torchtitan_dp.ledger.spending import before, compose, spending
+from torchtitan_dp.ledger.spending import epsilon as epsilon_of
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.mechanism import steps_in_a_row
 
@@ -35,7 +37,7 @@ from torchtitan_dp.privacy.mechanism import steps_in_a_row
 class Plan:
     """The terms and the spending of a planned run."""
 
-    ledger: Ledger
+    ledger: Lineage
     steps: int
     epsilon: float  # after `steps`, all earlier ones included
     epsilon_stated: float  # at its end, by the card of a release: lost steps included
@@ -55,17 +57,16 @@ class Plan:
 def make_plan(
     config: JobConfig,
     units: int,
-    account: Ledger | None = None,
-    resumed: Ledger | None = None,
+    account: Lineage | None = None,
+    weights: Lineage | None = None,
     initial: InitialWeights | None = None,
 ) -> Plan:
     """Fix the noise, the sampling rate and the epsilon of a run.
 
     Args:
         units: number of training units.
-        account: the ledger of this folder's earlier steps; its noise and rate are kept, unless
-            `privacy.new_segment` is set.
-        resumed: ledger of the weights to resume from, which may be older than `account`; None if
+        account: the ledger of this folder's earlier steps, whose terms are kept.
+        weights: ledger of the weights to resume from, which may be older than `account`; None if
             the run has no weights yet.
         initial: the weights of another run that this one starts from, if any.
 
@@ -74,34 +75,31 @@ def make_plan(
     """
     privacy, steps = config.privacy, config.training.steps
     warnings = _refuse_delta(config, units)
-    inherited = inheritance(config, initial)
-    before = resumed
-    if before is None and account is not None:  # weights are lost: terms stay, steps start anew
-        before = dataclasses.replace(account)
-        before.rewind()
-    ancestors = [*(account.ancestors if account else ()), *inherited.ancestors]
-    sigma, bands = choose_noise(config, units, ancestors, before)
-    ledger = Ledger(
-        settings_of(config, units, sigma, bands),
-        planned_steps=steps,
-        config_hash=config_hash(config),
+    if weights is None and account is not None:  # they are lost: terms stay, steps start anew
+        weights = rewound(account)
+    start = Lineage(
+        settings_of(config, units, 0.0, 1), planned_steps=steps, config_hash=config_hash(config)
     )
+    ledger = start if account is None else inherited(start, account)
+    ledger = with_initial(ledger, config, initial)
+    sigma, bands = choose_noise(config, units, before(ledger), weights)
+    ledger = replace(
+        ledger,
+        settings=settings_of(config, units, sigma, bands),
+        heldout_losses=choose_losses(config, account or weights),
+    )
+    if weights is not None:
+        ledger = resumed(ledger, weights)
     if account is not None:
-        ledger.inherit(account)
-    inherited.enter_into(ledger)
-    ledger.heldout_losses = choose_losses(config, account or before)
-    if before is not None:
-        ledger.resume_from(before, new_segment=privacy.new_segment is not None)
-    if account is not None:
-        ExecutedSteps(config.job.dump_folder).enter_lost(ledger)
+        ledger = RunLog(config.job.dump_folder).enter_lost(ledger)
     refuse_more_losses(config, ledger)
     epsilon = refuse_overspending(config, ledger)
-    stated = max(epsilon, ledger.compose(ledger.planned()))
+    stated = max(epsilon, compose(ledger, spending(ledger, lost=True, planned=True)))
     if sigma == 0:
-        ledger.mark_not_private("privacy.noise_multiplier = 0")
+        ledger = ledger.marked_not_private("privacy.noise_multiplier = 0")
         warnings.append("privacy.noise_multiplier = 0: the run is NOT private")
     if privacy.debug_seed is not None:
-        ledger.mark_not_private("privacy.debug_seed was set: the noise can be redrawn")
+        ledger = ledger.marked_not_private("privacy.debug_seed was set: the noise can be redrawn")
         warnings.append("privacy.debug_seed is set: the run is NOT private")
     return Plan(ledger, steps, epsilon, stated, tuple(warnings))
 
@@ -110,12 +108,13 @@ def steps_within(plan: Plan, target_epsilon: float) -> int | None:
     """Return the most `training.steps` at which a release states at most the target, lost steps
     included; None if too much is spent already."""
     ledger = plan.ledger
+    begun = spending(ledger, lost=True, planned=False)
 
     def exceeds(steps: int) -> bool:
         coming = steps_in_a_row(
             ledger.settings.mechanism, ledger.steps + 1, steps - ledger.steps, ledger.run
         )
-        return ledger.compose([*ledger.executed(), *coming]) > target_epsilon
+        return compose(ledger, [*begun, *coming]) > target_epsilon
 
     tried = range(ledger.steps, plan.steps + 1)
     found = bisect.bisect_left(tried, True, key=exceeds)
@@ -178,10 +177,10 @@ def _chance(delta: float) -> str:
     )
 
 
-def refuse_overspending(config: JobConfig, ledger: Ledger) -> float:
+def refuse_overspending(config: JobConfig, ledger: Lineage) -> float:
     """Return the epsilon after a run's last step; raise ValueError if it is above the target."""
     privacy, steps = config.privacy, config.training.steps
-    epsilon = ledger.epsilon(max(steps, ledger.steps))
+    epsilon = epsilon_of(ledger, max(steps, ledger.steps))
     if privacy.target_epsilon is not None and epsilon > privacy.target_epsilon:
         raise ValueError(
             f"privacy.target_epsilon = {privacy.target_epsilon:g}: this run's noise was fixed at "
@@ -192,30 +191,30 @@ def refuse_overspending(config: JobConfig, ledger: Ledger) -> float:
     return epsilon
 
 
-def most_lost(config: JobConfig) -> int:
-    """Return the most steps that a crash usually loses: all since the last checkpoint, and since
-    the one before where that may have been under way."""
+def losable(config: JobConfig) -> Losable:
+    """Return the steps that a start of this configuration can lose: all since the last checkpoint,
+    and since the one before where that may have been under way."""
     steps, checkpoint = max(config.training.steps, 1), config.checkpoint
-    if not checkpoint.enable:
-        return steps
-    return min(checkpoint.interval * (1 if checkpoint.async_mode == "disabled" else 2), steps)
+    if not checkpoint.enable or checkpoint.load_only:
+        return Losable(steps, steps)
+    at_once = 1 if checkpoint.async_mode == "disabled" else 2
+    return Losable(min(checkpoint.interval * at_once, steps), checkpoint.interval)
 
 
-def earlier_ledger(folder: str) -> Ledger | None:
+def earlier_ledger(folder: str) -> Lineage | None:
     """Return the ledger of the steps that ran in this folder; None if none did.
 
     Raises:
         ValueError: if steps were begun whose terms, or whose number, are no longer known.
     """
     refuse_baseline_folder(folder)
-    executed = ExecutedSteps(folder)
-    begun = executed.count
+    log = RunLog(folder)
     published = read_published_fields(folder)
     if published is None:
-        if begun == 0:
+        if log.count == 0:
             return None
         raise ValueError(
-            f"job.dump_folder = '{folder}': {begun} steps were begun here, but {PRIVACY_FILE}, "
+            f"job.dump_folder = '{folder}': {log.count} steps were begun here, but {PRIVACY_FILE}, "
             "which records their terms, is missing; restore it, or use another folder"
         )
     if published["audit"] is not None:
@@ -223,21 +222,24 @@ def earlier_ledger(folder: str) -> Ledger | None:
             f"job.dump_folder = '{folder}' is that of an audited run, whose weights cannot become "
             "private; give this one its own job.dump_folder"
         )
-    ledger = ledger_of(published)
-    before = ledger.heldout_losses
-    executed.enter_lost(ledger)
-    counted = published["steps_executed"]
-    if before is not None and ledger.heldout_losses is not None:
-        missing = executed.missing((), ledger.evaluated())
-        if missing or ledger.heldout_losses.lost < before.lost:
-            raise ValueError(
-                f"job.dump_folder = '{folder}': {EVALUATIONS_FILE} lacks held-out losses that "
-                f"{PRIVACY_FILE} counts; restore it as the run wrote it, or use another folder"
-            )
-    if executed.missing(ledger.taken()) or ledger.steps_executed < counted:
+    stated = ledger_of(published)
+    ledger = log.enter_lost(stated)
+    counted, losses = stated.heldout_losses, ledger.heldout_losses
+    fewer = counted is not None and losses is not None and losses.lost < counted.lost
+    if fewer or log.missing_evaluations(ledger):
         raise ValueError(
-            f"job.dump_folder = '{folder}': {EXECUTED_FILE} or {STARTS_FILE} lacks steps or "
-            f"crashes that {PRIVACY_FILE} counts ({counted} steps); restore both as the run wrote "
-            "them, or use another folder"
+            f"job.dump_folder = '{folder}': {EVALUATIONS_FILE} lacks held-out losses that "
+            f"{PRIVACY_FILE} counts; restore it as the run wrote it, or use another folder"
         )
-    return ledger if begun > 0 else None
+    problem = log.undercounted(ledger)
+    if log.missing(ledger) or ledger.lost < stated.lost:
+        problem = (
+            f"{EXECUTED_FILE} or {STARTS_FILE} lacks steps or crashes that {PRIVACY_FILE} counts "
+            f"({stated.steps_executed} steps)"
+        )
+    if problem:
+        raise ValueError(
+            f"job.dump_folder = '{folder}': {problem}; restore both as the run wrote them, or use "
+            "another folder"
+        )
+    return ledger if log.count > 0 else None

@@ -2,7 +2,7 @@
 
 The model check, the plan and the checkpoint manager depend on it. A process decides by the names
 and sizes of files alone. At the load all ranks read the checkpoint's entries; if one is damaged,
-`manager.Checkpointer` sets that checkpoint aside and revises the decision to the newest whole one.
+`confirmed` sets that checkpoint aside and revises the decision to the newest whole one.
 
 Guarantee:
     Weights always come with their history: this run's with the ledger in their checkpoint, another
@@ -15,21 +15,30 @@ import functools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
-from torchtitan_dp import momentum
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+# isort: split
+from torchtitan.tools.logging import logger
+
 from torchtitan_dp.checkpoint import safe_load
 from torchtitan_dp.checkpoint.folder import (
     checkpoint_folder,
     checkpoint_folders,
     damage,
+    damaged_entry,
+    drop_unfinished,
     finished_checkpoints,
     none_whole,
     read_decay,
     read_ledger,
     refuse_another_model,
+    set_aside,
     step_folder,
 )
 from torchtitan_dp.checkpoint.initial import InitialWeights, ledger_beside
@@ -37,8 +46,10 @@ from torchtitan_dp.checkpoint.plan import Plan, make_plan
 from torchtitan_dp.checkpoint.safe_load import METADATA_FILE
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import weights_folder
-from torchtitan_dp.ledger import ExecutedSteps, Ledger, check_fingerprint
+from torchtitan_dp.ledger import Lineage, RunLog, check_fingerprint
 from torchtitan_dp.models.lora import is_adapter, without_adapters
+from torchtitan_dp.optimizer import MomentumSGD
+from torchtitan_dp.process import Fault
 
 
 class Weights(enum.Enum):
@@ -70,16 +81,14 @@ class Start:
         return self.weights is not Weights.DRAWN
 
     @functools.cached_property
-    def resumed(self) -> Ledger | None:
-        """The ledger of this run's own weights.
-
-        None if there are none, or if their checkpoint cannot be read, which the load detects.
-        """
+    def resumed(self) -> Lineage | None:
+        """The ledger of this run's own weights; None if there are none, or if their checkpoint
+        cannot be read, which the load detects."""
         if not self.resumes:
             return None
         try:
             text = read_ledger(self.place)
-            return None if text is None else Ledger.from_json(text)
+            return None if text is None else Lineage.from_json(text)
         except (ValueError, KeyError, TypeError, CheckpointException):
             return None
 
@@ -95,15 +104,12 @@ class Start:
         text = read_ledger(os.path.realpath(self.place))
         if text is None:
             return ledger_beside(self.place)
-        return InitialWeights(self.place, Ledger.from_json(text))
+        return InitialWeights(self.place, Lineage.from_json(text))
 
 
 def decide_start(config: JobConfig) -> Start:
-    """Decide how a run starts, by its folder and the configuration.
-
-    A checkpoint of its own comes first: the newest whose files have their sizes or, if all are
-    damaged, the newest, which `check_start` or the load refuses.
-    """
+    """Decide how a run starts. A checkpoint of its own comes first: the newest whose files have
+    their sizes or, if all are damaged, the newest, which `check_start` or the load refuses."""
     if not config.checkpoint.enable:
         return Start()
     folder = checkpoint_folder(config)
@@ -118,17 +124,74 @@ def decide_start(config: JobConfig) -> Start:
 
 
 def decision(config: JobConfig) -> Callable[[], Start]:
-    """Return a function that decides how a run starts, once, at its first call.
-
-    That call comes with the model, after the process group's start: rank 0 has the folder's lock
-    by then, so no other run changes the folder.
-    """
+    """Return a function that decides how a run starts, once, at its first call: with the model,
+    when rank 0 has the folder's lock, so that no other run changes the folder."""
     return functools.cache(functools.partial(decide_start, config))
 
 
 def own_checkpoint(folder: str, step: int) -> Start:
     """Return the start from this run's checkpoint of a step."""
     return Start(Weights.OWN, step_folder(folder, step), "checkpoint.folder", step)
+
+
+def confirmed(start: Start, folder: str, step: int = -1) -> Start:
+    """Return rank 0's decision, revised where the ranks together find damage: a damaged checkpoint
+    of this run is set aside, in a warning, for an older whole one. The remains of killed saves are
+    removed if nothing else was saved. Collective over the world.
+
+    Args:
+        folder: of this run's checkpoints.
+        step: the only one to take; -1 for the newest.
+
+    Raises:
+        Fault: no checkpoint of this run is whole (nothing was moved), or the initial one is not.
+    """
+    dist.barrier()  # all ranks have decided what they draw or load
+    if dist.get_rank() == 0 and drop_unfinished(folder):
+        logger.warning(f"{folder} has no whole checkpoint: starting from the beginning")
+    dist.barrier()
+    decided: list[Any] = [start, finished_checkpoints(folder)]
+    dist.broadcast_object_list(decided, src=0)
+    start, steps = decided
+    if step == -1 and (start.resumes or steps):  # a newer one is checked, too
+        step = _newest_whole(folder, steps or [start.step])
+    if step != -1:
+        return own_checkpoint(folder, step)
+    if start.weights is Weights.INITIAL_DCP and (problem := _damage_on_any_rank(start.place)):
+        raise Fault(f"{start.key} = '{start.place}': it is damaged ({problem}); use an intact copy")
+    return start
+
+
+def _newest_whole(folder: str, steps: list[int]) -> int:
+    """Return the newest whole one of these steps, and set newer ones aside. Collective."""
+    damaged: list[tuple[int, str]] = []
+    for step in steps:
+        if not (problem := _damage_on_any_rank(step_folder(folder, step))):
+            break
+        damaged.append((step, problem))
+    else:
+        raise Fault(none_whole(folder, *damaged[0]))
+    if dist.get_rank() == 0:
+        for broken, problem in damaged:
+            kept = set_aside(folder, broken)
+            logger.warning(
+                f"checkpoint step-{broken} is damaged ({problem}): moved to {kept}; the run "
+                f"resumes from step-{step}"
+            )
+    dist.barrier()
+    return step
+
+
+def _damage_on_any_rank(checkpoint: str) -> str:
+    """Return the damage that any rank found in its share of a checkpoint, or "". Collective."""
+    return of_any_rank(damaged_entry(checkpoint, dist.get_rank(), dist.get_world_size()))
+
+
+def of_any_rank(found: str) -> str:
+    """Return what the first rank that found something did, on all ranks, or "". Collective."""
+    texts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(texts, found)
+    return next(filter(None, texts), "")
 
 
 def has_adapters(step: str) -> bool:
@@ -164,14 +227,8 @@ def check_start(start: Start, state_dict: Mapping[str, torch.Tensor], origin: st
 
 
 def refuse_another_decay(config: JobConfig, start: Start) -> None:
-    """Refuse to continue this run's average of weights with another `ema.decay`.
-
-    A decay that cannot be read is left to the load: it finds the damage, and may set the checkpoint
-    aside for an older one.
-
-    Raises:
-        ValueError: one line.
-    """
+    """Refuse, by ValueError, to continue this run's average of weights with another `ema.decay`.
+    One that cannot be read is left to the load, which finds the damage."""
     if not (start.resumes and config.ema.enable):
         return
     decay = config.ema.decay
@@ -201,15 +258,16 @@ def refuse_another_optimizer(config: JobConfig, start: Start) -> None:
     except ValueError:
         return
     states = {name.rpartition(".")[2] for name in names if name.startswith("optimizer.state.")}
-    name, earlier = config.optimizer.name, "AdamW" if "exp_avg_sq" in states else momentum.NAME
-    if states and (name == momentum.NAME) != (earlier == momentum.NAME):
+    momentum, name = MomentumSGD.__name__, config.optimizer.name
+    earlier = "AdamW" if "exp_avg_sq" in states else momentum
+    if states and (name == momentum) != (earlier == momentum):
         raise ValueError(
             f"optimizer.name = '{name}': the optimizer's state in {start.place} is of '{earlier}'; "
             "set it back, or start afresh in another job.dump_folder"
         )
 
 
-def plan_start(config: JobConfig, units: int, start: Start, account: Ledger | None) -> Plan:
+def plan_start(config: JobConfig, units: int, start: Start, account: Lineage | None) -> Plan:
     """Plan the privacy budget of a run with this start.
 
     Args:
@@ -226,25 +284,17 @@ def plan_start(config: JobConfig, units: int, start: Start, account: Ledger | No
 
 
 def check_records(folder: str, fingerprint: str, settings: Mapping[str, object]) -> None:
-    """Refuse other records than those of this folder's run, if it has begun a step or saved one.
-
-    A start that failed before the first update binds the folder to nothing, since no output
-    depends on its records.
-
-    Raises:
-        ValueError: naming the key that changed and the remedy.
-    """
+    """Refuse, by ValueError, other records than those of this folder's run, if it has begun a step
+    or saved one: no output depends on the records of a start that failed before."""
     if not os.path.isdir(folder):
         return
-    if ExecutedSteps(folder).count or checkpoint_folders(folder):
+    if RunLog(folder).count or checkpoint_folders(folder):
         check_fingerprint(folder, fingerprint, settings)
 
 
 def _refuse_to_leave_checkpoints(config: JobConfig, start: Start) -> None:
-    """Raise ValueError if a run would not continue from the checkpoints in its folder.
-
-    `privacy.json` covers all of them, so its weights must come from them.
-    """
+    """Raise ValueError if a run would not continue from the checkpoints in its folder, which
+    `privacy.json` covers."""
     held = checkpoint_folders(config.job.dump_folder)
     if not held or start.resumes:
         return

@@ -16,9 +16,8 @@ from torchtitan_dp.config.derived import (
     unit_word,
 )
 from torchtitan_dp.gradients.methods import METHODS
-from torchtitan_dp.ledger.heldout import HeldOutLosses, scheduled
-from torchtitan_dp.ledger.lineage import Ancestor, Ledger, taken_by
-from torchtitan_dp.ledger.settings import Settings, union
+from torchtitan_dp.ledger.lineage import Lineage
+from torchtitan_dp.ledger.settings import HeldOutLosses, Settings, scheduled
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.mechanism import Segment, mechanism_of
@@ -118,17 +117,16 @@ AS_GOOD = 1.02
 
 
 def choose_noise(
-    config: JobConfig, units: int, ancestors: list[Ancestor], before: Ledger | None
+    config: JobConfig, units: int, spent: list[Segment], before: Lineage | None
 ) -> tuple[float, int]:
     """Return the configuration's noise, the resumed run's, or the least that meets the target; and
     its bands.
 
     Args:
-        ancestors: the runs that the initial weights come from, whose steps count as well.
-        before: the ledger of this run's own weights, if it resumes.
+        spent: all steps behind the initial weights, which count as well.
+        before: the account of this run's earlier steps, if there is one.
     """
     privacy = config.privacy
-    spent = union(taken_by(ancestors))
     if privacy.noise == "independent":
         bands = 1
     elif privacy.bands != "auto":
@@ -137,27 +135,11 @@ def choose_noise(
         bands = before.settings.bands
     else:
         bands = best_bands(config, units, spent)
-    return _noise_multiplier(config, units, bands, spent, before), bands
-
-
-def _noise_multiplier(
-    config: JobConfig, units: int, bands: int, spent: list[Segment], before: Ledger | None
-) -> float:
-    """Return the configuration's noise, the resumed run's, or the least that meets the target."""
-    privacy = config.privacy
     if privacy.noise_multiplier is not None:
-        return privacy.noise_multiplier
-    steps = config.training.steps
+        return privacy.noise_multiplier, bands
     if before is not None:
-        kept = before.settings.mechanism.noise_multiplier
-        terms = settings_of(config, units, kept, bands)
-        if privacy.new_segment is None or terms.same_terms(before.settings, targets_too=True):
-            return kept
-        steps -= before.steps
-        spent = [*spent, *before.own()]
-        if steps <= 0:
-            return kept
-    return _least_noise(config, units, bands, spent, steps)
+        return before.settings.mechanism.noise_multiplier, bands
+    return _least_noise(config, units, bands, spent, config.training.steps), bands
 
 
 def _least_noise(
@@ -205,7 +187,7 @@ def best_of(found: dict[int, tuple[float, float, float]]) -> int:
     return min(bands for bands, (*_, in_sum) in found.items() if in_sum <= AS_GOOD * least)
 
 
-def choose_losses(config: JobConfig, earlier: Ledger | None) -> HeldOutLosses | None:
+def choose_losses(config: JobConfig, earlier: Lineage | None) -> HeldOutLosses | None:
     """Return the noise of the configuration's held-out losses, or that of the run's first start;
     None if they are not published.
 
@@ -248,7 +230,7 @@ def choose_losses(config: JobConfig, earlier: Ledger | None) -> HeldOutLosses | 
     )
 
 
-def refuse_more_losses(config: JobConfig, ledger: Ledger) -> None:
+def refuse_more_losses(config: JobConfig, ledger: Lineage) -> None:
     """Refuse, by ValueError, more evaluations than the noise was chosen for; those that a crash
     lost count beside them."""
     losses = ledger.heldout_losses

@@ -6,8 +6,6 @@ Guarantee:
     cannot detect consistent edits of all of them.
 """
 
-from collections.abc import Sequence
-
 from torchtitan_dp.checkpoint.folder import (
     checkpoint_folders,
     finished_checkpoints,
@@ -15,20 +13,18 @@ from torchtitan_dp.checkpoint.folder import (
     step_folder,
 )
 from torchtitan_dp.ledger import schema
-from torchtitan_dp.ledger.account import heldout_epsilon
-from torchtitan_dp.ledger.executed import EVALUATIONS_FILE, EXECUTED_FILE, ExecutedSteps
+from torchtitan_dp.ledger.account import published_heldout_epsilon
 from torchtitan_dp.ledger.files import (
     PRIVACY_FILE,
     ledger_of,
     read_fingerprint,
     read_published_fields,
 )
-from torchtitan_dp.ledger.lineage import Ledger
+from torchtitan_dp.ledger.lineage import Lineage
+from torchtitan_dp.ledger.log import EVALUATIONS_FILE, EXECUTED_FILE, RunLog
 from torchtitan_dp.ledger.runs import Run
-from torchtitan_dp.ledger.settings import RunSegment
 from torchtitan_dp.privacy.mechanism import NoMechanism
 
-_TERMS = schema.names(schema.Origin.SETTINGS)
 _SLACK = 1e-6  # relative: of the accountants' arithmetic on another machine
 
 
@@ -45,44 +41,38 @@ def verify(folder: str) -> Run:
         raise ValueError(f"'{folder}' is a release: name the job.dump_folder of its run")
     if published["mechanism"] == NoMechanism.name:
         raise ValueError(f"'{folder}' is a run without privacy: no epsilon covers it")
-    ledger, executed = ledger_of(published), ExecutedSteps(folder)
-    begun = [*ledger.taken(), *executed.begun(ledger.settings)]
-    run = Run(folder, ledger, begun, read_fingerprint(folder))
+    stated, log = ledger_of(published), RunLog(folder)
+    ledger = log.enter_lost(stated)
+    run = Run(folder, ledger, read_fingerprint(folder))
     for checkpoints in checkpoint_folders(folder):
         for step in finished_checkpoints(checkpoints):
             check_checkpoint(run, step, step_folder(checkpoints, step))
-    terms = ledger.settings.fields()
-    for name in (*_TERMS, *(ledger.settings.mechanism.fields().keys() - set(_TERMS))):
-        term = terms[name]
-        if published.get(name, term) != term:  # an older file lacks some: their defaults
-            run.faults.append(f"{PRIVACY_FILE}: {name} is not that of its last segment")
-    if missing := executed.missing(ledger.taken()):
+    if missing := log.missing(ledger):
         run.faults.append(f"{EXECUTED_FILE} lacks {missing} of the steps of {PRIVACY_FILE}")
-    if missing := executed.missing((), ledger.evaluated()):
+    if missing := log.missing_evaluations(ledger):
         run.faults.append(f"{EVALUATIONS_FILE} lacks {missing} of the losses of {PRIVACY_FILE}")
-    lost_losses = _lost_evaluations(ledger)
-    executed.enter_lost(ledger, also=run.begun)
-    found, recorded = ledger.steps_executed, published["steps_executed"]
-    if found < recorded:
-        run.faults.append(
-            f"{EXECUTED_FILE} leads to {found} steps, but {PRIVACY_FILE} has {recorded}"
-        )
-    elif found > recorded:
-        run.notes.append(f"steps were begun after {PRIVACY_FILE} was last written")
+    if problem := log.undercounted(ledger):
+        run.faults.append(problem)
+    for name, found, recorded in (
+        ("steps", ledger.steps_executed, stated.steps_executed),
+        ("held-out losses", _evaluations(ledger), _evaluations(stated)),
+    ):
+        if found < recorded:
+            run.faults.append(f"the logs lead to {found} {name}, but {PRIVACY_FILE} has {recorded}")
+        elif found > recorded:
+            run.notes.append(f"{name} were begun after {PRIVACY_FILE} was last written")
     _check_epsilon(run, "epsilon", published["epsilon"], run.epsilon)
-    if _lost_evaluations(ledger) < lost_losses:
-        run.faults.append(f"{EVALUATIONS_FILE} lacks lost evaluations that {PRIVACY_FILE} counts")
-    if found <= recorded and _lost_evaluations(ledger) == lost_losses:
-        stated = published.get("heldout_epsilon")
-        _check_epsilon(run, "heldout_epsilon", stated, heldout_epsilon(ledger))
-    if found <= recorded:
+    if not run.notes:
         _check_epsilon(run, "epsilon_executed", published["epsilon_executed"], run.epsilon_executed)
         _check_epsilon(run, "epsilon_planned", published["epsilon_planned"], run.epsilon_planned)
+        found_losses = published_heldout_epsilon(ledger)
+        _check_epsilon(run, "heldout_epsilon", published["heldout_epsilon"], found_losses)
     return run
 
 
-def _lost_evaluations(ledger: Ledger) -> int:
-    return 0 if ledger.heldout_losses is None else ledger.heldout_losses.lost
+def _evaluations(lineage: Lineage) -> int:
+    losses = lineage.heldout_losses
+    return 0 if losses is None else losses.lost + len(losses.losses)
 
 
 def _check_epsilon(run: Run, name: str, stated: float | None, found: float | None) -> None:
@@ -100,11 +90,10 @@ def check_checkpoint(run: Run, step: int, folder: str) -> None:
         text = read_ledger(folder)
         if text is None:
             raise ValueError("there is none")
-        kept = Ledger.from_json(text)
+        kept = Lineage.from_json(text)
     except (ValueError, KeyError, TypeError) as error:
         run.faults.append(f"{name}: its ledger cannot be read ({error})")
         return
-    run.begun.extend(kept.taken())  # the log may lack some
     if kept.run != ledger.run:
         run.faults.append(f"{name}: is of another run, {kept.run}")
     if kept.steps != step:
@@ -115,25 +104,11 @@ def check_checkpoint(run: Run, step: int, folder: str) -> None:
         run.faults.append(f"{name}: was planned for more steps than {PRIVACY_FILE} has")
     if kept.steps > ledger.steps:
         run.faults.append(f"{name}: is further than the {ledger.steps} steps of {PRIVACY_FILE}")
-    elif kept.run == ledger.run and not _begins_as(ledger.segments(), kept.segments()):
-        run.faults.append(
-            f"{name}: its steps were taken on other terms than those in {PRIVACY_FILE}"
-        )
+    elif kept.run == ledger.run and (change := kept.settings.changed(ledger.settings)):
+        run.faults.append(f"{name}: its terms are not those of {PRIVACY_FILE}: {change}")
     for what, lost in (
         ("a caveat", set(kept.caveats) - set(ledger.caveats)),
         ("an ancestor", {a.run for a in set(kept.ancestors) - set(ledger.ancestors)}),
     ):
         if lost:
             run.faults.append(f"{PRIVACY_FILE}: lacks {what} of {name}: {min(lost)}")
-
-
-def _begins_as(whole: Sequence[RunSegment], part: Sequence[RunSegment]) -> bool:
-    """Return whether the first steps of `whole` were taken on the terms of `part`."""
-    whole, part = ([s for s in run if s.steps > 0] for run in (whole, part))
-    if len(part) > len(whole):
-        return False
-    pairs = list(zip(part, whole, strict=False))
-    return all(ours.settings.same_segment(theirs.settings) for ours, theirs in pairs) and (
-        all(ours.steps == theirs.steps for ours, theirs in pairs[:-1])
-        and all(ours.steps <= theirs.steps for ours, theirs in pairs[-1:])
-    )

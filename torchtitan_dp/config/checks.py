@@ -1,21 +1,18 @@
 """The settings that cannot work together: one table of what is refused, and the remedy.
 
-Each row becomes one line for the user, "key = value: remedy", with the key's own value. Rows are in
-order of their importance: the first that is refused is the one that is shown, and a row may rely on
-those before it. `supported` has the values of single keys, which are checked first.
+A row is a condition, and the line that refuses it, "key: reason; remedy", into which the key's
+value is put. Rows are in order of their importance: the first that is refused is the one that is
+shown, and a row may rely on those before it. `supported` has the rows of single keys.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import DEGREES, mesh_degrees
-from torchtitan_dp.config.supported import check_supported, check_values, refusal
+from torchtitan_dp.config.supported import Row, out_of_range, refuse, unsupported
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.privacy.mechanism import mechanism_of
-
-Row = tuple[bool, str, str]
-"""Whether the value is refused, its key, and the reason with the remedy."""
 
 
 def check(config: JobConfig, world_size: int) -> None:
@@ -28,29 +25,13 @@ def check(config: JobConfig, world_size: int) -> None:
     Raises:
         ValueError: one line that names the key, its value and the remedy.
     """
-    check_values(config)
-    _refuse(config, _always(config, world_size))
+    refuse(config, out_of_range(config))
+    refuse(config, _mesh(config, world_size))
+    for rows in (_optimizer, _length, _memory, _heldout, _weights, _samples, _rope):
+        refuse(config, rows(config))
     if config.privacy.enable:
-        _refuse(config, _privacy(config))
-        check_supported(config)
-        _refuse(config, _methods(config))
-
-
-def _refuse(config: JobConfig, rows: Iterable[Row]) -> None:
-    for is_refused, key, remedy in rows:
-        if is_refused:
-            raise refusal(config, key, remedy)
-
-
-def _always(config: JobConfig, world_size: int) -> Iterator[Row]:
-    """Yield the rows that hold with and without privacy."""
-    yield from _optimizer(config)
-    yield from _mesh(config, world_size)
-    yield from _memory(config)
-    yield from _heldout(config)
-    yield from _weights(config)
-    yield from _samples(config)
-    yield from _rope(config)
+        for rows in (_privacy, unsupported, _methods):
+            refuse(config, rows(config))
 
 
 def _optimizer(config: JobConfig) -> Iterator[Row]:
@@ -58,15 +39,14 @@ def _optimizer(config: JobConfig) -> Iterator[Row]:
     schedule = config.lr_scheduler.total_steps
     yield (
         schedule is not None and schedule < steps,
-        "lr_scheduler.total_steps",
-        f"below training.steps = {steps}, and after its end the schedule's learning rates are "
-        "negative; raise it, or remove it",
+        f"lr_scheduler.total_steps: below training.steps = {steps}, and after its end the "
+        "schedule's learning rates are negative; raise it, or remove it",
     )
     yield (
         config.optimizer.name == "MomentumSGD"
         and not (privacy.enable and privacy.noise_multiplier != 0),
-        "optimizer.name",
-        "its learning rate is in multiples of the noise, and there is none; use 'AdamW'",
+        "optimizer.name: its learning rate is in multiples of the noise, and there is none; use "
+        "'AdamW'",
     )
     if config.compile.enable:
         import torch._dynamo  # compiling imports it anyway
@@ -74,8 +54,7 @@ def _optimizer(config: JobConfig) -> Iterator[Row]:
         backends = torch._dynamo.list_backends(None)
         yield (
             config.compile.backend not in backends,
-            "compile.backend",
-            f"must be one of {', '.join(backends)}",
+            f"compile.backend: must be one of {', '.join(backends)}",
         )
 
 
@@ -87,16 +66,17 @@ def _mesh(config: JobConfig, world_size: int) -> Iterator[Row]:
     listed = " x ".join(f"{key} {degree}" for key, degree in degrees.items())
     yield (
         product != world_size,
-        f"parallelism.{largest}",
-        f"{listed} = {product}, but there are {world_size} processes (NGPU x nodes); set a degree "
-        "to -1 to let it follow",
+        f"parallelism.{largest}: {listed} = {product}, but there are {world_size} processes (NGPU "
+        "x nodes); set a degree to -1 to let it follow",
     )
-    seq_len, multiple = config.training.seq_len, 2 * cp
+
+
+def _length(config: JobConfig) -> Iterator[Row]:
+    seq_len, multiple = config.training.seq_len, 2 * config.parallelism.context_parallel_degree
     below = seq_len // multiple * multiple
     yield (
         seq_len < 1 or seq_len != below,
-        "training.seq_len",
-        f"must be a multiple of 2 x context_parallel_degree = {multiple}; try "
+        f"training.seq_len: must be a multiple of 2 x context_parallel_degree = {multiple}; try "
         f"{max(below, multiple)} or {max(below, 0) + multiple}",
     )
 
@@ -107,29 +87,25 @@ def _memory(config: JobConfig) -> Iterator[Row]:
     tiled = config.privacy.enable and config.training.feed_forward_chunk not in ("auto", 0)
     yield (
         tiled and mode not in ("none", "full"),
-        "training.feed_forward_chunk",
-        f"with activation_checkpoint.mode = '{mode}' the products of tiles would be kept; set the "
-        "mode to 'full' (or 'none'), or feed_forward_chunk to 'auto'",
+        f"training.feed_forward_chunk: with activation_checkpoint.mode = '{mode}' the products of "
+        "tiles would be kept; set the mode to 'full' (or 'none'), or feed_forward_chunk to 'auto'",
     )
     yield (
         tiled and METHODS[method].per_sample_layers,
-        "training.feed_forward_chunk",
-        f"tiles are for microbatches of one sample, unlike privacy.gradient_method = '{method}'; "
-        "set training.local_batch_size to 1 and the method to 'microbatch', or feed_forward_chunk "
-        "to 'auto'",
+        "training.feed_forward_chunk: tiles are for microbatches of one sample, unlike "
+        f"privacy.gradient_method = '{method}'; set training.local_batch_size to 1 and the method "
+        "to 'microbatch', or feed_forward_chunk to 'auto'",
     )
     yield (
         config.activation_checkpoint.offload_inputs and mode != "full",
-        "activation_checkpoint.offload_inputs",
-        f"with mode = '{mode}' there are no inputs of whole blocks, which alone are offloaded; set "
-        "activation_checkpoint.mode = 'full'",
+        f"activation_checkpoint.offload_inputs: with mode = '{mode}' there are no inputs of whole "
+        "blocks, which alone are offloaded; set activation_checkpoint.mode = 'full'",
     )
     store = config.data.store
     yield (
         store is not None and _is_within(store, config.job.dump_folder),
-        "data.store",
-        f"lies within job.dump_folder = '{config.job.dump_folder}', parts of which may be "
-        "published; name a folder elsewhere",
+        f"data.store: lies within job.dump_folder = '{config.job.dump_folder}', parts of which "
+        "may be published; name a folder elsewhere",
     )
 
 
@@ -144,29 +120,26 @@ def _heldout(config: JobConfig) -> Iterator[Row]:
     publishes = validation.publish_epsilon is not None
     yield (
         validation.enable and config.data.heldout_fraction == 0,
-        "data.heldout_fraction",
-        "nothing is held out for validation.enable = true; set it to a share (0.05, say)",
+        "data.heldout_fraction: nothing is held out for validation.enable = true; set it to a "
+        "share (0.05, say)",
     )
     yield (
         validation.publish_delta is not None and not publishes,
-        "validation.publish_delta",
-        f"no held-out loss is published; set {key} (1, say), or remove it",
+        f"validation.publish_delta: no held-out loss is published; set {key} (1, say), or remove "
+        "it",
     )
     yield (
         publishes and not validation.enable,
-        key,
-        "no held-out loss is computed; set validation.enable = true",
+        f"{key}: no held-out loss is computed; set validation.enable = true",
     )
     yield (
         publishes and not config.privacy.enable,
-        key,
-        "only a run with privacy publishes it; set privacy.enable = true, or remove it",
+        f"{key}: only a run with privacy publishes it; set privacy.enable = true, or remove it",
     )
     yield (
         publishes and config.privacy.sample_rate is not None,
-        key,
-        "with a public privacy.sample_rate the number of held-out units is secret, and the mean's "
-        "divisor must be public; remove one of the two",
+        f"{key}: with a public privacy.sample_rate the number of held-out units is secret, and "
+        "the mean's divisor must be public; remove one of the two",
     )
 
 
@@ -175,33 +148,29 @@ def _weights(config: JobConfig) -> Iterator[Row]:
     checkpoint, lora, averages = config.checkpoint, config.lora, config.ema.enable
     yield (
         checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only,
-        "checkpoint.initial_load_model_only",
-        "Hugging Face folders have only a model; set it to true, or checkpoint.initial_load_in_hf "
-        "to false",
+        "checkpoint.initial_load_model_only: Hugging Face folders have only a model; set it to "
+        "true, or checkpoint.initial_load_in_hf to false",
     )
     yield (
         bool(checkpoint.initial_load_in_hf or checkpoint.initial_load_path)
         and not checkpoint.enable,
-        "checkpoint.enable",
-        "no initial weights are loaded either; set it to true, or remove "
+        "checkpoint.enable: no initial weights are loaded either; set it to true, or remove "
         "checkpoint.initial_load_in_hf and checkpoint.initial_load_path",
     )
     yield (
         lora.rank > 0 and not 0 < len(set(lora.targets)) == len(lora.targets),
-        "lora.targets",
-        "name each target once, and at least one (wq, say); lora.rank = 0 trains all weights",
+        "lora.targets: name each target once, and at least one (wq, say); lora.rank = 0 trains "
+        "all weights",
     )
     yield (
         averages and config.training.dtype != "float32",
-        "training.dtype",
-        "averages (ema.enable = true) are of fp32 weights; set it to 'float32' "
+        "training.dtype: averages (ema.enable = true) are of fp32 weights; set it to 'float32' "
         "(mixed_precision_param sets the dtype of computation), or ema.enable to false",
     )
     yield (
         averages and checkpoint.async_mode.lower() == "async_with_pinned_mem",
-        "checkpoint.async_mode",
-        "with ema.enable = true validation exchanges weights and averages while they may still be "
-        "copied; use 'async', or set ema.enable to false",
+        "checkpoint.async_mode: with ema.enable = true validation exchanges weights and averages "
+        "while they may still be copied; use 'async', or set ema.enable to false",
     )
 
 
@@ -209,45 +178,39 @@ def _samples(config: JobConfig) -> Iterator[Row]:
     """Yield the rows of the settings by which samples are made of units."""
     data, method = config.data, config.privacy.gradient_method
     for key in ("prompt_field", "messages_field"):
-        yield getattr(data, key) == "", f"data.{key}", "name the JSON field, or remove it"
+        yield (getattr(data, key) == "", f"data.{key}: name the JSON field, or remove it")
         yield (
             getattr(data, key) is not None and data.long_records == "window",
-            "data.long_records",
-            f"with data.{key} a sample lies around the answer; set it to 'head'",
+            f"data.long_records: with data.{key} a sample lies around the answer; set it to 'head'",
         )
     yield (
         data.prompt_field is not None and data.messages_field is not None,
-        "data.messages_field",
-        "a record has either messages or a prompt (data.prompt_field = "
+        "data.messages_field: a record has either messages or a prompt (data.prompt_field = "
         f"'{data.prompt_field}'); remove one of the two",
     )
     yield (
         data.prompt_field == data.text_field,
-        "data.prompt_field",
-        "it is data.text_field, the field of the answer; name another field",
+        "data.prompt_field: it is data.text_field, the field of the answer; name another field",
     )
     several, key = data.windows_per_draw > 1, "data.windows_per_draw"
     yield (
         several and not config.privacy.enable,
-        key,
-        "without privacy no unit is drawn; set it to 1",
+        f"{key}: without privacy no unit is drawn; set it to 1",
     )
     yield (
         several and data.unit_sampling == "concat" and data.long_records == "head",
-        key,
-        "each unit has one sample; set data.long_records = 'window', or, with data.unit_field, "
-        "data.unit_sampling = 'random'",
+        f"{key}: each unit has one sample; set data.long_records = 'window', or, with "
+        "data.unit_field, data.unit_sampling = 'random'",
     )
     yield (
         several and not METHODS[method].averages_windows,
-        key,
-        f"privacy.gradient_method = '{method}' clips the gradient of one backward pass; set it to "
-        "'microbatch', which takes any training.local_batch_size",
+        f"{key}: privacy.gradient_method = '{method}' clips the gradient of one backward pass; "
+        "set it to 'microbatch', which takes any training.local_batch_size",
     )
     yield (
         data.unit_field is None and data.unit_sampling != "concat",
-        "data.unit_sampling",
-        "without data.unit_field every unit is one record; set data.unit_field, or remove this",
+        "data.unit_sampling: without data.unit_field every unit is one record; set "
+        "data.unit_field, or remove this",
     )
 
 
@@ -259,26 +222,24 @@ def _rope(config: JobConfig) -> Iterator[Row]:
     for key in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
         yield (
             getattr(rope, key) is not None and rope.type not in takes.get(key, ("yarn",)),
-            f"rope.{key}",
-            f"has no effect with rope.type {kind}; set rope.type = 'yarn', or remove it",
+            f"rope.{key}: has no effect with rope.type {kind}; set rope.type = 'yarn', or remove "
+            "it",
         )
     yield (
         rope.type in takes["factor"] and rope.factor is None,
-        "rope.factor",
-        f"rope.type = {kind} needs a number of 1 or more: the new window divided by the trained "
-        "one",
+        f"rope.factor: rope.type = {kind} needs a number of 1 or more: the new window divided by "
+        "the trained one",
     )
     yield (
         rope.type == "yarn" and rope.original_max_position_embeddings is None,
-        "rope.original_max_position_embeddings",
-        "rope.type = 'yarn' needs the trained window, before any scaling (8192 for Llama 3 and "
-        "3.1, 32768 for Qwen3)",
+        "rope.original_max_position_embeddings: rope.type = 'yarn' needs the trained window, "
+        "before any scaling (8192 for Llama 3 and 3.1, 32768 for Qwen3)",
     )
     fast, slow = rope.beta_fast or 32.0, rope.beta_slow or 1.0
     yield (
         slow > fast,
-        "rope.beta_fast" if rope.beta_slow is None else "rope.beta_slow",
-        f"beta_fast = {fast:g} must be at least beta_slow = {slow:g} (32 and 1, say)",
+        f"{'rope.beta_fast' if rope.beta_slow is None else 'rope.beta_slow'}: beta_fast = "
+        f"{fast:g} must be at least beta_slow = {slow:g} (32 and 1, say)",
     )
 
 
@@ -288,35 +249,32 @@ def _privacy(config: JobConfig) -> Iterator[Row]:
     epsilon, sigma = privacy.target_epsilon, privacy.noise_multiplier
     yield (
         epsilon is None and sigma is None,
-        "privacy.target_epsilon",
-        "nor is privacy.noise_multiplier; set exactly one (target_epsilon = 8.0, say, and the "
-        "noise follows)",
+        "privacy.target_epsilon: nor is privacy.noise_multiplier; set exactly one (target_epsilon "
+        "= 8.0, say, and the noise follows)",
     )
     yield (
         epsilon is not None and sigma is not None,
-        "privacy.target_epsilon",
-        f"privacy.noise_multiplier = {sigma} is set as well; set exactly one (on the command line, "
-        "--privacy.target_epsilon None unsets the TOML's)",
+        f"privacy.target_epsilon: privacy.noise_multiplier = {sigma} is set as well; set exactly "
+        "one (on the command line, --privacy.target_epsilon None unsets the TOML's)",
     )
     yield (
         privacy.delta is None,
-        "privacy.delta",
-        "choose it well below 1 / number of records (1e-5, say)",
+        "privacy.delta: choose it well below 1 / number of records (1e-5, say)",
     )
     yield (
         privacy.noise == "banded" and privacy.bands == "auto" and epsilon is None,
-        "privacy.bands",
-        "it is chosen for privacy.target_epsilon; set that, or bands to a number (8, say)",
+        "privacy.bands: it is chosen for privacy.target_epsilon; set that, or bands to a number "
+        "(8, say)",
     )
     yield (
         privacy.noise != "banded" and privacy.bands not in ("auto", 1),
-        "privacy.bands",
-        "only correlated noise has bands; set privacy.noise to 'banded', or remove the key",
+        "privacy.bands: only correlated noise has bands; set privacy.noise to 'banded', or remove "
+        "the key",
     )
     yield (
         config.training.global_batch_size < 1,
-        "training.global_batch_size",
-        "set the expected number of records in a step (it is also the update's divisor)",
+        "training.global_batch_size: set the expected number of records in a step (it is also the "
+        "update's divisor)",
     )
 
 
@@ -334,45 +292,40 @@ def _methods(config: JobConfig) -> Iterator[Row]:
         estimates_norms=method.estimates_norms,
         bands=2 if privacy.noise == "banded" else 1,
     )
-    for is_refused, key, _, remedy in mechanism.refusals(privacy):
-        yield is_refused, key, remedy
+    yield from mechanism.refusals(privacy)
     yield (
         privacy.clipping == "flat" and bool(privacy.clipping_groups),
-        "privacy.clipping_groups",
-        "remove it, or set privacy.clipping to 'per_layer'; 'flat' clips all as one group",
+        "privacy.clipping_groups: remove it, or set privacy.clipping to 'per_layer'; 'flat' clips "
+        "all as one group",
     )
     yield (
         by_regions and by_operation,
-        "activation_checkpoint.selective_ac_option",
-        "set it to a number ('1'), or compile.enable to false; it chooses among operations, and "
-        f"those that '{name}' compiles would run uncompiled",
+        "activation_checkpoint.selective_ac_option: set it to a number ('1'), or compile.enable "
+        f"to false; it chooses among operations, and those that '{name}' compiles would run "
+        "uncompiled",
     )
     yield (
         by_regions and blocks.mode == "memory_budget",
-        "activation_checkpoint.mode",
-        f"set it to 'full'; the budget is of compiled blocks, and '{name}' compiles only the "
-        "regions between their layers",
+        "activation_checkpoint.mode: set it to 'full'; the budget is of compiled blocks, and "
+        f"'{name}' compiles only the regions between their layers",
     )
     yield (
         twice and config.compile.enable,
-        "privacy.ghost_passes",
-        "compiled code runs backward once; set ghost_passes = 'one', or compile.enable = false",
+        "privacy.ghost_passes: compiled code runs backward once; set ghost_passes = 'one', or "
+        "compile.enable = false",
     )
     yield (
         twice and by_operation,
-        "privacy.ghost_passes",
-        "with activation_checkpoint.selective_ac_option = 'op' PyTorch allows one backward pass; "
-        "set ghost_passes = 'one', or selective_ac_option = '1'",
+        "privacy.ghost_passes: with activation_checkpoint.selective_ac_option = 'op' PyTorch "
+        "allows one backward pass; set ghost_passes = 'one', or selective_ac_option = '1'",
     )
     folder = checkpoint.folder
     yield (
         folder in ("", ".", "..") or "/" in folder or folder.endswith(".damaged"),
-        "checkpoint.folder",
-        "give the name of a folder inside job.dump_folder ('checkpoint')",
+        "checkpoint.folder: give the name of a folder inside job.dump_folder ('checkpoint')",
     )
     yield (
         checkpoint.async_mode.lower() == "async_with_pinned_mem",
-        "checkpoint.async_mode",
-        "use 'async'; the process that saves would outlive a killed run, and write into the next "
-        "one's checkpoint",
+        "checkpoint.async_mode: use 'async'; the process that saves would outlive a killed run, "
+        "and write into the next one's checkpoint",
     )

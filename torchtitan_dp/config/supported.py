@@ -7,13 +7,13 @@ features read, move or clip gradients, change who is sampled, lose the ledger, o
 values.
 """
 
-import dataclasses
 import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.keys import keys
 from torchtitan_dp.privacy.randomized import FEWEST, MOST
 
 # By section. The keys that `schema` defines are supported too.
@@ -70,6 +70,9 @@ _REMEDIES = {
     "comm.mode": "set it to 'default'; the others do not train",
 }
 
+
+Row = tuple[bool, str]
+"""Whether a key's value is refused, and "key: reason; remedy"."""
 
 _Range = tuple[Callable[[Any], bool], str]
 """The test of a value, and its words, which follow "must be"."""
@@ -178,59 +181,49 @@ _RANGES: dict[str, _Range] = {
 }
 
 
-def refusal(config: JobConfig, key: str, remedy: str) -> ValueError:
-    """Build the error of a refused value: one line that names key, value and remedy."""
-    section, _, name = key.rpartition(".")
-    value = getattr(operator.attrgetter(section)(config), name)
-    is_set = "is not set" if value is None else f"= {_shown(value)}"
-    return ValueError(f"{key} {is_set}: {remedy}")
+def refuse(config: JobConfig, rows: Iterable[Row]) -> None:
+    """Raise ValueError for the first row that is refused: one line with key, value and remedy."""
+    for is_refused, line in rows:
+        if is_refused:
+            key, _, remedy = line.partition(": ")
+            value = operator.attrgetter(key)(config)
+            given = "is not set" if value is None else f"= {_shown(value)}"
+            raise ValueError(f"{key} {given}: {remedy}")
 
 
 def _shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-def check_values(config: JobConfig) -> None:
-    """Refuse numbers that are not finite, and values that a run would fail on later.
-
-    Raises:
-        ValueError: one line for the user, that names the key, its value and the remedy.
-    """
-    for key, value, _ in _values(config, type(config)()):
+def out_of_range(config: JobConfig) -> Iterator[Row]:
+    """Yield the rows of numbers that are not finite, and of values that a run would fail on."""
+    for key, value, _ in values(config):
         is_right, words = _RANGES.get(key, (lambda _: True, "a number"))
         is_finite = not isinstance(value, int | float) or abs(value) <= sys.float_info.max
-        if value is not None and not (is_finite and is_right(value)):
-            raise refusal(config, key, f"must be {'' if is_finite else 'finite, '}{words}")
+        yield (
+            value is not None and not (is_finite and is_right(value)),
+            f"{key}: must be {'' if is_finite else 'finite, '}{words}",
+        )
 
 
-def check_supported(config: JobConfig) -> None:
-    """Refuse any value but the default of a key that privacy does not support.
-
-    Raises:
-        ValueError: one line for the user, that names the key, its value and the remedy.
-    """
+def unsupported(config: JobConfig) -> Iterator[Row]:
+    """Yield the rows of keys that privacy does not support, whose defaults they must keep."""
     supported = supported_keys()
-    for key, value, default in _values(config, type(config)()):
-        if key not in supported and value != default:
-            usual = f"remove it (the default is {_shown(default)})"
-            remedy = _REMEDIES.get(key, f"not supported with privacy; {usual}")
-            raise refusal(config, key, remedy)
+    for key, value, default in values(config):
+        usual = f"remove it (the default is {_shown(default)})"
+        remedy = _REMEDIES.get(key, f"not supported with privacy; {usual}")
+        yield key not in supported and value != default, f"{key}: {remedy}"
 
 
 def supported_keys() -> set[str]:
     """Return the keys, each as `section.key`, that privacy supports."""
-    keys = {f"{section}.{key}" for section, names in _SUPPORTED.items() for key in names.split()}
-    for section in dataclasses.fields(JobConfig):
-        own: Any = section.default_factory
-        keys |= {f"{section.name}.{key.name}" for key in dataclasses.fields(own)}
-    return keys - _REMEDIES.keys()
+    listed = {f"{section}.{key}" for section, names in _SUPPORTED.items() for key in names.split()}
+    return (listed | {key for key, _ in keys(JobConfig)}) - _REMEDIES.keys()
 
 
-def _values(config: Any, default: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+def values(config: JobConfig) -> Iterator[tuple[str, Any, Any]]:
     """Yield each key of a configuration with its value and its default."""
-    for field in dataclasses.fields(config):
-        value, usual = getattr(config, field.name), getattr(default, field.name)
-        if dataclasses.is_dataclass(value):
-            yield from _values(value, usual, f"{prefix}{field.name}.")
-        else:
-            yield f"{prefix}{field.name}", value, usual
+    default = type(config)()
+    for key, _ in keys(type(config)):
+        get = operator.attrgetter(key)
+        yield key, get(config), get(default)

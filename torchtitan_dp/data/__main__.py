@@ -7,10 +7,8 @@ Everything that is printed depends on private records, and is labelled so: it is
 """
 
 import argparse
-import contextlib
 import os
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 from torchtitan_dp.config.derived import unit_word
@@ -24,65 +22,55 @@ from torchtitan_dp.preflight.check import build_samples, open_records
 def main(argv: list[str]) -> None:
     """Run the command."""
     os.umask(0o077)  # its files have figures that are not private
-    with exit_on_mistake(), _os_errors_as_mistakes():
-        if {"--list", "--delete"} & {*argv}:
-            _manage(argv)
-            return
+    with exit_on_mistake():
         options, overrides = _parse(argv)
-        config = load_config(overrides, 1)
-        records = open_records(config)
-        samples = build_samples(records, config)
-        warnings = records.warnings + records.check_targets(samples)
-        found = records.figures(samples)
-        if options.plot:
-            _plot(found, options.plot)
-        if options.json:
-            write_json(options.json, found)
+        try:
+            if options.list or options.delete:
+                _manage(options)
+            else:
+                _prepare(options, overrides)
+        except OSError as error:
+            raise ValueError(f"{error.filename}: cannot be written ({error.strerror})") from error
+
+
+def _prepare(options: argparse.Namespace, overrides: list[str]) -> None:
+    """Tokenize the records of a configuration, and print their figures."""
+    if options.store is not None:
+        overrides.append(f"--data.store={options.store}")
+    config = load_config(overrides, 1)
+    records = open_records(config)
+    samples = build_samples(records, config)
+    warnings = records.warnings + records.check_targets(samples)
+    found = records.figures(samples)
+    if options.plot:
+        _plot(found, options.plot)
+    if options.json:
+        write_json(options.json, found)
     for warning in warnings:
         warn(warning)
     for line in describe(found, unit_word(config)):
         say(line)
 
 
-@contextlib.contextmanager
-def _os_errors_as_mistakes() -> Iterator[None]:
-    """Name the file that cannot be written, in one line."""
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(f"{error.filename}: cannot be written ({error.strerror})") from error
-
-
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parse the command's own options, and leave the configuration's command line."""
-    parser = _parser("Any --section.key value of the configuration is taken too.")
+    first, *_ = (__doc__ or "").splitlines()
+    parser = argparse.ArgumentParser("torchtitan-dp prepare", description=first, allow_abbrev=False)
+    parser.epilog = "Any --section.key value of the configuration is taken too."
     parser.add_argument("--json", metavar="FILE", help="write the figures there; - is stdout")
     parser.add_argument("--plot", metavar="FILE.png", help="draw what samples of a length reach")
     parser.add_argument("--list", action="store_true", help="list all stores of tokens")
-    parser.add_argument("--delete", nargs="+", metavar="NAME", help="erase stores, or `all`")
+    parser.add_argument("--delete", nargs="+", default=[], metavar="NAME", help="or `all`: erase")
+    parser.add_argument("--data.store", dest="store", metavar="FOLDER", help="of all stores")
+    if {"--list", "--delete"} & {*argv}:
+        return parser.parse_args(argv), []
     if argv and not argv[0].startswith("-"):
         argv = ["--job.config_file", *argv]
     return parse_known(parser, argv)
 
 
-def _parser(epilog: str | None = None) -> argparse.ArgumentParser:
-    first, *_ = (__doc__ or "").splitlines()
-    return argparse.ArgumentParser(
-        prog="torchtitan-dp prepare", description=first, epilog=epilog, allow_abbrev=False
-    )
-
-
-def _manage(argv: list[str]) -> None:
-    """List stores, or erase some.
-
-    Raises:
-        ValueError: one line; a name that no store has.
-    """
-    parser = _parser()
-    parser.add_argument("--list", action="store_true")
-    parser.add_argument("--delete", nargs="+", default=[], metavar="NAME")
-    parser.add_argument("--data.store", dest="store", metavar="FOLDER")
-    options = parser.parse_args(argv)
+def _manage(options: argparse.Namespace) -> None:
+    """Erase stores, list those that are left; raise ValueError for a name that no store has."""
     folder = stores.private_folder(options.store)
     names = stores.names(folder)
     asked = names if options.delete == ["all"] else options.delete
@@ -91,37 +79,32 @@ def _manage(argv: list[str]) -> None:
     for name in asked:
         stores.delete(os.path.join(folder, name))
         say(f"erased {os.path.join(folder, name)}")
+    if not options.list:
+        return
     names = stores.names(folder)
-    for name in names if options.list else ():
-        store = stores.load(os.path.join(folder, name))
-        if store is None:
-            say(f"{name}: not whole, or damaged")
-            continue
-        size, facts = stores.size_of(store), store.facts
-        say(f"{name}: {facts['records']:,} records of {facts['path']}, {amount(size)}")
-    if options.list:
-        say(f"{len(names)} stores in {folder}; --delete NAME erases one")
+    for name in names:
+        described = "not whole, or damaged"
+        if (store := stores.load(os.path.join(folder, name))) is not None:
+            size = amount(sum(entry.stat().st_size for entry in os.scandir(store.folder)))
+            described = f"{len(store):,} records of {store.facts['path']}, {size}"
+        say(f"{name}: {described}")
+    say(f"{len(names)} stores in {folder}; --delete NAME erases one")
 
 
 def _plot(found: dict[str, Any], path: str) -> None:
-    """Draw, by the length of a sample, the share of units that fit and of tokens in one sample.
-
-    Raises:
-        ValueError: one line; matplotlib is missing.
-    """
+    """Draw, by the length of a sample, the share of units that fit and of tokens in one sample."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError("--plot needs the package matplotlib: pip install matplotlib") from None
     rows = found["by_length"]
     lengths = [row["seq_len"] for row in rows]
+    shares = [100 * row["share_in_one_sample"] for row in rows]
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = figure.add_subplot()
-    for label, values in (
-        ("tokens in one sample", [100 * row["share_in_one_sample"] for row in rows]),
-        ("units that fit", [100 * (1 - row["longer_units"]) for row in rows]),
-    ):
-        axes.plot(lengths, values, marker="o", label=label)
+    axes.plot(lengths, shares, marker="o", label="tokens in one sample")
+    whole = [100 * (1 - row["longer_units"]) for row in rows]
+    axes.plot(lengths, whole, marker="o", label="units that fit")
     axes.axvline(found["seq_len"], color="grey", linestyle=":", label="training.seq_len")
     axes.set(xscale="log", xlabel="tokens of a sample", ylabel="% (not private)", ylim=(0, 103))
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])

@@ -13,6 +13,7 @@ Guarantee, with `data.length_buckets`:
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,24 +65,18 @@ class Microbatch(NamedTuple):
             return [Window(self.tokens_BT, self.labels_BT, None)]
         has_target_BK = (self.labels_BT != IGNORE_INDEX).any(dim=1).view(-1, count)
         share_B = 1.0 / has_target_BK.sum(dim=1).clamp(min=1)
-        return [
-            Window(self.tokens_BT[k::count], self.labels_BT[k::count], share_B)
-            for k in range(count)
-        ]
+        each = range(count)
+        return [Window(self.tokens_BT[k::count], self.labels_BT[k::count], share_B) for k in each]
 
     def to(self, device: torch.device) -> "Microbatch":
         """Copy all but the positions to a device, asynchronously from pinned memory."""
-        tokens_BT, labels_BT, valid_B = (
-            tensor.to(device, non_blocking=True)
-            for tensor in (self.tokens_BT, self.labels_BT, self.valid_B)
-        )
+        tokens_BT, labels_BT, valid_B = (t.to(device, non_blocking=True) for t in self[:3])
         return Microbatch(tokens_BT, labels_BT, valid_B, self.positions_B)
 
     def split(self, batch_size: int | None) -> Iterator["Microbatch"]:
         """Yield parts of at most `batch_size` units, or all at once if it is None."""
         size = batch_size or len(self.valid_B)
-        sizes = [len(tensor) // len(self.valid_B) * size for tensor in self]
-        split = (tensor.split(rows) for tensor, rows in zip(self, sizes, strict=True))
+        split = (tensor.split(len(tensor) // len(self.valid_B) * size) for tensor in self)
         for parts in zip(*split, strict=True):
             yield Microbatch(*parts)
 
@@ -103,88 +98,60 @@ class Draw(NamedTuple):
 
 
 class Dealt(NamedTuple):
-    """The units and the length of one microbatch of one data-parallel rank."""
+    """The padded length of one microbatch of one rank, and its units: int64 (B K,) indices in the
+    loader's `units`, each K times in a row; -1 is padding."""
 
-    length: int  # padded length of its samples
-    # int64 (B K,): indices in the loader's `units`, each K times in a row; -1 is padding
+    length: int
     slots: np.ndarray
 
 
+@dataclass(eq=False)
 class RecordLoader:
     """Samples of the training units, for one data-parallel rank.
 
     Stateless: each step's units are drawn afresh from secrets, so that a checkpoint contains none.
     """
 
-    def __init__(
-        self,
-        samples: Samples,
-        units: np.ndarray,
-        *,
-        ranks: int,
-        rank: int,
-        batch_size: int,
-        windows: int = 1,
-        fingerprint: str = "",
-        settings: Mapping[str, object] | None = None,
-        describe: Callable[[], Sequence[str]] = list,
-        shuffle_seed: int = 0,
-        secure_draws: bool = False,
-    ) -> None:
-        """
-        Args:
-            units: the population: the units of `samples` to train on; draws are indices in it.
-            ranks, rank: data-parallel degree and rank, equal within a context-parallel group.
-            batch_size: B, units in a microbatch.
-            windows: K, samples of each unit.
-            fingerprint: hash of the data and its split; private.
-            settings: the settings that the fingerprint depends on, by key.
-            describe: writes lines about the records; private.
-            shuffle_seed: for the baseline without privacy.
-            secure_draws: whether choices are from a cryptographic generator.
-        """
-        self.samples, self.units, self.fingerprint = samples, units, fingerprint
-        self.ranks, self.rank, self.batch_size, self.windows = ranks, rank, batch_size, windows
-        self.settings, self.describe = settings or {}, describe
-        self._shuffle_seed, self._secure_draws = shuffle_seed, secure_draws
-        self._groups: dict[int, list[np.ndarray]] = {}  # by their number
+    samples: Samples
+    units: np.ndarray  # the population: those of `samples` to train on; draws are indices in it
+    _: KW_ONLY
+    ranks: int  # data-parallel degree
+    rank: int  # equal within a context-parallel group
+    batch_size: int  # B, units in a microbatch
+    windows: int = 1  # K, samples of each unit
+    fingerprint: str = ""  # hash of the data and its split; private
+    settings: Mapping[str, object] = field(default_factory=dict)  # that it depends on, by key
+    describe: Callable[[], Sequence[str]] = list  # writes lines about the records; private
+    shuffle_seed: int = 0  # for the baseline without privacy
+    secure_draws: bool = False  # whether choices are from a cryptographic generator
+    _groups: dict[int, list[np.ndarray]] = field(default_factory=dict, init=False)
 
     def groups(self, count: int) -> list[np.ndarray]:
         """Divide the population into groups that take turns, the same ones in every run."""
         if count == 1:
             return [np.arange(len(self.units))]
         if count not in self._groups:
-            hashes = self.samples.units.hashes
-            self._groups[count] = groups_of(hashes[self.units], count)
+            self._groups[count] = groups_of(self.samples.units.hashes[self.units], count)
         return self._groups[count]
 
     def lengths(self, draw: Draw, ladder: tuple[int, ...]) -> np.ndarray:
-        """Find each drawn unit's padded length: a function of its own number of tokens, in the
-        longest of its windows.
-        """
+        """Find each drawn unit's padded length: the shortest rung that fits the number of tokens
+        in the longest of its windows."""
         if len(ladder) == 1:
             return np.full(len(draw.positions), ladder[0])
-        counts = [
-            self.samples.tokens(int(self.units[p]), self.rng(draw.key, p), self.windows)
-            for p in draw.positions
-        ]
-        return padded_lengths(np.array(counts, dtype=np.int64), ladder)
+        rngs = [self.rng(draw.key, position) for position in draw.positions]
+        chosen = zip(self.units[draw.positions].tolist(), rngs, strict=True)
+        counts = [self.samples.tokens(unit, rng, self.windows) for unit, rng in chosen]
+        return np.array(ladder)[np.searchsorted(ladder, counts)]
 
     def rng(self, key: bytes, position: int) -> Choices | None:
         """Start a drawn unit's generator; None if samples are not random, and for padding."""
         is_needed = self.samples.is_random and position >= 0
-        secure = self._secure_draws
-        return choices(key, int(position), secure=secure) if is_needed else None
+        return choices(key, int(position), secure=self.secure_draws) if is_needed else None
 
-    def deal(
-        self, draw: Draw, ladder: tuple[int, ...] | None = None, rank: int | None = None
-    ) -> list[Dealt]:
-        """Deal out a draw over ranks and microbatches.
-
-        Args:
-            draw: the same on every rank.
-            ladder: padded lengths of samples, rising; `seq_len` alone if None.
-            rank: the receiving data-parallel rank; this one, if None.
+    def deal(self, draw: Draw, ladder: tuple[int, ...] | None = None) -> list[Dealt]:
+        """Deal out a draw, the same on every rank, and return this rank's microbatches, padded to
+        lengths of a rising ladder, by default to `seq_len` alone.
 
         Every rank gets the same number of microbatches of the same lengths in the same order,
         filled up with padding. Each length is dealt out by itself, the longest first, so that ranks
@@ -192,28 +159,19 @@ class RecordLoader:
         most one more microbatch for each length, whose lengths together are below 2T.
         """
         lengths = self.lengths(draw, ladder or (self.samples.seq_len,))
-        terms = {"ranks": self.ranks, "rank": self.rank if rank is None else rank}
+        terms = {"ranks": self.ranks, "rank": self.rank, "batch_size": self.batch_size}
         return [
             Dealt(int(length), np.repeat(slots, self.windows))
             for length in np.unique(lengths)[::-1]
-            for slots in deal(
-                draw.positions[lengths == length], **terms, batch_size=self.batch_size
-            )
+            for slots in deal(draw.positions[lengths == length], **terms)
         ]
 
     def microbatch(self, dealt: Dealt, key: bytes = EVER_SAME) -> Microbatch:
-        """Make a microbatch, on the CPU.
-
-        Args:
-            key: this step's, the same on every rank, for the choice of records and windows.
-
-        Raises:
-            OSError: the disk failed.
-        """
-        length, slots = dealt
+        """Make a microbatch on the CPU, with the step's key; raise OSError if the disk failed."""
+        slots = dealt.slots
         rngs = [self.rng(key, slot) for slot in slots]
         units = np.where(slots >= 0, self.units[slots], -1)
-        both = self.samples.batch(units, length, rngs, windows=self.windows)
+        both = self.samples.batch(units, dealt.length, rngs, windows=self.windows)
         positions_B = torch.from_numpy(slots[:: self.windows].copy())
         return Microbatch(*both, positions_B >= 0, positions_B)
 
@@ -225,11 +183,8 @@ class RecordLoader:
             yield self.microbatch(dealt, draw.key)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield shuffled fixed-size batches without end, for the baseline WITHOUT privacy only.
-
-        Samples are `seq_len` long, with any `data.length_buckets`.
-        """
-        rng = np.random.default_rng(self._shuffle_seed)
+        """Yield shuffled batches without end, for the baseline WITHOUT privacy only."""
+        rng = np.random.default_rng(self.shuffle_seed)
         stride = self.ranks * self.batch_size
         mine = slice(self.rank * self.batch_size, (self.rank + 1) * self.batch_size)
         while True:
@@ -246,12 +201,3 @@ class RecordLoader:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         assert not state_dict, "a loader keeps no state"
-
-
-def padded_lengths(counts: np.ndarray, lengths: tuple[int, ...]) -> np.ndarray:
-    """Find the shortest of `lengths` that fits each number of tokens, or else the last.
-
-    >>> padded_lengths(np.array([0, 4, 5, 100]), (4, 8, 100))
-    array([  4,   4,   8, 100])
-    """
-    return np.array(lengths)[np.searchsorted(lengths, counts)]

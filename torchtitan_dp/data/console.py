@@ -1,13 +1,15 @@
 """Lines on stderr about private records: each is labelled, here and nowhere else.
 
-These lines depend on the records themselves, without noise. They are for the records' owner, who
-runs the program; no file that may be published contains any of them.
+They depend on the records themselves, without noise, and are for their owner, who runs the program;
+no file that may be published contains any of them.
 """
 
 import sys
 import time
+from collections.abc import Iterable
 
 FIRST_LINE_S = INTERVAL_S = 5.0
+MOST_NAMES, MOST_CHARACTERS = 20, 60  # that are listed, and of each name
 
 
 def say(text: str) -> None:
@@ -29,18 +31,17 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
+def listed(names: Iterable[str]) -> str:
+    """List names, in bounded space."""
+    several = list(dict.fromkeys(printable(name[:MOST_CHARACTERS]) for name in names))
+    more = ", …" if len(several) > MOST_NAMES else ""
+    return ", ".join(sorted(several[:MOST_NAMES])) + more
+
+
 class Progress:
-    """Progress of long work, reported on stderr every 5 seconds after the first 5.
+    """Progress of long work on private records, reported every 5 seconds after the first 5."""
 
-    Sizes are those of private records: its lines are labelled not private.
-    """
-
-    def __init__(self, what: str, total: int) -> None:
-        """
-        Args:
-            what: the work, for the log.
-            total: bytes, about.
-        """
+    def __init__(self, what: str, total: int) -> None:  # bytes, about
         self._what, self._total, self._done = what, total, 0
         self._begin = time.monotonic()
         self._next = self._begin + FIRST_LINE_S
@@ -49,20 +50,19 @@ class Progress:
     def add(self, size: int) -> None:
         """Count `size` more bytes as done."""
         self._done += size
-        now = time.monotonic()
-        if now >= self._next:
-            self._next, self._has_reported = now + INTERVAL_S, True
+        if time.monotonic() >= self._next:
+            self._next, self._has_reported = time.monotonic() + INTERVAL_S, True
             share = min(self._done / max(self._total, 1), 1.0)
-            left = (now - self._begin) * (1 - share) / max(share, 1e-9)
+            left = (time.monotonic() - self._begin) * (1 - share) / max(share, 1e-9)
             bar = "#" * int(20 * share)
-            self._tell(f"[{bar:.<20}] {share:.0%} of ", f", about {_duration(left)} left")
+            self._report(f"[{bar:.<20}] {share:.0%} of ", f", about {left / 60:,.1f} min left")
 
     def end(self) -> None:
         """Report the end, if progress was reported before."""
         if self._has_reported:
-            self._tell("all of ", f" in {_duration(time.monotonic() - self._begin)}")
+            self._report("all of ", f" in {(time.monotonic() - self._begin) / 60:,.1f} min")
 
-    def _tell(self, share: str, time_left: str) -> None:
+    def _report(self, share: str, time_left: str) -> None:
         rate = self._done / max(time.monotonic() - self._begin, 1e-9)
         say(f"{self._what}: {share}{amount(self._total)}, {amount(rate)}/s{time_left}")
 
@@ -75,14 +75,3 @@ def amount(size: float) -> str:
     """
     power = 3 if size < 1e6 else 6 if size < 1e9 else 9
     return f"{size / 10**power:,.1f} {'kMG'[power // 3 - 1]}B"
-
-
-def _duration(seconds: float) -> str:
-    """Write a time for people.
-
-    >>> _duration(42), _duration(600), _duration(7000)
-    ('42 s', '10 min', '1.9 h')
-    """
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -9,13 +9,14 @@ Guarantee:
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from torchtitan_dp.data.prepare import UNIT_FIELDS, Source, listed, prepared
+from torchtitan_dp.data.console import listed
+from torchtitan_dp.data.prepare import Source, prepared
 from torchtitan_dp.data.reading import Lack
 from torchtitan_dp.data.samples import Samples
 from torchtitan_dp.data.store import Store
@@ -48,11 +49,10 @@ class Records:
         number_is_secret: bool = False,
         in_groups: bool = False,
     ) -> "Records":
-        """Tokenize records unless that was done, and hold some units out.
+        """Tokenize records unless that was done, and hold some units out, by a hash of their names.
 
         Args:
             place: of the store, `data.store`.
-            heldout_fraction: the share of units to hold out, by a hash of their ids.
             needs_heldout: whether holding out no unit is an error, or a warning where
                 `number_is_secret`.
             number_is_secret: whether neighbouring data sets differ in their number of units, as
@@ -63,50 +63,39 @@ class Records:
             ValueError: one line, also if there is nothing to train on.
         """
         if not source.path:
-            raise ValueError(
-                "training.dataset_path is not set: give a file, a directory or a glob "
-                "('python-stdlib' to try)"
-            )
-        facts, unit_field = source.facts, source.unit_field
-        if number_is_secret and unit_field is None and facts.named_by_position:
+            remedy = "give a file, a directory or a glob ('python-stdlib' to try)"
+            raise ValueError(f"training.dataset_path is not set: {remedy}")
+        if number_is_secret and source.unit_field is None and source.facts.named_by_position:
             _refuse_names_by_position(source, heldout_fraction, in_groups)
         store = prepared(source, place)
-        records, units = len(store), store.units
-        unnamed = int(store.facts["unnamed"])
-        if unit_field is not None and unnamed == records:
-            raise ValueError(_no_unit(source, store))
-        train, heldout = split(units.hashes, heldout_fraction)
-        found = []
-        if unnamed:
-            lack = f"have no usable data.unit_field = {unit_field!r}"
-            if not facts.fields:
-                lack = "lie in no folder below training.dataset_path (data.unit_field = 'folder')"
-            found.append(
-                f"{unnamed} of {records} {facts.row}s {lack}: each is a unit of its own that "
-                "contributes nothing, and counts in the number of units, so that q and the delta "
-                f"check are against {len(train)} units"
+        lack = _require_units(source, store)
+        train, heldout = split(store.units.hashes, heldout_fraction)
+        warnings: tuple[str, ...] = ()
+        if store.facts["unnamed"]:
+            warnings = (
+                f"{lack}: each is a unit of its own that contributes nothing, and counts in the "
+                f"number of units, so that q and the delta check are against {len(train)} units",
             )
         if needs_heldout and len(heldout) == 0:
-            none = (
-                f"data.heldout_fraction = {heldout_fraction}: holds out none of "
-                f"{len(units)} {word(unit_field)}s, but validation.enable = true"
-            )
+            none = f"holds out none of {len(store.units)} {word(source.unit_field)}s"
+            setting = f"data.heldout_fraction = {heldout_fraction}"
+            none = f"{setting}: {none}, but validation.enable = true"
             if not number_is_secret:
                 raise ValueError(f"{none}; raise it")
             # A refusal would show whether a unit that is held out is there.
-            found.append(f"{none}, so held-out losses are nan; raise it")
-        fields = dict.fromkeys(("data.text_field", "data.prompt_field", "data.messages_field"))
+            warnings += (f"{none}, so held-out losses are nan; raise it",)
+        fields = "data.text_field", "data.prompt_field", "data.messages_field"
         settings: dict[str, object] = {
-            "data.unit_field": unit_field,
+            "data.unit_field": source.unit_field,
             "data.heldout_fraction": heldout_fraction,
-            **fields,
-            **{key: field for field, key in source.reading.keys.items()},
             "data.verify_records": "contents",
+            **dict.fromkeys(fields),
+            **{key: field for field, key in source.reading.keys.items()},
         }
-        named = hashlib.sha256(units.hashes.tobytes()).hexdigest()
+        named = hashlib.sha256(store.units.hashes.tobytes()).hexdigest()
         terms = source.format, store.contents, named, sorted(settings.items(), key=str)
         fingerprint = hashlib.sha256(repr(terms).encode()).hexdigest()
-        return cls(source, store, train, heldout, fingerprint, settings, tuple(found))
+        return cls(source, store, train, heldout, fingerprint, settings, warnings)
 
     @classmethod
     def of_number(cls, source: Source, count: int, heldout_fraction: float) -> "Records":
@@ -114,41 +103,39 @@ class Records:
         hashes = np.arange(count, dtype=np.uint64) * np.uint64((2**64 - 1) // max(count, 1))
         nothing, places = np.zeros(count, dtype=np.int64), np.arange(count + 1)
         units = Units(places[:-1], places, hashes)
-        facts = {"between": 0, "lacks": []}
-        store = Store("", nothing, nothing, nothing.astype(np.uint8), units, facts, -1)
+        store = Store("", nothing, nothing, nothing, units, {"lacks": []})
         return cls(source, store, *split(hashes, heldout_fraction), "", {}, ())
 
     def check_targets(self, samples: Samples) -> tuple[str, ...]:
-        """Refuse units none of which has a target; describe those without one, NOT PRIVATE.
-
-        Args:
-            samples: of these records, as training makes them.
-
-        Raises:
-            ValueError: one line; it names what the records have instead.
-        """
+        """Describe units whose samples have no target, NOT PRIVATE; refuse a data set of such units
+        alone, by ValueError in one line that names what its records have instead."""
         learned, name = samples.learned(self.train), word(self.source.unit_field)
-        reasons = self._reasons(self.train[~learned])
+        lacks = self._lacks(self.train[~learned])
         if not learned.any():
-            raise ValueError(_refusal(self, reasons, samples.seq_len))
+            raise ValueError(self._refusal(lacks, samples.seq_len))
         if learned.all():
             return ()
-        why = "; ".join(
-            f"{count:,} {lack.what}"
-            + (f" ({lack.setting}: {lack.they} {listed(names)})" if lack.they and names else "")
-            for lack, count, names, _ in reasons
-        )
+        why = "; ".join(lack.explain() for lack in lacks)
         return (
             f"{int((~learned).sum()):,} of {len(self.train):,} {name}s have no target and "
             f"contribute nothing{f' (records: {why})' if why else ''}",
         )
 
-    def figures(self, samples: Samples) -> dict[str, Any]:
-        """Count units and tokens, and what samples of several lengths hold of them. PRIVATE.
+    def _refusal(self, lacks: list[Lack], seq_len: int) -> str:
+        """Describe units without a target, in one line; name what the most frequent lack has."""
+        source, name = self.source, word(self.source.unit_field)
+        none = f"none of the {len(self.train):,} {name}s has a target to learn"
+        if not lacks:
+            return f"training.seq_len = {seq_len}: {none} within it; raise it, or take longer texts"
+        first, *others = lacks
+        also = "".join(f"; {one.number:,} {one.what} ({one.setting})" for one in others)
+        remedy = first.remedy or source.facts.explain(first.file, next(iter(source.reading.keys)))
+        named = f" (not private: {first.they} {listed(first.names)})" if first.they else ""
+        of = "" if name == "record" else "records "
+        return f"{first.setting}: {none}: {first.number:,} {of}{first.what}{also}; {remedy}{named}"
 
-        Args:
-            samples: of these records, as training makes them.
-        """
+    def figures(self, samples: Samples) -> dict[str, Any]:
+        """Count units and tokens, and what samples of several lengths have of them. PRIVATE."""
         units = self.store.units
         record_P = np.maximum(self.store.lengths()[units.members] - self.store.between, 0)
         tokens_N = _of_units(record_P, units)[self.train]
@@ -157,17 +144,17 @@ class Records:
         for power in range(-4, 5):
             length = max(int(samples.seq_len * 2.0**power), 1)
             heads_N = _of_units(np.minimum(record_P, length), units)[self.train]
-            whole_N = np.minimum(tokens_N, length)
-            sample_N = heads_N / records_N if samples.one_record else whole_N
-            reached_N = heads_N if samples.one_record else whole_N
-            row = {
-                "seq_len": length,
-                "longer_units": float((tokens_N > length).mean()),
-                "share_in_one_sample": float(sample_N.sum() / total),
-                "share_in_reach": 1.0 if samples.window else float(reached_N.sum() / total),
-                "tokens_per_sample": float(sample_N.mean()),
-            }
-            by_length.append(row)
+            reached_N = heads_N if samples.one_record else np.minimum(tokens_N, length)
+            sample_N = heads_N / records_N if samples.one_record else reached_N
+            by_length.append(
+                {
+                    "seq_len": length,
+                    "longer_units": float((tokens_N > length).mean()),
+                    "share_in_one_sample": float(sample_N.sum() / total),
+                    "share_in_reach": 1.0 if samples.window else float(reached_N.sum() / total),
+                    "tokens_per_sample": float(sample_N.mean()),
+                }
+            )
         return {
             "not_private": True,
             "records": len(self.store),
@@ -184,23 +171,19 @@ class Records:
 
     def undecodable(self) -> int:
         """Count the records to train on that cannot be decoded. PRIVATE."""
-        return sum(count for lack, count, *_ in self._reasons(self.train) if lack.is_undecodable)
+        return sum(lack.number for lack in self._lacks(self.train) if lack.is_undecodable)
 
-    def _reasons(self, units: np.ndarray) -> "list[tuple[Lack, int, list[str], str]]":
-        """List the reasons why records of these units have no ids, the most frequent first: with
-        their number, the names of what they have instead, and the file of one."""
+    def _lacks(self, units: np.ndarray) -> list[Lack]:
+        """List why records of these units have no ids, with their number, the most frequent first;
+        names are of all records."""
         starts, members = self.store.units.starts, self.store.units.members
-        chosen = np.zeros(len(members) + 1, dtype=np.int64)
-        np.add.at(chosen, starts[units], 1)
-        np.add.at(chosen, starts[units + 1], -1)
-        records = members[np.cumsum(chosen)[:-1] > 0]
-        counts = np.bincount(self.store.reasons[records], minlength=256)
-        found = []
-        for number, fact in enumerate(self.store.facts["lacks"], start=1):
-            lack = Lack(*(fact[name] for name in Lack._fields))
-            if counts[number]:
-                found.append((lack, int(counts[number]), fact["names"], fact["file"]))
-        return sorted(found, key=lambda one: -one[1])
+        is_chosen = np.zeros(len(starts) - 1, dtype=bool)
+        is_chosen[units] = True
+        records = members[np.repeat(is_chosen, np.diff(starts))]
+        counts = np.bincount(self.store.reasons[records], minlength=256).tolist()
+        found = zip(self.store.facts["lacks"], counts[1:], strict=False)
+        lacks = [Lack(**{**fact, "number": count}) for fact, count in found if count]
+        return sorted(lacks, key=lambda lack: -lack.number)
 
 
 def _of_units(values_P: np.ndarray, units: Units) -> np.ndarray:
@@ -234,62 +217,40 @@ def describe(figures: Mapping[str, Any], word: str) -> list[str]:
 
 
 def _refuse_names_by_position(source: Source, heldout_fraction: float, in_groups: bool) -> None:
-    """Refuse a format in which one more record would change which others are held out, or in which
-    group they are."""
-    one = f"with a public privacy.sample_rate, one {source.format} {source.facts.row} more"
-    which = f"would change which {source.facts.row}s"
+    """Refuse a format in which one more record would move others between sides or groups."""
+    row = source.facts.row
+    which = f"with a public privacy.sample_rate, one {source.format} {row} more would change which"
     if in_groups:
-        raise ValueError(
-            f"privacy.noise = 'banded': {one} {which} take turns together; set data.unit_field, or "
-            "remove privacy.sample_rate"
-        )
+        remedy = "set data.unit_field, or remove privacy.sample_rate"
+        raise ValueError(f"privacy.noise = 'banded': {which} {row}s take turns together; {remedy}")
     if heldout_fraction > 0:
         raise ValueError(
-            f"data.heldout_fraction = {heldout_fraction}: {one} {which} are held out; keep "
+            f"data.heldout_fraction = {heldout_fraction}: {which} {row}s are held out; keep "
             "held-out records in another file and set it to 0, or remove privacy.sample_rate"
         )
 
 
-def _no_unit(source: Source, store: Store) -> str:
-    """Describe a data set in which no record names its unit, in one line."""
-    facts = source.facts
-    none = f"data.unit_field = {source.unit_field!r}: none of the {len(store)} records has one"
+def _require_units(source: Source, store: Store) -> str:
+    """Describe records whose unit is not known, or refuse a data set of such records alone."""
+    facts, unnamed = source.facts, store.facts["unnamed"]
+    setting = f"data.unit_field = {source.unit_field!r}"
+    if unnamed < len(store):
+        lacks = f"lie in no folder below training.dataset_path ({setting})"
+        if facts.fields:
+            lacks = f"have no usable {setting}"
+        return f"{unnamed} of {len(store)} {facts.row}s {lacks}"
+    none = f"{setting}: none of the {len(store)} records has one"
     if not facts.fields:
-        return (
-            f"{none}: every file lies in no folder below training.dataset_path; give a path above "
-            "the units' folders"
-        )
-    lacks = store.facts["lacks"]
-    fields = [name for lack in lacks if lack["they"] == UNIT_FIELDS for name in lack["names"]]
-    if not fields:
-        return (
-            f"training.dataset_path: none of the {len(store)} {facts.row}s is a {facts.content}; "
-            f"{facts.explain(lacks[0]['file'], str(source.unit_field))}"
-        )
-    return (
-        f"{none}: name the {facts.fields} that holds the unit, a string or a whole number (not "
-        f"private: {UNIT_FIELDS} {listed(fields)})"
-    )
-
-
-def _refusal(
-    records: Records, reasons: Iterable[tuple[Lack, int, list[str], str]], seq_len: int
-) -> str:
-    """Describe units without a target, in one line."""
-    source, every = records.source, len(records.train)
-    name, reasons = word(source.unit_field), list(reasons)
-    if not reasons:
-        return (
-            f"training.seq_len = {seq_len}: none of the {every:,} {name}s has a target to learn "
-            "within it; raise it, or take longer texts"
-        )
-    (lack, count, names, file), *others = reasons
-    also = "".join(f"; {n:,} {other.what} ({other.setting})" for other, n, *_ in others)
-    field = next(iter(source.reading.keys))
-    remedy = lack.remedy or source.facts.explain(file, field)
-    named = f" (not private: {lack.they} {listed(names)})" if lack.they else ""
-    of = "" if name == "record" else "records "
-    return (
-        f"{lack.setting}: none of the {every:,} {name}s has a target to learn: {count:,} {of}"
-        f"{lack.what}{also}; {remedy}{named}"
+        why = "every file lies in no folder below training.dataset_path"
+        raise ValueError(f"{none}: {why}; give a path above the units' folders")
+    found = [Lack(**fact) for fact in store.facts["lacks"]]
+    for lack in found:
+        if lack.names:
+            raise ValueError(
+                f"{none}: name the {facts.fields} that holds the unit, a string or a whole number "
+                f"(not private: {lack.they} {listed(lack.names)})"
+            )
+    raise ValueError(
+        f"training.dataset_path: none of the {len(store)} {facts.row}s is a {facts.content}; "
+        f"{facts.explain(found[0].file, str(source.unit_field))}"
     )

@@ -12,6 +12,7 @@ Guarantee:
 import os
 import traceback
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -20,92 +21,63 @@ import torch.distributed as dist
 from torchtitan_dp.data.batching import Dealt, Draw, Microbatch, RecordLoader
 from torchtitan_dp.process import Fault
 
-NO_DRAW = 0
-"""The fingerprint where no step follows."""
+NO_DRAW = 0  # the fingerprint where no step follows
 
 
+@dataclass(eq=False)
 class Feed:
     """The microbatches of one rank, step after step."""
 
-    def __init__(self, loader: RecordLoader, ladder: tuple[int, ...], device: torch.device) -> None:
-        """
-        Args:
-            loader: this data-parallel rank's.
-            ladder: padded lengths of samples, rising.
-            device: the device of microbatches and of the process groups.
-        """
-        self.loader, self.device, self._ladder = loader, device, ladder
-        self._agreed: Draw | None = None
-        self._failure: OSError | None = None
+    loader: RecordLoader  # this data-parallel rank's
+    ladder: tuple[int, ...]  # padded lengths of samples, rising
+    device: torch.device  # of microbatches and of the process groups
+    _agreed: Draw | None = field(default=None, init=False)
+    _failure: OSError | None = field(default=None, init=False)
 
     def padding(self, length: int) -> Microbatch:
-        """Make a microbatch of padding, for a rehearsal: no record is read."""
-        return self._on_device(self._empty(length))
+        """Make a microbatch of padding, without reading a record."""
+        slots = np.full(self.loader.batch_size * self.loader.windows, -1)
+        return self._on_device(self.loader.microbatch(Dealt(length, slots)))
 
     def microbatches(self, draw: Draw, following: Draw | None = None) -> Iterator[Microbatch]:
-        """Yield this rank's share of a draw.
+        """Yield this rank's share of a draw: of the previous step's `following`, if there was one.
 
-        Args:
-            draw: this step's: the previous step's `following` object, if there was one.
-            following: the next step's, if there will be one.
-
-        Collective, on every rank alike, over the world: three numbers (`require_same_step`) before
-        the last microbatch is yielded, and before the first of a draw that was not a step's
-        `following`.
-
-        Raises:
-            Fault: on all ranks, instead of the first or last microbatch: they drew different units
-                for this step or the next, or one of them could not read a sample.
+        Collective, on every rank alike, over the world: three numbers (`require_same_step`, which
+        may raise Fault) before the last microbatch is yielded, and before the first of a draw that
+        was not a step's `following`.
         """
         if draw is not self._agreed:
             require_same_step(None, draw.fingerprint(), self.device)
-        every = self.loader.deal(draw, self._ladder)
-        for number, dealt in enumerate(every, start=1):
-            microbatch = self._on_device(self._made(dealt, draw.key))
-            if number == len(every):
-                self._agree(following)
-            yield microbatch
-        if not every:
-            self._agree(following)
-
-    def _agree(self, following: Draw | None) -> None:
+        every = self.loader.deal(draw, self.ladder)
+        for dealt in every[:-1]:
+            yield self._made(dealt, draw.key)
+        last = [self._made(dealt, draw.key) for dealt in every[-1:]]
         drawn = NO_DRAW if following is None else following.fingerprint()
         require_same_step(self._failure, drawn, self.device)
         self._agreed = following
+        yield from last
 
     def _made(self, dealt: Dealt, key: bytes) -> Microbatch:
         try:
-            return self.loader.microbatch(dealt, key)
+            return self._on_device(self.loader.microbatch(dealt, key))
         except OSError as error:
             self._failure = self._failure or error
-            return self._empty(dealt.length)
-
-    def _empty(self, length: int) -> Microbatch:
-        slots = np.full(self.loader.batch_size * self.loader.windows, -1)
-        return self.loader.microbatch(Dealt(length, slots))
+            return self.padding(dealt.length)
 
     def _on_device(self, microbatch: Microbatch) -> Microbatch:
         if self.device.type != "cuda":
             return microbatch
-        tokens_BT, labels_BT, valid_B, positions_B = microbatch
-        pinned = tokens_BT.pin_memory(), labels_BT.pin_memory(), valid_B.pin_memory()
-        return Microbatch(*pinned, positions_B).to(self.device)
+        tokens_BT, labels_BT, valid_B = (tensor.pin_memory() for tensor in microbatch[:3])
+        return Microbatch(tokens_BT, labels_BT, valid_B, microbatch.positions_B).to(self.device)
 
 
 def require_same_step(failure: BaseException | None, drawn: int, device: torch.device) -> None:
-    """Refuse the step on all ranks if one of them failed, or if they drew different units.
+    """Refuse the step on all ranks, by Fault, if one of them failed to read a sample, or if they
+    drew different units for the next one: `drawn` is its `Draw.fingerprint`, or `NO_DRAW`. SECRET:
+    neither in the message nor kept.
 
     Collective: an all-reduce of three int64 over the world, if there is a process group; read at
     once, since the sizes of the next collectives depend on the draw.
-
-    Args:
-        failure: why this rank could not read a sample; None if it read all of them.
-        drawn: `Draw.fingerprint` of the next draw, 0 to 2^62 - 1; `NO_DRAW` without one. SECRET:
-            neither in the message nor kept.
-        device: the process group's.
-
-    Raises:
-        Fault: on all ranks alike. The line of the rank that failed has the reason.
 
     Guarantee:
         If no rank raises, all hold the same draw (different ones pass with probability 2^-62), so
@@ -118,8 +90,10 @@ def require_same_step(failure: BaseException | None, drawn: int, device: torch.d
         dist.all_reduce(mine, op=dist.ReduceOp.MAX)
     failed, highest, negated_lowest = mine.tolist()
     if failure is not None:
-        # The exception's text may contain private data.
-        raise Fault(f"a sample could not be read (not private: {_described(failure)})") from failure
+        last = traceback.extract_tb(failure.__traceback__)[-1:]
+        where = "".join(f" ({os.path.basename(of.filename)}, line {of.lineno})" for of in last)
+        reason = f"{type(failure).__name__}: {failure}{where}"  # may contain private data
+        raise Fault(f"a sample could not be read (not private: {reason})") from failure
     if failed:
         raise Fault("a sample could not be read on another rank, whose own line says why")
     if highest != -negated_lowest:
@@ -128,10 +102,3 @@ def require_same_step(failure: BaseException | None, drawn: int, device: torch.d
             "differently (another CPU, libm or numpy), and the step was not taken: train on "
             "machines that are alike"
         )
-
-
-def _described(error: BaseException) -> str:
-    """Describe an exception and its place on one line."""
-    last = traceback.extract_tb(error.__traceback__)[-1:]
-    where = "".join(f" ({os.path.basename(frame.filename)}, line {frame.lineno})" for frame in last)
-    return f"{type(error).__name__}: {error}{where}"

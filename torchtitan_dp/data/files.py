@@ -5,28 +5,38 @@ import glob
 import hashlib
 import heapq
 import os
-import platform
 import struct
 import sysconfig
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+Fields = Mapping[str, object]  # of a row
+Columns = list[tuple[str, Any]]  # names and types, which all rows of a file have
+MOST_ROW_BYTES = 64 * 2**20  # that are read of a row, of each column, decoded
+MOST_ITEMS = 256  # that are read of a list: messages of a chat
 PYTHON_STDLIB = "python-stdlib"  # as a path: the source files of the running Python's library
 
 
 class Files(NamedTuple):
+    """Files below a root."""
+
     root: str
     names: list[str]  # below the root
     sizes: list[int]  # bytes
-    listing_hash: str  # of relative names and sizes
-    place_hash: str  # of absolute paths, sizes, times, and inodes, since times can be set
-    stamps: list[bytes]  # a hash of each file's size, times and inode
+    stamps: list[bytes]  # a hash of each file's size, times, and inode, since times can be set
 
-    def __len__(self) -> int:  # type: ignore[override]
-        return len(self.names)
+    @property
+    def paths(self) -> list[str]:
+        return [os.path.join(self.root, name) for name in self.names]
 
-    def path(self, index: int) -> str:
-        return os.path.join(self.root, self.names[index])
+
+def list_files(root: str, names: Iterable[str]) -> Files:
+    """List files as they are now."""
+    kept = list(names)
+    found = [os.stat(os.path.join(root, name)) for name in kept]
+    # By its real path: to point a link at the root elsewhere moves no open run to other files.
+    sizes = [status.st_size for status in found]
+    return Files(os.path.realpath(root), kept, sizes, list(map(_stamp, found)))
 
 
 def _stamp(status: os.stat_result) -> bytes:
@@ -35,38 +45,13 @@ def _stamp(status: os.stat_result) -> bytes:
     return hashlib.sha256(struct.pack("=qqqQQ", status.st_size, *times, *identity)).digest()
 
 
-def list_files(root: str, names: Iterable[str]) -> Files:
-    """List files with their sizes, and hashes that change whenever a file does.
-
-    The list is not saved for a later run: to check it takes the same walk.
-    """
-    # Two machines may share a cache, and each have an image with the same inodes and times.
-    listing, place = hashlib.sha256(), hashlib.sha256(platform.node().encode())
-    kept, sizes, stamps = list(names), [], []
-    for name in kept:
-        path = os.path.join(root, name)
-        status = os.stat(path)
-        listing.update(os.fsencode(name) + struct.pack("=xq", status.st_size))  # x: NUL ends a name
-        sizes.append(status.st_size)
-        stamps.append(_stamp(status))
-        place.update(os.fsencode(path) + b"\0" + stamps[-1])
-    hashes = listing.hexdigest(), place.hexdigest()
-    # By its real path: to point a link at the root elsewhere moves no open run to other files.
-    return Files(os.path.realpath(root), kept, sizes, *hashes, stamps)
-
-
 def locate(
     path: str, below: Sequence[str] = ("**",), *, has_stdlib: bool = True
 ) -> tuple[str, list[str]]:
     """Find the files that a path names: a root, and their sorted names below it.
 
-    Args:
-        path: a file, a folder, a glob, or `PYTHON_STDLIB`.
-        below: patterns of the files to take from a folder, components separated by "/".
-        has_stdlib: whether `PYTHON_STDLIB` stands for Python's sources; else it is a path.
-
-    Raises:
-        ValueError: one line, if there is no such place.
+    It is a file, a glob, a folder, of which files match a pattern `below` it, or `PYTHON_STDLIB`,
+    which may stand for Python's sources. Raises ValueError, one line, if there is no such place.
     """
     if has_stdlib and path == PYTHON_STDLIB:
         root = sysconfig.get_path("stdlib")
@@ -80,9 +65,8 @@ def locate(
     magic = next((i for i, part in enumerate(parts) if glob.has_magic(part)), None)
     root = "/".join(parts[:magic]) or "/"
     if magic is None or not os.path.isdir(root):
-        raise ValueError(
-            f"training.dataset_path = {path!r} does not exist: give a file, a folder or a glob"
-        )
+        remedy = "give a file, a folder or a glob"
+        raise ValueError(f"training.dataset_path = {path!r} does not exist: {remedy}")
     return root, _walk(root, ["/".join(parts[magic:])])
 
 
@@ -91,13 +75,10 @@ def _walk(root: str, patterns: Sequence[str], skipped: Sequence[str] = ()) -> li
 
     Folders and files are met by their own names first, then by links, the first of them: lest a
     link put a file into another unit.
-
-    Args:
-        patterns: of names, in components; a file matches one of them.
     """
     ways = [pattern.split("/") for pattern in patterns]
     waiting: list[tuple[bool, bytes]] = [(False, b"")]  # whether by a link, and the folder's name
-    entered: set[tuple[int, int]] = set()
+    entered: set[tuple[int, int]] = set()  # devices and inodes
     names: dict[tuple[int, int], tuple[bool, bytes]] = {}  # of each file, its best one
     while waiting:
         is_linked, folder = heapq.heappop(waiting)
@@ -106,12 +87,10 @@ def _walk(root: str, patterns: Sequence[str], skipped: Sequence[str] = ()) -> li
             continue
         entered.add(identity)
         for entry in os.scandir(place):
-            name = os.fsdecode(entry.name)
-            is_cache = name == "__pycache__" or name.endswith(".pyc")
-            if is_cache or name.startswith(".") or name in skipped:
+            name, below = os.fsdecode(entry.name), os.path.join(folder, entry.name)
+            if name.startswith(".") or name.endswith(".pyc") or name in ("__pycache__", *skipped):
                 continue
-            below, parts = os.path.join(folder, entry.name), os.fsdecode(folder).split("/")
-            parts = [*filter(None, parts), name]
+            parts = os.fsdecode(below).split("/")
             ranked = is_linked or entry.is_symlink(), below
             if os.path.isdir(entry.path):  # false for a link that leads nowhere
                 if any(_may_hold(parts, way) for way in ways):
@@ -127,16 +106,14 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 def _matches(parts: list[str], patterns: Sequence[str]) -> bool:
+    """Check whether the components of a name match those of a pattern."""
     if not patterns:
         return not parts
     if patterns[0] == "**":
         rest = patterns[1:]
         return not rest or any(_matches(parts[i:], rest) for i in range(len(parts) + 1))
-    return (
-        bool(parts)
-        and fnmatch.fnmatchcase(parts[0], patterns[0])
-        and _matches(parts[1:], patterns[1:])
-    )
+    is_first = bool(parts) and fnmatch.fnmatchcase(parts[0], patterns[0])
+    return is_first and _matches(parts[1:], patterns[1:])
 
 
 def _may_hold(parts: list[str], patterns: Sequence[str]) -> bool:

@@ -19,73 +19,67 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
+from types import ModuleType
 from typing import IO, Any
 
-from torchtitan_dp.data.tables import (
-    MOST_ROW_BYTES,
-    Fields,
-    arrow_rows,
-    check_arrow,
-    check_parquet,
-    parquet_rows,
-)
+from torchtitan_dp.data.files import MOST_ROW_BYTES, Columns, Fields
 from torchtitan_dp.data.tokenizer import text_of
 
 MOST_LINE_BYTES = 16 * 2**20  # JSON is parsed whole, in up to 30 times its size
 FOLDER = "folder"  # the unit field of records without fields
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
+Sign = tuple[bytes, str, str]
+"""First bytes of a file, what they show that it is, and a remedy."""
 
 
 @dataclass(frozen=True)
 class Format:
     """The facts of one value of `training.dataset`."""
 
-    rows: Callable[[str, Sequence[str]], Iterator[Fields | None]]
-    """Yields the rows of the file at a path, with the fields of these names, and maybe others."""
-
-    below: tuple[str, ...]
-    """Patterns of the files to take from a folder, components separated by "/"."""
-
-    row: str
-    """A word for the part of a file that is one record."""
-
-    found_in: str
-    """A phrase for what a path without records lacks."""
-
-    record: str
-    """A phrase for one record, for a release card."""
-
-    content: str
-    """A noun for what a record must be."""
-
-    explain: Callable[[str, str], str]
-    """Describes a file none of whose records are that, with a remedy, for an error: by its path and
-    the text's field."""
-
-    fields: str | None = None
-    """A phrase for a record's named fields, of which one is its text and another may name its unit;
-    None if a record has none. Then the only unit is the folder that a file lies in."""
-
-    check: Callable[[str, Mapping[str, str]], None] = lambda path, keys: None
-    """Refuses a file whose structure lacks fields, by ValueError; `keys` has the configuration's
-    key of each."""
-
+    rows: Callable[[str, Sequence[str]], Iterator[Fields | None]]  # of a path, with named fields
+    below: tuple[str, ...]  # patterns of the files to take from a folder, parts separated by "/"
+    row: str  # a part of a file that is one record
+    found_in: str  # what a path without records lacks
+    record: str  # one record, for a release card
+    content: str  # what a record must be
+    remedy: str  # for files none of whose records are that
+    signs: tuple[Sign, ...] = ()  # of other formats
+    fields: str | None = None  # a phrase for named fields; without any, only folders are units
+    columns: Callable[[str], Columns] | None = None  # of all rows; ValueError for a damaged file
     named_by_position: bool = True
-    """Whether a record's name is its number, so that one more record renames others. What depends
-    on names, such as being held out, then depends on other records."""
+    """Whether a record's name is its number, so that what depends on names, such as being held out,
+    depends on other records."""
+    has_lists: bool = True  # whether a field may be a list, as of messages
 
-    has_lists: bool = True
-    """Whether a field may be a list, as of messages."""
+    def check(self, path: str, keys: Mapping[str, str]) -> None:
+        """Refuse, by ValueError in one line, a file without a column that a key names."""
+        if self.columns is None:
+            return
+        columns = self.columns(path)
+        for field, key in keys.items():
+            setting = f"{key} = {field!r}: {path}"
+            kinds = [kind for name, kind in columns if name == field]
+            if not kinds:
+                names = ", ".join(name for name, _ in columns)
+                is_csv = [kind for _, kind in columns] == [None]
+                hint = "; its columns must be separated by commas" if is_csv else ""
+                raise ValueError(f"{setting} has no such column; its columns are {names}{hint}")
+            if (count := len(kinds)) > 1:
+                raise ValueError(f"{setting} has {count} such columns; write it again with one")
+            if kinds[0] is not None and (needed := _tables().misfit(kinds[0], key)):
+                raise ValueError(f"{setting} has it as {kinds[0]}; name a column of {needed}")
+
+    def explain(self, path: str, text_field: str) -> str:
+        """Describe a file none of whose records are readable, with a remedy."""
+        name = PurePath(path).name
+        terms = {"name": name, "path": path, "stem": name.partition(".")[0], "field": text_field}
+        return _recognized(path, self.signs) or self.remedy.format(**terms)
 
 
 def format_named(name: str) -> Format:
-    """Look a format up by its name.
-
-    Raises:
-        ValueError: one line, if it is not known.
-    """
+    """Look a format up; raise ValueError, one line, if it is not known."""
     if name not in FORMATS:
-        known = ", ".join(f"'{known}'" for known in FORMATS)
+        known = ", ".join(map(repr, FORMATS))
         raise ValueError(f"training.dataset = {name!r} is not a known format: use one of {known}")
     return FORMATS[name]
 
@@ -131,10 +125,7 @@ def csv_rows(path: str, fields: Sequence[str]) -> Iterator[Fields | None]:
     """Yield the rows behind the first, which names the columns; all values are texts.
 
     A row with another number of values than there are columns is None; a value that is not UTF-8
-    is a text that cannot be encoded (`tokenizer.text_of`).
-
-    Raises:
-        ValueError: one line, if quotes do not close.
+    is a text that cannot be encoded (`text_of`). Raises ValueError if quotes do not close.
     """
     csv.field_size_limit(sys.maxsize)
     size = 0  # of the row that is being read
@@ -155,27 +146,21 @@ def csv_rows(path: str, fields: Sequence[str]) -> Iterator[Fields | None]:
                 yield dict(zip(names, values, strict=True)) if fits else None
                 size = 0
         except csv.Error as error:
-            raise ValueError(
-                f"training.dataset_path: {path}, line {rows.line_num} (not private): {error}; "
-                "write it again, with each text in quotes and quotes in it doubled"
-            ) from None
+            place = f"training.dataset_path: {path}, line {rows.line_num} (not private)"
+            remedy = "write it again, with each text in quotes and quotes in it doubled"
+            raise ValueError(f"{place}: {error}; {remedy}") from None
 
 
-def _check_csv(path: str, keys: Mapping[str, str]) -> None:
+def csv_columns(path: str) -> Columns:
+    """List the columns of a CSV file, which have no types; raise ValueError if it is none."""
     with _csv_text(path) as file:
         try:
             names = next(csv.reader(file, strict=True), [])
         except csv.Error as error:
             raise ValueError(f"training.dataset_path: {path} is no CSV file ({error})") from None
-    if "\0" in "".join(names) and (found := _foreign(path, ".csv")) is not None:
+    if "\0" in "".join(names) and (found := _recognized(path, _SIGNS)):
         raise ValueError(f"training.dataset_path: {found}")
-    for field, key in keys.items():
-        if (count := names.count(field)) != 1:
-            many = "no such column" if count == 0 else f"{count} such columns"
-            hint = "; its columns must be separated by commas" if len(names) == 1 else ""
-            raise ValueError(
-                f"{key} = {field!r}: {path} has {many}; its columns are {', '.join(names)}{hint}"
-            )
+    return [(name, None) for name in names]
 
 
 def _csv_text(path: str) -> IO[str]:
@@ -187,95 +172,57 @@ def _opened(path: str) -> IO[bytes]:
     codec = _CODECS.get(os.path.splitext(path)[1])
     if codec is None:
         return open(path, "rb", buffering=2**20)
-    import pyarrow as pa
-
-    raw: Any = pa.input_stream(path, compression=codec)
+    raw: Any = _tables().pa.input_stream(path, compression=codec)
     return io.BufferedReader(raw, buffer_size=2**20)
 
 
-# First bytes, the format that they show, and a remedy.
-_FOREIGN = (
-    (b"PAR1", "Parquet", "set training.dataset = 'parquet'"),
-    (b"ARROW1", "Arrow", "set training.dataset = 'arrow'"),
-    (b"\x1f\x8b", "gzip", "unpack it, or name it {stem}{ending}.gz for 'jsonl'"),
-    (b"\x28\xb5\x2f\xfd", "zstd", "unpack it, or name it {stem}{ending}.zst for 'jsonl'"),
-    (b"%PDF", "PDF", "extract its text: pdftotext '{name}' '{stem}.txt'"),
-    (b"PK\x03\x04", "a zip archive or an Office document", "extract its text"),
-    (b"\xd0\xcf\x11\xe0", "an old Office document", "extract its text"),
-    *(
-        (
-            mark,
-            "UTF-16",
-            f"convert it: iconv -f {codec} -t UTF-8 '{{name}}' > '{{stem}}_utf8{{ending}}'",
-        )
-        for mark, codec in (
-            (b"\xff\xfe", "UTF-16"),
-            (b"\xfe\xff", "UTF-16"),
-            (b"{\0", "UTF-16LE"),
-            (b"\0{", "UTF-16BE"),
-        )
-    ),
-)
-
-
-def _foreign(path: str, ending: str) -> str | None:
-    """Recognize a file of another format by its first bytes, and describe it with a remedy.
-
-    Args:
-        ending: of the name of a converted file.
-    """
+def _recognized(path: str, signs: Iterable[Sign]) -> str:
+    """Describe a file of another format by its first bytes, with a remedy; "" if it is none."""
     name = PurePath(path).name
+    stem, dot, ending = name.partition(".")
     try:
         with _opened(path) as file:
-            head = file.read(6)
+            head = file.read(2**16).lstrip()
     except OSError as error:
         return f"{name!r} cannot be read ({error.strerror or error})"
-    for magic, format, remedy in _FOREIGN:
-        if head.startswith(magic):
-            terms = {"name": name, "stem": name.partition(".")[0], "ending": ending}
-            return f"{name!r} is {format}; {remedy.format(**terms)}"
-    return None
+    for mark, found, remedy in signs:
+        if head.startswith(mark):
+            return f"{name!r} {found}; {remedy.format(name=name, stem=stem, ending=dot + ending)}"
+    return ""
 
 
-def _explain_text(path: str, text_field: str) -> str:
-    return _foreign(path, ".txt") or (
-        "convert them (iconv -f LATIN1 -t UTF-8, if they are Latin-1), or name text files by a glob"
-    )
+def _tables() -> ModuleType:
+    from torchtitan_dp.data import tables  # pyarrow takes half a second of a start
+
+    return tables
 
 
-def _explain_jsonl(path: str, text_field: str) -> str:
-    if (found := _foreign(path, ".jsonl")) is not None:
-        return found
-    name = PurePath(path).name
-    stem = name.partition(".")[0]
-    with _opened(path) as file:
-        first = next(filter(None, map(bytes.strip, iter(lambda: file.readline(2**16), b""))), b"")
-    if first.startswith(b"["):
-        return (
-            f'{name!r} is one JSON array; convert it: python -c "import pandas as pd; '
-            f"pd.read_json('{name}').to_json('{stem}_lines.jsonl', orient='records', lines=True, "
-            'force_ascii=False)"'
-        )
-    if first.startswith(b"{"):
-        return (
-            f"an object of {name!r} goes on over several lines; write one a line: jq -c . '{name}' "
-            f"> '{stem}_lines.jsonl'"
-        )
-    return f"'jsonl' needs one a line, {{\"{text_field}\": …}}"
-
-
-def _write_again(path: str, text_field: str) -> str:
-    return f"write {path!r} again"
-
-
-_TABLE: dict[str, Any] = {
-    "row": "row",
-    "fields": "column",
-    "content": "readable row",
-    "explain": _write_again,
+_ICONV = "convert it: iconv -f {} -t UTF-8 '{{name}}' > '{{stem}}_utf8{{ending}}'"
+_SIGNS: tuple[Sign, ...] = (
+    (b"PAR1", "is Parquet", "set training.dataset = 'parquet'"),
+    (b"ARROW1", "is Arrow", "set training.dataset = 'arrow'"),
+    (b"\x1f\x8b", "is gzip", "unpack it, or name it {name}.gz for 'jsonl'"),
+    (b"\x28\xb5\x2f\xfd", "is zstd", "unpack it, or name it {name}.zst for 'jsonl'"),
+    (b"%PDF", "is PDF", "extract its text: pdftotext '{name}' '{stem}.txt'"),
+    (b"PK\x03\x04", "is a zip archive or an Office document", "extract its text"),
+    (b"\xd0\xcf\x11\xe0", "is an old Office document", "extract its text"),
+    (b"\xff\xfe", "is UTF-16", _ICONV.format("UTF-16")),
+    (b"\xfe\xff", "is UTF-16", _ICONV.format("UTF-16")),
+    (b"{\0", "is UTF-16", _ICONV.format("UTF-16LE")),
+    (b"\0{", "is UTF-16", _ICONV.format("UTF-16BE")),
+)
+_LINES = (
+    "convert it: python -c \"import pandas as pd; pd.read_json('{name}').to_json("
+    "'{stem}_lines.jsonl', orient='records', lines=True, force_ascii=False)\""
+)
+_ON_LINES = "write one a line: jq -c . '{name}' > '{stem}_lines.jsonl'"
+_TABLE: dict[str, Any] = {"row": "row", "fields": "column", "content": "readable row"}
+_TABLE |= {"remedy": "write '{path}' again"}
+_ARROW: dict[str, Any] = {
+    **_TABLE,
+    "rows": lambda path, columns: _tables().arrow_rows(path, columns),
+    "columns": lambda path: _tables().columns(path, "Arrow"),
 }
-
-_ARROW: dict[str, Any] = {**_TABLE, "rows": arrow_rows, "check": check_arrow}
 
 FORMATS: dict[str, Format] = {
     "text": Format(
@@ -285,7 +232,9 @@ FORMATS: dict[str, Format] = {
         found_in="file",
         record="one file",
         content="UTF-8 text",
-        explain=_explain_text,
+        signs=_SIGNS,
+        remedy="convert them (iconv -f LATIN1 -t UTF-8, if they are Latin-1), or name text files "
+        "by a glob",
         named_by_position=False,
         has_lists=False,
     ),
@@ -297,11 +246,16 @@ FORMATS: dict[str, Format] = {
         record="one line of a JSON Lines file",
         fields="JSON field",
         content="JSON object",
-        explain=_explain_jsonl,
+        signs=(
+            *_SIGNS,
+            (b"[", "is one JSON array", _LINES),
+            (b"{", "has an object that goes on over several lines", _ON_LINES),
+        ),
+        remedy="'jsonl' needs one a line, {{\"{field}\": …}}",
     ),
     "csv": Format(
         rows=csv_rows,
-        check=_check_csv,
+        columns=csv_columns,
         below=("**/*.csv",),
         found_in="row behind the names of columns in a *.csv file",
         record="one row of a CSV file",
@@ -309,8 +263,8 @@ FORMATS: dict[str, Format] = {
         **_TABLE,
     ),
     "parquet": Format(
-        rows=parquet_rows,
-        check=check_parquet,
+        rows=lambda path, columns: _tables().parquet_rows(path, columns),
+        columns=lambda path: _tables().columns(path, "Parquet"),
         below=("**/*.parquet",),
         found_in="row in a *.parquet file",
         record="one row of a Parquet file",

@@ -1,7 +1,6 @@
 """One pass over the files of a data set: each record is tokenized once, into a store.
 
-Texts are tokenized in batches by the tokenizer's own threads, while this one reads and parses the
-next batch; another hashes the files' contents.
+The tokenizer's own threads work on a batch while this one hashes files and parses the next batch.
 
 Guarantee:
     A record's ids, its unit, and the reason why it has none are a function of that record, its
@@ -12,11 +11,12 @@ Guarantee:
 
 import contextlib
 import errno
+import itertools
 import json
 import os
-import threading
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import IO, Any, NamedTuple, TypeVar
@@ -24,30 +24,21 @@ from typing import IO, Any, NamedTuple, TypeVar
 import numpy as np
 
 from torchtitan_dp.data import store as stores
-from torchtitan_dp.data.console import Progress, amount, printable, say
+from torchtitan_dp.data.chat_template import Piece
+from torchtitan_dp.data.console import MOST_CHARACTERS, MOST_NAMES, Progress, amount, say
 from torchtitan_dp.data.files import Files, list_files, locate
 from torchtitan_dp.data.formats import FOLDER, Format, format_named, unit_name
-from torchtitan_dp.data.reading import MOST_PART, Assembler, Lack, Nothing, Reading, split
+from torchtitan_dp.data.reading import MOST_PART, THEIR_FIELDS, Assembler, Lack, Reading, split
 from torchtitan_dp.data.store import Store
 from torchtitan_dp.data.tokenizer import Tokenizer
-from torchtitan_dp.data.units import (
-    HASH_BYTES,
-    folder_of,
-    group,
-    record_hash,
-    singles,
-    unit_hash,
-)
+from torchtitan_dp.data.units import folder_of, group, record_hash, singles, unit_hash
 
-_BATCH_CHARACTERS, _BATCH_TEXTS = 2**23, 2**14
-# Characters of one call: the tokenizer takes some 100 bytes a token, and a part goes to one core.
-_AT_ONCE = MOST_PART * min(max(os.cpu_count() or 1, 8), 32)
+# Of one call: the tokenizer takes some 100 bytes a token, and a part goes to one core.
+_BATCH_CHARACTERS, _BATCH_TEXTS = MOST_PART * min(max(os.cpu_count() or 1, 8), 32), 2**14
+_UNPACKED = {".gz": 4, ".zst": 4, ".parquet": 2}  # bytes of rows to a byte of a file, about
+NO_TEXT = (Piece("", False),)  # counts as a text, lest too many rows without one wait
 T = TypeVar("T")
-
-UNIT_FIELDS = "their fields are"
-MOST_NAMES, MOST_CHARACTERS = 20, 60
-"""Names of fields, roles or types that are kept of a lack, the first that are met, and characters
-of each."""
+Encoded = list[np.ndarray | None]
 
 
 @dataclass(frozen=True)
@@ -61,41 +52,56 @@ class Source:
     unit_field: str | None = None
 
     @property
-    def keys(self) -> dict[str, str]:
-        """The configuration's key of each field that is read."""
-        has_field = self.unit_field is not None and self.facts.fields
-        unit = {str(self.unit_field): "data.unit_field"} if has_field else {}
-        return {**self.reading.keys, **unit}
+    def facts(self) -> Format:
+        return format_named(self.format)
 
     @property
-    def facts(self) -> Format:
-        """The facts of the format."""
-        return format_named(self.format)
+    def keys(self) -> dict[str, str]:
+        """The configuration's key of each field that is read."""
+        unit = {self.unit_field: "data.unit_field"} if self.unit_field and self.facts.fields else {}
+        return {**self.reading.keys, **unit}
 
     @property
     def terms(self) -> dict[str, object]:
         """What ids and units depend on besides the files."""
-        return {
-            "format": self.format,
-            "fields": self.reading.keys,
-            "unit_field": self.unit_field,
-            "tokenizer": self.tokenizer.identity,
-            "template": self.reading.identity,
-        }
+        template = self.reading.template.identity if self.reading.template else ""
+        read = {"format": self.format, "fields": self.reading.keys, "unit_field": self.unit_field}
+        return {**read, "tokenizer": self.tokenizer.identity, "template": template}
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The integers that hold the ids and their complements."""
+        return np.dtype("<i2" if self.tokenizer.get_vocab_size() <= 2**15 else "<i4")
+
+    def check(self) -> None:
+        """Refuse, by ValueError in one line, fields that the format has not."""
+        named, lists, none = self.facts.fields, self.facts.has_lists, f"{self.format} files have no"
+        for name, key in [*self.reading.keys.items(), (self.unit_field, "data.unit_field")]:
+            if named and name == "":
+                mistake = f"name the {named}"
+            elif named and key == "data.messages_field" and not lists:
+                mistake = f"{none} fields with lists; use training.dataset = 'jsonl' or 'parquet'"
+            elif not named and key == "data.unit_field" and name not in (None, FOLDER):
+                mistake = (
+                    f"{none} fields; use '{FOLDER}' (the first folder below training.dataset_path),"
+                    " or remove it: one file, one unit"
+                )
+            elif not named and key in ("data.prompt_field", "data.messages_field"):
+                mistake = f"{none} fields; use training.dataset = 'jsonl', or remove it"
+            else:
+                continue
+            raise ValueError(f"{key} = {name!r}: {mistake}")
 
 
 def prepared(source: Source, place: str | None = None) -> Store:
-    """Open the store of a source, after it was written unless there is one that fits.
-
-    Args:
-        place: `data.store`.
+    """Open the store of a source in `data.store`, written unless there is one that fits.
 
     Raises:
         ValueError: one line; an unknown format, a field that the format has not, a path that is
-            missing or holds no record, files that cannot be read or change meanwhile, a place that
+            missing or without records, files that cannot be read or change meanwhile, a place that
             cannot be written or has too little room.
     """
-    _check(source)
+    source.check()
     folder = stores.private_folder(place)
     try:
         facts = source.facts
@@ -103,53 +109,27 @@ def prepared(source: Source, place: str | None = None) -> Store:
         if not files.names:
             raise _no_record(source)
         target = os.path.join(folder, stores.key_of(files, source.terms))
-        store = stores.load(target)
-        if store is not None and stores.is_seen(store, files):
+        if (store := stores.seen(target, files)) is not None:
             return store
         can_write = os.access(folder, os.W_OK)  # or else a store may serve that is there
         with stores.alone(target) if can_write else contextlib.nullcontext():
             if (store := _kept(target, files, source)) is None:
                 if not can_write:
                     raise OSError(errno.EROFS, os.strerror(errno.EROFS), folder)
-                for index in range(len(files)):  # those of a store that is there were checked
-                    facts.check(files.path(index), source.keys)
+                for path in files.paths:  # those of a store that is there were checked
+                    facts.check(path, source.keys)
                 _require_room(folder, files, source)
-                stores.write(target, lambda place: _write(place, files, source))
+                stores.write(target, lambda place: _make(place, files, source))
                 store = stores.load(target)
                 assert store is not None, "a store that was just written is whole"
             stores.mark_seen(store, files)
             return store
     except OSError as error:
+        cannot = f"its records cannot be read, or their tokens not be written to {folder!r}"
         raise ValueError(
-            f"training.dataset_path = {source.path!r}: its records cannot be read, or their tokens "
-            f"not be written to {folder!r} ({error}): check permissions and the space left, or set "
-            "data.store"
+            f"training.dataset_path = {source.path!r}: {cannot} ({error}): check permissions and "
+            "the space left, or set data.store"
         ) from error
-
-
-def _check(source: Source) -> None:
-    facts, unit_field = source.facts, source.unit_field
-    if unit_field == "":
-        raise ValueError(f"data.unit_field = '': name the {facts.fields} of the unit, or remove it")
-    if not facts.fields and unit_field not in (None, FOLDER):
-        raise ValueError(
-            f"data.unit_field = {unit_field!r}: {source.format} files have no fields; use "
-            f"'{FOLDER}' (the first folder below training.dataset_path), or remove it: one file, "
-            "one unit"
-        )
-    for name, key in source.reading.keys.items():
-        if facts.fields and not name:
-            raise ValueError(f"{key} = {name!r}: name the {facts.fields} with the text")
-        if not facts.fields and key != "data.text_field":
-            raise ValueError(
-                f"{key} = {name!r}: {source.format} files have no fields; use training.dataset = "
-                "'jsonl', or remove it"
-            )
-        if key == "data.messages_field" and not facts.has_lists:
-            raise ValueError(
-                f"{key} = {name!r}: a field of {source.format} files is a text, and no list; use "
-                "training.dataset = 'jsonl' or 'parquet'"
-            )
 
 
 def _no_record(source: Source) -> ValueError:
@@ -161,50 +141,59 @@ def _no_record(source: Source) -> ValueError:
 
 def _kept(target: str, files: Files, source: Source) -> Store | None:
     """Return a store that is there, if it is whole and of these files; else None."""
-    store = stores.load(target)
-    if store is not None and stores.is_seen(store, files):
+    if (store := stores.seen(target, files)) is not None:  # of a process that was waited for
         return store
-    terms = json.loads(json.dumps(source.terms))
+    store, terms = stores.load(target), json.loads(json.dumps(source.terms))
     if store is None or store.facts["terms"] != terms or not stores.is_intact(store):
         if os.path.exists(target):
             say(f"the tokens in {target} are damaged, and are prepared again")
         return None
-    if stores.contents_hash(files, skip_unreadable=not source.facts.fields) != store.contents:
+    skip = not source.facts.fields
+    hashes = [stores.file_hash(path, skip_unreadable=skip) for path in files.paths]
+    if stores.contents_hash(hashes) != store.contents:
         say(f"files of {source.path} changed since their tokens were prepared in {target}")
         return None
     return store
 
 
-def _dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
-    """Return the integers that hold the ids and their complements."""
-    return np.dtype("<i2" if tokenizer.get_vocab_size() <= 2**15 else "<i4")
-
-
 def _require_room(folder: str, files: Files, source: Source) -> None:
-    """Say what will be written, and refuse a disk that is certain to be too small for it, and a
-    place whose files are records."""
+    """Announce what will be written; refuse a disk that is too small, and a place of records."""
     below = os.path.relpath(os.path.realpath(folder), files.root).split(os.sep)
     is_hidden = any(part.startswith(".") for part in below)  # as "..": outside
-    is_file = os.path.isfile(os.path.expanduser(source.path))
-    if not (source.facts.fields or is_hidden or is_file):
-        raise ValueError(
-            f"data.store: {folder!r} lies within training.dataset_path = {source.path!r}, whose "
-            "files are records; name a folder elsewhere"
-        )
-    bytes_of_token = 1 if source.tokenizer.identity == "bytes" else 4
-    size = _rows_bytes(files) * _dtype(source.tokenizer).itemsize // bytes_of_token
-    disk = os.statvfs(folder)
+    if not (source.facts.fields or is_hidden or os.path.isfile(os.path.expanduser(source.path))):
+        lies = f"{folder!r} lies within training.dataset_path = {source.path!r}"
+        raise ValueError(f"data.store: {lies}, whose files are records; name a folder elsewhere")
+    bytes_of_token, disk = 1 if source.tokenizer.identity == "bytes" else 4, os.statvfs(folder)
+    size = _rows_bytes(files) * source.dtype.itemsize // bytes_of_token
     free = disk.f_bavail * disk.f_frsize
+    needed = f"{amount(size)} and {stores.RECORD_BYTES} bytes a record"
     say(
-        f"tokenizing {amount(sum(files.sizes))} of {source.path} into {folder}: about "
-        f"{amount(size)} that only you can read, of {amount(free)} free"
+        f"tokenizing {amount(sum(files.sizes))} of {source.path} into {folder}: about {needed} "
+        f"that only you can read, of {amount(free)} free"
     )
     if size / 4 > free:  # JSON, and columns that are not read, may be most of the files
         raise ValueError(
-            f"data.store: {folder!r} has {amount(free)} free, and the tokens of "
-            f"training.dataset_path = {source.path!r} take about {amount(size)}: free some, or set "
-            "data.store to a folder on another disk"
+            f"data.store: {folder!r} has {amount(free)} free, and the tokens take about {needed}: "
+            "free some, or set data.store to a folder on another disk"
         )
+
+
+def _rows_bytes(files: Files) -> int:
+    """Estimate the bytes of all rows."""
+    unpacked = [_UNPACKED.get(os.path.splitext(name)[1], 1) for name in files.names]
+    return sum(size * times for size, times in zip(files.sizes, unpacked, strict=True))
+
+
+def _make(folder: str, files: Files, source: Source) -> tuple[bytes, dict[str, Any]]:
+    """Write the tokens of all records, and return the arrays and facts of their store."""
+    with open(os.path.join(folder, stores.TOKENS), "xb", opener=stores.private) as output:
+        made = _tokenize(output, files, source)
+    now = list_files(files.root, files.names).stamps
+    for path, before, after in zip(files.paths, files.stamps, now, strict=True):
+        if before != after:
+            changed = f"training.dataset_path: {path!r} changed while it was read"
+            raise ValueError(f"{changed}: start again when nobody writes to it")
+    return made
 
 
 class _Row(NamedTuple):
@@ -212,201 +201,122 @@ class _Row(NamedTuple):
 
     path: str
     unit: bytes  # hash
-    texts: list[tuple[str, bool]] | Nothing  # and whether they are targets
+    has_unit: bool  # or else it is one by itself that contributes nothing
+    pieces: Sequence[Piece] = NO_TEXT
+    lack: Lack | None = None  # why it has no text
 
 
-def _write(
-    folder: str, files: Files, source: Source
-) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Write the tokens of all records, and return the arrays and facts of their store."""
-    ended, skip = threading.Event(), not source.facts.fields
-    with ThreadPoolExecutor(1, thread_name_prefix="contents") as pool:
-        contents = pool.submit(stores.contents_hash, files, skip_unreadable=skip, ended=ended)
-        try:
-            with open(os.path.join(folder, stores.TOKENS), "xb", opener=stores.private) as output:
-                arrays, facts = _tokenize(output, files, source)
-            hashed = contents.result()
-        finally:
-            ended.set()
-    now = list_files(files.root, files.names).stamps
-    for name, before, after in zip(files.names, files.stamps, now, strict=True):
-        if before != after:
-            raise ValueError(
-                f"training.dataset_path: {os.path.join(files.root, name)!r} changed while it was "
-                "read: start again when nobody writes to it"
-            )
-    return arrays, {
-        "terms": source.terms,
-        "path": source.path,
-        "files": len(files),
-        "bytes": sum(files.sizes),
-        "records": len(arrays["ends"]),
-        "dtype": _dtype(source.tokenizer).str,
-        "contents": hashed,
-        **facts,
-    }
-
-
-def _tokenize(
-    output: IO[bytes], files: Files, source: Source
-) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Tokenize all records, in batches of which one is read while another is tokenized.
-
-    Returns:
-        the arrays of the store, and facts: reasons why records have nothing to learn, say.
-    """
-    put = Assembler(source.tokenizer, source.reading, _dtype(source.tokenizer))
-    ends, firsts, reasons, units = array("q", [0]), array("q"), bytearray(), bytearray()
-    lacks: dict[Lack, dict[str, Any]] = {}
-
-    def reason(nothing: Nothing, path: str) -> int:
-        known = lacks.setdefault(nothing.lack, {"count": 0, "names": [], "file": path})
-        known["count"] += 1
-        for name in (str(name)[:MOST_CHARACTERS] for name in nothing.names):
-            if len(known["names"]) <= MOST_NAMES and name not in known["names"]:
-                known["names"].append(name)
-        return min(list(lacks).index(nothing.lack) + 1, 255)
-
-    def take(row: _Row, encoded: Iterator[np.ndarray | None]) -> np.ndarray:
-        found: tuple[np.ndarray, int] | Nothing
-        if isinstance(row.texts, Nothing):
-            found = row.texts
-        else:
-            found = put.record([(next(encoded), is_target) for _, is_target in row.texts])
-        ids, first = (put.between[:0], 0) if isinstance(found, Nothing) else found
-        reasons.append(reason(found, row.path) if isinstance(found, Nothing) else 0)
+def _tokenize(output: IO[bytes], files: Files, source: Source) -> tuple[bytes, dict[str, Any]]:
+    """Tokenize all records, and return the arrays and facts of their store."""
+    put = Assembler(source.tokenizer, source.reading)
+    ends, firsts, reasons, hashes = array("q", [0]), array("q"), bytearray(), bytearray()
+    lacks: dict[Lack, Lack] = {}  # by what does not differ between their records
+    contents: list[str] = []
+    unnamed = 0
+    for row, encoded in _encoded(_rows(files, source, contents), source.tokenizer):
+        found = row.lack or put.record(row.pieces, encoded)
+        ids, first = (put.between[:0], 0) if isinstance(found, Lack) else found
+        output.write(ids.astype(source.dtype).data)
+        reasons.append(_count(lacks, found, row.path) if isinstance(found, Lack) else 0)
         firsts.append(first)
         ends.append(ends[-1] + len(ids))
-        units.extend(row.unit)
-        return ids
-
-    def write(rows: list[_Row], encoded: list[np.ndarray | None]) -> None:
-        parts = iter(encoded)
-        output.writelines(take(row, parts).data for row in rows)
-
-    with ThreadPoolExecutor(1, thread_name_prefix="tokens") as pool:
-        before: tuple[list[_Row], Future[list[np.ndarray | None]]] | None = None
-        for rows in _batched(_rows(files, source)):
-            texts = [row.texts for row in rows if not isinstance(row.texts, Nothing)]
-            parts = [text for pieces in texts for text, _ in pieces]
-            ahead = rows, pool.submit(_encoded, source.tokenizer, parts)
-            if before is not None:
-                write(before[0], before[1].result())
-            before = ahead
-        if before is not None:
-            write(before[0], before[1].result())
+        hashes.extend(row.unit)
+        unnamed += not row.has_unit
     if not reasons:
         raise _no_record(source)
-    hashes_R2 = np.frombuffer(units, dtype="<u8").reshape(-1, HASH_BYTES // 8)
-    found = (singles if source.unit_field is None else group)(hashes_R2)
-    arrays: dict[str, np.ndarray] = {
-        "ends": np.frombuffer(ends, dtype=np.int64)[1:],
-        "firsts": np.frombuffer(firsts, dtype=np.int64),
-        "reasons": np.frombuffer(reasons, dtype=np.uint8),
-        "members": found.members,
-        "starts": found.starts,
-        "hashes": found.hashes,
+    hashes_R2 = np.frombuffer(hashes, dtype="<u8").reshape(len(reasons), -1)
+    units = (singles if source.unit_field is None else group)(hashes_R2)
+    columns = np.array(ends)[1:], np.array(firsts), np.array(reasons)
+    return stores.pack(*columns, units), {
+        "terms": source.terms,
+        "path": source.path,
+        "records": len(reasons),
+        "units": len(units),
+        "unnamed": unnamed,
+        "dtype": source.dtype.str,
+        "between": len(put.between),
+        "contents": stores.contents_hash(contents),
+        "lacks": [lack._asdict() for lack in lacks.values()],
     }
-    unnamed = sum(known["count"] for lack, known in lacks.items() if lack.is_unnamed)
-    facts = [{**lack._asdict(), **known} for lack, known in lacks.items()]
-    return arrays, {"between": len(put.between), "unnamed": unnamed, "lacks": facts}
 
 
-def _encoded(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray | None]:
-    """Tokenize texts, not too many at once for the tokenizer's memory: ids as they are stored."""
-    found: list[np.ndarray | None] = []
-    ends = np.cumsum([len(text) for text in texts])
-    while len(found) < len(texts):
-        begun = int(ends[len(found) - 1]) if found else 0
-        stop = int(np.searchsorted(ends, begun + _AT_ONCE, side="right"))
-        for ids in tokenizer.encode_each(texts[len(found) : max(stop, len(found) + 1)]):
-            found.append(None if ids is None else ids.astype(_dtype(tokenizer)))
-    return found
+def _count(lacks: dict[Lack, Lack], lack: Lack, path: str) -> int:
+    """Count a record that has nothing to learn, and return the number of the reason."""
+    kind = lack._replace(names=())
+    known = lacks.get(kind, kind._replace(file=path))
+    names = dict.fromkeys([*known.names, *(name[:MOST_CHARACTERS] for name in lack.names)])
+    lacks[kind] = known._replace(number=known.number + 1, names=tuple(names)[: MOST_NAMES + 1])
+    return min(list(lacks).index(kind) + 1, 255)
 
 
-def _batched(rows: Iterator[_Row]) -> Iterator[list[_Row]]:
-    """Yield rows in batches of bounded size."""
-    batch: list[_Row] = []
-    characters = texts = 0
+def _encoded(rows: Iterator[_Row], tokenizer: Tokenizer) -> Iterator[tuple[_Row, Encoded]]:
+    """Yield rows with the ids of their pieces."""
+    rows, ahead = itertools.tee(rows)
+    ids = _ids(tokenizer, (piece.text for row in ahead for piece in row.pieces))
     for row in rows:
-        batch.append(row)
-        if not isinstance(row.texts, Nothing):
-            characters += sum(len(text) for text, _ in row.texts)
-            texts += len(row.texts)
-        if characters >= _BATCH_CHARACTERS or max(texts, len(batch)) >= _BATCH_TEXTS:
-            yield batch
-            batch, characters, texts = [], 0, 0
-    if batch:
-        yield batch
+        yield row, [next(ids) for _ in row.pieces]
 
 
-def _rows(files: Files, source: Source) -> Iterator[_Row]:
-    """Yield the records of all files, with the texts that are to be tokenized."""
+def _ids(tokenizer: Tokenizer, texts: Iterator[str]) -> Iterator[np.ndarray | None]:
+    """Tokenize texts in batches, of which one is read while another is tokenized."""
+    ahead: deque[Future[Encoded]] = deque()
+    with ThreadPoolExecutor(1, thread_name_prefix="tokens") as pool:
+        while batch := _batch(texts):
+            ahead.append(pool.submit(tokenizer.encode_each, batch))
+            if len(ahead) > 1:
+                yield from ahead.popleft().result()
+        for last in ahead:
+            yield from last.result()
+
+
+def _batch(texts: Iterator[str]) -> list[str]:
+    """Take the next texts, of bounded size."""
+    batch, characters = [], 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_TEXTS:
+            break
+    return batch
+
+
+def _rows(files: Files, source: Source, hashes: list[str]) -> Iterator[_Row]:
+    """Yield the records of all files, each of which is hashed before."""
     facts, by = source.facts, source.unit_field
     broken = Lack("training.dataset_path", f"are no {facts.content}s")
     what = "have no usable one" if facts.fields else "lie in no folder of training.dataset_path"
-    unknown = Lack(
-        f"data.unit_field = {by!r}", what, "name each unit", UNIT_FIELDS, is_unnamed=True
-    )
+    unknown = Lack(f"data.unit_field = {by!r}", what, "name each unit", THEIR_FIELDS)
     progress = Progress("tokenizing training.dataset_path", _rows_bytes(files))
-    for name, size in zip(files.names, files.sizes, strict=True):
-        path, left = os.path.join(files.root, name), size * _unpacked(name)
+    for name, path in zip(files.names, files.paths, strict=True):
+        hashes.append(stores.file_hash(path, skip_unreadable=not facts.fields))
         for number, fields in enumerate(_named(path, facts.rows(path, [*source.keys])), start=1):
-            record = name if facts.fields is None else f"{name}:{number}"
-            texts = Nothing(broken) if fields is None else _texts(source, fields)
+            record = f"{name}:{number}" if facts.fields else name
+            found: list[Piece] | Lack = broken
+            if fields is not None:
+                found = source.reading.pieces(fields, facts.fields or "text")
             if by is None:
-                hashed = record_hash(record, size=8) + bytes(8)
+                row = _Row(path, record_hash(record, size=8) + bytes(8), True)
             else:
                 unit = unit_name((fields or {}).get(by)) if facts.fields else folder_of(name)
                 hashed = record_hash(record) if unit is None else unit_hash(unit)
+                row = _Row(path, hashed, unit is not None)
                 if unit is None and fields is not None:
-                    texts = Nothing(unknown, fields)
-                elif unit is None:
-                    texts = Nothing(broken._replace(is_unnamed=True))
-            done = 0 if isinstance(texts, Nothing) else min(sum(len(t) for t, _ in texts), left)
-            left -= done
-            progress.add(done)
-            yield _Row(path, hashed, texts)
+                    found = unknown._replace(names=tuple(fields))
+            if isinstance(found, Lack):
+                yield row._replace(lack=found)
+                continue
+            progress.add(sum(len(piece.text) for piece in found))
+            parts = [Piece(part, of.is_target) for of in found for part in split(of.text) if part]
+            yield row._replace(pieces=parts)
     progress.end()
 
 
 def _named(path: str, rows: Iterator[T]) -> Iterator[T]:
     """Name the file in the error of one that ends early, or cannot be read."""
-    import pyarrow as pa
+    from pyarrow import ArrowException
 
     try:
         yield from rows
-    except (OSError, EOFError, pa.ArrowException) as error:
-        raise ValueError(
-            f"training.dataset_path: {path} cannot be read to its end ({error}): restore it, or "
-            "name the others by a glob"
-        ) from error
-
-
-def _texts(source: Source, fields: Mapping[str, object]) -> list[tuple[str, bool]] | Nothing:
-    """Return the texts of a row that are tokenized one by one, and whether they are targets."""
-    pieces = source.reading.pieces(fields, source.facts.fields or "text")
-    if isinstance(pieces, Nothing):
-        return pieces
-    return [(part, piece.is_target) for piece in pieces for part in split(piece.text) if part]
-
-
-def _unpacked(name: str) -> int:
-    """Estimate the bytes of rows to a byte of a file."""
-    return {".gz": 4, ".zst": 4, ".parquet": 2}.get(os.path.splitext(name)[1], 1)
-
-
-def _rows_bytes(files: Files) -> int:
-    """Estimate the bytes of all rows."""
-    return sum(s * _unpacked(name) for name, s in zip(files.names, files.sizes, strict=True))
-
-
-def listed(names: Sequence[str]) -> str:
-    """List names, in bounded space.
-
-    >>> listed(["note", "date", "note"])
-    'date, note'
-    """
-    several = list(dict.fromkeys(printable(name[:MOST_CHARACTERS]) for name in names))
-    more = ", …" if len(several) > MOST_NAMES else ""
-    return ", ".join(sorted(several[:MOST_NAMES])) + more
+    except (OSError, EOFError, ArrowException) as error:
+        damaged = f"training.dataset_path: {path} cannot be read to its end ({error})"
+        raise ValueError(f"{damaged}: restore it, or name the others by a glob") from error

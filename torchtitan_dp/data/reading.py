@@ -11,48 +11,46 @@ Guarantee:
 The ids of a text are [bos] text [eos] (marks that exist), of a record with a prompt [bos] prompt
 answer [eos]; those of a chat are what its template writes, marks included. Each piece is tokenized
 by itself, as a model that is asked finds the prompt's tokens before it writes its own.
-
-Reasons have names of fields, roles and types: they are PRIVATE, for the records' owner.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from torchtitan_dp.data.chat_template import (
     ASSISTANT,
     ChatTemplate,
-    Message,
     Piece,
     load_chat_template,
-    messages_of,
-    unlike_messages,
 )
-from torchtitan_dp.data.tables import Fields
-from torchtitan_dp.data.tokenizer import Tokenizer, kind_of, text_of
+from torchtitan_dp.data.console import listed
+from torchtitan_dp.data.files import MOST_ITEMS, Fields
+from torchtitan_dp.data.tokenizer import Tokenizer, text_of
 
 MOST_PART = 2**18  # characters that are tokenized in one piece
+MOST_MESSAGES = MOST_ITEMS
+"""Of a longer conversation these are looked at: the time to render it must be bounded."""
 
 
 class Lack(NamedTuple):
-    """A reason why records have nothing to learn."""
+    """Why records have nothing to learn. PRIVATE, for their owner: it names what they have."""
 
-    setting: str  # that does not fit the records
-    what: str  # these records are or have, in the plural
+    setting: str  # that does not fit them
+    what: str  # they are or have, in the plural
     remedy: str = ""  # empty: that of the format (`Format.explain`)
-    they: str = ""  # what the names that were met are
+    they: str = ""  # a phrase for what the names are of
+    names: tuple[str, ...] = ()  # of fields, roles or types that they have instead
     is_undecodable: bool = True  # or else readable, and without an answer
-    is_unnamed: bool = False  # whether they name no unit
+    file: str = ""  # of one of these records
+    number: int = 0  # of them
 
-
-class Nothing(NamedTuple):
-    """A record without anything to learn."""
-
-    lack: Lack
-    names: Iterable[str] = ()  # of what it has instead
+    def explain(self) -> str:
+        """Describe them, with the setting."""
+        named = f": {self.they} {listed(self.names)}" if self.names else ""
+        return f"{self.number:,} {self.what} ({self.setting}{named})"
 
 
 REFUSED = Lack(
@@ -61,110 +59,73 @@ REFUSED = Lack(
     "take those of the model that is trained",
 )
 EMPTY = Lack("training.dataset_path", "are empty", "give records with text", is_undecodable=False)
+THEIR_FIELDS = "their fields are"
 
 
-def _missing(
-    key: str, fields: Fields, field: str, word: str, what: str, instead: str | None, hint: str = ""
-) -> Nothing | None:
-    """Return what a record lacks that has no field, or something else in it; else None.
-
-    Args:
-        key: of the configuration, which names the field.
-        word: the format's phrase for a field.
-        what: the field must have.
-        instead: what it has, if not that.
-        hint: what that is, for a refusal.
-    """
-    setting = f"{key} = {field!r}"
+def _misfit(key: str, field: str, fields: Fields, word: str, instead: str) -> Lack:
+    """Describe a record without the field that a key of the configuration names, or with something
+    else `instead` of what is needed there."""
+    needed, hint, setting = "text", "", f"{key} = {field!r}"
+    if key == "data.messages_field":
+        needed = "list of messages"
+        hint = ", a list of objects with a role and a content, two texts"
     if field not in fields:
-        remedy = f"name the one with the {what}"
-        return Nothing(Lack(setting, f"have no such {word}", remedy, "their fields are"), fields)
-    if instead is None:
-        return None
+        remedy = f"name the one with the {needed}"
+        return Lack(setting, f"have no such {word}", remedy, THEIR_FIELDS, tuple(fields))
     remedy = f"name the {word} with it{hint}"
-    return Nothing(Lack(setting, f"have no {what} there", remedy, "they hold"), (instead,))
+    return Lack(setting, f"have no {needed} there", remedy, "they hold", (instead,))
 
 
 @dataclass(frozen=True)
-class Texts:
-    """Reads a text, all of which is learned, or an answer behind its prompt, with nothing put in
-    between."""
+class Reading:
+    """Reads a text, all of which is learned; or an answer behind its prompt; or a conversation, a
+    list of `{"role": …, "content": …}`, by a chat template."""
 
-    text_field: str
+    text_field: str = "text"
     prompt_field: str | None = None
-
-    has_marks, identity = False, ""
+    messages_field: str | None = None
+    template: ChatTemplate | None = None  # of `messages_field`
 
     @property
     def has_answers(self) -> bool:
         """Whether only a part of a record is learned."""
-        return self.prompt_field is not None
+        return self.prompt_field is not None or self.messages_field is not None
 
     @property
     def keys(self) -> dict[str, str]:
         """The configuration's key of each field that is read."""
+        if self.messages_field is not None:
+            return {self.messages_field: "data.messages_field"}
         prompt = {} if self.prompt_field is None else {self.prompt_field: "data.prompt_field"}
         return {self.text_field: "data.text_field", **prompt}
 
-    def pieces(self, fields: Fields, word: str) -> list[Piece] | Nothing:
-        """Return the parts of a record's text, or why it has none.
-
-        Args:
-            word: the format's phrase for a field.
-        """
+    def pieces(self, fields: Fields, word: str) -> list[Piece] | Lack:
+        """Return the parts of a record's text, or why it has none; `word` is for a field."""
+        if self.template is not None:
+            return self._turns(self.template, fields, word)
         parts = []
         for field, key in reversed(self.keys.items()):
-            value = fields.get(field)
-            instead = kind_of(value) if text_of(value) is None else None
-            if (nothing := _missing(key, fields, field, word, "text", instead)) is not None:
-                return nothing
-            parts.append(Piece(str(value), field == self.text_field))
-        return [part for part in parts if part.text] if parts[-1].text else Nothing(EMPTY)
+            text = text_of(fields.get(field))
+            if text is None:
+                return _misfit(key, field, fields, word, _kind_of(fields.get(field)))
+            parts.append(Piece(text, field == self.text_field))
+        return [part for part in parts if part.text] if parts[-1].text else EMPTY
 
-
-@dataclass(frozen=True)
-class Chats:
-    """Reads a conversation, a list of `{"role": …, "content": …}`, by a chat template."""
-
-    messages_field: str
-    template: ChatTemplate
-
-    has_answers, has_marks = True, True
-
-    @property
-    def identity(self) -> str:
-        """What the pieces depend on besides the record."""
-        return self.template.identity
-
-    @property
-    def keys(self) -> dict[str, str]:
-        """The configuration's key of each field that is read."""
-        return {self.messages_field: "data.messages_field"}
-
-    def pieces(self, fields: Fields, word: str) -> list[Piece] | Nothing:
-        """Return the parts of a record's text up to the last answer, or why it has none
-        (`Texts.pieces`)."""
-        value, ((field, key),) = fields.get(self.messages_field), self.keys.items()
-        messages = messages_of(value)
-        instead = unlike_messages(value) if messages is None else None
-        what, hint = "list of messages", ", a list of objects with a role and a content, two texts"
-        if (nothing := _missing(key, fields, field, word, what, instead, hint)) is not None:
-            return nothing
-        assert messages is not None
-        answers = [number for number, message in enumerate(messages, 1) if is_answer(message)]
+    def _turns(self, template: ChatTemplate, fields: Fields, word: str) -> list[Piece] | Lack:
+        """Return the parts of a conversation up to the last answer."""
+        ((field, key),) = self.keys.items()
+        messages = _messages_of(fields.get(field))
+        if isinstance(messages, str):
+            return _misfit(key, field, fields, word, messages)
+        roles = tuple(message["role"] for message in messages)
+        filled = [message["content"].strip() != "" for message in messages]
+        answers = [i for i, role in enumerate(roles) if role == ASSISTANT and filled[i]]
         if not answers:
-            roles = [message.role for message in messages]
             found = "only empty turns" if ASSISTANT in roles else "no turn"
-            remedy = "these alone are learned: rename the role of what the model is to write"
             what = f"have {found} of the role '{ASSISTANT}'"
-            return Nothing(
-                Lack(f"{key} = {field!r}", what, remedy, "their roles are", False), roles
-            )
-        pieces = self.template.write(messages[: answers[-1]])
-        return Nothing(REFUSED) if pieces is None else pieces
-
-
-Reading = Texts | Chats
+            remedy = "these alone are learned: rename the role of what the model is to write"
+            return Lack(f"{key} = {field!r}", what, remedy, "their roles are", roles, False)
+        return template.write(messages[: answers[-1] + 1]) or REFUSED
 
 
 def reading(
@@ -174,104 +135,108 @@ def reading(
     assets_path: str,
     tokenizer: Tokenizer,
 ) -> Reading:
-    """Choose how records are read.
-
-    Args:
-        text_field: of the text, or of the answer where `prompt_field` is given.
-        assets_path: the folder that the tokenizer was loaded from; empty for bytes.
-
-    Raises:
-        ValueError: one line for the user; a tokenizer without a chat template, say.
-    """
+    """Choose how records are read, with the tokenizer of `assets_path` ("": bytes); raise
+    ValueError, one line, for one without a chat template where one is needed."""
     if messages_field is None:
-        return Texts(text_field, prompt_field)
+        return Reading(text_field, prompt_field)
     # Bytes have no special tokens, which a template writes as text.
     has_tokens = os.path.isfile(os.path.join(assets_path, "tokenizer.json"))
     template = load_chat_template(assets_path) if assets_path and has_tokens else None
-    where = f"data.messages_field = {messages_field!r}: the tokenizer of model.hf_assets_path = "
+    setting = f"data.messages_field = {messages_field!r}"
+    where = f"{setting}: the tokenizer of model.hf_assets_path = {assets_path!r}"
     if template is None:
         raise ValueError(
-            f"{where}{assets_path!r} has no chat template; use a tokenizer of a chat model, add "
+            f"{where} has no chat template; use a tokenizer of a chat model, add "
             "chat_template.jinja to the folder, or write prompts and answers (data.prompt_field)"
         )
-    parts = [tokenizer.encode(piece.text) for piece in template.trial if piece.text]
-    whole = tokenizer.encode("".join(piece.text for piece in template.trial))
+    texts = [piece.text for piece in template.trial if piece.text]
+    whole, *parts = tokenizer.encode_each(["".join(texts), *texts])
     known = [ids for ids in parts if ids is not None]
     if whole is None or len(known) < len(parts) or not np.array_equal(np.concatenate(known), whole):
-        raise ValueError(
-            f"{where}{assets_path!r} has other tokens for a chat than for its turns one by one, so "
-            "that the assistant's cannot be identified; use another, or prompts and answers "
-            "(data.prompt_field)"
-        )
-    return Chats(messages_field, template)
+        other = "has other tokens for a chat than for its turns one by one"
+        remedy = "use another, or prompts and answers (data.prompt_field)"
+        raise ValueError(f"{where} {other}, so the assistant's cannot be identified; {remedy}")
+    return Reading(messages_field=messages_field, template=template)
 
 
-def is_answer(message: Message) -> bool:
-    """Return whether a turn is one that is learned."""
-    return message.role == ASSISTANT and message.content.strip() != ""
+def _messages_of(value: object) -> list[dict[str, str]] | str:
+    """Return the first messages, or what is there instead, by types and names of keys."""
+    if not isinstance(value, list):
+        return _kind_of(value)
+    found = []
+    for one in value[:MOST_MESSAGES]:
+        if not isinstance(one, dict):
+            return f"a list with {_kind_of(one)}"
+        if not one.keys() >= {"role", "content"}:
+            return f"a list of objects with {' and '.join(map(repr, list(one)[:4])) or 'no keys'}"
+        for key in ("role", "content"):
+            if text_of(one[key]) is None:
+                return f"messages whose {key} is {_kind_of(one[key])}"
+        found.append({"role": one["role"], "content": one["content"]})
+    return found
+
+
+def _kind_of(value: object) -> str:
+    """Name the type of a value in a field, with its article."""
+    kinds = {bool: "a truth value", int: "a number", float: "a number", list: "a list"}
+    kinds |= {dict: "an object", type(None): "null", bytes: "text that is broken or too long"}
+    kinds[str] = "text with half a character" if text_of(value) is None else "a text"
+    return kinds.get(type(value), f"a {type(value).__name__}")
 
 
 class Assembler:
     """Puts the ids of a record together from those of its pieces. Those that are no targets are
     stored as their bitwise complement, which is negative."""
 
-    def __init__(self, tokenizer: Tokenizer, how: Reading, dtype: np.dtype[Any]) -> None:
-        self._has_answers = how.has_answers
-        marks = (None, None) if how.has_marks else (tokenizer.bos_id, tokenizer.eos_id)
-        self._bos, self._eos = (
-            np.array([] if mark is None else [mark], dtype=dtype) for mark in marks
-        )
-        self.between = self._bos[:0]
+    def __init__(self, tokenizer: Tokenizer, how: Reading) -> None:
+        marks = [mark for mark in (tokenizer.bos_id, tokenizer.eos_id) if how.template is None]
+        self.between = empty = np.empty(0, dtype=np.int64)
         """The ids between two records of a unit, stored before each."""
-        if not how.has_marks and marks == (None, None):
-            found = tokenizer.encode("\n\n")
-            self.between = self.between if found is None else found.astype(dtype)
+        self._bos, self._eos = (
+            empty if mark is None else np.array([mark]) for mark in marks or (None, None)
+        )
+        if marks == [None, None] and (found := tokenizer.encode("\n\n")) is not None:
+            self.between = found
         if how.has_answers:
             self._bos, self.between = ~self._bos, ~self.between
 
     def record(
-        self, parts: list[tuple[np.ndarray | None, bool]]
-    ) -> tuple[np.ndarray, int] | Nothing:
-        """Return a record's ids behind those of `between`, and the place of its first target,
-        counted without them.
+        self, pieces: Sequence[Piece], encoded: Sequence[np.ndarray | None]
+    ) -> tuple[np.ndarray, int] | Lack:
+        """Put ids of pieces together, of which None is one that the tokenizer refused.
 
-        Args:
-            parts: ids of each piece, of the store's dtype, and whether they are targets; None where
-                the tokenizer refused one.
+        Returns:
+            the ids, behind those of `between`, and the place of the first target that is not the
+            first id, counted without them; 0 if there is none.
         """
-        if any(ids is None for ids, _ in parts):
-            return Nothing(REFUSED)
-        found = [ids if is_target else ~ids for ids, is_target in parts if ids is not None]
+        found = []
+        for piece, ids in zip(pieces, encoded, strict=True):
+            if ids is None:
+                return REFUSED
+            found.append(ids if piece.is_target else ~ids)
         text = np.concatenate([self._bos[:0], *found])
-        is_target = text >= 0
-        if not is_target.any():
-            return Nothing(EMPTY)
-        stop = len(text) - int(is_target[::-1].argmax())  # nothing behind it is ever learned
-        first = int(is_target.argmax()) + len(self._bos) * self._has_answers
-        return np.concatenate([self.between, self._bos, text[:stop], self._eos]), first
+        if not (text >= 0).any():
+            return EMPTY
+        stop = len(text) - int((text >= 0)[::-1].argmax())  # nothing behind it is ever learned
+        ids = np.concatenate([self._bos, text[:stop], self._eos])
+        is_predicted = ids[1:] >= 0
+        first = int(is_predicted.argmax()) + 1 if is_predicted.any() else 0
+        return np.concatenate([self.between, ids]), first
 
 
 def split(text: str, most: int = MOST_PART) -> Iterator[str]:
-    """Cut a text into parts of at most `most` characters, for the tokenizer's memory.
-
-    A part ends before a blank between two letters if there is one near its end, where the
-    tokenizers of most models begin a new word anyway.
-
-    >>> list(split("one two three", 9))
-    ['one two', ' three']
+    """Cut a text into parts of at most `most` characters, for the tokenizer's memory: before a
+    blank between two letters if there is one near, where most tokenizers begin a new word anyway.
     """
     start = 0
     while len(text) - start > most:
         stop = start + most
-        near = range(stop - 1, max(stop - 4096, start), -1)
-        at = next(
-            (
-                i
-                for i in near
-                if text[i] == " " and text[i - 1 : i].isalpha() and text[i + 1].isalpha()
-            ),
-            stop,
+        blanks = (
+            i
+            for i in range(stop - 1, max(stop - 4096, start), -1)
+            if text[i] == " " and text[i - 1].isalpha() and text[i + 1].isalpha()
         )
+        at = next(blanks, stop)
         yield text[start:at]
         start = at
     yield text[start:]

@@ -16,6 +16,7 @@ Guarantee:
 """
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 import torch
@@ -29,54 +30,47 @@ PROMPT_SHARE = 4
 NOTHING = np.empty(0, dtype=np.int64)
 
 
+@dataclass(eq=False)
 class Samples:
     """Samples of `seq_len` tokens from the units of a store."""
 
-    def __init__(
-        self,
-        store: Store,
-        seq_len: int,
-        *,
-        one_record: bool = False,
-        window: bool = False,
-        has_answers: bool = False,
-        pad_id: int = 0,
-    ) -> None:
-        """
-        Args:
-            one_record: whether a sample is of one of a unit's records, each equally likely; else of
-                all of them, concatenated.
-            window: whether a sample of a longer text is a random window of it; else its beginning.
-            has_answers: whether only answers are targets (`reading`).
-            pad_id: the token of padding.
-        """
-        assert not (window and has_answers)
-        self.store, self.units, self.seq_len = store, store.units, seq_len
-        self.one_record, self.window = one_record, window
-        self.has_answers, self.pad_id = has_answers, pad_id
-        self.is_random = one_record or window
-        self._between = store.between
-        # Ids of each record that a sample may take, by its place in the row of units' records.
-        lengths = store.lengths()[self.units.members]
-        if has_answers:
-            lengths = np.minimum(lengths, seq_len + 1 + self._between)
+    store: Store
+    seq_len: int
+    _: KW_ONLY
+    one_record: bool = False  # whether a sample is of one of a unit's records, each equally likely
+    window: bool = False  # whether one of a longer text is a random window; else its beginning
+    has_answers: bool = False  # whether only answers are targets (`reading`)
+    pad_id: int = 0  # the token of padding
+
+    def __post_init__(self) -> None:
+        assert not (self.window and self.has_answers)
+        self.units, self.is_random = self.store.units, self.one_record or self.window
+        self._between, limit = self.store.between, self.seq_len + 1
+        # Of each record's ids a sample may take those from a cut on; they are in the row of all
+        # units' records, where they end.
+        lengths = self.store.lengths()[self.units.members]
+        self._cuts = np.zeros_like(lengths)
+        if self.has_answers:
+            # At least one id before the target: the first of a sample is never predicted.
+            begins = self.store.firsts[self.units.members] - max(limit // PROMPT_SHARE, 1)
+            self._cuts = np.minimum(begins, lengths - self._between - limit).clip(min=0)
+            lengths = np.minimum(lengths, limit + self._between)
         self._ends = np.concatenate([[0], np.cumsum(lengths)])
 
     def learned(self, units: np.ndarray) -> np.ndarray:
         """Return which units have a target: bool, like `units`. Nothing predicts the first id."""
-        starts = self.units.starts
-        lengths = self._ends[starts[units + 1]] - self._ends[starts[units]]
-        if self.one_record:
-            longest = np.maximum.reduceat(np.diff(self._ends), starts[:-1])
-            lengths = longest[units]
-        return np.asarray(lengths - self._between > 1)
+        starts, ends, begins = self.units.starts, self._ends[1:], self._ends[:-1]
+        first = begins if self.one_record else np.repeat(begins[starts[:-1]], np.diff(starts))
+        # Places among the ids of a sample: of each record's last id, or of its first target.
+        places = ends - 1 - first - self._between
+        if self.has_answers:
+            targets = self.store.firsts[self.units.members] - self._cuts
+            places = np.where(ends > begins, begins - first + targets, 0)
+            places[places > self.seq_len] = 0
+        return np.logical_or.reduceat(places > 0, starts[:-1])[units]
 
     def tokens(self, unit: int, rng: Choices | None = None, windows: int = 1) -> int:
-        """Count the tokens of a unit's sample, or of the longest of its samples, without padding.
-
-        Args:
-            rng, windows: as for `ids`.
-        """
+        """Count the tokens of the longest of a unit's samples (`ids`), without padding."""
         found = max(self._length(places) for places in self._chosen(unit, rng, windows))
         return max(min(found, self.seq_len + 1) - 1, 0)
 
@@ -93,9 +87,7 @@ class Samples:
                 in different ones of as many equal parts of it; a text no longer than one sample,
                 and a unit with fewer records, has no ids for the last ones.
 
-        Raises:
-            IndexError: a unit below -1 or beyond the store.
-            OSError: the disk failed.
+        Raises OSError if the disk failed.
         """
         if unit == -1:
             return NOTHING
@@ -132,31 +124,23 @@ class Samples:
 
     def _read(self, places: range, start: int) -> np.ndarray:
         """Read the ids of records, from `start` on, as many as a sample has at most."""
-        limit = self.seq_len + 1
         at = int(self._ends[places.start]) + self._between + start
         place = int(np.searchsorted(self._ends, at, side="right")) - 1
-        found, skip = [NOTHING], at - int(self._ends[place])
-        needed = limit
+        found, skip, needed = [NOTHING], at - int(self._ends[place]), self.seq_len + 1
         while needed > 0 and place < places.stop:
-            ids = (
-                self._record(place)[skip : skip + needed]
-                if self.has_answers
-                else self.store.ids(int(self.units.members[place]), skip, needed)
-            )
+            ids = self._record(place, skip, needed)
             found.append(ids)
             needed, place, skip = needed - len(ids), place + 1, 0
         return np.concatenate(found)
 
-    def _record(self, place: int) -> np.ndarray:
-        """Read what a sample may take of a record with answers, and what stands before it."""
-        record, limit = int(self.units.members[place]), self.seq_len + 1
-        length = self.store.length(record) - self._between
-        first, start = int(self.store.firsts[record]), 0
-        if length > limit:
-            # At least one id before it: the first of a sample is never predicted.
-            start = max(min(first - max(limit // PROMPT_SHARE, 1), length - limit), 0)
-        between = self.store.ids(record, 0, self._between)
-        return np.concatenate([between, self.store.ids(record, self._between + start, limit)])
+    def _record(self, place: int, skip: int, most: int) -> np.ndarray:
+        """Read what a sample may take of a record, and what stands before it."""
+        record, cut = int(self.units.members[place]), int(self._cuts[place])
+        if cut == 0:
+            return self.store.ids(record, skip, most)
+        between = self.store.ids(record, skip, self._between - skip)
+        start = cut + max(skip, self._between)
+        return np.concatenate([between, self.store.ids(record, start, most - len(between))])
 
     def lay_out(self, ids: np.ndarray, tokens_T: np.ndarray, labels_T: np.ndarray) -> None:
         """Write a sample of these ids: tokens, and shifted labels where these are targets."""
@@ -166,31 +150,6 @@ class Samples:
         labels_T[:count], labels_T[count:] = ids[1:], IGNORE_INDEX
         labels_T[:count][ids[1:] < 0] = IGNORE_INDEX
 
-    def hand_out(self, units: np.ndarray) -> None:
-        """Note the units, or padding (-1), of the next microbatch; a no-op to override."""
-
-    def sample(
-        self,
-        unit: int,
-        length: int | None = None,
-        rng: Choices | None = None,
-        window: int = 0,
-        windows: int = 1,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Make `(tokens_T, labels_T)` of one unit: int64 (seq_len,), or the first `length`.
-
-        Tokens are all ids but the last, labels all but the first; tokens are padded with `pad_id`,
-        labels with `IGNORE_INDEX`. A unit without ids (empty, undecodable, or -1, a draw's padding)
-        has ignored labels only and contributes exactly 0.
-
-        Args:
-            rng, window, windows: as for `ids`.
-        """
-        both = np.empty((2, self.seq_len if length is None else length), dtype=np.int64)
-        self.lay_out(self.ids(unit, rng, window, windows), both[0], both[1])
-        tokens_T, labels_T = torch.from_numpy(both)
-        return tokens_T, labels_T
-
     def batch(
         self,
         units: Sequence[int] | np.ndarray,
@@ -198,16 +157,15 @@ class Samples:
         rngs: Sequence[Choices | None] | None = None,
         windows: int = 1,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Make `(tokens_BT, labels_BT)`, int64 (len(units), seq_len or `length`), of `sample`s.
+        """Make `(tokens_BT, labels_BT)`, int64 (len(units), seq_len or `length`): `windows` samples
+        of each unit, which `units` repeats as often in a row.
 
-        Args:
-            windows: samples of each unit, which `units` repeats as often in a row.
+        Tokens are all ids but the last, labels all but the first; tokens are padded with `pad_id`,
+        labels with `IGNORE_INDEX`. A unit without ids (empty, undecodable, or -1, a draw's padding)
+        has ignored labels only and contributes exactly 0.
         """
-        self.hand_out(np.asarray(units)[::windows])
-        shape = 2, len(units), self.seq_len if length is None else length
-        both = np.empty(shape, dtype=np.int64)
-        for row, unit in enumerate(units):
-            rng = None if rngs is None else rngs[row]
+        both = np.empty((2, len(units), length or self.seq_len), dtype=np.int64)
+        for row, (unit, rng) in enumerate(zip(units, rngs or [None] * len(units), strict=True)):
             self.lay_out(self.ids(int(unit), rng, row % windows, windows), *both[:, row])
         tokens_BT, labels_BT = torch.from_numpy(both)
         return tokens_BT, labels_BT

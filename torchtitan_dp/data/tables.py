@@ -9,18 +9,20 @@ Guarantee:
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
-Fields = Mapping[str, object]
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pyarrow.types as is_
 
-MOST_ROW_BYTES = 64 * 2**20
-"""Of each column that a run reads, decoded."""
-BROKEN = b""
-"""A value that cannot be read: neither a text nor a list."""
+from torchtitan_dp.data.files import MOST_ITEMS, MOST_ROW_BYTES, Columns, Fields
+
+BROKEN = b""  # a value that cannot be read: neither a text nor a list
 _MOST_ROWS = 64
-MOST_ITEMS = 256
-"""Of a list, the items that are read: messages of a chat."""
+_ERRORS = (OSError, ValueError, KeyError, OverflowError, RuntimeError, TypeError, pa.ArrowException)
+"""Of a table that cannot be read."""
 
 
 def parquet_rows(path: str, columns: Sequence[str]) -> Iterator[Fields | None]:
@@ -29,16 +31,14 @@ def parquet_rows(path: str, columns: Sequence[str]) -> Iterator[Fields | None]:
     A value that pages repeat as a number takes its whole size in each row, so that only as many
     rows are decoded at once as have room if all had the largest.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    footer = _read_footer(path)
+    footer, starts = _read_footer(path), tuple(f"{name}." for name in columns)
     how: dict[str, Any] = {"binary_type": pa.large_binary(), "list_type": pa.LargeListType}
     with pq.ParquetFile(path, metadata=footer, buffer_size=2**20, **how) as file:
         for number in range(footer.num_row_groups):
             group, done = footer.row_group(number), 0
             chunks = [group.column(i) for i in range(group.num_columns)]
-            largest = sum(c.total_uncompressed_size for c in chunks if _is_of(c, columns))
+            read = [c for c in chunks if f"{c.path_in_schema}.".startswith(starts)]
+            largest = sum(chunk.total_uncompressed_size for chunk in read)
             for step in (_rows_at_once(largest), 1):  # a row that fails takes none before it along
                 seen, how = 0, {"batch_size": step, "columns": list(columns)}
                 try:
@@ -50,11 +50,11 @@ def parquet_rows(path: str, columns: Sequence[str]) -> Iterator[Fields | None]:
                                 yield row
                     break
                 except MemoryError:
+                    lacks = f"this machine's memory cannot hold a row of {path} (not private)"
                     raise ValueError(
-                        f"training.dataset_path: this machine's memory cannot hold a row of {path} "
-                        "(not private); take one with more"
+                        f"training.dataset_path: {lacks}; take one with more"
                     ) from None
-                except _errors() as error:  # a damaged page
+                except _ERRORS as error:  # a damaged page
                     if isinstance(error, OSError) and error.errno:  # or a failing disk
                         raise
             yield from [None] * (group.num_rows - done)
@@ -62,97 +62,56 @@ def parquet_rows(path: str, columns: Sequence[str]) -> Iterator[Fields | None]:
 
 def arrow_rows(path: str, columns: Sequence[str]) -> Iterator[Fields | None]:
     """Yield the rows of an Arrow file, or of a stream as `datasets` saves it."""
-    for batch in _batches(path):
+    reader, is_file = _reader(path)
+    batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+    for batch in batches:
         chosen = batch.select(list(columns))
         step = _rows_at_once(chosen.nbytes)
         for start in range(0, chosen.num_rows, step):
             yield from _rows(chosen.slice(start, step))
 
 
-def check_parquet(path: str, keys: Mapping[str, str]) -> None:
-    """Refuse a Parquet file without the columns that a run reads.
-
-    Args:
-        keys: of the configuration, by column.
-
-    Raises:
-        ValueError: one line.
-    """
-    _check(path, keys, "Parquet", lambda: _read_footer(path).schema.to_arrow_schema())
-
-
-def check_arrow(path: str, keys: Mapping[str, str]) -> None:
-    """Refuse an Arrow file without the columns that a run reads, as `check_parquet` does."""
-    _check(path, keys, "Arrow", lambda: _reader(path)[0].schema)
-
-
-def _check(path: str, keys: Mapping[str, str], kind: str, read: Callable[[], Any]) -> None:
+def columns(path: str, kind: str) -> Columns:
+    """List the columns of a Parquet or an Arrow file; raise ValueError, one line, if it is none."""
     try:
-        schema = read()
-    except _errors() as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(
-            f"training.dataset_path: {path} is no {kind} file, or damaged ({reason}); write it "
-            "again, or name the others by a glob"
-        ) from error
-    for field, key in keys.items():
-        setting, count = f"{key} = {field!r}: {path}", schema.names.count(field)
-        if count == 0:
-            raise ValueError(
-                f"{setting} has no such column; its columns are {', '.join(schema.names)}"
-            )
-        if count > 1:
-            raise ValueError(f"{setting} has {count} such columns; write it again with one of them")
-        fits, needed = _WANTED.get(key, _WANTED["data.text_field"])
-        if not fits(_plain(schema.field(field).type)):
-            kind = schema.field(field).type
-            raise ValueError(f"{setting} has it as {kind}; name a column of {needed}")
+        is_arrow = kind == "Arrow"
+        schema = (
+            _reader(path)[0].schema if is_arrow else _read_footer(path).schema.to_arrow_schema()
+        )
+    except _ERRORS as error:
+        damaged = f"{path} is no {kind} file, or damaged ({' '.join(str(error).split())[:200]})"
+        remedy = "write it again, or name the others by a glob"
+        raise ValueError(f"training.dataset_path: {damaged}; {remedy}") from error
+    return list(zip(schema.names, schema.types, strict=True))
 
 
-def _plain(kind: Any) -> Any:
-    """Return the type of the values of a column, however they are stored."""
-    import pyarrow as pa
-
-    if isinstance(kind, pa.BaseExtensionType):
-        return _plain(kind.storage_type)
-    return _plain(kind.value_type) if pa.types.is_dictionary(kind) else kind
+def misfit(kind: Any, key: str) -> str | None:
+    """Describe the types that a column which a key names may have; None if this is one of them."""
+    while is_.is_dictionary(kind) or isinstance(kind, pa.BaseExtensionType):
+        kind = kind.value_type if is_.is_dictionary(kind) else kind.storage_type
+    if key == "data.messages_field":
+        fits = is_.is_null(kind) or (_is_list(kind) and _is_message(kind.value_type))
+        needed = "lists of structs with a role and a content"
+    elif key == "data.unit_field":
+        fits, needed = _is_text(kind) or is_.is_integer(kind), "texts or whole numbers"
+    else:
+        fits, needed = _is_text(kind), "texts"
+    return None if fits else needed
 
 
 def _is_text(kind: Any) -> bool:
-    import pyarrow.types as is_
-
-    tests = (is_.is_string, is_.is_large_string, is_.is_null, is_.is_string_view)
-    return any(test(kind) for test in tests)
+    return str(kind) in ("string", "large_string", "string_view", "null")
 
 
 def _is_list(kind: Any) -> bool:
-    import pyarrow.types as is_
-
     return bool(is_.is_list(kind) or is_.is_large_list(kind))
 
 
-def _is_list_of_structs(kind: Any) -> bool:
-    import pyarrow.types as is_
-
-    if not _is_list(kind):
+def _is_message(kind: Any) -> bool:
+    """Return whether items of a list are structs, whose texts are not numbers of a dictionary."""
+    if not is_.is_struct(kind):
         return bool(is_.is_null(kind))
-    item = kind.value_type
-    if not is_.is_struct(item):
-        return bool(is_.is_null(item))
-    return not any(is_.is_dictionary(item.field(i).type) for i in range(item.num_fields))
-
-
-def _is_name(kind: Any) -> bool:
-    import pyarrow.types as is_
-
-    return _is_text(kind) or bool(is_.is_integer(kind))
-
-
-_WANTED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "data.text_field": (_is_text, "texts"),
-    "data.unit_field": (_is_name, "texts or whole numbers"),
-    "data.messages_field": (_is_list_of_structs, "lists of structs with a role and a content"),
-}
+    return not any(is_.is_dictionary(kind.field(i).type) for i in range(kind.num_fields))
 
 
 def _rows_at_once(size: int) -> int:
@@ -168,12 +127,9 @@ def _rows(batch: Any) -> Iterator[Fields]:
 
 
 def _values(column: Any) -> list[object]:
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     if isinstance(column, pa.ExtensionArray):
         return _values(column.storage)
-    if len(column) == 1 and pa.types.is_dictionary(column.type):
+    if len(column) == 1 and is_.is_dictionary(column.type):
         (at,) = column.indices.to_pylist()
         if at is None:
             return [None]
@@ -181,13 +137,13 @@ def _values(column: Any) -> list[object]:
         return _values(column.dictionary.slice(at, 1)) if is_there else [BROKEN]
     try:
         is_whole = _is_whole(column)
-        if pa.types.is_string_view(column.type):
+        if is_.is_string_view(column.type):
             column = column.cast(pa.large_string())  # whose size is that of these rows alone
         if is_whole and column.nbytes <= MOST_ROW_BYTES:
             if _is_list(column.type):
                 column = pc.list_slice(column, 0, MOST_ITEMS)
             return cast("list[object]", column.to_pylist())
-    except _errors():
+    except _ERRORS:
         pass
     if len(column) == 1:
         return [BROKEN]
@@ -197,12 +153,10 @@ def _values(column: Any) -> list[object]:
 def _is_whole(column: Any) -> bool:
     """Return whether values are UTF-8 and lie where their offsets lead; of a list's items, those
     of these rows alone."""
-    import pyarrow as pa
-
     kind = column.type
-    if pa.types.is_dictionary(kind):
+    if is_.is_dictionary(kind):
         return False  # row by row, since other rows' values lie in one place
-    if pa.types.is_struct(kind):
+    if is_.is_struct(kind):
         return all(map(_is_whole, column.flatten()))
     if _is_list(kind):
         ends = column.offsets.to_numpy()
@@ -214,19 +168,8 @@ def _is_whole(column: Any) -> bool:
     return True
 
 
-def _batches(path: str) -> Iterator[Any]:
-    """Yield the record batches of an Arrow file or stream, mapped into memory."""
-    reader, is_file = _reader(path)
-    if is_file:
-        yield from map(reader.get_batch, range(reader.num_record_batches))
-    else:
-        yield from reader
-
-
 def _reader(path: str) -> tuple[Any, bool]:
-    """Open an Arrow stream, or else a file, and return which it is."""
-    import pyarrow as pa
-
+    """Open an Arrow stream, or else a file, and return whether it is a file."""
     source = pa.memory_map(path)
     try:
         return pa.ipc.open_stream(source), False
@@ -234,19 +177,11 @@ def _reader(path: str) -> tuple[Any, bool]:
         return pa.ipc.open_file(source), True
 
 
-def _is_of(chunk: Any, columns: Sequence[str]) -> bool:
-    """Return whether a chunk of a row group is of one of the columns, or a part of one."""
-    return any(f"{chunk.path_in_schema}.".startswith(f"{name}.") for name in columns)
-
-
 def _read_footer(path: str) -> Any:
     """Read the footer of a Parquet file, without the Arrow types that it was written from.
 
     They would decide how columns are read, of dictionaries or with 32-bit offsets.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     with open(path, "rb") as file:
         file.seek(-8, os.SEEK_END)
         size = int.from_bytes(file.read(4), "little")
@@ -254,11 +189,3 @@ def _read_footer(path: str) -> Any:
         footer = file.read()
     plain = footer.replace(b"ARROW:schema", b"arrow schema")  # a name that pyarrow does not know
     return pq.read_metadata(pa.BufferReader(b"PAR1" + plain))
-
-
-def _errors() -> tuple[type[Exception], ...]:
-    """List the errors of a table that cannot be read."""
-    import pyarrow as pa
-
-    kinds = (OSError, ValueError, KeyError, OverflowError, RuntimeError, TypeError)
-    return (*kinds, pa.ArrowException)

@@ -3,47 +3,18 @@
 The tokenizer is an input and is never learned from the private records (hazard row 34).
 """
 
+import functools
 import hashlib
 import json
 import os
 import re
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import numpy as np
 import tokenizers
 
-
-class Tokenizer(Protocol):
-    """The interface of a tokenizer."""
-
-    bos_id: int | None
-    eos_id: int | None
-    identity: str
-    """What ids depend on besides the text: equal for two folders with the same tokenizer."""
-
-    def encode(self, text: str) -> np.ndarray | None:
-        """Turn a text into token ids, int64 (tokens,), without beginning or end marks.
-
-        `None` for a text without tokens in the vocabulary. Never raises, whatever the text.
-        """
-        ...
-
-    def encode_each(self, texts: Sequence[str]) -> list[np.ndarray | None]:
-        """Turn each text into ids as `encode` does, on all cores."""
-        ...
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Turn ids into text, special tokens left out."""
-        ...
-
-    def get_vocab_size(self) -> int:
-        """Return the largest id plus one, added tokens included."""
-        ...
-
-    def describe(self) -> str:
-        """Name it, its size and its marks."""
-        ...
+_MARKS = ("bos_token", "eos_token")
+_NAMED_IN = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 class ByteTokenizer:
@@ -53,12 +24,10 @@ class ByteTokenizer:
     eos_id: int | None = 257
     identity = "bytes"
 
-    def encode(self, text: str) -> np.ndarray:
-        """Return the bytes, int64 (bytes,)."""
+    def encode(self, text: str) -> np.ndarray | None:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
 
     def encode_each(self, texts: Sequence[str]) -> list[np.ndarray | None]:
-        """Return the bytes of each text."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -66,7 +35,6 @@ class ByteTokenizer:
         return bytes(i for i in map(int, ids) if i < 256).decode("utf-8", "replace")
 
     def get_vocab_size(self) -> int:
-        """Return 258."""
         return 258
 
     def describe(self) -> str:
@@ -74,7 +42,10 @@ class ByteTokenizer:
 
 
 class HFTokenizer:
-    """A tokenizer.json without its truncation, padding, dropout and special-token templates."""
+    """A tokenizer.json without its truncation, padding, dropout and special-token templates.
+
+    Its `identity` is what ids depend on besides the text, equal for equal tokenizers.
+    """
 
     def __init__(self, backend: tokenizers.Tokenizer, bos_id: int | None, eos_id: int | None):
         backend.no_truncation()  # both would otherwise hide the true length of a record
@@ -91,6 +62,7 @@ class HFTokenizer:
         """Turn a text into token ids, int64 (tokens,), without beginning or end marks.
 
         `None` for a text with something that the vocabulary lacks, if it has no token for that.
+        Never raises, whatever the text.
         """
         return self.encode_each([text])[0]
 
@@ -120,12 +92,13 @@ class HFTokenizer:
 
     def describe(self) -> str:
         marks = [
-            f"{name} {self._backend.id_to_token(mark)} ({mark})"
-            if mark is not None
-            else f"no {name}"
+            f"no {name}" if mark is None else f"{name} {self._backend.id_to_token(mark)} ({mark})"
             for name, mark in (("bos", self.bos_id), ("eos", self.eos_id))
         ]
         return f"tokenizer.json, vocabulary {self._vocab_size:,}, {', '.join(marks)}"
+
+
+Tokenizer = ByteTokenizer | HFTokenizer
 
 
 def text_of(value: object) -> str | None:
@@ -134,105 +107,84 @@ def text_of(value: object) -> str | None:
         return None
     try:
         value.encode()
+        return value
     except UnicodeError:
         return None
-    return value
-
-
-def kind_of(value: object) -> str:
-    """Name the type of a value in a field, with its article."""
-    kinds = {bool: "a truth value", int: "a number", float: "a number", list: "a list"}
-    kinds |= {dict: "an object", type(None): "null", bytes: "text that is broken or too long"}
-    kinds[str] = "text with half a character"
-    if text_of(value) is not None:
-        return "a text"
-    return kinds.get(type(value), f"a {type(value).__name__}")
 
 
 def from_hub(path: str) -> str | None:
-    """Describe how to download a model, if a path is spelled like one of the Hugging Face hub's.
-
-    >>> from_hub("meta-llama/Llama-3.2-1B")[:56]
-    'if it is a model of the Hugging Face hub, run hf downloa'
-    """
+    """Describe how to download a model, if a path is spelled like one of the Hugging Face hub's."""
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path):
         return None
     folder = f"models/{path.partition('/')[2]}"
-    return (
-        f"if it is a model of the Hugging Face hub, run hf download {path} --local-dir {folder} "
-        f"and name {folder}"
-    )
+    command = f"hf download {path} --local-dir {folder}"
+    return f"if it is a model of the Hugging Face hub, run {command} and name {folder}"
 
 
 def load_tokenizer(assets_path: str) -> Tokenizer:
     """Load the tokenizer of the folder `model.hf_assets_path`: its tokenizer.json, else bytes.
 
     The beginning and end marks are those that tokenizer_config.json names, else
-    special_tokens_map.json, else none. An empty path means bytes.
-
-    Raises `ValueError` for a folder that does not exist, a broken file in it, a vocabulary without
-    a mark that is named.
+    special_tokens_map.json, else none. An empty path means bytes. The last one that was loaded is
+    returned again, unless one of the three files changed. Raises ValueError, one line, for a folder
+    that does not exist, a broken file in it, a vocabulary without a mark that is named.
     """
     if not assets_path:
         return ByteTokenizer()
+    setting = f"model.hf_assets_path = {assets_path!r}"
     if not os.path.isdir(assets_path):
-        remedy = from_hub(assets_path) or (
-            "give one with a tokenizer.json, or one without for bytes"
-        )
-        raise ValueError(
-            f"model.hf_assets_path = {assets_path!r} is not an existing folder: {remedy}"
-        )
-    path = os.path.join(assets_path, "tokenizer.json")
-    if not os.path.exists(path):
+        remedy = from_hub(assets_path) or "give one with a tokenizer.json, or one without for bytes"
+        raise ValueError(f"{setting} is not an existing folder: {remedy}")
+    paths = [os.path.join(assets_path, name) for name in ("tokenizer.json", *_NAMED_IN)]
+    if not os.path.exists(paths[0]):
         _refuse_bytes(assets_path)
         return ByteTokenizer()
+    found = [os.stat(path) for path in paths if os.path.exists(path)]
+    return _load(assets_path, tuple((s.st_ino, s.st_size, s.st_mtime_ns) for s in found))
+
+
+@functools.lru_cache(maxsize=1)
+def _load(assets_path: str, files: tuple[tuple[int, ...], ...]) -> HFTokenizer:
+    """Load a tokenizer.json; `files` are inodes, sizes and times, for the cache."""
     try:
-        backend = tokenizers.Tokenizer.from_file(path)
+        backend = tokenizers.Tokenizer.from_file(os.path.join(assets_path, "tokenizer.json"))
     except Exception as error:  # the library raises plain Exception
-        raise ValueError(
-            f"model.hf_assets_path = {assets_path!r}: its tokenizer.json cannot be loaded "
-            f"({error}): download it again"
-        ) from error
-    return HFTokenizer(
-        backend, *(_mark_id(backend, assets_path, key) for key in ("bos_token", "eos_token"))
-    )
+        cannot = f"its tokenizer.json cannot be loaded ({error}): download it again"
+        raise ValueError(f"model.hf_assets_path = {assets_path!r}: {cannot}") from error
+    return HFTokenizer(backend, *(_mark_id(backend, assets_path, key) for key in _MARKS))
 
 
 def _refuse_bytes(assets_path: str) -> None:
     """Refuse a folder without tokenizer.json that has weights, or a tokenizer in another form."""
-    others = {"tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt"}
-    weights = (".safetensors", ".bin", ".pth")
     names = sorted(os.listdir(assets_path))
-    found = [name for name in names if name in others] or [n for n in names if n.endswith(weights)]
+    others = {"tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt"}
+    found = [name for name in names if name in others]
+    found += [name for name in names if name.endswith((".safetensors", ".bin", ".pth"))]
     if found:
+        load, save = f"from_pretrained('{assets_path}')", f"save_pretrained('{assets_path}')"
+        command = f'python -c "from transformers import AutoTokenizer; AutoTokenizer.{load}.{save}"'
         raise ValueError(
             f"model.hf_assets_path = {assets_path!r}: it has {found[0]} and no tokenizer.json, so "
-            "that text would be read as bytes; write one: python -c "
-            '"from transformers import AutoTokenizer; '
-            f"AutoTokenizer.from_pretrained('{assets_path}').save_pretrained('{assets_path}')\""
+            f"that text would be read as bytes; write one: {command}"
         )
 
 
 def _mark_id(backend: tokenizers.Tokenizer, assets_path: str, key: str) -> int | None:
-    for file_name in ("tokenizer_config.json", "special_tokens_map.json"):
-        path = os.path.join(assets_path, file_name)
-        if not os.path.exists(path):
-            continue
+    for file_name in _NAMED_IN:
         problem = f"model.hf_assets_path = {assets_path!r}: its {file_name} "
         try:
-            with open(path, encoding="utf-8") as file:
+            with open(os.path.join(assets_path, file_name), encoding="utf-8") as file:
                 mark = json.load(file).get(key)
+        except FileNotFoundError:
+            continue
         except (OSError, ValueError, AttributeError) as error:
             raise ValueError(f"{problem}is not a JSON object: download it again") from error
         if isinstance(mark, dict):  # the older form: {"content": "<s>", "lstrip": false, ...}
             mark = mark.get("content")
         if not mark:
             continue
-        token_id = backend.token_to_id(mark) if isinstance(mark, str) else None
-        if token_id is None:
-            raise ValueError(
-                f"{problem}names the {key} {mark!r}, which tokenizer.json lacks: take both files "
-                "from one model"
-            )
-        return token_id
+        if isinstance(mark, str) and (token_id := backend.token_to_id(mark)) is not None:
+            return token_id
+        lacks = f"names the {key} {mark!r}, which tokenizer.json lacks"
+        raise ValueError(f"{problem}{lacks}: take both files from one model")
     return None

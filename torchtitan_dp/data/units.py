@@ -54,10 +54,7 @@ class Units:
 
 
 def group(hashes_R2: np.ndarray) -> Units:
-    """Group records by the hash of their unit's name, uint64 (records, 2).
-
-    Units are in the order of their hashes.
-    """
+    """Group records by the hash of their unit's name, uint64 (records, 2), in its order."""
     members = np.lexsort((hashes_R2[:, 1], hashes_R2[:, 0]))  # stable: records rise within a unit
     ordered = hashes_R2[members]
     is_first = np.ones(len(members), dtype=bool)
@@ -75,42 +72,26 @@ def singles(hashes_R2: np.ndarray) -> Units:
 def split(hashes: np.ndarray, heldout_fraction: float) -> tuple[np.ndarray, np.ndarray]:
     """Split units into those to train on and to hold out, two sorted int64 arrays of positions.
 
-    A unit is held out if a 64-bit BLAKE2b hash of its name lies below `heldout_fraction`, so its
-    side depends on its name and the fraction alone, not on other units. A larger fraction holds out
-    a superset.
-
-    Args:
-        hashes: uint64 (units,).
-
-    Raises:
-        ValueError: `heldout_fraction` is not in [0, 1), or no unit is left to train on.
+    A unit is held out if the 64-bit BLAKE2b hash of its name, in uint64 (units,), lies below
+    `heldout_fraction`, so its side depends on its name and the fraction alone. A larger fraction
+    holds out a superset. Raises ValueError if it leaves no unit.
     """
-    if not 0 <= heldout_fraction < 1:
-        raise ValueError(
-            f"data.heldout_fraction = {heldout_fraction!r}: give a number from 0 up to, not "
-            "including, 1"
-        )
     mask = hashes < np.uint64(int(heldout_fraction * 2**64))
     if mask.all():
-        raise ValueError(
-            f"data.heldout_fraction = {heldout_fraction!r} leaves no record or unit to train on: "
-            "lower it"
-        )
+        nothing = "leaves no record or unit to train on"
+        raise ValueError(f"data.heldout_fraction = {heldout_fraction!r} {nothing}: lower it")
     return np.flatnonzero(~mask), np.flatnonzero(mask)
 
 
 def folder_of(name: str) -> str | None:
-    """Return the first folder of a file's relative name; None if it lies in none."""
+    """Return the first folder of a file's relative name, in any locale; None if it has none."""
     folder, slash, _ = os.fsencode(name).partition(b"/")
-    # The unit must not depend on the locale.
     return folder.decode("utf-8", "surrogateescape") if slash else None
 
 
 def record_hash(record_id: str, size: int = HASH_BYTES) -> bytes:
-    """Hash a record that is a unit of its own, never to the hash of a named unit.
-
-    It is of the bytes of its file's name, since their text depends on the locale.
-    """
+    """Hash a record that is a unit of its own, never to the hash of a named unit: the bytes of its
+    file's name, since their text depends on the locale."""
     return hashlib.blake2b(os.fsencode(record_id), digest_size=size).digest()
 
 

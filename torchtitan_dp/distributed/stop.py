@@ -76,7 +76,7 @@ class StopRequest:
 
         The first depends on signals alone. Where a clock sends them, the step at which a run stops
         depends on how long steps take, and so on the lengths of records: `ledger.steps` keeps that
-        out of `privacy.json`, `ledger.caveats` out of the claims of a run that ended there. The
+        out of `privacy.json`, `ledger.spending` out of the claims of a run that ended there. The
         second depends on noised weights alone.
         """
         asked = torch.tensor(float(self._asked.is_set()), device=overflow.device)

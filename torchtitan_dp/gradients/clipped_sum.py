@@ -41,9 +41,6 @@ class Place(NamedTuple):
 class ClippedSum:
     """The clipped sum of one step, in flat `(dp_shard, chunk)` shards."""
 
-    takes_groups_early = True
-    """Whether a group may be added before the others are known."""
-
     def __init__(
         self,
         parameters: dict[str, nn.Parameter],

@@ -51,8 +51,8 @@ class GradSampleGradients(LayerGradients):
         self._shards: dict[str, _Layers] = {}  # (B, dp_shard, rows, …), summed over cp
         self._wholes: dict[str, torch.Tensor] = {}  # (cp, B, dp_shard, rows, …), not yet summed
         self._in_flight: deque[Pending] = deque()  # each as often as it began a sum
-        early = clipped_sum.takes_groups_early and not clipped_sum.policy.is_flat
-        self._early = _WholeGroups(model, clipped_sum) if shard_grad_samples and early else None
+        early = shard_grad_samples and not clipped_sum.policy.is_flat
+        self._early = _WholeGroups(model, clipped_sum) if early else None
         self._valid_B = torch.empty(0)  # of this microbatch
         self._clips: list[Clip] = []  # of groups that were added within backward
 

@@ -43,9 +43,6 @@ class Method:
     backward_passes: Callable[[Privacy], int] = lambda _: 1
     """How often backward runs over a microbatch."""
 
-    whole_gradients: bool = True
-    """Whether each sample's gradient is whole at some time, and goes through `ClippedSum.add`."""
-
     averages_windows: bool = False
     """Whether several backward passes can make up one sample's gradient (`GradientMethod.hold`)."""
 
@@ -126,7 +123,6 @@ METHODS: dict[str, Method] = {
         per_sample_layers=True,
         compiles="regions",
         backward_passes=_ghost_passes,
-        whole_gradients=False,
         own_settings=("ghost_passes",),
     ),
     "randomized": Method(
@@ -136,7 +132,6 @@ METHODS: dict[str, Method] = {
         per_sample_layers=True,
         compiles="regions",
         backward_passes=_ghost_passes,
-        whole_gradients=False,
         estimates_norms=True,
         own_settings=("ghost_passes", "projections", "norm_estimator", "underestimates"),
         smallest_layer=_smallest_estimated,

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torchtitan_dp.gradients.clipped_sum import ClippedSum, GradientMethod
 from torchtitan_dp.gradients.fsdp import ReductionGroups, free_gathered
 from torchtitan_dp.gradients.methods import METHODS
-from torchtitan_dp.optimizer import DPOptimizer
+from torchtitan_dp.optimizer import DPOptimizer, MomentumSGD, inner_optimizers
 from torchtitan_dp.privacy.clipping import clip_policy
 from torchtitan_dp.privacy.settings import Privacy
 
@@ -39,14 +39,30 @@ class PrivateStep:
         return self.clipped_sum.policy.max_grad_norm
 
     def optimizer(
-        self, inner: Optimizer, *, noise_multiplier: float, expected_batch_size: float
+        self,
+        inner: Optimizer,
+        *,
+        noise_multiplier: float,
+        expected_batch_size: float,
+        noise_of_step: float | None = None,
     ) -> DPOptimizer:
-        """Make the optimizer that adds noise to the clipped sum and steps `inner`, over exactly
-        `parameters`, on the result: `DPOptimizer`."""
+        """Make the optimizer that adds noise to the clipped sum and steps `inner` on the result.
+
+        Args:
+            inner: the optimizer that `DPOptimizer` wraps, over exactly `parameters`.
+            noise_multiplier: sigma; `MomentumSGD` steps in multiples of its noise.
+            expected_batch_size: the divisor of the sum, fixed and public.
+            noise_of_step: the noise of a key of weight 1 over C, if not sigma, as
+                `Mechanism.noise_of_step` has it.
+        """
+        noise_std = (noise_multiplier or 1.0) * self.max_grad_norm / expected_batch_size
+        for optimizer in inner_optimizers(inner):
+            if isinstance(optimizer, MomentumSGD):
+                optimizer.noise_std = noise_std
         return DPOptimizer(
             inner,
             self.parameters,
-            noise_multiplier=noise_multiplier,
+            noise_multiplier=noise_multiplier if noise_of_step is None else noise_of_step,
             max_grad_norm=self.max_grad_norm,
             expected_batch_size=expected_batch_size,
             secure_noise=self.secure_noise,
@@ -72,7 +88,7 @@ def build_step(
         fsdp_modules: one module of each FSDP2 group that holds a trainable parameter.
         groups: the mesh's process groups.
         max_grad_norm: C; the ledger's, if there is one.
-        clipped_sum_type: an audit passes one that plants canaries in samples.
+        clipped_sum_type: the plan passes one that takes its memory at once.
     """
     policy = clip_policy(parameters, privacy, max_grad_norm=max_grad_norm)
     clipped_sum = clipped_sum_type(parameters, groups, policy)

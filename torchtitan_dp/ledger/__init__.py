@@ -2,25 +2,23 @@
 
 Nouns of this room, also in the documentation:
     mechanism: What one step does to privacy (`privacy.mechanism`).
-    settings: The terms that steps are taken on: their mechanism, unit, delta and the rest.
+    settings: The terms that all steps of a run are taken on: mechanism, unit, delta and the rest.
     start: One time that the trainer starts or loads a checkpoint, under a random secret name.
     step name: A random public name of one step, which does not show the start that took it.
     executed step: A step whose line is in the log, written just before its update.
     lineage: The steps that made some weights, without those of starts whose weights were lost.
-    segment: Steps of a lineage that were taken one after the other on the same settings.
     lost step: An executed step that is not of the lineage, since a crash or a branch abandoned it.
     ancestor: A run that initial weights come from, with the steps that made them.
 
-Modules, from the bottom: `settings` (terms, and which step is which), `lineage` (the `Ledger`),
-`schema` (the keys of `privacy.json`), `caveats` (the assumptions under epsilon), `executed` (the
-private logs), `files` (`privacy.json` and the fingerprint of the records), `account` (the spending
-while training, as published) and `runs` (the sum over several runs). Configurations are read one
-floor above, in `checkpoint.terms` and `checkpoint.plan`.
+Modules, from the bottom: `settings` (terms, and which step is which), `lineage` (a frozen value,
+and what follows from it), `spending` (its epsilon, and the assumptions under it), `schema` (the
+keys of `privacy.json`), `log` (the private logs), `files` (`privacy.json` and the fingerprint of
+the records), `account` (the spending while training, as published) and `runs` (the sum over several
+runs). Configurations are read one floor above, in `checkpoint.terms` and `checkpoint.plan`.
 `python -m torchtitan_dp.ledger RUN…` verifies runs and adds them up.
 """
 
 from torchtitan_dp.ledger.account import Account, summary, versions
-from torchtitan_dp.ledger.executed import EXECUTED_FILE, STARTS_FILE, ExecutedSteps
 from torchtitan_dp.ledger.files import (
     FINGERPRINT_FILE,
     PRIVACY_FILE,
@@ -28,8 +26,9 @@ from torchtitan_dp.ledger.files import (
     read_published,
     write_fingerprint,
 )
-from torchtitan_dp.ledger.lineage import Ledger
-from torchtitan_dp.ledger.settings import RunSegment, Settings
+from torchtitan_dp.ledger.lineage import Lineage
+from torchtitan_dp.ledger.log import EXECUTED_FILE, STARTS_FILE, Losable, RunLog
+from torchtitan_dp.ledger.settings import Settings
 
 __all__ = [
     "EXECUTED_FILE",
@@ -37,9 +36,9 @@ __all__ = [
     "PRIVACY_FILE",
     "STARTS_FILE",
     "Account",
-    "ExecutedSteps",
-    "Ledger",
-    "RunSegment",
+    "Lineage",
+    "Losable",
+    "RunLog",
     "Settings",
     "check_fingerprint",
     "read_published",

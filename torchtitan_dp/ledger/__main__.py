@@ -17,6 +17,7 @@ from rich.table import Column, Table
 from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.config.load import exit_on_mistake, write_json
 from torchtitan_dp.ledger.runs import Run, Total, total
+from torchtitan_dp.ledger.spending import epsilon
 from torchtitan_dp.privacy.accounting import rounded_up
 
 _POINTS = 24  # of a run's curve
@@ -154,7 +155,7 @@ def plot(runs: list[Run], spent: Total | None, path: str) -> None:
             continue
         last = run.ledger.steps
         steps = sorted({round(last * i / _POINTS) for i in range(_POINTS + 1)})
-        spent_at = [run.ledger.epsilon(step) for step in steps]
+        spent_at = [epsilon(run.ledger, step) for step in steps]
         axes.plot(steps, spent_at, marker=".", label=run.folder)
     if len(runs) > 1 and spent is not None and spent.epsilon is not None:
         axes.axhline(spent.epsilon, linestyle="--", color="black", label="all together")

@@ -3,7 +3,7 @@
 Guarantee:
     `epsilon` is of the weights' own lineage, `epsilon_executed` of every step ever begun in the
     folder, `epsilon_planned` of those and of all that are still planned. None is ever below
-    `Ledger.compose` of its steps. The first two are computed once for a few points ahead, and a
+    `compose` of its steps. The first two are computed once for a few points ahead, and a
     query gives the next point up, so that no step waits for an accountant. `epsilon_planned` also
     covers a stop that weights decided; no epsilon covers a stop that followed from losses, norms
     or other logs, or from a clock. Where the planned steps were taken, nothing in `privacy.json`
@@ -15,14 +15,22 @@ import importlib.metadata
 import math
 import os
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torchtitan_dp.ledger import schema
-from torchtitan_dp.ledger.caveats import assumptions, caveats
 from torchtitan_dp.ledger.files import write_published
-from torchtitan_dp.ledger.lineage import Ledger
-from torchtitan_dp.ledger.settings import union
+from torchtitan_dp.ledger.lineage import Lineage
+from torchtitan_dp.ledger.spending import (
+    assumptions,
+    before,
+    beside_own,
+    caveats,
+    compose,
+    heldout_epsilon,
+    spending,
+)
+from torchtitan_dp.ledger.spending import epsilon as epsilon_of
 from torchtitan_dp.privacy.accounting import EpsilonCurve, rounded_up
 from torchtitan_dp.privacy.meaning import Meaning, meaning
 from torchtitan_dp.privacy.mechanism import Segment, composition, from_fields
@@ -30,192 +38,161 @@ from torchtitan_dp.privacy.segments import dp_event
 
 
 class Account:
-    """Account for the steps after one start, which go on from the ledger to `total_steps`."""
+    """Compute the spending of the steps after one start, which go on to `total_steps`."""
 
-    def __init__(self, ledger: Ledger, total_steps: int) -> None:
+    def __init__(self, lineage: Lineage, total_steps: int) -> None:
         """
         Args:
-            ledger: with lost steps entered.
+            lineage: at the start, with lost steps entered.
             total_steps: `training.steps`.
         """
-        self._ledger, self._total = ledger, total_steps
+        self._first, self._total = lineage, max(total_steps, lineage.steps)
 
-    def epsilon(self) -> float:
+    def epsilon(self, lineage: Lineage) -> float:
         """Return the epsilon of the lineage; infinite if it is not private."""
-        return self._at(self._lineage_curve, self._ledger.taken_in_all)
+        return self._taken.at(lineage.steps) if lineage.composes else math.inf
 
-    def beside_epsilon(self, target: float | None) -> str:
+    def epsilon_executed(self, lineage: Lineage) -> float:
+        """Return the epsilon of all executed steps of the folder, as published."""
+        return self._executed.at(lineage.steps) if lineage.composes else math.inf
+
+    def epsilon_planned(self, lineage: Lineage) -> float:
+        """Return the epsilon of those steps and of the steps that are still planned."""
+        if not lineage.composes:
+            return math.inf
+        planned = compose(lineage, spending(lineage, lost=True, planned=True))
+        return max(planned, self.epsilon_executed(lineage))
+
+    def beside_epsilon(self, lineage: Lineage, target: float | None) -> str:
         """Return the words beside epsilon in a step's line: with lost steps, and the target."""
-        epsilon, executed = self.epsilon(), self.epsilon_executed()
+        epsilon, executed = self.epsilon(lineage), self.epsilon_executed(lineage)
         lost = f"with lost steps {rounded_up(executed)}" if executed > epsilon else ""
         return ", ".join(filter(None, (lost, "" if target is None else f"target {target:g}")))
 
-    def epsilon_executed(self) -> float:
-        """Return the epsilon of all executed steps of the folder, as published."""
-        return self._at(self._executed_curve, self._ledger.executed)
-
-    def epsilon_planned(self) -> float:
-        """Return the epsilon of those steps and of the steps that are still planned."""
-        return max(self._composed(self._ledger.planned()), self.epsilon_executed())
-
-    def publish(self, folder: str) -> dict[str, Any]:
+    def publish(self, lineage: Lineage, folder: str) -> dict[str, Any]:
         """Write `privacy.json` atomically and return its content.
 
         The file is true of every checkpoint in the folder: none is further than these weights,
         which were loaded from the newest.
         """
-        ledger = self._ledger
-        epsilon, executed, planned = self._epsilons()
-        content = schema.assemble(
-            ledger,
-            {
-                "epsilon": epsilon if ledger.private else None,
-                "epsilon_executed": executed if ledger.composes else None,
-                "epsilon_planned": planned if ledger.composes else None,
-                "heldout_epsilon": heldout_epsilon(ledger),
-                "caveats": caveats(ledger, epsilon, planned),
-                **terms_in_words(ledger, ledger.planned(), planned),
-            },
-        )
+        taken, executed, planned = self._epsilons(lineage)
+        steps = spending(lineage, lost=True, planned=True)
+        content = described(lineage, (taken, executed, planned), taken, steps, planned)
         write_published(folder, content)
         return content
 
-    def exported(self) -> dict[str, Any]:
+    def exported(self, lineage: Lineage) -> dict[str, Any]:
         """Return the `privacy.json` of weights that are exported now, in the form of a release."""
-        _, executed, planned = self._epsilons()
-        return released(
-            self._ledger,
-            epsilon=planned,
-            counts="planned_steps",
-            steps=self._ledger.planned(),
-            executed=executed,
-            planned=planned,
-        )
+        _, executed, planned = self._epsilons(lineage)
+        steps = spending(lineage, lost=True, planned=True)
+        return released(lineage, (executed, planned), "planned_steps", steps, planned)
 
-    def _epsilons(self) -> tuple[float, float, float]:
+    def _epsilons(self, lineage: Lineage) -> tuple[float, float, float]:
         """Return the epsilon of the lineage, of all executed steps, and of all planned ones."""
-        epsilon = self.epsilon()
-        executed = max(self.epsilon_executed(), epsilon)
-        return epsilon, executed, max(self.epsilon_planned(), executed)
-
-    def _composed(self, steps: list[Segment]) -> float:
-        """Return the epsilon of these steps; infinite if they are not private."""
-        return self._ledger.compose(steps) if self._ledger.composes else math.inf
-
-    def _at(self, curve: EpsilonCurve | None, steps: Callable[[], list[Segment]]) -> float:
-        """Return the spending of these steps, from the curve, if any: no logged step waits."""
-        if not self._ledger.composes or curve is None:
-            return self._composed(steps())
-        return curve.at(self._own_steps())
+        epsilon = self.epsilon(lineage)
+        executed = max(self.epsilon_executed(lineage), epsilon)
+        return epsilon, executed, max(self.epsilon_planned(lineage), executed)
 
     @functools.cached_property
-    def _lineage_curve(self) -> EpsilonCurve | None:
-        return self._curve()
+    def _taken(self) -> EpsilonCurve:
+        return self._curve(before(self._first))
 
     @functools.cached_property
-    def _executed_curve(self) -> EpsilonCurve | None:
-        ledger = self._ledger
-        lost = [ledger.published_lost(), *ledger.lost_before(), *ledger.evaluations_before()]
-        return self._curve(*lost) if any(part.steps for part in lost) else self._lineage_curve
+    def _executed(self) -> EpsilonCurve:
+        begun = beside_own(self._first)
+        return self._taken if begun == before(self._first) else self._curve(begun)
 
-    def _curve(self, *lost: Segment) -> EpsilonCurve | None:
-        """Return a curve over this run's steps on the present terms, beside lost ones.
-
-        Its points follow from the number of these steps, not from the step at which this start
-        began, which a clock may have decided.
-        """
-        settings, own = self._ledger.settings, self._own_steps()
-        present = settings.mechanism.as_logged()
-        taken = self._ledger.taken()
-        on_present = {step for step in taken if step.mechanism.at_any() == present}
-        if present.period > 1:
-            on_present = set(taken[len(taken) - own :])
-        beside = union({*self._ledger.taken_before(), *taken} - on_present)
+    def _curve(self, beside: list[Segment]) -> EpsilonCurve:
+        """Return a curve over this run's steps beside others. Its points follow from the number of
+        planned steps, not from the step at which this start began, which a clock may have
+        decided."""
+        settings = self._first.settings
         return EpsilonCurve(
-            [*beside, *lost],
-            present,
+            beside,
+            settings.mechanism,
             delta=settings.delta,
             accountant=settings.accountant,
-            total_steps=own + max(self._total - self._ledger.steps, 0),
-            first_step=own,
+            total_steps=self._total,
+            first_step=self._first.steps,
         )
-
-    def _own_steps(self) -> int:
-        """Count this run's steps on the present terms; of correlated noise only those in a row."""
-        present = self._ledger.settings.mechanism.as_logged()
-        if present.period > 1:
-            return self._ledger.segments()[-1].steps
-        spent = (segment.spending() for segment in self._ledger.segments())
-        return sum(s.steps for s in spent if s.mechanism == present)
 
 
 def released(
-    ledger: Ledger,
-    *,
-    epsilon: float,
+    lineage: Lineage,
+    begun: tuple[float, float],
     counts: str,
     steps: list[Segment],
-    executed: float,
-    planned: float,
+    epsilon: float,
     stated: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the `privacy.json` that leaves with weights.
 
     Args:
-        epsilon: that is claimed, of `steps`; infinite if they are not private.
-        counts: the name of these steps, as the schema has it.
-        executed, planned: the epsilon of all executed steps, and of all planned ones.
+        begun: the epsilon of all executed steps, and of all planned ones.
+        counts, steps, epsilon: the steps that are claimed: their name in the schema, and epsilon.
         stated: by the owner.
     """
-    private = ledger.private
-    taken = ledger.epsilon() if ledger.composes else math.inf
-    return schema.assemble(
-        ledger,
-        {
-            "epsilon": epsilon if private else None,
-            "epsilon_counts": counts,
-            "epsilon_planned": planned if ledger.composes else None,
-            "epsilon_executed": executed if ledger.composes else None,
-            "heldout_epsilon": heldout_epsilon(ledger),
-            "caveats": [*caveats(ledger, taken, planned), *stated],
-            **terms_in_words(ledger, steps, epsilon),
-        },
-        release=True,
-    )
+    taken = epsilon_of(lineage) if lineage.composes else math.inf
+    return described(lineage, (taken, *begun), epsilon, steps, epsilon, stated, counts=counts)
 
 
-def heldout_epsilon(ledger: Ledger) -> float | None:
-    """Return the epsilon of all held-out losses that were or will be published; None if there are
-    none, or nothing here is private."""
-    if ledger.heldout_losses is None or not ledger.private:
-        return None
-    return ledger.heldout_epsilon()
-
-
-def terms_in_words(ledger: Ledger, segments: list[Segment], epsilon: float) -> dict[str, Any]:
-    """Return the values of `privacy.json` that are the same for a run and for a release.
+def described(
+    lineage: Lineage,
+    epsilons: tuple[float, float, float],
+    claimed: float,
+    steps: list[Segment],
+    epsilon: float,
+    stated: Sequence[str] = (),
+    *,
+    counts: str | None = None,
+) -> dict[str, Any]:
+    """Return the content of a `privacy.json`; epsilons are infinite where there is no privacy.
 
     Args:
-        segments, epsilon: steps and their epsilon; infinite if they are not private.
+        epsilons: of the steps taken, of all executed, and of all planned ones.
+        claimed: the file's own `epsilon`.
+        steps, epsilon: that the file explains.
+        counts: of a release, the name of the steps that are claimed.
     """
-    found = explain(ledger, segments, epsilon)
-    return {
+    taken, executed, planned = epsilons
+    found = explain(lineage, steps, epsilon)
+    values = {
+        "epsilon": claimed if lineage.private else None,
+        "epsilon_planned": planned if lineage.composes else None,
+        "epsilon_executed": executed if lineage.composes else None,
+        "heldout_epsilon": published_heldout_epsilon(lineage),
+        "caveats": [*caveats(lineage, taken, planned), *stated],
         "meaning": None if found is None else found.to_json(),
-        "dp_event": dp_event(composition(segments)) if ledger.composes else None,
-        "assumptions": assumptions(ledger),
-        "segments": [segment.fields() for segment in ledger.segments()],
-        "step_names": " ".join(ledger.names()),
-        "steps_executed": ledger.steps_executed,
+        "dp_event": dp_event(composition(steps)) if lineage.composes else None,
+        "assumptions": assumptions(lineage),
+        "step_names": " ".join(lineage.names()),
+        "steps_executed": lineage.steps_executed,
         "versions": versions(),
         "source": source(),
     }
+    if counts is not None:
+        values["epsilon_counts"] = counts
+    return schema.assemble(lineage, values, release=counts is not None)
 
 
-def explain(ledger: Ledger, segments: list[Segment], epsilon: float) -> Meaning | None:
-    """Return the meaning of an epsilon for one person; None where there is no privacy."""
-    if not ledger.composes or not math.isfinite(epsilon):
+def without_privacy(lineage: Lineage) -> dict[str, Any]:
+    """Return the `privacy.json` of a run without privacy."""
+    return described(lineage, (math.inf, math.inf, math.inf), math.inf, [], math.inf)
+
+
+def published_heldout_epsilon(lineage: Lineage) -> float | None:
+    """Return the epsilon of all held-out losses that were or will be published; None if there are
+    none, or nothing here is private."""
+    if lineage.heldout_losses is None or not lineage.private:
         return None
-    return meaning(segments, ledger.settings.delta)
+    return heldout_epsilon(lineage)
+
+
+def explain(lineage: Lineage, segments: list[Segment], epsilon: float) -> Meaning | None:
+    """Return the meaning of an epsilon for one person; None where there is no privacy."""
+    if not lineage.composes or not math.isfinite(epsilon):
+        return None
+    return meaning(segments, lineage.settings.delta)
 
 
 def summary(spent: dict[str, Any]) -> list[str]:

@@ -12,16 +12,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchtitan_dp.ledger import schema
-from torchtitan_dp.ledger.caveats import recorded
-from torchtitan_dp.ledger.lineage import Ledger
-from torchtitan_dp.ledger.settings import names_of_starts
+from torchtitan_dp.ledger.lineage import Lineage
+from torchtitan_dp.ledger.spending import recorded
 from torchtitan_dp.process import write_atomically
 
 PRIVACY_FILE = "privacy.json"
 FINGERPRINT_FILE = "data_fingerprint.private"
 
 
-def read_published(folder: str) -> Ledger | None:
+def read_published(folder: str) -> Lineage | None:
     """Return the ledger of this folder's `privacy.json`, if any; raise ValueError if it is not
     ours."""
     content = read_published_fields(folder)
@@ -58,26 +57,21 @@ def to_bytes(content: Mapping[str, Any]) -> bytes:
     return json.dumps(content, indent=2).encode() + b"\n"
 
 
-def ledger_of(content: dict[str, Any]) -> Ledger:
+def ledger_of(content: dict[str, Any]) -> Lineage:
     """Return the ledger of a `privacy.json` with this content.
 
     Raises:
-        KeyError, TypeError, IndexError, AssertionError: it is none of ours.
+        KeyError, TypeError, AssertionError: it is none of ours.
     """
-    *finished, current = content["segments"]
-    names = content.get("step_names")
-    if names is None:  # version 0.1.0 listed them by start
-        names = names_of_starts(content["starts"])
-    fields = (*schema.names(schema.Origin.LEDGER), "adaptive")  # of version 0.1.0
-    ledger = Ledger.from_fields(
-        {name: content[name] for name in fields if name in content}
-        | {"settings": current["settings"], "finished": finished}
-        | {"caveats": recorded(content["caveats"])}
-        | {"step_names": names}
+    kept = {name: content.get(name) for name in schema.names(schema.Origin.LEDGER)}
+    terms = {name: content[name] for name in schema.terms_of(content)}
+    lineage = Lineage.from_fields(
+        kept
+        | {"settings": terms, "caveats": recorded(content["caveats"])}
+        | {"step_names": content["step_names"], "lost": content["steps_executed"] - kept["steps"]}
     )
-    assert ledger.segments()[-1].steps == current["steps"], "its segments and steps disagree"
-    assert len(names.split()) == ledger.steps, "its step_names and steps disagree"
-    return ledger
+    assert len(lineage.step_names.split()) == lineage.steps, "its step_names and steps disagree"
+    return lineage
 
 
 def read_fingerprint(folder: str) -> str | None:

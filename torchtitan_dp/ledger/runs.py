@@ -16,21 +16,30 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torchtitan_dp.ledger.caveats import caveats
 from torchtitan_dp.ledger.files import FINGERPRINT_FILE
-from torchtitan_dp.ledger.lineage import Ledger, most_evaluations, still_planned_by
-from torchtitan_dp.ledger.settings import NamedStep, union
+from torchtitan_dp.ledger.lineage import Ancestor, Lineage
+from torchtitan_dp.ledger.settings import union
+from torchtitan_dp.ledger.spending import (
+    caveats,
+    compose,
+    epsilon,
+    evaluations,
+    heldout_epsilon,
+    lost_by,
+    most_evaluations,
+    spending,
+    still_planned_by,
+)
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.mechanism import Segment, composition
+from torchtitan_dp.privacy.mechanism import Segment, composition, steps_in_a_row
 
 
 @dataclass
 class Run:
-    """One folder, its epsilons computed anew from its segments."""
+    """One folder, its epsilons computed anew from its ledger."""
 
     folder: str
-    ledger: Ledger
-    begun: list[NamedStep]  # every step ever begun in the folder
+    ledger: Lineage
     fingerprint: str | None
     faults: list[str] = field(default_factory=list)  # contradictions
     notes: list[str] = field(default_factory=list)
@@ -38,21 +47,17 @@ class Run:
     @property
     def epsilon(self) -> float | None:
         """The epsilon of the weights; None if they are not private."""
-        return self.ledger.epsilon() if self.ledger.private else None
+        return epsilon(self.ledger) if self.ledger.private else None
 
     @property
     def epsilon_executed(self) -> float | None:
         """The epsilon of all executed steps and of the initial weights, as published."""
-        if not self.ledger.composes:
-            return None
-        return self.ledger.compose(self.ledger.executed())
+        return self._composed(planned=False)
 
     @property
     def epsilon_planned(self) -> float | None:
         """The same, with the steps that are still planned."""
-        if not self.ledger.composes:
-            return None
-        return self.ledger.compose(self.ledger.planned())
+        return self._composed(planned=True)
 
     def caveats(self) -> list[str]:
         """Return the caveats under its epsilon."""
@@ -61,6 +66,11 @@ class Run:
             for epsilon in (self.epsilon, self.epsilon_planned)
         )
         return caveats(self.ledger, spent, planned)
+
+    def _composed(self, *, planned: bool) -> float | None:
+        if not self.ledger.composes:
+            return None
+        return compose(self.ledger, spending(self.ledger, lost=True, planned=planned))
 
 
 @dataclass(frozen=True)
@@ -100,27 +110,30 @@ def total(runs: Sequence[Run], delta: float | None = None, *, overlapping: bool 
         "add up only runs that are",
         runs,
     )
-    deltas = [run.ledger.settings.delta for run in runs]
-    # By their published number, or it would show how many steps a crash lost.
-    lost = [run.ledger.published_lost() for run in runs]
-    taken = union(step for run in runs for step in run.ledger.taken())
-    steps = sum(segment.steps for segment in (*taken, *lost))
-    relation = max(run.ledger.settings.neighbouring_relation for run in runs)
-    assert relation in ("add_remove", "zero_out")  # a unit that may be left out may be emptied
+    ledgers = [run.ledger for run in runs]
     if delta is None:
-        delta = min(deltas)
-    if not all(run.ledger.composes for run in runs):
+        delta = min(one.settings.delta for one in ledgers)
+    # By their published number, or it would show how many steps a crash lost.
+    lost = [one.settings.spending(one.lost) for one in ledgers]
+    taken = union(step for one in ledgers for step in one.taken())
+    steps = sum(segment.steps for segment in (*taken, *lost))
+    relation = max(one.settings.neighbouring_relation for one in ledgers)
+    assert relation in ("add_remove", "zero_out")  # a unit that may be left out may be emptied
+    if not all(one.composes for one in ledgers):
         return Total(None, None, delta, "none", steps, relation)
+    ancestors = [ancestor for one in ledgers for ancestor in one.ancestors]
+    behind = (step for ancestor in ancestors for step in ancestor.taken())
     segments = [
-        *union([s for run in runs for s in (*run.ledger.taken_before(), *run.ledger.taken())]),
+        *union([*behind, *(step for one in ledgers for step in one.taken())]),
         *lost,
-        *_lost_before(runs),
+        *_lost_before(ledgers),
+        *_evaluations_before(ledgers),
+        *(_evaluations(ledgers) if overlapping else []),
     ]
-    segments += _evaluations_before(runs)
-    if overlapping:
-        segments += _evaluations(runs)
-    coming = [spending for run in runs for spending in run.ledger.still_planned()]
-    names = {run.ledger.settings.accountant for run in runs}
+    coming = [*still_planned_by(ancestors)]
+    for one in ledgers:
+        coming += steps_in_a_row(one.settings.mechanism, one.steps + 1, one.left, one.run)
+    names = {one.settings.accountant for one in ledgers}
     accountant: accounting.Accountant = names.pop() if len(names) == 1 else "rdp"
     if any(part.ratios is not None for part in composition([*segments, *coming])):
         accountant = "pld"  # no other is tight for estimated norms
@@ -128,56 +141,47 @@ def total(runs: Sequence[Run], delta: float | None = None, *, overlapping: bool 
         accounting.compose(parts, delta=delta, accountant=accountant)
         for parts in (segments, [*segments, *coming])
     ]
-    heldout = None if overlapping else _heldout_epsilon(runs, delta)
+    heldout = None if overlapping else _heldout_epsilon(ledgers, delta)
     return Total(epsilons[0], max(epsilons), delta, accountant, steps, relation, heldout)
 
 
-def _evaluations(runs: Sequence[Run]) -> list[Segment]:
+def _evaluations(ledgers: Sequence[Lineage]) -> list[Segment]:
     """Return bounds on the held-out losses of all runs; those of copies of one run add up."""
-    found = (run.ledger.evaluations() for run in runs)
-    return [segment for segment in found if segment is not None]
+    return [segment for one in ledgers if (segment := evaluations(one)) is not None]
 
 
-def _evaluations_before(runs: Sequence[Run]) -> list[Segment]:
-    """Return the same of their ancestors, each once, without those that are among the runs."""
-    among = {run.ledger.run for run in runs}
-    ancestors = (ancestor for run in runs for ancestor in run.ledger.ancestors)
-    return most_evaluations(a for a in ancestors if a.run not in among)
+def _others(ledgers: Sequence[Lineage]) -> list[Ancestor]:
+    """Return the runs behind initial weights, each once, without those that are added up here."""
+    among = {one.run for one in ledgers}
+    return [*dict.fromkeys(a for one in ledgers for a in one.ancestors if a.run not in among)]
 
 
-def _heldout_epsilon(runs: Sequence[Run], delta: float) -> float | None:
+def _evaluations_before(ledgers: Sequence[Lineage]) -> list[Segment]:
+    """Return bounds on the held-out losses behind initial weights."""
+    return most_evaluations(_others(ledgers))
+
+
+def _heldout_epsilon(ledgers: Sequence[Lineage], delta: float) -> float | None:
     """Return what all published held-out losses spend, with all that their ancestors did."""
-    if not (evaluations := _evaluations(runs)):
+    if not (published := _evaluations(ledgers)):
         return None
-    if len(runs) == 1:
-        return runs[0].ledger.heldout_epsilon(delta)  # by Laplace's own composition, if it is less
-    among = {run.ledger.run for run in runs}
-    others = dict.fromkeys(a for run in runs for a in run.ledger.ancestors if a.run not in among)
+    if len(ledgers) == 1:
+        return heldout_epsilon(ledgers[0], delta)  # by Laplace's own composition, if it is less
+    others = _others(ledgers)
     behind = [
         *still_planned_by(others),
-        *union(step for run in runs for step in run.ledger.taken_before() if step.run not in among),
-        *_lost_before(runs),
-        *_evaluations_before(runs),
+        *union(step for ancestor in others for step in ancestor.taken()),
+        *_lost_before(ledgers),
+        *most_evaluations(others),
     ]
-    return accounting.compose([*evaluations, *behind], delta=delta, accountant="pld")
+    return accounting.compose([*published, *behind], delta=delta, accountant="pld")
 
 
-def _lost_before(runs: Sequence[Run]) -> list[Segment]:
-    """Return the lost steps of ancestors, without those that one of the runs counts itself."""
-    counted = {run.ledger.run: run.ledger.published_lost() for run in runs}
-    found = {
-        (ancestor.run, ancestor.lost)
-        for run in runs
-        for ancestor in run.ledger.ancestors
-        if ancestor.lost is not None
-    }
-    return [
-        lost
-        for name, lost in sorted(found, key=lambda item: (item[0], item[1].order, item[1].steps))
-        if name not in counted
-        or counted[name].mechanism != lost.mechanism
-        or counted[name].steps < lost.steps
-    ]
+def _lost_before(ledgers: Sequence[Lineage]) -> list[Segment]:
+    """Return the lost steps behind initial weights, without those that a run counts itself."""
+    counted = {one.run: one.lost for one in ledgers}
+    ancestors = (ancestor for one in ledgers for ancestor in one.ancestors)
+    return lost_by(a for a in ancestors if a.lost > counted.get(a.run, 0))
 
 
 def _require_common(values: list[str | None], what: str, remedy: str, runs: Sequence[Run]) -> None:

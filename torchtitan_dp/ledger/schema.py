@@ -16,16 +16,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from torchtitan_dp.ledger.lineage import FORMAT, Ledger
+from torchtitan_dp.ledger.lineage import FORMAT, Lineage
 from torchtitan_dp.privacy.mechanism import MECHANISMS, Mechanism
 
 
 class Origin(enum.Enum):
     """Where the value of a key comes from."""
 
-    SETTINGS = "an attribute of the last segment's `Settings`"
+    SETTINGS = "an attribute of the run's `Settings`"
     MECHANISM = "one of its mechanism's own `keys`; files of other mechanisms lack it"
-    LEDGER = "an attribute of the `Ledger`"
+    LEDGER = "an attribute of the `Lineage`"
     ACCOUNT = "computed when the file is written"
     RELEASE = "computed when a release is made; a run's own file lacks it"
 
@@ -38,19 +38,17 @@ class Key:
     type: Any  # of the value as JSON has it
     origin: Origin
     released: bool = True
-    added: bool = False
     meaning: str = ""  # of a mechanism's key; of others, the docstring in `PrivacyFile`
 
 
 _SETTINGS, _MECHANISM, _LEDGER, _ACCOUNT, _RELEASE = Origin
 _NUMBER = int | float
-_ADDED, _NOT_RELEASED = "added", "not released"
+_NOT_RELEASED = "not released"
 
 
 class PrivacyFile:
-    """The keys of a `privacy.json`, in order, each with its type, origin and marks ("added": to
-    format 1 after files of it were written, which lack it; "not released"). The docstring below a
-    key is its reference. After `max_grad_norm` come those of the mechanism."""
+    """The keys of a `privacy.json`, in order, each with its type, origin and mark ("not released").
+    The docstring below a key is its reference. Those of the mechanism follow `max_grad_norm`."""
 
     format: Annotated[int, _ACCOUNT]
     """The version of this table: 1."""
@@ -120,11 +118,11 @@ class PrivacyFile:
     secure_noise: Annotated[bool, _SETTINGS]
     """Whether the noise resists attacks on its low bits (`privacy.secure_noise`)."""
 
-    trained: Annotated[str, _SETTINGS, _ADDED]
+    trained: Annotated[str, _SETTINGS]
     """What the steps changed: all weights, or the adapters of LoRA beside weights that stayed as
     they were when training started."""
 
-    rope: Annotated[str, _SETTINGS, _ADDED]
+    rope: Annotated[str, _SETTINGS]
     """What `[rope]` changed of the rotary embeddings: `as given`, nothing. ε does not depend on it;
     the weights serve no other embeddings."""
 
@@ -134,11 +132,14 @@ class PrivacyFile:
     privacy_unit: Annotated[str, _SETTINGS]
     """What ε protects: one of these."""
 
-    targets: Annotated[str, _SETTINGS, _ADDED]
+    targets: Annotated[str, _SETTINGS]
     """Which tokens of a record are learned: a sample's loss is the mean over its own. ε protects
     the whole record, prompts included."""
 
-    windows_per_draw: Annotated[int, _SETTINGS, _ADDED]
+    target_epsilon: Annotated[_NUMBER | None, _SETTINGS]
+    """The `privacy.target_epsilon` that σ followed from; null if it was given."""
+
+    windows_per_draw: Annotated[int, _SETTINGS]
     """How many samples are taken of a unit that is drawn. Their gradients are averaged before the
     mean is clipped, so that ε is that of one."""
 
@@ -150,6 +151,12 @@ class PrivacyFile:
     """The number of training units, which `zero_out` treats as public; null under `add_remove`,
     which does not."""
 
+    samples_per_rank: Annotated[int | None, _SETTINGS]
+    """A number of samples that one rank hardly ever exceeds in a step, whatever is drawn."""
+
+    ranks_added_up: Annotated[int, _SETTINGS]
+    """The number of ranks whose sums of gradients are added up."""
+
     steps: Annotated[int, _LEDGER]
     """Optimizer steps of these weights, in this run."""
 
@@ -157,21 +164,18 @@ class PrivacyFile:
     """The largest `training.steps` that this run was ever started with."""
 
     steps_executed: Annotated[int, _ACCOUNT]
-    """At least the number of steps ever begun in the folder: `steps`, and for each crash
-    `checkpoint.interval` steps (or all, if they are fewer), the most that it usually loses. How
-    many it did lose follows from how long steps took, and so from the lengths of records."""
+    """At least the number of steps ever begun in the folder: `steps`, for each crash the most that
+    it can lose (`checkpoint.interval`, twice with asynchronous saves, or all steps if they are
+    fewer), and for each load of an older checkpoint the steps after it, in whole intervals. How
+    many a crash did lose follows from how long steps took, and so from the lengths of records."""
 
-    lost: Annotated[dict | None, _LEDGER, _ADDED]
-    """The steps above `steps` in `steps_executed`, on the least noise and the highest rate of any
-    step begun in the folder; null if there are none."""
-
-    heldout_losses: Annotated[dict | None, _LEDGER, _ADDED]
+    heldout_losses: Annotated[dict | None, _LEDGER]
     """Held-out losses that may be published (`validation.publish_epsilon`); null if there are none.
     `losses` lists step, loss in nats, and the standard deviation of its noise, of each: the mean
     over held-out units of their losses, clipped to [0, `clip`], with `noise` of `scale` over
-    `clip` / number of units. `lost` counts evaluations that a crash lost, by blocks."""
+    `clip` / number of units. `lost` counts evaluations beside those, as `steps_executed` does."""
 
-    heldout_epsilon: Annotated[_NUMBER | None, _ACCOUNT, _ADDED]
+    heldout_epsilon: Annotated[_NUMBER | None, _ACCOUNT]
     """The ε of all of them for one held-out unit, with those still planned and those lost, at
     `heldout_losses.delta`. Held-out units are not trained on, so that a unit pays this or
     `epsilon`, the larger of the two at most."""
@@ -190,15 +194,14 @@ class PrivacyFile:
     assumptions: Annotated[list[str], _ACCOUNT]
     """What ε of every run rests on."""
 
-    segments: Annotated[list[dict], _ACCOUNT]
-    """The steps of this run by the terms they were taken on, in order."""
-
-    step_names: Annotated[str, _ACCOUNT, _ADDED]
-    """A random name for each of the same steps, in order, so that a step that several files list
-    counts once. Names do not show which steps one start of the trainer took."""
+    step_names: Annotated[str, _ACCOUNT]
+    """A random name for each of `steps`, in order, so that a step that several files list counts
+    once. Names do not show which steps one start of the trainer took."""
 
     ancestors: Annotated[list[dict], _LEDGER]
-    """The runs that the initial weights come from, with their segments and step names."""
+    """The runs that the initial weights come from: their terms, the names of the steps that made
+    the weights, and how many steps they planned and lost. `any_begun`: lost steps, too, may have
+    made them."""
 
     audit: Annotated[dict | None, _LEDGER, _NOT_RELEASED]
     """Of an audited run: how many canaries were trained on, and whether it would be private without
@@ -226,8 +229,7 @@ def keys_of(kind: type[Mechanism]) -> tuple[Key, ...]:
 def _keys() -> Iterator[Key]:
     for name, hint in typing.get_type_hints(PrivacyFile, include_extras=True).items():
         origin, *marks = hint.__metadata__
-        released, added = _NOT_RELEASED not in marks, _ADDED in marks
-        yield Key(name, hint.__origin__, origin, released=released, added=added)
+        yield Key(name, hint.__origin__, origin, released=_NOT_RELEASED not in marks)
         if name == "max_grad_norm":
             yield from dict.fromkeys(key for kind in MECHANISMS for key in keys_of(kind))
 
@@ -244,8 +246,13 @@ def names(*origins: Origin, released: bool | None = None) -> tuple[str, ...]:
     )
 
 
+def terms_of(content: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the terms of a file, those of its mechanism included."""
+    return tuple(name for name in names(_SETTINGS, _MECHANISM) if name in content)
+
+
 def assemble(
-    ledger: Ledger, computed: Mapping[str, Any], *, release: bool = False
+    lineage: Lineage, computed: Mapping[str, Any], *, release: bool = False
 ) -> dict[str, Any]:
     """Return the whole content of a `privacy.json`, in the order of `KEYS`.
 
@@ -255,7 +262,7 @@ def assemble(
     values = {**computed, "format": FORMAT}
     expected = set(names(_ACCOUNT, _RELEASE) if release else names(_ACCOUNT))
     assert set(values) == expected, set(values) ^ expected
-    kept = ledger.fields()
+    kept = lineage.fields()
     terms = kept["settings"]
     found = {_SETTINGS: terms, _MECHANISM: terms, _LEDGER: kept, _ACCOUNT: values, _RELEASE: values}
     content = {}
@@ -288,7 +295,7 @@ def check(content: Any) -> None:
     for key in KEYS:
         if key.origin is _RELEASE or (release and not key.released):
             continue
-        if (key.added or key.origin is _MECHANISM) and key.name not in content:
+        if key.origin is _MECHANISM and key.name not in content:
             continue
         if key.name not in content:
             raise ValueError(f"it lacks '{key.name}'")

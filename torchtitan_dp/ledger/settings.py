@@ -1,4 +1,4 @@
-"""The terms that steps are taken on, which of them may change, and the names of steps.
+"""The terms that a run's steps are taken on, those of its held-out losses, and the names of steps.
 
 Each start of the trainer draws a random, secret name and numbers its steps. A step's own name is a
 hash of the two, so that a step that several accounts list counts once, and names in `privacy.json`
@@ -9,25 +9,28 @@ Guarantee:
     `union` leaves out no step: it drops only steps whose name and terms are already there. A copied
     folder that was trained on in two places has two starts from there on, and so other names. Names
     of one start cannot be linked without its own name (SHA-256 of 128 random bits and a number),
-    which is in the log of steps and in checkpoints, both private.
+    which is in the log of steps and in checkpoints, both private. `HeldOutLosses.evaluations` is at
+    least the number of evaluations ever begun in the folder, and of those still planned. Held-out
+    units are disjoint from trained ones by a rule on their names alone, so that a unit pays for
+    evaluations or for steps, never for both.
 """
 
 import dataclasses
 import hashlib
-import itertools
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.mechanism import Mechanism, Segment, from_fields
+from torchtitan_dp.privacy.published_loss import LossNoise
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The terms that the guarantee depends on, the same within a segment."""
+    """The terms that the guarantee depends on, the same for all steps of a run."""
 
     mechanism: Mechanism
     max_grad_norm: float
@@ -51,8 +54,8 @@ class Settings:
     ranks_added_up: int = 1  # the data-parallel ranks whose sums are added up
 
     def spending(self, steps: int) -> Segment:
-        """Return `steps` steps on these terms for an accountant."""
-        return Segment(self.mechanism.as_logged(), steps)
+        """Return `steps` steps in a row on these terms for an accountant."""
+        return Segment(self.mechanism, steps)
 
     @property
     def unit(self) -> str:
@@ -80,34 +83,29 @@ class Settings:
             [self.spending(steps)], delta=self.delta, accountant=self.accountant
         )
 
-    def same_terms(self, other: "Settings", *, targets_too: bool = False) -> bool:
-        """Return whether a step on these terms spends as much as one on the others."""
-        if targets_too and self.target_epsilon != other.target_epsilon:
-            return False
-        return not [*_changes(self, other, of_a_run=False), *_changes(self, other, of_a_run=True)]
-
-    def same_segment(self, other: "Settings") -> bool:
-        """Return whether steps on both are recorded as one segment: the terms are the same, and how
-        norms were found, which is recorded although it may change no epsilon."""
-        return self.same_terms(other) and self.mechanism.fields() == other.mechanism.fields()
+    def changed(self, since: "Settings") -> str:
+        """Return the first term that differs from `since`, with both values, or ""."""
+        now, before = _by_key(self), _by_key(since)
+        for key in now | before:
+            if now.get(key) != before.get(key):
+                return f"{key} = {now.get(key)}: this run was started with {before.get(key)}"
+        return ""
 
     def refuse_change(self, since: "Settings") -> None:
-        """Raise ValueError, naming both values, if the guarantee's terms differ from `since`."""
-        of_a_segment = ", or open a new segment with privacy.new_segment"
-        for of_a_run, remedy in ((False, of_a_segment), (True, "")):
-            for key, now, before in _changes(self, since, of_a_run=of_a_run):
-                raise ValueError(
-                    f"{key} = {now}: this run was started with {before}; set it back, start afresh "
-                    f"in another job.dump_folder{remedy}"
-                )
-
-    def refuse_change_of_run(self, since: "Settings") -> None:
-        """Raise the same for terms that no new segment may change."""
-        for key, now, before in _changes(self, since, of_a_run=True):
+        """Raise ValueError, one line, if a term differs from `since`."""
+        if change := self.changed(since):
             raise ValueError(
-                f"{key} = {now}: this run was started with {before}, which no new segment may "
-                "change; set it back, or start afresh in another job.dump_folder"
+                f"{change}; set it back, or start a run of its own from these weights (another "
+                "job.dump_folder, checkpoint.initial_load_path), whose ledger counts their steps"
             )
+
+    def on_either_mesh(self, other: "Settings") -> "Settings":
+        """Return the same terms, of a run whose steps were taken on the meshes of both."""
+        return dataclasses.replace(
+            self,
+            samples_per_rank=max(self.summands, other.summands),
+            ranks_added_up=max(self.ranks_added_up, other.ranks_added_up),
+        )
 
     def fields(self) -> dict[str, Any]:
         """Return the terms as `privacy.json` and checkpoints record them."""
@@ -126,65 +124,90 @@ class Settings:
         return cls(mechanism, **own)
 
 
-@dataclass(frozen=True)
-class RunSegment:
-    """Steps that a run took one after the other on the same terms."""
-
-    settings: Settings
-    steps: int
-
-    def spending(self) -> Segment:
-        """Return these steps for an accountant."""
-        return self.settings.spending(self.steps)
-
-    def fields(self) -> dict[str, Any]:
-        """Return them as `privacy.json` and checkpoints record them."""
-        return {"settings": self.settings.fields(), "steps": self.steps}
-
-    @classmethod
-    def from_fields(cls, fields: dict[str, Any]) -> "RunSegment":
-        """Build them from what `fields` gives."""
-        return cls(Settings.from_fields(fields["settings"]), fields["steps"])
-
-
-_OF_A_RUN = {
-    "privacy.delta": "delta",
-    "privacy.sample_rate": "neighbouring_relation",
-    "data.unit_field": "privacy_unit",
-    "lora": "trained",
-    "privacy.bands": "bands",
-    "rope": "rope",
-}
-
-
-def _of_a_segment(settings: Settings) -> dict[str, object]:
-    """Return the terms that a new segment may change, by keys of the configuration."""
+def _by_key(settings: Settings) -> dict[str, object]:
+    """Return the terms by the keys of the configuration that set them."""
+    mechanism = settings.mechanism
     return {
-        "privacy.noise_multiplier": settings.mechanism.noise_multiplier,
+        "privacy.noise_multiplier": mechanism.noise_multiplier,
         # Before the rate, which may follow from it: the key that was edited is named.
         "training.global_batch_size": settings.expected_batch_size,
-        "privacy.sample_rate": settings.mechanism.sample_rate,
+        "privacy.sample_rate": mechanism.sample_rate,
+        "privacy.sample_rate (neighbours)": settings.neighbouring_relation,
         "privacy.max_grad_norm": settings.max_grad_norm,
         "privacy.clipping": settings.clipping,
         "privacy.clip_function": settings.clip_function,
         "privacy.secure_noise": settings.secure_noise,
-        **settings.mechanism.terms(),
+        **mechanism.terms(),
         "data.windows_per_draw": settings.windows_per_draw,
+        "privacy.delta": settings.delta,
+        "data.unit_field": settings.privacy_unit,
+        "lora": settings.trained,
+        "privacy.bands": settings.bands,
+        "rope": settings.rope,
     }
 
 
-def _changes(
-    now: Settings, before: Settings, *, of_a_run: bool
-) -> list[tuple[str, object, object]]:
-    """Return the keys of the configuration whose values differ, with both values."""
-    ours, theirs = (
-        {key: getattr(settings, name) for key, name in _OF_A_RUN.items()}
-        if of_a_run
-        else _of_a_segment(settings)
-        for settings in (now, before)
-    )
-    changes = [(key, ours.get(key), theirs.get(key)) for key in ours | theirs]
-    return [change for change in changes if change[1] != change[2]]
+class NoisedLoss(NamedTuple):
+    """The result of one evaluation of held-out units."""
+
+    step: int
+    loss: float  # nats
+    standard_deviation: float  # of its noise
+
+
+@dataclass(frozen=True)
+class HeldOutLosses:
+    """The terms of a folder's evaluations, and the results of those of a lineage of weights."""
+
+    noise: LossNoise
+    clip: float  # L, in nats
+    delta: float
+    target_epsilon: float  # from which the noise followed
+    freq: int  # of evaluations, in steps
+    lost: int = 0  # evaluations begun in the folder beside those of the lineage, as published
+    losses: tuple[NoisedLoss, ...] = ()
+
+    def evaluations(self, first: int, last: int) -> int:
+        """Count evaluations: kept ones, lost ones, and those planned for steps first to last."""
+        first = max(first, 1 + max((loss.step for loss in self.losses), default=0))
+        return self.lost + len(self.losses) + scheduled(self.freq, first, last)
+
+    def most_lost(self, steps: int) -> int:
+        """Return the most evaluations that are lost with so many steps in a row."""
+        return steps if self.freq == 1 else 1 + steps // self.freq
+
+    def kept(self, *losses: NoisedLoss) -> "HeldOutLosses":
+        """Return the same terms with these results."""
+        return dataclasses.replace(self, losses=tuple(losses))
+
+    def fields(self) -> dict[str, Any]:
+        """Return it as `privacy.json` and checkpoints record it."""
+        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        losses = [list(loss) for loss in self.losses]
+        return {**own, "noise": self.noise.kind, "scale": self.noise.scale, "losses": losses}
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> "HeldOutLosses":
+        """Build it from what `fields` gives.
+
+        Raises:
+            KeyError, TypeError: a key is missing or unknown.
+        """
+        own = dict(fields)
+        noise = LossNoise(own.pop("noise"), own.pop("scale"))
+        losses = tuple(NoisedLoss(*loss) for loss in own.pop("losses"))
+        return cls(noise, losses=losses, **own)
+
+
+def scheduled(freq: int, first: int, last: int) -> int:
+    """Count the evaluations of steps first to last: of step 1, and of each multiple of `freq`.
+
+    >>> scheduled(10, 1, 40), scheduled(10, 2, 40), scheduled(10, 11, 19), scheduled(1, 1, 3)
+    (5, 4, 0, 3)
+    """
+    if last < first:
+        return 0
+    return last // freq - (first - 1) // freq + (first <= 1 <= last and freq > 1)
 
 
 def new_name() -> str:
@@ -202,26 +225,19 @@ def step_names(start: str, steps: int) -> list[str]:
     return [step_name(start, number) for number in range(1, steps + 1)]
 
 
-def names_of_starts(starts: Iterable[dict[str, Any]]) -> str:
-    """Return the names of a lineage that version 0.1.0 listed by start: `[{name, steps}]`."""
-    return " ".join(name for s in starts for name in step_names(s["name"], s["steps"]))
-
-
 @dataclass(frozen=True)
 class NamedStep:
-    """A step, with its mechanism as a log records it."""
+    """A step with its mechanism."""
 
     name: str
     mechanism: Mechanism
     run: str = field(default="", compare=False)  # whose groups of units these are
 
 
-def name_steps(segments: Sequence[RunSegment], names: Sequence[str], run: str) -> list[NamedStep]:
-    """Return the steps of a run's lineage, with their mechanisms; names are in the segments'
-    order."""
-    number = itertools.count(1)
-    mechanisms = [s.settings.mechanism.at(next(number)) for s in segments for _ in range(s.steps)]
-    return [NamedStep(name, which, run) for name, which in zip(names, mechanisms, strict=True)]
+def name_steps(settings: Settings, names: Iterable[str], run: str) -> list[NamedStep]:
+    """Return the steps of a run's lineage, by their names in order."""
+    mechanism = settings.mechanism
+    return [NamedStep(name, mechanism.at(n), run) for n, name in enumerate(names, start=1)]
 
 
 def union(steps: Iterable[NamedStep]) -> list[Segment]:

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 
-from torchtitan_dp import momentum, optimizer
+from torchtitan_dp import optimizer
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import mesh_degrees
 from torchtitan_dp.distributed import offload
@@ -42,6 +42,7 @@ from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.models.parallelize import parallelize, trained_fsdp_modules
 from torchtitan_dp.models.parameters import trainable_parameters
 from torchtitan_dp.models.tiles import tiles
+from torchtitan_dp.optimizer import MomentumSGD
 from torchtitan_dp.plan.tracker import MemoryTracker
 
 
@@ -112,8 +113,8 @@ class Step:
         self.gradients.start_step(bytes(32))
         # One parameter at a time: temporaries as small as those of the fused kernel's rank.
         inner: torch.optim.Optimizer
-        if config.optimizer.name == momentum.NAME:
-            inner = momentum.MomentumSGD(parameters.values(), lr=0.0)
+        if config.optimizer.name == MomentumSGD.__name__:
+            inner = MomentumSGD(parameters.values(), lr=0.0)
         else:
             inner = torch.optim.AdamW(parameters.values(), foreach=False, fused=False)
         with unset_fake_temporarily():  # it asks where its shards lie

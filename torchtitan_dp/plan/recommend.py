@@ -17,7 +17,8 @@ from torchtitan_dp.checkpoint.start import Start
 from torchtitan_dp.checkpoint.terms import best_of, noise_by_bands
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import unit_word
-from torchtitan_dp.ledger import ExecutedSteps
+from torchtitan_dp.ledger import RunLog
+from torchtitan_dp.ledger.spending import before
 from torchtitan_dp.models.families import ModelArgs, trained_count, without_lora
 from torchtitan_dp.models.lora import LoRA
 from torchtitan_dp.plan.signal import (
@@ -54,7 +55,7 @@ def refuse(config: JobConfig) -> None:
             "needs the noise that keeps one promise; give it, as --privacy.noise_multiplier None "
             "--privacy.target_epsilon 8"
         )
-    if ExecutedSteps(config.job.dump_folder).count:
+    if RunLog(config.job.dump_folder).count:
         raise ValueError(
             f"--recommend with job.dump_folder = '{config.job.dump_folder}': the run in it has "
             "fixed its terms; name another folder to plan another run"
@@ -248,9 +249,7 @@ def recommend(config: JobConfig, plan: Plan, args: ModelArgs, start: Start) -> R
     settings, epsilon = plan.settings, config.privacy.target_epsilon
     assert epsilon is not None
     units = settings.implied_units
-    target = Target(
-        epsilon, settings.delta, settings.accountant, units, tuple(plan.ledger.before())
-    )
+    target = Target(epsilon, settings.delta, settings.accountant, units, tuple(before(plan.ledger)))
     rows = rows_of(
         target,
         batch=settings.expected_batch_size,
@@ -286,7 +285,7 @@ def weigh_bands(config: JobConfig, plan: Plan, trained: int) -> Bands | None:
     privacy, settings = config.privacy, plan.settings
     if privacy.secure_noise or settings.mechanism.largest_share > 1:
         return None
-    rows = noise_by_bands(config, settings.implied_units, plan.ledger.before())
+    rows = noise_by_bands(config, settings.implied_units, before(plan.ledger))
     if settings.bands not in rows:
         sigma = settings.mechanism.noise_multiplier
         rows[settings.bands] = (sigma, *settings.mechanism.noise_of_run(plan.steps))

@@ -11,15 +11,21 @@ from torchtitan_dp.config.derived import feed_forward_chunk, heldout_units, mesh
 from torchtitan_dp.distributed.host_memory import available_bytes
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger.account import explain
+from torchtitan_dp.ledger.spending import before, own
 from torchtitan_dp.models.families import parameter_count, trained_count
 from torchtitan_dp.models.hugging_face import describe
 from torchtitan_dp.plan.cost import StepCost, step_cost
 from torchtitan_dp.plan.memory import MemoryPlan
 from torchtitan_dp.plan.recommend import Recommendation, recommend
 from torchtitan_dp.plan.signal import Noise, noise_of_run
-from torchtitan_dp.preflight.check import Checked, check_run
-from torchtitan_dp.preflight.console import notices, show_records, tokenizer_lines
-from torchtitan_dp.preflight.host_memory import NodeMemory, predict_host_memory, refuse_lack
+from torchtitan_dp.preflight.check import (
+    Checked,
+    check_run,
+    notices,
+    show_records,
+    tokenizer_lines,
+)
+from torchtitan_dp.preflight.machine import NodeMemory, predict_host_memory, refuse_lack
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.mechanism import PoissonGaussian
 from torchtitan_dp.process import lock_folder
@@ -88,7 +94,7 @@ def _spent(
     args, settings, ledger = checked.args, plan.settings, plan.ledger
     count, batch = settings.implied_units, settings.expected_batch_size
     mechanism, trained = settings.mechanism, trained_count(args)
-    segments = [*ledger.before(), *ledger.own(plan.steps)]
+    segments = [*before(ledger), *own(ledger, plan.steps)]
     meaning = explain(ledger, segments, plan.epsilon)
     return Spent(
         plan=plan,
@@ -222,7 +228,7 @@ def _published_losses(config: JobConfig, plan: Plan, heldout: int) -> list[str]:
 
 def _lost_steps(config: JobConfig, plan: Plan) -> list[str]:
     """Say which epsilon a release will state, where crashes lost steps, and what keeps a target."""
-    target, lost = config.privacy.target_epsilon, plan.ledger.published_lost().steps
+    target, lost = config.privacy.target_epsilon, plan.ledger.lost
     if not (lost and plan.private):
         return []
     stated = f"a release will state epsilon = {rounded_up(plan.epsilon_stated)}"

@@ -1,4 +1,5 @@
-"""Checks before anything is started, by the plan and by every worker of a run.
+"""Checks before anything is started, and notices to the owner of the records, by the plan and by
+every worker of a run.
 
 `torchrun -m torchtitan_dp.train` is a way to start a run too, without a plan, and a mistake that a
 record brings to light after some steps would reveal that record (hazard row 47).
@@ -7,7 +8,7 @@ record brings to light after some steps would reveal that record (hazard row 47)
 import dataclasses
 import importlib.util
 import os
-from collections.abc import Callable
+import sys
 
 from torchtitan_dp.checkpoint.initial import refuse_private_folder
 from torchtitan_dp.checkpoint.plan import Plan, earlier_ledger
@@ -22,18 +23,20 @@ from torchtitan_dp.checkpoint.start import (
     refuse_another_optimizer,
 )
 from torchtitan_dp.checkpoint.terms import refuse_delta_of_losses
-from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.derived import most_tokens
-from torchtitan_dp.data.dataset import Records
+from torchtitan_dp.config import JobConfig, Privacy
+from torchtitan_dp.config.derived import never_trained, unit_word
+from torchtitan_dp.data.console import say, warn
+from torchtitan_dp.data.dataset import Records, describe
 from torchtitan_dp.data.prepare import Source
 from torchtitan_dp.data.reading import reading
 from torchtitan_dp.data.samples import Samples
 from torchtitan_dp.data.tokenizer import ByteTokenizer, from_hub, load_tokenizer
-from torchtitan_dp.distributed.cpu import has_accelerator
+from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.models.families import ModelArgs, on_meta
 from torchtitan_dp.models.hugging_face import check_weights, origin, shape
 from torchtitan_dp.models.hugging_face_weights import EXPORT_FOLDER, tokenizer_files
 from torchtitan_dp.models.parameters import trainable_parameters
+from torchtitan_dp.preflight.machine import check_attention, check_norms
 from torchtitan_dp.privacy.clipping import clip_policy
 
 
@@ -75,16 +78,10 @@ def source_of(config: JobConfig) -> Source:
     )
 
 
-def check_run(
-    config: JobConfig,
-    open_records: Callable[[JobConfig], Records] = open_records,
-    *,
-    units: int | None = None,
-) -> Checked:
+def check_run(config: JobConfig, *, units: int | None = None) -> Checked:
     """Check all of a run that one plain process can, and write nothing but the store of tokens.
 
     Args:
-        open_records: the function above, or one that keeps its result.
         units: their number, for a plan before there are any records.
 
     Raises:
@@ -138,11 +135,7 @@ def build_samples(records: Records, config: JobConfig) -> Samples:
 
 
 def check_packages(config: JobConfig) -> None:
-    """Refuse a service whose package is not installed.
-
-    Raises:
-        ValueError: one line for the user.
-    """
+    """Refuse, by ValueError, a service whose package is not installed."""
     for key, wanted, package in (
         ("metrics.enable_wandb", config.metrics.enable_wandb, "wandb"),
         ("metrics.enable_mlflow", config.metrics.enable_mlflow, "mlflow"),
@@ -158,10 +151,9 @@ def check_model(config: JobConfig, start: Start) -> ModelArgs:
     """Return the shape of the model that a run trains.
 
     Raises:
-        ValueError: one line for the user: the model is of no family; its files do not fit it; its
-            tokenizer has ids outside the vocabulary (a record with one would end the run); no
-            kernel of this machine computes its attention; it lacks a layer that is to have
-            adapters; or clipping groups do not divide its parameters.
+        ValueError: one line for the user: it is of no family, its files do not fit it, no kernel of
+            this machine computes it, or it has no parameters as adapters or clipping groups name
+            them; or the tokenizer has ids outside its vocabulary, which would end a run.
     """
     assets = config.model.hf_assets_path
     if start.resumes and assets and not os.path.isdir(assets):  # the shape would be another one
@@ -171,8 +163,8 @@ def check_model(config: JobConfig, start: Start) -> ModelArgs:
         )
     args = shape(config)
     on_meta(args)  # refuses unknown targets of adapters
-    _check_attention(config, args)
-    _check_norms(config, args)
+    check_attention(config, args)
+    check_norms(config, args)
     check_clipping(config, args)
     check_files(config, args, start)
     tokens = load_tokenizer(config.model.hf_assets_path).get_vocab_size()
@@ -196,38 +188,6 @@ def check_clipping(config: JobConfig, args: ModelArgs) -> None:
     except ValueError as mistake:
         where = f"privacy.clipping_groups = {privacy.clipping_groups}"
         raise ValueError(f"{where}: {mistake}") from None
-
-
-def _check_attention(config: JobConfig, args: ModelArgs) -> None:
-    """Refuse a ring of fp32 with grouped queries on an accelerator: no kernel of PyTorch has it.
-
-    Flash and cuDNN take 16 bits only, and the memory-efficient kernel no grouped queries.
-    """
-    cp, dtype = (
-        config.parallelism.context_parallel_degree,
-        config.training.mixed_precision_param,
-    )
-    grouped = args.n_kv_heads is not None and args.n_kv_heads != args.n_heads
-    if cp > 1 and dtype == "float32" and grouped and has_accelerator():
-        raise ValueError(
-            f"training.mixed_precision_param = '{dtype}': with context_parallel_degree = {cp} and "
-            f"{args.n_heads} heads that share {args.n_kv_heads} keys no kernel for this device "
-            "attends in 32 bits; set it to 'bfloat16', or parallelism.context_parallel_degree to 1"
-        )
-
-
-def _check_norms(config: JobConfig, args: ModelArgs) -> None:
-    """Refuse more values a rank than the 32-bit indices of PyTorch's RMSNorm on CUDA can reach:
-    beyond 2^32 it would read other rows, in silence."""
-    tokens = most_tokens(config)
-    width = max(args.dim, args.n_heads * args.head_size)
-    if has_accelerator() and tokens * width > 2**32:
-        raise ValueError(
-            f"training.seq_len = {config.training.seq_len}: {tokens:,} tokens a rank of "
-            f"{width:,} values exceed the 2^32 that RMSNorm on CUDA can index; raise "
-            "parallelism.context_parallel_degree = "
-            f"{config.parallelism.context_parallel_degree}"
-        )
 
 
 def check_files(config: JobConfig, args: ModelArgs, start: Start) -> None:
@@ -264,3 +224,63 @@ def _check_target(target: str, config: JobConfig) -> None:
                 f"{key} = '{used}': checkpoint.last_save_in_hf would replace it by its own "
                 f"'{target}'; use another job.dump_folder, or move it"
             )
+
+
+def show_notices(config: JobConfig, checked: Checked) -> None:
+    """Print warnings of the records and notices of the configuration, as a plan does."""
+    show_records(config, checked)
+    for line in tokenizer_lines(config, checked.records.source) + notices(config):
+        print(f"      {line}", file=sys.stderr)
+
+
+def show_records(config: JobConfig, checked: Checked) -> None:
+    """Print what is known of the records, labelled not private."""
+    for warning in checked.records.warnings:
+        warn(warning)
+    if checked.records.fingerprint:  # else they are none, but a number
+        for line in describe(checked.records.figures(checked.samples), unit_word(config)):
+            say(line)
+
+
+def notices(config: JobConfig) -> list[str]:
+    """List the notices of the configuration."""
+    lines = [never_trained(config), _beyond_the_window(config)]
+    return [line for line in lines if line is not None] + _without_effect(config)
+
+
+def tokenizer_lines(config: JobConfig, source: Source) -> list[str]:
+    """Describe the tokenizer, and samples whose end is never learned."""
+    where, reading = config.model.hf_assets_path, source.reading
+    end = None
+    if reading.template is not None:
+        end = reading.template.lacks_end
+    elif source.tokenizer.eos_id is None:
+        end = "the tokenizer has no eos: the model never learns to stop"
+    named = f"tokenizer: {source.tokenizer.describe()}" + (f", from {where}" if where else "")
+    return [named, *filter(None, [end])]
+
+
+def _without_effect(config: JobConfig) -> list[str]:
+    """Describe the settings of `[privacy]` that another gradient method would read."""
+    privacy, default = config.privacy, Privacy()
+    if not privacy.enable:
+        return []
+    taken = METHODS[privacy.gradient_method].own_settings
+    keys = {key for method in METHODS.values() for key in method.own_settings if key not in taken}
+    return [
+        f"privacy.{key} = {repr(getattr(privacy, key)).lower()} has no effect with "  # as in TOML
+        f"privacy.gradient_method = '{privacy.gradient_method}'"
+        for key in sorted(keys)
+        if getattr(privacy, key) != getattr(default, key)
+    ]
+
+
+def _beyond_the_window(config: JobConfig) -> str | None:
+    """Describe samples that are longer than the model's window; None if none are."""
+    window, length = shape(config).max_seq_len, config.training.seq_len
+    if length <= window:
+        return None
+    return (
+        f"training.seq_len = {length:,} is beyond the {window:,} positions of the model "
+        "(max_position_embeddings); [rope] extends them"
+    )

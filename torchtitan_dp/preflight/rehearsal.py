@@ -59,7 +59,7 @@ _NO_THREAD = ("resource temporarily unavailable", "can't start new thread")
 
 
 class Rehearsed(Protocol):
-    """Names what a rehearsal needs of the trainer that it rehearses."""
+    """A trainer that can be rehearsed."""
 
     job_config: JobConfig
     device: torch.device
@@ -142,10 +142,8 @@ def _wait_for(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _failing_in_one_line(what: str, config: JobConfig, fits: int | None) -> Iterator[None]:
-    """Turn a failure within into one line.
-
-    Args:
-        fits: the longest length that passed, or 0; None for work without a length.
+    """Turn a failure within into one line; `fits` is the longest length that passed, or 0, and None
+    for work without a length.
     """
     try:
         yield

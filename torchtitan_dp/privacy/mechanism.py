@@ -7,15 +7,14 @@ dominates a run of its steps.
 Guarantee
 ---------
 `composition(n)` dominates n steps that begin at a start, for neighbours as in `accounting`,
-whatever was released before: the accountants, and `dp_event`, see nothing else of a mechanism. Each
-step of several mechanisms is dominated by a step of their `worst`.
+whatever was released before: the accountants, and `dp_event`, see nothing else of a mechanism.
 """
 
 import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -25,30 +24,26 @@ from torchtitan_dp.privacy.randomized import largest_ratio, ratios, refuse_proje
 from torchtitan_dp.privacy.segments import GaussianSteps, merged
 from torchtitan_dp.privacy.settings import Privacy
 
-NOT_RECORDED = "not recorded"  # the estimator, where a log is the only record of a step
-IN_A_ROW, UNKNOWN = -1, -2  # in the place of a banded step's number
+IN_A_ROW = -1  # in the place of a banded step's number
 
 _OF_NORMS: tuple[tuple[str, type, str], ...] = (
     (
         "projections",
         int,
         "From how many random projections norms were estimated, whose errors ε counts; 0: they "
-        "were exact, or errors were capped, so that a unit counts C at most; as in every file that "
-        "lacks this key.",
+        "were exact, or errors were capped, so that a unit counts C at most.",
     ),
     (
         "capped_projections",
         int,
         "From how many random projections norms were estimated, where a gradient that is longer "
         "than its estimate is scaled down to it: a unit counts C at most whatever the errors are, "
-        "so that ε is that of exact norms. 0: none were, ε counts their errors, or the steps were "
-        "taken by a version that did not record it.",
+        "so that ε is that of exact norms. 0: none were, or ε counts their errors.",
     ),
     (
         "norm_estimator",
         str,
-        "How: `hutchinson`, `hutch++`, or, where both numbers are 0, `exact`; `not recorded` where "
-        "a log is the only record of the steps.",
+        "How: `hutchinson`, `hutch++`, or, where both numbers are 0, `exact`.",
     ),
 )
 
@@ -119,11 +114,7 @@ class Mechanism(ABC):
         return self.noise_multiplier, self.noise_multiplier
 
     def at(self, step: int) -> "Mechanism":
-        """Return it as the log of steps records the step of this number."""
-        return self.as_logged()
-
-    def at_unknown(self) -> "Mechanism":
-        """Return it for single steps of unknown numbers."""
+        """Return it for the one step of this number."""
         return self
 
     def at_any(self) -> "Mechanism":
@@ -160,11 +151,11 @@ class Mechanism(ABC):
         return 1 / self.noise_multiplier
 
     def terms(self) -> dict[str, object]:
-        """Return the other terms that epsilon depends on, by keys of the configuration."""
-        return {"privacy.gradient_method": "one of exact or capped norms"}
+        """Return the mechanism's other terms, by keys of the configuration."""
+        return {}
 
-    def refusals(self, privacy: Privacy) -> list[tuple[bool, str, object, str]]:
-        """List settings that this accounting does not cover: (refused, key, value, remedy)."""
+    def refusals(self, privacy: Privacy) -> list[tuple[bool, str]]:
+        """List settings that this accounting does not cover: (refused, "key: reason; remedy")."""
         return []
 
     def fields(self) -> dict[str, Any]:
@@ -178,22 +169,7 @@ class Mechanism(ABC):
     @classmethod
     @abstractmethod
     def from_fields(cls, fields: dict[str, Any]) -> "Mechanism":
-        """Build it from `fields`, or from an older version's keys."""
-
-    @property
-    def logged(self) -> tuple[str, ...]:
-        """The words after sigma, q and the start on a line of the log of steps: its name and all
-        else that epsilon depends on. (Those of version 0.1.0 are without a name.)"""
-        return (self.name,)
-
-    @classmethod
-    def from_logged(cls, noise_multiplier: float, sample_rate: float, *words: str) -> "Mechanism":
-        """Build it from a line of the log; `words` follow its name there."""
-        return cls(noise_multiplier, sample_rate, *words)
-
-    def as_logged(self) -> "Mechanism":
-        """Return it as the log of steps records it: without terms that change no epsilon."""
-        return from_log(self.noise_multiplier, self.sample_rate, self.logged)
+        """Build it from `fields`."""
 
 
 @dataclass(frozen=True)
@@ -291,13 +267,18 @@ class PoissonGaussian(Mechanism):
         return cls(
             fields["noise_multiplier"],
             fields["sample_rate"],
-            fields.get("capped_projections", 0),
-            fields.get("norm_estimator", "exact"),
+            fields["capped_projections"],
+            fields["norm_estimator"],
         )
 
-    @property
-    def logged(self) -> tuple[str, ...]:
-        return ()
+    def terms(self) -> dict[str, object]:
+        if not self.capped:
+            return {"privacy.gradient_method": "one of exact norms"}
+        return {
+            "privacy.gradient_method": "'randomized' with underestimates = 'capped'",
+            "privacy.projections": self.capped,
+            "privacy.norm_estimator": self.estimator,
+        }
 
 
 @dataclass(frozen=True)
@@ -308,7 +289,7 @@ class BandedGaussian(PoissonGaussian):
     Args:
         sample_rate: q, with which a unit is drawn on average over steps: b q at every b-th step.
         bands: b.
-        step: the number modulo b of the one step that this is; `IN_A_ROW`, or `UNKNOWN`.
+        step: the number modulo b of the one step that this is, or `IN_A_ROW`.
     """
 
     bands: int = 2
@@ -323,12 +304,6 @@ class BandedGaussian(PoissonGaussian):
             "b: units are in b groups, of which each step draws from the next one, each unit with "
             "probability b q; noise is correlated over steps by a matrix of b bands. 1: it is not.",
         ),
-        (
-            "step_modulo_bands",
-            int,
-            "The number modulo b of the steps, where those of one group are listed by themselves; "
-            "-1: they are in a row; -2: it is not known, and each of them counts for every unit.",
-        ),
     )
 
     def __post_init__(self) -> None:
@@ -341,8 +316,7 @@ class BandedGaussian(PoissonGaussian):
             )
 
     def composition(self, steps: int) -> tuple[GaussianSteps, ...]:
-        rounds = steps if self.step == UNKNOWN else -(-steps // self.bands)
-        return (GaussianSteps(self.noise_multiplier, self.draw_rate, rounds),)
+        return (GaussianSteps(self.noise_multiplier, self.draw_rate, -(-steps // self.bands)),)
 
     @property
     def period(self) -> int:
@@ -361,12 +335,7 @@ class BandedGaussian(PoissonGaussian):
         return self.noise_multiplier * shares[0], self.noise_multiplier * shares[1]
 
     def at(self, step: int) -> Mechanism:
-        if self.step != IN_A_ROW:
-            return self.as_logged()
-        return dataclasses.replace(self, step=step % self.bands).as_logged()
-
-    def at_unknown(self) -> Mechanism:
-        return dataclasses.replace(self, step=UNKNOWN)
+        return dataclasses.replace(self, step=step % self.bands)
 
     def at_any(self) -> Mechanism:
         return dataclasses.replace(self, step=IN_A_ROW)
@@ -375,37 +344,25 @@ class BandedGaussian(PoissonGaussian):
     def noise(self) -> str:
         return f"noise correlated over steps, {self.bands} bands"
 
-    def refusals(self, privacy: Privacy) -> list[tuple[bool, str, object, str]]:
+    def refusals(self, privacy: Privacy) -> list[tuple[bool, str]]:
         return [
             (
                 privacy.secure_noise,
-                "privacy.secure_noise",
-                True,
-                "with privacy.noise = 'banded' a step adds the noise of several keys, whose sum "
-                "on the grid is not proven; set it to false, or privacy.noise to 'independent'",
+                "privacy.secure_noise: with privacy.noise = 'banded' a step adds the noise of "
+                "several keys, whose sum on the grid is not proven; set it to false, or "
+                "privacy.noise to 'independent'",
             )
         ]
 
     def fields(self) -> dict[str, Any]:
-        return {**super().fields(), "bands": self.bands, "step_modulo_bands": self.step}
+        return {**super().fields(), "bands": self.bands}
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> "BandedGaussian":
         gaussian = PoissonGaussian.from_fields(fields)
         of_norms = gaussian.capped, gaussian.estimator
         rates = gaussian.noise_multiplier, gaussian.sample_rate
-        return cls(*rates, *of_norms, fields["bands"], fields["step_modulo_bands"])
-
-    @property
-    def logged(self) -> tuple[str, ...]:
-        return (self.name, str(self.bands), str(self.step))
-
-    @classmethod
-    def from_logged(
-        cls, noise_multiplier: float, sample_rate: float, *words: str
-    ) -> "BandedGaussian":
-        bands, step = map(int, words)
-        return cls(noise_multiplier, sample_rate, 0, NOT_RECORDED, bands, step)
+        return cls(*rates, *of_norms, fields["bands"])
 
 
 @dataclass(frozen=True)
@@ -419,7 +376,7 @@ class EstimatedNorms(Mechanism):
     """
 
     projections: int
-    estimator: str = NOT_RECORDED
+    estimator: str
 
     name = "poisson_sampled_gaussian_of_randomized_norms"
     keys = _OF_NORMS
@@ -462,30 +419,24 @@ class EstimatedNorms(Mechanism):
             "privacy.norm_estimator": self.estimator,
         }
 
-    def refusals(self, privacy: Privacy) -> list[tuple[bool, str, object, str]]:
+    def refusals(self, privacy: Privacy) -> list[tuple[bool, str]]:
         here = "with privacy.underestimates = 'accounted'"
         capped = "or privacy.underestimates = 'capped'"
         return [
             (
                 privacy.accountant != "pld",
-                "privacy.accountant",
-                f"'{privacy.accountant}'",
-                f"{here} a step is a mixture of Gaussians, for which only PLD is tight; set "
-                f"privacy.accountant = 'pld', {capped}",
+                f"privacy.accountant: {here} a step is a mixture of Gaussians, for which only PLD "
+                f"is tight; set privacy.accountant = 'pld', {capped}",
             ),
             (
                 privacy.clipping != "flat",
-                "privacy.clipping",
-                f"'{privacy.clipping}'",
-                f"{here} the norms of several groups err apart, which is not accounted for; set "
-                f"it to 'flat', {capped}",
+                f"privacy.clipping: {here} the norms of several groups err apart, which is not "
+                f"accounted for; set it to 'flat', {capped}",
             ),
             (
                 privacy.noise == "banded",
-                "privacy.noise",
-                "'banded'",
-                f"{here} a unit's steps are not accounted for together; set it to 'independent', "
-                f"{capped}",
+                f"privacy.noise: {here} a unit's steps are not accounted for together; set it to "
+                f"'independent', {capped}",
             ),
         ]
 
@@ -499,12 +450,8 @@ class EstimatedNorms(Mechanism):
             fields["noise_multiplier"],
             fields["sample_rate"],
             fields["projections"],
-            fields.get("norm_estimator", NOT_RECORDED),
+            fields["norm_estimator"],
         )
-
-    @property
-    def logged(self) -> tuple[str, ...]:
-        return (str(self.projections),)
 
 
 @dataclass(frozen=True)
@@ -552,44 +499,4 @@ def from_fields(fields: dict[str, Any]) -> Mechanism:
     Raises:
         KeyError, TypeError, ValueError: they record none that this version knows.
     """
-    name = fields.get("mechanism")
-    if name is None:  # of lost steps, in version 0.1.0
-        name = (EstimatedNorms if fields.get("projections") else PoissonGaussian).name
-    return {kind.name: kind for kind in MECHANISMS}[name].from_fields(fields)
-
-
-def from_log(noise_multiplier: float, sample_rate: float, words: Sequence[str]) -> Mechanism:
-    """Build the mechanism of a line of the log of steps; `words` are those of `logged`.
-
-    Raises:
-        ValueError: they are none of a mechanism.
-    """
-    if not words:
-        return PoissonGaussian(noise_multiplier, sample_rate, estimator=NOT_RECORDED)
-    name, *others = words
-    if name.isdecimal():
-        return EstimatedNorms(noise_multiplier, sample_rate, int(name), *others)
-    kinds = {kind.name: kind for kind in MECHANISMS}
-    if name not in kinds:
-        raise ValueError(f"{name} is no mechanism of this version")
-    return kinds[name].from_logged(noise_multiplier, sample_rate, *others)
-
-
-def worst(known: Iterable[Mechanism]) -> Mechanism:
-    """Return the mechanism of the largest share, with the least noise and the highest rate of all.
-
-    Fewer projections are worse at every value (`envelope`), and exact norms are best.
-
-    >>> exact, rough = PoissonGaussian(1.0, 0.2), EstimatedNorms(3.0, 0.1, 8)
-    >>> worst([exact, rough, EstimatedNorms(2.0, 0.1, 32)])
-    EstimatedNorms(noise_multiplier=1.0, sample_rate=0.2, projections=8, estimator='not recorded')
-    """
-    known = [mechanism.at_any() for mechanism in known]
-    assert len({mechanism.period for mechanism in known}) == 1, "none dominates the rest"
-    kinds = {type(mechanism) for mechanism in known}
-    assert len(kinds) == 1 or kinds <= {PoissonGaussian, EstimatedNorms}, "none dominates the rest"
-    return dataclasses.replace(
-        max(known, key=lambda mechanism: mechanism.largest_share),
-        noise_multiplier=min(mechanism.noise_multiplier for mechanism in known),
-        sample_rate=max(mechanism.sample_rate for mechanism in known),
-    )
+    return {kind.name: kind for kind in MECHANISMS}[fields["mechanism"]].from_fields(fields)

@@ -32,11 +32,6 @@ class Privacy:
     """How epsilon is computed: `pld` (tight, pessimistic by construction; Google's dp-accounting),
     `rdp` (looser, quick; Opacus')."""
 
-    new_segment: Literal["planned"] | None = None
-    """A resumed run whose noise, rate, C or batch was changed is refused, unless this says how the
-    change came about. `planned`: it was fixed before training. Where weights or results were seen
-    first, no epsilon of this run counts the choice: start a run of its own from these weights."""
-
     initial_weights_public: bool = False
     """The weights that the run starts from never saw private records. Needed where they come
     without a ledger of what they spent, and recorded as an assumption; where they have one, it

@@ -49,7 +49,7 @@ from torchtitan_dp.checkpoint.folder import (
 from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import exit_on_mistake, read_config
-from torchtitan_dp.ledger import PRIVACY_FILE, Ledger
+from torchtitan_dp.ledger import PRIVACY_FILE, Lineage
 from torchtitan_dp.ledger.files import write_published
 from torchtitan_dp.models.families import ModelArgs, on_meta, without_lora
 from torchtitan_dp.models.hugging_face_weights import write_folder
@@ -154,11 +154,8 @@ def _newest_checkpoint(run: str, config: JobConfig) -> str:
 
 
 def _load(folder: str, state: dict[str, Any]) -> None:
-    """Read whole tensors and values of a checkpoint into `state`, in place.
-
-    Raises:
-        ValueError: if it lacks one, has it in another shape, or is broken.
-    """
+    """Read whole tensors and values of a checkpoint into `state`, in place; raise ValueError if it
+    lacks one, has it in another shape, or is broken."""
     try:
         safe_load.load(state, folder, no_dist=True)
     except (CheckpointException, Exception) as error:  # the first is a BaseException only
@@ -171,12 +168,12 @@ def _load(folder: str, state: dict[str, Any]) -> None:
         ) from error
 
 
-def read_ledger(folder: str) -> Ledger:
+def read_ledger(folder: str) -> Lineage:
     """Read the ledger in the checkpoint `folder`; raise ValueError, one line."""
     state: dict[str, Any] = {LEDGER_KEY: ""}
     _load(folder, state)
     try:
-        return Ledger.from_json(state[LEDGER_KEY])
+        return Lineage.from_json(state[LEDGER_KEY])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{folder}: the ledger in it cannot be read ({error!r}): use the version of "
@@ -196,7 +193,6 @@ def empty_model(args: ModelArgs) -> nn.Module:
 
 
 def _takes_average(checkpoint: str, wanted: bool | None) -> bool:
-    """Return whether the average in a checkpoint is released; raise ValueError if it has none."""
     there = has_average(checkpoint)
     if wanted and not there:
         raise ValueError(
@@ -248,75 +244,65 @@ def _sha256(path: str) -> str:
     return digest.hexdigest()
 
 
+_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "--stop_not_from_results": (
+        {"action": "store_true"},
+        "state, in the card too, that neither results nor a clock (a time limit, a preemption) "
+        "decided when a run stopped early: epsilon then leaves out the planned steps that were not "
+        "taken",
+    ),
+    "--lost_steps_not_seen": (
+        {"action": "store_true"},
+        "state, in the card too, that nobody saw anything of the steps that crashes lost (no "
+        "checkpoint, no log): epsilon then leaves them out",
+    ),
+    "--merged": (
+        {"action": "store_true"},
+        "of a run with [lora]: a whole model, with the adapters merged into its weights",
+    ),
+    "--ema": (
+        {"action": argparse.BooleanOptionalAction},
+        "of a run with [ema]: the average of weights, or those after the last step; by default the "
+        "average, where the newest checkpoint has one",
+    ),
+    "--base_model": (
+        {"metavar": "NAME"},
+        "the model that training started from, by its public name (meta-llama/Llama-3.2-1B): for "
+        "the card and, of adapters, for PEFT's AutoPeftModelForCausalLM",
+    ),
+    "--license": ({"metavar": "ID"}, "for the card, from Hugging Face's list: apache-2.0"),
+    "--datasets": (
+        {"metavar": "NAME", "nargs": "+", "default": []},
+        "for the card: the data sets of the records, by their public names",
+    ),
+    "--unit_name": ({"metavar": "WORD"}, "what the card calls a unit: patient, for one"),
+}
+
+
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan_dp.release", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("run", metavar="RUN", help="the job.dump_folder of a private run")
     parser.add_argument("out", metavar="OUT", help="a folder that does not exist yet")
-    parser.add_argument(
-        "--stop_not_from_results",
-        action="store_true",
-        help="state, in the card too, that neither results nor a clock (a time limit, a "
-        "preemption) decided when a run stopped early: epsilon then leaves out the planned steps "
-        "that were not taken",
-    )
-    parser.add_argument(
-        "--lost_steps_not_seen",
-        action="store_true",
-        help="state, in the card too, that nobody saw anything of the steps that crashes lost (no "
-        "checkpoint, no log): epsilon then leaves them out",
-    )
-    parser.add_argument(
-        "--merged",
-        action="store_true",
-        help="of a run with [lora]: a whole model, with the adapters merged into its weights",
-    )
-    parser.add_argument(
-        "--ema",
-        action=argparse.BooleanOptionalAction,
-        help="of a run with [ema]: the average of weights, or those after the last step; by "
-        "default the average, where the newest checkpoint has one",
-    )
-    parser.add_argument(
-        "--base_model",
-        metavar="NAME",
-        help="the model that training started from, by its public name (meta-llama/Llama-3.2-1B): "
-        "for the card and, of adapters, for PEFT's AutoPeftModelForCausalLM",
-    )
-    parser.add_argument(
-        "--license", metavar="ID", help="for the card, from Hugging Face's list: apache-2.0"
-    )
-    parser.add_argument(
-        "--datasets",
-        metavar="NAME",
-        nargs="+",
-        default=[],
-        help="for the card: the data sets of the records, by their public names",
-    )
-    parser.add_argument(
-        "--unit_name",
-        metavar="WORD",
-        help="what the card calls a unit: patient, for one",
-    )
+    for name, (terms, text) in _OPTIONS.items():
+        parser.add_argument(name, help=text, **terms)
     options = parser.parse_args(argv)
+    names = PublicNames(
+        options.base_model, options.license, tuple(options.datasets), options.unit_name
+    )
     with exit_on_mistake():
-        terms = release(
+        published = release(
             options.run,
             options.out,
             stop_not_from_results=options.stop_not_from_results,
             lost_steps_not_seen=options.lost_steps_not_seen,
             merge=options.merged,
             average=options.ema,
-            names=PublicNames(
-                base_model=options.base_model,
-                license=options.license,
-                datasets=tuple(options.datasets),
-                unit_name=options.unit_name,
-            ),
+            names=names,
         )
         hint = None if options.base_model else name_in_config(read_config(options.run))
-    print("\n".join(_closing_lines(options.out, terms, hint)), file=sys.stderr)
+    print("\n".join(_closing_lines(options.out, published, hint)), file=sys.stderr)
 
 
 _COUNTED = {

@@ -14,13 +14,14 @@ from typing import Any
 
 import jinja2
 
-from torchtitan_dp import momentum
 from torchtitan_dp.checkpoint.initial import PUBLIC
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import AS_GIVEN, rope_in_words
 from torchtitan_dp.data.formats import FORMATS
 from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
+from torchtitan_dp.ledger.lineage import Ancestor
 from torchtitan_dp.models.families import ModelArgs, family_of, parameter_count, without_lora
+from torchtitan_dp.optimizer import MomentumSGD
 from torchtitan_dp.privacy.accounting import rounded_down, rounded_up
 from torchtitan_dp.privacy.meaning import Meaning
 from torchtitan_dp.privacy.mechanism import from_fields
@@ -77,11 +78,9 @@ def model_card(
         config: the run's, of which public settings are shown.
         args: of the released model; with `lora`, of its adapters alone.
         decay: of the released average of weights; None for the last step's weights.
-        names: those that the owner gave; the card has blanks for others.
     """
     unit = names.unit_name or str(terms["privacy_unit"]).split()[0]
-    earlier = [s for ancestor in terms["ancestors"] for s in ancestor["segments"]]
-    earlier += terms["segments"][:-1]
+    earlier = [Ancestor.from_fields(fields) for fields in terms["ancestors"]]
     return _template().render(
         terms=terms,
         mechanism=from_fields(terms),
@@ -96,7 +95,7 @@ def model_card(
         lost=_lost(terms),
         heldout_fraction=config.data.heldout_fraction,
         accountant=_ACCOUNTANTS[terms["accountant"]],
-        earlier=[{"steps": s["steps"], "mechanism": from_fields(s["settings"])} for s in earlier],
+        earlier=[{"steps": a.steps, "mechanism": a.settings.mechanism} for a in earlier],
         assumptions=[*_start_and_tokens(terms, config), *terms["assumptions"]],
         training=_training(terms, config, args, unit, decay),
         owner_items=OWNER_ITEMS,
@@ -106,12 +105,8 @@ def model_card(
 def guarantee(
     terms: dict[str, Any], config: JobConfig | None, *, unit_name: str | None = None
 ) -> dict[str, Any]:
-    """Return the values of the guarantee in words, `meaning.j2`.
-
-    Args:
-        config: the run's; with None the kind of unit is not described.
-        unit_name: as for `model_card`.
-    """
+    """Return the values of the guarantee in words, `meaning.j2`; without the run's `config` the
+    kind of unit is not described."""
     unit = unit_name or str(terms["privacy_unit"]).split()[0]
     kind = ""
     if config is not None:
@@ -127,7 +122,6 @@ def guarantee(
 
 @functools.cache
 def _template() -> jinja2.Template:
-    """Read the card's text."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,
@@ -146,7 +140,6 @@ def _template() -> jinja2.Template:
 
 
 def _title(args: ModelArgs) -> str:
-    """Return the kind and size of the model."""
     count = parameter_count(without_lora(args))
     size = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
     model = f"{family_of(args).title} of {size} parameters"
@@ -154,7 +147,6 @@ def _title(args: ModelArgs) -> str:
 
 
 def _covers(terms: dict[str, Any]) -> str:
-    """List the steps that the quoted epsilon counts."""
     counts, steps, lost = terms["epsilon_counts"], terms["steps"], _lost(terms)
     left = max(terms["planned_steps"] - steps, 0) if "planned" in counts else 0
     parts = [f"the {steps:,} steps of these weights"]
@@ -166,7 +158,6 @@ def _covers(terms: dict[str, Any]) -> str:
 
 
 def _lost(terms: dict[str, Any]) -> int:
-    """Return how many steps count as lost."""
     return int(terms["steps_executed"] - terms["steps"])
 
 
@@ -188,7 +179,6 @@ def _factor(epsilon: float) -> str:
 
 
 def _start_and_tokens(terms: dict[str, Any], config: JobConfig) -> list[str]:
-    """Return the assumptions about the starting weights and the tokenizer."""
     # The ledger's entry counts, too: the configuration is the last start's, which may have resumed.
     given = config.checkpoint.initial_load_path or config.checkpoint.initial_load_in_hf
     given = given or any(caveat.endswith(PUBLIC) for caveat in terms["caveats"])
@@ -220,7 +210,6 @@ def _training(
     unit: str,
     decay: float | None,
 ) -> dict[str, object]:
-    """Return the rows of the training's table."""
     optimizer, schedule, training = config.optimizer, config.lr_scheduler, config.training
     windows = terms["windows_per_draw"]
     return {
@@ -246,7 +235,6 @@ def _training(
 
 
 def _heldout_loss(terms: dict[str, Any], unit: str) -> dict[str, str]:
-    """Return the row of the newest held-out loss that was published, if any was."""
     losses = terms["heldout_losses"]
     if losses is None or not losses["losses"]:
         return {}
@@ -260,7 +248,7 @@ def _heldout_loss(terms: dict[str, Any], unit: str) -> dict[str, str]:
 
 def _state(optimizer: Any) -> str:
     """Describe the settings of `[optimizer]` that its name has use for."""
-    if optimizer.name == momentum.NAME:
+    if optimizer.name == MomentumSGD.__name__:
         return f"momentum {optimizer.beta1:g}"
     return f"betas {optimizer.beta1:g} and {optimizer.beta2:g}, eps {optimizer.eps:g}"
 

@@ -14,11 +14,11 @@ from typing import Any
 
 from torchtitan_dp.checkpoint.verify import check_checkpoint, verify
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.ledger import PRIVACY_FILE, Ledger
+from torchtitan_dp.ledger import PRIVACY_FILE, Lineage, RunLog
 from torchtitan_dp.ledger.account import released
-from torchtitan_dp.ledger.caveats import recorded
-from torchtitan_dp.ledger.executed import ExecutedSteps
 from torchtitan_dp.ledger.files import read_published_fields
+from torchtitan_dp.ledger.lineage import of_weights
+from torchtitan_dp.ledger.spending import compose, recorded, spending
 from torchtitan_dp.models.hugging_face import config_file, read_settings
 from torchtitan_dp.models.local_paths import is_local_path
 
@@ -32,7 +32,7 @@ LOST_STATED = (
 def claims(
     run: str,
     checkpoint: str,
-    ledger: Ledger,
+    lineage: Lineage,
     *,
     stop_not_from_results: bool = False,
     lost_steps_not_seen: bool = False,
@@ -42,7 +42,7 @@ def claims(
     Args:
         run: the folder with `privacy.json` and the executed steps.
         checkpoint: named `step-N`.
-        ledger: that of the checkpoint.
+        lineage: that of the checkpoint.
         stop_not_from_results: the owner states of a run that stopped before its planned steps that
             neither results nor a clock decided when; epsilon then leaves out the planned steps that
             were not taken.
@@ -55,11 +55,11 @@ def claims(
     published = read_published_fields(run)
     if published is None:
         raise ValueError(f"RUN = '{run}': it has no {PRIVACY_FILE}; restore it")
-    _refuse_not_private(run, ledger, published)
+    _refuse_not_private(run, lineage, published)
     step = int(checkpoint.rpartition("-")[2])
-    if ledger.steps != step:
+    if lineage.steps != step:
         raise ValueError(
-            f"{checkpoint}: its ledger counts {ledger.steps} steps; give the folder its name back"
+            f"{checkpoint}: its ledger counts {lineage.steps} steps; give the folder its name back"
         )
     found = verify(run)
     check_checkpoint(found, step, checkpoint)
@@ -67,37 +67,30 @@ def claims(
         raise ValueError(
             f"RUN = '{run}': {'; '.join(found.faults)}: restore its files as the run wrote them"
         )
-    # The folder's account gives epsilon: its caveats, marks, budget and lost steps count.
-    account = found.ledger
-    account.go_back_to(ledger)  # planned steps count from the released weights on
-    ExecutedSteps(run).enter_lost(account, also=found.begun)
+    # The folder's account gives epsilon: its caveats, marks and lost steps count. Planned steps
+    # count from the released weights on, as if they were loaded now.
+    account = RunLog(run).enter_lost(of_weights(found.ledger, lineage))
     executed, planned = found.epsilon_executed, found.epsilon_planned
     assert executed is not None
     assert planned is not None
     stated = [STOP_STATED] if stop_not_from_results and account.left else []
-    stated += [LOST_STATED] if lost_steps_not_seen and account.published_lost().steps else []
-    counts, steps = {
-        (False, False): ("planned_steps", account.planned()),
-        (True, False): ("executed_steps", account.executed()),
-        (False, True): ("kept_and_planned_steps", account.kept_and_planned()),
-        (True, True): ("kept_steps", account.kept()),
+    stated += [LOST_STATED] if lost_steps_not_seen and account.lost else []
+    steps = spending(account, lost=not lost_steps_not_seen, planned=not stop_not_from_results)
+    counts = {
+        (False, False): "planned_steps",
+        (True, False): "executed_steps",
+        (False, True): "kept_and_planned_steps",
+        (True, True): "kept_steps",
     }[stop_not_from_results, lost_steps_not_seen]
-    return released(
-        account,
-        epsilon=account.compose(steps),
-        counts=counts,
-        steps=steps,
-        executed=executed,
-        planned=planned,
-        stated=stated,
-    )
+    return released(account, (executed, planned), counts, steps, compose(account, steps), stated)
 
 
-def _refuse_not_private(run: str, ledger: Ledger, published: dict[str, Any]) -> None:
-    if ledger.private and published["private"] and published["epsilon"] is not None:
+def _refuse_not_private(run: str, lineage: Lineage, published: dict[str, Any]) -> None:
+    if lineage.private and published["private"] and published["epsilon"] is not None:
         return
     why = (
-        "; ".join(dict.fromkeys([*ledger.caveats, *recorded(published["caveats"])])) or PRIVACY_FILE
+        "; ".join(dict.fromkeys([*lineage.caveats, *recorded(published["caveats"])]))
+        or PRIVACY_FILE
     )
     raise ValueError(
         f"RUN = '{run}': it is NOT private ({why}), permanently; train afresh in "

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from torchtitan_dp.ledger import schema, versions
 from torchtitan_dp.ledger.account import explain
+from torchtitan_dp.ledger.spending import before, compose, lost_by, own, spending
 from torchtitan_dp.plan.signal import DROWNS, Noise, noise_of_run
 from torchtitan_dp.privacy.accounting import rounded_down, rounded_up
 from torchtitan_dp.privacy.meaning import Meaning
@@ -137,13 +138,14 @@ def public_charts(run: RunFolder) -> list[Chart]:
 def _epsilon_chart(run: RunFolder) -> Chart:
     """Draw epsilon at each step: that of the weights, and with all lost steps."""
     ledger, steps, total = run.ledger, run.ledger.steps, max(run.total, run.ledger.steps)
-    lost = [*([ledger.lost] if ledger.lost else []), *ledger.lost_before()]
+    lost = [ledger.settings.spending(ledger.lost), *lost_by(ledger.ancestors)]
+    lost = [segment for segment in lost if segment.steps]
 
     def curve(first: int, last: int, *, all_begun: bool) -> Points:
         at = sorted({first + round((last - first) * i / _POINTS) for i in range(_POINTS + 1)})
-        own = ([*ledger.before(), *ledger.own(n)] for n in at)
+        own = ([*before(ledger), *own(ledger, n)] for n in at)
         extra = lost if all_begun else []
-        return [(n, ledger.compose([*o, *extra])) for n, o in zip(at, own, strict=True)]
+        return [(n, compose(ledger, [*o, *extra])) for n, o in zip(at, own, strict=True)]
 
     lines = [Line("of these weights", found := curve(0, steps, all_begun=False), "c1")]
     lines[0] = replace(lines[0], last=rounded_up(found[-1][1]))
@@ -280,7 +282,7 @@ def _guarantee(run: RunFolder) -> dict[str, Any] | None:
     if epsilon == run.published["epsilon_planned"] and run.published["meaning"] is not None:
         meaning: Meaning | None = Meaning.from_json(run.published["meaning"])
     else:
-        meaning = explain(run.ledger, run.ledger.planned(), epsilon)
+        meaning = explain(run.ledger, spending(run.ledger, lost=True, planned=True), epsilon)
     if meaning is None or not math.isfinite(epsilon):
         return None
     terms = run.published | {"epsilon": epsilon, "meaning": meaning.to_json()}

@@ -17,9 +17,9 @@ from torchtitan_dp.checkpoint.folder import newest_whole_checkpoint, step_folder
 from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import RUN_CONFIG_FILE, read_config
-from torchtitan_dp.ledger import EXECUTED_FILE, PRIVACY_FILE, Ledger, schema
-from torchtitan_dp.ledger.caveats import assumptions
+from torchtitan_dp.ledger import EXECUTED_FILE, PRIVACY_FILE, Lineage, schema
 from torchtitan_dp.ledger.files import ledger_of, read_description, read_published_fields
+from torchtitan_dp.ledger.spending import assumptions
 from torchtitan_dp.models.families import trained_count
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.privacy.accounting import rounded_up
@@ -34,7 +34,7 @@ class RunFolder:
 
     path: Path
     published: dict[str, Any]  # privacy.json
-    ledger: Ledger
+    ledger: Lineage
     alive: bool
     begun: int  # the last step that was begun
     checkpoint: int  # the newest whole one; -1: none

@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 
-from torchtitan_dp import momentum
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import ALIGNED_TOKENS, feed_forward_chunk, ladder, mesh_degrees
 from torchtitan_dp.config.load import load_config
@@ -40,6 +39,7 @@ from torchtitan_dp.privacy.noise import add_gaussian_noise_
 from torchtitan_dp.privacy.sampling import deal
 from torchtitan_dp.privacy.secure_noise import add_secure_gaussian_noise_
 from torchtitan_dp.selfcheck.reference import Samples
+from torchtitan_dp.train_spec import build_optimizers
 
 _VOCABULARY = 1009  # a prime, so that no mesh divides it
 _TOKENS = 64  # of a sample of the small model on CPU, for each cp rank
@@ -242,7 +242,7 @@ class Small:
             self.dims.get_optional_mesh("cp"),
             config.parallelism.context_parallel_load_balancer,
         )
-        self.optimizers = momentum.build([self.model], config.optimizer, self.dims)
+        self.optimizers = build_optimizers([self.model], config.optimizer, self.dims)
         self._handed: dict[str, torch.Tensor] = {}
         for inner in self.optimizers.optimizers:
             inner.register_step_pre_hook(self._record)
@@ -287,12 +287,6 @@ class Small:
         """
         optimizer = self.step.optimizer(
             self.optimizers, noise_multiplier=sigma, expected_batch_size=batch
-        )
-        momentum.set_noise_std(
-            self.optimizers,
-            noise_multiplier=sigma or 1.0,
-            max_grad_norm=self.step.max_grad_norm,
-            expected_batch_size=batch,
         )
         optimizer.step(self.step.clipped_sum.take(), [(key, 1.0)])
         self.step.clipped_sum.reset()

@@ -14,10 +14,10 @@ import torch
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.train import Trainer
 
-from torchtitan_dp import momentum
 from torchtitan_dp.checkpoint.manager import Checkpointer
 from torchtitan_dp.checkpoint.start import Start
 from torchtitan_dp.models.parameters import local_part
+from torchtitan_dp.optimizer import MomentumSGD
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.selfcheck.reference import (
     Gradient,
@@ -135,8 +135,8 @@ def _stepped(
     by_hand = {name: w.double().requires_grad_() for name, w in weights.items()}
     betas, decay = (config.beta1, config.beta2), config.weight_decay
     optimizer: torch.optim.Optimizer
-    if config.name == momentum.NAME:
-        optimizer = momentum.MomentumSGD(
+    if config.name == MomentumSGD.__name__:
+        optimizer = MomentumSGD(
             by_hand.values(), lr=config.lr, betas=betas, weight_decay=decay, noise_std=noise_std
         )
     else:

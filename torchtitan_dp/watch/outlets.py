@@ -25,6 +25,10 @@ from typing import Protocol
 
 import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
+
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+# isort: split
 from torchtitan.components.metrics import BaseLogger
 from torchtitan.tools.logging import logger
 
@@ -74,19 +78,11 @@ def find(name: str) -> Scalar | None:
     return next((scalar for scalar in SCALARS if fnmatchcase(name, scalar.name)), None)
 
 
-def is_public(name: str) -> bool:
-    """Return whether a private run's scalar may be published; not if the table lacks it."""
-    scalar = find(name)
-    return scalar is not None and scalar.public
-
-
 def tag(name: str, *, private: bool) -> str:
-    """Return a scalar's tag, in its section.
-
-    Args:
-        private: whether the run is.
-    """
-    return f"{PUBLISHABLE if private and is_public(name) else NOT_PRIVATE}/{name}"
+    """Return a scalar's tag, in its section, of a run that is private or not."""
+    scalar = find(name)
+    public = private and scalar is not None and scalar.public
+    return f"{PUBLISHABLE if public else NOT_PRIVATE}/{name}"
 
 
 _FLUSH_S = 10  # a person who watches waits no longer
@@ -103,10 +99,7 @@ class TensorBoard:
     """Event files in one folder, which a resumed run goes on with."""
 
     def __init__(self, folder: str, step: int) -> None:
-        """
-        Args:
-            step: the last that was taken; TensorBoard hides later ones, which a crash took back.
-        """
+        # TensorBoard hides steps after the last that was taken, which a crash took back.
         self._writer = SummaryWriter(
             folder, max_queue=1000, flush_secs=_FLUSH_S, purge_step=step + 1
         )
@@ -123,11 +116,7 @@ class Guarded:
     """A service outside of the run, whose failures end no run."""
 
     def __init__(self, key: str, sink: Sink) -> None:
-        """
-        Args:
-            key: its key in the configuration.
-        """
-        self._key, self._sink = key, sink
+        self._key, self._sink = key, sink  # the key is that of the configuration
         self._works = True
 
     def log(self, scalars: dict[str, float], step: int) -> None:
@@ -138,15 +127,13 @@ class Guarded:
 
     def _attempt(self, send: Callable[[], None]) -> None:
         """Send; after a failure never again in this start, since each may take a minute."""
-        if not self._works:
-            return
         try:
-            send()
+            if self._works:
+                send()
         except Exception as error:  # of any kind: these are others' services and clients
             self._works = False
             logger.warning(
-                f"{self._key}: nothing more is sent until the next start, after "
-                f"{type(error).__name__}: {' '.join(str(error).split())}"
+                f"{self._key}: nothing more is sent until the next start, after {_named(error)}"
             )
 
 
@@ -165,7 +152,6 @@ class Later:
     ) -> None:
         """
         Args:
-            folder: the run's.
             step: the last that was taken; lines of later ones, which a crash took back, go.
             services: by their key in the configuration; each is opened with the time of all steps.
         """
@@ -204,8 +190,7 @@ class Later:
                 sink.close()
             except (Exception, Fault) as error:  # of any kind: these are others' services
                 logger.warning(
-                    f"{key}: not sent, after {type(error).__name__}: "
-                    f"{' '.join(str(error).split())}; the same command sends it again"
+                    f"{key}: not sent, after {_named(error)}; the same command sends it again"
                 )
             else:
                 keep(self._folder, **{sent: max(later)})
@@ -222,6 +207,10 @@ class Later:
         return dict(sorted(lines.items()))
 
 
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 def _line(scalars: dict[str, float], step: int) -> str:
     return json.dumps([step, scalars]) + "\n"
 
@@ -230,10 +219,6 @@ class Outlets(BaseLogger):
     """All sinks of a rank; they get scalars under the tags of their sections."""
 
     def __init__(self, sinks: list[Sink], *, private: bool) -> None:
-        """
-        Args:
-            private: whether the run is.
-        """
         self._sinks, self._private = sinks, private
 
     def send(self) -> None:
@@ -253,12 +238,7 @@ class Outlets(BaseLogger):
 
 
 def open_outlets(config: JobConfig, step: int, *, private: bool) -> Outlets:
-    """Open this rank's sinks.
-
-    Args:
-        step: the last that was taken.
-        private: whether the run is.
-    """
+    """Open this rank's sinks; `step` is the last that was taken."""
     metrics, folder, rank = config.metrics, config.job.dump_folder, dist.get_rank()
     sinks: list[Sink] = []
     if metrics.enable_tensorboard and (rank == 0 or metrics.save_for_all_ranks):

@@ -15,28 +15,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+# isort: split
 from torchtitan.components.metrics import BaseLogger, MetricsProcessor
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import NoColor
 
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.clipping import Clip
 from torchtitan_dp.watch.outlets import Outlets, open_outlets
-from torchtitan_dp.watch.progress import (
-    Pace,
-    Screen,
-    epsilon_words,
-    pace_words,
-    samples_words,
-    speed_words,
-)
+from torchtitan_dp.watch.terminal import Pace, Screen, clock
+
+_QUANTILES = {"norm_p10": 0.1, "norm_p50": 0.5, "norm_p90": 0.9}
 
 
 @dataclass
 class SampleStatistics:
-    """Keeps one step's samples of this rank on the device; they are reduced only when a step is
-    logged."""
+    """One step's samples of this rank, on the device; reduced only when a step is logged."""
 
     rows: list[torch.Tensor] = field(default_factory=list)
 
@@ -54,20 +53,18 @@ class SampleStatistics:
     def reduce(self, parallel_dims: ParallelDims) -> dict[str, float]:
         """Compute statistics over all ranks; they are not private.
 
+        Where no sample was drawn, or none was finite, there are its counts alone.
+
         Collectives: an all-reduce over cp (each rank has a part of each loss) and an all-gather
         over the data-parallel ranks, which have equally many rows.
         """
+        table = torch.cat(self.rows) if self.rows else torch.empty((0, 5))
         cp, batch = map(parallel_dims.get_optional_mesh, ("cp", "batch"))
-        names = ("norm_p10", "norm_p50", "norm_p90")
-        nothing = dict.fromkeys(("loss", "clipped_fraction", *names), float("nan"))
-        if not self.rows:
-            return {"realized_batch_size": 0.0, "rejected": 0.0, **nothing}
-        table = torch.cat(self.rows)
-        if cp is not None:
+        if self.rows and cp is not None:
             losses = table[:, 0].contiguous()
             dist.all_reduce(losses, group=cp.get_group())
             table[:, 0] = losses
-        if batch is not None:
+        if self.rows and batch is not None:
             parts = [torch.empty_like(table) for _ in range(batch.size())]
             dist.all_gather(parts, table, group=batch.get_group())
             table = torch.cat(parts)
@@ -79,14 +76,12 @@ class SampleStatistics:
             "rejected": float(len(drawn) - len(used)),
         }
         if len(used) == 0:
-            return {**counts, **nothing}
-        levels = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
-        quantiles = dict(zip(names, used[:, 1].quantile(levels).tolist(), strict=True))
+            return counts
         return {
             **counts,
             "loss": used[:, 0].mean().item(),
             "clipped_fraction": used[:, 4].mean().item(),
-            **quantiles,
+            **{name: used[:, 1].quantile(level).item() for name, level in _QUANTILES.items()},
         }
 
 
@@ -107,7 +102,6 @@ class LabelledMetricsProcessor(MetricsProcessor):
         self.job_config = job_config
         if os.environ.get("NO_COLOR"):
             self.color = NoColor()
-
         self._planned: dict[str, float] = {}
 
     def begin(self, step: int, *, private: bool, epsilon_planned: float | None = None) -> None:
@@ -138,29 +132,29 @@ class PrivateMetricsProcessor(LabelledMetricsProcessor):
         super().__init__(job_config, parallel_dims)
         self.pace = Pace(0, job_config.training.steps)
         self.screen = Screen.of_launcher()
-        training, data = job_config.training, job_config.data
-        ranks = parallel_dims.dp_replicate * parallel_dims.dp_shard
-        rows = training.global_batch_size * data.windows_per_draw
-        self._begun, self._expected = 0, max(1.0, rows / (ranks * training.local_batch_size))
+        self._begun, self._expected = 0, 1.0  # microbatches of a step
+        self._logged: dict[str, float] = {}  # the scalars of the newest step that was
 
     def begin(self, step: int, *, private: bool, epsilon_planned: float | None = None) -> None:
         super().begin(step, private=private, epsilon_planned=epsilon_planned)
-        self.pace = Pace(step, self.job_config.training.steps)
-        self.screen.show(self.pace, 0.0, "")
+        training, dims = self.job_config.training, self.parallel_dims
+        self.pace = Pace(step, training.steps)
+        rows = training.global_batch_size * self.job_config.data.windows_per_draw
+        at_once = dims.dp_replicate * dims.dp_shard * training.local_batch_size
+        self._expected = max(1.0, rows / at_once)
+        self._draw()
 
     def microbatch_begun(self, tokens: int) -> None:
         """Count a microbatch and its tokens, and move the progress bar."""
         self.ntokens_since_last_log += tokens
         self._begun += 1
-        # The bar's scale is the expected number: that of a draw is not known ahead of time here.
-        part = min(self._begun / self._expected, 0.95)
-        self.screen.show(self.pace, part, f"microbatch {self._begun}")
+        self._draw()
 
     def step_done(self, step: int) -> None:
         """Note that a step was taken."""
         self.pace.step_done(step)
         self._begun = 0
-        self.screen.show(self.pace, 0.0, "")
+        self._draw()
 
     def log_step(
         self,
@@ -176,28 +170,14 @@ class PrivateMetricsProcessor(LabelledMetricsProcessor):
             statistics: scalars that are not private, by name.
             beside_epsilon: words after epsilon in the console line.
         """
-        elapsed = time.perf_counter() - self.time_last_log
-        tokens_per_s = self.ntokens_since_last_log / (
-            elapsed * self.parallel_dims.non_data_parallel_size
-        )
-        memory = self.device_memory_monitor.get_peak_stats()
-        measured = {
-            "throughput(tps)": tokens_per_s,
-            "memory/max_active(GiB)": memory.max_active_gib,
-            "memory/max_reserved(GiB)": memory.max_reserved_gib,
-            "memory/reserved_over_active": memory.max_reserved_gib
-            / max(memory.max_active_gib, 1e-9),
-        }
-        if math.isfinite(self.gpu_peak_flops):  # it is unknown of a CPU
-            measured["mfu(%)"] = 100 * self.num_flops_per_token * tokens_per_s / self.gpu_peak_flops
-        scalars = {**public, **self._planned, **statistics, **measured}
+        scalars = {**public, **self._planned, **statistics, **self._measured()}
         self.logger.log(scalars, step)
-        spent = epsilon_words(scalars, beside_epsilon)
-        self.screen.logged(scalars)
-        self.screen.show(self.pace, 0.0, "")
+        self._logged = scalars
+        self._draw()
         color = self.color
         logger.info(
-            f"{color.red}step: {step}/{self.pace.total}  {color.blue}{spent}  "
+            f"{color.red}step: {step}/{self.pace.total}  "
+            f"{color.blue}{epsilon_words(scalars, beside_epsilon)}  "
             f"lr: {public['lr']:.2e}  {color.reset}not private: "
             f"{color.green}{samples_words(statistics)}  "
             f"{color.turquoise}{speed_words(scalars)}  "
@@ -208,6 +188,85 @@ class PrivateMetricsProcessor(LabelledMetricsProcessor):
         self.time_last_log = time.perf_counter()
         self.device_memory_monitor.reset_peak_stats()
 
+    def _measured(self) -> dict[str, float]:
+        """Return speed and memory since the last logged step."""
+        elapsed = time.perf_counter() - self.time_last_log
+        devices = self.parallel_dims.non_data_parallel_size
+        tokens_per_s = self.ntokens_since_last_log / (elapsed * devices)
+        memory = self.device_memory_monitor.get_peak_stats()
+        active, reserved = memory.max_active_gib, memory.max_reserved_gib
+        measured = {
+            "throughput(tps)": tokens_per_s,
+            "memory/max_active(GiB)": active,
+            "memory/max_reserved(GiB)": reserved,
+            "memory/reserved_over_active": reserved / max(active, 1e-9),
+        }
+        if math.isfinite(self.gpu_peak_flops):  # it is unknown of a CPU
+            measured["mfu(%)"] = 100 * self.num_flops_per_token * tokens_per_s / self.gpu_peak_flops
+        return measured
+
+    def _draw(self) -> None:
+        """Show the present state on the launcher's bar."""
+        # Its scale is the expected number: that of a draw is not known ahead of time here.
+        part = min(self._begun / self._expected, 0.95)
+        within = f"microbatch {self._begun}" if self._begun else ""
+        public, speed = bar_words(self.pace, self._logged)
+        self.screen.show(self.pace, part, public, "  ".join(filter(None, (within, speed))))
+
     def close(self) -> None:
         self.screen.close()
         super().close()
+
+
+def epsilon_words(scalars: dict[str, float], beside: str) -> str:
+    """Write epsilon so far and at the end, rounded up."""
+    planned = scalars.get("epsilon_planned")
+    words = f"{rounded_up(planned)} at the end" if planned is not None else ""
+    beside = ", ".join(filter(None, (words, beside)))
+    return f"epsilon: {rounded_up(scalars['epsilon'])}{f' ({beside})' if beside else ''}"
+
+
+def samples_words(statistics: dict[str, float]) -> str:
+    """Write what the samples of a step were; not private."""
+    batch, rejected = statistics["realized_batch_size"], statistics["rejected"]
+    if not batch:
+        return "batch: 0 (an empty draw)"
+    if batch == rejected:
+        return f"batch: {batch:.0f}, all left out (not finite)"
+    lost = f"  left out (not finite): {rejected:.0f}" if rejected else ""
+    return (
+        f"loss: {statistics['loss']:.4f}  batch: {batch:.0f}{lost}  "
+        f"clipped: {100 * statistics['clipped_fraction']:.0f}%  "
+        f"norm p50: {statistics['norm_p50']:.3g}"
+    )
+
+
+def speed_words(scalars: dict[str, float]) -> str:
+    """Write memory, tokens a second, and MFU where it is known."""
+    mfu = f"  mfu: {scalars['mfu(%)']:.1f}%" if "mfu(%)" in scalars else ""
+    memory = f"memory: {scalars['memory/max_reserved(GiB)']:.2f}GiB"
+    return f"{memory}  tps: {round(scalars['throughput(tps)']):,}{mfu}"
+
+
+def pace_words(pace: Pace) -> str:
+    """Write the seconds of a step and the time left."""
+    seconds = pace.seconds_per_step
+    shown = "?" if seconds is None else f"{seconds:.3g}"
+    return f"s/step: {shown}  ETA: {clock(pace.seconds_left)}"
+
+
+def bar_words(pace: Pace, scalars: dict[str, float]) -> tuple[str, str]:
+    """Write epsilon, and speed and memory, as short as a terminal's width asks for.
+
+    Args:
+        scalars: of the newest step that was logged, if any.
+    """
+    shown = [] if pace.seconds_per_step is None else [f"{pace.seconds_per_step:.3g} s/step"]
+    if not scalars:
+        return "", "  ".join(shown)
+    planned = scalars.get("epsilon_planned")
+    at_end = "" if planned is None else f" of {rounded_up(planned, 3)}"
+    mfu = [f"mfu {scalars['mfu(%)']:.1f}%"] if "mfu(%)" in scalars else []
+    shown += [f"{round(scalars['throughput(tps)']):,} tps", *mfu]
+    shown.append(f"{scalars['memory/max_reserved(GiB)']:.1f} GiB")
+    return f"ε {rounded_up(scalars['epsilon'], 3)}{at_end}", "  ".join(shown)

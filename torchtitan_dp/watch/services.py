@@ -20,17 +20,16 @@ from torchtitan_dp.process import Fault, write_atomically
 
 
 class WandB:
-    """One W&B run for all starts of a run."""
+    """One W&B run for all starts of the run in a folder.
+
+    Args:
+        time_of_all: in place of the times of steps, which are not private; None: these.
+
+    Raises:
+        Fault: W&B cannot be reached, or knows no key of the user's.
+    """
 
     def __init__(self, folder: str, *, time_of_all: float | None) -> None:
-        """
-        Args:
-            folder: the run's.
-            time_of_all: in place of the times of steps, which are not private; None: these.
-
-        Raises:
-            Fault: W&B cannot be reached, or knows no key of the user's.
-        """
         import wandb
 
         self._time = time_of_all
@@ -76,17 +75,9 @@ class WandB:
 
 
 class MLflow:
-    """One MLflow run for all starts of a run."""
+    """As `WandB`; raises Fault where the tracking server cannot be reached."""
 
     def __init__(self, folder: str, *, time_of_all: float | None) -> None:
-        """
-        Args:
-            folder: the run's.
-            time_of_all: in place of the times of steps, which are not private; None: these.
-
-        Raises:
-            Fault: the tracking server cannot be reached.
-        """
         os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # read when it is imported
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # a step waits for them
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
@@ -148,8 +139,5 @@ def keep(folder: str, **values: Any) -> None:
 
 def kept(folder: str) -> dict[str, Any]:
     """Return what earlier starts kept."""
-    try:
-        with open(os.path.join(folder, FILE), encoding="utf-8") as file:
-            return dict(json.load(file))
-    except FileNotFoundError:
-        return {}
+    path = Path(folder, FILE)
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}

@@ -1,7 +1,8 @@
 """The launcher's terminal: workers' lines, and below them one bar that moves.
 
-The launcher alone writes to the terminal. It draws what rank 0 sends (`progress.Screen`), and
-prints lines above: two processes that write to one terminal would tear each other's lines.
+The launcher alone writes to the terminal: two processes would tear each other's lines. It names a
+socket in its workers' environment, draws what rank 0 sends there (`Screen`), and prints workers'
+lines, which torchrun copies, above.
 """
 
 import contextlib
@@ -13,7 +14,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -33,6 +35,68 @@ _ERASE_AND_SHOW_CURSOR = "\r\x1b[2K\x1b[?25h"
 def clock(seconds: float | None) -> str:
     """Write a time as h:mm:ss, `?` where it is unknown."""
     return "?" if seconds is None else str(timedelta(seconds=round(seconds)))
+
+
+@dataclass
+class Pace:
+    """The steps of this start and the time that they took, which is not private."""
+
+    first: int  # the step before the first of this start
+    total: int
+    now: Callable[[], float] = time.monotonic
+    done: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.done, self._begun, self._first_done = self.first, self.now(), 0.0
+
+    def step_done(self, step: int) -> None:
+        """Note that a step was taken."""
+        self.done = step
+        if step == self.first + 1:
+            self._first_done = self.now()
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """The mean, with validation and checkpoints, but without the first step, which compiles,
+        where there is another; None before the first."""
+        steps = self.done - self.first
+        if steps == 0:
+            return None
+        if steps == 1:
+            return self._first_done - self._begun
+        return (self.now() - self._first_done) / (steps - 1)
+
+    @property
+    def seconds_left(self) -> float | None:
+        pace = self.seconds_per_step
+        return None if pace is None else pace * (self.total - self.done)
+
+
+class Screen:
+    """The bar on the launcher's terminal, as rank 0 sends it; nothing elsewhere."""
+
+    def __init__(self, path: str | None) -> None:
+        self._path = path  # of the launcher's socket, if it draws a bar
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) if path else None
+
+    @classmethod
+    def of_launcher(cls) -> "Screen":
+        """Build that of this process."""
+        return cls(os.environ.get(SOCKET) if os.environ.get("RANK") == "0" else None)
+
+    def show(self, pace: Pace, part: float, public: str, private: str) -> None:
+        """Draw the present state: `part`, from 0 to 1, of the step that is under way, and words."""
+        if self._socket is None:
+            return
+        steps = {"done": pace.done, "total": pace.total, "part": part, "left": pace.seconds_left}
+        state = {**steps, "public": public, "private": private}
+        # Where its launcher is suspended, or ends, a picture is missed: no step waits for it.
+        with contextlib.suppress(OSError):
+            self._socket.sendto(json.dumps(state).encode(), socket.MSG_DONTWAIT, self._path or "")
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
 
 
 @contextlib.contextmanager

@@ -10,10 +10,10 @@ LEDGERS = "hazards/test_ledgers.py::"
 ACCOUNTING = "privacy/accounting.py"
 MEANING, MEANS = "privacy/meaning.py", "privacy/test_meaning.py::"
 ONE_STEP = f"{MEANS}test_one_step_against_neyman_and_pearson_in_closed_form"
-FILES, EXECUTED = "ledger/files.py", "ledger/executed.py"
+FILES, EXECUTED = "ledger/files.py", "ledger/log.py"
 TERMS = "checkpoint/plan.py"
 SETTINGS = "ledger/settings.py"
-TORN = f"{LEDGER_TEST}test_a_torn_line_was_begun_too_and_on_the_worst_terms[10 1.0 0.01 0f]"
+LOG_TEST = "ledger/test_log.py::"
 
 MUTANTS = [
     Mutant(
@@ -22,7 +22,7 @@ MUTANTS = [
         "train.py",
         "            statistics.add(loss_B, part.valid_B, clip)\n",
         "            statistics.add(loss_B, part.valid_B, clip)\n"
-        "            self.executed.begin(self.step, self.ledger.settings)\n",
+        "            self.books.begin_step(self.step)\n",
         (f"{TRAINER}test_row21_and_46_a_step_is_begun_once_before_its_one_update",),
         quick=True,
     ),
@@ -38,17 +38,19 @@ MUTANTS = [
         31,
         "any change accepted",
         SETTINGS,
-        "if change[1] != change[2]]",
-        "if change[1] is None]",
-        (f"{LEDGER_TEST}test_a_changed_term_is_refused_with_both_values",),
+        "            if now.get(key) != before.get(key):\n",
+        "            if now.get(key) is None:\n",
+        (
+            f"{LEDGER_TEST}test_a_resume_on_changed_terms_is_refused_with_both_values_and_the_remedy",
+        ),
         quick=True,
     ),
     Mutant(
         31,
         "sigma found again",
         "checkpoint/terms.py",
-        "    if before is not None:\n        kept = ",
-        "    if before is not None and before.steps > steps:\n        kept = ",
+        "    if before is not None:\n        return before.settings.mech",
+        "    if before is not None and before.steps > units:\n        return before.settings.mech",
         (f"{LEDGERS}test_row15_and_31_and_45_a_start_goes_on_from_the_folders_ledger",),
     ),
     Mutant(
@@ -67,7 +69,7 @@ MUTANTS = [
         "- (math.log(delta) + np.log(orders)) / (orders - 1)\n",
         "- (math.log(delta) + 2 * np.log(orders)) / (orders - 1)\n",
         (
-            f"{ONE}test_hazard_37_every_accountant_is_its_library_and_none_flatters[2.0-1e-05-0.01-1000]",
+            f"{ONE}test_hazard_37_every_accountant_is_its_library_and_none_flatters[2.0-0.01-1000-1e-05]",
         ),
         quick=True,
     ),
@@ -103,26 +105,26 @@ MUTANTS = [
         "a step counted after its update",
         "train.py",
         "        self.clipped_sum.reset()\n        self.lr_schedulers.step()\n",
-        "        self.clipped_sum.reset()\n        self.executed.begin(self.step, settings)\n"
+        "        self.clipped_sum.reset()\n        self.books.begin_step(self.step)\n"
         "        self.lr_schedulers.step()\n",
         (f"{TRAINER}test_row21_and_46_a_step_is_begun_once_before_its_one_update",),
         quick=True,
     ),
     Mutant(
         46,
-        "a torn line lost",
+        "a torn line swallows the next step",
         EXECUTED,
-        "return len(self._begun) + self._torn\n",
-        "return len(self._begun)\n",
-        (TORN,),
+        'f" {_TORN}\\n" * self._tail_is_torn + ',
+        '"" * self._tail_is_torn + ',
+        (f"{LOG_TEST}test_a_torn_line_of_a_step_swallows_nothing[1]",),
         quick=True,
     ),
     Mutant(
         46,
         "each rank its own ledger",
-        "train.py",
-        "Ledger.from_json(broadcast_from_rank0(ledger.to_json()))\n",
-        "Ledger.from_json(ledger.to_json())\n",
+        "bookkeeping.py",
+        "Lineage.from_json(broadcast_from_rank0(ledger.to_json()))\n",
+        "Lineage.from_json(ledger.to_json())\n",
         ("distributed/test_agreement.py::test_ranks_keep_one_ledger",),
     ),
 ]

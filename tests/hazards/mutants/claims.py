@@ -3,6 +3,11 @@
 from tests.hazards.mutants.table import Mutant
 
 CLAIMS = "hazards/test_claims.py::"
+LEDGER_TEST = (
+    "ledger/test_ledger.py::"
+    "test_a_resume_on_changed_terms_is_refused_with_both_values_and_the_remedy"
+)
+LEDGERS = "hazards/test_ledgers.py::"
 LINEAGE = "ledger/lineage.py"
 VERIFY = "ledger/runs.py"
 
@@ -18,26 +23,26 @@ MUTANTS = [
     ),
     Mutant(
         51,
-        "a run whose terms followed from weights is resumed as a planned one",
-        "ledger/lineage.py",
-        '        if fields.pop("adaptive", False):\n',
-        '        if fields.pop("adaptive", False) and False:\n',
-        (f"{CLAIMS}test_row51_settings_that_followed_from_results_are_not_resumed",),
+        "a choice by what initial weights showed is not an assumption",
+        "checkpoint/initial.py",
+        "    return replace(lineage, ancestors=tuple(ancestors))\n",
+        "    return replace(lineage, ancestors=tuple(ancestors), caveats=())\n",
+        (f"{LEDGERS}test_row45_what_initial_weights_showed_and_their_units_are_assumptions",),
         quick=True,
     ),
     Mutant(
         50,
         "the planned steps are not counted",
-        LINEAGE,
-        "return [*self.executed(), *self.still_planned()]",
-        "return self.executed()",
+        "ledger/spending.py",
+        "    if planned:\n        terms = ",
+        "    if not planned:\n        terms = ",
         (f"{CLAIMS}test_row50_a_run_that_stopped_early_tells_what_was_planned",),
         quick=True,
     ),
     Mutant(
         52,
         "checkpoints of the baseline without a ledger",
-        "baseline.py",
+        "train_spec.py",
         '        return {**super().state_dict(), "ledger": self._current().to_json()}\n',
         "        return super().state_dict()\n",
         (f"{CLAIMS}test_row52_a_checkpoint_of_the_baseline_holds_its_ledger",),
@@ -85,7 +90,7 @@ MUTANTS = [
         "ledger/settings.py",
         '        "privacy.secure_noise": settings.secure_noise,\n',
         "",
-        (f"{CLAIMS}test_row55_what_a_step_was_taken_with_is_told_by_segment[secure_noise-True]",),
+        (LEDGER_TEST,),
         quick=True,
     ),
 ]

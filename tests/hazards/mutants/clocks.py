@@ -6,35 +6,36 @@ CLOCKS = "hazards/test_clocks.py::"
 LEDGER_TEST = "ledger/test_ledger.py::"
 ONE_JOB = "hazards/test_outputs.py::test_row73_trackers_get_what_one_job_would_send[9]"
 OUTLETS = "watch/outlets.py"
-EXECUTED, ACCOUNT = "ledger/executed.py", "ledger/account.py"
+EXECUTED, ACCOUNT = "ledger/log.py", "ledger/account.py"
 
 MUTANTS = [
     Mutant(
         59,
         "lost steps published exactly",
         EXECUTED,
-        "        counted = self._by_blocks(lost, present.period)\n",
-        "        counted = len(lost)\n",
-        (f"{LEDGER_TEST}test_lost_steps_are_published_by_blocks",),
+        "        return dataclasses.replace(lineage, lost=steps, heldout_losses=losses)\n",
+        "        steps = self.count - lineage.steps\n"
+        "        return dataclasses.replace(lineage, lost=steps, heldout_losses=losses)\n",
+        (
+            "ledger/test_histories.py::test_row59_what_is_published_follows_from_public_events_alone",
+        ),
         quick=True,
     ),
     Mutant(
         59,
         "epsilon at points that follow from where a start began",
         ACCOUNT,
-        "            total_steps=own + max(self._total - self._ledger.steps, 0),\n"
-        "            first_step=own,\n",
-        "            total_steps=2 * own + max(self._total - self._ledger.steps, 0),\n"
-        "            first_step=own,\n",
+        "            total_steps=self._total,\n",
+        "            total_steps=self._total + self._first.steps,\n",
         (f"{LEDGER_TEST}test_epsilon_does_not_show_where_a_start_began",),
         quick=True,
     ),
     Mutant(
         59,
         "a start is not recorded",
-        "train.py",
-        "                self.executed.begin_start(most_lost(self.job_config), losses)\n",
-        "                pass\n",
+        "bookkeeping.py",
+        "begin_start(self.ledger, losable(self._config))\n",
+        "begin_start(self.ledger, losable(self._config)._replace(most=10**6))\n",
         (f"{CLOCKS}test_row59_privacy_json_does_not_tell_one_from_the_other",),
     ),
     Mutant(

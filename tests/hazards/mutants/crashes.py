@@ -4,7 +4,7 @@ from tests.hazards.mutants.table import Mutant
 
 REHEARSAL = "preflight/test_rehearsal.py::test_row47_"
 NOTHING = f"{REHEARSAL}a_rehearsal_changes_nothing[microbatch]"
-MEMORY = f"{REHEARSAL}out_of_memory_is_one_line_before_step_1[cpu]"
+MEMORY = f"{REHEARSAL}what_fails_is_one_line_before_step_1[cpu]"
 SAMPLES = "data/test_samples.py::test_row47_"
 NEIGHBOURS = "hazards/test_crashes.py::test_row47_"
 

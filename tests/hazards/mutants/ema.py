@@ -5,7 +5,8 @@ from tests.hazards.mutants.table import Mutant
 RUN = "models/test_ema_run.py::"
 TRAINER = "hazards/test_trainer.py::"
 _UPDATE = (
-    "        self.dp_optimizer.step(self.clipped_sum.take(), self.noise_keys.take(self.step))\n"
+    "        self.dp_optimizer.step("
+    "self.clipped_sum.take(), self.books.noise_keys.take(self.step))\n"
 )
 _AVERAGE = (
     "        if self.average is not None:\n"
@@ -30,7 +31,7 @@ MUTANTS = [
         "        total = self.clipped_sum.take()\n"
         "        for name, average in self.average.state_dict()['weights'].items():\n"
         "            average.to_local().view(-1).sub_(total[name], alpha=lr)\n"
-        "        self.dp_optimizer.step(total, self.noise_keys.take(self.step))\n"
+        "        self.dp_optimizer.step(total, self.books.noise_keys.take(self.step))\n"
         "        self.average.update()\n",
         (f"{RUN}test_row76_each_average_follows_from_released_weights_alone",),
     ),

@@ -1,4 +1,4 @@
-"""Faults of lineage: segments of a run, initial weights and what they spent; rows 31, 45, 46."""
+"""Faults of lineage: lost steps, initial weights and what they spent; rows 31, 45, 46."""
 
 from tests.hazards.mutants.table import Mutant
 
@@ -6,27 +6,36 @@ LEDGER_TEST = "ledger/test_ledger.py::"
 LEDGERS = "hazards/test_ledgers.py::"
 COMMAND = "ledger/test_command.py::"
 
-LINEAGE = "ledger/lineage.py"
+LOG, LOG_TEST = "ledger/log.py", "ledger/test_log.py::"
 INITIAL, TERMS = "checkpoint/initial.py", "checkpoint/plan.py"
 STEPS = "ledger/settings.py"
 
 MUTANTS = [
     Mutant(
         46,
-        "finished segments forgotten",
-        LINEAGE,
-        "        return [*found, RunSegment(self.settings, left)]\n",
-        "        return [RunSegment(self.settings, sum(s.steps for s in found) + left)]\n",
-        (f"{LEDGER_TEST}test_a_segment_starts_where_the_settings_change",),
+        "a crash loses nothing",
+        LOG,
+        "[start.declared for start in starts if not start.ended]",
+        "[]",
+        (f"{LOG_TEST}test_a_crash_counts_as_what_it_could_lose[0]",),
         quick=True,
     ),
     Mutant(
-        31,
-        "any term may change with a segment",
-        LINEAGE,
-        "            now.refuse_change_of_run(since=then)\n",
-        "            pass\n",
-        (f"{LEDGER_TEST}test_some_terms_no_segment_may_change",),
+        46,
+        "a checkpoint that was damaged lost nothing",
+        LOG,
+        "        lost += [start.behind(at) for start, at in zip(starts, loads, strict=False)]\n",
+        "",
+        (f"{LOG_TEST}test_a_load_behind_a_saved_step_counts_whole_intervals[7-4]",),
+        quick=True,
+    ),
+    Mutant(
+        46,
+        "more steps than a crash is counted to lose",
+        LOG,
+        "        if unsaved > declared:\n",
+        "        if unsaved < 0:\n",
+        (f"{LOG_TEST}test_a_step_beyond_what_a_crash_may_lose_is_refused",),
         quick=True,
     ),
     Mutant(
@@ -42,8 +51,8 @@ MUTANTS = [
         45,
         "not private undone by an initial load",
         INITIAL,
-        "        return Inheritance((*caveats, _NOT_PRIVATE), private=False)\n",
-        "        return Inheritance((*caveats, _NOT_PRIVATE))\n",
+        "        return lineage.marked_not_private(_NOT_PRIVATE)\n",
+        "        return lineage.with_caveats(_NOT_PRIVATE)\n",
         (f"{LEDGERS}test_row45_not_private_sticks_to_initial_weights",),
         quick=True,
     ),
@@ -51,8 +60,8 @@ MUTANTS = [
         45,
         "an ancestor forgotten by an initial load",
         INITIAL,
-        "    lineage = (*earlier.ancestors, own, *initial.all_begun)\n",
-        "    lineage = (*earlier.ancestors, *initial.all_begun)\n",
+        "[*lineage.ancestors, *earlier.ancestors, own]",
+        "[*lineage.ancestors, *earlier.ancestors]",
         (f"{LEDGERS}test_row45_initial_weights_bring_all_that_they_spent",),
         quick=True,
     ),
@@ -77,7 +86,7 @@ MUTANTS = [
         46,
         "a log that lost lines accepted",
         TERMS,
-        "    if executed.missing(ledger.taken()) or ",
+        "    if log.missing(ledger) or ",
         "    if ",
         (f"{COMMAND}test_a_log_that_lost_lines_is_refused",),
     ),

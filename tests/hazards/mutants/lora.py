@@ -16,7 +16,7 @@ MUTANTS = [
         "gradients/clipped_sum.py",
         "torch.stack([squared_norm(s.flatten(1)) for s in shards])",
         "torch.stack([squared_norm(s.flatten(1)) for s in shards[:-2]])",
-        (f"{GAME}[B-None]", f"{GAME}[A-None]"),
+        (f"{GAME}[B-None-70]", f"{GAME}[A-None-70]"),
     ),
     Mutant(
         56,

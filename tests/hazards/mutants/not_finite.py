@@ -18,7 +18,7 @@ MUTANTS = [
         69,
         "a checkpoint of weights that are not finite",
         MANAGER,
-        "        if last_step or (self.enable and self._should_save(curr_step)):\n",
+        "        if last_step or saves:\n",
         "        if False:\n",
         (f"{TESTS}test_row69_no_checkpoint_is_written_of_such_weights",),
         quick=True,

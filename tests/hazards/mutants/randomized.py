@@ -34,7 +34,7 @@ MUTANTS = [
         11,
         "one key of projections for all steps",
         "train.py",
-        "start_step(self.projection_keys.take(self.step))",
+        "start_step(self.books.projection_keys.take(self.step))",
         "start_step(bytes(32))",
         (f"{TOLD}test_row11_and_67_a_step_has_a_projection_key_of_its_own",),
     ),

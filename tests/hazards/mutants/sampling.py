@@ -15,7 +15,7 @@ MUTANTS = [
     Mutant(
         15,
         "a resumed run forgets its terms",
-        "train.py",
+        "bookkeeping.py",
         "plan_start(config, len(units), start, earlier_ledger(folder))",
         "plan_start(config, len(units), start, None)",
         (f"{LEDGERS}test_row15_and_31_and_45_a_start_goes_on_from_the_folders_ledger",),
@@ -95,9 +95,9 @@ MUTANTS = [
     Mutant(
         41,
         "drawn at another rate than accounted",
-        "train.py",
+        "bookkeeping.py",
         "len(group), mechanism.draw_rate",
-        "len(group), self.ledger.settings.expected_batch_size / 10",
+        "len(group), self.settings.expected_batch_size / 10",
         (f"{TRAINER}test_row41_the_sampler_is_given_the_ledgers_rate_and_all_units",),
         quick=True,
     ),
@@ -105,8 +105,8 @@ MUTANTS = [
         42,
         "undecodable records left out of the population",
         "data/dataset.py",
-        "        train, heldout = split(units.hashes, heldout_fraction)\n",
-        "        train, heldout = split(units.hashes, heldout_fraction)\n"
+        "        train, heldout = split(store.units.hashes, heldout_fraction)\n",
+        "        train, heldout = split((units := store.units).hashes, heldout_fraction)\n"
         "        train = train[[store.length(int(units.records(u)[0])) > 0 for u in train]]\n",
         (f"{LOADER}test_row42_a_run_trains_on_as_many_units_as_there_are_records",),
         quick=True,
@@ -115,9 +115,9 @@ MUTANTS = [
         42,
         "a broken row is dropped",
         "data/prepare.py",
-        '            record = name if facts.fields is None else f"{name}:{number}"\n',
+        '            record = f"{name}:{number}" if facts.fields else name\n',
         "            if fields is None:\n                continue\n"
-        '            record = name if facts.fields is None else f"{name}:{number}"\n',
+        '            record = f"{name}:{number}" if facts.fields else name\n',
         (f"{LOADER}test_row42_bad_records_stay_in_the_store_and_have_no_targets",),
         quick=True,
     ),
@@ -161,8 +161,8 @@ MUTANTS = [
         43,
         "a unit drawn by each of its records",
         "data/dataset.py",
-        "        train, heldout = split(units.hashes, heldout_fraction)\n",
-        "        train, heldout = split(units.hashes, heldout_fraction)\n"
+        "        train, heldout = split(store.units.hashes, heldout_fraction)\n",
+        "        train, heldout = split((units := store.units).hashes, heldout_fraction)\n"
         "        train = np.repeat(train, [len(units.places(int(unit))) for unit in train])\n",
         (f"{LOADER}test_row43_q_is_batch_over_units_and_the_ledger_names_the_unit",),
         quick=True,
@@ -180,8 +180,7 @@ MUTANTS = [
         72,
         "a store is opened without a look at the files",
         "data/prepare.py",
-        "    if stores.contents_hash(files, skip_unreadable=not source.facts.fields) "
-        "!= store.contents:\n",
+        "    if stores.contents_hash(hashes) != store.contents:\n",
         "    if store is None:\n",
         (f"{DATASET}test_row48_the_fingerprint_is_of_contents_fields_and_split",),
         quick=True,

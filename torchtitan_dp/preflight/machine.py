@@ -1,10 +1,11 @@
-"""The memory that a run takes on its hosts, known before it starts; a node that has less refuses.
+"""What a run needs of its machine: kernels for its model, and its hosts' memory, known before it
+starts; a node that has less refuses.
 
-It follows from the configuration and the model alone. Counted is what is large: the inputs of
-blocks that `activation_checkpoint.offload_inputs` keeps there, and the copy of a rank's state while
-a checkpoint is written beside the run (`checkpoint.async_mode`). Not counted is what every process
-takes by itself (libraries, the CUDA context, communication: some GiB a rank), what is read of
-records and weights, one sample or tensor at a time, and the state of a run that trains on CPUs.
+The memory follows from the configuration and the model alone. Counted is what is large: the inputs
+of blocks that `activation_checkpoint.offload_inputs` keeps there, and the copy of a rank's state
+while a checkpoint is written beside the run (`checkpoint.async_mode`). Not counted is what every
+process takes by itself (libraries, the CUDA context, communication: some GiB a rank), what is read
+of records and weights, one sample or tensor at a time, and the state of a run that trains on CPUs.
 
 Guarantee:
     Whether a run is refused depends on its configuration and on the memory that its machine has
@@ -19,17 +20,50 @@ from typing import Any
 import torch.distributed as dist
 from torchtitan.config import TORCH_DTYPE_MAP
 
-from torchtitan_dp import momentum
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.derived import mesh_degrees
+from torchtitan_dp.config.derived import mesh_degrees, most_tokens
+from torchtitan_dp.distributed.cpu import has_accelerator
 from torchtitan_dp.distributed.host_memory import available_bytes, page_locked_bytes
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.models.families import ModelArgs, parameter_count, trained_count
 from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.optimizer import MomentumSGD
 from torchtitan_dp.process import Fault
 
 GIB = 2**30
 MOST_RANKS = 8  # of a node, where a plan does not know it
+
+
+def check_attention(config: JobConfig, args: ModelArgs) -> None:
+    """Refuse a ring of fp32 with grouped queries on an accelerator: no kernel of PyTorch has it.
+
+    Flash and cuDNN take 16 bits only, and the memory-efficient kernel no grouped queries.
+    """
+    cp, dtype = (
+        config.parallelism.context_parallel_degree,
+        config.training.mixed_precision_param,
+    )
+    grouped = args.n_kv_heads is not None and args.n_kv_heads != args.n_heads
+    if cp > 1 and dtype == "float32" and grouped and has_accelerator():
+        raise ValueError(
+            f"training.mixed_precision_param = '{dtype}': with context_parallel_degree = {cp} and "
+            f"{args.n_heads} heads that share {args.n_kv_heads} keys no kernel for this device "
+            "attends in 32 bits; set it to 'bfloat16', or parallelism.context_parallel_degree to 1"
+        )
+
+
+def check_norms(config: JobConfig, args: ModelArgs) -> None:
+    """Refuse more values a rank than the 32-bit indices of PyTorch's RMSNorm on CUDA can reach:
+    beyond 2^32 it would read other rows, in silence."""
+    tokens = most_tokens(config)
+    width = max(args.dim, args.n_heads * args.head_size)
+    if has_accelerator() and tokens * width > 2**32:
+        raise ValueError(
+            f"training.seq_len = {config.training.seq_len}: {tokens:,} tokens a rank of "
+            f"{width:,} values exceed the 2^32 that RMSNorm on CUDA can index; raise "
+            "parallelism.context_parallel_degree = "
+            f"{config.parallelism.context_parallel_degree}"
+        )
 
 
 @dataclass(frozen=True)
@@ -52,12 +86,7 @@ class HostMemory:
 
 
 def predict_host_memory(config: JobConfig, args: ModelArgs) -> HostMemory:
-    """Predict a rank's memory on its host. A pure function; it needs no device.
-
-    Args:
-        config: checked, for the run's number of ranks.
-        args: the model's.
-    """
+    """Predict a rank's memory on its host, for a checked configuration; it needs no device."""
     training, offloads = config.training, config.activation_checkpoint.offload_inputs
     dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
     tokens = training.seq_len // config.parallelism.context_parallel_degree
@@ -70,14 +99,11 @@ def predict_host_memory(config: JobConfig, args: ModelArgs) -> HostMemory:
 
 
 def refuse_lack(config: JobConfig, args: ModelArgs, ranks: int, available: int | None) -> None:
-    """Refuse a node that does not hold what its ranks offload.
+    """Refuse, by ValueError, a node that does not hold what its ranks offload.
 
     Args:
         ranks: the number of ranks on the node.
         available: bytes that they may still take together; None if that is not known.
-
-    Raises:
-        ValueError: one line for the user.
     """
     if not config.activation_checkpoint.offload_inputs or available is None:
         return
@@ -131,11 +157,7 @@ class NodeMemory:
     def of(
         cls, rank: HostMemory, world_size: int, ranks_here: int | None, available: int | None
     ) -> "NodeMemory":
-        """Put together what is known.
-
-        Args:
-            ranks_here: how many ranks start on this machine; None if the run starts elsewhere.
-        """
+        """Put together what is known; `ranks_here` is None if the run starts elsewhere."""
         ranks = min(world_size, MOST_RANKS) if ranks_here is None else ranks_here
         return cls(rank, ranks, ranks_here is None, available)
 
@@ -165,9 +187,7 @@ class NodeMemory:
         )
 
     def for_programs(self) -> dict[str, Any]:
-        """Put together what `--json` says of it: nothing of this machine, so that it is the same
-        anywhere.
-        """
+        """Return the part of the plan's `--json`: nothing of this machine, the same anywhere."""
         return {
             "inputs_gib": self.rank.inputs_bytes / GIB,
             "save_gib": self.rank.copy_bytes / GIB,
@@ -199,7 +219,7 @@ def _copy_bytes(config: JobConfig, args: ModelArgs) -> int:
     _, dp_shard, cp = mesh_degrees(config)
     trained = trained_count(args)
     frozen = parameter_count(args) - trained
-    moments = 1 if config.optimizer.name == momentum.NAME else 2
+    moments = 1 if config.optimizer.name == MomentumSGD.__name__ else 2
     copies = 1 + moments + config.ema.enable
     kept = TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize if frozen else 0
     return (4 * copies * trained + kept * frozen) // (dp_shard * cp)

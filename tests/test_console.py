@@ -15,7 +15,7 @@ import torchtitan.distributed.utils
 import torchtitan.train
 from torchtitan.tools.utils import Color
 
-from torchtitan_dp.preflight.console import _NOTHING_TO_DO, is_shown, quiet
+from torchtitan_dp.train_spec import _NOTHING_TO_DO, is_shown, quiet
 
 OURS = "torchtitan_dp/watch/processor.py"
 THEIRS = torchtitan.train.__file__

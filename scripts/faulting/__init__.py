@@ -1,1 +1,0 @@
-"""What `scripts/faults.py` is made of."""

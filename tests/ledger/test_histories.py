@@ -1,0 +1,214 @@
+"""Random histories of a folder: what is published of lost steps is never below what was begun, and
+follows from public events alone (hazard rows 46, 59, 66)."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.accounts import opened
+from torchtitan_dp.ledger import Lineage, Losable, RunLog, Settings
+from torchtitan_dp.ledger.lineage import resumed
+from torchtitan_dp.ledger.log import EVALUATIONS_FILE, EXECUTED_FILE, STARTS_FILE
+from torchtitan_dp.ledger.settings import HeldOutLosses, NoisedLoss
+from torchtitan_dp.ledger.spending import spending
+from torchtitan_dp.privacy.mechanism import BandedGaussian, PoissonGaussian, composition
+from torchtitan_dp.privacy.published_loss import LossNoise
+from torchtitan_dp.process import Fault
+
+STEPS = 40
+
+
+def fresh(bands: int = 1, freq: int = 10) -> Lineage:
+    """A run before its first step."""
+    gaussian = PoissonGaussian(1.0, 0.02)
+    mechanism = gaussian if bands == 1 else BandedGaussian(1.0, 0.02, bands=bands)
+    settings = Settings(mechanism, 0.5, 1e-5, 5, "rdp", "privacy.sample_rate", "add_remove")
+    losses = HeldOutLosses(LossNoise("gaussian", 3.0), 4.0, 1e-5, 1.0, freq)
+    return Lineage(settings, planned_steps=STEPS, heldout_losses=losses, run="r")
+
+
+class Killed(Exception):
+    """The machine failed."""
+
+
+class Folder:
+    """A run's folder, trained in as the trainer does, and what was really begun there."""
+
+    def __init__(self, place: Path, bands: int = 1) -> None:
+        self.place, self.bands = place, bands
+        self.published = fresh(bands)
+        self.checkpoints: list[Lineage] = []
+        self.begun: dict[str, int] = {}  # by name, the numbers of steps, also of those loaded
+        self.evaluated: set[tuple[str, int]] = set()
+
+    def check(self, lineage: Lineage) -> None:
+        """Assert that an account is not below the truth, in steps, in each group, in losses."""
+        assert lineage.steps_executed >= len(self.begun)
+        groups = Counter(number % self.bands for number in self.begun.values())
+        parts = composition(spending(lineage, lost=True, planned=False))
+        assert sum(part.steps for part in parts) >= max(groups.values(), default=0)
+        losses = lineage.heldout_losses
+        assert losses is not None
+        assert losses.lost + len(losses.losses) >= len(self.evaluated)
+
+    def look(self) -> None:
+        """Look into the folder from outside."""
+        log = RunLog(str(self.place))
+        seen = log.enter_lost(self.published)
+        assert log.undercounted(seen) == ""
+        self.check(seen)
+
+    def start(self, interval: int, freq: int = 10, *, in_background: bool = False) -> "Start":
+        """Start from the newest checkpoint."""
+        log = RunLog(str(self.place))
+        lineage = fresh(self.bands, freq)
+        if self.checkpoints:
+            lineage = resumed(lineage, self.checkpoints[-1])
+        lineage = opened(lineage, log)
+        for number, name in enumerate(lineage.names(), start=1):
+            self.begun.setdefault(name, number)
+        self.check(lineage)
+        log.begin_start(lineage, Losable(min(interval * (1 + in_background), STEPS), interval))
+        return Start(self, log, lineage, interval, in_background)
+
+
+class Start:
+    """One start, in a process."""
+
+    def __init__(
+        self, folder: Folder, log: RunLog, lineage: Lineage, interval: int, in_background: bool
+    ) -> None:
+        self.folder, self.log, self.lineage = folder, log, lineage
+        self.interval, self.in_background = interval, in_background
+        self.under_way: Lineage | None = None
+        self.chance: random.Random | None = None  # of failures; None: there are none
+        self.saves = True
+
+    def step(self) -> None:
+        """Take a step, evaluate and save where that is due."""
+        number = self.lineage.steps + 1
+        self.log.begin(number)
+        taken = replace(self.lineage, steps=number)
+        name = taken.names()[-1]
+        self.folder.begun[name] = number
+        self.fail(0.04)
+        self.lineage = taken
+        losses = taken.heldout_losses
+        assert losses is not None
+        if number == 1 or number % losses.freq == 0:
+            self.log.begin_evaluation()
+            self.folder.evaluated.add((name, number))
+            self.fail(0.04)
+            losses = losses.kept(*losses.losses, NoisedLoss(number, 1.0, 0.1))
+            self.lineage = replace(self.lineage, heldout_losses=losses)
+        self.folder.check(self.lineage)
+        if number % self.interval == 0 and self.saves:
+            self.save(self.in_background)
+
+    def save(self, in_background: bool = False) -> None:
+        """Publish, and save a checkpoint; the one before, in the background, is whole by then."""
+        self.folder.published = self.lineage
+        self.fail(0.04)
+        if self.under_way is not None:
+            self.folder.checkpoints.append(self.under_way)
+            self.log.saved(self.under_way.steps)
+        self.under_way = self.lineage if in_background else None
+        if not in_background:
+            self.folder.checkpoints.append(self.lineage)
+            self.fail(0.04)
+            self.log.saved(self.lineage.steps)
+
+    def fail(self, probability: float) -> None:
+        """Die, with a checkpoint under way or a line of a log half written, or neither."""
+        if self.chance is None or self.chance.random() >= probability:
+            return
+        if self.under_way is not None and self.chance.random() < 0.5:
+            self.folder.checkpoints.append(self.under_way)
+        if self.chance.random() < 0.3:
+            name = self.chance.choice([STARTS_FILE, EXECUTED_FILE, EVALUATIONS_FILE])
+            with open(self.folder.place / name, "ab") as file:
+                file.write(b"saved 3f 1")
+        raise Killed
+
+
+def live(folder: Folder, chosen: random.Random) -> None:
+    """Live through a history, and assert after each event that all is counted."""
+    for _ in range(chosen.randint(1, 9)):
+        kind = chosen.random()
+        if kind < 0.3:  # newer checkpoints are damaged
+            del folder.checkpoints[chosen.randrange(len(folder.checkpoints) + 1) :]
+        elif kind < 0.4 and folder.checkpoints:  # one of a copy that was trained on elsewhere
+            copy = replace(chosen.choice(folder.checkpoints), start=chosen.randbytes(8).hex())
+            names = " ".join([*copy.names()[: copy.steps // 2]])
+            folder.checkpoints.append(replace(copy, step_names=names, steps=copy.steps + 3))
+        start = folder.start(
+            chosen.choice([1, 2, 3, 5, 10]),
+            chosen.choice([1, 3, 4, 7, 60]),
+            in_background=chosen.random() < 0.4,
+        )
+        start.chance, start.saves = chosen, chosen.random() < 0.9
+        try:
+            for _ in range(chosen.randint(0, 15)):
+                if start.lineage.steps < STEPS:
+                    start.step()
+                folder.look()
+            if chosen.random() < 0.6:  # a stop as requested, or the end
+                start.save()
+                start.log.end_start(start.lineage.steps)
+        except (Killed, Fault):
+            pass
+        folder.look()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_row46_no_history_publishes_fewer_steps_than_were_begun(tmp_path, seed):
+    chosen = random.Random(seed)
+    live(Folder(tmp_path, chosen.choice([1, 1, 2, 3, 4])), chosen)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(1000, 2000))
+def test_row46_no_long_row_of_histories_publishes_fewer(tmp_path, seed):
+    chosen = random.Random(seed)
+    live(Folder(tmp_path, chosen.choice([1, 1, 2, 3, 4])), chosen)
+
+
+def finished(place: Path, events: list[str], interval: int, clock: random.Random) -> Lineage:
+    """Train to the end through public events; a clock decides how many steps fit between two."""
+    place.mkdir()
+    folder = Folder(place)
+    for event in events:
+        start = folder.start(interval)
+        left = (STEPS - 1 - start.lineage.steps) // 2
+        for _ in range(clock.randint(1, max(left, 1))):
+            start.step()
+        if event == "crash":
+            continue
+        start.save()
+        start.log.end_start(start.lineage.steps)
+        if event == "damage":
+            folder.checkpoints = [c for c in folder.checkpoints if c.steps < start.lineage.steps]
+    start = folder.start(interval)
+    while start.lineage.steps < STEPS:
+        start.step()
+    start.save()
+    start.log.end_start(STEPS)
+    return start.lineage
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_row59_what_is_published_follows_from_public_events_alone(tmp_path, seed):
+    chosen = random.Random(seed)
+    events = chosen.choices(["crash", "stop", "damage"], k=chosen.randint(0, 4))
+    interval = chosen.choice([1, 4, 10])
+    found = [
+        finished(tmp_path / str(clock), events, interval, random.Random(1000 * seed + clock))
+        for clock in range(4)
+    ]
+    assert {one.steps_executed for one in found} == {
+        STEPS + interval * (events.count("crash") + events.count("damage"))
+    }
+    assert len({one.heldout_losses for one in found}) == 1

@@ -1,0 +1,181 @@
+"""The private logs: synced before what they announce, whole or refused; what they count as lost."""
+
+import os
+import stat
+from dataclasses import replace
+
+import pytest
+
+from tests.accounts import begun, ended, opened, taken
+from tests.ledger.test_ledger import SETTINGS
+from torchtitan_dp.ledger import Lineage, Losable, RunLog, log
+from torchtitan_dp.ledger.settings import step_names
+from torchtitan_dp.process import Fault
+
+RUN = Lineage(SETTINGS)
+
+
+def lost(folder, lineage=RUN):
+    return RunLog(str(folder)).enter_lost(lineage).lost
+
+
+def test_every_step_ever_begun_is_counted(tmp_path):
+    begun(RUN, tmp_path, 3)
+    begun(RUN, tmp_path, 1)  # after a crash
+    assert RunLog(str(tmp_path)).count == 4
+    for name in ("steps_executed.log", "starts.log"):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
+
+
+def test_a_step_is_on_disk_before_its_update(tmp_path, monkeypatch):
+    synced, path = [], tmp_path / "steps_executed.log"
+
+    def sync(descriptor):
+        of_log = os.path.samestat(os.fstat(descriptor), path.stat())
+        synced.append(path.read_bytes() if of_log else "folder")
+
+    of_run = RunLog(str(tmp_path))
+    lineage = opened(RUN, of_run)
+    of_run.begin_start(lineage, Losable(2, 2))
+    monkeypatch.setattr(log.os, "fsync", sync)
+    of_run.begin(1)
+    assert synced == [f"1 {lineage.start}\n".encode(), "folder"]  # whose entry is new
+    of_run.begin(2)
+    assert len(synced) == 3
+
+
+@pytest.mark.parametrize("torn", [b"1", b"3 0f"])
+def test_a_torn_line_of_a_step_swallows_nothing(tmp_path, torn):
+    begun(RUN, tmp_path, 2)
+    with open(tmp_path / "steps_executed.log", "ab") as file:
+        file.write(torn)
+    begun(RUN, tmp_path, 1)
+    assert RunLog(str(tmp_path)).count == 3
+
+
+@pytest.mark.parametrize(
+    "name, line",
+    [
+        ("steps_executed.log", "x a"),
+        ("steps_executed.log", "3"),
+        ("steps_executed.log", ""),
+        ("starts.log", "began a 0 0 1 0 1 0"),
+        ("starts.log", "begin a 0 0 1 0 1"),
+        ("starts.log", "begin a 0 0 1 0 0 0"),
+        ("starts.log", "saved nobody 1 0"),
+        ("evaluations.log", "one two three"),
+    ],
+)
+def test_a_line_that_no_run_wrote_is_refused(tmp_path, name, line):
+    ended(RUN, tmp_path)
+    with open(tmp_path / name, "a") as file:
+        file.write(f"{line}\n")
+    number = len((tmp_path / name).read_text().splitlines())
+    with pytest.raises(ValueError, match=rf"{name}, line {number}: .* restore the file"):
+        RunLog(str(tmp_path))
+
+
+def test_a_log_that_another_run_writes_to_is_not_written_on(tmp_path):
+    """A lock that somebody removed, or a file system without locks: neither run knows of all."""
+    one, other = RunLog(str(tmp_path)), RunLog(str(tmp_path))
+    one.begin_start(opened(RUN, one), Losable(3, 3))
+    with pytest.raises(Fault, match=r"starts\.log .* another run"):
+        other.begin_start(opened(RUN, other), Losable(3, 3))
+    one.begin(1)
+    os.remove(tmp_path / "steps_executed.log")
+    with pytest.raises(Fault, match="another run"):
+        one.begin(2)
+
+
+def test_the_log_and_the_lineage_name_a_step_alike(tmp_path):
+    lineage = begun(RUN, tmp_path, 3)
+    read = RunLog(str(tmp_path))
+    assert read.missing(lineage) == 0
+    assert read.missing(replace(lineage, start="another")) == 3
+
+
+def test_each_load_is_a_start_of_its_own(tmp_path):
+    """Or the steps of the second would have the names of the first's, and count as the same."""
+    of_run = RunLog(str(tmp_path))
+    assert len({of_run.new_start() for _ in range(3)}) == 3
+
+
+def test_a_checkpoint_without_its_log_brings_its_steps(tmp_path):
+    elsewhere = replace(RUN, steps=3, start="elsewhere")
+    assert RunLog(str(tmp_path)).missing(elsewhere) == 3
+    ended(RUN, tmp_path, 2)
+    for _ in range(2):  # the second time they are there already
+        of_run = RunLog(str(tmp_path))
+        of_run.adopt(elsewhere)
+        assert (of_run.count, of_run.missing(elsewhere)) == (5, 0)
+    assert lost(tmp_path, elsewhere) == 2  # those that were taken here
+
+
+# What is lost.
+
+
+@pytest.mark.parametrize("steps", [0, 1, 10])
+def test_a_crash_counts_as_what_it_could_lose(tmp_path, steps):
+    begun(RUN, tmp_path, steps, loses=10)
+    assert lost(tmp_path) == 10
+    ended(RUN, tmp_path, 3)
+    assert lost(tmp_path, replace(RUN, steps=3)) == 10
+    begun(replace(RUN, steps=3), tmp_path, 1, loses=4)
+    assert lost(tmp_path, replace(RUN, steps=3)) >= 10 + 4
+
+
+def test_a_start_that_ended_lost_nothing_until_its_checkpoint_is_gone(tmp_path):
+    lineage = ended(RUN, tmp_path, 4)
+    assert lost(tmp_path, lineage) == 0
+    assert lost(tmp_path) == 4
+
+
+@pytest.mark.parametrize("at, behind", [(8, 0), (7, 4), (4, 4), (3, 8), (0, 8)])
+def test_a_load_behind_a_saved_step_counts_whole_intervals(tmp_path, at, behind):
+    of_run = RunLog(str(tmp_path))
+    lineage = opened(RUN, of_run)
+    of_run.begin_start(lineage, Losable(8, 4))
+    taken(lineage, of_run, 8)
+    of_run.saved(8)
+    assert lost(tmp_path, replace(RUN, steps=at)) == 8 + behind
+    of_run.end_start(8)
+    assert lost(tmp_path, replace(RUN, steps=at)) == behind
+
+
+def test_a_step_beyond_what_a_crash_may_lose_is_refused(tmp_path):
+    of_run = RunLog(str(tmp_path))
+    lineage = opened(RUN, of_run)
+    of_run.begin_start(lineage, Losable(2, 2))
+    lineage = taken(lineage, of_run, 2)
+    with pytest.raises(Fault, match=r"step 3 is not taken: .* of step 0, .* lose 3, .* most 2"):
+        of_run.begin(3)
+    assert RunLog(str(tmp_path)).count == 2
+    of_run.saved(1)
+    of_run.begin(3)
+    with pytest.raises(Fault, match="step 4 is not taken"):
+        of_run.begin(4)
+
+
+@pytest.mark.parametrize("torn", ["b", "begin", "begin 0f3", "en", "begin 0f3 0 0 10 0"])
+def test_a_torn_line_of_a_start_is_a_crash_and_swallows_nothing(tmp_path, torn):
+    lineage = ended(RUN, tmp_path, 10)
+    with open(tmp_path / "starts.log", "a") as file:
+        file.write(torn)
+    assert lost(tmp_path, lineage) == 10
+    begun(lineage, tmp_path, loses=7)
+    assert lost(tmp_path, lineage) == 10 + 7
+
+
+def test_more_steps_than_the_starts_lead_to_are_refused(tmp_path):
+    """`starts.log` was removed, or cut."""
+    begun(RUN, tmp_path, 3)
+    (tmp_path / "starts.log").unlink()
+    of_run = RunLog(str(tmp_path))
+    lineage = of_run.enter_lost(replace(RUN, start=of_run.new_start()))
+    with pytest.raises(Fault, match=r"has 3 steps, but starts\.log leads to 0"):
+        of_run.begin_start(lineage, Losable(1, 1))
+
+
+def test_names_of_a_start_are_those_of_its_steps(tmp_path):
+    lineage = begun(RUN, tmp_path, 2)
+    assert lineage.names() == step_names(lineage.start, 2)

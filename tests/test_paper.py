@@ -1,0 +1,227 @@
+"""The paper's tables: its figures, what is predicted of its lines and how, and the page."""
+
+import dataclasses
+import json
+import types
+from pathlib import Path
+
+import pytest
+
+import torchtitan_dp.distributed  # noqa: F401
+
+# isort: split
+from scripts.benchmarking import paper
+from scripts.benchmarking.counts import count_here
+from scripts.benchmarking.paper import CP, FSDP, MANY, Task, paper_figures, paper_tasks
+from scripts.benchmarking.processes import Journal
+from tests.plan.test_memory import allocated_peak, assert_predicted, small
+from tests.processes import forks
+from tests.processes.ranks import on_ranks
+from torchtitan_dp.config.load import load_config
+from torchtitan_dp.models.hugging_face import shape
+
+STORED = Path(__file__).resolve().parents[1] / "docs/benchmarks/paper_tables.json"
+
+
+def value(figure):
+    return float(figure.removesuffix("k")) * (1000 if figure.endswith("k") else 1)
+
+
+@pytest.mark.parametrize(("table", "arms", "checked"), [("3", 24, 12), ("4", 36, 30), ("5", 36, 0)])
+def test_the_papers_figures_agree_with_each_other(table, arms, checked):
+    """A figure that was copied wrongly does not fit the gaps that the paper prints beside it."""
+    figures = paper_figures(table)
+    assert len(figures) == arms
+    for (*line, _), row in figures.items():
+        base = figures[(*line, "non-DP")]
+        for gap, what in (("gap", "tokens/s"), ("GB/non-DP", "GB")):
+            if row.get(gap) == "N/A":
+                assert row[what] == "OOM"
+            elif gap in row:
+                ratio = value(row[what]) / value(base[what])
+                assert value(row[gap]) == pytest.approx(
+                    1 / ratio if gap == "gap" else ratio, abs=0.011
+                )
+                checked -= 1
+    assert checked == 0
+
+
+def test_the_papers_tables_agree_with_each_other():
+    longest, with_cp = paper_figures("2"), paper_figures("4")
+    assert len(longest) == 3 * 3 * 4
+    for model, size, mbs, seq_len, _ in paper_figures("3"):
+        assert longest[model, size, mbs, None, "ghost"]["T"] == str(seq_len)
+    for key, row in paper_figures("5").items():
+        if key in with_cp:
+            assert row == {what: with_cp[key][what] for what in row}
+
+
+def test_the_papers_lines_are_predicted():
+    gpus = (4, 1, MANY)
+    longest = paper_tasks("2", ["1B", "8B"], None, gpus)
+    assert len(longest) == 2 * 3 * (3 * 4 + 1)
+    assert {task.world_size for task in longest} == {1, 4, MANY}
+    assert {task.seq_len for task in longest} == {None}
+    rows = paper_tasks("4", ["8B"], None, gpus)
+    assert [task.seq_len for task in rows] == [16384] * 4 + [8192] * 3 + [4096] * 3
+    assert {task.mesh for task in rows} == {CP}
+    two_passes = paper_tasks("4", ["8B"], "ghost two passes", gpus)
+    assert [task.arm for task in two_passes] == ["non-DP", "ghost two passes"] * 3
+
+
+@pytest.mark.parametrize("first", [16, 1024, 4096, 8192, 2**20])
+def test_the_longest_that_fits(first):
+    tried = []
+
+    def fits(seq_len):
+        tried.append(seq_len)
+        return seq_len <= 5000
+
+    assert paper.longest(fits, first, shortest=16) == 4096
+    assert len(tried) == len(set(tried))
+    assert paper.longest(lambda seq_len: False, first) is None
+    assert paper.longest(lambda seq_len: True, first, most=2**20) == 2**20
+    assert paper.longest(lambda seq_len: seq_len <= 16, first, shortest=16) == 16
+
+
+def test_predictions_are_not_made_twice_and_go_to_what_is_there(tmp_path, monkeypatch):
+    asked, path = [], tmp_path / "tables.json"
+    monkeypatch.setattr(paper, "alone", lambda module, task: asked.append(task) or {"flops": 2.0})
+    kept = {"3": {"cpu": {"debug": {"rows": [1]}}}, "4": {"predicted": {"1B": {"rows": [4]}}}}
+    path.write_text(json.dumps({"paper_tables": kept}))
+    terms = {"json": path, "table": "4", "parts": "predicted", "models": "8B", "arms": None}
+    options = types.SimpleNamespace(**terms)
+    first = paper.run(options, [], Journal(tmp_path / "journal"))
+    assert [len(next(first)["4"]["predicted"]["8B"]["rows"]) for _ in range(3)] == [1, 2, 3]
+    *_, found = paper.run(options, [], Journal(tmp_path / "journal"))
+    assert len(asked) == len(found["4"]["predicted"]["8B"]["rows"]) == 10
+    assert found["3"] == kept["3"]
+    assert found["4"]["predicted"]["1B"] == {"rows": [4]}
+    options.models = "9B"
+    with pytest.raises(ValueError, match="--models 9B: choose from 1B, 3B, 8B"):
+        next(paper.run(options, [], Journal()))
+
+
+def test_the_page_that_is_stored_has_its_figures():
+    text = paper.page(json.loads(STORED.read_text())["paper_tables"])
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    heads = {cell for line in lines for cell in line if line[:1] == ["model"]}
+    assert {"paper: tokens/s", "predicted: FLOPs / non-DP", "measured: gap"} <= heads
+    assert ["8B", "4", "1", "16384", "V2", "4.08k", "72.2", "1.09", "0.99"] in [
+        line[:9] for line in lines
+    ]
+    assert ["8B", "4", "1", "", "ghost", "4096", "4096"] in lines
+    assert "OOM" in text
+
+
+def run_plain_step(tracker, overrides, world_size):
+    """Two microbatches around an update; the tracker's peak in the last two."""
+    from scripts.benchmarking.plain_step import PlainStep
+
+    config = load_config([*overrides, "--privacy.no-enable"], world_size)
+    step = PlainStep(config, shape(config), tracker)
+    step.microbatch(config.training.seq_len)
+    tracker.start_over()
+    step.update()
+    step.microbatch(config.training.seq_len)
+    return step, tracker.peak_bytes
+
+
+def with_fake_tensors(overrides, world_size):
+    from torchtitan_dp.plan.labels import tracking
+
+    from torchtitan_dp.plan.fake_step import fake_world
+
+    with fake_world(world_size, like_cuda=False), tracking(like_cuda=False) as tracker:
+        return run_plain_step(tracker, overrides, world_size)[1]
+
+
+def with_real_tensors(overrides, world_size):
+    from torchtitan_dp.plan.labels import tracking
+
+    with tracking(like_cuda=False) as tracker:
+        step, tracked = run_plain_step(tracker, overrides, world_size)
+        before = sum(tracker.current.values())
+    return tracked, [before + bytes for bytes in allocated_peak(step)]
+
+
+@pytest.mark.thorough_cases("FSDP", "one rank")
+@pytest.mark.parametrize(
+    ("world_size", "overrides"),
+    [
+        (1, []),
+        (2, ["--activation_checkpoint.mode=full", "--training.local_batch_size=2"]),
+        (2, ["--parallelism.context_parallel_degree=1"]),
+    ],
+    ids=["one rank", "ring, recomputed", "FSDP"],
+)
+def test_predicted_is_what_a_plain_step_takes(world_size, overrides):
+    predicted = forks.call(with_fake_tensors, small(*overrides), world_size)
+    tracked, allocated = on_ranks(world_size, with_real_tensors, small(*overrides), world_size)[0]
+    assert_predicted(predicted, tracked, allocated)
+
+
+def few_and_all(task):
+    """Peak, FLOPs and bytes of eight layers: told from few, and predicted with all."""
+    from scripts.benchmarking.plain_step import PlainStep
+    from torchtitan_dp.plan.fake_step import Step, fake_world
+    from torchtitan_dp.plan.peaks import Model
+
+    few = paper.peak_bytes(task, task.seq_len), paper.work(task)
+    config = load_config(task.case().arguments(task.seq_len), task.world_size)
+    args, mode = shape(config), config.activation_checkpoint.mode
+    assert args.n_layers == 8
+    with fake_world(task.world_size):
+        model = Model(config, args, mode, PlainStep if task.arm.startswith("non-DP") else Step)
+        peak = model.at(task.seq_len)[0]
+        model.close()
+    counted = count_here(task.case(), [task.seq_len])["microbatch"][task.seq_len]
+    whole = peak, {name: sum(getattr(counted, name).values()) for name in ("flops", "bytes")}
+    return few, whole
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("arm", "mesh", "local_batch_size"),
+    [
+        ("non-DP", FSDP, 2),
+        ("ghost", FSDP, 2),
+        ("V1", CP, 2),
+        ("V2 + AC", CP, 1),
+        ("non-DP + AC", CP, 1),
+        ("microbatch", CP, 1),
+    ],
+)
+def test_few_layers_tell_of_all(arm, mesh, local_batch_size):
+    few, whole = forks.call(few_and_all, Task("30M", arm, 2, mesh, local_batch_size, 1024))
+    assert few[0] == pytest.approx(whole[0], rel=1e-3)
+    assert few[1] == pytest.approx(whole[1], rel=1e-3)
+
+
+def test_the_mesh_and_the_arm_are_what_is_predicted():
+    """Which overrides come last wins, and the model is laid out by it."""
+    for mesh, cp in ((FSDP, 1), (CP, 4)):
+        config = load_config(Task("debug", "V1", 4, mesh, 2, 512).case().arguments(512), 4)
+        assert config.parallelism.context_parallel_degree == cp
+        assert config.parallelism.data_parallel_shard_degree == 4 // cp
+        assert config.privacy.gradient_method == "grad_sample"
+        assert not config.privacy.shard_grad_samples
+        assert config.training.local_batch_size == 2
+    case = Task("debug", "non-DP + AC", 4, CP, 1, 512).case()
+    config = load_config(case.arguments(512), 4)
+    assert (case.method, config.privacy.enable) == ("plain", False)
+    assert config.activation_checkpoint.mode == "full"
+
+
+@pytest.mark.thorough
+def test_a_longer_sample_takes_more_and_the_longest_is_found():
+    row = Task("debug", "V2", 2, CP, 2, 256)
+    others = dataclasses.replace(row, seq_len=512), dataclasses.replace(row, seq_len=None)
+    tasks = [found for _, found in paper.predict([row, *others], Journal())]
+    found, more, longest = tasks
+    assert found["fits"]
+    assert found["peak_memory_gib"] < more["peak_memory_gib"]
+    assert found["flops"] < more["flops"]
+    assert longest["peak_memory_gib"] <= 76 < longest["peak_memory_gib_beyond"]
+    with pytest.raises(RuntimeError, match="could not be predicted"):
+        list(paper.predict([Task("9B", "V2", 1, CP, 1, 64)], Journal()))
