@@ -5,8 +5,8 @@ from typing import Any
 
 from torchtitan_dp.ledger import Account, Lineage, Losable, RunLog
 from torchtitan_dp.ledger.settings import Settings
-from torchtitan_dp.privacy.mechanism import EstimatedNorms, Mechanism, PoissonGaussian, Segment
-from torchtitan_dp.privacy.segments import GaussianSteps
+from torchtitan_dp.privacy.mechanism import EstimatedNorms, PoissonGaussian
+from torchtitan_dp.privacy.segments import GaussianSteps, Mechanism, Segment
 
 
 def opened(lineage: Lineage, log: RunLog) -> Lineage:

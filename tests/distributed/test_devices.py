@@ -27,20 +27,29 @@ NVRM = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.82.01  Wed Oct 27 21
 
 
 @pytest.fixture
-def old_driver(monkeypatch, tmp_path):
+def in_sight(monkeypatch):
+    """Sets how many devices the driver's library counts, and whether CUDA can use them."""
+
+    def see(count, available=False):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+
+    return see
+
+
+@pytest.fixture
+def old_driver(monkeypatch, tmp_path, in_sight):
     """Two devices, as the driver's library counts them, that CUDA cannot use."""
     (tmp_path / "version").write_text(NVRM)
     version = devices.driver_version(tmp_path / "version")
     monkeypatch.setattr(devices, "driver_version", lambda: version)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
+    in_sight(2)
 
 
 @pytest.mark.parametrize(("count", "available"), [(0, False), (2, True)])
-def test_other_machines_are_let_be(monkeypatch, count, available):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+def test_other_machines_are_let_be(in_sight, count, available):
+    in_sight(count, available)
     devices.require_usable_devices()
 
 
@@ -66,14 +75,13 @@ def test_a_worker_refuses_it_too(monkeypatch):
 
 
 @pytest.fixture
-def gpu_node(monkeypatch, tmp_path):
+def gpu_node(monkeypatch, tmp_path, in_sight):
     """A node with NVIDIA's driver, of which this PyTorch sees no device."""
     (tmp_path / "version").write_text(NVRM)
     monkeypatch.setattr(devices, "_DRIVER", tmp_path / "version")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    in_sight(0)
 
 
 @pytest.mark.usefixtures("gpu_node")
@@ -96,22 +104,17 @@ def test_devices_that_are_hidden_ask_for_the_cpu(monkeypatch, visible):
 
 
 @pytest.mark.parametrize(("count", "warned"), [(0, True), (1, False)])
-def test_devices_that_are_named_and_not_there_are_a_warning(monkeypatch, count, warned):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    line = devices.missing_devices()
-    assert (line is not None) is warned
-    assert line is None or line.startswith("warning: CUDA_VISIBLE_DEVICES = 5, but ")
-
-
-def test_the_launcher_prints_that_warning(monkeypatch, capsys):
+def test_devices_that_are_named_and_not_there_are_a_warning(
+    monkeypatch, capsys, in_sight, count, warned
+):
     monkeypatch.setattr(devices, "require_usable_devices", lambda: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    in_sight(count)
     monkeypatch.setattr(launch, "_run_plan", lambda argv: sys.exit(2))
     with pytest.raises(SystemExit):
         launch._checked("2", ["-m", "torchtitan_dp.train"])
-    assert "CUDA_VISIBLE_DEVICES = 5" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert ("warning: CUDA_VISIBLE_DEVICES = 5, but " in said) is warned
 
 
 ASKED = re.compile(r"torch\.(cuda|accelerator|backends\.cudnn|_C\._cudnn)\.(\w+)")
@@ -136,7 +139,7 @@ def test_torch_is_asked_about_devices_in_one_place():
 
 
 @pytest.fixture
-def cuda_build(monkeypatch):
+def cuda_build(monkeypatch, in_sight):
     """Torch's CUDA build, with a new cuDNN, where no device is in sight."""
 
     def no_driver(*_):
@@ -147,9 +150,8 @@ def cuda_build(monkeypatch):
     )
     monkeypatch.setattr(torch._C, "_cudnn", newest, raising=False)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.cuda, "_lazy_init", no_driver)  # what a question would need
+    in_sight(0)
 
 
 @pytest.mark.usefixtures("cuda_build")
@@ -173,13 +175,12 @@ def test_a_driver_that_does_not_tell_its_version(tmp_path):
     assert devices.driver_version(tmp_path / "none") == "of unknown version"
 
 
-def test_the_launchers_process_opens_no_cuda_context(monkeypatch, tmp_path):
+def test_the_launchers_process_opens_no_cuda_context(monkeypatch, tmp_path, in_sight):
     """With devices in sight: what `torch.cuda` would initialize for is never asked for."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which it would set for its workers
     monkeypatch.delitem(sys.modules, "torchtitan_dp.plan.__main__", raising=False)  # it runs it
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    in_sight(2, available=True)
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("a CUDA context"))
     run = arguments(tmp_path / "out", write_records(tmp_path / "data"))
     argv, saves = launch._checked("auto", ["-m", "torchtitan_dp.train", *run])

@@ -45,7 +45,11 @@ def accounted_and_drawn(options):
     settings = settings_of(build.config(*overrides), units=100, noise_multiplier=1.0)
     mechanism = settings.mechanism
     return (
-        (mechanism.projections, mechanism.estimator, settings.spending(7).mechanism.projections),
+        (
+            mechanism.projections,
+            mechanism.norm_estimator,
+            settings.spending(7).mechanism.projections,
+        ),
         (norms.k, norms.estimator),
     )
 
@@ -81,8 +85,11 @@ def test_row75_exact_and_capped_norms_spend_the_same_and_are_terms_of_a_run():
     assert ghost == other
     capped = terms_of(*CAPPED)
     more = terms_of(*CAPPED, "--privacy.projections=64", "--privacy.norm_estimator=hutch++")
-    assert (capped.mechanism.capped, capped.mechanism.estimator) == (32, "hutchinson")
-    assert (more.mechanism.capped, more.mechanism.estimator) == (64, "hutch++")
+    assert (capped.mechanism.capped_projections, capped.mechanism.norm_estimator) == (
+        32,
+        "hutchinson",
+    )
+    assert (more.mechanism.capped_projections, more.mechanism.norm_estimator) == (64, "hutch++")
     for one, to_come in itertools.permutations((ghost, capped, more), 2):
         assert one.epsilon(7) == to_come.epsilon(7)
         with pytest.raises(ValueError, match=r"^privacy\.(gradient_method|projections|norm_est)"):

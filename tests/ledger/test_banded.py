@@ -14,13 +14,8 @@ from torchtitan_dp.ledger.lineage import resumed
 from torchtitan_dp.ledger.settings import union
 from torchtitan_dp.ledger.spending import epsilon, own, spending
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.mechanism import (
-    BandedGaussian,
-    PoissonGaussian,
-    Segment,
-    composition,
-    steps_in_a_row,
-)
+from torchtitan_dp.privacy.mechanism import BandedGaussian, PoissonGaussian
+from torchtitan_dp.privacy.segments import Segment, composition, steps_in_a_row
 
 BANDS = 4
 MECHANISM = BandedGaussian(1.0, 0.05, bands=BANDS)

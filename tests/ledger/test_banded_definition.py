@@ -29,9 +29,8 @@ from torchtitan_dp.ledger.files import read_published
 from torchtitan_dp.ledger.lineage import of_weights, resumed, rewound
 from torchtitan_dp.ledger.runs import Run, total
 from torchtitan_dp.ledger.spending import before, own, spending
-from torchtitan_dp.privacy.mechanism import composition
 from torchtitan_dp.privacy.rdp import rdp_epsilon
-from torchtitan_dp.privacy.segments import GaussianSteps
+from torchtitan_dp.privacy.segments import GaussianSteps, composition
 
 UNITS, STEPS = 40, 16
 ORDERS = (2, 5, 16)

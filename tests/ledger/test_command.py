@@ -82,6 +82,10 @@ def edit(folder, **changes):
             lambda f: (f / "steps_executed.log").write_text("1 a\n"),
             "steps_executed.log lacks 4 of the steps of privacy.json",
         ),
+        (
+            lambda f: (f / "steps_executed.log").write_text("1 a\n"),
+            "checkpoint step-4: 4 of its steps are not in steps_executed.log",
+        ),
         (lambda f: (f / "checkpoint/step-4").rename(f / "checkpoint/step-5"), "counts 4 steps"),
     ],
 )

@@ -20,8 +20,9 @@ from torchtitan_dp.ledger.spending import (
     spending,
 )
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.mechanism import PoissonGaussian, Segment
+from torchtitan_dp.privacy.mechanism import PoissonGaussian
 from torchtitan_dp.privacy.published_loss import LossNoise
+from torchtitan_dp.privacy.segments import Segment
 
 STEPS = 40
 TERMS = Settings(PoissonGaussian(1.0, 0.1), 0.5, 1e-5, 5, "rdp", "", "zero_out")

@@ -14,8 +14,9 @@ from torchtitan_dp.ledger.lineage import resumed
 from torchtitan_dp.ledger.log import EVALUATIONS_FILE, EXECUTED_FILE, STARTS_FILE
 from torchtitan_dp.ledger.settings import HeldOutLosses, NoisedLoss
 from torchtitan_dp.ledger.spending import spending
-from torchtitan_dp.privacy.mechanism import BandedGaussian, PoissonGaussian, composition
+from torchtitan_dp.privacy.mechanism import BandedGaussian, PoissonGaussian
 from torchtitan_dp.privacy.published_loss import LossNoise
+from torchtitan_dp.privacy.segments import composition
 from torchtitan_dp.process import Fault
 
 STEPS = 40

@@ -90,8 +90,8 @@ def test_a_log_that_another_run_writes_to_is_not_written_on(tmp_path):
 def test_the_log_and_the_lineage_name_a_step_alike(tmp_path):
     lineage = begun(RUN, tmp_path, 3)
     read = RunLog(str(tmp_path))
-    assert read.missing(lineage) == 0
-    assert read.missing(replace(lineage, start="another")) == 3
+    assert read.missing(lineage) == (0, 0)
+    assert read.missing(replace(lineage, start="another")).steps == 3
 
 
 def test_each_load_is_a_start_of_its_own(tmp_path):
@@ -102,12 +102,12 @@ def test_each_load_is_a_start_of_its_own(tmp_path):
 
 def test_a_checkpoint_without_its_log_brings_its_steps(tmp_path):
     elsewhere = replace(RUN, steps=3, start="elsewhere")
-    assert RunLog(str(tmp_path)).missing(elsewhere) == 3
+    assert RunLog(str(tmp_path)).missing(elsewhere) == (3, 0)
     ended(RUN, tmp_path, 2)
     for _ in range(2):  # the second time they are there already
         of_run = RunLog(str(tmp_path))
         of_run.adopt(elsewhere)
-        assert (of_run.count, of_run.missing(elsewhere)) == (5, 0)
+        assert (of_run.count, of_run.missing(elsewhere)) == (5, (0, 0))
     assert lost(tmp_path, elsewhere) == 2  # those that were taken here
 
 

@@ -16,8 +16,8 @@ from torchtitan_dp.ledger.lineage import Ancestor, resumed
 from torchtitan_dp.ledger.spending import epsilon
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy import mechanism as mechanisms
-from torchtitan_dp.privacy.mechanism import Mechanism, PoissonGaussian
-from torchtitan_dp.privacy.segments import GaussianSteps
+from torchtitan_dp.privacy.mechanism import PoissonGaussian
+from torchtitan_dp.privacy.segments import GaussianSteps, Mechanism
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,6 @@ class Twice(Mechanism):
 
     def terms(self):
         return {"privacy.spread": self.spread}
-
-    def fields(self):
-        return {**super().fields(), "spread": self.spread}
-
-    @classmethod
-    def from_fields(cls, fields):
-        return cls(fields["noise_multiplier"], fields["sample_rate"], fields["spread"])
 
 
 TOY = Twice(1.0, 0.05, 1.25)

@@ -9,8 +9,9 @@ from scipy import stats
 from scipy.special import ndtr, ndtri
 
 from torchtitan_dp.privacy import accounting, published_loss
-from torchtitan_dp.privacy.mechanism import PoissonGaussian, Segment
+from torchtitan_dp.privacy.mechanism import PoissonGaussian
 from torchtitan_dp.privacy.published_loss import LossNoise, noise_of
+from torchtitan_dp.privacy.segments import Segment
 
 HOSTILE = (0.0, 3.999, 4.0, 4.001, 1e9, math.inf, -math.inf, math.nan, -1.0, 1e-300)
 KEYS = [i.to_bytes(32, "little") for i in range(2000)]

@@ -11,10 +11,9 @@ from scipy import stats
 from tests.accounts import gaussian_steps, mechanism, steps_of
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.meaning import meaning
-from torchtitan_dp.privacy.mechanism import composition
 from torchtitan_dp.privacy.pld import pld_epsilon
 from torchtitan_dp.privacy.randomized import Mixture, largest_ratio, mixture_distribution, ratios
-from torchtitan_dp.privacy.segments import dp_event, merged
+from torchtitan_dp.privacy.segments import composition, dp_event, merged
 
 DELTA = 1e-5
 

@@ -326,7 +326,7 @@ def test_no_claim_of_a_card_is_rounded_in_its_own_favour(card, released):
     sigma, q = 0.45812367, 0.12345612
     terms = {"delta": 1.2345649e-6, "max_grad_norm": 0.12345678, "sample_rate": q}
     terms = privacy(released) | terms | {"noise_multiplier": sigma}
-    settings = Settings.from_fields({name: terms[name] for name in schema.terms_of(terms)})
+    settings = Settings.from_fields(schema.terms_of(terms))
     terms["ancestors"] = [Ancestor("before", settings, "one two").fields()]
     found = card(terms=terms)
     assert found.count("1.2345649e-06") == 3

@@ -44,7 +44,7 @@ from torchtitan_dp.preflight.check import check_model, open_records
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.lower_bounds import expected_mu
-from torchtitan_dp.privacy.mechanism import Mechanism
+from torchtitan_dp.privacy.segments import Mechanism
 from torchtitan_dp.process import forbid_core_dumps, lock_folder, write_atomically
 from torchtitan_dp.train_spec import quiet, register
 

@@ -44,9 +44,9 @@ from torchtitan_dp.models.parameters import copy_slice_, trainable_parameters
 from torchtitan_dp.privacy.banded import NoiseChain, column
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.lower_bounds import gaussian_mu
-from torchtitan_dp.privacy.mechanism import Mechanism
 from torchtitan_dp.privacy.pld import gaussian_epsilon
 from torchtitan_dp.privacy.sampling import deal
+from torchtitan_dp.privacy.segments import Mechanism
 
 _ROWS = 8  # of each parameter on each rank
 _MOST_STEPS = 16  # of a trial: the t-th has t draws of noise, and 16 show nearly all of it

@@ -54,7 +54,7 @@ class TextTrainer(DPTrainer):
         self, job_config: JobConfig, decide: Callable[[], Start], canaries: list[texts.TextCanary]
     ) -> None:
         super().__init__(job_config, decide)
-        self.ledger = self.ledger.marked_audited(len(canaries))
+        self.books.mark_audited(len(canaries))
         root = shared_root_key(self.device, job_config.privacy.debug_seed)
         self._included = np.zeros(len(canaries), dtype=bool)
         self._included[coins(root.stream("coin").take(0), len(canaries), 0.5)] = True

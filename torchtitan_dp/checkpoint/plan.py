@@ -30,7 +30,7 @@ from torchtitan_dp.ledger.settings import Settings
 from torchtitan_dp.ledger.spending import before, compose, spending
 from torchtitan_dp.ledger.spending import epsilon as epsilon_of
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.mechanism import steps_in_a_row
+from torchtitan_dp.privacy.segments import steps_in_a_row
 
 
 @dataclass(frozen=True)
@@ -226,13 +226,14 @@ def earlier_ledger(folder: str) -> Lineage | None:
     ledger = log.enter_lost(stated)
     counted, losses = stated.heldout_losses, ledger.heldout_losses
     fewer = counted is not None and losses is not None and losses.lost < counted.lost
-    if fewer or log.missing_evaluations(ledger):
+    missing = log.missing(ledger)
+    if fewer or missing.evaluations:
         raise ValueError(
             f"job.dump_folder = '{folder}': {EVALUATIONS_FILE} lacks held-out losses that "
             f"{PRIVACY_FILE} counts; restore it as the run wrote it, or use another folder"
         )
     problem = log.undercounted(ledger)
-    if log.missing(ledger) or ledger.lost < stated.lost:
+    if missing.steps or ledger.lost < stated.lost:
         problem = (
             f"{EXECUTED_FILE} or {STARTS_FILE} lacks steps or crashes that {PRIVACY_FILE} counts "
             f"({stated.steps_executed} steps)"

@@ -20,8 +20,9 @@ from torchtitan_dp.ledger.lineage import Lineage
 from torchtitan_dp.ledger.settings import HeldOutLosses, Settings, scheduled
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.accounting import rounded_up
-from torchtitan_dp.privacy.mechanism import Segment, mechanism_of
+from torchtitan_dp.privacy.mechanism import mechanism_of
 from torchtitan_dp.privacy.published_loss import noise_of
+from torchtitan_dp.privacy.segments import Segment
 
 
 def settings_of(

@@ -41,16 +41,17 @@ def verify(folder: str) -> Run:
         raise ValueError(f"'{folder}' is a release: name the job.dump_folder of its run")
     if published["mechanism"] == NoMechanism.name:
         raise ValueError(f"'{folder}' is a run without privacy: no epsilon covers it")
+    held = [(step, at) for at in checkpoint_folders(folder) for step in finished_checkpoints(at)]
     stated, log = ledger_of(published), RunLog(folder)
     ledger = log.enter_lost(stated)
     run = Run(folder, ledger, read_fingerprint(folder))
-    for checkpoints in checkpoint_folders(folder):
-        for step in finished_checkpoints(checkpoints):
-            check_checkpoint(run, step, step_folder(checkpoints, step))
-    if missing := log.missing(ledger):
-        run.faults.append(f"{EXECUTED_FILE} lacks {missing} of the steps of {PRIVACY_FILE}")
-    if missing := log.missing_evaluations(ledger):
-        run.faults.append(f"{EVALUATIONS_FILE} lacks {missing} of the losses of {PRIVACY_FILE}")
+    for step, at in held:
+        check_checkpoint(run, log, step, step_folder(at, step))
+    steps, losses = log.missing(ledger)
+    if steps:
+        run.faults.append(f"{EXECUTED_FILE} lacks {steps} of the steps of {PRIVACY_FILE}")
+    if losses:
+        run.faults.append(f"{EVALUATIONS_FILE} lacks {losses} of the losses of {PRIVACY_FILE}")
     if problem := log.undercounted(ledger):
         run.faults.append(problem)
     for name, found, recorded in (
@@ -83,8 +84,8 @@ def _check_epsilon(run: Run, name: str, stated: float | None, found: float | Non
         run.faults.append(f"{PRIVACY_FILE}: {name} = {stated:.6g}, but its steps spend {found:.6g}")
 
 
-def check_checkpoint(run: Run, step: int, folder: str) -> None:
-    """Add to `run.faults` where a checkpoint's ledger contradicts `privacy.json`."""
+def check_checkpoint(run: Run, log: RunLog, step: int, folder: str) -> None:
+    """Add to `run.faults` where a checkpoint's ledger contradicts `privacy.json` or the logs."""
     name, ledger = f"checkpoint step-{step}", run.ledger
     try:
         text = read_ledger(folder)
@@ -106,6 +107,8 @@ def check_checkpoint(run: Run, step: int, folder: str) -> None:
         run.faults.append(f"{name}: is further than the {ledger.steps} steps of {PRIVACY_FILE}")
     elif kept.run == ledger.run and (change := kept.settings.changed(ledger.settings)):
         run.faults.append(f"{name}: its terms are not those of {PRIVACY_FILE}: {change}")
+    if missing := log.missing(kept).steps:
+        run.faults.append(f"{name}: {missing} of its steps are not in {EXECUTED_FILE}")
     for what, lost in (
         ("a caveat", set(kept.caveats) - set(ledger.caveats)),
         ("an ancestor", {a.run for a in set(kept.ancestors) - set(ledger.ancestors)}),

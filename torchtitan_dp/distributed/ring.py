@@ -19,7 +19,7 @@ PyTorch's: contiguously, or "head-tail" (rank r of n has chunks r and 2n - 1 - r
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,36 +28,29 @@ import torch.nn.functional as F
 from torchtitan_dp.collectives import Pending, gather, pass_on
 
 
-class Passing(Protocol):
-    """Passes a flat buffer on to the next rank of the ring, and receives that of the one before."""
-
-    def send(self, buffer: torch.Tensor) -> None:
-        """Begin to send."""
-
-    def receive(self) -> torch.Tensor:
-        """Wait for what was sent to this rank; the buffer is the caller's alone."""
-
-
 class PassedAround:
-    """Sends to one rank and receives from one: holds one other rank's buffer at a time."""
+    """Passes a flat buffer on to the next rank of the ring, and receives that of the one before:
+    holds one other rank's buffer at a time."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._arriving: Pending | None = None
 
     def send(self, buffer: torch.Tensor) -> None:
+        """Begin to send."""
         self._arriving = pass_on(buffer, self._group)
 
     def receive(self) -> torch.Tensor:
+        """Wait for what was sent to this rank; the buffer is the caller's alone."""
         assert self._arriving is not None
         return self._arriving.wait()
 
 
-class GatheredAtOnce:
+class GatheredAtOnce(PassedAround):
     """Gathers the buffers of all ranks when the first is sent: fewer, larger messages."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        super().__init__(group)
         self._gathered: Pending | torch.Tensor | None = None
         self._received = 0
 
@@ -113,10 +106,10 @@ class Ring:
     heads_apart: bool
     """Whether a kernel runs on one key head at a time."""
 
-    of_keys: Passing | None
+    of_keys: PassedAround | None
     """Passes on keys and values; None in a ring of one rank."""
 
-    of_gradients: Passing | None
+    of_gradients: PassedAround | None
     """Passes on the gradients of keys and values; None in a ring of one rank."""
 
     def block(self, step: int, tokens: int, is_causal: bool) -> Block | None:

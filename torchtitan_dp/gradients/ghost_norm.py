@@ -22,6 +22,7 @@ Guarantee:
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -105,7 +106,7 @@ def _inner(rows: Factors, columns: Factors) -> torch.Tensor:
     pairs_BRS = _products(rows.right, columns.right).mul_(_lefts(rows, columns))
     total_B = pairs_BRS.flatten(1).sum(1, dtype=torch.float64)
     for factors in (rows, columns):
-        if isinstance(factors, Products) and factors.factor_B is not None:
+        if factors.factor_B is not None:
             total_B = total_B * factors.factor_B
     return total_B
 
@@ -139,26 +140,18 @@ def _from_all_ranks(
     """Yield all ranks' factors, one rank's block at a time, gathered a block from all ranks."""
     ranks, (samples, tokens) = dist.get_world_size(cp), factors.left.shape[:2]
     a_token = ranks * samples * sum(x[0, 0].numel() for x in (factors.left, factors.right))
-    scale_NB = None
-    if isinstance(factors, Products) and factors.factor_B is not None:
-        scale_NB = gather_from_all(factors.factor_B, cp)
+    own = factors.factor_B
+    scales = [None] * ranks if own is None else gather_from_all(own, cp)
     for block in token_blocks(tokens, max(block_elements // a_token, 1)):
         here = some_tokens(factors, block)
         lefts, rights = gather_from_all(here.left, cp), gather_from_all(here.right, cp)
         for rank in range(ranks):
-            if isinstance(here, Rows):
-                yield Rows(lefts[rank], rights[rank])
-            else:
-                scale_B = None if scale_NB is None else scale_NB[rank]
-                yield Products(lefts[rank], rights[rank], scale_B)
+            yield replace(here, left=lefts[rank], right=rights[rank], factor_B=scales[rank])
 
 
 def some_tokens(factors: Factors, tokens: slice) -> Factors:
     """Take some of the tokens of each sample."""
-    left, right = factors.left[:, tokens], factors.right[:, tokens]
-    if isinstance(factors, Products):
-        return Products(left, right, factors.factor_B)
-    return Rows(left, right)
+    return replace(factors, left=factors.left[:, tokens], right=factors.right[:, tokens])
 
 
 def token_blocks(tokens: int, size: int) -> Iterator[slice]:

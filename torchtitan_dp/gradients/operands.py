@@ -61,16 +61,16 @@ class Products:
                 for dp_shard_rank, left_CRT in enumerate(in_chunks):
                     right_CTD = right_TD.expand(layout.cp, -1, -1)
                     write_product_(whole[:, sample, dp_shard_rank], left_CRT, right_CTD)
-        if self.factor_B is not None:
-            whole.mul_(self.factor_B[samples].view(-1, *(1 for _ in whole.shape[2:])))
+        _scale_(whole, self.factor_B, samples)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """An embedding's gradients: row left_bt is the sum of right_btD over t."""
+    """An embedding's gradients: row left_bt is the sum of right_btD over t, times factor_b."""
 
     left: torch.Tensor  # int64 (B, T): tokens
     right: torch.Tensor  # (B, T, D): the output's gradient
+    factor_B: torch.Tensor | None = None  # fp32; None for 1
 
     def __call__(self, layout: RowLayout, whole: torch.Tensor, samples: slice) -> None:
         """Write them."""
@@ -78,6 +78,12 @@ class Rows:
         rows_ND = whole.zero_().view(-1, whole.shape[-1])
         source_ND = self.right[samples].reshape(-1, whole.shape[-1])
         rows_ND.index_add_(0, position_BT.flatten(), source_ND.to(whole.dtype))
+        _scale_(whole, self.factor_B, samples)
+
+
+def _scale_(whole: torch.Tensor, factor_B: torch.Tensor | None, samples: slice) -> None:
+    if factor_B is not None:
+        whole.mul_(factor_B[samples].view(-1, *(1 for _ in whole.shape[2:])))
 
 
 @dataclass(frozen=True)

@@ -38,14 +38,13 @@ Guarantee:
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from torchtitan_dp.gradients.ghost_norm import ExactNorms, Factors, some_tokens, token_blocks
-from torchtitan_dp.gradients.operands import Products
+from torchtitan_dp.gradients.ghost_norm import ExactNorms, Factors, token_blocks
 from torchtitan_dp.privacy.kernels import BLOCK
 from torchtitan_dp.privacy.noise import add_gaussian_noise_
 from torchtitan_dp.privacy.randomized import largest_ratio
@@ -177,11 +176,7 @@ def places(count: int) -> int:
 
 
 def project(
-    factors: Sequence[Factors],
-    by_BPK: torch.Tensor,
-    columns: int,
-    *,
-    block_elements: int = 2**24,
+    factors: Sequence[Factors], by_BPK: torch.Tensor, columns: int, *, block_elements: int = 2**24
 ) -> torch.Tensor:
     """Multiply B samples' transposed gradients by matrices of their own, without forming any.
 
@@ -192,56 +187,47 @@ def project(
     Returns:
         fp32 (B, D, k): G^T `by`, summed over these tokens.
     """
-    samples, rows, k = by_BPK.shape
-
-    def add(part_BDK: torch.Tensor, here: Factors) -> None:
-        if isinstance(here, Products):
-            left_BTK = here.left.float() @ by_BPK
-        else:
-            left_BTK = by_BPK.gather(1, here.left[:, :, None].expand(-1, -1, k))
-        part_BDK.baddbmm_(here.right.float().mT, left_BTK)
-
-    total_BDK = by_BPK.new_zeros(samples, columns, k)
-    return _add_up(factors, total_BDK, add, block_elements // (samples * (rows + columns + k)))
+    sides = [(layer.left, layer.right, layer.factor_B) for layer in factors]
+    return _product(sides, by_BPK, columns, block_elements)
 
 
 def project_back(
-    factors: Sequence[Factors],
-    by_BDK: torch.Tensor,
-    rows: int,
-    *,
-    block_elements: int = 2**24,
+    factors: Sequence[Factors], by_BDK: torch.Tensor, rows: int, *, block_elements: int = 2**24
 ) -> torch.Tensor:
     """Multiply B samples' gradients by matrices of their own: fp32 (B, P, k), as `project`."""
-    samples, columns, k = by_BDK.shape
-
-    def add(part_BPK: torch.Tensor, here: Factors) -> None:
-        right_BTK = here.right.float() @ by_BDK
-        if isinstance(here, Products):
-            part_BPK.baddbmm_(here.left.float().mT, right_BTK)
-        else:
-            part_BPK.scatter_add_(1, here.left[:, :, None].expand(-1, -1, k), right_BTK)
-
-    total_BPK = by_BDK.new_zeros(samples, rows, k)
-    return _add_up(factors, total_BPK, add, block_elements // (samples * (rows + columns + k)))
+    sides = [(layer.right, layer.left, layer.factor_B) for layer in factors]
+    return _product(sides, by_BDK, rows, block_elements)
 
 
-def _add_up(
-    factors: Sequence[Factors],
-    total: torch.Tensor,
-    add: Callable[[torch.Tensor, Factors], None],
-    at_once: int,
+def _product(
+    layers: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]],
+    by_BNK: torch.Tensor,
+    size: int,
+    block_elements: int,
 ) -> torch.Tensor:
-    """Add each layer's part, by `add` in blocks of at most `at_once` tokens (at least 1), times
-    each sample's factor, to `total`."""
-    for layer in factors:
-        part = torch.zeros_like(total)
-        for block in token_blocks(layer.left.shape[1], max(at_once, 1)):
-            add(part, some_tokens(layer, block))
-        if isinstance(layer, Products) and layer.factor_B is not None:
-            part.mul_(layer.factor_B[:, None, None])
-        total += part
-    return total
+    """Sum b_t (a_t^T `by`) over the tokens t of all layers, in blocks: fp32 (B, size, k).
+
+    Args:
+        layers: of each, the sides a and b of its factors, and what each sample is multiplied by. A
+            side is (B, T, n), or tokens (B, T), which stand for unit vectors.
+    """
+    samples, rows, k = by_BNK.shape
+    at_once = max(block_elements // (samples * (rows + size + k)), 1)
+    total_BSK = by_BNK.new_zeros(samples, size, k)
+    for a, b, factor_B in layers:
+        part_BSK = torch.zeros_like(total_BSK)
+        for block in token_blocks(a.shape[1], at_once):
+            a_block, b_block = a[:, block], b[:, block]
+            if a.dim() == 3:
+                of_tokens_BTK = a_block.float() @ by_BNK
+            else:
+                of_tokens_BTK = by_BNK.gather(1, a_block[:, :, None].expand(-1, -1, k))
+            if b.dim() == 3:
+                part_BSK.baddbmm_(b_block.float().mT, of_tokens_BTK)
+            else:
+                part_BSK.scatter_add_(1, b_block[:, :, None].expand(-1, -1, k), of_tokens_BTK)
+        total_BSK += part_BSK if factor_B is None else part_BSK.mul_(factor_B[:, None, None])
+    return total_BSK
 
 
 def _orthonormal(sketch_BDK: torch.Tensor) -> torch.Tensor:

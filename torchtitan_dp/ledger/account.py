@@ -33,8 +33,8 @@ from torchtitan_dp.ledger.spending import (
 from torchtitan_dp.ledger.spending import epsilon as epsilon_of
 from torchtitan_dp.privacy.accounting import EpsilonCurve, rounded_up
 from torchtitan_dp.privacy.meaning import Meaning, meaning
-from torchtitan_dp.privacy.mechanism import Segment, composition, from_fields
-from torchtitan_dp.privacy.segments import dp_event
+from torchtitan_dp.privacy.mechanism import from_fields
+from torchtitan_dp.privacy.segments import Segment, composition, dp_event
 
 
 class Account:

@@ -64,10 +64,9 @@ def ledger_of(content: dict[str, Any]) -> Lineage:
         KeyError, TypeError, AssertionError: it is none of ours.
     """
     kept = {name: content.get(name) for name in schema.names(schema.Origin.LEDGER)}
-    terms = {name: content[name] for name in schema.terms_of(content)}
     lineage = Lineage.from_fields(
         kept
-        | {"settings": terms, "caveats": recorded(content["caveats"])}
+        | {"settings": schema.terms_of(content), "caveats": recorded(content["caveats"])}
         | {"step_names": content["step_names"], "lost": content["steps_executed"] - kept["steps"]}
     )
     assert len(lineage.step_names.split()) == lineage.steps, "its step_names and steps disagree"
@@ -76,11 +75,7 @@ def ledger_of(content: dict[str, Any]) -> Lineage:
 
 def read_fingerprint(folder: str) -> str | None:
     """Return the fingerprint of the records that this folder's run was started with, if any."""
-    path = os.path.join(folder, FINGERPRINT_FILE)
-    if not os.path.exists(path):
-        return None
-    with open(path, encoding="ascii") as file:
-        return file.readline().strip()
+    return next(iter(_lines(folder)), None)
 
 
 def check_fingerprint(folder: str, fingerprint: str, settings: Mapping[str, object]) -> None:
@@ -92,17 +87,17 @@ def check_fingerprint(folder: str, fingerprint: str, settings: Mapping[str, obje
     Raises:
         ValueError: naming the key that changed and the remedy.
     """
-    before = read_fingerprint(folder)
-    if before is None or before == fingerprint:
+    lines = _lines(folder)
+    if not lines or lines[0] == fingerprint:
         return
     afresh = "or start afresh in another job.dump_folder"
-    earlier = _read_settings(folder)
-    if not earlier:
+    try:
+        earlier = dict(json.loads(lines[1]))
+    except (ValueError, TypeError, IndexError):
         raise ValueError(
-            "training.dataset_path: the records (or data.unit_field, heldout_fraction, a field of "
-            "text, prompts or messages, or verify_records) are not those that this run was started "
-            f"with; restore them, {afresh}"
-        )
+            f"{os.path.join(folder, FINGERPRINT_FILE)}, line 2: no settings; restore the file as "
+            "the run wrote it"
+        ) from None
     for key, value in settings.items():
         if key in earlier and earlier[key] != value:
             raise ValueError(
@@ -127,21 +122,14 @@ def write_fingerprint(
 def read_description(folder: str) -> list[str]:
     """Return what describes the records of this folder's run, if that is there. NOT PRIVATE."""
     try:
-        with open(os.path.join(folder, FINGERPRINT_FILE), encoding="ascii") as file:
-            return [str(line) for line in json.loads(file.read().splitlines()[2])]
+        return [str(line) for line in json.loads(_lines(folder)[2])]
     except (OSError, ValueError, IndexError):
         return []
 
 
-def _read_settings(folder: str) -> dict[str, object]:
-    """Return the settings beside the fingerprint; none in a file of one line."""
+def _lines(folder: str) -> list[str]:
     path = os.path.join(folder, FINGERPRINT_FILE)
+    if not os.path.exists(path):
+        return []
     with open(path, encoding="ascii") as file:
-        _, *rest = file.read().splitlines()
-    try:
-        settings = json.loads(rest[0]) if rest else {}
-    except ValueError:
-        settings = None
-    if not isinstance(settings, dict):
-        raise ValueError(f"{path}, line 2: no settings; restore the file as the run wrote it")
-    return settings
+        return file.read().splitlines()

@@ -17,7 +17,8 @@ from torchtitan_dp.ledger.settings import (
     new_name,
     step_names,
 )
-from torchtitan_dp.privacy.mechanism import Segment, from_fields
+from torchtitan_dp.privacy.mechanism import from_fields
+from torchtitan_dp.privacy.segments import Segment
 
 FORMAT = 1  # of a ledger in a checkpoint, and of `privacy.json`
 

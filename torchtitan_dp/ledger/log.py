@@ -237,13 +237,12 @@ class RunLog:
         self._begun.update(steps)
         self._evaluated.update(evaluated)
 
-    def missing(self, lineage: Lineage) -> int:
-        """Count the steps of a lineage that have no line here."""
-        return sum(step.name not in self._begun for step in lineage.taken())
-
-    def missing_evaluations(self, lineage: Lineage) -> int:
-        """Count the held-out losses of a lineage that have no line here."""
-        return sum(name not in self._evaluated for name in lineage.evaluated())
+    def missing(self, lineage: Lineage) -> Tally:
+        """Count the steps and held-out losses of a lineage that have no line here."""
+        return Tally(
+            sum(step.name not in self._begun for step in lineage.taken()),
+            sum(name not in self._evaluated for name in lineage.evaluated()),
+        )
 
     def undercounted(self, lineage: Lineage) -> str:
         """Return the contradiction between what was begun and what is published, or ""."""
@@ -257,7 +256,7 @@ class RunLog:
     def opened(self, lineage: Lineage) -> Lineage:
         """Return the account of a start that loaded these weights; steps that the logs lack were
         taken elsewhere, and are entered."""
-        if self.missing(lineage) or self.missing_evaluations(lineage):
+        if any(self.missing(lineage)):
             lineage = lineage.with_caveats(STEPS_ELSEWHERE)
             self.adopt(lineage)
         return self.enter_lost(lineage)

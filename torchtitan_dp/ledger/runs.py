@@ -31,7 +31,7 @@ from torchtitan_dp.ledger.spending import (
     still_planned_by,
 )
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.mechanism import Segment, composition, steps_in_a_row
+from torchtitan_dp.privacy.segments import Segment, composition, steps_in_a_row
 
 
 @dataclass
@@ -127,7 +127,7 @@ def total(runs: Sequence[Run], delta: float | None = None, *, overlapping: bool 
         *union([*behind, *(step for one in ledgers for step in one.taken())]),
         *lost,
         *_lost_before(ledgers),
-        *_evaluations_before(ledgers),
+        *most_evaluations(_others(ledgers)),
         *(_evaluations(ledgers) if overlapping else []),
     ]
     coming = [*still_planned_by(ancestors)]
@@ -154,11 +154,6 @@ def _others(ledgers: Sequence[Lineage]) -> list[Ancestor]:
     """Return the runs behind initial weights, each once, without those that are added up here."""
     among = {one.run for one in ledgers}
     return [*dict.fromkeys(a for one in ledgers for a in one.ancestors if a.run not in among)]
-
-
-def _evaluations_before(ledgers: Sequence[Lineage]) -> list[Segment]:
-    """Return bounds on the held-out losses behind initial weights."""
-    return most_evaluations(_others(ledgers))
 
 
 def _heldout_epsilon(ledgers: Sequence[Lineage], delta: float) -> float | None:

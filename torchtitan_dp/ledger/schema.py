@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from torchtitan_dp.ledger.lineage import FORMAT, Lineage
-from torchtitan_dp.privacy.mechanism import MECHANISMS, Mechanism
+from torchtitan_dp.privacy.mechanism import MECHANISMS
+from torchtitan_dp.privacy.segments import Mechanism
 
 
 class Origin(enum.Enum):
@@ -246,9 +247,9 @@ def names(*origins: Origin, released: bool | None = None) -> tuple[str, ...]:
     )
 
 
-def terms_of(content: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the terms of a file, those of its mechanism included."""
-    return tuple(name for name in names(_SETTINGS, _MECHANISM) if name in content)
+def terms_of(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the terms in a file, those of its mechanism included."""
+    return {name: content[name] for name in names(_SETTINGS, _MECHANISM) if name in content}
 
 
 def assemble(

@@ -24,8 +24,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.mechanism import Mechanism, Segment, from_fields
+from torchtitan_dp.privacy.mechanism import from_fields
 from torchtitan_dp.privacy.published_loss import LossNoise
+from torchtitan_dp.privacy.segments import Mechanism, Segment
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from torchtitan_dp.ledger.settings import Settings, union
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.clipping import fp32_sum_excess
-from torchtitan_dp.privacy.mechanism import MECHANISMS, Mechanism, Segment, steps_in_a_row
+from torchtitan_dp.privacy.mechanism import MECHANISMS
+from torchtitan_dp.privacy.segments import Mechanism, Segment, steps_in_a_row
 
 
 def own(lineage: Lineage, steps: int | None = None) -> list[Segment]:

@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.mechanism import Mechanism, Segment
+from torchtitan_dp.privacy.segments import Mechanism, Segment
 
 DROWNS = 5.0
 """Above this much noise over the run, in C, the plan warns. A heuristic: of what the default model

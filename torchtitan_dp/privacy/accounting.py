@@ -34,9 +34,10 @@ from collections.abc import Callable, Sequence
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Literal, get_args
 
-from torchtitan_dp.privacy.mechanism import Mechanism, PoissonGaussian, Segment, composition
+from torchtitan_dp.privacy.mechanism import PoissonGaussian
 from torchtitan_dp.privacy.pld import pld_epsilon
 from torchtitan_dp.privacy.rdp import rdp_epsilon
+from torchtitan_dp.privacy.segments import Mechanism, Segment, composition
 
 Accountant = Literal["rdp", "pld"]
 _Excess = Callable[[float], float]

@@ -44,10 +44,9 @@ import numpy as np
 from scipy.special import expit, log_expit, log_ndtr, ndtr, ndtri, ndtri_exp
 
 from torchtitan_dp.privacy.accounting import check_delta, percent, rounded_up
-from torchtitan_dp.privacy.mechanism import Segment, composition
 from torchtitan_dp.privacy.pld import gaussian_delta, is_one_gaussian, pld_profile
 from torchtitan_dp.privacy.rdp import rdp_delta, rdp_epsilon
-from torchtitan_dp.privacy.segments import GaussianSteps
+from torchtitan_dp.privacy.segments import GaussianSteps, Segment, composition
 
 FALSE_ALARMS = (0.01, 0.001)
 _POINTS = 2**13  # epsilons at which the profile is looked at

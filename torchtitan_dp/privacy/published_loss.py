@@ -35,8 +35,9 @@ import torch
 from scipy.special import expit, ndtri
 
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.mechanism import PoissonGaussian, Segment
+from torchtitan_dp.privacy.mechanism import PoissonGaussian
 from torchtitan_dp.privacy.secure_noise import DRAWS, add_draws, grid
+from torchtitan_dp.privacy.segments import Segment
 
 Kind = Literal["laplace", "gaussian"]
 

@@ -1,7 +1,14 @@
-"""The steps of a run as accountants see them: Poisson-subsampled Gaussians, and nothing else.
+"""The steps of a run: of a mechanism, one frozen value, and as accountants see them.
+
+Ledger, plan, card, `privacy.json`, audit and resume treat a mechanism as opaque; `mechanism` has
+those there are. Accountants see Poisson-subsampled Gaussians, and nothing else.
 
 Guarantee
 ---------
+`Mechanism.composition(n)` dominates n steps that begin at a start, for neighbours as in
+`accounting`, whatever was released before: the accountants, and `dp_event`, see nothing else of a
+mechanism.
+
 `merged` changes nothing about what the steps spend: their order is irrelevant to composition, steps
 that draw nobody or are infinitely noisy spend nothing, and Gaussian mechanisms without sampling, of
 exact norms, compose exactly into one, whose 1 / sigma^2 is the sum of theirs. `dp_event` lists
@@ -9,12 +16,16 @@ every step once, so that an accountant of another program, given the event and d
 same run.
 """
 
+import dataclasses
 import math
+from abc import ABC, abstractmethod
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torchtitan_dp.privacy.randomized import Ratios
+from torchtitan_dp.privacy.settings import Privacy
 
 _EVENTS = "dp_accounting.dp_event"
 
@@ -70,6 +81,183 @@ GaussianSteps(noise_multiplier=2.0, sample_rate=0.1, steps=12, ratios=None))
         GaussianSteps(sigma, q, count, ratios) for (sigma, q, ratios), count in counts.items()
     ]
     return tuple(sorted(fewest, key=lambda part: part.order))
+
+
+@dataclass(frozen=True)
+class Mechanism(ABC):
+    """One step: units drawn with `sample_rate`, noise of `noise_multiplier` times the clip norm.
+
+    Args:
+        noise_multiplier: sigma, the noise's standard deviation over C; 0 means no privacy.
+        sample_rate: q, the probability with which each unit is drawn at each step.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    noise_multiplier: float
+    sample_rate: float
+
+    name: ClassVar[str]
+    """The value of `mechanism` in `privacy.json`."""
+
+    caveat: ClassVar[str] = ""
+    """An assumption that epsilon rests on with this mechanism; empty if there is none."""
+
+    keys: ClassVar[tuple[tuple[str, type, str], ...]] = ()
+    """Its own keys of `privacy.json`, which are attributes: name, type and meaning of each."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.sample_rate <= 1:
+            raise ValueError(
+                f"privacy.sample_rate = {self.sample_rate} is not a probability; choose one "
+                "between 0 and 1"
+            )
+        if not self.noise_multiplier >= 0:
+            raise ValueError(
+                f"privacy.noise_multiplier = {self.noise_multiplier} is negative; choose 0 or more"
+            )
+
+    @abstractmethod
+    def composition(self, steps: int) -> tuple[GaussianSteps, ...]:
+        """Return subsampled Gaussian steps that dominate `steps` steps in a row."""
+
+    @property
+    def period(self) -> int:
+        """b, the number of groups of units, of which each step draws from the next one: a unit is
+        drawn at every b-th step at most."""
+        return 1
+
+    @property
+    def group(self) -> int | None:
+        """The number, modulo b, of the one step that this is; None: of any step."""
+        return None
+
+    @property
+    def draw_rate(self) -> float:
+        """The probability with which a step draws each unit of its group."""
+        return self.period * self.sample_rate
+
+    @property
+    def noise_of_step(self) -> float:
+        """The standard deviation of the noise that a start's first step adds, over C."""
+        return self.noise_multiplier
+
+    def noise_of_run(self, steps: int) -> tuple[float, float]:
+        """Return the standard deviation, over C, of the noise of a step in a run of so many, as a
+        root mean square, and that of the sum of all steps over sqrt(steps)."""
+        return self.noise_multiplier, self.noise_multiplier
+
+    def at(self, step: int) -> "Mechanism":
+        """Return it for the one step of this number."""
+        return self
+
+    def at_any(self) -> "Mechanism":
+        """Return it for steps in a row, whatever step it is of."""
+        return self
+
+    def with_noise(self, noise_multiplier: float) -> "Mechanism":
+        """Return the same mechanism with another noise multiplier."""
+        return dataclasses.replace(self, noise_multiplier=noise_multiplier)
+
+    @property
+    def largest_share(self) -> float:
+        """The most that one unit moves the clipped sum by, over C."""
+        return 1.0
+
+    @property
+    def norms(self) -> str:
+        """How norms were found, in words, to follow sigma and q; empty for exact norms."""
+        return ""
+
+    @property
+    def clipping(self) -> str:
+        """How norms were found, for a model card; empty for exact norms."""
+        return ""
+
+    @property
+    def noise(self) -> str:
+        """How noise depends on earlier steps', in words; empty where it does not."""
+        return ""
+
+    def claimed_mu(self, *, trials: int, confidence: float) -> float:
+        """Return the largest mu that an audit of one whole step, or round of steps, may find, with
+        this confidence."""
+        return 1 / self.noise_multiplier
+
+    def terms(self) -> dict[str, object]:
+        """Return the mechanism's other terms, by keys of the configuration."""
+        return {}
+
+    def refusals(self, privacy: Privacy) -> list[tuple[bool, str]]:
+        """List settings that this accounting does not cover: (refused, "key: why; remedy")."""
+        return []
+
+    def fields(self) -> dict[str, Any]:
+        """Return the keys of `privacy.json` that record this mechanism."""
+        own = {key: getattr(self, key) for key, *_ in self.keys}
+        rates = {"noise_multiplier": self.noise_multiplier, "sample_rate": self.sample_rate}
+        return {"mechanism": self.name, **rates, **own}
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> "Mechanism":
+        """Build it from `fields`."""
+        known = {"noise_multiplier", "sample_rate", *(key for key, *_ in cls.keys)}
+        given = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{key: fields[key] for key in known & given})
+
+
+@dataclass(frozen=True)
+class Segment:
+    """`steps` optimizer steps of one mechanism: of one group, or in a row.
+
+    Args:
+        run: of a group, the run whose groups these are: in another, a unit may be of another.
+
+    Raises:
+        ValueError: their number is negative.
+    """
+
+    mechanism: Mechanism
+    steps: int
+    run: str = ""
+
+    def __post_init__(self) -> None:
+        if self.steps < 0:
+            raise ValueError(f"training.steps = {self.steps} is negative; choose 0 or more")
+
+    @property
+    def order(self) -> tuple[float, float, float, int, str]:
+        """The key that segments are sorted by: the least noise first, exact norms first."""
+        mechanism = self.mechanism
+        rarity = 1 / mechanism.largest_share if mechanism.largest_share > 1 else 0.0
+        group = -1 if mechanism.group is None else mechanism.group
+        return mechanism.noise_multiplier, mechanism.sample_rate, rarity, group, self.run
+
+
+def composition(segments: Iterable[Segment]) -> tuple[GaussianSteps, ...]:
+    """Return the fewest subsampled Gaussian steps that dominate all segments, sorted.
+
+    A unit is of one group of a run, so that of its groups the one with the most steps counts.
+    """
+    parts: list[GaussianSteps] = []
+    by_group: dict[tuple[Mechanism, str], Counter[int]] = defaultdict(Counter)
+    for s in segments:
+        if s.mechanism.group is None:
+            parts += s.mechanism.composition(s.steps)
+        else:
+            by_group[s.mechanism.at_any(), s.run][s.mechanism.group] += s.steps
+    for (mechanism, _), steps in by_group.items():
+        parts += mechanism.composition(max(steps.values()) * mechanism.period)
+    return merged(parts)
+
+
+def steps_in_a_row(mechanism: Mechanism, first: int, steps: int, run: str) -> list[Segment]:
+    """Return the steps from number `first` of a run on, by group."""
+    if mechanism.period == 1:
+        return [Segment(mechanism, steps)]
+    counts = Counter(mechanism.at(number) for number in range(first, first + steps))
+    return [Segment(one, count, run) for one, count in counts.items()]
 
 
 def fft_noise(parts: Sequence[GaussianSteps]) -> float:

@@ -62,14 +62,15 @@ def claims(
             f"{checkpoint}: its ledger counts {lineage.steps} steps; give the folder its name back"
         )
     found = verify(run)
-    check_checkpoint(found, step, checkpoint)
+    log = RunLog(run)
+    check_checkpoint(found, log, step, checkpoint)
     if found.faults:
         raise ValueError(
             f"RUN = '{run}': {'; '.join(found.faults)}: restore its files as the run wrote them"
         )
     # The folder's account gives epsilon: its caveats, marks and lost steps count. Planned steps
     # count from the released weights on, as if they were loaded now.
-    account = RunLog(run).enter_lost(of_weights(found.ledger, lineage))
+    account = log.enter_lost(of_weights(found.ledger, lineage))
     executed, planned = found.epsilon_executed, found.epsilon_planned
     assert executed is not None
     assert planned is not None

@@ -143,9 +143,8 @@ def _epsilon_chart(run: RunFolder) -> Chart:
 
     def curve(first: int, last: int, *, all_begun: bool) -> Points:
         at = sorted({first + round((last - first) * i / _POINTS) for i in range(_POINTS + 1)})
-        own = ([*before(ledger), *own(ledger, n)] for n in at)
-        extra = lost if all_begun else []
-        return [(n, compose(ledger, [*o, *extra])) for n, o in zip(at, own, strict=True)]
+        beside = [*before(ledger), *(lost if all_begun else [])]
+        return [(n, compose(ledger, [*beside, *own(ledger, n)])) for n in at]
 
     lines = [Line("of these weights", found := curve(0, steps, all_begun=False), "c1")]
     lines[0] = replace(lines[0], last=rounded_up(found[-1][1]))

@@ -28,7 +28,7 @@ MUTANTS = [
     Mutant(
         58,
         "two copies of a run accounted for as one row of steps",
-        "privacy/mechanism.py",
+        "privacy/segments.py",
         "mechanism.composition(max(steps.values()) * mechanism.period)",
         "mechanism.composition(sum(steps.values()))",
         (f"{LEDGER}test_row58_two_copies_of_a_run_count_a_group_in_both",),

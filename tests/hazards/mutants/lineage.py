@@ -86,7 +86,7 @@ MUTANTS = [
         46,
         "a log that lost lines accepted",
         TERMS,
-        "    if log.missing(ledger) or ",
+        "    if missing.steps or ",
         "    if ",
         (f"{COMMAND}test_a_log_that_lost_lines_is_refused",),
     ),

@@ -78,8 +78,8 @@ MUTANTS = [
         75,
         "more projections accounted for than drawn",
         "privacy/mechanism.py",
-        "    norms = privacy.projections, privacy.norm_estimator\n",
-        "    norms = 4 * privacy.projections, privacy.norm_estimator\n",
+        "    norms = (privacy.projections, privacy",
+        "    norms = (4 * privacy.projections, privacy",
         (f"{TOLD}test_row75_what_is_accounted_is_what_is_drawn[32-hutchinson]",),
     ),
     Mutant(
