@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from torchtitan_dp.privacy.accounting import epsilon, noise_multiplier
+from torchtitan_dp.privacy.accounting import compose, noise_for
 from torchtitan_dp.privacy.clipping import add_clipped_, clip, squared_norm
 from torchtitan_dp.privacy.keys import RootKey
+from torchtitan_dp.privacy.mechanism import PoissonGaussian
 from torchtitan_dp.privacy.noise import add_gaussian_noise_
 from torchtitan_dp.privacy.sampling import poisson_draw
+from torchtitan_dp.privacy.segments import Segment
 
 RECORDS, EXPECTED_BATCH, STEPS, C = 2_000, 100, 60, 1.0
 TARGET_EPSILON, DELTA = 3.0, 1e-5  # delta is well below 1 / RECORDS
@@ -45,7 +47,8 @@ def main() -> None:
 
     per_sample_gradients = vmap(grad(loss), in_dims=(None, 0, 0))
     q, account = EXPECTED_BATCH / RECORDS, {"delta": DELTA, "accountant": "pld"}
-    sigma = noise_multiplier(target_epsilon=TARGET_EPSILON, sample_rate=q, steps=STEPS, **account)
+    mechanism = PoissonGaussian(1.0, q)  # of a step, for the search with any noise
+    sigma = noise_for(mechanism, STEPS, target_epsilon=TARGET_EPSILON, **account)
     root = RootKey.from_os()  # secret, in memory only: who has it can subtract the noise
     sampling_keys, noise_keys = root.stream("sampling"), root.stream("noise")
 
@@ -67,7 +70,7 @@ def main() -> None:
             p.grad = (sums[name] / EXPECTED_BATCH).view_as(p)  # not by the size of the draw
         optimizer.step()
 
-    spent = epsilon(noise_multiplier=sigma, sample_rate=q, steps=STEPS, **account)
+    spent = compose([Segment(mechanism.with_noise(sigma), STEPS)], **account)
     x_ND, y_N = make_records(1_000, seed=2)
     accuracy = (model(x_ND).argmax(1) == y_N).float().mean().item()
     print(f"epsilon = {spent:.3f} at delta = {DELTA:g}, after {STEPS} steps with sigma {sigma:.3f}")

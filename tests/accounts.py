@@ -5,6 +5,7 @@ from typing import Any
 
 from torchtitan_dp.ledger import Account, Lineage, Losable, RunLog
 from torchtitan_dp.ledger.settings import Settings
+from torchtitan_dp.privacy.accounting import compose, noise_for
 from torchtitan_dp.privacy.mechanism import EstimatedNorms, PoissonGaussian
 from torchtitan_dp.privacy.segments import GaussianSteps, Mechanism, Segment
 
@@ -71,6 +72,16 @@ def gaussian_steps(
     """The same as accountants see them."""
     (found,) = mechanism(noise_multiplier, sample_rate, projections).composition(steps)
     return found
+
+
+def epsilon(*, noise_multiplier: float, sample_rate: float, steps: int, **query: Any) -> float:
+    """What so many steps spend, by `delta` and `accountant`."""
+    return compose([steps_of(noise_multiplier, sample_rate, steps)], **query)
+
+
+def noise_multiplier(*, sample_rate: float, steps: int, **query: Any) -> float:
+    """The noise with which they spend `target_epsilon`."""
+    return noise_for(PoissonGaussian(1.0, sample_rate), steps, **query)
 
 
 def with_terms(settings: Settings, **changes: Any) -> Settings:

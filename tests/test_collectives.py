@@ -1,23 +1,18 @@
 """Hazard row 67: no tensor that an asynchronous collective still writes is in reach.
 
 `tests.processes.late` makes the collectives of every test of ranks late on purpose, so that a
-result which is read too early is seen. Here it is seen to be late, the asynchronous
-collectives are listed, and every gradient method is compared with the loop where results of
-several kinds wait for each other.
+result which is read too early is seen: by tests/gradients/test_exactness.py, where results of
+several kinds wait for each other. Here it is seen to be late, and the asynchronous collectives are
+listed.
 """
 
 import ast
-import itertools
-import math
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 
-from tests.gradients.loop import error_on_this_rank
 from tests.processes.ranks import on_ranks
-from torchtitan_dp.models.lora import LoRA
 
 PACKAGE = Path(__file__).parents[1] / "torchtitan_dp"
 ASYNCHRONOUS = {"async_op", "isend", "irecv", "batch_isend_irecv", "_functional_collectives"}
@@ -101,50 +96,3 @@ def test_collectives_of_ranks_are_late():
         assert after == [4.0] * 4
         assert passed == [10.0 + 1 - rank] * 2
         assert not kept
-
-
-METHODS = {
-    "microbatch": ("--privacy.gradient_method=microbatch",),
-    "V1": ("--privacy.gradient_method=grad_sample", "--privacy.no-shard_grad_samples"),
-    "V2": ("--privacy.gradient_method=grad_sample",),
-    "V2_per_layer": ("--privacy.gradient_method=grad_sample", "--privacy.clipping=per_layer"),
-    "ghost": ("--privacy.gradient_method=ghost",),
-    "ghost_two": ("--privacy.gradient_method=ghost", "--privacy.ghost_passes=two"),
-}
-HEADS = {"whole": "--training.loss_chunk_tokens=0", "chunks": "--training.loss_chunk_tokens=5"}
-MODELS = {
-    "untied": {},
-    "tied": {"tie_embeddings": True},
-    "lora": {"lora": LoRA(rank=3, alpha=5.0, targets=("wq", "wv", "w2"))},
-}
-CHECKPOINTING = {
-    "none": (),
-    "full": ("--activation_checkpoint.mode=full",),
-    "tiles": ("--activation_checkpoint.mode=full", "--training.feed_forward_chunk=7"),
-}
-DEGREES = [(1, 1, 2), (1, 2, 2), (2, 1, 2), (1, 1, 4)]
-
-
-def errors_of_each(degrees, method):
-    """The errors of a method's sums and norms on this rank, by model, head and checkpointing."""
-    group_of = (lambda name: name.rpartition(".")[0]) if method == "V2_per_layer" else None
-    found = {}
-    for model, head, mode in itertools.product(MODELS, HEADS, CHECKPOINTING):
-        samples = 1 if method == "microbatch" else 4
-        if mode == "tiles" and method != "microbatch":
-            continue  # its layers are not in tiles
-        options = [*METHODS[method], HEADS[head], *CHECKPOINTING[mode]]
-        options.append(f"--training.local_batch_size={samples}")
-        found[model, head, mode] = error_on_this_rank(
-            degrees, options, MODELS[model], 1.0, 5, group_of
-        )
-    return found
-
-
-@pytest.mark.thorough_cases("*-(2, 1, 2)", "*-(1, 1, 4)")
-@pytest.mark.parametrize("degrees", DEGREES, ids=str)
-@pytest.mark.parametrize("method", METHODS)
-def test_row67_every_method_waits_for_what_it_reads(method, degrees):
-    for found in on_ranks(math.prod(degrees), errors_of_each, degrees, method):
-        wrong = {case: errors for case, errors in found.items() if not max(errors) < 2e-5}
-        assert wrong == {}

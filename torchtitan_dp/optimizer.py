@@ -106,7 +106,7 @@ class DPOptimizer:
             gradient = clipped_sum[name]
             self._add_noise_(gradient, keys, name)
             gradient.div_(self._expected_batch_size)
-            parameter.grad = _as_gradient_of(parameter, gradient)
+            parameter.grad = as_gradient_of(parameter, gradient)
 
     def _add_noise_(self, flat: Tensor, keys: Sequence[WeightedKey], name: str) -> None:
         """Add each key's noise, times its weight, in place to this rank's shard of a parameter."""
@@ -151,7 +151,8 @@ def _flat_start(parameter: nn.Parameter) -> int:
     return offset[0] * math.prod(parameter.shape[1:])
 
 
-def _as_gradient_of(parameter: nn.Parameter, flat: Tensor) -> DTensor:
+def as_gradient_of(parameter: nn.Parameter, flat: Tensor) -> DTensor:
+    """Return a flat local shard as a gradient of its parameter's shape and placement."""
     assert isinstance(parameter, DTensor)
     return DTensor.from_local(
         flat.view(parameter.to_local().shape),

@@ -41,7 +41,7 @@ from torchtitan_dp.data.feed import Feed
 from torchtitan_dp.distributed.devices import require_usable_devices
 from torchtitan_dp.distributed.stop import StopRequest, lost_ranks_as_faults, shorten_timeouts
 from torchtitan_dp.gradients.fsdp import ReductionGroups
-from torchtitan_dp.gradients.step import build_step
+from torchtitan_dp.gradients.methods import build_step
 from torchtitan_dp.ledger import Lineage
 from torchtitan_dp.models.hugging_face import describe, shape
 from torchtitan_dp.models.loss import SampleLosses
@@ -240,11 +240,8 @@ class DPTrainer(RunTrainer):
 
 
 def build_trainer(config: JobConfig, decide: Callable[[], Start]) -> RunTrainer:
-    """Build the trainer of `config`: with privacy, or TorchTitan's own, the baseline.
-
-    Args:
-        decide: from `checkpoint.start.decision`.
-    """
+    """Build the trainer of `config`, with privacy or the baseline, for a start that
+    `checkpoint.start.decision` decides."""
     return (DPTrainer if config.privacy.enable else BaselineTrainer)(config, decide)
 
 

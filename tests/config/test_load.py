@@ -160,6 +160,7 @@ compile.enable privacy.gradient_method=grad_sample activation_checkpoint.mode=se
     activation_checkpoint.selective_ac_option=op → activation_checkpoint.selective_ac_option = 'op'
 compile.enable privacy.gradient_method=grad_sample activation_checkpoint.mode=memory_budget → \
     activation_checkpoint.mode = 'memory_budget'
+compile.enable parallelism.context_parallel_load_balancer None → leaves out collectives
 privacy.gradient_method=ghost privacy.ghost_passes=two compile.enable → compiled code runs backward
 privacy.gradient_method=ghost privacy.ghost_passes=two activation_checkpoint.mode=selective \
     activation_checkpoint.selective_ac_option=op → PyTorch allows one backward pass
@@ -183,7 +184,7 @@ job.config_file=/nowhere.toml
 training.steps=4 stray → 'stray': neither an option
 lora.targets wq wv → --lora.targets … wv: a list is one word with commas; write --lora.targets a,b
 """
-WORDS = {"a", "512", "true", "stray", "wq", "wv"}  # not options
+WORDS = {"a", "512", "None", "true", "stray", "wq", "wv"}  # not options
 
 
 @pytest.mark.parametrize("case", BAD.strip().splitlines(), ids=lambda case: case.partition("→")[0])

@@ -79,9 +79,7 @@ def accumulated(
         for microbatch in loader.microbatches(draw, rungs):
             DPTrainer.accumulate(trainer, microbatch, SampleStatistics())  # type: ignore[arg-type]
         means = mean_gradients(samples, build.reference_model(args), np.array(units))
-    total = built.gradients.clipped_sum.take()
-    whole = {name: built.whole(name, flat) for name, flat in total.items()}
-    built.gradients.clipped_sum.reset()
+    whole = built.total()
     wanted = [means[position] for position in positions]
     error = build.relative_error(whole, build.reference_sum(wanted, C))
     return error, build.norm(whole), [build.norm(one) for one in wanted]
@@ -90,15 +88,11 @@ def accumulated(
 EVERYBODY = tuple(UNITS)
 
 
-@pytest.mark.thorough_cases("(1, 2, 2)-*")
 @pytest.mark.parametrize(
     "degrees, options",
     [
-        ((1, 1, 1), ()),
-        ((1, 1, 2), ()),
-        ((1, 2, 1), ()),  # five units on two ranks: one has an empty slot
-        ((1, 2, 2), ()),
         ((1, 1, 1), ("--training.local_batch_size=2", "--privacy.gradient_method=microbatch")),
+        ((1, 2, 1), ()),  # five units on two ranks: one has an empty slot
         ((1, 1, 2), ("--activation_checkpoint.mode=full", "--parallelism.keep_weights_gathered")),
     ],
     ids=str,

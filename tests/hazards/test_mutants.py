@@ -173,7 +173,7 @@ def test_what_is_no_catch(runner, old, new, code):
 @pytest.mark.slow
 def test_what_needs_ranks_passes_without_a_fault(runner):
     """Else each fault that is looked for on ranks would seem to be caught."""
-    test = "hazards/test_clipping.py::test_row01_norms_are_of_the_whole_gradient[microbatch-2]"
+    test = "gradients/test_exactness.py::test_every_pair_of_values[microbatch-(1, 1, 2)]"
     outcome = runner.run(None, (f"tests/{test}",))
     assert outcome.passed, str(outcome)
 

@@ -203,8 +203,8 @@ def test_row49_and_67_rounding_is_told_beside_what_epsilon_counts():
     [
         (["--privacy.accountant=rdp"], "privacy.accountant = 'rdp'.*privacy.accountant = 'pld'"),
         (["--privacy.clipping=per_layer"], "privacy.clipping = 'per_layer'.*'flat'"),
-        (["--privacy.projections=4"], "privacy.projections = 4: choose 8 to 4096"),
-        (["--privacy.projections=5000"], "privacy.projections = 5000: choose 8 to 4096"),
+        (["--privacy.projections=4"], "privacy.projections = 4: must be from 8 to 4096"),
+        (["--privacy.projections=5000"], "privacy.projections = 5000: must be from 8 to 4096"),
     ],
     ids=str,
 )

@@ -168,7 +168,7 @@ class Folder:
         return config
 
     def start(self, chosen: random.Random) -> None:
-        """Start as the trainer does (`DPTrainer._open_ledger`, `load_state_dict`), and train."""
+        """Start as the trainer does (`Bookkeeping`), and train."""
         at = self.saved[-1] if self.saved else None
         if at and chosen.random() < 0.3 * self.trouble:  # the newer ones are damaged
             at = chosen.choice(self.saved)

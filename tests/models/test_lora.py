@@ -17,7 +17,8 @@ from torchtitan_dp.models.families import on_meta, without_lora
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.hugging_face_weights import write_folder
 from torchtitan_dp.models.llama3.model import FLAVORS, HuggingFaceAdapter, Llama
-from torchtitan_dp.models.lora import LoRA, LoRALinear, is_adapter
+from torchtitan_dp.models.lora import LoRA, LoRALinear, fill_adapters, is_adapter
+from torchtitan_dp.models.parallelize import parallelize
 from torchtitan_dp.models.parameters import trainable_parameters
 
 ALL = ("wq", "wk", "wv", "wo", "w1", "w2", "w3")
@@ -52,8 +53,8 @@ def drawn_on_this_rank(degrees):
     args = dataclasses.replace(ARGS, lora=LoRA(3, 5.0, ("wq", "w2")))
     with torch.device("meta"):
         model = Llama(copy.deepcopy(args))
-    dims, _ = build._mesh(degrees)
-    build.parallelize(model, dims, build.config(degrees=degrees))
+    dims, _ = build.mesh("cpu", degrees)
+    parallelize(model, dims, build.config(degrees=degrees))
     model.to_empty(device="cpu")
     model.init_weights()
     found = {name: p.full_tensor() for name, p in trainable_parameters(model).items()}
@@ -155,7 +156,7 @@ def exported(place, lora, std, **size):
 
     files = {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
     model.load_state_dict(HuggingFaceAdapter(model.model_args, None).from_hf(files), strict=False)
-    build.fill_adapters(model, std=std)
+    fill_adapters(model, std=std)
     for kind in ("adapter", "merged"):
         (place / kind).mkdir()
         write_folder(model, config, str(place / kind), merge=kind == "merged")

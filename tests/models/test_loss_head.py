@@ -6,13 +6,9 @@ import pytest
 import torch
 import torch.nn as nn
 
-from tests.gradients.loop import check
 from torchtitan_dp.models import loss
 from torchtitan_dp.models.loss import per_sample_loss
 from torchtitan_dp.models.loss_head import LossHead
-
-CHUNK = "--training.loss_chunk_tokens=5"  # divides no number of local tokens
-PLAIN = "--training.loss_chunk_tokens=0"
 
 
 def head_and_inputs(samples=1, tokens=33, dim=24, vocabulary=37):
@@ -63,40 +59,6 @@ def test_a_sample_without_targets_is_exactly_zero():
     loss = LossHead.over(output, 7)(h, torch.full_like(labels, -100), torch.zeros(1).long())
     loss.sum().backward()
     assert loss.item() == h.grad.abs().max() == output.weight.grad.abs().max() == 0
-
-
-@pytest.mark.parametrize("method", ["microbatch", "grad_sample"])
-@pytest.mark.parametrize("tied", ["tied", "untied"])
-@pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 1, 2), (1, 2, 2)], ids=str)
-def test_on_every_mesh(degrees, tied, method):
-    check(
-        degrees,
-        CHUNK,
-        f"--privacy.gradient_method={method}",
-        "--training.local_batch_size=2",
-        tie_embeddings=tied == "tied",
-    )
-
-
-@pytest.mark.parametrize("method", ["microbatch", "grad_sample"])
-def test_the_plain_head_is_kept(method):
-    check((1, 1, 2), PLAIN, f"--privacy.gradient_method={method}", "--training.local_batch_size=2")
-
-
-@pytest.mark.parametrize("method", ["microbatch", "grad_sample"])
-def test_bf16(method):
-    check(
-        (1, 1, 2),
-        CHUNK,
-        f"--privacy.gradient_method={method}",
-        "--training.mixed_precision_param=bfloat16",
-        tolerance=3e-2,
-    )
-
-
-@pytest.mark.thorough
-def test_compiled_blocks():
-    check((1, 1, 2), CHUNK, "--compile.enable", tolerance=2e-5)
 
 
 def most_elements(chunk):

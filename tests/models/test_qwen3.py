@@ -25,17 +25,6 @@ def test_flavors_have_the_released_sizes(name: str, size: int) -> None:
 
 
 METHODS = [("microbatch", 1), ("grad_sample", 2), ("ghost", 2)]
-MESHES = [(1, 1, 1), (1, 1, 2), (1, 2, 2)]
-
-
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("degrees", MESHES, ids=str)
-@pytest.mark.parametrize("method, samples", METHODS)
-def test_every_method_and_mesh(
-    method: str, samples: int, degrees: tuple[int, int, int], tied: bool
-) -> None:
-    options = f"--privacy.gradient_method={method}", f"--training.local_batch_size={samples}"
-    check(degrees, *options, family="qwen3", tie_embeddings=tied)
 
 
 @pytest.mark.parametrize("method, samples", METHODS)
@@ -43,15 +32,6 @@ def test_adapters(method: str, samples: int) -> None:
     options = f"--privacy.gradient_method={method}", f"--training.local_batch_size={samples}"
     lora = LoRA(2, 4.0, ("wq", "wv", "w2"))
     check((1, 1, 2), *options, family="qwen3", lora=lora, tolerance=2e-5)
-
-
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_activation_checkpointing(mode: str) -> None:
-    options = (
-        f"--activation_checkpoint.mode={mode}",
-        "--activation_checkpoint.selective_ac_option=1",
-    )
-    check((1, 1, 2), *options, family="qwen3")
 
 
 def test_initial_weights_are_equal_on_every_start() -> None:

@@ -10,11 +10,10 @@ import sys
 import pytest
 
 import torchtitan_dp.plan.__main__ as plan
-from tests.accounts import begun, publish, with_terms
+from tests.accounts import begun, epsilon, publish, with_terms
 from tests.processes.runs import ROOT, arguments, with_sigma, write_records
 from torchtitan_dp.checkpoint.plan import make_plan
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.privacy import accounting
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -76,7 +75,7 @@ def test_a_number_of_records_that_is_private_is_not_told(tmp_path, capsys):
 def test_hazard_38_target_is_not_overshot(planned, accountant, target):
     content = planned(f"--privacy.target_epsilon={target}", f"--privacy.accountant={accountant}")
     assert 0.99 * target <= content["epsilon"] <= target
-    spent = accounting.epsilon(
+    spent = epsilon(
         noise_multiplier=content["noise_multiplier"],
         sample_rate=content["sample_rate"],
         steps=content["steps"],

@@ -17,9 +17,9 @@ from opacus.accountants import PRVAccountant, RDPAccountant
 from scipy import optimize
 from scipy.stats import norm
 
-from tests.accounts import gaussian_steps, steps_of
+from tests.accounts import epsilon, gaussian_steps, noise_multiplier, steps_of
 from torchtitan_dp.privacy import pld, rdp
-from torchtitan_dp.privacy.accounting import compose, epsilon, noise_multiplier
+from torchtitan_dp.privacy.accounting import compose
 
 REFERENCE = {"noise_multiplier": 1.0, "sample_rate": 0.01, "steps": 1_000, "delta": 1e-5}
 NOISE = [(0.6, 1e-5), (0.8, 1e-6), (1.0, 1e-5), (1.5, 1e-7), (2.0, 1e-5), (4.0, 1e-6)]

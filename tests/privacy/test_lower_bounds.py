@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from torchtitan_dp.privacy import accounting
+from tests.accounts import noise_multiplier
 from torchtitan_dp.privacy.lower_bounds import (
     expected_mu,
     gaussian_mu,
@@ -118,7 +118,7 @@ def test_many_canaries_on_a_gaussian_mechanism():
     """The audit's own setting: 1,000 canaries, a fifth guessed at; a claim of 8 is never reached
     and always shown to a quarter."""
     rng = np.random.default_rng(4)
-    sigma = accounting.noise_multiplier(
+    sigma = noise_multiplier(
         target_epsilon=8.0, delta=1e-5, sample_rate=1.0, steps=1, accountant="pld"
     )
     for _ in range(50):

@@ -8,6 +8,7 @@ import pytest
 from scipy import stats
 from scipy.special import ndtr, ndtri
 
+from tests.accounts import noise_multiplier
 from torchtitan_dp.privacy import accounting, published_loss
 from torchtitan_dp.privacy.mechanism import PoissonGaussian
 from torchtitan_dp.privacy.published_loss import LossNoise, noise_of
@@ -63,7 +64,7 @@ def test_noise_meets_its_target_and_is_the_smaller_of_the_two(target, evaluation
     assert noise.epsilon(evaluations + 1, delta=1e-5) > spent
     deviation = noise.standard_deviation(clip=1, units=1)
     assert deviation <= math.sqrt(2) * evaluations / target * (1 + 1e-9)
-    z = accounting.noise_multiplier(
+    z = noise_multiplier(
         target_epsilon=target, delta=1e-5, sample_rate=1.0, steps=evaluations, accountant="pld"
     )
     assert deviation <= z * (1 + 1e-9)

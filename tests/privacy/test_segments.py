@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from tests.accounts import gaussian_steps, mechanism, steps_of
-from torchtitan_dp.privacy.accounting import EpsilonCurve, compose, epsilon, noise_multiplier
+from tests.accounts import epsilon, gaussian_steps, mechanism, noise_multiplier, steps_of
+from torchtitan_dp.privacy.accounting import EpsilonCurve, compose
 from torchtitan_dp.privacy.segments import merged
 
 DELTA = 1e-5

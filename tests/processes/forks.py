@@ -164,7 +164,7 @@ def preload(*modules: str) -> None:
 
 def _search_for_noise() -> None:
     """Find the noise that most runs need: the divergences are kept, and forked."""
-    from torchtitan_dp.privacy.accounting import noise_multiplier
+    from tests.accounts import noise_multiplier
 
     noise_multiplier(target_epsilon=8.0, delta=1e-3, sample_rate=3 / 24, steps=4, accountant="rdp")
 

@@ -10,7 +10,20 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-GRADIENTS = "torchtitan_dp.gradients"
+from torchtitan_dp import optimizer
+from torchtitan_dp.checkpoint import safe_load
+from torchtitan_dp.distributed import ring
+from torchtitan_dp.gradients.clipped_sum import ClippedSum
+from torchtitan_dp.gradients.fsdp import ReduceScatterOverCP
+from torchtitan_dp.models import feed_forward, loss_head
+from torchtitan_dp.models.llama3.model import Llama
+from torchtitan_dp.privacy import clipping
+from torchtitan_dp.privacy.keys import KeyStream
+
+# isort: split
+from torchtitan.components.optimizer import OptimizersContainer
+
+replaced = mock.patch.object
 
 
 @contextlib.contextmanager
@@ -25,64 +38,47 @@ def wrapped(owner, name: str, around: Callable) -> Iterator[None]:
         yield
 
 
-def norms_of_this_ranks_part():
-    """Norms are not summed over cp."""
-    from torchtitan_dp.gradients.clipped_sum import ClippedSum
-
-    return mock.patch.object(ClippedSum, "_over_cp", lambda _, squares: squares)
-
-
 def sums_of_partial_norms():
     """The norms of the ranks' parts are added up, not their squares."""
-    from torchtitan_dp.gradients.clipped_sum import ClippedSum
 
     def partial(self, squares):
         norms = squares.sqrt()
         dist.all_reduce(norms, group=self.groups.cp)
         return norms.square()
 
-    return mock.patch.object(ClippedSum, "_over_cp", partial)
+    return replaced(ClippedSum, "_over_cp", partial)
 
 
 def own_tokens_alone():
     """A rank keeps the gradient of its own tokens: the reduction over cp does not add."""
-    from torchtitan_dp.gradients.fsdp import ReduceScatterOverCP
 
     def keep(self, output_tensor, input_tensor, group, op, async_op=False):
         chunks_CN = input_tensor.view(self._cp_size, -1)
         output_tensor.copy_(chunks_CN[dist.get_rank(self._cp)])
         self._shard_DN = output_tensor.view(1, -1)
 
-    return mock.patch.object(ReduceScatterOverCP, "__call__", keep)
+    return replaced(ReduceScatterOverCP, "__call__", keep)
 
 
-def _clip(**changed):
-    """`clip`, with fields changed by functions of the result."""
-    from torchtitan_dp.privacy.clipping import clip as real_clip
+def _clip(field: str, change: Callable):
+    def clip(original, *args, **terms):
+        clipped = original(*args, **terms)
+        return clipped._replace(**{field: change(getattr(clipped, field))})
 
-    def clip(*args, **terms):
-        clipped = real_clip(*args, **terms)
-        return clipped._replace(**{field: new(clipped) for field, new in changed.items()})
-
-    return mock.patch("torchtitan_dp.privacy.clipping.clip", clip)
+    return wrapped(clipping, "clip", clip)
 
 
 def clip_factor_off():
     """By a thousandth."""
-    return _clip(factor_B=lambda clipped: clipped.factor_B * 1.001)
-
-
-def no_clipping():
-    return _clip(factor_B=lambda clipped: torch.ones_like(clipped.factor_B))
+    return _clip("factor_B", lambda factor_B: factor_B * 1.001)
 
 
 def bad_samples_kept():
-    return _clip(rejected_B=lambda clipped: torch.zeros_like(clipped.rejected_B))
+    return _clip("rejected_B", torch.zeros_like)
 
 
 def samples_merged():
     """The samples of a microbatch are averaged before they are clipped."""
-    from torchtitan_dp.gradients.clipped_sum import ClippedSum
 
     def add(original, self, shards, valid_B):
         shards[:] = [s.mean(0, keepdim=True).expand_as(s).clone() for s in shards]
@@ -93,7 +89,6 @@ def samples_merged():
 
 def another_samples_targets():
     """A sample's loss is divided by the targets of its neighbours, too."""
-    from torchtitan_dp.models.llama3.model import Llama
 
     def forward(original, self, tokens, *args, targets=None, **kwargs):
         if targets is not None:
@@ -105,7 +100,6 @@ def another_samples_targets():
 
 def chunk_edge_lost():
     """The loss head leaves the first token of each chunk but the first out."""
-    from torchtitan_dp.models import loss_head
 
     def chunks(original, tokens, size):
         return [slice(c.start + (c.start > 0), c.stop) for c in original(tokens, size)]
@@ -115,17 +109,13 @@ def chunk_edge_lost():
 
 def tile_lost():
     """The last tile of the feed-forward, which may be shorter, is left out."""
-    from torchtitan_dp.models import feed_forward
-
-    def tiles(original, tokens, size):
-        return original(tokens - tokens % size, size)
-
-    return wrapped(feed_forward, "tiles", tiles)
+    return wrapped(
+        feed_forward, "tiles", lambda tiles, tokens, size: tiles(tokens - tokens % size, size)
+    )
 
 
 def heads_share_the_first_key():
     """With heads apart, all queries attend to the first key head."""
-    from torchtitan_dp.distributed import ring
 
     def heads(original, query, key, heads_apart):
         for of_queries, of_keys in original(query, key, heads_apart):
@@ -149,17 +139,11 @@ def ring_of_another_balancer():
         def __setattr__(self, name, value):
             setattr(self.options, name, value)
 
-    return mock.patch.object(ring, "_cp_options", Flipped(ring._cp_options))
+    return replaced(ring, "_cp_options", Flipped(ring._cp_options))
 
 
 def _noise(change: Callable):
-    from torchtitan_dp import optimizer
-
     return wrapped(optimizer, "add_gaussian_noise_", change)
-
-
-def noise_not_added():
-    return _noise(lambda add, flat, **terms: None)
 
 
 def noise_too_small():
@@ -179,7 +163,7 @@ def noise_without_tails():
 
 
 def noise_shared_by_shards():
-    return mock.patch("torchtitan_dp.optimizer._flat_start", return_value=0)
+    return mock.patch.object(optimizer, "_flat_start", return_value=0)
 
 
 def noise_shared_by_parameters():
@@ -188,70 +172,66 @@ def noise_shared_by_parameters():
 
 def key_repeated():
     """Each step has the first one's key."""
-    from torchtitan_dp.privacy.keys import KeyStream
-
-    return wrapped(KeyStream, "take", lambda take, self, step: bytes(range(32)))
+    return replaced(KeyStream, "take", lambda self, step: bytes(range(32)))
 
 
 def keys_of_their_own():
     """Rank 0's root key does not arrive."""
-    return mock.patch("torch.distributed.broadcast", return_value=None)
+    return mock.patch.object(dist, "broadcast", return_value=None)
 
 
 def divided_by_the_ranks():
-    from torchtitan_dp.optimizer import DPOptimizer
-
     def make(original, self, *args, expected_batch_size, **terms):
         ranks = dist.get_world_size()
         original(self, *args, expected_batch_size=expected_batch_size * 2 * ranks, **terms)
 
-    return wrapped(DPOptimizer, "__init__", make)
+    return wrapped(optimizer.DPOptimizer, "__init__", make)
+
+
+def _after_each_step(change: Callable):
+    """Call `change` with the optimizers and the model after each of their steps."""
+
+    def step(original, self):
+        original(self)
+        with torch.no_grad():
+            change(self.optimizers, self.model_parts[0])
+
+    return wrapped(OptimizersContainer, "step", step)
 
 
 def weights_differ():
     """The last rank's weights drift by what a step changes them."""
-    from torchtitan.components.optimizer import OptimizersContainer
 
-    def step(original, self):
-        original(self)
+    def drift(_, model):
         if dist.get_rank() == dist.get_world_size() - 1:
-            with torch.no_grad():
-                for parameter in self.model_parts[0].parameters():
-                    parameter.to_local().add_(1e-2)
+            for parameter in model.parameters():
+                parameter.to_local().add_(1e-2)
 
-    return wrapped(OptimizersContainer, "step", step)
+    return _after_each_step(drift)
 
 
 def adamw_forgets():
     """The optimizer's state is lost from step to step."""
-    from torchtitan.components.optimizer import OptimizersContainer
 
-    def step(original, self):
-        original(self)
-        for inner in self.optimizers:
+    def forget(optimizers, _):
+        for inner in optimizers:
             for state in inner.state.values():
                 state["exp_avg"].zero_()
 
-    return wrapped(OptimizersContainer, "step", step)
+    return _after_each_step(forget)
 
 
 def frozen_weight_moves():
     """A step changes a weight that is not trained."""
-    from torchtitan.components.optimizer import OptimizersContainer
 
-    def step(original, self):
-        original(self)
-        for model in self.model_parts:
-            frozen = next(p for p in model.parameters() if not p.requires_grad)
-            with torch.no_grad():
-                frozen.to_local().add_(1e-3)
+    def move(_, model):
+        next(p for p in model.parameters() if not p.requires_grad).to_local().add_(1e-3)
 
-    return wrapped(OptimizersContainer, "step", step)
+    return _after_each_step(move)
 
 
 def adapter_stays():
     """A step leaves one adapter as it was."""
-    from torchtitan.components.optimizer import OptimizersContainer
 
     def step(original, self):
         stays = self.model_parts[0].layers["1"].attention.wo.lora_a.weight
@@ -263,22 +243,17 @@ def adapter_stays():
     return wrapped(OptimizersContainer, "step", step)
 
 
-def checkpoint_loses_a_tensor():
-    from torchtitan_dp.checkpoint import safe_load
-
+def _load_without(lost: Callable[[str], bool]):
     def load(original, state_dict, folder, **options):
-        lost = next(name for name in state_dict if name.endswith("wq.weight"))
-        original({n: v for n, v in state_dict.items() if n != lost}, folder, **options)
+        original({n: v for n, v in state_dict.items() if not lost(n)}, folder, **options)
 
     return wrapped(safe_load, "load", load)
+
+
+def checkpoint_loses_a_tensor():
+    return _load_without(lambda name: name.endswith("layers.0.attention.wq.weight"))
 
 
 def checkpoint_without_optimizer():
     """What is loaded is the weights alone."""
-    from torchtitan_dp.checkpoint import safe_load
-
-    def load(original, state_dict, folder, **options):
-        kept = {n: v for n, v in state_dict.items() if n != "optimizer"}
-        original(kept, folder, **options)
-
-    return wrapped(safe_load, "load", load)
+    return _load_without(lambda name: name == "optimizer")

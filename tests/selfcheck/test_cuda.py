@@ -72,39 +72,27 @@ def test_every_method(tmp_path, processes):
     assert len(rings) == (8 if processes == 2 else 0)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        pytest.param((), marks=cuda, id="debug"),
-        pytest.param((BF16, *GRAD_SAMPLE), marks=cuda, id="grad_sample"),
-        pytest.param(("--compile.enable",), marks=cuda, id="compile"),
-        pytest.param((BF16, "--compile.enable", *OFFLOAD), marks=cuda, id="compile, offload"),
-        pytest.param(
-            (BF16, "--compile.enable", *OFFLOAD, *GRAD_SAMPLE), marks=cuda, id="compile, V3"
-        ),
-        pytest.param((BF16, *OFFLOAD, *GRAD_SAMPLE), marks=cuda, id="offload"),
-        pytest.param(("--privacy.secure_noise",), marks=cuda, id="secure"),
-    ],
-)
-def test_on_one_device(tmp_path, overrides):
-    on_cuda(tmp_path, 1, "--config", str(CONFIG), *overrides)
+COMPILE = "--compile.enable"
+CASES = {
+    "debug": (1, ()),
+    "grad_sample": (1, (BF16, *GRAD_SAMPLE)),
+    "compile": (1, (COMPILE,)),
+    "compile, offload": (1, (BF16, COMPILE, *OFFLOAD)),
+    "compile, offload, grad_sample": (1, (BF16, COMPILE, *OFFLOAD, *GRAD_SAMPLE)),
+    "offload": (1, (BF16, *OFFLOAD, *GRAD_SAMPLE)),
+    "cp": (2, SHARED),
+    "cp, grad_sample": (2, (BF16, *GRAD_SAMPLE, *SHARED)),
+    "dp_shard": (2, (*DP_SHARD, *SHARED)),
+    "dp_shard, grad_sample": (2, (BF16, *GRAD_SAMPLE, *DP_SHARD, *SHARED)),
+    "cp, compile": (2, (BF16, COMPILE, *SHARED)),
+    "cp, compile, grad_sample": (2, (BF16, COMPILE, *GRAD_SAMPLE, *SHARED)),
+}
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        pytest.param((), marks=cuda, id="cp"),
-        pytest.param((BF16, *GRAD_SAMPLE), marks=cuda, id="cp, grad_sample"),
-        pytest.param(DP_SHARD, marks=cuda, id="dp_shard"),
-        pytest.param((BF16, *GRAD_SAMPLE, *DP_SHARD), marks=cuda, id="dp_shard, grad_sample"),
-        pytest.param((BF16, "--compile.enable"), marks=cuda, id="cp, compile"),
-        pytest.param(
-            (BF16, "--compile.enable", *GRAD_SAMPLE), marks=cuda, id="cp, compile, grad_sample"
-        ),
-    ],
-)
-def test_two_ranks_on_one_device(tmp_path, overrides):
-    on_cuda(tmp_path, 2, "--config", str(CONFIG), *overrides, *SHARED)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=cuda) for name in CASES])
+def test_on_one_device(tmp_path, name):
+    processes, overrides = CASES[name]
+    on_cuda(tmp_path, processes, "--config", str(CONFIG), *overrides)
 
 
 @pytest.mark.parametrize("processes", [pytest.param(torch.cuda.device_count(), marks=cuda)])

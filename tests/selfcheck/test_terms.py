@@ -49,15 +49,14 @@ def test_shipped_configurations(config):
     assert in_fp32.args == dataclasses.replace(args, n_kv_heads=args.n_heads)
 
 
+DEBUG = ("--job.config_file", str(ROOT / "train_configs/llama3_debug.toml"))
+
+
 def test_groups_to_clip_are_those_of_the_small_model():
     """Patterns that name layers which only the whole model has are left out; a mistake is not."""
-    options = [
-        *("--job.config_file", str(ROOT / "train_configs/llama3_debug.toml")),
-        "--privacy.clipping=per_layer",
-    ]
-    (own,) = given_terms(
-        [*options, "--privacy.clipping_groups=layers.1.*,layers.3.*,layers.*,*"], 1
-    )
+    options = [*DEBUG, "--privacy.clipping=per_layer"]
+    groups = "--privacy.clipping_groups=layers.1.*,layers.3.*,layers.*,*"
+    (own,) = given_terms([*options, groups], 1)
     assert own.config.privacy.clipping_groups == ["layers.1.*", "layers.*", "*"]
     assert own.args.n_layers == 2
     with pytest.raises(ValueError, match=r"'layer\.1\.\*' has no trained parameter"):
@@ -77,26 +76,25 @@ def test_what_decides_code_and_kernels_stays():
         "--training.local_batch_size=16",
     ]
     own, _ = given_terms(overrides, 8)
+    given, training = own.config, own.config.training
     assert own.degrees == (2, 2, 2)
-    assert own.config.parallelism.context_parallel_load_balancer is None
-    assert own.config.parallelism.context_parallel_rotate_method == "allgather"
-    assert own.config.activation_checkpoint.mode == "full"
-    assert own.config.privacy.gradient_method == "grad_sample"
-    assert own.config.privacy.clip_function == "automatic"
-    assert own.config.privacy.secure_noise
-    assert own.config.training.local_batch_size == 4
-    tokens = own.config.training.seq_len // 2
-    assert 2 * own.config.training.loss_chunk_tokens < tokens
-    assert tokens % own.config.training.loss_chunk_tokens
+    assert given.parallelism.context_parallel_load_balancer is None
+    assert given.parallelism.context_parallel_rotate_method == "allgather"
+    assert given.activation_checkpoint.mode == "full"
+    assert given.privacy.gradient_method == "grad_sample"
+    assert given.privacy.clip_function == "automatic"
+    assert given.privacy.secure_noise
+    assert training.local_batch_size == 4
+    tokens = training.seq_len // 2
+    assert 2 * training.loss_chunk_tokens < tokens
+    assert tokens % training.loss_chunk_tokens
 
 
 def test_attention_is_checked_at_the_ladders_rungs():
-    debug = ["--job.config_file", str(ROOT / "train_configs/llama3_debug.toml")]
-    assert given_terms(debug, 2)[0].lengths == (8, 16, 32, 64, 128, 256, 512)
-    assert given_terms([*debug, "--data.no-length_buckets"], 2)[0].lengths == (512,)
+    assert given_terms([*DEBUG], 2)[0].lengths == (4, 8, 16, 32, 64, 128, 256, 512)
+    assert given_terms([*DEBUG, "--data.no-length_buckets"], 2)[0].lengths == (512,)
 
 
 def test_without_privacy_there_is_nothing_to_check():
-    debug = ["--job.config_file", str(ROOT / "train_configs/llama3_debug.toml")]
     with pytest.raises(ValueError, match=r"privacy\.enable = false.*set it to true"):
-        given_terms([*debug, "--privacy.no-enable"], 1)
+        given_terms([*DEBUG, "--privacy.no-enable"], 1)

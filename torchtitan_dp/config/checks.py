@@ -309,6 +309,16 @@ def _methods(config: JobConfig) -> Iterator[Row]:
         "activation_checkpoint.mode: set it to 'full'; the budget is of compiled blocks, and "
         f"'{name}' compiles only the regions between their layers",
     )
+    parallelism = config.parallelism
+    unbalanced = parallelism.context_parallel_load_balancer is None
+    yield (
+        unbalanced
+        and parallelism.context_parallel_degree > 1
+        and config.compile.enable
+        and method.compiles == "blocks",
+        "parallelism.context_parallel_load_balancer: a compiled rank leaves out collectives whose "
+        "results it masks, and the others wait; set it to 'headtail', or compile.enable to false",
+    )
     yield (
         twice and config.compile.enable,
         "privacy.ghost_passes: compiled code runs backward once; set ghost_passes = 'one', or "

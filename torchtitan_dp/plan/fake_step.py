@@ -33,7 +33,7 @@ from torchtitan_dp.distributed import offload
 from torchtitan_dp.gradients import randomized_norm
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import ReductionGroups, RowLayout, free_gathered
-from torchtitan_dp.gradients.step import build_step
+from torchtitan_dp.gradients.methods import build_step
 from torchtitan_dp.models import feed_forward, rms_norm
 from torchtitan_dp.models.ema import ema_of
 from torchtitan_dp.models.families import ModelArgs, family_of

@@ -15,6 +15,7 @@ import math
 from dataclasses import dataclass
 
 from torchtitan_dp.privacy import accounting
+from torchtitan_dp.privacy.mechanism import PoissonGaussian
 from torchtitan_dp.privacy.segments import Mechanism, Segment
 
 DROWNS = 5.0
@@ -108,11 +109,11 @@ class Target:
 
     def noise_multiplier(self, batch: int, steps: int) -> float:
         """Find the sigma that keeps the promise; ValueError, one line, if there is none."""
-        return accounting.noise_multiplier(
+        return accounting.noise_for(
+            PoissonGaussian(1.0, batch / self.units),
+            steps,
             target_epsilon=self.epsilon,
             delta=self.delta,
-            sample_rate=batch / self.units,
-            steps=steps,
             accountant=self.accountant,
             before=self.before,
         )

@@ -2,11 +2,11 @@
 
 Guarantee
 ---------
-`epsilon` is an upper bound: `steps` times the Poisson-subsampled Gaussian mechanism (each unit in
+`compose` is an upper bound: the steps of the Poisson-subsampled Gaussian mechanism (each unit in
 with probability `sample_rate`; sum of contributions of norm at most C; noise of standard deviation
-`noise_multiplier` * C, fresh each step) is (epsilon, delta)-DP, also when each step is chosen after
-seeing the ones before. Steps are optimizer steps, empty draws included, never microbatches. Other
-mechanisms (`mechanism`) are dominated by such steps, as they prove.
+`noise_multiplier` * C, fresh each step) are (epsilon, delta)-DP, also when each step is chosen
+after seeing the ones before. Steps are optimizer steps, empty draws included, never microbatches.
+Other mechanisms (`mechanism`) are dominated by such steps, as they prove.
 
 Neighbours: `add_remove` (one unit more or less; needs a public sample rate and divisor) and
 `zero_out` (one unit's content replaced by an empty unit, which contributes 0; the number of units
@@ -15,8 +15,8 @@ either way a step is noise around the others' sum on one side and, with probabil
 moved by at most C on the other, and both directions are covered. Replacing one unit by another is
 *not* covered by this number.
 
-`compose` is the same of several segments, one after the other on the same data and with the same
-neighbours, if their mechanisms and steps were all fixed before training ("planned").
+Several segments go one after the other on the same data and with the same neighbours; their
+mechanisms and steps were all fixed before training ("planned").
 
 Accountants (RDP's bound is the answer where it is smaller, or PLD is out of its numerical depth):
 
@@ -34,7 +34,6 @@ from collections.abc import Callable, Sequence
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Literal, get_args
 
-from torchtitan_dp.privacy.mechanism import PoissonGaussian
 from torchtitan_dp.privacy.pld import pld_epsilon
 from torchtitan_dp.privacy.rdp import rdp_epsilon
 from torchtitan_dp.privacy.segments import Mechanism, Segment, composition
@@ -47,25 +46,6 @@ MAX_NOISE_MULTIPLIER = 1e4
 _MIN_NOISE_MULTIPLIER = 1e-4
 _TOLERANCE = 0.004  # of an excess, around 0.995 of the target: inside [0.99, 1]
 _POINTS: dict[Accountant, int] = {"pld": 20, "rdp": 100}  # of a curve
-
-
-def epsilon(
-    *,
-    noise_multiplier: float,
-    sample_rate: float,
-    steps: int,
-    delta: float,
-    accountant: Accountant,
-) -> float:
-    """Compute the epsilon spent after `steps` steps of the Poisson-subsampled Gaussian mechanism,
-    as `compose` does: 0.0 without steps or with sample_rate 0; inf without noise.
-
-    >>> query = dict(noise_multiplier=1.0, sample_rate=0.01, steps=1_000, delta=1e-5)
-    >>> round(epsilon(**query, accountant="rdp"), 3), round(epsilon(**query, accountant="pld"), 3)
-    (2.101, 1.828)
-    """
-    segment = Segment(PoissonGaussian(noise_multiplier, sample_rate), steps)
-    return compose([segment], delta=delta, accountant=accountant)
 
 
 def compose(segments: Sequence[Segment], *, delta: float, accountant: Accountant) -> float:
@@ -82,9 +62,10 @@ def compose(segments: Sequence[Segment], *, delta: float, accountant: Accountant
     Raises:
         ValueError: an argument is out of its range.
 
-    >>> half = Segment(PoissonGaussian(1.0, 0.01), 500)
-    >>> round(compose([half, half], delta=1e-5, accountant="rdp"), 3)
-    2.101
+    >>> from torchtitan_dp.privacy.mechanism import PoissonGaussian
+    >>> half, query = Segment(PoissonGaussian(1.0, 0.01), 500), dict(delta=1e-5)
+    >>> [round(compose([half, half], accountant=name, **query), 3) for name in ("rdp", "pld")]
+    [2.101, 1.828]
     """
     check_delta(delta)
     if accountant not in get_args(Accountant):
@@ -98,32 +79,6 @@ def compose(segments: Sequence[Segment], *, delta: float, accountant: Accountant
         return math.inf
     bound = rdp_epsilon(fewest, delta)
     return min(bound, pld_epsilon(fewest, delta)) if accountant == "pld" else bound
-
-
-def noise_multiplier(
-    *,
-    target_epsilon: float,
-    delta: float,
-    sample_rate: float,
-    steps: int,
-    accountant: Accountant,
-    before: Sequence[Segment] = (),
-) -> float:
-    """Find the sigma of the Poisson-subsampled Gaussian mechanism, as `noise_for` does.
-
-    >>> query = dict(sample_rate=0.01, steps=1_000, delta=1e-5)
-    >>> sigma = noise_multiplier(target_epsilon=3.0, accountant="rdp", **query)
-    >>> 2.97 <= epsilon(noise_multiplier=sigma, accountant="rdp", **query) <= 3.0
-    True
-    """
-    return noise_for(
-        PoissonGaussian(1.0, sample_rate),
-        steps,
-        target_epsilon=target_epsilon,
-        delta=delta,
-        accountant=accountant,
-        before=before,
-    )
 
 
 def noise_for(
@@ -148,6 +103,12 @@ def noise_for(
     Raises:
         ValueError: an argument is out of its range, `before` alone exceeds the target, or no sigma
             up to 1e4 reaches it.
+
+    >>> from torchtitan_dp.privacy.mechanism import PoissonGaussian
+    >>> query = dict(delta=1e-5, accountant="rdp")
+    >>> sigma = noise_for(PoissonGaussian(1.0, 0.01), 1_000, target_epsilon=3.0, **query)
+    >>> 2.97 <= compose([Segment(PoissonGaussian(sigma, 0.01), 1_000)], **query) <= 3.0
+    True
     """
     Segment(mechanism, steps)  # checks their number
     if not 0 < target_epsilon < math.inf:
@@ -225,6 +186,7 @@ class EpsilonCurve:
         the next computed point, or at any later one, is one here too. At a computed point, and
         hence at `total_steps`, it is that point's own value, or a smaller one of a later point.
 
+    >>> from torchtitan_dp.privacy.mechanism import PoissonGaussian
     >>> coming = PoissonGaussian(1.0, 0.01)
     >>> curve = EpsilonCurve((), coming, delta=1e-5, accountant="rdp", total_steps=1_000)
     >>> round(curve.at(1_000), 3), curve.at(949) == curve.at(950) < curve.at(951)

@@ -10,25 +10,44 @@ a temporary checkpoint. Exit code 1 if a check fails, in one line each; 2 for a 
 """
 
 import argparse
+import functools
+import hashlib
+import itertools
 import math
 import os
 import platform
 import subprocess
 import sys
 import tempfile
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import exit_on_mistake, fail, write_json
-from torchtitan_dp.distributed.devices import capability, device_name, libraries
+from torchtitan_dp.distributed.agreement import shared_root_key
+from torchtitan_dp.distributed.attention import RotateMethod
+from torchtitan_dp.distributed.cpu import has_accelerator
+from torchtitan_dp.distributed.devices import (
+    capability,
+    cuda_devices,
+    device_name,
+    libraries,
+    memory_bytes,
+)
+from torchtitan_dp.distributed.host_memory import available_bytes
+from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger import versions
 from torchtitan_dp.process import die_with_parent
-from torchtitan_dp.selfcheck.checks import checks_of, free_memory_gib, machine_checks
-from torchtitan_dp.selfcheck.run import Outcome, run, start
-from torchtitan_dp.selfcheck.small import default_terms, given_terms
+from torchtitan_dp.selfcheck.parts import attention, norm_estimates
+from torchtitan_dp.selfcheck.run import Check, Measured, Outcome, Ranks, run, start
+from torchtitan_dp.selfcheck.small import WAYS, Terms, default_terms, given_terms
+from torchtitan_dp.selfcheck.steps import Loops, checkpoint, clipped_sum, noise, updates
+
+_DO_NOT_TRAIN = "do not train here: epsilon would not hold"
+_GIB = 2**30
 
 
 def main(argv: list[str]) -> None:
@@ -52,10 +71,10 @@ def main(argv: list[str]) -> None:
     for name, value in found.items():
         say(f"  {name}: {value}")
     checks = [*machine_checks(ranks), *checks_of(ranks, terms, place, every=not overrides)]
-    outcomes = run(ranks, checks, lambda outcome: say(row(outcome)))
+    outcomes = run(ranks, checks, lambda outcome: say(outcome.row()))
     failed = [outcome for outcome in outcomes if not outcome.passed]
     for outcome in failed:
-        say(failure(outcome))
+        say(outcome.failure())
     if options.json and ranks.rank == 0:
         write_json(options.json, for_programs(device, found, outcomes))
     say(f"selfcheck: {len(outcomes) - len(failed)} of {len(outcomes)} passed")
@@ -72,19 +91,12 @@ def parse(argv: list[str], description: str) -> tuple[argparse.Namespace, list[s
         epilog="With --config any --section.key value of the configuration is taken too.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--config",
-        "--job.config_file",
-        dest="config",
-        metavar="FILE",
-        help="the TOML of a run: check what it would use (default: every gradient method)",
-    )
+    of_config = "the TOML of a run: check what it would use (default: every gradient method)"
+    of_backend = "of the process group, for ranks that share a device: cpu:gloo,cuda:gloo"
+    names = "--config", "--job.config_file"
+    parser.add_argument(*names, dest="config", metavar="FILE", help=of_config)
     parser.add_argument("--json", metavar="FILE", help="write the result there; - is stdout")
-    parser.add_argument(
-        "--backend",
-        metavar="NAME",
-        help="of the process group, for ranks that share a device: cpu:gloo,cuda:gloo",
-    )
+    parser.add_argument("--backend", metavar="NAME", help=of_backend)
     options, overrides = parser.parse_known_args(argv)
     if options.config is not None:
         return options, ["--job.config_file", options.config, *overrides]
@@ -128,38 +140,157 @@ def _driver() -> str:
     return done.stdout.split("\n")[0].strip()
 
 
-def row(outcome: Outcome) -> str:
-    """Format an outcome as a line of the table."""
-    line = f"  {'ok' if outcome.passed else 'FAILED':6}  {outcome.name:80}  "
-    if outcome.value is None or outcome.bound is None:
-        return line + outcome.error
-    return f"{line}{outcome.value:9.3g}  <= {outcome.bound:.3g}"
-
-
-def failure(outcome: Outcome) -> str:
-    """Return one line: what failed, and what to do."""
-    found = outcome.error
-    if outcome.value is not None:
-        found = f"{outcome.value:.3g} (the limit is {outcome.bound:.3g})"
-    return f"FAILED: {outcome.name}: {found}; {outcome.remedy}"
+def free_memory_gib(device: torch.device) -> tuple[float, float]:
+    """Return how much memory is free to a rank, and how much should be: of its device, or host."""
+    if device.type == "cuda":
+        free, total = memory_bytes(device)
+        return free / _GIB, 0.9 * total / _GIB  # a CUDA context takes a few percent
+    available = available_bytes()
+    assert available is not None, "Linux has /proc/meminfo"
+    return available / _GIB / int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1.0  # these checks' own
 
 
 def for_programs(device: str, facts: dict[str, str], outcomes: list[Outcome]) -> dict[str, Any]:
     """Return the content of `--json`; JSON has no NaN."""
-    return {
-        "device": device,
-        "facts": facts,
-        "passed": all(outcome.passed for outcome in outcomes),
-        "checks": [
-            {
-                "name": one.name,
-                "passed": one.passed,
-                "value": one.value if math.isfinite(one.value or 0.0) else None,
-                "bound": one.bound,
-            }
-            for one in outcomes
-        ],
-    }
+    checks = [
+        {
+            "name": one.name,
+            "passed": one.passed,
+            "value": one.value if math.isfinite(one.value or 0.0) else None,
+            "bound": one.bound,
+        }
+        for one in outcomes
+    ]
+    passed = all(outcome.passed for outcome in outcomes)
+    return {"device": device, "facts": facts, "passed": passed, "checks": checks}
+
+
+# All checks, in order: those that are quick and explain others come first.
+
+
+def machine_checks(ranks: Ranks) -> list[Check]:
+    """List the checks of the machine, which do not depend on what is trained."""
+    update = "the driver is too old for this torch, or broken: update it"
+    free = "other programs hold it: end them, or choose other devices (CUDA_VISIBLE_DEVICES)"
+    install = "install one environment on all nodes (scripts/setup.sh)"
+    network = f"{_DO_NOT_TRAIN}; broadcasts between these ranks are wrong (NCCL, the network)"
+
+    def unusable() -> Measured:  # the run would be on the CPU
+        return Measured("present but unusable", 0 if has_accelerator() else cuda_devices(), 0)
+
+    def missing() -> Measured:
+        free, needed = free_memory_gib(ranks.device)
+        return Measured("missing GiB", max(needed - free, 0.0), 0.0)
+
+    def differ(mine: Callable[[], object]) -> Measured:
+        found = ranks.gather(mine())
+        return Measured("ranks that differ", sum(one != found[0] for one in found), 0)
+
+    def environment() -> object:
+        return versions(), torch.__version__, platform.python_version()
+
+    def root_key() -> object:
+        """Drawn and broadcast as for a run; a hash of a key derived from it is compared."""
+        return hashlib.sha256(shared_root_key(ranks.device, None).stream("coin").take(1)).digest()
+
+    return [
+        Check("devices", update, lambda: (unusable(),)),
+        Check("memory", free, lambda: (missing(),)),
+        Check("versions", install, lambda: (differ(environment),)),
+        Check("root key", network, lambda: (differ(root_key),)),
+    ]
+
+
+def checks_of(
+    ranks: Ranks, all_terms: Sequence[Terms], place: str, *, every: bool
+) -> Iterator[Check]:
+    """List the checks on some terms, each statement once.
+
+    Args:
+        place: a folder that all ranks see, for a temporary checkpoint.
+        every: also those that the terms do not ask for: all balancers and rotations of the ring,
+            other ways of a method, secure noise.
+    """
+    loops = Loops()
+    met = set()
+    for terms in all_terms:
+        check = functools.partial(_check, ranks, terms)
+        first = (terms.dtype, terms.degrees) not in met
+        met.add((terms.dtype, terms.degrees))
+        if first:  # these depend on no gradient method
+            yield from _attention_checks(ranks, terms, every)
+        if first and terms.dtype == torch.float32:
+            yield check("noise", _DO_NOT_TRAIN, noise)
+            if every:
+                secure = terms.but(secure_noise=True)
+                yield _check(ranks, secure, "secure noise", _DO_NOT_TRAIN, noise)
+            remedy = (
+                f"checkpoints cannot be trusted where they were tried ({place}): another "
+                "job.dump_folder, on a file system that all nodes share"
+            )
+            yield check("checkpoint", remedy, checkpoint, place)
+        yield from _sum_checks(ranks, terms, loops, every)
+
+
+def _check(
+    ranks: Ranks,
+    terms: Terms,
+    name: str,
+    remedy: str,
+    measure: Callable[..., Sequence[Measured]],
+    *arguments: object,
+) -> Check:
+    bound = functools.partial(measure, ranks, terms, *arguments)
+    return Check(f"{name}, {terms.place}", remedy, bound)
+
+
+def _attention_checks(ranks: Ranks, terms: Terms, every: bool) -> Iterator[Check]:
+    parallelism = terms.config.parallelism
+    balancers = [parallelism.context_parallel_load_balancer]
+    rotations = [parallelism.context_parallel_rotate_method]
+    if terms.degrees[2] == 1:
+        remedy = f"{_DO_NOT_TRAIN}; another training.mixed_precision_param or torch may pass"
+        cases = {"attention": (balancers[0], rotations[0], False)}
+        apart = "attention, heads apart"
+    else:
+        remedy = (
+            "another parallelism.context_parallel_load_balancer, context_parallel_rotate_method or "
+            "torch may pass; else train with context_parallel_degree = 1"
+        )
+        if every:
+            balancers, rotations = ["headtail", None], list(get_args(RotateMethod))
+        pairs = itertools.product(balancers, rotations)
+        cases = {f"ring attention, {b}, {rotate}": (b, rotate, False) for b, rotate in pairs}
+        apart = f"ring attention, {balancers[0]}, {rotations[0]}, heads apart"
+    if every or terms.heads_apart:
+        cases[apart] = (balancers[0], rotations[0], True)
+    for name, case in cases.items():
+        yield _check(ranks, terms, name, remedy, attention, *case)
+
+
+def _sum_checks(ranks: Ranks, terms: Terms, loops: Loops, every: bool) -> Iterator[Check]:
+    method: str = terms.config.privacy.gradient_method
+    kind = method
+    if METHODS[method].estimates_norms:
+        remedy = f"{_DO_NOT_TRAIN}; privacy.gradient_method = 'ghost' has exact norms"
+        yield _check(ranks, terms, "norm estimates", remedy, norm_estimates)
+        # The loop's norms are exact: the rest of the method is compared with it.
+        kind, terms = f"{method} with exact norms", terms.but(gradient_method="ghost")
+    kinds = {kind: terms}
+    if every:
+        kinds |= {f"{method}, {way}": terms.but(**of) for way, of in WAYS.get(method, {}).items()}
+    remedy = (
+        f"{_DO_NOT_TRAIN}; another privacy.gradient_method or dtype may pass; where ring attention "
+        "does, look at reductions (NCCL, the network)"
+    )
+    for of_kind, of in kinds.items():
+        yield _check(ranks, of, f"clipped sum, {of_kind}", remedy, clipped_sum, loops)
+    if terms.dtype == torch.float32:
+        remedy = (
+            f"{_DO_NOT_TRAIN}; if it passes with optimizer.implementation = 'for-loop', the fused "
+            "optimizer is at fault"
+        )
+        yield _check(ranks, terms, f"update, {kind}", remedy, updates, loops)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,13 @@
-"""Parts of a step, each against the textbook's: attention, loss head, estimates of norms, noise."""
+"""Parts of a step, each against the textbook's: attention, and estimates of norms."""
 
-import copy
 import math
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
-from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed.context_parallel import cp_shard
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
@@ -26,18 +23,10 @@ from torchtitan_dp.distributed.attention import (
 from torchtitan_dp.gradients.ghost import GhostGradients
 from torchtitan_dp.gradients.operands import Products
 from torchtitan_dp.gradients.randomized_norm import RandomizedNorms, first_number
-from torchtitan_dp.models.families import on_meta
-from torchtitan_dp.models.feed_forward import Tiling, feed_forward_in_tiles
-from torchtitan_dp.models.loss_head import LossHead
-from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.noise import standard_normal
-from torchtitan_dp.selfcheck.reference import Gradient, relative_error, rounding
-from torchtitan_dp.selfcheck.run import Measured, Ranks, worst
+from torchtitan_dp.selfcheck.reference import rounding
+from torchtitan_dp.selfcheck.run import DEVIATIONS, Measured, Ranks, worst
 from torchtitan_dp.selfcheck.small import Small, Terms, mesh
-
-# The bound of statistics that are nearly normal, in standard deviations: 6e-7 lies beyond 5, on
-# both sides. Keys are fixed and public, so that a machine that passes goes on passing.
-_DEVIATIONS = 5.0
 
 
 def attention(
@@ -61,9 +50,7 @@ def attention(
     errors = []
     for length in terms.lengths:
         try:
-            errors.append(
-                _attention_error(holder[0], cp_mesh, ranks.device, terms, balancer, length)
-            )
+            errors.append(_attention_error(holder[0], cp_mesh, ranks, terms, balancer, length))
         except RuntimeError as error:  # for example, no kernel takes this length
             raise RuntimeError(f"samples of {length} tokens: {error}") from error
     lengths = " to ".join(map(str, dict.fromkeys((terms.lengths[0], terms.lengths[-1]))))
@@ -74,7 +61,7 @@ def attention(
 def _attention_error(
     kernel: nn.Module,
     cp_mesh: DeviceMesh | None,
-    device: torch.device,
+    ranks: Ranks,
     terms: Terms,
     balancer: LoadBalancer,
     length: int,
@@ -84,19 +71,18 @@ def _attention_error(
     As a share of the row's norm plus rows' mean: early rows are larger than late ones.
     """
     heads, kv_heads = terms.heads
-    head_dim = terms.args.head_size
     generator = torch.Generator().manual_seed(length)
     # q, k, v and the gradient of the output, rounded to the dtype before either side computes
-    q, k, v, g = (
-        torch.randn(2, n, length, head_dim, generator=generator).to(terms.dtype)
+    *inputs, g = (
+        torch.randn(2, n, length, terms.args.head_size, generator=generator).to(terms.dtype)
         for n in (heads, kv_heads, kv_heads, heads)
     )
-    whole = [x.double().requires_grad_() for x in (q, k, v)]
-    out = _textbook_attention(*whole)
-    out.backward(g.double())
+    true = [x.double().requires_grad_() for x in inputs]
+    true_out = _textbook_attention(*true)
+    true_grads = torch.autograd.grad(true_out, true, g.double())
 
     def local(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        moved = tuple(x.to(device) for x in tensors)
+        moved = tuple(x.to(ranks.device) for x in tensors)
         if cp_mesh is None:
             return moved
         return cp_shard(cp_mesh, moved, None, balancer, input_seq_dim=2)[0]
@@ -104,14 +90,11 @@ def _attention_error(
     def heads_last(x: torch.Tensor) -> torch.Tensor:  # in memory, as the layers around have them
         return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
-    mine = [heads_last(x).requires_grad_() for x in local(q, k, v)]
-    its_out = kernel(*mine, enable_gqa=kv_heads < heads)
-    its_out.backward(heads_last(local(g)[0]))
-    expected = local(out.detach(), *(x.grad for x in whole if x.grad is not None))
-    actual = [its_out.detach(), *(x.grad for x in mine if x.grad is not None)]
-    assert len(actual) == len(expected) == 4
+    mine = [heads_last(x).requires_grad_() for x in local(*inputs)]
+    out = kernel(*mine, enable_gqa=kv_heads < heads)
+    actual = out.detach(), *torch.autograd.grad(out, mine, heads_last(local(g)[0]))
     errors = []
-    for a, e in zip(actual, expected, strict=True):
+    for a, e in zip(actual, local(true_out.detach(), *true_grads), strict=True):
         off, size = (a.double() - e).norm(dim=-1), e.norm(dim=-1)
         errors.append((off / (size + size.mean())).max().item())
     return worst(errors)
@@ -125,77 +108,6 @@ def _textbook_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> to
     return F.softmax(scores, dim=-1) @ v
 
 
-def loss_head(ranks: Ranks, terms: Terms) -> Sequence[Measured]:
-    """Compare the chunked head's loss and gradients, over three chunks and a rest, with fp64's.
-
-    Targets are ignored on both sides of an edge, and at the end. Both start from rounded inputs.
-    """
-    chunk = 32
-    tokens, args = 3 * chunk + 5, terms.args
-    generator = torch.Generator().manual_seed(0)
-    weight_VD = torch.randn(args.vocab_size, args.dim, generator=generator) * args.dim**-0.5
-    h_1TD = torch.randn(1, tokens, args.dim, generator=generator)
-    weight_VD, h_1TD = weight_VD.to(terms.dtype), h_1TD.to(terms.dtype)
-    labels_1T = torch.randint(0, args.vocab_size, (1, tokens), generator=generator)
-    labels_1T[0, [chunk - 1, 2 * chunk, tokens - 1]] = IGNORE_INDEX
-
-    true_w, true_h = (x.double().requires_grad_() for x in (weight_VD, h_1TD))
-    true_loss = F.cross_entropy((true_h @ true_w.T)[0], labels_1T[0], ignore_index=IGNORE_INDEX)
-    expected = torch.autograd.grad(true_loss, (true_h, true_w))
-
-    output = nn.Linear(args.dim, args.vocab_size, bias=False, device=ranks.device)
-    output.weight = nn.Parameter(weight_VD.to(ranks.device))
-    h, labels = h_1TD.to(ranks.device).requires_grad_(), labels_1T.to(ranks.device)
-    loss_1 = LossHead.over(output, chunk)(h, labels, (labels != IGNORE_INDEX).sum(1))
-    actual = torch.autograd.grad(loss_1.sum(), (h, output.weight))
-    bound = rounding(terms.dtype)
-    measured = [Measured("the loss", abs(loss_1.item() / true_loss.item() - 1), bound)]
-    for name, a, e in zip(("h", "weight"), actual, expected, strict=True):
-        error = relative_error({name: a.cpu()}, {name: e})
-        measured.append(Measured(f"the gradient of {name}", error, bound))
-    return measured
-
-
-def feed_forward(ranks: Ranks, terms: Terms) -> Sequence[Measured]:
-    """Compare the feed-forward in three tiles and a rest, norm and residual included, with fp64's.
-
-    Output and gradients; weights have LoRA's factors where the terms have adapters.
-    """
-    tile, args = 32, terms.args
-    generator = torch.Generator().manual_seed(0)
-    block = on_meta(args).layers["0"]
-    parts = nn.ModuleDict({"norm": block.ffn_norm, "layers": block.feed_forward})
-    parts.to_empty(device="cpu")
-    for parameter in parts.parameters():
-        spread = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0
-        drawn = torch.randn(parameter.shape, generator=generator) * spread
-        parameter.data = drawn.to(terms.dtype)
-    h_1TD = torch.randn(1, 3 * tile + 5, args.dim, generator=generator).to(terms.dtype)
-    grad_1TD = torch.randn(h_1TD.shape, generator=generator).to(terms.dtype)
-
-    def results(parts: nn.ModuleDict, h: torch.Tensor, out: torch.Tensor) -> Gradient:
-        trained = {name: p for name, p in parts.named_parameters() if p.requires_grad}
-        wanted = {"input": h, **trained}
-        found = torch.autograd.grad(out, list(wanted.values()), grad_1TD.to(out))
-        names = (f"the gradient of {name}" for name in wanted)
-        return {"the output": out.detach()} | dict(zip(names, found, strict=True))
-
-    true = copy.deepcopy(parts).double()
-    true_h = h_1TD.double().requires_grad_()
-    expected = results(true, true_h, true_h + true["layers"](true["norm"](true_h)))
-    parts.to(ranks.device)
-    h = h_1TD.to(ranks.device).requires_grad_()
-    norm = cast(nn.RMSNorm, parts["norm"])
-    out = feed_forward_in_tiles(h, norm, parts["layers"], Tiling(tile))
-    actual = results(parts, h, out)
-    # Four times a whole tensor's: intermediate results are rounded four times.
-    bound = 4 * rounding(terms.dtype)
-    return [
-        Measured(name, relative_error({name: actual[name].cpu()}, {name: value}), bound)
-        for name, value in expected.items()
-    ]
-
-
 def norm_estimates(ranks: Ranks, terms: Terms) -> Sequence[Measured]:
     """Compare Hutchinson's estimates with a reference's, and with the true norms on average.
 
@@ -206,7 +118,7 @@ def norm_estimates(ranks: Ranks, terms: Terms) -> Sequence[Measured]:
     samples, apart = 64, 1_000_003  # as many positions lie between two units of a large data set
     key = bytes(range(32))
     small = Small(terms.but(norm_estimator="hutchinson"), ranks.device, max_grad_norm=1.0)
-    method, groups = small.step.gradients, small.groups
+    method, groups = small.gradients, small.groups
     assert isinstance(method, GhostGradients)
     norms = method.norms
     assert isinstance(norms, RandomizedNorms)
@@ -219,11 +131,11 @@ def norm_estimates(ranks: Ranks, terms: Terms) -> Sequence[Measured]:
         torch.randn(shape, generator=generator).to(ranks.device) for _ in range(2)
     )
     mine = slice(rank * tokens, (rank + 1) * tokens)
-    norms.start_step(key)
     positions = range(0, samples * apart, apart)
+    norms.start_step(key)
     norms.start_microbatch(positions)
-    factors = Products(left_BTP[:, mine].contiguous(), right_BTD[:, mine].contiguous())
     assert norms.estimates(tokens * groups.cp_size, torch.Size((size, size)))
+    factors = Products(left_BTP[:, mine].contiguous(), right_BTD[:, mine].contiguous())
     found_B = norms.squared_norms("selfcheck", torch.Size((size, size)), [factors])
     if groups.cp is not None:
         dist.all_reduce(found_B, group=groups.cp)
@@ -235,70 +147,10 @@ def norm_estimates(ranks: Ranks, terms: Terms) -> Sequence[Measured]:
     gradient_BPD = left_BTP.double().mT @ right_BTD.double()
     expected_B = (gradient_BPD.mT @ drawn_BPK).flatten(1).square().sum(1)
     true_B = gradient_BPD.flatten(1).square().sum(1)
-    ratio_B = found_B / true_B
     # The variance of each is 2 |G^T G|^2 / (k |G|^4).
     spread_B = (gradient_BPD.mT @ gradient_BPD).flatten(1).norm(dim=1) / true_B * (2 / k) ** 0.5
-    off = (ratio_B - 1).sum() / spread_B.square().sum().sqrt()
+    off = (found_B / true_B - 1).sum() / spread_B.square().sum().sqrt()
     return (
         Measured("the estimates", worst((found_B / expected_B - 1).abs().tolist()), 1e-5),
-        Measured("their mean, in standard errors", abs(off.item()), _DEVIATIONS),
+        Measured("their mean, in standard errors", abs(off.item()), DEVIATIONS),
     )
-
-
-def noise(ranks: Ranks, terms: Terms) -> Sequence[Measured]:
-    """Measure two steps of noise alone: moments, tails, repeats, and its values on other meshes."""
-    C, sigma, batch = 0.5, 1.5, 4.0
-    small = Small(terms, ranks.device, max_grad_norm=C)
-    keys = RootKey.from_debug_seed(2).stream("noise")
-    differ, values = 0, []
-    for step in range(2):
-        key = keys.take(step)
-        for name, drawn in small.update(sigma=sigma, batch=batch, key=key).items():
-            alone = small.noise(name, sigma=sigma, batch=batch, key=key)
-            differ += int((drawn != alone).sum())
-            values.append(drawn.flatten())
-    z = torch.cat(values).double() / (sigma * C / batch)
-    return (
-        Measured("moments", _moments(z), _DEVIATIONS),
-        Measured("tails", _tails(z), _DEVIATIONS),
-        Measured("repeated stretches", _repeats(torch.cat(values)), 0),
-        Measured("values that differ from another mesh", differ, 0),
-    )
-
-
-def _moments(z: torch.Tensor) -> float:
-    """Return the largest deviation of mean, variance, skewness and kurtosis from N(0, 1)'s.
-
-    Each in standard deviations of the statistic of n independent values. NaN if a value is.
-    """
-    n = z.numel()
-    deviations = (
-        z.mean().item() * n**0.5,
-        (z.square().mean().item() - 1) * (n / 2) ** 0.5,
-        z.pow(3).mean().item() * (n / 15) ** 0.5,
-        (z.pow(4).mean().item() - 3) * (n / 96) ** 0.5,
-    )
-    return worst([abs(deviation) for deviation in deviations])
-
-
-def _tails(z: torch.Tensor) -> float:
-    """Return the largest deviation of the shares beyond 1, 2, 3 and 4, in standard deviations."""
-    n = z.numel()
-    deviations = []
-    for edge in (1.0, 2.0, 3.0, 4.0):
-        p = math.erfc(edge / 2**0.5)
-        beyond = (z.abs() > edge).sum().item()
-        deviations.append(abs(beyond - n * p) / (n * p * (1 - p)) ** 0.5)
-    return worst(deviations)
-
-
-def _repeats(values: torch.Tensor) -> int:
-    """Count the runs of 4 consecutive fp32 values that occur elsewhere too.
-
-    By a 64-bit hash: two of a million that differ have the same with probability 3e-8.
-    """
-    runs = values.view(torch.int32).long().unfold(0, 4, 1)
-    odd = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5)
-    signed = [number - 2**64 if number >= 2**63 else number for number in odd]
-    mixed = (runs * torch.tensor(signed, device=values.device)).sum(1)
-    return len(mixed) - len(torch.unique(mixed))

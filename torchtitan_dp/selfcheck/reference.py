@@ -1,15 +1,15 @@
 """Algorithm 1 of Abadi et al. 2016 as a plain loop: one process, one sample at a time.
 
-Selfcheck and the tests hold every gradient method against it. So it takes nothing from `gradients/`
-and `privacy/`: no per-sample gradient, clip group, clip factor or sum is theirs.
+Selfcheck and the tests compare every gradient method with it, on the samples that are made here. It
+takes nothing from `gradients/` and `privacy/`: no per-sample gradient, clip group, clip factor or
+sum is theirs.
 """
 
 import copy
 import fnmatch
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -28,16 +28,12 @@ Gradient = dict[str, torch.Tensor]
 """A whole gradient, by canonical name of its parameters."""
 
 
-def reference_model(args: ModelArgs, adapter_std: float = 0.02) -> Any:
-    """Build the model in one process, on the CPU, with the weights that it has on any mesh.
-
-    Args:
-        adapter_std: of the factor B of each adapter, which starts at 0 in training.
-    """
+def reference_model(args: ModelArgs) -> Any:
+    """Build the model in one process, on the CPU, with the weights that it has on any mesh."""
     with torch.device("cpu"):
         model = family_of(args).model(copy.deepcopy(args))
         model.init_weights()
-        fill_adapters(model, std=adapter_std)
+        fill_adapters(model)
     return model
 
 
@@ -47,14 +43,9 @@ def reference_gradients(
     labels_NT: torch.Tensor,
     weight_N: torch.Tensor | None = None,
 ) -> Iterator[Gradient]:
-    """Backpropagate one sample after the other: each one's mean loss over its targets.
+    """Backpropagate one sample after the other: its mean loss over its targets, times its weight.
 
-    Args:
-        model: without parallelism; its dtype is the gradients'.
-        weight_N: of each sample's loss; 1 by default.
-
-    Yields:
-        N gradients; 0 of a sample without a target.
+    Yields N gradients in the model's dtype; 0 of a sample without a target.
     """
     parameters = trainable_parameters(model)
     for sample, (tokens_T, labels_T) in enumerate(zip(tokens_NT, labels_NT, strict=True)):
@@ -75,11 +66,7 @@ def norm(gradient: Gradient) -> float:
 
 
 def group_names(clipping: str, patterns: Sequence[str]) -> Callable[[str], str]:
-    """Return a function that names a parameter's clip group.
-
-    Args:
-        clipping, patterns: `privacy.clipping` and `privacy.clipping_groups`.
-    """
+    """Return a function that names a parameter's clip group (`privacy.clipping`, its groups)."""
     if clipping == "flat":
         return lambda _: "all"
     if patterns:
@@ -134,41 +121,41 @@ def rounding(dtype: torch.dtype) -> float:
     return {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}[dtype]
 
 
-# The weights of samples' losses: the first sample is not clipped, the second is, the third is
-# small, one is NaN (it must count as 0), and the rest are as they come.
-_WEIGHTS = (1.0, 8.0, 0.125, math.nan, 1.0, 2.0)
-
-
-@dataclass(frozen=True)
-class Samples:
+class Samples(NamedTuple):
     """A step's samples: N of T tokens, the same on all ranks."""
 
     tokens_NT: torch.Tensor
     labels_NT: torch.Tensor
     weight_N: torch.Tensor  # fp32: of each sample's loss
 
-    def take(self, slot_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return tokens, labels and weights of some samples; slot -1 is padding."""
-        padding_B = slot_B < 0
-        return (
-            self.tokens_NT[slot_B].masked_fill(padding_B[:, None], 0),
-            self.labels_NT[slot_B].masked_fill(padding_B[:, None], IGNORE_INDEX),
-            self.weight_N[slot_B].masked_fill(padding_B, 1.0),
-        )
+
+# The first sample is not clipped, the second is, the third is small, the fourth is NaN (it must
+# count as 0), and the rest are as they come.
+_WEIGHTS = (1.0, 8.0, 0.125, math.nan, 1.0, 2.0)
 
 
-def make_samples(args: ModelArgs, *, ranks: int) -> Samples:
-    """Make samples of several lengths, one of them without a target.
+def make_samples(args: ModelArgs, count: int, seed: int = 0) -> Samples:
+    """Make samples with targets in different parts: an early end, an answer at the end, and none.
 
     Args:
-        ranks: of data parallelism: there are more samples than these, so that some are padded.
+        args: of the model that they are for, whose longest sample they are as long as.
     """
-    N, T = len(_WEIGHTS) + ranks, args.max_seq_len
-    generator = torch.Generator().manual_seed(0)
+    T, generator = args.max_seq_len, torch.Generator().manual_seed(seed)
     tokens_NT, labels_NT = (
-        torch.randint(0, args.vocab_size, (N, T), generator=generator) for _ in range(2)
+        torch.randint(0, args.vocab_size, (count, T), generator=generator) for _ in range(2)
     )
-    for row in range(N):
-        end = (T, T - 3, T // 5, T // 2, 0)[row % 5]
-        labels_NT[row, end:] = IGNORE_INDEX
-    return Samples(tokens_NT, labels_NT, torch.tensor((*_WEIGHTS, *[1.0] * ranks)))
+    targets = ((0, T // 5), (0, T), (0, T - 3), (0, T // 2), (0, 0), (T - T // 4, T))
+    for row in range(count):
+        start, end = targets[row % len(targets)]
+        labels_NT[row, :start] = labels_NT[row, end:] = IGNORE_INDEX
+    weights = (_WEIGHTS + (1.0,) * count)[:count]
+    return Samples(tokens_NT, labels_NT, torch.tensor(weights))
+
+
+def take(
+    tokens_NT: torch.Tensor, labels_NT: torch.Tensor, slot_B: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens and labels of a microbatch; slot -1 is padding."""
+    padding_B1 = (slot_B < 0)[:, None]
+    tokens_BT = tokens_NT[slot_B].masked_fill(padding_B1, 0)
+    return tokens_BT, labels_NT[slot_B].masked_fill(padding_B1, IGNORE_INDEX)

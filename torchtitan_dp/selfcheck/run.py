@@ -23,6 +23,10 @@ _COLLECTIVE_S = 60  # the time-out of a check's collectives
 _AGREEMENT_S = 150  # how long a rank waits for the others' measurements
 _GRACE_S = 20  # how long a rank whose check failed waits before it ends all of them
 
+# The bound of statistics that are nearly normal, in standard deviations: 6e-7 lies beyond 5, on
+# both sides. Keys are fixed and public, so that a machine that passes goes on passing.
+DEVIATIONS = 5.0
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -59,6 +63,20 @@ class Outcome:
             return False
         return self.value <= self.bound  # NaN is not
 
+    def row(self) -> str:
+        """Format it as a line of the table."""
+        line = f"  {'ok' if self.passed else 'FAILED':6}  {self.name:80}  "
+        if self.value is None or self.bound is None:
+            return line + self.error
+        return f"{line}{self.value:9.3g}  <= {self.bound:.3g}"
+
+    def failure(self) -> str:
+        """Return one line: what failed, and what to do."""
+        found = self.error
+        if self.value is not None:
+            found = f"{self.value:.3g} (the limit is {self.bound:.3g})"
+        return f"FAILED: {self.name}: {found}; {self.remedy}"
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -80,11 +98,7 @@ class Ranks:
 
 
 def start(backend: str | None) -> Ranks:
-    """Join torchrun's process group, or start one of this process alone.
-
-    Args:
-        backend: of `init_process_group`; None is the device's own.
-    """
+    """Join torchrun's process group, or start one of this process; None is the device's backend."""
     device = torch.device("cpu")
     if device_type != "cpu":
         index = int(os.environ.get("LOCAL_RANK", "0")) % cuda_devices()
@@ -159,15 +173,11 @@ def _gather_or_end(
 
 def worst(values: Sequence[float]) -> float:
     """Return the largest value, or NaN if any is: Python's `max` would depend on their order."""
-    return math.nan if any(map(math.isnan, values)) else max(values)
+    return math.nan if any(map(math.isnan, values)) else max(values, default=0.0)
 
 
 def merged(check: Check, ranks: Sequence[Sequence[Measured] | str]) -> list[Outcome]:
-    """Merge the ranks' measurements: each outcome has the worst value of any rank.
-
-    Args:
-        ranks: by rank; a string is the error that the check raised there.
-    """
+    """Return outcomes with the worst value of any rank; a string is a rank's error."""
     lists: list[Sequence[Measured]] = []
     for rank, one in enumerate(ranks):
         if isinstance(one, str):

@@ -4,8 +4,7 @@ from tests.hazards.mutants.table import Mutant
 
 DATA = "data/test_reading.py::"
 TEMPLATE = "data/test_chat_template.py::"
-GRADIENTS = "gradients/test_answers.py::test_row06_each_sample_is_divided_by_its_own_targets"
-SEVERAL = f"{GRADIENTS}[(1, 1, 1)-ghost-3]"
+SEVERAL = "gradients/test_exactness.py::test_every_pair_of_values[ghost-(1, 1, 1)]"
 
 CHATS = "data/chat_template.py"
 

@@ -3,8 +3,7 @@
 from tests.hazards.mutants.table import Mutant
 
 HERE = "hazards/test_clipping.py::"
-EXACT = "gradients/test_exactness.py::"
-SAMPLES = "gradients/test_grad_sample.py::"
+EXACT = "gradients/test_exactness.py::test_every_pair_of_values"
 LAYERS = "gradients/test_layers.py::"
 ONE = "privacy/test_clipping.py::"
 HEAD = "models/test_loss_head.py::"
@@ -21,7 +20,7 @@ MUTANTS = [
         SUM,
         "            dist.all_reduce(squares, group=self.groups.cp)\n",
         "            pass\n",
-        (f"{HERE}test_row01_norms_are_of_the_whole_gradient[microbatch-2]",),
+        (f"{EXACT}[microbatch-(1, 1, 2)]",),
     ),
     Mutant(
         1,
@@ -29,7 +28,7 @@ MUTANTS = [
         "gradients/fsdp.py",
         "            reduce_scatter_sum(shard_N, input_CN, self._cp)\n",
         "            shard_N.copy_(input_CN[dist.get_rank(self._cp)])\n",
-        (f"{HERE}test_row01_norms_are_of_the_whole_gradient[microbatch-2]",),
+        (f"{EXACT}[microbatch-(1, 1, 2)]",),
     ),
     Mutant(
         1,
@@ -37,7 +36,7 @@ MUTANTS = [
         "gradients/grad_sample.py",
         "        dist.all_reduce(whole, group=cp)\n",
         "        pass\n",
-        (f"{HERE}test_row01_norms_are_of_the_whole_gradient[V1-2]",),
+        (f"{EXACT}[grad_sample, whole-(1, 1, 2)]",),
     ),
     Mutant(
         1,
@@ -45,7 +44,7 @@ MUTANTS = [
         "gradients/fsdp.py",
         "    reduce_scatter_sum(shard, whole, cp)\n",
         "    shard.copy_(whole[dist.get_rank(cp)])\n",
-        (f"{HERE}test_row01_norms_are_of_the_whole_gradient[V2-2]",),
+        (f"{EXACT}[grad_sample-(1, 1, 2)]",),
     ),
     Mutant(
         1,
@@ -61,7 +60,7 @@ MUTANTS = [
         "distributed/ring.py",
         "                gradients = self.of_gradients.receive().view(gradients.shape)\n",
         "                self.of_gradients.receive()\n",
-        (f"{EXACT}test_every_mesh[(1, 1, 2)]",),
+        (f"{EXACT}[microbatch-(1, 1, 2)]",),
     ),
     Mutant(
         2,
@@ -69,7 +68,7 @@ MUTANTS = [
         SUM,
         "squared_norm(s.flatten(1)) for s in shards",
         "squared_norm(s.flatten(1)) for s in shards[1:]",
-        (f"{HERE}test_row02_every_parameter_counts_once[(1, 1, 2)-grad_sample]",),
+        (f"{EXACT}[grad_sample-(1, 1, 2)]",),
     ),
     Mutant(
         2,
@@ -128,7 +127,7 @@ MUTANTS = [
         "models/loss_head.py",
         "    return 1 / targets_B.clamp(min=1).float()\n",
         "    return len(targets_B) / targets_B.sum().clamp(min=1).float().expand(len(targets_B))\n",
-        (f"{SAMPLES}test_row05_and_07_a_sample_knows_no_neighbour_in_its_microbatch[1-0-V1]",),
+        (f"{HERE}test_row05_and_07_a_sample_knows_no_neighbour_in_its_microbatch[1-0-V1]",),
     ),
     Mutant(
         6,
@@ -136,7 +135,7 @@ MUTANTS = [
         "models/loss.py",
         "labels=labels_BT, targets=targets_B,",
         "labels=labels_BT, targets=(labels_BT != IGNORE_INDEX).sum(dim=1),",
-        (f"{EXACT}test_every_mesh[(1, 1, 2)]",),
+        (f"{EXACT}[microbatch-(1, 1, 2)]",),
     ),
     Mutant(
         6,
@@ -144,7 +143,7 @@ MUTANTS = [
         "models/loss.py",
         "targets=targets_B, **positions)",
         "targets=targets_B)",
-        (f"{EXACT}test_ring_variants[2-headtail-allgather]",),
+        (f"{EXACT}[microbatch-(1, 1, 2)]",),
     ),
     Mutant(
         7,
@@ -162,7 +161,7 @@ MUTANTS = [
         "        h_BTD = self.tok_embeddings(tokens)\n",
         "        h_BTD = self.tok_embeddings(tokens)\n"
         "        h_BTD = h_BTD + 1e-3 * h_BTD.mean(0, keepdim=True)\n",
-        (f"{SAMPLES}test_row05_and_07_a_sample_knows_no_neighbour_in_its_microbatch[1-0-V2]",),
+        (f"{HERE}test_row05_and_07_a_sample_knows_no_neighbour_in_its_microbatch[1-0-V2]",),
     ),
     Mutant(
         4,

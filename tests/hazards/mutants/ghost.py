@@ -1,11 +1,10 @@
 """Faults of ghost clipping: rows 1, 4, 13, 22 and 28."""
 
+from tests.hazards.mutants.clipping import EXACT, HERE
 from tests.hazards.mutants.table import Mutant
 
-HERE = "hazards/test_clipping.py::"
 GHOST = "gradients/test_ghost.py::"
-NORM = "gradients/test_ghost_norm.py::"
-SUMS = f"{NORM}test_row28_a_sum_of_layers_has_the_norm_of_its_gradient"
+SUMS = f"{GHOST}test_row28_a_sum_of_layers_has_the_norm_of_its_gradient"
 CAP = f"{GHOST}test_row13_no_error_of_a_ghost_norm_moves_the_sum_by_more_than_C"
 
 METHOD = "gradients/ghost.py"
@@ -18,7 +17,7 @@ MUTANTS = [
         NORMS,
         "        for rank in range(ranks):\n",
         "        for rank in [dist.get_rank(cp)]:\n",
-        (f"{NORM}test_row01_pairs_across_ranks_belong_to_it[products-200]",),
+        (f"{GHOST}test_row01_pairs_across_ranks_belong_to_it[products-200]",),
     ),
     Mutant(
         1,
@@ -26,7 +25,7 @@ MUTANTS = [
         METHOD,
         "            dist.all_reduce(squares_LB, group=self._cp)\n",
         "            pass\n",
-        (f"{HERE}test_row01_norms_are_of_the_whole_gradient[ghost-2]",),
+        (f"{EXACT}[ghost-(1, 1, 4)]",),
     ),
     Mutant(
         4,

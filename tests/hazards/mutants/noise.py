@@ -17,7 +17,7 @@ MUTANTS = [
     Mutant(
         49,
         "the trainer adds noise of another kind",
-        "gradients/step.py",
+        "gradients/methods.py",
         "            secure_noise=self.secure_noise,\n",
         "",
         (f"{TRAINER}test_row49_the_trainer_adds_noise_as_configured[True]",),

@@ -1,6 +1,6 @@
 """Faults of recomputation, tied weights, the sum itself and who is trained: rows 27 to 29, 36."""
 
-from tests.hazards.mutants.clipping import HERE, LAYERS, SAMPLES, SUM
+from tests.hazards.mutants.clipping import EXACT, HERE, LAYERS, SUM
 from tests.hazards.mutants.table import Mutant
 
 OUTPUTS = "hazards/test_outputs.py::"
@@ -22,7 +22,7 @@ MUTANTS = [
         "gradients/operands.py",
         "        gradients[name].add_(more)\n",
         "        gradients[name] = more\n",
-        (f"{SAMPLES}test_every_mesh[(1, 1, 1)-4-{{'tie_embeddings': True}}-V1]",),
+        (f"{EXACT}[grad_sample, whole-(1, 2, 1)]",),
     ),
     Mutant(
         28,
@@ -39,7 +39,7 @@ MUTANTS = [
         SUM,
         "        self._whole.zero_()\n",
         "",
-        (f"{HERE}test_row29_two_microbatches_are_the_explicit_sum[1-microbatch]",),
+        (f"{HERE}test_row17_draws_of_any_size_keep_ranks_in_lockstep[(1, 2, 1)-microbatch]",),
     ),
     Mutant(
         36,

@@ -1,12 +1,10 @@
 """Faults of clipping by groups: rows 1, 2, 4 and 28."""
 
-from tests.hazards.mutants.clipping import SUM
+from tests.hazards.mutants.clipping import EXACT, HERE, SUM
 from tests.hazards.mutants.table import Mutant
 
 GROUPS = "privacy/test_clipping.py::"
-PER_LAYER = "gradients/test_per_layer.py::"
-EVERY_MESH = f"{PER_LAYER}test_every_mesh"
-BOUND = f"{PER_LAYER}test_row02_the_whole_gradient_is_bound_by_C"
+BOUND = f"{HERE}test_row02_the_whole_gradient_is_bound_by_C"
 
 MUTANTS = [
     Mutant(
@@ -15,7 +13,7 @@ MUTANTS = [
         SUM,
         "self._over_cp(torch.stack(squares).sum(0, keepdim=True))",
         "torch.stack(squares).sum(0, keepdim=True)",
-        (f"{EVERY_MESH}[(1, 1, 2)-V2]",),
+        (f"{EXACT}[grad_sample-(1, 1, 4)]",),
     ),
     Mutant(
         2,
@@ -37,9 +35,9 @@ MUTANTS = [
     Mutant(
         4,
         "the setting is not handed on",
-        "gradients/step.py",
+        "gradients/methods.py",
         "clip_policy(parameters, privacy, max_grad_norm=max_grad_norm)",
         "clip_policy(parameters, Privacy(), max_grad_norm=max_grad_norm)",
-        (f"{PER_LAYER}test_it_is_not_flat[V2]",),
+        (f"{EXACT}[grad_sample, whole-(1, 1, 1)]",),
     ),
 ]

@@ -19,7 +19,7 @@ MUTANTS = [
         METHOD,
         "            dist.all_reduce(part, group=self._cp)\n",
         "            pass\n",
-        (f"{ESTIMATES}test_every_mesh[(1, 1, 2)-2-one-{{}}-hutchinson]",),
+        (f"{ESTIMATES}test_every_mesh[(1, 1, 2)-hutchinson-one-accounted]",),
     ),
     Mutant(
         75,

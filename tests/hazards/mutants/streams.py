@@ -26,7 +26,7 @@ MUTANTS = [
         "gradients/grad_sample.py",
         "shard = pending.wait()",
         "shard = pending._unfinished",
-        ("test_collectives.py::test_row67_every_method_waits_for_what_it_reads[V2-(1, 1, 2)]",),
+        ("gradients/test_exactness.py::test_every_pair_of_values[grad_sample-(1, 1, 2)]",),
     ),
     Mutant(
         67,
@@ -34,7 +34,7 @@ MUTANTS = [
         "collectives.py",
         "self._running.append((work, input))",
         "self._running.append((work, None))",
-        ("test_collectives.py::test_row67_every_method_waits_for_what_it_reads[V2-(1, 1, 2)]",),
+        ("gradients/test_exactness.py::test_every_pair_of_values[grad_sample-(1, 1, 2)]",),
     ),
     Mutant(
         67,

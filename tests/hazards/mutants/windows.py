@@ -4,7 +4,7 @@ from tests.hazards.mutants.table import Mutant
 
 FEED = "data/test_feed.py::"
 SUMS = "gradients/test_windows.py::"
-MEAN = f"{SUMS}test_row57_the_mean_is_clipped_once[(1, 1, 1)-()]"
+MEAN = f"{SUMS}test_row57_the_mean_is_clipped_once[(1, 2, 1)-()]"
 MOVES = f"{SUMS}test_row57_a_unit_moves_the_sum_by_at_most_C"
 
 MUTANTS = [
