@@ -41,11 +41,7 @@ def _until_the_reader_leaves() -> Iterator[None]:
 
 @_until_the_reader_leaves()
 def main(argv: list[str] | None = None) -> None:
-    """Run a command in this process; SystemExit with its exit code.
-
-    Args:
-        argv: by default the process's own.
-    """
+    """Run a command in this process; SystemExit with its exit code."""
     command, *rest = [*(sys.argv[1:] if argv is None else argv)] or ["--help"]
     if command in ("-h", "--help"):
         print(usage())
@@ -73,11 +69,8 @@ def usage() -> str:
 
 
 def config_path(name: str) -> Path:
-    """Find a configuration by its path, or by the name of a shipped one.
-
-    Raises:
-        SystemExit: code 2, after one line; there is none.
-    """
+    """Find a configuration by its path, or by a shipped one's name; if there is none, exit with
+    code 2 after one line."""
     if (path := Path(name)).is_file():
         return path
     configs = shipped()

@@ -99,11 +99,8 @@ class Bookkeeping:
             self.log.begin_start(self.ledger, losable(self._config))
 
     def begin_step(self, step: int) -> None:
-        """Record, durably, that a step's update is about to happen.
-
-        Raises:
-            Fault: more steps are unsaved than this start declared that it can lose.
-        """
+        """Record, durably, that a step's update is about to happen; raise Fault if more are unsaved
+        then than this start declared that it can lose."""
         if dist.get_rank() == 0:
             self.log.begin(step)
 
@@ -133,10 +130,7 @@ class Bookkeeping:
         The plan has merged the ledger of the chosen checkpoint, so that a mistake is reported
         before the model is built; the ledger that is loaded here may be older, and counts.
 
-        Collective over the world.
-
-        Returns:
-            the number of steps that the weights have taken.
+        Collective over the world. Returns the number of steps that the weights have taken.
         """
         loaded = Lineage.from_json(text)
         self.ledger = resumed(self.ledger, loaded)
@@ -176,10 +170,7 @@ class Bookkeeping:
         Rank 0 does so, and sends it to the others: no rank has a result before its line is in the
         log, or has another one with the same noise, so that their difference would be without any.
 
-        Collective: a broadcast over the world.
-
-        Args:
-            loss_N: fp64, of each held-out unit that is evaluated.
+        Collective: a broadcast over the world. `loss_N` is fp64, one of each unit.
         """
         terms, key, found = self.ledger.heldout_losses, self.evaluation_keys.take(step), ""
         assert terms is not None
@@ -194,11 +185,7 @@ class Bookkeeping:
         return noised
 
     def show_summary(self, spent: dict[str, Any]) -> None:
-        """Log what a run that is done has spent.
-
-        Args:
-            spent: the content of `privacy.json`.
-        """
+        """Log what a run that is done has spent, from the content of `privacy.json`."""
         for line in summary(spent):
             logger.info(line)
         logger.info(f"outputs: {self._folder}/")

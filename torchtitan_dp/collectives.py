@@ -69,10 +69,8 @@ class Pending:
 def pass_on(buffer: torch.Tensor, group: dist.ProcessGroup) -> Pending:
     """Begin to send a flat buffer to the next rank, and to receive that of the one before.
 
-    Args:
-        buffer: of one size on all ranks, unchanged until the result is waited for.
-
-    Collective: over the group.
+    It has one size on all ranks, and is unchanged until the result is waited for. Collective: over
+    the group.
     """
     to = [*range(1, dist.get_world_size(group)), 0]
     return _functional(lambda: ft_c.permute_tensor(buffer, to, group), buffer)
@@ -93,19 +91,14 @@ def _functional(begin: Callable[[], torch.Tensor], input: torch.Tensor) -> Pendi
 
 
 def reduce_scatter_sum(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Sum `input` over the group, and write this rank's share to `output`. Shares are equal and
-    contiguous.
-
-    Collective: over the group.
+    """Sum `input` over the group, and write this rank's share to `output`; shares are equal and
+    contiguous. Collective: over the group.
     """
     _reduce_scatter(output.view(-1), input.view(-1), op=dist.ReduceOp.SUM, group=group)
 
 
 def gather_from_all(input: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Gather a tensor, of one shape on all ranks of the group: `(ranks, *input.shape)`.
-
-    Collective: over the group.
-    """
+    """Gather a tensor of one shape: `(ranks, *input.shape)`. Collective: over the group."""
     gathered = input.new_empty((dist.get_world_size(group), *input.shape))
     _all_gather(gathered.view(-1), input.contiguous().view(-1), group=group)
     return gathered

@@ -97,8 +97,8 @@ def die_with_parent() -> None:
     """Have the kernel kill this process when its launcher dies (Linux).
 
     torchrun's workers are in sessions of their own: killing the launcher would leave them writing
-    checkpoints beside a resumed run. `run_train.sh` exports the launcher's process id, so that
-    one that died while this process was still importing is noticed too.
+    checkpoints beside a resumed run. By the launcher's process id in the environment one that died
+    while this process was still importing is noticed too.
     """
     if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError("prctl(PR_SET_PDEATHSIG) failed")
@@ -110,14 +110,10 @@ def die_with_parent() -> None:
 def forbid_core_dumps() -> None:
     """Forbid core dumps: a core file would contain the run's secrets and its records.
 
-    A limit of 0 keeps Linux from writing files alone; a program that core_pattern pipes cores to
-    gets them all the same. For pipes the limit of 1 is the one that is heeded, and a file of one
-    byte is none (fs/coredump.c: `limit == 1`, `limit < min_coredump`). Where the administrator's
-    limit is 0, or a socket takes cores (Linux 6.16) under no limit, registers are all that goes in,
-    no memory.
-
-    Not PR_SET_DUMPABLE: it would hand /proc/<pid> to root, and so take debuggers, profilers and
-    sharing of GPU memory by file descriptor away, from a user who can read the records anyway.
+    A limit of 0 keeps Linux from writing files alone, not from piping cores to a program; for pipes
+    the limit of 1 is the one that is heeded, and a file of one byte is none (fs/coredump.c). Where
+    neither is heeded the filter leaves registers alone, no memory. PR_SET_DUMPABLE would also take
+    debuggers, profilers and shared GPU memory from a user who can read the records anyway.
     """
     hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
     limit = 0 if hard == 0 else 1
@@ -145,10 +141,8 @@ def pass_over_closed_files() -> None:
 def lock_folder(folder: str, wait_s: float = 15.0) -> IO[str]:
     """Lock the run's folder for as long as the returned file is open; the kernel frees it at death.
 
-    Waits a little for the workers of a run that was just killed.
-
-    Raises:
-        ValueError: if another run has it, or it cannot be written.
+    Waits a little for the workers of a run that was just killed; raises ValueError if another run
+    has it, or it cannot be written.
     """
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)

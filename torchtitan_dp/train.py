@@ -240,11 +240,8 @@ class DPTrainer(RunTrainer):
 
 
 def build_trainer(config: JobConfig, decide: Callable[[], Start]) -> RunTrainer:
-    """Build the trainer of `config`: with privacy, or TorchTitan's own, the baseline.
-
-    Args:
-        decide: from `checkpoint.start.decision`.
-    """
+    """Build the trainer of `config`, with privacy or the baseline, for a start that
+    `checkpoint.start.decision` decides."""
     return (DPTrainer if config.privacy.enable else BaselineTrainer)(config, decide)
 
 

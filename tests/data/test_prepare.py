@@ -308,7 +308,7 @@ def test_progress_has_sizes_alone(tmp_path: Path, monkeypatch: Any, capfd: Any) 
     out, err = capfd.readouterr()
     first, *lines = err.splitlines()
     assert (out, len(lines)) == ("", 5)
-    assert f"into {tmp_path / 'store'}: about 0.1 kB and 41 bytes a record that" in first
+    assert f"into {tmp_path / 'store'}: about 0.2 kB and 41 bytes a record that" in first
     assert "all of 0.1 kB" in lines[-1]
     assert all(line.startswith("not private: ") for line in (first, *lines))
     assert not re.search("secret|hidden", err)

@@ -317,12 +317,12 @@ def secrets(debug_seed=None):
 def test_row11_and_32_all_ranks_hold_one_key_and_each_start_another():
     first, second = on_ranks(2, secrets)
     assert first == second
-    assert len(set(first)) == 6
+    assert len(set(first)) == 8
 
 
 def test_row30_a_debug_seed_repeats_its_keys():
     for found in on_ranks(2, secrets, 7):
-        assert found[:3] == found[3:]
+        assert found[:4] == found[4:]
 
 
 def test_row30_and_45_a_debug_seed_marks_the_run():

@@ -27,7 +27,7 @@ ALLOWED = (
     ),
     (
         "where a clock or a crash cut a run into jobs",
-        "steps take as long as their samples are; what is published counts lost steps in blocks",
+        "steps take as long as their samples are; what is published counts what a start could lose",
     ),
     (
         "the store of tokens, outside the run's folder, and the time and room that preparing it "

@@ -7,12 +7,17 @@ import re
 import socket
 import sys
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
+from torchtitan_dp.privacy.clipping import Clip
 from torchtitan_dp.watch import terminal
 from torchtitan_dp.watch.processor import (
+    SampleStatistics,
     bar_words,
     pace_words,
     samples_words,
@@ -172,3 +177,16 @@ def test_an_empty_draw_is_shown_as_empty():
     some = {**lost, "rejected": 1.0, "loss": 2.5, "clipped_fraction": 0.5, "norm_p50": 1.5}
     words = "loss: 2.5000  batch: 3  left out (not finite): 1  clipped: 50%  norm p50: 1.5"
     assert samples_words(some) == words
+
+
+def test_a_step_without_a_finite_sample_has_counts_alone() -> None:
+    """No NaN goes to TensorBoard."""
+    dims: Any = SimpleNamespace(get_optional_mesh=lambda _: None)
+    statistics, yes = SampleStatistics(), torch.tensor([True])
+    assert statistics.reduce(dims) == {"realized_batch_size": 0.0, "rejected": 0.0}
+    lost = Clip(torch.zeros(1), yes, torch.tensor([torch.nan]).double(), ~yes)
+    statistics.add(torch.tensor([torch.inf]), yes, lost)
+    assert statistics.reduce(dims) == {"realized_batch_size": 1.0, "rejected": 1.0}
+    statistics.add(torch.ones(1), yes, Clip(torch.ones(1), ~yes, torch.ones(1).double(), ~yes))
+    found = statistics.reduce(dims)
+    assert (found["loss"], found["norm_p90"], found["clipped_fraction"]) == (1.0, 1.0, 0.0)

@@ -197,8 +197,9 @@ def losable(config: JobConfig) -> Losable:
     steps, checkpoint = max(config.training.steps, 1), config.checkpoint
     if not checkpoint.enable or checkpoint.load_only:
         return Losable(steps, steps)
-    at_once = 1 if checkpoint.async_mode == "disabled" else 2
-    return Losable(min(checkpoint.interval * at_once, steps), checkpoint.interval)
+    interval = checkpoint.interval
+    most = interval if checkpoint.async_mode == "disabled" else 2 * interval
+    return Losable(min(most, steps), min(interval, steps))
 
 
 def earlier_ledger(folder: str) -> Lineage | None:

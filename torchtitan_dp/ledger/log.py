@@ -179,7 +179,7 @@ class RunLog:
         at, losses = Tally.of(lineage), lineage.heldout_losses
         most, interval = (Tally(n, losses.most_lost(n) if losses else 0) for n in loses)
         self._starts[self._start] = _Start(at, most, interval, saved=at)
-        self._append_start("begin", *at, *most, *interval)
+        self._of_starts.append(_line("begin", self._start, at, most, interval))
 
     def saved(self, step: int) -> None:
         """Record that a checkpoint of `step` is durable."""
@@ -226,10 +226,10 @@ class RunLog:
         evaluated = [name for name in lineage.evaluated() if name not in self._evaluated]
         if not steps and not evaluated:
             return
-        at, name = Tally.of(lineage), new_name()
-        self._starts[name] = _Start(Tally(), Tally(), Tally(1, 0), saved=at, ended=True)
-        begin, end = _numbers(0, 0, 0, 0, 1, 0), _numbers(*at)
-        self._of_starts.append(f"begin {name} {begin}", f"end {name} {end}")
+        at, name, interval = Tally.of(lineage), new_name(), Tally(1, 0)
+        self._starts[name] = _Start(Tally(), Tally(), interval, saved=at, ended=True)
+        begin = _line("begin", name, Tally(), Tally(), interval)
+        self._of_starts.append(begin, _line("end", name, at))
         if steps:
             self._of_steps.append(*(f"0 {_ELSEWHERE}{step}" for step in steps))
         if evaluated:
@@ -291,10 +291,7 @@ class RunLog:
         start = self._starts[self._start]
         evaluated = sum(after <= step for after in self._evaluated_after)
         start.saved = Tally(step, start.at.evaluations + evaluated)
-        self._append_start(event, *start.saved)
-
-    def _append_start(self, event: str, *numbers: int) -> None:
-        self._of_starts.append(f"{event} {self._start} {_numbers(*numbers)}")
+        self._of_starts.append(_line(event, self._start, start.saved))
 
     def _read_start(self, words: list[str]) -> None:
         event, name, *rest = words
@@ -324,5 +321,5 @@ class RunLog:
         self._evaluated.add(name)
 
 
-def _numbers(*numbers: int) -> str:
-    return " ".join(map(str, numbers))
+def _line(event: str, start: str, *tallies: Tally) -> str:
+    return " ".join(map(str, (event, start, *(number for tally in tallies for number in tally))))

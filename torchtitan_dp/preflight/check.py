@@ -182,9 +182,8 @@ def check_clipping(config: JobConfig, args: ModelArgs) -> None:
     privacy = config.privacy
     if not privacy.clipping_groups:
         return
-    names = trainable_parameters(on_meta(args))
     try:
-        clip_policy(names, privacy)
+        clip_policy(trainable_parameters(on_meta(args)), privacy)
     except ValueError as mistake:
         where = f"privacy.clipping_groups = {privacy.clipping_groups}"
         raise ValueError(f"{where}: {mistake}") from None

@@ -167,7 +167,7 @@ class NodeMemory:
         return self.ranks * self.rank.rank_bytes
 
     def describe(self) -> str | None:
-        """Describe a rank's and a node's memory in a line; None if it is little."""
+        """Describe a rank's and a node's memory in a line, if it is much."""
         rank, parts = self.rank, []
         if rank.inputs_bytes:
             each = rank.buffer_bytes / GIB
