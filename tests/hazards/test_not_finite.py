@@ -65,7 +65,7 @@ def test_row69_a_run_ends_at_the_step_after_which_weights_are_not_finite(
     assert "Traceback" not in run.output()
     assert sorted(steps_saved(folder)) == [2, 4]
     assert folder.steps_begun() == 5
-    status = {row.name: row.value for row in status_rows(open_run(str(folder.out)), [])}
+    status = {row.name: row.value for row in status_rows(open_run(str(folder.out)))}
     assert status["state"].startswith("stopped: optimizer.lr = 1e+37: after step 5")
     if interval == 1:
         return
