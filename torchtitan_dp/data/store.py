@@ -40,6 +40,7 @@ from torchtitan_dp.data.units import Units
 VERSION = 2  # of the form of the files and of how rows become ids: another is another store
 TOKENS, ARRAYS, FACTS, SEEN = "tokens", "arrays", "facts.json", "seen"
 RECORD_BYTES = 41  # of `arrays`, for each
+_FACTS = {"terms", "path", "records", "units", "unnamed", "dtype", "between", "contents", "lacks"}
 _FIRST_LINE_S = 5.0
 
 
@@ -125,21 +126,28 @@ def load(folder: str) -> Store | None:
             data, facts = files[1].read(), json.load(files[2])
             if (facts.pop("digest"), facts["arrays"]) != (_digest(facts), _hash([data])):
                 return None
+            if not facts.keys() >= _FACTS:
+                return None  # of another version of the program
             found = [os.fstat(file.fileno()) for file in files]
+            stamps = tuple((s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for s in found)
+            terms = facts["between"], facts["tokens"], facts["contents"]
+            arrays = _unpack(data, facts["records"], facts["units"])
             handle = os.dup(files[0].fileno())
         except Exception:  # of several kinds, for a damaged file
             return None
-    records, units = facts["records"], facts["units"]
+    store = Store(folder, *arrays, facts, *terms, handle, stamps)
+    weakref.finalize(store, os.close, handle)
+    return store
+
+
+def _unpack(
+    data: bytes, records: int, units: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, Units]:
     whole = np.frombuffer(data, "<i8", 3 * records + 2 * units + 1)
     places = np.cumsum([records, records, records, units + 1])
     ends, firsts, members, starts, hashes = np.split(whole, places)
     reasons = np.frombuffer(data, np.uint8, offset=whole.nbytes)
-    grouped = Units(members, starts, hashes.view("<u8"))
-    stamps = tuple((s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for s in found)
-    terms = facts["between"], facts["tokens"], facts["contents"]
-    store = Store(folder, ends, firsts, reasons, grouped, facts, *terms, handle, stamps)
-    weakref.finalize(store, os.close, handle)
-    return store
+    return ends, firsts, reasons, Units(members, starts, hashes.view("<u8"))
 
 
 def pack(ends: np.ndarray, firsts: np.ndarray, reasons: np.ndarray, units: Units) -> bytes:
