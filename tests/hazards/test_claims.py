@@ -14,7 +14,7 @@ from tests.accounts import begun
 from tests.hazards.test_trainer import SETTINGS
 from tests.processes.runs import arguments, privacy, train, with_sigma, write_records
 from torchtitan_dp.checkpoint.folder import read_ledger
-from torchtitan_dp.checkpoint.initial import baseline_ledger, refuse_private_folder, with_initial
+from torchtitan_dp.checkpoint.initial import refuse_private_folder, with_initial
 from torchtitan_dp.checkpoint.plan import earlier_ledger, make_plan
 from torchtitan_dp.checkpoint.start import decide_start, plan_start
 from torchtitan_dp.checkpoint.terms import settings_of
@@ -141,13 +141,6 @@ def test_row52_a_checkpoint_of_the_baseline_holds_its_ledger(baseline):
     text = read_ledger(str(run / "checkpoint" / "step-2"))
     assert text is not None
     assert Lineage.from_json(text).private is False
-
-
-def test_row52_its_ledger_is_not_private():
-    config = build.config("--privacy.no-enable")
-    ledger = baseline_ledger(config, 10)
-    assert (ledger.private, ledger.composes) == (False, False)
-    assert Lineage.from_json(ledger.to_json()) == ledger
 
 
 # Row 53: an audit's result is made from noised gradients of the records: it spends.
