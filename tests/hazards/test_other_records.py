@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import tokenizers
 
@@ -286,18 +285,3 @@ def test_row68_a_row_that_memory_does_not_hold_is_refused(
     done = in_another_process(f"read('parquet', Path({str(root)!r}))", preexec_fn=limit)
     assert done.returncode != 0
     assert "this machine's memory cannot hold a row of" in done.stderr.splitlines()[-1]
-
-
-@pytest.mark.usefixtures("small_limits")
-def test_row68_rows_before_a_damaged_page_are_read_one_by_one(tmp_path: Path) -> None:
-    """A batch that fails takes none of the rows along that can be read."""
-    root = in_plain_pages(tmp_path / "d", None)
-    before = read("parquet", root)[0]
-    data = bytearray((root / "a.parquet").read_bytes())
-    column = pq.read_metadata(root / "a.parquet").row_group(0).column(1)
-    last = column.data_page_offset + column.total_compressed_size
-    data[last - 20 : last] = b"\xff" * 20
-    (root / "a.parquet").write_bytes(data)
-    after = read("parquet", root)[0]
-    assert after[-1].reason is not None
-    assert after[: COUNT - 2] == before[: COUNT - 2]

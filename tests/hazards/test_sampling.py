@@ -19,7 +19,6 @@ from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.data.formats import FORMATS
 from torchtitan_dp.data.prepare import prepared
 from torchtitan_dp.data.samples import Samples
-from torchtitan_dp.plan import __main__ as plan
 from torchtitan_dp.preflight.check import build_samples, open_records
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.sampling import poisson_draw
@@ -116,24 +115,6 @@ def test_row43_q_is_batch_over_units_and_the_ledger_names_the_unit(users):
     assert "number of training units" in settings.sample_rate_source
 
 
-def test_row43_a_record_that_names_no_unit_contributes_nothing(users):
-    """It may be anybody's: used, it could be somebody's second sample."""
-    with users.open("a") as file:
-        file.write('\n{"text": "whose?"}\n{"user": null, "text": "whose?"}')
-    config, records = by_user(users)
-    assert len(records.store.units) == USERS + 2  # in the count, nevertheless
-    loader = RecordLoader(
-        build_samples(records, config),
-        records.train,
-        ranks=1,
-        rank=0,
-        batch_size=1,
-    )
-    every = list(loader.microbatches(Draw(np.arange(USERS + 2))))
-    empty = [(microbatch.labels_BT == -100).all() for microbatch in every]
-    assert sum(empty) == 2
-
-
 # Who is held out must not depend on who else is there, where that is what is protected.
 
 
@@ -152,26 +133,6 @@ def test_row43_a_format_says_whether_one_record_more_renames_others(tmp_path, fo
         names.append({text: record.unit for text, record in found if text != "w"})
     assert names[0].keys() == names[1].keys() == set("xyz")
     assert FORMATS[format].named_by_position == (names[0] != names[1])
-
-
-def test_row43_held_out_by_position_with_a_public_rate_is_refused(users, capsys):
-    out = users.parent / "out"
-    by_line = arguments(out, users, "--training.dataset=jsonl", "--data.heldout_fraction=0.3")
-    public = "--privacy.sample_rate=0.1"
-    with pytest.raises(SystemExit) as stop:
-        plan.main([*by_line, public, "--world_size=1"])
-    assert stop.value.code == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err == (
-        "error: data.heldout_fraction = 0.3: with a public privacy.sample_rate, one jsonl line "
-        "more would change which lines are held out; keep held-out records in another file and "
-        "set it to 0, or remove privacy.sample_rate\n"
-    )
-    assert not out.exists()
-    assert not (users.parent / "cache").exists()  # refused before it was looked at
-    for allowed in ([], [public, "--data.unit_field=user"], [public, "--data.heldout_fraction=0"]):
-        assert len(open_records(load_config([*by_line, *allowed], world_size=1)).train)
 
 
 # Row 60: a record of no known unit.
