@@ -202,14 +202,8 @@ def test_the_exported_model_is_attacked_and_stays_under_its_claim(tmp_path, lora
 @pytest.mark.thorough
 def test_a_run_without_clipping_is_flagged_by_its_exported_model_alone(tmp_path):
     terms = [
-        "--privacy.target_epsilon=0.1",
-        "--privacy.max_grad_norm=0.0001",
-        "--optimizer.lr=0.02",
-    ]
-    terms += [
-        "--privacy.debug_seed=5",
-        "--training.steps=32",
-        "--training.global_batch_size=204",
+        *("--privacy.target_epsilon=0.1", "--privacy.max_grad_norm=0.0001", "--optimizer.lr=0.02"),
+        *("--privacy.debug_seed=5", "--training.steps=32", "--training.global_batch_size=204"),
         "--canaries=200",
     ]
     run = run_audit(tmp_path, "planted", "no clipping", *terms)
@@ -232,6 +226,9 @@ def test_a_run_that_publishes_held_out_losses_is_audited_without_them(tmp_path):
     assert choose_losses(config, None) is None
 
 
+NO_NOISE = ("--privacy.target_epsilon=None", "--privacy.noise_multiplier=0")
+
+
 @pytest.mark.parametrize(
     "instrument, missing, options, names",
     [
@@ -243,12 +240,7 @@ def test_a_run_that_publishes_held_out_losses_is_audited_without_them(tmp_path):
         ("text", ("transformers",), [], "pip install transformers"),
         ("text", ("peft",), ["--lora.rank=4"], "lora.export = 'adapter'"),
         ("game", (), ["--privacy.no-enable"], "privacy.enable"),
-        (
-            "game",
-            (),
-            ["--privacy.target_epsilon=None", "--privacy.noise_multiplier=0"],
-            "noise_multiplier",
-        ),
+        ("game", (), [*NO_NOISE], "noise_multiplier"),
         ("game", (), ["--trials=20"], "--trials = 20"),
         ("game", (), ["--confidence=1"], "--confidence = 1"),
         ("game", (), ["--folder=x"], "--folder = x"),
