@@ -1,14 +1,13 @@
 """From a draw of units to the microbatches of one data-parallel rank.
 
 Guarantee, with `data.length_buckets`:
-    A sample's padded length is a public function of its own number of tokens, whatever else is
-    drawn and on whatever mesh: nothing is rounded up to a neighbour's length. That number depends
-    on the unit alone (with `data.unit_sampling = "random"`, on its own random choice of a record
-    too; of several windows, the longest counts). Only padding behind the last token is left out,
-    which a causal model's earlier positions never see and whose labels are ignored, so that the
-    sample's gradient is that of the sample padded to T, up to rounding. Epsilon does not change. A
-    step's duration, its number of microbatches and their order of summation (rounding) do depend on
-    the lengths of drawn records: timing is labelled not private.
+    A sample's padded length is a public function of its own number of tokens (of several windows,
+    the longest's), whatever else is drawn and on whatever mesh. That number depends on the unit and
+    its own random choices alone. Only padding behind the last token is left out, which a causal
+    model's earlier positions never see and whose labels are ignored: the gradient is that of the
+    sample padded to T, up to rounding, and epsilon does not change. A step's duration, its number
+    of microbatches and their order of summation do depend on the lengths of drawn records: timing
+    is labelled not private.
 """
 
 import hashlib

@@ -1,11 +1,10 @@
 """The data of a run: its store of tokens, units, and their split into training and held-out ones.
 
 Guarantee:
-    A run in which no training unit has a target is refused before its first draw. That compares
-    "none" with "at least one" over all training units, so two neighbours differ in it only if a
-    single unit has targets (docs/privacy.md assumes that this is not so). Counts of records, and
-    what refusals and warnings name of them (fields, roles, types), are private and labelled so;
-    nothing else follows from them.
+    A run in which no training unit has a target is refused before its first draw. Two neighbours
+    differ in that only if a single unit has targets (docs/privacy.md assumes that this is not so).
+    Counts of records, and what refusals and warnings name of them (fields, roles, types), are
+    private and labelled so; nothing else follows from them.
 """
 
 import hashlib

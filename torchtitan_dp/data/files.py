@@ -71,11 +71,8 @@ def locate(
 
 
 def _walk(root: str, patterns: Sequence[str], skipped: Sequence[str] = ()) -> list[str]:
-    """List the relative names of the files below `root` that match, sorted by their bytes.
-
-    Folders and files are met by their own names first, then by links, the first of them: lest a
-    link put a file into another unit.
-    """
+    """List names below `root` that match, sorted by their bytes. Files are met by their own names
+    first, then by links, the first of them: lest a link put a file into another unit."""
     ways = [pattern.split("/") for pattern in patterns]
     waiting: list[tuple[bool, bytes]] = [(False, b"")]  # whether by a link, and the folder's name
     entered: set[tuple[int, int]] = set()  # devices and inodes
@@ -106,7 +103,6 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 def _matches(parts: list[str], patterns: Sequence[str]) -> bool:
-    """Check whether the components of a name match those of a pattern."""
     if not patterns:
         return not parts
     if patterns[0] == "**":

@@ -3,16 +3,14 @@
 A store is a folder with `tokens` (the ids of all records, one after the other; those that are no
 targets as their bitwise complement, which is negative), `arrays` (where each record ends, and its
 unit), `facts.json` (what was tokenized and how, and hashes of the other two), and `seen`, names of
-machines and files that it was compared with. Its name follows from format, fields,
-reading, tokenizer, template, and the files' relative names and sizes: not from the length of
-samples or any absolute path, so that runs and nodes share it, and a copy serves as well.
+machines and files that it was compared with. Its name follows from format, fields, tokenizer,
+template, and the files' relative names and sizes, so that runs and nodes share it, and copies.
 
 Guarantee:
-    A store that is opened has the tokens that `prepare` makes of the files as they are: contents of
-    both are compared by hash when a machine opens it for the first time, and again once a size, a
-    time or an inode of them differs. Another change that keeps all three is a failing disk's, which
-    `tokens` is not checked against in later starts. Folders are 0700 and files 0600. It is written
-    under another name and renamed, by one process at a time.
+    A store that is opened has the tokens that `prepare` makes of the files as they are: both are
+    compared by hash when a machine opens it for the first time, and once a size, a time or an inode
+    of them differs (not after a failing disk's change, which keeps all three). Folders are 0700 and
+    files 0600. It is written under another name and renamed, by one process at a time.
 """
 
 import contextlib
