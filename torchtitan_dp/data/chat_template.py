@@ -136,10 +136,9 @@ class ChatTemplate:
         if pieces is None:
             unlike = "writes earlier turns otherwise once there are later ones"
             raise ValueError(f"{unlike}, so that the assistant's cannot be identified: {_REMEDY}")
-        answers, others = _texts(pieces, True), _texts(pieces, False)
         for role, content in _PROBE:
-            here, there = (answers, others) if role == ASSISTANT else (others, answers)
-            if content not in here or content in there:
+            own = role == ASSISTANT
+            if content not in _texts(pieces, own) or content in _texts(pieces, not own):
                 mixed = f"does not keep the assistant's turns apart ({content!r} of the {role}"
                 raise ValueError(f"{mixed} in a trial): {_REMEDY}")
         return pieces
@@ -150,9 +149,8 @@ class ChatTemplate:
         ends = _texts(self.trial, True)
         for _, content in _PROBE:
             ends = ends.replace(content, "", 1)
-        where = "the chat template ends an answer without a mark"
-        if self._is_marked:
-            where = "{% generation %} in the chat template leaves out the end mark"
+        marked = "{% generation %} in the chat template leaves out the end mark"
+        where = marked if self._is_marked else "the chat template ends an answer without a mark"
         return None if ends.strip() else f"{where}: the model never learns to stop"
 
 

@@ -50,8 +50,8 @@ def locate(
 ) -> tuple[str, list[str]]:
     """Find the files that a path names: a root, and their sorted names below it.
 
-    It is a file, a glob, a folder, of which files match a pattern `below` it, or `PYTHON_STDLIB`,
-    which may stand for Python's sources. Raises ValueError, one line, if there is no such place.
+    It is a file, a glob, a folder, of which files match a pattern `below` it, or, `has_stdlib`,
+    Python's own sources. Raises ValueError, one line, if there is no such place.
     """
     if has_stdlib and path == PYTHON_STDLIB:
         root = sysconfig.get_path("stdlib")
@@ -65,8 +65,8 @@ def locate(
     magic = next((i for i, part in enumerate(parts) if glob.has_magic(part)), None)
     root = "/".join(parts[:magic]) or "/"
     if magic is None or not os.path.isdir(root):
-        remedy = "give a file, a folder or a glob"
-        raise ValueError(f"training.dataset_path = {path!r} does not exist: {remedy}")
+        lacks = "does not exist: give a file, a folder or a glob"
+        raise ValueError(f"training.dataset_path = {path!r} {lacks}")
     return root, _walk(root, ["/".join(parts[magic:])])
 
 
@@ -113,7 +113,7 @@ def _matches(parts: list[str], patterns: Sequence[str]) -> bool:
 
 
 def _may_hold(parts: list[str], patterns: Sequence[str]) -> bool:
-    """Check whether a match can lie in a folder; a glob walks no other folders."""
+    """Check whether a match can lie in a folder."""
     for part, pattern in zip(parts, patterns, strict=False):
         if pattern == "**":
             return True

@@ -114,9 +114,9 @@ def jsonl_rows(path: str, fields: Sequence[str]) -> Iterator[Fields | None]:
 def _parsed(line: bytes) -> Fields | None:
     try:
         value = json.loads(line.decode("utf-8-sig"))
+        return value if isinstance(value, dict) else None
     except (ValueError, RecursionError, MemoryError):
         return None
-    return value if isinstance(value, dict) else None
 
 
 def csv_rows(path: str, fields: Sequence[str]) -> Iterator[Fields | None]:
@@ -212,13 +212,12 @@ _LINES = (
     "'{stem}_lines.jsonl', orient='records', lines=True, force_ascii=False)\""
 )
 _ON_LINES = "write one a line: jq -c . '{name}' > '{stem}_lines.jsonl'"
+_SEVERAL = "has an object that goes on over several lines"
+_JSON_SIGNS = (*_SIGNS, (b"[", "is one JSON array", _LINES), (b"{", _SEVERAL, _ON_LINES))
 _TABLE: dict[str, Any] = {"row": "row", "fields": "column", "content": "readable row"}
 _TABLE |= {"remedy": "write '{path}' again"}
-_ARROW: dict[str, Any] = {
-    **_TABLE,
-    "rows": lambda path, columns: _tables().arrow_rows(path, columns),
-    "columns": lambda path: _tables().columns(path, "Arrow"),
-}
+_ARROW = {"rows": lambda path, columns: _tables().arrow_rows(path, columns), **_TABLE}
+_ARROW |= {"columns": lambda path: _tables().columns(path, "Arrow")}
 
 FORMATS: dict[str, Format] = {
     "text": Format(
@@ -229,8 +228,7 @@ FORMATS: dict[str, Format] = {
         record="one file",
         content="UTF-8 text",
         signs=_SIGNS,
-        remedy="convert them (iconv -f LATIN1 -t UTF-8, if they are Latin-1), or name text files "
-        "by a glob",
+        remedy="convert them (iconv -f LATIN1 -t UTF-8, if Latin-1), or name text files by a glob",
         named_by_position=False,
         has_lists=False,
     ),
@@ -242,11 +240,7 @@ FORMATS: dict[str, Format] = {
         record="one line of a JSON Lines file",
         fields="JSON field",
         content="JSON object",
-        signs=(
-            *_SIGNS,
-            (b"[", "is one JSON array", _LINES),
-            (b"{", "has an object that goes on over several lines", _ON_LINES),
-        ),
+        signs=_JSON_SIGNS,
         remedy="'jsonl' needs one a line, {{\"{field}\": …}}",
     ),
     "csv": Format(

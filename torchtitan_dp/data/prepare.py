@@ -36,7 +36,7 @@ _BATCH_CHARACTERS, _BATCH_TEXTS = MOST_PART * min(max(os.cpu_count() or 1, 8), 3
 _UNPACKED = {".gz": 4, ".zst": 4, ".parquet": 2}  # bytes of rows to a byte of a file, about
 NO_TEXT = (Piece("", False),)  # counts as a text, lest too many rows without one wait
 T = TypeVar("T")
-Encoded = list[np.ndarray | None]
+Encoded = list[np.ndarray | None]  # None: the tokenizer refused it
 
 
 @dataclass(frozen=True)

@@ -76,16 +76,12 @@ class Samples:
         self, unit: int, rng: Choices | None = None, window: int = 0, windows: int = 1
     ) -> np.ndarray:
         """Read the ids of one sample, int64, at most seq_len + 1; those that are no targets as
-        their complement.
+        their complement. Raises OSError if the disk failed.
 
-        Args:
-            unit: -1 is padding, which has none.
-            rng: of this unit and this draw, like new; needed if `is_random`.
-            window: the index of the sample among the unit's `windows`. Those of one long text begin
-                in different ones of as many equal parts of it; a text no longer than one sample,
-                and a unit with fewer records, has no ids for the last ones.
-
-        Raises OSError if the disk failed.
+        Unit -1 is padding, without ids. `rng`, of this unit and this draw, like new, is needed if
+        `is_random`. The unit's `windows` of one long text begin in different ones of as many equal
+        parts of it; a text no longer than one sample, and a unit with fewer records, has no ids for
+        the last ones.
         """
         if unit == -1:
             return NOTHING

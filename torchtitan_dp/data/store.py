@@ -69,8 +69,8 @@ class Store:
         return int(self.ends[record] - (self.ends[record - 1] if record > 0 else 0))
 
     def ids(self, record: int, start: int, count: int) -> np.ndarray:
-        """Read `count` ids of a record from `start` on, int64, or as many as there are; raise
-        OSError if the disk failed."""
+        """Read at most `count` ids of a record from `start` on, int64; raise OSError if the disk
+        failed."""
         length = self.length(record)
         begin, count = int(self.ends[record]) - length, max(min(count, length - start), 0)
         kind = np.dtype(self.facts["dtype"])
@@ -151,7 +151,7 @@ def pack(ends: np.ndarray, firsts: np.ndarray, reasons: np.ndarray, units: Units
 
 
 def is_intact(store: Store) -> bool:
-    """Compare the tokens with their hash, reading all of them."""
+    """Compare all tokens with their hash."""
     with os.fdopen(os.dup(store.handle), "rb") as tokens:
         return _tokens_hash(store.facts, tokens) == store.fingerprint
 
