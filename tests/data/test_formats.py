@@ -114,10 +114,9 @@ def test_row42_every_line_keeps_its_place(tmp_path: Path, ending: str, codec: st
 
 
 def test_files_of_blank_lines_and_empty_files(tmp_path: Path) -> None:
-    one = b'{"text": "1"}'
-    files = {"a": b"", "b": b"\n\n", "d/d": b"", "e": one, "f": one + b"\n\n", "g": b""}
+    files = {"a": b"", "b": b"\n\n", "d/d": b"", "e": b'{"text": "1"}\n\n', "g": b""}
     root = write(tmp_path / "d", {name + ".jsonl": data for name, data in files.items()})
-    assert texts(store_of(root, tmp_path, "jsonl")) == [None, None, "1", "1", None]
+    assert texts(store_of(root, tmp_path, "jsonl")) == [None, None, "1", None]
 
 
 ROWS = [f"{i} " + "".join(chr(97 + (i * j * j) % 23) for j in range(60)) for i in range(300)]
@@ -335,7 +334,6 @@ COMMAS = "its columns must be separated by commas"
     "format, name, data, message",
     [
         ("parquet", "a.parquet", OTHER, r"training\.dataset_path: .*a.parquet is no Parquet file"),
-        ("parquet", "a.parquet", b"", r"training\.dataset_path: .*a.parquet is no Parquet file"),
         ("arrow", "a.arrow", OTHER, r"training\.dataset_path: .*a.arrow is no Arrow file"),
         ("hf", "data-1.arrow", b"", r"training\.dataset_path: .*data-1.arrow is no Arrow file"),
         ("csv", "a.csv", b'text\na\n"b\nc\n', r"training\.dataset_path: .*a.csv, line 4 \(not pri"),
@@ -346,7 +344,6 @@ COMMAS = "its columns must be separated by commas"
         ("csv", "a.csv", b"", r"data\.text_field = 'text': .*a.csv has no such column"),
         ("csv", "a.csv", b"text\n", r"training\.dataset_path = .* holds no record: it needs .*csv"),
         ("jsonl", "a.jsonl", b"", r"training\.dataset_path = .* no record: .* \*\.jsonl\.zst file"),
-        ("jsonl", "a.txt", b"{}", r"training\.dataset_path = .* holds no record"),
         ("text", ".hidden", b"x", r"training\.dataset_path = .* holds no record"),
         ("hf", "train/data-0.arrow", b"", r"training\.dataset_path = .* the folder of one split"),
         ("xml", "a.xml", b"", r"training\.dataset = 'xml' is not a known format: use one of 'te"),

@@ -90,11 +90,10 @@ class Draw(NamedTuple):
 
 
 class Dealt(NamedTuple):
-    """The padded length of one microbatch of one rank, and its units: int64 (B K,) indices in the
-    loader's `units`, each K times in a row; -1 is padding."""
+    """One microbatch of one rank: its padded length, and its units."""
 
     length: int
-    slots: np.ndarray
+    slots: np.ndarray  # int64 (B K,): in the loader's `units`, each K times in a row; -1: padding
 
 
 @dataclass(eq=False)
@@ -127,8 +126,7 @@ class RecordLoader:
         return self._groups[count]
 
     def lengths(self, draw: Draw, ladder: tuple[int, ...]) -> np.ndarray:
-        """Find each drawn unit's padded length: the shortest rung that fits the number of tokens
-        in the longest of its windows."""
+        """Find each drawn unit's padded length: the shortest rung that fits its longest window."""
         if len(ladder) == 1:
             return np.full(len(draw.positions), ladder[0])
         rngs = [self.rng(draw.key, position) for position in draw.positions]

@@ -130,7 +130,7 @@ def reading(
     tokenizer: Tokenizer,
 ) -> Reading:
     """Choose how records are read, with the tokenizer of `assets_path` ("": bytes); raise
-    ValueError, one line, for one without a chat template where one is needed."""
+    ValueError, one line, for one that lacks a chat template, or cannot be used with it."""
     if messages_field is None:
         return Reading(text_field, prompt_field)
     # Bytes have no special tokens, which a template writes as text.
@@ -138,9 +138,10 @@ def reading(
     template = load_chat_template(assets_path) if assets_path and has_tokens else None
     where = f"data.messages_field = {messages_field!r}: the tokenizer of model.hf_assets_path ="
     if template is None:
-        remedy = "use a tokenizer of a chat model, add chat_template.jinja to the folder"
-        remedy += ", or write prompts and answers (data.prompt_field)"
-        raise ValueError(f"{where} {assets_path!r} has no chat template; {remedy}")
+        raise ValueError(
+            f"{where} {assets_path!r} has no chat template; use a tokenizer of a chat model, add "
+            "chat_template.jinja to the folder, or write prompts and answers (data.prompt_field)"
+        )
     texts = [piece.text for piece in template.trial if piece.text]
     whole, *parts = tokenizer.encode_each(["".join(texts), *texts])
     known = [ids for ids in parts if ids is not None]

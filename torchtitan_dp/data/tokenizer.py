@@ -67,8 +67,8 @@ class HFTokenizer:
             # Unlike `encode`, it lets other threads of Python run.
             found = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         except BaseException as error:
-            # The library raises plain Exception; a panic inside of it is a BaseException that
-            # cannot be imported. A record's content must not stop the run, nor touch another's.
+            # The library raises plain Exception, or a panic: a BaseException that cannot be
+            # imported. A record's content must not stop the run, nor touch another's.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             if len(texts) == 1:
