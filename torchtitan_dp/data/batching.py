@@ -148,9 +148,9 @@ class RecordLoader:
         for each, whose lengths together are below 2T.
         """
         lengths, dealt = self.lengths(draw, ladder or (self.samples.seq_len,)), []
+        terms = {"ranks": self.ranks, "rank": self.rank, "batch_size": self.batch_size}
         for length in np.unique(lengths)[::-1]:
-            drawn = draw.positions[lengths == length]
-            for slots in deal(drawn, ranks=self.ranks, rank=self.rank, batch_size=self.batch_size):
+            for slots in deal(draw.positions[lengths == length], **terms):
                 dealt.append(Dealt(int(length), np.repeat(slots, self.windows)))
         return dealt
 

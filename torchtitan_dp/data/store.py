@@ -102,9 +102,9 @@ def private_folder(place: str | None) -> str:
         os.listdir(folder)
         return folder
     except OSError as error:
-        cannot = f"the tokens of training.dataset_path cannot be written to {folder!r}"
-        why = f"{error.strerror}); name a folder that you can write"
-        raise ValueError(f"data.store = {place!r}: {cannot} ({why}") from error
+        cannot = "the tokens of training.dataset_path cannot be written to"
+        why = f"{cannot} {folder!r} ({error.strerror}); name a folder that you can write"
+        raise ValueError(f"data.store = {place!r}: {why}") from error
 
 
 def load(folder: str) -> Store | None:

@@ -177,15 +177,19 @@ def _mark_id(backend: tokenizers.Tokenizer, assets_path: str, key: str) -> int |
 def read_settings(assets_path: str, name: str) -> dict[str, Any]:
     """Read a JSON object in the folder of a tokenizer, with each special token as its text; empty
     if there is none. Raises ValueError, one line, for a file that is broken."""
+    if (text := read_text(assets_path, name)) is None:
+        return {}
     try:
-        found = json.loads("{}" if (text := read_text(assets_path, name)) is None else text)
-        items = found.items()
-    except (json.JSONDecodeError, AttributeError) as error:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
         broken = f"its {name} is not a JSON object: download it again"
-        raise ValueError(f"model.hf_assets_path = {assets_path!r}: {broken}") from error
-    # In the older form a token is {"content": "<s>", "lstrip": false, ...}.
-    old = {k: v.get("content") for k, v in items if k.endswith("_token") and isinstance(v, dict)}
-    return {**found, **old}
+        raise ValueError(f"model.hf_assets_path = {assets_path!r}: {broken}")
+    for key, value in found.items():
+        if key.endswith("_token") and isinstance(value, dict):
+            found[key] = value.get("content")  # the older form, of {"content": "<s>", …}
+    return found
 
 
 def read_text(assets_path: str, name: str) -> str | None:
