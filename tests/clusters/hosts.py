@@ -103,14 +103,12 @@ class TwoHosts:
         """Take the link down: packets are lost without an error on either side."""
         _ip("-n", self._names[0], "link", "set", "cable", "down")
 
-    def start(self, number: int, argv: list[str], *, in_place_of: dict[Path, Path]) -> Launcher:
-        """Start a host's launcher.
-
-        Args:
-            in_place_of: what the host has at a path that both know.
-        """
+    def start(
+        self, number: int, argv: list[str], *, in_place_of: dict[Path, Path] | None = None
+    ) -> Launcher:
+        """Start a host's launcher; `in_place_of` is what it has at paths that both know."""
         log = self._folder / f"host{number}.log"
-        mounts = [f"mount --bind {own} {path}" for path, own in in_place_of.items()]
+        mounts = [f"mount --bind {own} {path}" for path, own in (in_place_of or {}).items()]
         node = (str(ROOT / "scripts/slurm/node.sh"), "0,1", "--nnodes=2", "--nproc_per_node=1")
         torchrun = (f"--rdzv_endpoint=10.77.0.1:{PORT}", "--rdzv_id=tests")
         apart = ("unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child")

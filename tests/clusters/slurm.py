@@ -22,6 +22,7 @@ from tests.processes.runs import ROOT
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "unshare")
 KILL_WAIT_S = 30
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 WAIT_S = 200  # for failing only
 _CONFIGURATION = """
 ClusterName=tests
@@ -121,24 +122,17 @@ class Cluster:
         self._unshare.kill()  # its child, and so the namespace, dies with it
         self._unshare.wait(60)
 
-    def command(self, *words: str) -> str:
-        """Run one of Slurm's commands; its output."""
-        found = subprocess.run(words, capture_output=True, text=True, env=self.environment)
+    def command(self, *words: str, **environment: str) -> str:
+        """Run one of Slurm's commands at the repository's root; its output."""
+        environment = {**self.environment, **environment}
+        found = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment)
         assert found.returncode == 0, f"{' '.join(words)}: {found.stderr}"
         return found.stdout.strip()
 
     def submit(self, *options: str, environment: Mapping[str, str] | None = None) -> str:
         """Submit a job from the repository's root; its id. Its log is `log` of that."""
-        words = ["sbatch", "--parsable", f"--output={self.folder}/%j.out", *options]
-        found = subprocess.run(
-            words,
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            env={**self.environment, **(environment or {})},
-        )
-        assert found.returncode == 0, found.stderr
-        return found.stdout.strip()
+        output = f"--output={self.folder}/%j.out"
+        return self.command("sbatch", "--parsable", output, *options, **(environment or {}))
 
     def log(self, job: str) -> str:
         """What a job has printed so far, over all restarts."""
@@ -155,9 +149,13 @@ class Cluster:
         """Wait until a job has printed a text so many times."""
         self.wait(job, lambda _: self.log(job).count(text) >= times, f"{times} x '{text}'")
 
-    def wait_for_state(self, job: str, *states: str) -> dict[str, str]:
-        """Wait for a state; the job's fields then."""
-        return self.wait(job, lambda fields: fields["JobState"] in states, f"state {states}")
+    def wait_for_end(self, job: str) -> dict[str, str]:
+        """Wait for a job's end; its fields then."""
+        return self.wait(job, lambda fields: fields["JobState"] in ENDED, "end")
+
+    def reach_limit(self, job: str) -> None:
+        """Send what `--signal=B:USR1@120` does when a job's time is almost up."""
+        self.command("scancel", "-b", "-s", "USR1", job)
 
     def wait(
         self, job: str, condition: Callable[[dict[str, str]], bool], what: str
@@ -185,12 +183,8 @@ class Cluster:
     def _wait_for_nodes(self) -> None:
         deadline = time.monotonic() + 60
         while True:
-            states = subprocess.run(
-                ["sinfo", "-h", "-N", "-p", "main", "-o", "%t"],
-                capture_output=True,
-                text=True,
-                env=self.environment,
-            )
+            words = ["sinfo", "-h", "-N", "-p", "main", "-o", "%t"]
+            states = subprocess.run(words, capture_output=True, text=True, env=self.environment)
             if states.stdout.split() == ["idle", "idle"]:
                 return
             assert time.monotonic() < deadline, f"no nodes: {states}\n{self._logs()}"

@@ -19,9 +19,9 @@ from tests.clusters.slurm import Cluster
 from tests.processes.runs import parent, write_records
 
 SCRIPT = "scripts/slurm/train.sbatch"
+pytestmark = pytest.mark.thorough
 ONE = ("--gpus-per-node=0", "--cpus-per-task=1")
 TWO = (*ONE, "--nodes=2")
-ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 ASKED = "asking the run to save a checkpoint and to stop"
 
 
@@ -44,7 +44,7 @@ def submit(cluster: Cluster, tmp_path: Path):
     yield start
     for job in jobs:
         cluster.command("scancel", job)
-        cluster.wait_for_state(job, *ENDED)
+        cluster.wait_for_end(job)
 
 
 def starts(log: str, node: int) -> list[int]:
@@ -57,22 +57,24 @@ def stops(log: str, node: int) -> list[int]:
     return [int(n) for n in re.findall(rf"stopped by SIG\w+ at step (\d+) on node {node}", log)]
 
 
-@pytest.mark.thorough
+def require_resumed(log: str) -> None:
+    for node in (0, 1):
+        assert starts(log, node) == [1, *(step + 1 for step in stops(log, node))]
+
+
 def test_the_time_limit_saves_and_queues_again_on_every_node(cluster, submit):
     job = submit(*TWO)
     cluster.wait_for_log(job, "training starts", 2)
-    cluster.command("scancel", "-b", "-s", "USR1", job)  # what --signal=B:USR1@120 sends
+    cluster.reach_limit(job)
     cluster.wait_for_log(job, "training starts", 4)
     log = cluster.log(job)
     assert cluster.fields(job)["Restarts"] == "1"
-    for node in (0, 1):
-        assert starts(log, node) == [1, *(step + 1 for step in stops(log, node))]
+    require_resumed(log)
     assert log.index(ASKED) < log.index("saved") < log.index("The run has ended with exit code")
     assert "forcing job termination" not in log
     assert stat.S_IMODE((cluster.folder / f"{job}.out").stat().st_mode) == 0o600
 
 
-@pytest.mark.thorough
 def test_an_element_of_an_array_is_queued_again_alone(cluster, submit):
     """One element's job id is the array's: a command on that id is one on all elements."""
     job = submit("--array=0-1", *ONE)
@@ -83,33 +85,22 @@ def test_an_element_of_an_array_is_queued_again_alone(cluster, submit):
     ids = {number: element for number, element, array in pairs if array == job}
     (other,) = set(ids) - {job}
     cluster.wait_for_log(other, "training starts")
-    cluster.command("scancel", "-b", "-s", "USR1", f"{job}_{ids[job]}")
+    cluster.reach_limit(f"{job}_{ids[job]}")
     cluster.wait_for_log(job, "training starts", 2)
     assert len(starts(cluster.log(other), 0)) == 1
     assert not stops(cluster.log(other), 0)
 
 
-@pytest.mark.thorough
 def test_a_job_that_never_ends_is_given_up(cluster, submit):
     job = submit(*ONE, MAX_REQUEUES="0")
     cluster.wait_for_log(job, "training starts")
-    cluster.command("scancel", "-b", "-s", "USR1", job)
-    fields = cluster.wait_for_state(job, *ENDED)
+    cluster.reach_limit(job)
+    fields = cluster.wait_for_end(job)
     assert (fields["JobState"], fields["ExitCode"]) == ("FAILED", "1:0")
     assert stops(cluster.log(job), 0)
     assert "Queued again 0 times already (MAX_REQUEUES): giving up" in cluster.log(job)
 
 
-@pytest.mark.thorough
-def test_a_run_that_ends_at_the_limit_is_not_queued_again(cluster, submit):
-    job = submit(*ONE, argv=("--deaf", "--steps", "40"))
-    cluster.wait_for_log(job, "training starts")
-    cluster.command("scancel", "-b", "-s", "USR1", job)
-    fields = cluster.wait_for_state(job, *ENDED)
-    assert (fields["JobState"], fields["Restarts"]) == ("COMPLETED", "0")
-
-
-@pytest.mark.thorough
 def test_a_preemption_with_grace_saves_and_queues_again(cluster, submit):
     job = submit(*TWO)
     cluster.wait_for_log(job, "training starts", 2)
@@ -117,62 +108,38 @@ def test_a_preemption_with_grace_saves_and_queues_again(cluster, submit):
     cluster.wait_for_log(job, "training starts", 4)
     log = cluster.log(job)
     assert cluster.fields(job)["Restarts"] == "1"
-    for node in (0, 1):
-        assert starts(log, node) == [1, *(step + 1 for step in stops(log, node))]
+    require_resumed(log)
 
 
-@pytest.mark.thorough
 def test_a_soft_stop_saves_and_ends_the_job(cluster, submit):
     job = submit(*ONE)
     cluster.wait_for_log(job, "training starts")
     cluster.command("scancel", "-s", "USR1", job)
-    fields = cluster.wait_for_state(job, *ENDED)
+    fields = cluster.wait_for_end(job)
     assert (fields["ExitCode"], fields["Restarts"]) == ("75:0", "0")
     assert stops(cluster.log(job), 0)
 
 
-@pytest.mark.thorough
 def test_scancel_saves(cluster, submit):
     job = submit(*TWO)
     cluster.wait_for_log(job, "training starts", 2)
     cluster.command("scancel", job)
-    fields = cluster.wait_for_state(job, *ENDED)
+    fields = cluster.wait_for_end(job)
     assert (fields["JobState"], fields["Restarts"]) == ("CANCELLED", "0")
     cluster.wait_for_log(job, "saved", 2)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("before", ["--slow-plan", "--slow-check"])
-def test_a_limit_before_training_is_one_line(before, cluster, submit):
-    job = submit(*ONE, argv=(before,), SELFCHECK="1")
-    cluster.wait_for_log(job, "selfcheck on node" if before == "--slow-check" else "planning")
-    cluster.command("scancel", "-b", "-s", "USR1", job)
-    fields = cluster.wait_for_state(job, *ENDED)
-    assert (fields["JobState"], fields["ExitCode"]) == ("FAILED", "1:0")
-    assert "The time limit came before training began: raise --time" in cluster.log(job)
-    assert "training starts" not in cluster.log(job)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("argument", "code"), [("--mistake", "2:0"), ("--fault", "1:0")])
-def test_mistakes_and_faults_are_not_queued_again(argument, code, cluster, submit):
-    fields = cluster.wait_for_state(submit(*ONE, argv=(argument,)), *ENDED)
-    assert (fields["JobState"], fields["ExitCode"], fields["Restarts"]) == ("FAILED", code, "0")
-
-
-@pytest.mark.thorough
 def test_a_lost_slurmstepd_does_not_keep_the_job(cluster, submit):
     """srun waits for its task for ever: the job is queued again 15 s before its limit."""
     job = submit(*ONE, "--time=1", "--signal=B:USR1@1")
     cluster.wait_for_log(job, "training starts")
     (lost,) = cluster.processes(f"slurmstepd: [{job}.0]")
     os.kill(lost, signal.SIGKILL)
-    cluster.command("scancel", "-b", "-s", "USR1", job)
+    cluster.reach_limit(job)
     cluster.wait_for_log(job, "The run has not ended in time")
     cluster.wait_for_log(job, "training starts", 2)
 
 
-@pytest.mark.thorough
 def test_the_debug_model_goes_on_from_what_its_time_limit_saved(cluster, tmp_path):
     """Two nodes of one process each, which share each sample; Slurm itself sends the signal."""
     data, out = write_records(tmp_path / "data"), tmp_path / "out"
@@ -204,10 +171,9 @@ def test_the_debug_model_goes_on_from_what_its_time_limit_saved(cluster, tmp_pat
         lines = [line for line in cluster.log(job).splitlines() if line.startswith(f"[rank{rank}]")]
         assert sum(f"Training starts at step {saved + 1}" in line for line in lines) == 1
     cluster.command("scancel", job)
-    cluster.wait_for_state(job, *ENDED)
+    cluster.wait_for_end(job)
 
 
-@pytest.mark.thorough
 def test_a_lost_node_queues_the_job_again(cluster, submit):
     """srun waits until Slurm knows: `srun --wait` would end the job before."""
     job = submit(*TWO)

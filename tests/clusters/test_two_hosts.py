@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.clusters.hosts import TwoHosts
+from tests.clusters.hosts import Launcher, TwoHosts
 from tests.processes.runs import arguments, with_sigma, write_records
 
+pytestmark = pytest.mark.thorough
 GONE = "error: another rank is gone or hangs ("
 LAUNCHER_GONE = "error: another node's launcher is gone, or cannot be reached ("
 
@@ -30,77 +31,64 @@ def argv(tmp_path: Path) -> list[str]:
     )
 
 
-def errors(output: str) -> list[str]:
-    """What is said of an error, in lines of their own, without the rank."""
-    lines = [line.partition("]:")[2] or line for line in output.splitlines()]
+def errors(launcher: Launcher) -> list[str]:
+    """The lines of its output that name an error, without the rank, after its end with code 1."""
+    assert launcher.ends() == 1
+    assert "Traceback" not in launcher.output()
+    lines = [line.partition("]:")[2] or line for line in launcher.output().splitlines()]
     return [line for line in lines if line.startswith("error:")]
 
 
-@pytest.mark.thorough
 def test_a_run_of_two_hosts_ends_well(hosts, argv, tmp_path):
     argv = [*argv, "--training.steps=3"]
-    first, second = (hosts.start(number, argv, in_place_of={}) for number in (0, 1))
+    first, second = (hosts.start(number, argv) for number in (0, 1))
     assert (first.ends(), second.ends()) == (0, 0)
     assert "[rank0]:" in first.output()
     assert "[rank1]:" in second.output()
     assert "[rank0]:" not in second.output()
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("asked", [0, 1])
 def test_both_launchers_end_with_the_code_of_a_stop_whichever_is_asked(asked, hosts, argv):
-    launchers = [hosts.start(number, argv, in_place_of={}) for number in (0, 1)]
+    launchers = [hosts.start(number, argv) for number in (0, 1)]
     launchers[0].wait_for("Saving the checkpoint")
     launchers[asked].ask_to_stop()
     assert [launcher.ends() for launcher in launchers] == [75, 75]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_killed_host_is_one_line_of_the_other(killed, hosts, argv, tmp_path):
-    launchers = [hosts.start(number, argv, in_place_of={}) for number in (0, 1)]
+    launchers = [hosts.start(number, argv) for number in (0, 1)]
     launchers[0].wait_for("Saving the checkpoint")
     launchers[killed].kill()
-    survivor = launchers[1 - killed]
-    assert survivor.ends() == 1
-    assert "Traceback" not in survivor.output()
-    (line,) = errors(survivor.output())
+    (line,) = errors(launchers[1 - killed])
     assert line.startswith(GONE)
 
 
-@pytest.mark.thorough
 def test_a_host_whose_first_is_killed_before_training_is_one_line(hosts, argv):
-    first, second = (hosts.start(number, argv, in_place_of={}) for number in (0, 1))
+    first, second = (hosts.start(number, argv) for number in (0, 1))
     first.wait_for("to watch")  # both have joined
     first.kill()
-    assert second.ends() == 1
-    assert "Traceback" not in second.output()
-    (line,) = errors(second.output())
+    (line,) = errors(second)
     assert line.startswith((GONE, LAUNCHER_GONE))
 
 
-@pytest.mark.thorough
 def test_a_link_that_goes_down_ends_both(hosts, argv):
     """Nothing is reset: both wait for `comm.train_timeout_seconds`."""
-    launchers = [hosts.start(number, argv, in_place_of={}) for number in (0, 1)]
+    launchers = [hosts.start(number, argv) for number in (0, 1)]
     launchers[0].wait_for("Saving the checkpoint")
     hosts.cut()
     for launcher in launchers:
-        assert launcher.ends() == 1
-        assert "Traceback" not in launcher.output()
-        assert any(line.startswith(GONE) for line in errors(launcher.output()))
+        assert any(line.startswith(GONE) for line in errors(launcher))
 
 
-@pytest.mark.thorough
 def test_other_records_on_one_host_are_refused_by_both(hosts, argv, tmp_path):
     other = write_records(tmp_path / "other")
     changed = other / "record_003.txt"
     changed.write_text(changed.read_text().replace("says", "sayz", 1))
-    first = hosts.start(0, argv, in_place_of={})
+    first = hosts.start(0, argv)
     second = hosts.start(1, argv, in_place_of={tmp_path / "data": other})
-    assert (first.ends(), second.ends()) == (1, 1)
-    lines = [errors(launcher.output()) for launcher in (first, second)]
+    lines = [errors(launcher) for launcher in (first, second)]
     assert lines[0] == lines[1]
     assert lines[0][0].startswith("error: ranks disagree on the records (rank 1 is the first to")
-    assert "Traceback" not in first.output() + second.output()
     assert not (tmp_path / "out/steps_executed.log").exists()

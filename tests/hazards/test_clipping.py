@@ -19,19 +19,16 @@ V2 = ["--privacy.gradient_method=grad_sample", "--training.local_batch_size=2"]
 V1 = [*V2, "--privacy.no-shard_grad_samples"]
 GHOST = ["--privacy.gradient_method=ghost", "--training.local_batch_size=2"]
 MIXED = [*GHOST, "--privacy.ghost_passes=two"]
-by_method = pytest.mark.parametrize(
-    "method",
-    [MICROBATCH, V2, GHOST, MIXED],
-    ids=["microbatch", "grad_sample", "ghost", "ghost_two"],
-)
-by_way = pytest.mark.parametrize(
-    "method",
-    [MICROBATCH, V1, V2, GHOST, MIXED],
-    ids=["microbatch", "V1", "V2", "ghost", "ghost_two"],
-)
-by_way_of_several = pytest.mark.parametrize(
-    "method", [V1, V2, GHOST, MIXED], ids=["V1", "V2", "ghost", "ghost_two"]
-)
+WAYS = {"microbatch": MICROBATCH, "V1": V1, "V2": V2, "ghost": GHOST, "ghost_two": MIXED}
+
+
+def by(*names):
+    return pytest.mark.parametrize("method", [WAYS[name] for name in names], ids=names)
+
+
+by_way = by(*WAYS)
+by_method = by("microbatch", "V2", "ghost", "ghost_two")
+by_way_of_several = by("V1", "V2", "ghost", "ghost_two")
 PER_LAYER = "--privacy.clipping=per_layer"
 
 
@@ -97,24 +94,6 @@ def test_row02_the_whole_gradient_is_bound_by_C(degrees, method):
 # Rows 3 and 4: samples merged before clipping, across data-parallel ranks or in a microbatch.
 
 
-def sum_of_identical_samples(degrees):
-    """The norm of the sum of two samples' clipped gradients, and each one's own."""
-    from tests import build
-
-    tokens_NT, labels_NT = build.data(samples=2)
-    total, norms = built_for(MICROBATCH, degrees, max_grad_norm=0.1).clipped_sum(
-        tokens_NT[[1, 1]], labels_NT[[1, 1]]
-    )
-    return build.norm(total), norms
-
-
-@pytest.mark.parametrize("degrees", [(1, 2, 1), (2, 1, 1), (1, 2, 2), (2, 1, 2)], ids=str)
-def test_row03_identical_samples_on_two_ranks_add_to_2C(degrees):
-    for norm, norms in on_ranks(math.prod(degrees), sum_of_identical_samples, degrees):
-        assert all(n > 0.1 for n in norms.values())
-        assert norm == pytest.approx(0.2, rel=1e-4)
-
-
 def opposite_gradients(degrees, method):
     """Samples with gradients +C u and -10 C u: after clipping they cancel."""
     from tests import build
@@ -150,30 +129,6 @@ def test_row04_opposite_samples_in_one_microbatch_cancel_after_clipping(degrees,
 
 
 # Row 5 and 7: a sample's gradient depends on others; one record sees another.
-
-
-def first_among_others(degrees):
-    """Loss and norm of sample 0 in a microbatch of its own: alone, before some, before others."""
-    from tests import build
-
-    tokens_NT, labels_NT = build.data(samples=1)
-    some, others = build.data(samples=3), build.data(samples=3, seed=9)
-    built, found = built_for(MICROBATCH, degrees), []
-    for tokens_MT, labels_MT in ((tokens_NT[:0], labels_NT[:0]), some, others):
-        after = zip(tokens_MT[:, None], labels_MT[:, None], strict=True)
-        own = []
-        for tokens_1T, labels_1T in [(tokens_NT, labels_NT), *after]:
-            loss_1 = built.losses(tokens_1T, labels_1T)
-            clip = built.gradients.accumulate_clipped(loss_1, torch.tensor([True]))
-            own.append((loss_1.item(), clip.norm_B.item()))
-        built.gradients.clipped_sum.reset()
-        found.append(own[0])
-    return found
-
-
-def test_row05_and_07_a_sample_knows_no_other():
-    for alone, among_some, among_others in on_ranks(2, first_among_others, (1, 1, 2)):
-        assert alone == among_some == among_others  # bit-identical
 
 
 def beside(degrees, method, slot):
@@ -272,7 +227,7 @@ def small_adds(degrees, method):
     return build.norm(built.total()), dtypes | {p.dtype for p in built.model.parameters()}
 
 
-@pytest.mark.thorough_cases("ghost", "ghost_two", "grad_sample")
+@pytest.mark.thorough_cases("ghost", "ghost_two", "V2")
 @by_method
 def test_row13_hundreds_of_small_adds(method):
     norm, dtypes = on_ranks(1, small_adds, (1, 1, 1), method)[0]
@@ -288,7 +243,7 @@ def test_row13_norms_of_large_tensors():
     assert squared_norm(flat).item() == pytest.approx(flat.numel() * 0.5625, rel=1e-7)
 
 
-# Rows 17, 18: padding, and ranks with different numbers of samples.
+# Row 17: ranks with different numbers of samples.
 
 
 def uneven_draws(degrees, counts, method):
@@ -317,21 +272,6 @@ def test_row17_draws_of_any_size_keep_ranks_in_lockstep(degrees, method):
     for errors in on_ranks(math.prod(degrees), uneven_draws, degrees, [0, 1, 3, 0, 2], method):
         assert errors[0] == errors[3] == 0.0
         assert max(errors) < 3e-5
-
-
-def padding_with_real_gradients(degrees, method):
-    from tests import build
-
-    built = built_for(method, degrees)
-    tokens_NT, labels_NT = build.data(samples=built.batch_size)
-    loss_B = built.losses(tokens_NT, labels_NT)  # even a real gradient counts nothing as padding
-    built.gradients.accumulate_clipped(loss_B, torch.zeros_like(loss_B, dtype=torch.bool))
-    return largest(taken(built))
-
-
-@by_method
-def test_row18_padding_adds_exactly_zero(method):
-    assert on_ranks(2, padding_with_real_gradients, (1, 1, 2), method) == [0.0, 0.0]
 
 
 # Row 22: a NaN or Inf sample.
@@ -376,17 +316,6 @@ def test_row22_a_poisoned_sample_contributes_exactly_zero(degrees, value, method
     assert all(on_ranks(math.prod(degrees), poisoned, degrees, value, method))
 
 
-# Row 26: TorchTitan's own clipping.
-
-
-def test_row26_max_norm_is_refused():
-    from tests import build
-
-    with pytest.raises(ValueError, match=r"training\.max_norm = 1\.0"):
-        build.config("--training.max_norm=1.0")
-    assert build.config().training.max_norm == 0
-
-
 # Row 27: checkpointed recomputation keeps activations.
 
 
@@ -415,14 +344,10 @@ def live_tensors(degrees, mode, method):
 
 
 @pytest.mark.thorough_cases("none-*", "selective-*")
-@pytest.mark.parametrize(
-    "method, ranks",
-    # only V2 starts collectives that nobody awaits at once
-    [(MICROBATCH, 1), (V1, 1), (V2, 2), (GHOST, 1), (MIXED, 1)],
-    ids=["microbatch", "V1", "V2", "ghost", "ghost_two"],
-)
+@by_way
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
-def test_row27_live_tensors_stay_flat_over_16_steps(mode, method, ranks):
+def test_row27_live_tensors_stay_flat_over_16_steps(mode, method):
+    ranks = 2 if method == V2 else 1  # the one that starts collectives that nobody awaits at once
     for counts in on_ranks(ranks, live_tensors, (1, 1, ranks), mode, method):
         # One leaked a step would be 12 more.
         assert max(counts) - min(counts) <= 2, counts

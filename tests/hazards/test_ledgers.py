@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from tests.accounts import begun, publish, with_terms
-from tests.hazards.test_trainer import SETTINGS, STEP, bookkeeping, loader
+from tests.hazards.test_trainer import SETTINGS, STEP, bookkeeping
 from tests.processes.ranks import on_ranks
-from torchtitan_dp.data.batching import Draw
 from torchtitan_dp.ledger import Lineage
 from torchtitan_dp.ledger.lineage import Ancestor
 from torchtitan_dp.ledger.settings import step_names
@@ -53,12 +52,6 @@ def test_row44_a_checkpoint_holds_expectations_and_the_ledger():
         DPTrainer.state_dict(trainer)
 
 
-def test_row44_a_loader_saves_nothing_of_its_draws():
-    one = loader()
-    list(one.microbatches(Draw(np.array([1, 2]))))
-    assert one.state_dict() == {}
-
-
 def accumulating():
     from tests import build
 
@@ -89,15 +82,11 @@ def test_row11_and_31_loading_takes_the_step_and_fresh_keys():
     assert did == [f"account from {STEP}", "keys"]
 
 
-@pytest.mark.parametrize(
-    "change", [{"delta": 1e-4}, {"noise_multiplier": 9.0}, {"sample_rate": 0.25}], ids=str
-)
-def test_row31_a_checkpoint_under_other_terms_is_not_loaded(change):
+def test_row31_a_checkpoint_under_other_terms_is_not_loaded():
     from torchtitan_dp.train import DPTrainer
 
-    (changed,) = change.values()
-    _, trainer = loading(Lineage(with_terms(SETTINGS, **change)))
-    with pytest.raises(ValueError, match=rf"= {changed}: this run was started with"):
+    _, trainer = loading(Lineage(with_terms(SETTINGS, noise_multiplier=9.0)))
+    with pytest.raises(ValueError, match=r"= 9\.0: this run was started with"):
         DPTrainer.load_state_dict(trainer, DPTrainer.state_dict(saving()))
 
 
@@ -193,11 +182,6 @@ def test_row15_and_31_and_45_a_start_goes_on_from_the_folders_ledger(tmp_path):
     again = Lineage.from_json(second)
     assert again.settings == earlier.settings
     assert (again.private, again.caveats, count) == (False, ("a seed",), 1)
-
-
-def test_row15_q_is_the_batch_over_the_training_units(tmp_path):
-    settings = json.loads(on_ranks(1, opened, str(tmp_path))[0][0])["settings"]
-    assert settings["sample_rate"] == 4 / 10
 
 
 def test_row31_a_longer_run_may_not_overshoot_its_target(tmp_path):

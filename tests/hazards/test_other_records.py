@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import tokenizers
 
@@ -268,28 +267,6 @@ def in_another_process(expression: str, **options: Any) -> "subprocess.Completed
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["lists", "codes"])
-def test_row68_a_row_that_leads_out_of_its_file_is_broken_alone(tmp_path: Path, place: str) -> None:
-    root = as_hf(tmp_path / "d", table(None, codes=False).slice(0, 9))
-    good = np.arange(0, 19, 2).astype(np.int32)  # where the chats begin
-    if place == "codes":
-        good = np.array([1, 2, 1, 2, 1, 0, 2, 2, 1], np.int32)
-        codes = pa.DictionaryArray.from_arrays(pa.array(good), pa.array(["x", "y", "z"]))
-        as_hf(root, pa.table({"text": codes}))
-    bad = good.copy()
-    bad[WORST] = 2**30
-    path = root / "data-00000-of-00001.arrow"
-    assert path.read_bytes().count(good.tobytes()) == 1
-    path.write_bytes(path.read_bytes().replace(good.tobytes(), bad.tobytes()))
-    how = "messages_field='chat'" if place == "lists" else ""
-    places = f"Path({str(root)!r}), Path({str(tmp_path)!r}), 'hf', {how}"
-    broken = {"lists": [WORST - 1, WORST], "codes": [WORST]}[place]
-    found = f"[i for i, one in enumerate(stored(store_of({places}))) if one.reason]"
-    done = in_another_process(f"{found} == {broken}")
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("store_schema", [False, True])
 def test_row68_a_row_that_memory_does_not_hold_is_refused(
     store_schema: bool, tmp_path: Path
@@ -308,18 +285,3 @@ def test_row68_a_row_that_memory_does_not_hold_is_refused(
     done = in_another_process(f"read('parquet', Path({str(root)!r}))", preexec_fn=limit)
     assert done.returncode != 0
     assert "this machine's memory cannot hold a row of" in done.stderr.splitlines()[-1]
-
-
-@pytest.mark.usefixtures("small_limits")
-def test_row68_rows_before_a_damaged_page_are_read_one_by_one(tmp_path: Path) -> None:
-    """A batch that fails takes none of the rows along that can be read."""
-    root = in_plain_pages(tmp_path / "d", None)
-    before = read("parquet", root)[0]
-    data = bytearray((root / "a.parquet").read_bytes())
-    column = pq.read_metadata(root / "a.parquet").row_group(0).column(1)
-    last = column.data_page_offset + column.total_compressed_size
-    data[last - 20 : last] = b"\xff" * 20
-    (root / "a.parquet").write_bytes(data)
-    after = read("parquet", root)[0]
-    assert after[-1].reason is not None
-    assert after[: COUNT - 2] == before[: COUNT - 2]

@@ -1,11 +1,10 @@
-"""Hazards in what is told, by row: labels, the contract of `privacy.json`, names, the tokenizer.
+"""Hazards in what is told, by row: labels, names, the tokenizer, trackers.
 
 In one process; test_run.py holds the same of a whole run's files.
 """
 
 import ast
 import functools
-import json
 import logging
 import re
 from types import SimpleNamespace
@@ -17,29 +16,9 @@ import torch
 import torch.nn as nn
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
-from tests.accounts import begun, ended, mechanism, publish
 from tests.processes.ranks import on_ranks
 from tests.processes.runs import ROOT
-from torchtitan_dp.ledger import Lineage, Settings
 
-CONTRACT = {
-    "private",
-    "epsilon",
-    "delta",
-    "accountant",
-    "noise_multiplier",
-    "max_grad_norm",
-    "sample_rate",
-    "sample_rate_source",
-    "steps",
-    "steps_executed",
-    "epsilon_executed",
-    "expected_batch_size",
-    "privacy_unit",
-    "targets",
-    "neighbouring_relation",
-    "caveats",
-}
 STATISTICS = {
     "loss": 1.25,
     "realized_batch_size": 3.0,
@@ -123,23 +102,7 @@ def test_row24_the_console_line_shows_samples_that_were_left_out(logged):
     assert "batch: 3  left out (not finite): 2  clipped" in private
 
 
-def test_row23_and_24_privacy_json_holds_the_contract_alone(tmp_path):
-    settings = Settings(
-        mechanism(1.0, 0.01), 0.5, 1e-5, 32, "rdp", "privacy.sample_rate", "add_remove"
-    )
-    begun(Lineage(settings), tmp_path, 1, loses=1)  # lost
-    told = publish(ended(Lineage(settings), tmp_path, 3), tmp_path, 5)
-    assert set(told) >= CONTRACT
-    assert (told["steps"], told["steps_executed"]) == (3, 4)
-    assert json.loads((tmp_path / "privacy.json").read_text()) == told
-    assert told["neighbouring_relation"] == "add_remove"
-    # What is told beyond the contract must be terms or counts of steps, never of records.
-    for key in set(told) - CONTRACT - {"heldout_losses"}:  # with noise, and an epsilon of their own
-        private = r"loss|norm(?!_multiplier|_estimator)|token|record|seen|drawn|realiz|undecod"
-        assert not re.search(private, key), key
-
-
-# Row 28: a tied weight, or a wrapped one, has one name.
+# Row 28: a wrapped weight has one name.
 
 
 def test_row28_names_know_no_wrappers():
@@ -153,19 +116,6 @@ def test_row28_names_know_no_wrappers():
     plain["block"] = torch.compile(checkpoint_wrapper(plain["block"]))
     assert set(dict(plain.named_parameters())) != names
     assert set(trainable_parameters(plain)) == names
-
-
-def test_row28_a_tied_weight_is_one_parameter():
-    import dataclasses
-
-    from tests import build
-    from torchtitan_dp.models.llama3.model import Llama
-    from torchtitan_dp.models.parameters import trainable_parameters
-
-    with torch.device("meta"):
-        model = Llama(dataclasses.replace(build.ARGS, tie_embeddings=True))
-    names = [n for n in trainable_parameters(model) if "output" in n or "tok_embeddings" in n]
-    assert names == ["tok_embeddings.weight"]
 
 
 # Row 33: buffers.

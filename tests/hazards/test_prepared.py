@@ -82,6 +82,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "a prompt": {"prompt_field": "body"},
     "prompt and answer exchanged": {"text_field": "body", "prompt_field": "text"},
     "the unit's field": {"unit_field": "who"},
+    "a prompt that is the unit": {"prompt_field": "who", "unit_field": "who"},
     "another unit's field": {"unit_field": "group"},
     "the format": {"format": "text"},
     "folders as units": {"format": "text", "unit_field": "folder"},

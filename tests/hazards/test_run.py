@@ -1,18 +1,16 @@
 """Rows of hazards.md that only a whole run shows: what its files hold, what its steps count.
 
 Two kinds of runs are shared by the tests. `probed` is this file, started by torchrun as a script:
-training whose secrets are known, so that they can be searched for, with looks taken from inside.
+training whose secrets are known, so that they can be searched for.
 `empty` are two plain starts of one command whose draws are all empty.
 """
 
 import dataclasses
-import functools
 import hmac
 import json
 import os
 import re
 import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -43,58 +41,14 @@ SECRET = bytes(range(101, 133))  # what `RootKey.from_os` gives in `probed`
 
 
 def main(argv):
-    """Training with known secrets, on a smaller model; what it sees goes to $PROBE_<rank>.json."""
+    """Train with known secrets, a smaller model."""
     import torchtitan_dp.train as train
-    from torchtitan_dp.gradients.microbatch import MicrobatchGradients
     from torchtitan_dp.models.llama3.model import FLAVORS, LlamaArgs
     from torchtitan_dp.privacy.keys import RootKey
 
     FLAVORS["debug"] = LlamaArgs(dim=32, n_layers=1, n_heads=4, vocab_size=264, multiple_of=8)
     RootKey.from_os = classmethod(lambda cls: cls(SECRET))
-    seen = {"microbatches": 0, "saving_while_accumulating": []}
-    trainers = []
-
-    def watch(owner, name, after):
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def watched(self, *args, **kwargs):
-            result = original(self, *args, **kwargs)
-            after(self)
-            return result
-
-        setattr(owner, name, watched)
-
-    def after_init(trainer):
-        trainers.append(trainer)
-        seen["before"] = buffers(trainer)
-
-    def after_microbatch(_):
-        if trainers[0].step == 0:
-            return  # the rehearsal's
-        seen["microbatches"] += 1
-        try:
-            trainers[0].state_dict()
-        except RuntimeError as error:
-            seen["saving_while_accumulating"].append(str(error))
-        else:
-            seen["saving_while_accumulating"].append("")
-
-    def after_train(trainer):
-        seen["after"] = buffers(trainer)
-        seen["saving_after"] = sorted(trainer.state_dict())
-        Path(f"{os.environ['PROBE']}_{os.environ['RANK']}.json").write_text(json.dumps(seen))
-
-    watch(train.DPTrainer, "__init__", after_init)
-    watch(train.DPTrainer, "train", after_train)
-    watch(MicrobatchGradients, "accumulate_clipped", after_microbatch)
     train.main(argv)
-
-
-def buffers(trainer):
-    """Every buffer's value, as text."""
-    (model,) = trainer.model_parts
-    return {n: str(torch.view_as_real(b).tolist()) for n, b in model.named_buffers()}
 
 
 class Finished:
@@ -136,15 +90,9 @@ def probed(tmp_path_factory):
         ),
         log=place / "log",
         program=(__file__,),
-        env={"PROBE": str(place / "probe"), "TMPDIR": str(place / "tmp")},
+        env={"TMPDIR": str(place / "tmp")},
     )
     return Finished(place, output)
-
-
-@pytest.fixture(scope="module")
-def seen(probed):
-    """What `probed` saw from inside, rank 0."""
-    return json.loads((probed.place / "probe_0.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -295,9 +243,11 @@ def test_hazard_16_an_empty_draw_is_a_step(empty):
 
 @pytest.mark.parametrize("which", ["probed", "empty"])
 def test_hazard_21_the_ledger_counts_optimizer_steps(which, request):
-    """12 microbatches a step, or none: AdamW's own count is the ledger's."""
+    """Of a dozen microbatches a step, or none: AdamW's own count is the ledger's."""
     runs = request.getfixturevalue(which)
     run = runs[0] if which == "empty" else runs
+    drawn = run.scalars()["not_private/realized_batch_size"].values()
+    assert all(count > 6 for count in drawn) if which == "probed" else not any(drawn)
     state = load(run.checkpoint())
     counts = {v.item() for k, v in state.items() if re.fullmatch(r"optimizer\.state\..*\.step", k)}
     assert counts == {STEPS}
@@ -308,13 +258,6 @@ def test_hazard_21_the_ledger_counts_optimizer_steps(which, request):
     assert lines == [f"{step} {start}" for step in range(1, STEPS + 1)]
     assert run.spent["step_names"] == " ".join(step_names(start, STEPS))
     assert start not in (run.out / "privacy.json").read_text()
-
-
-def test_hazard_21_there_were_more_microbatches_than_steps(probed, seen):
-    """What makes the test above one: all of the training records, at every step."""
-    drawn = probed.scalars()["not_private/realized_batch_size"]
-    assert drawn == dict.fromkeys(range(1, STEPS + 1), seen["microbatches"] / STEPS)
-    assert seen["microbatches"] > 2 * STEPS
 
 
 def test_undecodable_records_are_counted_before_the_first_step(probed):
@@ -352,26 +295,14 @@ def test_hazard_24_privacy_json_holds_the_schema_alone(probed):
     correlated = ("bands",)  # of another mechanism
     of_a_run = [key.name for key in schema.KEYS if key.origin is not schema.Origin.RELEASE]
     assert list(probed.spent) == [key for key in of_a_run if key not in correlated]
+    of_records = r"(?<!heldout_)loss|norm(?!_multiplier|_estimator)|token|record|seen|drawn|realiz"
+    assert [key for key in probed.spent if re.search(of_records, key)] == ["max_grad_norm"]
 
 
 def test_hazard_24_published_epsilon_is_that_of_the_log(probed):
     epsilons = probed.scalars()["private_to_publish/epsilon"]
     assert epsilons[STEPS] == pytest.approx(probed.spent["epsilon"], rel=1e-6)
     assert len(set(epsilons.values())) == STEPS
-
-
-def test_hazard_34_held_out_loss_is_labelled(probed):
-    tags = probed.scalars()
-    assert set(tags["not_private/heldout_loss"]) == {1, 2, 4}
-    assert not any("heldout" in t or "valid" in t for t in tags if "not_private/" not in t)
-    lines = [line for line in probed.output.splitlines() if "held-out loss" in line]
-    assert lines
-    assert all("not private: held-out loss" in line for line in lines)
-
-
-def test_hazard_33_buffers_are_unchanged(seen):
-    assert seen["before"], "the model has buffers (the rotary frequencies)"
-    assert seen["after"] == seen["before"]
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -411,21 +342,6 @@ def test_hazard_44_ledger_in_the_checkpoint_is_public_or_terms(probed):
         }
     )
     assert set(ledger["settings"]) <= set(probed.spent)
-
-
-@pytest.mark.parametrize("which, batch", [("probed", 3), ("empty", 7)])
-def test_hazard_44_tokens_seen_are_the_expected(which, batch, request):
-    runs = request.getfixturevalue(which)
-    run = runs[0] if which == "empty" else runs
-    for step in (2, STEPS):
-        assert load(run.checkpoint(step))["train_state.ntokens_seen"] == step * batch * 32
-
-
-def test_hazard_44_saving_while_accumulating_raises(seen):
-    attempts = seen["saving_while_accumulating"]
-    assert len(attempts) == seen["microbatches"] > 0
-    assert all("un-noised" in attempt for attempt in attempts)
-    assert seen["saving_after"] == ["ledger", "ntokens_seen", "step"]
 
 
 if __name__ == "__main__":

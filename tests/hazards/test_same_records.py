@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests import build
-from tests.processes.ranks import on_ranks
 from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.preflight.check import open_records
 
@@ -74,35 +73,3 @@ def test_row48_other_contents_are_another_fingerprint(swap, tmp_path):
     )
     prints = [opened(format, place, field).fingerprint for place in (one, same, other)]
     assert prints[0] == prints[1] != prints[2]
-
-
-def start(cache: str, format: str, field: str | None, places: list[str]) -> str:
-    """What a rank says that opens the records of its own node."""
-    import os
-
-    import torch.distributed as dist
-
-    from torchtitan_dp.distributed.agreement import require_agreement
-    from torchtitan_dp.process import Fault
-
-    os.environ["XDG_CACHE_HOME"] = cache
-    records = opened(format, places[dist.get_rank()], field)
-    try:
-        require_agreement({"the records": records.fingerprint})
-    except Fault as error:
-        return str(error)
-    return "agreed"
-
-
-@pytest.mark.parametrize("swap", SWAPS)
-def test_row48_nodes_with_other_contents_refuse_to_train(swap, tmp_path):
-    format, field, here, there = SWAPS[swap]
-    one, same, other = (
-        lay_out(tmp_path / place, files)
-        for place, files in (("one", here), ("same", here), ("other", there))
-    )
-    cache = str(tmp_path / "cache")
-    assert on_ranks(2, start, cache, format, field, [one, same]) == ["agreed", "agreed"]
-    for refusal in on_ranks(2, start, cache, format, field, [one, other]):
-        assert "ranks disagree on the records (" in refusal
-        assert not any(f"{name}" in refusal.split() for name in here)

@@ -162,7 +162,7 @@ def run_audit(folder, name, fault, *options):
         *(f"--model.hf_assets_path={folder / 'model'}", "--training.seq_len=160"),
         *("--training.local_batch_size=8", "--privacy.sample_rate=1"),
         *("--data.heldout_fraction=0", "--validation.no-enable", "--privacy.accountant=rdp"),
-        *(f"--json={folder / name}.json", f"--plot={folder / name}.png", *options),
+        *(f"--json={folder / name}.json", *options),
     ]
     log = folder / f"{name}.log"
     process = forks.Process(attacked, argv, fault, log, folder / "cache")
@@ -197,20 +197,13 @@ def test_the_exported_model_is_attacked_and_stays_under_its_claim(tmp_path, lora
     assert "audited: 40 canaries were trained on" in told["caveats"]
     carried = json.loads((run.folder / "hf" / "privacy.json").read_text())  # wherever it is copied
     assert carried["private"] is False
-    assert (tmp_path / "clean.png").stat().st_size > 10_000
 
 
 @pytest.mark.thorough
 def test_a_run_without_clipping_is_flagged_by_its_exported_model_alone(tmp_path):
     terms = [
-        "--privacy.target_epsilon=0.1",
-        "--privacy.max_grad_norm=0.0001",
-        "--optimizer.lr=0.02",
-    ]
-    terms += [
-        "--privacy.debug_seed=5",
-        "--training.steps=32",
-        "--training.global_batch_size=204",
+        *("--privacy.target_epsilon=0.1", "--privacy.max_grad_norm=0.0001", "--optimizer.lr=0.02"),
+        *("--privacy.debug_seed=5", "--training.steps=32", "--training.global_batch_size=204"),
         "--canaries=200",
     ]
     run = run_audit(tmp_path, "planted", "no clipping", *terms)
@@ -233,6 +226,9 @@ def test_a_run_that_publishes_held_out_losses_is_audited_without_them(tmp_path):
     assert choose_losses(config, None) is None
 
 
+NO_NOISE = ("--privacy.target_epsilon=None", "--privacy.noise_multiplier=0")
+
+
 @pytest.mark.parametrize(
     "instrument, missing, options, names",
     [
@@ -244,12 +240,7 @@ def test_a_run_that_publishes_held_out_losses_is_audited_without_them(tmp_path):
         ("text", ("transformers",), [], "pip install transformers"),
         ("text", ("peft",), ["--lora.rank=4"], "lora.export = 'adapter'"),
         ("game", (), ["--privacy.no-enable"], "privacy.enable"),
-        (
-            "game",
-            (),
-            ["--privacy.target_epsilon=None", "--privacy.noise_multiplier=0"],
-            "noise_multiplier",
-        ),
+        ("game", (), [*NO_NOISE], "noise_multiplier"),
         ("game", (), ["--trials=20"], "--trials = 20"),
         ("game", (), ["--confidence=1"], "--confidence = 1"),
         ("game", (), ["--folder=x"], "--folder = x"),

@@ -224,23 +224,6 @@ def test_row16_an_empty_draw_is_a_step(monkeypatch):
     step.trainer.lr_schedulers.step.assert_called_once_with()
 
 
-def test_row19_a_step_whose_sample_cannot_be_read_is_not_begun(monkeypatch):
-    """Else it would go on as if nobody had been drawn there."""
-    from torchtitan_dp.data.samples import Samples
-    from torchtitan_dp.process import Fault
-
-    def broken(self, unit, *_):
-        if unit < 0:
-            return np.empty(0, dtype=np.int64)
-        raise OSError(5, "the disk is gone")
-
-    monkeypatch.setattr(Samples, "ids", broken)
-    step = Step.__new__(Step)
-    with pytest.raises(Fault, match=r"could not be read \(not private: OSError"):
-        step.__init__(monkeypatch)
-    assert set(step.did) == {"sample"}
-
-
 def test_row41_the_sampler_is_given_the_ledgers_rate_and_all_units(monkeypatch):
     step = Step(monkeypatch, sample_rate=0.375)
     key = RootKey(ROOT).stream("sampling").take(STEP)
@@ -318,11 +301,6 @@ def test_row11_and_32_all_ranks_hold_one_key_and_each_start_another():
     first, second = on_ranks(2, secrets)
     assert first == second
     assert len(set(first)) == 8
-
-
-def test_row30_a_debug_seed_repeats_its_keys():
-    for found in on_ranks(2, secrets, 7):
-        assert found[:4] == found[4:]
 
 
 def test_row30_and_45_a_debug_seed_marks_the_run():

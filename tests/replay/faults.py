@@ -22,6 +22,9 @@ from torchtitan_dp.privacy.published_loss import LossNoise
 from torchtitan_dp.validate import HeldOutValidator
 from torchtitan_dp.watch.processor import SampleStatistics
 
+FAULTS: dict[str, Callable[[], None]] = {}
+"""By name, what patches this process."""
+
 _learned = {"losses": 0.0, "samples": 0, "empty": 0}
 """What a fault reads off the records of this process."""
 
@@ -52,16 +55,33 @@ def _learn() -> None:
     _wrap(SampleStatistics, "add", before=add)
 
 
-def an_empty_record_ends_the_run() -> None:
-    _learn()
-
-    def end(*_: Any) -> None:
-        if _learned["empty"]:
-            raise SystemExit("error: a record without tokens")
-
-    _wrap(DPOptimizer, "step", before=end)
+def _fault(plant: Callable[[], None]) -> None:
+    FAULTS[plant.__name__] = plant
 
 
+def _before_each_update(change: Callable[[Any], None]) -> None:
+    """Add a fault that does this with the optimizer, by what it has learned from the records."""
+
+    def plant() -> None:
+        _learn()
+        _wrap(DPOptimizer, "step", before=lambda self, *_: change(self))
+
+    FAULTS[change.__name__] = plant
+
+
+def _scale_rates(optimizer: Any, loss: float) -> None:
+    for inner in inner_optimizers(optimizer._optimizer):
+        for group in inner.param_groups:
+            group["lr"] *= 1 + 1e-4 * loss
+
+
+@_before_each_update
+def an_empty_record_ends_the_run(_: Any) -> None:
+    if _learned["empty"]:
+        raise SystemExit("error: a record without tokens")
+
+
+@_fault
 def a_rank_reads_other_records() -> None:
     if os.environ["RANK"] == "1":
         real = Samples.ids
@@ -72,6 +92,7 @@ def a_rank_reads_other_records() -> None:
         Samples.ids = ids  # type: ignore[method-assign]
 
 
+@_fault
 def the_loss_stops_the_run() -> None:
     _learn()
 
@@ -81,6 +102,7 @@ def the_loss_stops_the_run() -> None:
     _wrap(train.DPTrainer, "should_continue_training", after=low)
 
 
+@_fault
 def lost_steps_are_counted_exactly() -> None:
     def exactly(self: RunLog, lineage: Lineage) -> Lineage:
         return replace(lineage, lost=self.count - len(lineage.names()))
@@ -88,36 +110,23 @@ def lost_steps_are_counted_exactly() -> None:
     RunLog.enter_lost = exactly  # type: ignore[method-assign]
 
 
-def the_divisor_is_counted() -> None:
-    _learn()
-
-    def divide(self: Any, *_: Any) -> None:
-        self._expected_batch_size = max(_learned["samples"], 1)
-        _learned["samples"] = 0
-
-    _wrap(DPOptimizer, "step", before=divide)
+@_before_each_update
+def the_divisor_is_counted(optimizer: Any) -> None:
+    optimizer._expected_batch_size = max(_learned["samples"], 1)
+    _learned["samples"] = 0
 
 
-def the_noise_follows_the_batch() -> None:
-    _learn()
-
-    def scale(self: Any, *_: Any) -> None:
-        self._noise_std *= 1 + 0.1 * _learned["samples"]
-
-    _wrap(DPOptimizer, "step", before=scale)
+@_before_each_update
+def the_noise_follows_the_batch(optimizer: Any) -> None:
+    optimizer._noise_std *= 1 + 0.1 * _learned["samples"]
 
 
-def the_learning_rate_follows_the_loss() -> None:
-    _learn()
-
-    def scale(self: Any, *_: Any) -> None:
-        for optimizer in inner_optimizers(self._optimizer):
-            for group in optimizer.param_groups:
-                group["lr"] *= 1 + 1e-4 * _learned["losses"]
-
-    _wrap(DPOptimizer, "step", before=scale)
+@_before_each_update
+def the_learning_rate_follows_the_loss(optimizer: Any) -> None:
+    _scale_rates(optimizer, _learned["losses"])
 
 
+@_fault
 def nothing_is_clipped() -> None:
     def as_they_are(_self: Any, clip: Any) -> Any:
         return clip._replace(factor_B=torch.where(clip.factor_B > 0, 1.0, 0.0))
@@ -125,12 +134,14 @@ def nothing_is_clipped() -> None:
     _wrap(ClipPolicy, "clip", after=as_they_are)
 
 
+@_fault
 def each_group_is_clipped_to_all_of_c() -> None:
     ClipPolicy.bounds = property(  # type: ignore[method-assign, assignment]
         lambda self: (self.max_grad_norm,) * len(self.members)
     )
 
 
+@_fault
 def privacy_json_counts_samples() -> None:
     _learn()
 
@@ -144,6 +155,7 @@ def privacy_json_counts_samples() -> None:
     _wrap(Bookkeeping, "publish", after=count)
 
 
+@_fault
 def checkpoints_count_samples() -> None:
     _learn()
     _wrap(
@@ -153,20 +165,17 @@ def checkpoints_count_samples() -> None:
     )
 
 
-def a_loss_is_printed_without_its_label() -> None:
-    _learn()
-    _wrap(DPOptimizer, "step", before=lambda *_: print(f"losses: {_learned['losses']}"))
+@_before_each_update
+def a_loss_is_printed_without_its_label(_: Any) -> None:
+    print(f"losses: {_learned['losses']}")
 
 
-def a_collective_is_as_large_as_the_batch() -> None:
-    _learn()
-    _wrap(
-        DPOptimizer,
-        "step",
-        before=lambda *_: dist.all_reduce(torch.zeros(1 + _learned["samples"])),
-    )
+@_before_each_update
+def a_collective_is_as_large_as_the_batch(_: Any) -> None:
+    dist.all_reduce(torch.zeros(1 + int(_learned["samples"])))
 
 
+@_fault
 def the_held_out_loss_sets_the_learning_rate() -> None:
     found = [0.0]
 
@@ -174,15 +183,11 @@ def the_held_out_loss_sets_the_learning_rate() -> None:
         found[0] = loss
         return loss
 
-    def scale(self: Any, *_: Any) -> None:
-        for optimizer in inner_optimizers(self._optimizer):
-            for group in optimizer.param_groups:
-                group["lr"] *= 1 + 1e-4 * found[0]
-
     _wrap(HeldOutValidator, "validate", after=keep)
-    _wrap(DPOptimizer, "step", before=scale)
+    _wrap(DPOptimizer, "step", before=lambda self, *_: _scale_rates(self, found[0]))
 
 
+@_fault
 def a_published_loss_is_hardly_clipped() -> None:
     real = LossNoise.noised_mean
 
@@ -192,13 +197,12 @@ def a_published_loss_is_hardly_clipped() -> None:
     LossNoise.noised_mean = noised_mean  # type: ignore[method-assign]
 
 
-def half_the_noise() -> None:
-    def halve(self: Any, *_: Any) -> None:
-        self._noise_std = self._noise_std / 2
-
-    _wrap(DPOptimizer, "step", before=halve)
+@_before_each_update
+def half_the_noise(optimizer: Any) -> None:
+    optimizer._noise_std /= 2
 
 
+@_fault
 def each_step_has_the_first_ones_noise() -> None:
     from torchtitan_dp.privacy.banded import NoiseChain
 
@@ -209,30 +213,6 @@ def each_step_has_the_first_ones_noise() -> None:
         return first[0]
 
     _wrap(NoiseChain, "take", after=keep)
-
-
-FAULTS: dict[str, Callable[[], None]] = {
-    fault.__name__: fault
-    for fault in (
-        an_empty_record_ends_the_run,
-        a_rank_reads_other_records,
-        the_loss_stops_the_run,
-        lost_steps_are_counted_exactly,
-        the_divisor_is_counted,
-        the_noise_follows_the_batch,
-        the_learning_rate_follows_the_loss,
-        nothing_is_clipped,
-        each_group_is_clipped_to_all_of_c,
-        privacy_json_counts_samples,
-        checkpoints_count_samples,
-        a_loss_is_printed_without_its_label,
-        a_collective_is_as_large_as_the_batch,
-        the_held_out_loss_sets_the_learning_rate,
-        a_published_loss_is_hardly_clipped,
-        half_the_noise,
-        each_step_has_the_first_ones_noise,
-    )
-}
 
 
 def plant(name: str) -> None:

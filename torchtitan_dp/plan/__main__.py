@@ -1,12 +1,11 @@
 """The plan of a run: its epsilon, samples, noise, cost and memory, before anything is started.
 
     python -m torchtitan_dp.plan --job.config_file FILE [--section.key value …] [--world_size N]
-                                 [--ranks_here R] [--memory_gib G] [--json FILE]
-                                 [--plot FILE.png] [--recommend]
+                                 [--ranks_here R] [--memory_gib G] [--json FILE] [--recommend]
 
 Checks everything that one process can check: `run_train.sh` runs it first. A user's mistake is one
 line and exit code 2. A prediction of memory (`memory`) takes longer, and is made with
-`--memory_gib` (then a run that does not fit is a mistake too), `--json` or `--plot`. The share of
+`--memory_gib` (then a run that does not fit is a mistake too), or `--json`. The share of
 noise in an update is always shown (`signal`); `--recommend` compares batches and steps. So is the
 memory of hosts, if much is kept there; `--ranks_here`, which each start gives, compares it with
 this machine's.
@@ -19,7 +18,7 @@ import sys
 from contextlib import nullcontext
 
 from torchtitan_dp.config.load import exit_on_mistake, load_config, parse_known, write_json
-from torchtitan_dp.plan.memory import DEFAULT_GIB, plot, predicting, show_memory
+from torchtitan_dp.plan.memory import DEFAULT_GIB, predicting, show_memory
 from torchtitan_dp.plan.recommend import refuse
 from torchtitan_dp.plan.report import for_programs, make_report, show
 
@@ -44,7 +43,6 @@ def parse(argv: list[str], description: str) -> tuple[argparse.Namespace, list[s
         ("--memory_gib", float, "G", "of a GPU: exit with code 2 if the run does not fit"),
         ("--json", str, "FILE", "write the plan there; - is stdout"),
         ("--tflops", float, "F", "that a device sustains, in TFLOP/s: also estimate the time"),
-        ("--plot", str, "FILE.png", "draw a rank's memory, by category"),
     ):
         parser.add_argument(name, type=kind, metavar=metavar, help=says)
     parser.add_argument(
@@ -87,7 +85,7 @@ def main(argv: list[str]) -> None:
         config = load_config(overrides, world_size)
         if options.recommend:
             refuse(config)
-    asked = options.memory_gib is not None or options.json or options.plot
+    asked = options.memory_gib is not None or options.json
     predicts = asked and config.privacy.enable and not options.no_memory
     memory_gib = options.memory_gib or DEFAULT_GIB
     beside = predicting(overrides, world_size, memory_gib) if predicts else nullcontext()
@@ -107,9 +105,6 @@ def main(argv: list[str]) -> None:
                 print("      nothing more is predicted without privacy", file=sys.stderr)
             return
         memory = predicted() if predicted else None
-    if memory is not None and options.plot:
-        with exit_on_mistake():
-            plot(memory, options.plot)
     if options.json:
         write_json(options.json, for_programs(report, report.spent, memory))
     if memory is not None:

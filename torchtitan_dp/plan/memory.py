@@ -289,27 +289,3 @@ def misfit(memory: MemoryPlan, config: JobConfig) -> str:
         f"{memory.memory_gib:g} GiB less {memory.headroom_gib:g}: largest part: "
         f"{shrink(memory.largest, config)}; would fit: " + (", or ".join(nearest) or "nothing near")
     )
-
-
-def plot(memory: MemoryPlan, path: str) -> None:
-    """Plot a bar for each category. Needs matplotlib.
-
-    Raises:
-        ValueError: one line for the user.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
-    parts = sorted(memory.parts.items(), key=lambda part: part[1])
-    figure = Figure(figsize=(7, 3.2), layout="constrained")
-    axes = figure.subplots()
-    bars = axes.barh([name.replace("_", " ") for name, _ in parts], [s / GIB for _, s in parts])
-    axes.bar_label(bars, fmt="%.2f", padding=3)
-    axes.set_xlabel("GiB a rank (predicted)")
-    axes.margins(x=0.15)
-    axes.set_title(
-        f"{memory.peak_bytes / GIB:.1f} of {memory.memory_gib:g} GiB: {memory.world_size} ranks, "
-        f"{memory.seq_len:,} tokens a sample"
-    )
-    figure.savefig(path, dpi=150)

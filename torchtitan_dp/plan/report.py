@@ -81,7 +81,7 @@ def make_report(
     if ranks_here is not None:
         refuse_lack(config, checked.args, ranks_here, left)
     memory = predict_host_memory(config, checked.args)
-    host = NodeMemory.of(memory, world_size, ranks_here, left)
+    host = NodeMemory(memory, world_size, ranks_here, left)
     plan, spent = checked.plan, None
     if plan is not None:
         spent = _spent(config, checked, plan, tflops, recommends)

@@ -28,11 +28,11 @@ BROKEN = re.compile(
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the tests said."""
+    """The tests' outcome."""
 
     code: int | None  # pytest's exit code; None if they hung
     failed: tuple[str, ...]  # tests that failed
-    broken: str  # why it is no catch; empty if nothing speaks against it
+    broken: str  # why it is no catch, or empty
     seconds: float
     log: str
 
@@ -57,19 +57,12 @@ class Runner:
         self._root = folder / "copy"
         copy_tree(self._root)
 
-    def run(self, mutant: Mutant | None, tests: tuple[str, ...]) -> Outcome:
-        """The tests' outcome under the fault, or without one."""
+    def run(self, mutant: Mutant | None, *tests: str) -> Outcome:
+        """The outcome of the tests under the fault, or without one."""
         self._count += 1
         place = self._folder / str(self._count)
         place.mkdir()
-        job = {
-            "root": str(self._root),
-            "place": str(place),
-            "tests": list(tests),
-            "log": str(place / "log"),
-            "report": str(place / "report.xml"),
-            "timeout_s": TIMEOUT_S,
-        }
+        job = {"root": str(self._root), "place": str(place), "tests": tests, "timeout_s": TIMEOUT_S}
         assert self._server.stdin is not None
         with mutant.applied(self._root) if mutant else nullcontext():
             self._server.stdin.write(json.dumps(job) + "\n")
@@ -124,11 +117,8 @@ def copy_tree(root: Path) -> None:
     """What the tests need of the working tree."""
     root.mkdir(parents=True)
     for name in COPIED:
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, root / name)
-        else:
-            shutil.copy2(source, root / name)
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
+        copy(ROOT / name, root / name)
 
 
 def _judge(report: Path) -> tuple[tuple[str, ...], str]:

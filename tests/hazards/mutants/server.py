@@ -46,20 +46,8 @@ def run_tests(root: str, tests: list[str], report: str) -> int:
     import pytest
 
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # half a second
-    code = int(
-        pytest.main(
-            [
-                "-x",
-                "-q",
-                "-p",
-                "no:cacheprovider",
-                "-p",
-                "pytest_timeout",
-                f"--junitxml={report}",
-                *tests,
-            ]
-        )
-    )
+    options = ("-x", "-q", "-p", "no:cacheprovider", "-p", "pytest_timeout")
+    code = int(pytest.main([*options, f"--junitxml={report}", *tests]))
     found = Path(importlib.import_module("torchtitan_dp").__path__[0]).resolve()
     assert found == Path(root, "torchtitan_dp").resolve(), f"{found} was tested"
     return code
@@ -71,7 +59,7 @@ def fork(job: dict[str, Any]) -> dict[str, Any]:
     pid = os.fork()
     if pid == 0:
         os.setsid()
-        log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        log = os.open(f"{job['place']}/log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for stream in (1, 2):
             os.dup2(log, stream)
         root = job["root"]
@@ -81,7 +69,7 @@ def fork(job: dict[str, Any]) -> dict[str, Any]:
         code = 125
         try:
             with importlib.import_module("tests.processes.forks").forked_server(job["place"]):
-                code = run_tests(root, job["tests"], job["report"])
+                code = run_tests(root, job["tests"], f"{job['place']}/report.xml")
         except SystemExit:  # a process that the server forked has done its job
             raise
         except BaseException as error:
