@@ -196,7 +196,7 @@ EACH = [
 
 
 @pytest.fixture
-def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_limits(monkeypatch):
     """Limits that a small record passes."""
     for module, name in (
         (tables, "MOST_ROW_BYTES"),
@@ -216,7 +216,7 @@ def require_others_as_before(before: list[Stored], after: list[Stored]) -> None:
 
 @pytest.mark.usefixtures("small_limits")
 @pytest.mark.parametrize(("case", "worst"), EACH)
-def test_row68_every_other_record_reads_as_before(case: str, worst: str, tmp_path: Path) -> None:
+def test_row68_every_other_record_reads_as_before(case, worst, tmp_path):
     format, write, worsts = CASES[case]
     before = read(format, write(tmp_path / "before", None))
     after = read(format, write(tmp_path / "after", worsts[worst]))
@@ -233,7 +233,7 @@ def only(words: str) -> HFTokenizer:
     return HFTokenizer(backend, None, None)
 
 
-def test_row68_what_the_tokenizer_refuses_touches_no_other_record(tmp_path: Path) -> None:
+def test_row68_what_the_tokenizer_refuses_touches_no_other_record(tmp_path):
     every = [f"a b {'a ' * (i % 5)}" for i in range(COUNT)]
     before, after = (
         stored(store_of(rows, tmp_path, tokenizer=only("a b")))
@@ -244,9 +244,7 @@ def test_row68_what_the_tokenizer_refuses_touches_no_other_record(tmp_path: Path
 
 
 @pytest.mark.parametrize("content", ["raise", "\ufdd0", "{{ 1 // 0 }}"])
-def test_row68_what_a_template_refuses_touches_no_other_record(
-    tmp_path: Path, content: str
-) -> None:
+def test_row68_what_a_template_refuses_touches_no_other_record(tmp_path, content):
     template = "{% if messages[0].content == 'raise' %}{{ 1 // 0 }}{% endif %}" + TEMPLATE
     chats: list[Row] = [{"chat": row["chat"]} for row in PLAIN]
     worst = [{"role": "user", "content": content}, {"role": "assistant", "content": "no"}]
@@ -268,9 +266,7 @@ def in_another_process(expression: str, **options: Any) -> "subprocess.Completed
 
 @pytest.mark.slow
 @pytest.mark.parametrize("store_schema", [False, True])
-def test_row68_a_row_that_memory_does_not_hold_is_refused(
-    store_schema: bool, tmp_path: Path
-) -> None:
+def test_row68_a_row_that_memory_does_not_hold_is_refused(store_schema, tmp_path):
     """Nine messages of 250 MB in a file of some kilobytes, in a process with 3 GB of memory: no
     row behind it is lost in silence."""
     root = tmp_path / "bomb"
