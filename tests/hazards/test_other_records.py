@@ -81,13 +81,6 @@ LINES = {
 }
 
 
-def lines(root: Path, worst: object) -> Path:
-    every = [json.dumps(row).encode() for row in PLAIN]
-    if isinstance(worst, bytes):
-        every[WORST] = worst
-    return write(root, {"a.jsonl": b"".join(line + b"\n" for line in every)})
-
-
 # ----------------------------------------------------------------------------------------- csv
 
 VALUES = {
@@ -105,11 +98,14 @@ VALUES = {
 }
 
 
-def csv_file(root: Path, worst: object) -> Path:
-    every = [f"{row['who']},{row['note']}".encode() for row in PLAIN]
-    if isinstance(worst, bytes):
-        every[WORST] = worst
-    return write(root, {"a.csv": b"".join(line + b"\n" for line in [b"who,note", *every])})
+def in_lines(name: str, head: list[bytes], rows: list[bytes]) -> "Write":
+    """A writer of rows, of which the worst takes the place of one, behind a head."""
+
+    def write_lines(root: Path, worst: object) -> Path:
+        every = [worst if i == WORST and worst is not None else row for i, row in enumerate(rows)]
+        return write(root, {name: b"".join(line + b"\n" for line in [*head, *every])})
+
+    return write_lines
 
 
 # ----------------------------------------------------------------------------- columns of tables
@@ -177,10 +173,12 @@ def in_plain_pages(root: Path, worst: object) -> Path:
 
 
 Write = Callable[[Path, object], Path]
+OBJECTS = [json.dumps(row).encode() for row in PLAIN]
+PAIRS = [f"{row['who']},{row['note']}".encode() for row in PLAIN]
 CASES: dict[str, tuple[str, Write, dict[str, Any]]] = {
     "text": ("text", text_files, TEXTS),
-    "jsonl": ("jsonl", lines, LINES),
-    "csv": ("csv", csv_file, VALUES),
+    "jsonl": ("jsonl", in_lines("a.jsonl", [], OBJECTS), LINES),
+    "csv": ("csv", in_lines("a.csv", [b"who,note"], PAIRS), VALUES),
     "parquet": ("parquet", parquet_file, ROWS),
     "parquet of other writers": ("parquet", without_arrow_types, ROWS),
     "parquet in plain pages": ("parquet", in_plain_pages, ROWS),
