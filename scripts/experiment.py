@@ -2,12 +2,14 @@
 
     python scripts/experiment.py --out FOLDER [--of runs|bands] [--only NAME…] [--steps N]
     python scripts/experiment.py --report docs [--of runs|bands --out FOLDER]
+    python scripts/experiment.py --show splits|tried|rates
 
 Takes the runs of docs/results/runs.json (or bands.json) again, each by the options that stand
 there, on one CPU core. A run that is done is not run again: its numbers are in
 FOLDER/results/NAME.json. `--only` takes those whose names begin so, `--steps` that many steps of
 everything, to try this script. `--report docs` makes the tables of docs/results.md from the two
-JSON files, and with `--out` first puts FOLDER's numbers into that of `--of`.
+JSON files, and with `--out` first puts FOLDER's numbers into that of `--of`. `--show` prints a
+table that is not on the page: batch against steps, other settings, all runs of bands.json.
 
 Public text: Python's documentation and standard library. Private: the sources of one company's
 installed packages; a file is a unit. A folder is held out as a whole. Leaks are looked for by
@@ -76,7 +78,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--only", nargs="+", default=[""], help="what names begin with")
     parser.add_argument("--steps", type=int, help="of pre-training and of each run")
     parser.add_argument("--report", type=Path, metavar="DOCS", help="make the page's tables there")
+    parser.add_argument("--show", choices=("splits", "tried", "rates"), help="print a table")
     options = parser.parse_args(argv)
+    if options.show is not None:
+        print(tables(read(ROOT / "docs", "runs"), read(ROOT / "docs", "bands"))[options.show])
+        return
     if options.report is not None:
         report(options.report, options.of, options.out)
         return
@@ -334,8 +340,8 @@ def report(docs: Path, of: str, out: Path | None) -> None:
         runs = ",\n".join(json.dumps(run) for run in found)
         text = f'{{"corpus": {corpus},\n"runs": [\n{runs}\n]}}\n'
         (docs / "results" / f"{of}.json").write_text(text, "utf-8")
-    page = docs / "results.md"
-    page.write_text(filled_in(page.read_text(), tables(read(docs, "runs"), read(docs, "bands"))))
+    page, made = docs / "results.md", tables(read(docs, "runs"), read(docs, "bands"))
+    page.write_text(filled_in(page.read_text(), {name: made[name] for name in ON_THE_PAGE}))
 
 
 def filled_in(page: str, made: dict[str, str]) -> str:
@@ -385,6 +391,7 @@ def at(place: int) -> Callable[[Run], str]:
     return lambda r: f"{statistics.median(run['by_position'][place] for run in r['runs']):.3f}"
 
 
+ON_THE_PAGE = ("main", "positions", "bands")
 BUCKETS = {f"{i * BUCKET:,}–{(i + 1) * BUCKET - 1:,}": at(i) for i in range(SEQ_LEN // BUCKET)}
 COLUMNS: dict[str, Callable[[Run], str]] = {
     "tuning": title,
@@ -411,7 +418,7 @@ def table(rows: list[Run], *names: str) -> str:
 
 
 def tables(runs: list[Run], bands: list[Run]) -> dict[str, str]:
-    """Return all tables in Markdown, by the names of their marks."""
+    """Return all tables in Markdown, by name; those `ON_THE_PAGE` by the names of their marks."""
     every, result = by_setting(runs), ("held-out loss", "runs")
     usual = [r for r in every if r["max_grad_norm"] == 1 and not r["windows"] and not r["ema"]]
     chosen = [r for r in usual if len(r["runs"]) == 3 or r["kind"] in ("none", "noise")]
@@ -421,6 +428,9 @@ def tables(runs: list[Run], bands: list[Run]) -> dict[str, str]:
     others = [r for r in main if r["kind"] == "private" and r["epsilon"] != 8]
     shape, noise = ("tuning", "batch × steps"), ("noise over C, a step", "averaged")
     considered = correlations([*others, *(r for r in splits if r["steps"] >= 16)])
+    rates = (*shape, "noise", "optimizer", "learning rate", "σ", *result, "gap closed")
+    every_band = by_setting(bands)
+    best_rates = [r for r in every_band if len(r["runs"]) == 3 or r["kind"] == "none"]
     ranks = (
         "\n\nRank correlation (Spearman) of averaged noise with the median loss:\n\n"
         f"- all splits: {correlations(splits)}\n"
@@ -430,10 +440,8 @@ def tables(runs: list[Run], bands: list[Run]) -> dict[str, str]:
         "main": table(main, "tuning", *result, "gap closed", "σ", "averaged"),
         "positions": table(whole, "tuning", *BUCKETS),
         "splits": table(splits, *shape, "learning rate", "σ", *noise, *result) + ranks,
-        "bands": table(
-            by_setting(bands),
-            *(*shape, "noise", "optimizer", "learning rate", "σ", *result, "gap closed"),
-        ),
+        "bands": table(best_rates, "tuning", *rates[2:6], "held-out loss", "gap closed"),
+        "rates": table(every_band, *rates),
         "tried": table(
             [r for r in every if r not in chosen],
             *(*shape, "learning rate", "C", "K windows", "`ema.enable`", *result),

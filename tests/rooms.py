@@ -57,11 +57,10 @@ class Rooms:
         terminal.write_line(f" {name:<14} {found}")
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
-        if report.outcome == "failed":
-            return None
-        kept = report.when == "call" or report.outcome == "skipped"
-        return (report.outcome if kept else "", "", "")
+    def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str]:
+        if report.when != "call" and report.outcome != "skipped":
+            return ("error" if report.failed else "", "", "")
+        return (report.outcome, "", "")
 
 
 def room(test: str) -> str:

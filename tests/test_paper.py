@@ -128,8 +128,9 @@ def run_plain_step(tracker, overrides, world_size):
 
 
 def with_fake_tensors(overrides, world_size):
-    from torchtitan_dp.plan.fake_step import fake_world
     from torchtitan_dp.plan.labels import tracking
+
+    from torchtitan_dp.plan.fake_step import fake_world
 
     with fake_world(world_size, like_cuda=False), tracking(like_cuda=False) as tracker:
         return run_plain_step(tracker, overrides, world_size)[1]

@@ -18,7 +18,7 @@ from tests.processes.runs import ROOT
 from torchtitan_dp.launch import EXIT_STOPPED
 
 HEAVY = (
-    *("datasets", "pandas", "pyarrow", "transformers", "matplotlib"),
+    *("datasets", "pandas", "pyarrow", "transformers"),
     *("opacus", "opacus.privacy_engine", "torch._inductor.compile_fx"),
     *("scipy.stats", "scipy.signal", "scipy.optimize"),
 )

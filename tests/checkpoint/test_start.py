@@ -167,3 +167,30 @@ def test_what_all_ranks_read_revises_the_decision(tmp_path):
     flip(tmp_path / "checkpoint" / "step-4")
     assert on_ranks(2, revised, str(tmp_path)) == [(4, 2)] * 2
     assert (tmp_path / "checkpoint.damaged" / "step-4").is_dir()
+
+
+@pytest.mark.parametrize(
+    "mode, reported",
+    [("DISABLED", [[2], [2, 4], [2, 4, 5]]), ("ASYNC", [[], [2], [2, 4, 5]])],
+)
+def test_a_checkpoint_is_reported_as_saved_once_it_is_on_disk(monkeypatch, mode, reported):
+    """One in the background when the next save has waited for it; the last one is never there."""
+    from torchtitan_dp.checkpoint import manager
+
+    monkeypatch.setattr(manager.CheckpointManager, "save", lambda *_: None)
+    saved, found = [], []
+    one = object.__new__(manager.Checkpointer)
+    one.enable, one.load_only, one.interval, one.enable_first_step_checkpoint = (
+        True,
+        False,
+        2,
+        False,
+    )
+    one.async_mode, one._under_way, one.saved = manager.AsyncMode[mode], None, saved.append
+    one.require_finite = lambda step: None
+    for step in range(1, 6):
+        one.save(step, last_step=step == 5)
+        if step in (2, 4, 5):
+            found.append(list(saved))
+    one.enable = False
+    assert found == reported

@@ -1,5 +1,6 @@
 """A store on disk: what is read of it, who may read it, and that it is there as a whole or not."""
 
+import json
 import os
 import re
 import stat
@@ -118,6 +119,17 @@ def test_names_sizes_and_removal(tmp_path: Path, place: Path) -> None:
         stores.delete(str(place / name))
     left = sorted(path.name for path in place.iterdir() if path.suffix != ".lock")
     assert left == ["mine", "mine.txt"]
+
+
+@pytest.mark.parametrize("lacking", ["unnamed", "dtype", "records", "tokens", "arrays", "terms"])
+def test_a_store_that_another_version_wrote_is_prepared_again(tmp_path: Path, lacking: str) -> None:
+    first = store_of(ROWS, tmp_path)
+    root, path = first.facts["path"], Path(first.folder, stores.FACTS)
+    facts = {key: value for key, value in first.facts.items() if key != lacking}
+    path.write_text(json.dumps({**facts, "digest": stores._digest(facts)}))
+    assert stores.load(first.folder) is None
+    again = store_of(root, tmp_path, "jsonl")
+    assert (again.facts, stored(again)) == (first.facts, stored(first))
 
 
 def test_facts_have_no_text_and_no_name_of_a_unit(tmp_path: Path) -> None:

@@ -98,22 +98,6 @@ def test_a_gloo_group_has_one_thread(interfaces):
         assert (added, summed) == (1, [2, 2, 2])
 
 
-def installed_twice_beside_a_gpu():
-    """The initializers of gloo's groups, before and after each of two more installs."""
-    import torch.distributed as dist
-
-    first = dist.ProcessGroupGloo.__init__
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "has_accelerator", lambda: True)
-        cpu.install()
-        cpu.install()
-    return first is dist.ProcessGroupGloo.__init__
-
-
-def test_a_second_install_wraps_no_wrapper():
-    assert on_ranks(1, installed_twice_beside_a_gpu) == [True]
-
-
 @pytest.mark.slow
 def test_gpu_hosts_give_gloo_one_thread_and_nothing_else():
     """Checkpoints and the ranks that share a GPU use gloo there too."""

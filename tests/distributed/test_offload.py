@@ -71,7 +71,7 @@ def test_two_inputs_are_on_the_device():
 
 
 def test_without_full_checkpointing_it_is_refused():
-    with pytest.raises(ValueError, match=r"offload_inputs = true with mode = 'none'.*'full'"):
+    with pytest.raises(ValueError, match=r"offload_inputs = true: with mode = 'none'.*'full'"):
         build.config("--activation_checkpoint.offload_inputs")
 
 

@@ -1,4 +1,4 @@
-"""`per_sample_layers` on small modules: a loop of single samples, and Opacus, give the same.
+"""`per_sample_layers` on small modules: a loop of single samples gives the same.
 
 One process and no process group: a sink here lays the gradients out as a mesh would, and reads
 them back by FSDP2's definition of who owns which row.
@@ -165,18 +165,6 @@ def test_equals_a_loop_of_single_samples(name, mesh, at_once):
     loss(model, x).backward()
     check(sink.gradients, expected)
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_equals_opacus(name):
-    model, x = case(name)
-    oracle = GradSampleModule(copy.deepcopy(model), loss_reduction="sum")
-    loss(oracle, x).backward()
-    expected = {n: p.grad_sample for n, p in oracle._module.named_parameters() if p.requires_grad}
-    per_sample_layers(model)
-    sink = Collected(model)
-    loss(model, x).backward()
-    check(sink.gradients, expected)
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if not n.lower().startswith("embedding")])

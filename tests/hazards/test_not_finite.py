@@ -6,7 +6,7 @@ A run that learns nothing spends its epsilon on noise; one that resumes must tra
 import copy
 import re
 from types import SimpleNamespace
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, call
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def test_row69_a_run_ends_at_the_step_after_which_weights_are_not_finite(
     assert "Traceback" not in run.output()
     assert sorted(steps_saved(folder)) == [2, 4]
     assert folder.steps_begun() == 5
-    status = {row.name: row.value for row in status_rows(open_run(str(folder.out)), [])}
+    status = {row.name: row.value for row in status_rows(open_run(str(folder.out)))}
     assert status["state"].startswith("stopped: optimizer.lr = 1e+37: after step 5")
     if interval == 1:
         return
@@ -103,13 +103,16 @@ def test_row69_no_checkpoint_is_written_of_such_weights(monkeypatch, last):
     vars(fake).update(vars(checkpointer(model, _config=build.config(), start=Start())))
     fake.enable, fake.interval, fake.load_only = not last, 2, False
     fake.enable_first_step_checkpoint, fake._async_wait = False, lambda: None
+    fake.async_mode, fake._under_way, fake.saved = manager.AsyncMode.DISABLED, None, MagicMock()
     fake.save(2, last_step=last)
     assert saved.call_count == 1
+    assert fake.saved.call_args_list == ([] if last else [call(2)])  # without checkpoints, or with
     with torch.no_grad():
         model.bias[0] = torch.nan
     with pytest.raises(Fault, match="after step 2 the weights are not finite"):
         fake.save(2, last_step=last)
     assert saved.call_count == 1
+    assert fake.saved.call_count == (not last)
     fake.enable = False
 
 

@@ -162,7 +162,7 @@ def run_audit(folder, name, fault, *options):
         *(f"--model.hf_assets_path={folder / 'model'}", "--training.seq_len=160"),
         *("--training.local_batch_size=8", "--privacy.sample_rate=1"),
         *("--data.heldout_fraction=0", "--validation.no-enable", "--privacy.accountant=rdp"),
-        *(f"--json={folder / name}.json", f"--plot={folder / name}.png", *options),
+        *(f"--json={folder / name}.json", *options),
     ]
     log = folder / f"{name}.log"
     process = forks.Process(attacked, argv, fault, log, folder / "cache")
@@ -197,7 +197,6 @@ def test_the_exported_model_is_attacked_and_stays_under_its_claim(tmp_path, lora
     assert "audited: 40 canaries were trained on" in told["caveats"]
     carried = json.loads((run.folder / "hf" / "privacy.json").read_text())  # wherever it is copied
     assert carried["private"] is False
-    assert (tmp_path / "clean.png").stat().st_size > 10_000
 
 
 @pytest.mark.thorough

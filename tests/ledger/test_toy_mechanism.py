@@ -14,7 +14,6 @@ from torchtitan_dp.ledger import Lineage, Settings, schema, summary
 from torchtitan_dp.ledger.files import read_published
 from torchtitan_dp.ledger.lineage import Ancestor, resumed
 from torchtitan_dp.ledger.spending import epsilon
-from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy import mechanism as mechanisms
 from torchtitan_dp.privacy.mechanism import PoissonGaussian
 from torchtitan_dp.privacy.segments import GaussianSteps, Mechanism
@@ -69,13 +68,6 @@ def test_epsilon_is_that_of_its_composition():
     assert found == pytest.approx(by_dp_accounting(40), rel=2e-3)
     once = replace(SETTINGS, mechanism=PoissonGaussian(1.0, 0.05))
     assert found < 0.9 * epsilon(Lineage(once, steps=40))
-
-
-def test_its_noise_follows_from_a_target():
-    sigma = accounting.noise_for(TOY, 40, target_epsilon=3.0, delta=1e-5, accountant="pld")
-    settings = replace(SETTINGS, mechanism=TOY.with_noise(sigma))
-    assert 2.9 < settings.epsilon(40) <= 3.0
-    assert settings.mechanism.spread == TOY.spread
 
 
 def test_its_run_is_logged_published_verified_and_read(tmp_path):

@@ -6,9 +6,11 @@ import re
 import pytest
 
 from tests import build
-from torchtitan_dp.checkpoint.terms import best_bands, choose_noise, noise_by_bands
+from tests.processes.runs import write_records
+from torchtitan_dp.checkpoint.terms import best_of, choose_noise, noise_by_bands, settings_of
+from torchtitan_dp.ledger import Lineage
 from torchtitan_dp.plan import __main__ as plan
-from torchtitan_dp.plan.bands import Bands
+from torchtitan_dp.plan.recommend import Bands
 
 EIGHT = ("--privacy.target_epsilon=8", "--privacy.noise_multiplier=None", "--privacy.delta=1e-5")
 
@@ -27,21 +29,18 @@ def test_noise_by_bands_is_that_of_the_published_computation():
     assert [round(sigma, 2) for sigma, *_ in rows.values()] == [0.42, 0.44, 0.47, 0.49, 0.48]
     shares = [round(in_sum / independent[2], 2) for *_, in_sum in rows.values()]
     assert shares == [1.0, 0.81, 0.69, 0.63, 0.57]
+    assert best_of(rows) == 16
 
 
-def test_auto_chooses_bands_that_the_rate_allows():
-    assert best_bands(config(32, 16), 2_634, []) == 16
-    rows = noise_by_bands(config(64, 200), 1_000, [])
-    assert max(rows) == 15  # 16 would draw with a probability above 1
+def test_bands_are_those_that_the_rate_allows():
+    rows = noise_by_bands(config(300, 6), 1_000, [])
+    assert max(rows) == 3  # 4 would draw with a probability above 1
 
 
 def test_a_resume_keeps_the_bands_and_the_noise():
     auto = config(32, 16, "--privacy.noise=banded")
     sigma, bands = choose_noise(auto, 2_634, [], None)
     assert bands == 16
-    from torchtitan_dp.checkpoint.terms import settings_of
-    from torchtitan_dp.ledger import Lineage
-
     before = Lineage(settings_of(auto, 2_634, sigma, 8), steps=4)
     assert choose_noise(auto, 2_634, [], before) == (sigma, 8)
 
@@ -60,6 +59,10 @@ def test_independent_noise_is_recommended_where_it_is_as_good():
     "options, line",
     [
         (("--privacy.bands=0",), "privacy.bands = 0: must be 1 or more"),
+        (
+            ("--privacy.noise=independent", "--privacy.bands=4"),
+            "privacy.bands = 4: only",
+        ),
         (("--privacy.secure_noise",), "privacy.secure_noise = true: with privacy.noise = 'banded'"),
         (
             ("--privacy.target_epsilon=None", "--privacy.noise_multiplier=1"),
@@ -77,22 +80,14 @@ def test_what_is_refused(options, line):
         build.config(*asked)
 
 
-def test_bands_of_independent_noise_are_refused():
-    with pytest.raises(ValueError, match=r"^privacy\.bands = 4: only correlated noise has bands"):
-        build.config(*EIGHT, "--privacy.bands=4")
-    assert build.config(*EIGHT, "--privacy.bands=1").privacy.noise == "independent"
-
-
 def test_the_plan_has_bands(tmp_path, capsys):
-    (tmp_path / "data").mkdir()
-    for number in range(40):
-        (tmp_path / "data" / f"{number}.txt").write_text("text")
+    data = write_records(tmp_path / "data", 40)
     json_file = tmp_path / "plan.json"
     plan.main(
         [
             *("--job.config_file", "train_configs/llama3_debug.toml", "--no_memory"),
             *("--json", str(json_file), "--recommend", "--privacy.noise=banded"),
-            *("--training.dataset_path", str(tmp_path / "data"), "--privacy.delta=1e-3"),
+            *("--training.dataset_path", str(data), "--privacy.delta=1e-3"),
             *("--training.global_batch_size=4", "--training.steps=4", "--validation.no_enable"),
             *("--job.dump_folder", str(tmp_path / "out"), "--data.heldout_fraction=0"),
         ]

@@ -7,7 +7,7 @@ from tests import build
 from tests.processes import forks
 from torchtitan_dp.models.families import FAMILIES
 from torchtitan_dp.models.hugging_face import shape
-from torchtitan_dp.plan.cost import Weights, flops_of, sample_flops, step_cost, weights_of
+from torchtitan_dp.plan.cost import Weights, flops_of, step_cost, weights_of
 
 # Values of one block of `build.ARGS`: queries, keys, values and output, then three of the
 # feed-forward. Its D is 24, with 4 heads for queries and 2 for keys, and 64 hidden units.
@@ -52,17 +52,10 @@ def test_weights_are_those_of_products():
     assert weights_of(tied)[1] == Weights(128_256 * 2048)
 
 
-@pytest.mark.parametrize("recomputed", [False, True])
-def test_flops_of_a_sample_by_hand(recomputed):
-    T, again = 64, 1 if recomputed else 0
-    found = sample_flops(
-        T,
-        blocks=Weights(2 * BLOCK),
-        output=Weights(OUTPUT),
-        layers=2,
-        width=24,
-        recomputed=recomputed,
-    )
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_flops_of_a_sample_by_hand(mode):
+    found = flops_of(build.config(f"--activation_checkpoint.mode={mode}"), build.ARGS)
+    T, again = build.T, 1 if mode == "full" else 0
     # Two a value forward, four backward; the loss head is never recomputed.
     assert found.products == T * ((6 + 2 * again) * 2 * BLOCK + 6 * OUTPUT)
     # Scores and values, 4 T^2 D, of which a causal mask leaves half; in backward scores again,
@@ -70,12 +63,6 @@ def test_flops_of_a_sample_by_hand(recomputed):
     forward = 2 * (4 * T**2 // 2 * 24)
     assert found.attention == forward * (1 + again) + forward * 5 / 2
     assert found.total == found.products + found.attention
-
-
-def test_frozen_weights_have_no_gradients():
-    terms = {"layers": 1, "width": 4, "recomputed": False}
-    found = sample_flops(1, blocks=Weights(10, 100), output=Weights(0, 1000), **terms)
-    assert found.products == 6 * 10 + 4 * 100 + 4 * 1000
 
 
 def counted(mode, *overrides, n_layers=2, T=512):

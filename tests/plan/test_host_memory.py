@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 
 import torchtitan_dp.plan.__main__ as plan
+import torchtitan_dp.plan.report as plan_report
 from tests.processes.runs import arguments, write_records
 from torchtitan_dp import launch
 
@@ -17,7 +18,7 @@ HOST = "host memory (predicted): "
 @pytest.fixture(autouse=True)
 def machine(monkeypatch, own_cache):
     """A machine that has 3 GiB left."""
-    monkeypatch.setattr(plan, "available_bytes", lambda: 3 * GIB)
+    monkeypatch.setattr(plan_report, "available_bytes", lambda: 3 * GIB)
 
 
 def host_line(said):

@@ -27,8 +27,14 @@ TOMLS = sorted((ROOT / "train_configs").glob("*.toml"))
 
 @pytest.fixture
 def planned(plan_tiny):
-    """Plans a tiny run on two ranks; its JSON."""
+    """Plans a tiny run on two ranks: its JSON."""
     return lambda *overrides: plan_tiny(2, *overrides)[1]
+
+
+@pytest.fixture
+def said(plan_tiny):
+    """Plans it: what is said."""
+    return lambda *overrides: plan_tiny(2, *overrides)[0]
 
 
 def test_keys_of_the_json(planned):
@@ -79,7 +85,7 @@ def test_hazard_38_target_is_not_overshot(planned, accountant, target):
     assert spent == content["epsilon"]
 
 
-def test_hazard_15_the_source_of_q_is_named(planned, capsys):
+def test_hazard_15_the_source_of_q_is_named(planned):
     by_count = planned()
     assert by_count["sample_rate_source"].startswith("training.global_batch_size / number of")
     assert by_count["neighbouring_relation"] == "zero_out"  # hazard 23: the count is public
@@ -90,19 +96,12 @@ def test_hazard_15_the_source_of_q_is_named(planned, capsys):
     assert given["expected_batch_size"] == 3  # the divisor is the key's, not a count's
 
 
-def test_the_source_of_q_and_the_neighbours_are_said(tmp_path, planned, capsys):
-    plan.main([*arguments(tmp_path / "out", tmp_path / "data"), "--world_size=2"])
-    said = capsys.readouterr().err
-    assert "q = 0.125 from training.global_batch_size / number of training records" in said
-    assert "neighbours: zero_out" in said
-    assert "unit: one record" in said
-
-
-@pytest.mark.parametrize(("overrides", "said"), [([], 0), (["--training.feed_forward_chunk=7"], 1)])
-def test_tiles_are_said(tmp_path, planned, capsys, overrides, said):
-    command = arguments(tmp_path / "out", tmp_path / "data")
-    plan.main([*command, "--world_size=2", "--no_memory", *overrides])
-    assert capsys.readouterr().err.count("blocks in tiles of 7 tokens") == said
+def test_what_is_said(said):
+    lines = said("--training.feed_forward_chunk=7")
+    assert "q = 0.125 from training.global_batch_size / number of training records" in lines
+    for words in ("neighbours: zero_out", "unit: one record", "blocks in tiles of 7 tokens"):
+        assert words in lines
+    assert "tiles" not in said()
 
 
 def test_held_out_records_are_no_part_of_q(planned):
@@ -123,12 +122,14 @@ def test_epsilon_follows_from_given_noise(planned):
     assert 0 < content["epsilon"] < planned(*with_sigma(1))["epsilon"] < math.inf
 
 
-def test_without_privacy_nothing_is_asked(planned, tmp_path, capsys):
-    command = arguments(
-        tmp_path / "out", tmp_path / "data", "--privacy.no-enable", "--privacy.delta=None"
-    )
-    plan.main([*command, "--world_size=2"])
-    assert "without privacy" in capsys.readouterr().err
+def test_without_privacy_nothing_is_asked(tmp_path, capsys):
+    data = write_records(tmp_path / "data")
+    command = arguments(tmp_path / "out", data, "--privacy.no-enable", "--privacy.delta=None")
+    plan.main([*command, "--world_size=2", "--json=-"])
+    said = capsys.readouterr()
+    assert "plan: without privacy (privacy.enable = false)\n" in said.err
+    assert "nothing more is predicted without privacy" in said.err
+    assert said.out == ""
 
 
 def test_a_plan_leaves_no_account(tmp_path, planned):
@@ -144,9 +145,7 @@ def test_hazard_15_and_31_terms_are_the_ledgers_once_a_step_was_begun(tmp_path, 
     first = planned()
     config = load_config(arguments(tmp_path / "out", tmp_path / "data"), 2)
     kept = make_plan(config, 24)
-    sigma = (
-        kept.settings.mechanism.noise_multiplier * 1.001
-    )  # as another version would have found it
+    sigma = 1.001 * kept.settings.mechanism.noise_multiplier  # as another version may find it
     settings = with_terms(kept.settings, noise_multiplier=sigma)
     out, ledger = str(tmp_path / "out"), dataclasses.replace(kept.ledger, settings=settings)
     publish(ledger, out, 4)
@@ -179,13 +178,8 @@ def keys(section, prefix=""):
 @pytest.mark.parametrize("toml", TOMLS, ids=lambda path: path.stem)
 def test_hazard_25_every_config_plans_and_has_no_rule_on_private_values(toml, tmp_path, capsys):
     degrees = tomllib.loads(toml.read_text()).get("parallelism", {})
-    world_size = max(
-        2,
-        math.prod(
-            max(degrees.get(f"{name}_degree", 1), 1)
-            for name in ("data_parallel_replicate", "data_parallel_shard", "context_parallel")
-        ),
-    )
+    names = ("data_parallel_replicate", "data_parallel_shard", "context_parallel")
+    world_size = max(2, math.prod(max(degrees.get(f"{name}_degree", 1), 1) for name in names))
     command = [
         f"--job.config_file={toml}",
         f"--job.dump_folder={tmp_path / 'out'}",
@@ -200,23 +194,12 @@ def test_hazard_25_every_config_plans_and_has_no_rule_on_private_values(toml, tm
     # the sections from which a rule on the loss could come. A new key must be judged here.
     assert config.lr_scheduler.decay_type in ("linear", "sqrt", "cosine")
     assert set(keys(config.lr_scheduler)) == {
-        "warmup_steps",
-        "decay_ratio",
-        "decay_type",
-        "min_lr_factor",
-        "total_steps",
+        *("warmup_steps", "decay_ratio", "decay_type", "min_lr_factor", "total_steps")
     }
     assert {key for key in keys(config.validation) if not key.startswith("dataloader.")} == {
-        "enable",
-        "dataset",
-        "dataset_path",
-        "local_batch_size",
-        "seq_len",
-        "freq",
-        "steps",
-        "publish_epsilon",  # noised, with an epsilon of its own: a rule on it could be counted
-        "publish_clip",
-        "publish_delta",
+        *("enable", "dataset", "dataset_path", "local_batch_size", "seq_len", "freq", "steps"),
+        # Noised, with an epsilon of its own: a rule on it could be counted.
+        *("publish_epsilon", "publish_clip", "publish_delta"),
     }
     suspects = ("early_stop", "patience", "plateau", "best", "threshold", "adaptive")
     recomputation = {"activation_checkpoint.early_stop"}  # of a block, not of training

@@ -61,6 +61,7 @@ def peak_at_any_time(overrides):
         return first, model.microbatch(2048).peak[0]
 
 
+@pytest.mark.thorough_cases("overrides0", "overrides1")
 @pytest.mark.parametrize("overrides", [(), ("--training.local_batch_size=2",), (KEEP,)])
 def test_the_first_microbatch_takes_what_any_other_takes(overrides):
     first, second = forks.call(peak_at_any_time, small(*overrides))
@@ -71,8 +72,8 @@ def kept_gathered(overrides, world_size):
     """With the weights kept gathered and without: the peak, what of it is gathered, what the
     weights take; and what the prediction without says of keeping them."""
     from torchtitan_dp.plan.fake_step import fake_world
-    from torchtitan_dp.plan.labels import GATHERED
     from torchtitan_dp.plan.peaks import Model
+    from torchtitan_dp.plan.tracker import GATHERED
 
     found = []
     with fake_world(world_size):
@@ -118,7 +119,7 @@ class Line:
         return self.at_zero + self.per_token * seq_len
 
 
-@pytest.mark.parametrize("per_token", [1, 10**3, 10**5, 10**6, 10**9])
+@pytest.mark.parametrize("per_token", [1, 10**5, 10**9])
 def test_two_predictions_and_a_check_find_the_longest_sample(per_token):
     limit, unit = 76 * GIB, 8
     peaks = Line(20 * GIB, per_token)
@@ -141,7 +142,7 @@ def test_where_the_line_was_too_low_a_shorter_sample_is_found(monkeypatch):
 
 
 def answered_with_a_bend(overrides, tolerance):
-    """The longest sample of a model of many layers, where few are thought to tell nothing."""
+    """The longest sample, where few layers are held to be off by more than the tolerance."""
     prediction.TOLERANCE = tolerance
     few = []
     whole_of = prediction.Whole

@@ -275,17 +275,11 @@ def test_row47_what_fails_on_the_device_is_named_with_its_own_length(tmp_path):
         rehearsed_on(Device(failing=rungs[1]), tmp_path)
 
 
-def test_a_rehearsal_counts_the_devices_seconds(tmp_path):
-    device = Device(seconds=2.0)
-    trainer = rehearsed_on(device, tmp_path)
-    assert device.lengths
-    assert trainer.metrics_processor.time_last_log == device.now == 2.0 * len(device.lengths)
-
-
 def test_row47_collectives_must_outwait_a_device_behind_its_host(tmp_path):
     """NCCL's time-out counts from the launch: 100 s for four microbatches of the longest."""
     device = Device(seconds=25.0)
-    rehearsed_on(device, tmp_path)
+    trainer = rehearsed_on(device, tmp_path)
+    assert trainer.metrics_processor.time_last_log == device.now == 25.0 * len(device.lengths)
     *_, cold, timed = device.lengths  # the first compiles
     assert cold == timed == max(device.lengths)
     with pytest.raises(SystemExit) as refusal:

@@ -152,29 +152,6 @@ def test_a_factor_that_fp32_rounds_coarsely_is_no_factor(max_grad_norm, clip_fun
         assert clipped.rejected_B.item() == (clipped.factor_B.item() == 0)
 
 
-def watched(shape, rejected=False):
-    """What `add_clipped_` runs, and how many bytes of tensors that takes."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    seen = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append((str(func), [x.numel() for x in args if isinstance(x, torch.Tensor)]))
-            return func(*args, **(kwargs or {}))
-
-    total, gradient = torch.zeros(shape), torch.ones(shape)
-    with Watch():
-        add_clipped_(total, gradient, torch.tensor(0.5), torch.tensor(rejected))
-    return seen[2:]  # the two scalars come first
-
-
-def test_a_sample_is_added_in_one_operation():
-    """On CUDA that is one kernel: 12 bytes a value."""
-    n = 2 * 70_001
-    assert watched((2, 70_001)) == [("torchtitan_dp.add_scaled_.default", [n, n, 1, 1])]
-
-
 @pytest.mark.parametrize("rejected", [False, True])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_views_are_added_to_with_one_rounding(threads, rejected):

@@ -5,12 +5,12 @@ import fcntl
 import html
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
-import torchtitan_dp.report.charts as charts_module
 from tests.accounts import begun, ended
 from tests.build import config as small_config
 from torchtitan_dp.config.load import RUN_CONFIG_FILE, write_config
@@ -18,11 +18,11 @@ from torchtitan_dp.ledger import Account, Lineage
 from torchtitan_dp.ledger.settings import Settings
 from torchtitan_dp.ledger.spending import compose, spending
 from torchtitan_dp.privacy.mechanism import PoissonGaussian
+from torchtitan_dp.report import charts
 from torchtitan_dp.report.__main__ import main, report
-from torchtitan_dp.report.charts import Chart, Line
+from torchtitan_dp.report.charts import SECONDS, Chart, Line, read_scalars
 from torchtitan_dp.report.content import public_charts, public_content
 from torchtitan_dp.report.run_folder import open_run
-from torchtitan_dp.report.scalars import SECONDS, read
 
 SETTINGS = Settings(
     mechanism=PoissonGaussian(1.0, 0.1),
@@ -74,23 +74,16 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_page_shows_the_run(run: Path) -> None:
+def test_the_owners_page_is_one_file_with_labels(run: Path) -> None:
+    """It loads nothing, and what follows from records is labelled in words."""
     page = report(str(run))
     for words in ("finished", "6 of 6", "Clipped share", "Signal against noise", "ε over steps"):
         assert words in page
     assert "membership-inference attack" in page
     assert "5.06" in page  # the last loss
-    assert "SecretData" in page  # the owner's page has the settings
-
-
-def test_it_is_one_file_that_loads_nothing(run: Path) -> None:
-    page = report(str(run))
+    assert "SecretData" in page  # the settings
     assert not re.search(r"<(script|link|img|iframe|object)\b|url\(|@import|https?:", page)
     assert len(page.encode()) < 200_000
-
-
-def test_what_follows_from_records_is_labelled_in_words(run: Path) -> None:
-    page = report(str(run))
     figures = re.findall(r"<figcaption>.*?</figcaption>", page)
     public = [f for f in figures if "may be published" in f]
     assert len(figures) - len(public) == sum("not private" in f for f in figures) >= 4
@@ -120,20 +113,17 @@ def test_a_public_page_has_nothing_that_nobody_allowed(run: Path) -> None:
     assert shown == {"ε over steps", "Signal against noise", "Learning rate"}
 
 
-def test_a_setting_that_is_no_word_of_the_schema_is_no_public_one(run: Path) -> None:
+def test_a_public_page_has_words_of_the_schema_and_published_steps_alone(run: Path) -> None:
+    write_scalars(run / "tb" / "2", 7, 9)
     found = open_run(str(run))
+    (chart,) = (c for c in public_charts(found) if c.title == "Learning rate")
+    assert max(step for step, _ in chart.lines[0].points) == 6
     assert found.config is not None
     assert ("lr_scheduler.decay_type", "linear") in public_content(found)["settings"]
     found.config.lr_scheduler.decay_type = "SecretDecay"
     names = [name for name, _ in public_content(found)["settings"]]
     assert "optimizer.lr" in names
     assert "lr_scheduler.decay_type" not in names
-
-
-def test_a_public_page_shows_no_step_after_the_published_ones(run: Path) -> None:
-    write_scalars(run / "tb" / "2", 7, 9)
-    (chart,) = (c for c in public_charts(open_run(str(run))) if c.title == "Learning rate")
-    assert max(step for step, _ in chart.lines[0].points) == 6
 
 
 def test_text_of_the_user_is_escaped(tmp_path: Path) -> None:
@@ -155,7 +145,7 @@ def test_a_later_start_takes_steps_back(tmp_path: Path) -> None:
     (first,) = tmp_path.rglob("events*")
     first.rename(first.with_name("events.out.tfevents.1000000000.host.1.0"))
     write_scalars(tmp_path / "20260101-0001", 4, 6, **{"private_to_publish/loss": 9.0})
-    scalars = read(tmp_path)
+    scalars = read_scalars(tmp_path)
     loss = scalars.of("loss")
     assert [p.step for p in loss.kept] == [1, 2, 3, 4, 5, 6]
     assert loss.kept[-1].value == 9.0
@@ -165,15 +155,7 @@ def test_a_later_start_takes_steps_back(tmp_path: Path) -> None:
 
 
 def test_lost_steps_are_drawn_and_counted(run: Path) -> None:
-    begun(open_run(str(run)).ledger, run, loses=2)
-    write_scalars(run / "tb" / "2", 5, 6)
-    page = report(str(run))
-    assert "lost steps" in page
-    assert "resumed" in page
-    assert "ε of all steps begun" in page
-
-
-def test_epsilon_at_the_end_is_what_a_release_states(run: Path) -> None:
+    """Epsilon at the end is what a release states."""
     found = open_run(str(run))
     assert found.epsilon_planned == compose(
         found.ledger, spending(found.ledger, lost=True, planned=True)
@@ -183,6 +165,10 @@ def test_epsilon_at_the_end_is_what_a_release_states(run: Path) -> None:
     assert after.epsilon_planned is not None
     assert after.epsilon_planned > (found.epsilon_planned or 0)
     assert after.epsilon == found.epsilon
+    write_scalars(run / "tb" / "2", 5, 6)
+    page = report(str(run))
+    for words in ("lost steps", "resumed", "ε of all steps begun"):
+        assert words in page
 
 
 def test_unfinished_alive_and_without_tensorboard(
@@ -246,10 +232,14 @@ def test_damage_is_shown_or_refused(run: Path, capsys: pytest.CaptureFixture[str
 def test_mistakes_are_one_line(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """And what is no mistake is a file of its owner's."""
     refused([str(tmp_path / "nothing")], "no such folder", capsys)
     refused([str(tmp_path)], "it has no privacy.json", capsys)
     refused([str(run), "--output", str(run / "privacy.json")], "ends in .html", capsys)
     refused([str(run), "--output", str(tmp_path / "no" / "x.html")], "cannot be written", capsys)
+    for options, name in (([], "report.html"), (["--public"], "report_public.html")):
+        main([str(run), *options])
+        assert (run / name).stat().st_mode & 0o077 == 0
 
 
 def refused(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -261,24 +251,19 @@ def refused(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> 
     assert words in line
 
 
-def test_the_command_writes_its_owners_file(run: Path) -> None:
-    main([str(run)])
-    main([str(run), "--public"])
-    for name in ("report.html", "report_public.html"):
-        assert (run / name).stat().st_mode & 0o077 == 0
-
-
 def test_charts_of_odd_values() -> None:
     nan, inf = float("nan"), float("inf")
     points = [(1, nan), (2, 1.0), (3, inf), (4, 2.0), (5, 3.0)]
-    chart = Chart("x", "", [Line("a", points, "c1")], False)
-    assert re.fullmatch(r"M\S+ \S+M\S+ \S+L\S+ \S+", chart.paths[0][2])
-    assert Chart("x", "", [Line("a", [(1, nan)], "c1")], False).empty
-    Chart("x", "", [Line("a", [(1, 0.0), (2, 5.0)], "c1")], False, logarithmic=True)
-    Chart("x", "", [Line("a", [(1, 5.0)], "c1")], False)
-    long = Chart("x", "", [Line("a", [(n, n % 7.0) for n in range(100_000)], "c1")], False)
-    assert len(long.paths[0][2]) < 10_000
 
+    def chart(points: Sequence[tuple[float, float]], logarithmic: bool = False) -> Chart:
+        return Chart("x", "", [Line("a", points, "c1")], False, logarithmic)
 
-def test_examples_in_docstrings() -> None:
-    assert doctest.testmod(charts_module).failed == 0
+    def path(points: Sequence[tuple[float, float]], logarithmic: bool = False) -> str:
+        return chart(points, logarithmic).paths[0][2]
+
+    assert re.fullmatch(r"M\S+ \S+M\S+ \S+L\S+ \S+", path(points))
+    assert chart([(1, nan)]).empty
+    assert re.fullmatch(r"M390.0 \S+h0", path([(1, 0.0), (2, 5.0)], logarithmic=True))
+    assert re.fullmatch(r"M390.0 \S+h0", path([(1, 5.0)]))
+    assert len(path([(n, n % 7.0) for n in range(100_000)])) < 10_000
+    assert doctest.testmod(charts).failed == 0

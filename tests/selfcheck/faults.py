@@ -104,7 +104,7 @@ def chunk_edge_lost():
     def chunks(original, tokens, size):
         return [slice(c.start + (c.start > 0), c.stop) for c in original(tokens, size)]
 
-    return wrapped(loss_head, "_chunks", chunks)
+    return wrapped(loss_head, "tiles", chunks)
 
 
 def tile_lost():

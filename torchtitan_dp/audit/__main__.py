@@ -2,7 +2,7 @@
 
     python -m torchtitan_dp.audit --job.config_file FILE [--section.key value …]
         [--instrument game|text] [--trials N] [--canaries N] [--guesses F] [--confidence P]
-        [--folder DIR] [--json FILE] [--plot FILE.png]
+        [--folder DIR] [--json FILE]
 
 In one plain process, or in several under torchrun. `game` plays single steps of a tiny model on the
 configuration's terms (`audit.game`); `text` trains the configured model once, in a folder of its
@@ -19,7 +19,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -94,8 +93,6 @@ def main(argv: list[str]) -> None:
         print("\n".join(table(result)), file=sys.stderr)
         if options.json:
             write_json(options.json, result)
-        if options.plot:
-            plot(result, attacked, options.plot)
     dist.destroy_process_group()
     if result["exceeds_claim"]:
         raise SystemExit(1)
@@ -123,7 +120,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     text = f"of the bound ({_CONFIDENCE})"
     parser.add_argument("--confidence", type=float, metavar="P", help=text)
     parser.add_argument("--json", metavar="FILE", help="write the result there; - is stdout")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw it")
     return parse_known(parser, argv)
 
 
@@ -331,33 +327,6 @@ def _text_lines(result: dict[str, Any]) -> list[str]:
         spelt,
         f"by the exported model alone, about these documents; {_LOW_IS_NO_PROOF}",
     ]
-
-
-def plot(result: dict[str, Any], attacked: released.TextAudit | None, path: str) -> None:
-    """Plot each case's bound on mu and the claim, or the scores of texts by their coin."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 3.2), layout="constrained")
-    axes = figure.subplots()
-    if attacked is None:
-        names = [name.replace("_", " ") for name in result["cases"]]
-        bounds = [case["mu_lower_bound"] for case in result["cases"].values()]
-        colors = ["tab:red" if bound > result["mu_claimed"] else "tab:blue" for bound in bounds]
-        axes.bar_label(axes.barh(names, bounds, color=colors), fmt="%.2f", padding=3)
-        axes.axvline(result["mu_claimed"], color="black", lw=1, ls="--")
-        axes.invert_yaxis()
-        axes.margins(x=0.12)
-        axes.set_xlabel("lower bound on mu (dashed: the claim)")
-    else:
-        finite = attacked.scores[np.isfinite(attacked.scores)]
-        bins = np.histogram_bin_edges(finite, bins=40).tolist()
-        for label, which in (("excluded", ~attacked.included), ("included", attacked.included)):
-            mine = attacked.scores[which]  # in blue, and in orange
-            axes.hist(mine, bins=bins, alpha=0.6, label=f"{label} ({len(mine)})")
-        axes.set_xlabel("score (nats by which the release finds the document likelier)")
-        axes.legend(frameon=False)
-    axes.set_title(table(result)[0], fontsize="small")
-    figure.savefig(path, dpi=150)
 
 
 if __name__ == "__main__":

@@ -50,8 +50,8 @@ _NOWHERE = os.path.join(os.devnull, "none")  # a path at which nothing can be
 class Checkpointer(CheckpointManager):
     """TorchTitan's manager, for the decided start, whole checkpoints and errors of one line.
 
-    On a resume weights, moments and step come from the checkpoint; the optimizer's settings and the
-    schedule are the configuration's, from the first step on.
+    On a resume weights, moments and step come from the checkpoint, the optimizer's settings and the
+    schedule from the configuration.
 
     Guarantee:
         No weights that are not finite are loaded or saved. Where a run ends for that, it follows
@@ -224,24 +224,20 @@ class Checkpointer(CheckpointManager):
         except (CheckpointException, OSError) as error:
             self._raise_unsaved(curr_step, error)
         if saves:
-            self._saves_waited_for()
-            if self.async_mode == AsyncMode.DISABLED or last_step:
-                self.saved(curr_step)
-            else:
-                self._under_way = curr_step
+            self._report(curr_step, not last_step and self.async_mode != AsyncMode.DISABLED)
 
-    def _saves_waited_for(self) -> None:
-        """Report the background save before this one, which is on disk by now."""
-        if self._under_way is not None:
+    def _report(self, step: int, in_background: bool = False) -> None:
+        """Report a checkpoint on disk: one in the background when the next has waited for it."""
+        if self._under_way not in (None, step):
             self.saved(self._under_way)
-        self._under_way = None
+        self._under_way = step if in_background else None
+        if not in_background:
+            self.saved(step)
 
     @torch.no_grad()
     def stop_at(self, step: int, steps: int) -> bool:
         """Save and log a checkpoint of `step` for a requested stop; return whether it was saved.
-
-        Collective over the world.
-        """
+        Collective over the world."""
         saves = self.enable and not self.load_only
         try:
             if saves:
@@ -255,8 +251,7 @@ class Checkpointer(CheckpointManager):
         except (CheckpointException, OSError) as error:
             self._raise_unsaved(step, error)
         if saves:
-            self._saves_waited_for()
-            self.saved(step)
+            self._report(step)
         kept = "saved" if saves else "not saved, since checkpoint.enable is false"
         logger.info(
             f"stopped at step {step} of {steps}, as requested, {kept}: the same command resumes"

@@ -244,13 +244,8 @@ def refuse_another_decay(config: JobConfig, start: Start) -> None:
 
 
 def refuse_another_optimizer(config: JobConfig, start: Start) -> None:
-    """Refuse to continue this run with an optimizer that has another state.
-
-    A checkpoint that cannot be read is left to the load.
-
-    Raises:
-        ValueError: one line.
-    """
+    """Refuse, by ValueError, to continue this run with an optimizer that has another state. A
+    checkpoint that cannot be read is left to the load."""
     if not start.resumes:
         return
     try:
@@ -268,14 +263,10 @@ def refuse_another_optimizer(config: JobConfig, start: Start) -> None:
 
 
 def plan_start(config: JobConfig, units: int, start: Start, account: Lineage | None) -> Plan:
-    """Plan the privacy budget of a run with this start.
+    """Plan the privacy budget of a run with this start, as `make_plan` does.
 
     Args:
-        units: number of training units.
         account: ledger of the earlier runs in its folder (`checkpoint.plan.earlier_ledger`).
-
-    Raises:
-        ValueError: one line for the user.
     """
     if account is not None:
         _refuse_to_leave_checkpoints(config, start)

@@ -1,6 +1,6 @@
 """Tokenize the records of a configuration; units, tokens, and what a sequence length cuts off.
 
-    torchtitan-dp prepare MY.toml [--section.key value …] [--json FILE] [--plot FILE.png]
+    torchtitan-dp prepare MY.toml [--section.key value …] [--json FILE]
     torchtitan-dp prepare --list | --delete NAME … [--data.store FOLDER]
 
 Everything that is printed depends on private records, and is labelled so: it is for their owner.
@@ -9,7 +9,6 @@ Everything that is printed depends on private records, and is labelled so: it is
 import argparse
 import os
 import sys
-from typing import Any
 
 from torchtitan_dp.config.derived import unit_word
 from torchtitan_dp.config.load import exit_on_mistake, load_config, parse_known, write_json
@@ -20,7 +19,7 @@ from torchtitan_dp.preflight.check import build_samples, open_records
 
 
 def main(argv: list[str]) -> None:
-    """Run the command."""
+    """Prepare the records of a configuration, or list and erase stores."""
     os.umask(0o077)  # its files have figures that are not private
     with exit_on_mistake():
         options, overrides = _parse(argv)
@@ -34,7 +33,6 @@ def main(argv: list[str]) -> None:
 
 
 def _prepare(options: argparse.Namespace, overrides: list[str]) -> None:
-    """Tokenize the records of a configuration, and print their figures."""
     if options.store is not None:
         overrides.append(f"--data.store={options.store}")
     config = load_config(overrides, 1)
@@ -42,8 +40,6 @@ def _prepare(options: argparse.Namespace, overrides: list[str]) -> None:
     samples = build_samples(records, config)
     warnings = records.warnings + records.check_targets(samples)
     found = records.figures(samples)
-    if options.plot:
-        _plot(found, options.plot)
     if options.json:
         write_json(options.json, found)
     for warning in warnings:
@@ -53,12 +49,11 @@ def _prepare(options: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the command's own options, and leave the configuration's command line."""
+    """Return the command's own options, and the configuration's command line."""
     first, *_ = (__doc__ or "").splitlines()
     parser = argparse.ArgumentParser("torchtitan-dp prepare", description=first, allow_abbrev=False)
     parser.epilog = "Any --section.key value of the configuration is taken too."
     parser.add_argument("--json", metavar="FILE", help="write the figures there; - is stdout")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw what samples of a length reach")
     parser.add_argument("--list", action="store_true", help="list all stores of tokens")
     parser.add_argument("--delete", nargs="+", default=[], metavar="NAME", help="or `all`: erase")
     parser.add_argument("--data.store", dest="store", metavar="FOLDER", help="of all stores")
@@ -89,28 +84,6 @@ def _manage(options: argparse.Namespace) -> None:
             described = f"{len(store):,} records of {store.facts['path']}, {size}"
         say(f"{name}: {described}")
     say(f"{len(names)} stores in {folder}; --delete NAME erases one")
-
-
-def _plot(found: dict[str, Any], path: str) -> None:
-    """Draw, by the length of a sample, the share of units that fit and of tokens in one sample."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("--plot needs the package matplotlib: pip install matplotlib") from None
-    rows = found["by_length"]
-    lengths = [row["seq_len"] for row in rows]
-    shares = [100 * row["share_in_one_sample"] for row in rows]
-    figure = Figure(figsize=(6, 3.5), layout="constrained")
-    axes = figure.add_subplot()
-    axes.plot(lengths, shares, marker="o", label="tokens in one sample")
-    whole = [100 * (1 - row["longer_units"]) for row in rows]
-    axes.plot(lengths, whole, marker="o", label="units that fit")
-    axes.axvline(found["seq_len"], color="grey", linestyle=":", label="training.seq_len")
-    axes.set(xscale="log", xlabel="tokens of a sample", ylabel="% (not private)", ylim=(0, 103))
-    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-    axes.minorticks_off()
-    axes.legend()
-    figure.savefig(path, dpi=150)
 
 
 if __name__ == "__main__":

@@ -39,11 +39,8 @@ class Window(NamedTuple):
 
 
 class Microbatch(NamedTuple):
-    """The samples of B units; padding has `valid_B` False, ignored labels and position -1.
-
-    Each unit has K windows (`data.windows_per_draw`), consecutive in the first dimension, which is
-    B K long.
-    """
+    """The samples of B units, each of K windows (`data.windows_per_draw`), consecutive in the first
+    dimension, B K long. Padding has `valid_B` False, ignored labels and position -1."""
 
     tokens_BT: torch.Tensor  # int64
     labels_BT: torch.Tensor  # int64, shifted
@@ -60,13 +57,12 @@ class Microbatch(NamedTuple):
 
         A unit's mean is over its windows with a target, whose number depends on that unit alone.
         """
-        count = self.windows_per_unit
-        if count == 1:
-            return [Window(self.tokens_BT, self.labels_BT, None)]
-        has_target_BK = (self.labels_BT != IGNORE_INDEX).any(dim=1).view(-1, count)
-        share_B = 1.0 / has_target_BK.sum(dim=1).clamp(min=1)
-        each = range(count)
-        return [Window(self.tokens_BT[k::count], self.labels_BT[k::count], share_B) for k in each]
+        count, share_B = self.windows_per_unit, None
+        if count > 1:
+            has_target_BK = (self.labels_BT != IGNORE_INDEX).any(dim=1).view(-1, count)
+            share_B = 1.0 / has_target_BK.sum(dim=1).clamp(min=1)
+        parts = ((self.tokens_BT[k::count], self.labels_BT[k::count]) for k in range(count))
+        return [Window(*part, share_B) for part in parts]
 
     def to(self, device: torch.device) -> "Microbatch":
         """Copy all but the positions to a device, asynchronously from pinned memory."""
@@ -88,11 +84,8 @@ class Draw(NamedTuple):
     key: bytes = EVER_SAME  # 32 bytes, for the choice of records and windows
 
     def fingerprint(self) -> int:
-        """Hash the draw to 62 bits, under its key.
-
-        SECRET, like the draw: for a collective alone, never logged, saved or published. Keys are
-        per step, so that equal draws of two steps have different fingerprints.
-        """
+        """Hash the draw to 62 bits, under its key, so that equal draws of two steps differ. SECRET:
+        for a collective alone, never logged, saved or published."""
         hashed = hashlib.blake2b(self.positions.tobytes(), key=self.key, digest_size=8)
         return int.from_bytes(hashed.digest(), "little") >> 2
 
@@ -150,29 +143,26 @@ class RecordLoader:
         return choices(key, int(position), secure=self.secure_draws) if is_needed else None
 
     def deal(self, draw: Draw, ladder: tuple[int, ...] | None = None) -> list[Dealt]:
-        """Deal out a draw, the same on every rank, and return this rank's microbatches, padded to
-        lengths of a rising ladder, by default to `seq_len` alone.
+        """Deal out a draw, and return this rank's microbatches, padded to lengths of a rising
+        ladder, by default to `seq_len` alone.
 
-        Every rank gets the same number of microbatches of the same lengths in the same order,
-        filled up with padding. Each length is dealt out by itself, the longest first, so that ranks
-        in lockstep compute equally much and no sample is padded to another's length. This costs at
-        most one more microbatch for each length, whose lengths together are below 2T.
+        Every rank gets as many microbatches of the same lengths in the same order, filled up with
+        padding. Each length is dealt out by itself, the longest first: at most one more microbatch
+        for each, whose lengths together are below 2T.
         """
-        lengths = self.lengths(draw, ladder or (self.samples.seq_len,))
-        terms = {"ranks": self.ranks, "rank": self.rank, "batch_size": self.batch_size}
-        return [
-            Dealt(int(length), np.repeat(slots, self.windows))
-            for length in np.unique(lengths)[::-1]
-            for slots in deal(draw.positions[lengths == length], **terms)
-        ]
+        lengths, dealt = self.lengths(draw, ladder or (self.samples.seq_len,)), []
+        for length in np.unique(lengths)[::-1]:
+            drawn = draw.positions[lengths == length]
+            for slots in deal(drawn, ranks=self.ranks, rank=self.rank, batch_size=self.batch_size):
+                dealt.append(Dealt(int(length), np.repeat(slots, self.windows)))
+        return dealt
 
     def microbatch(self, dealt: Dealt, key: bytes = EVER_SAME) -> Microbatch:
         """Make a microbatch on the CPU, with the step's key; raise OSError if the disk failed."""
-        slots = dealt.slots
-        rngs = [self.rng(key, slot) for slot in slots]
-        units = np.where(slots >= 0, self.units[slots], -1)
+        rngs = [self.rng(key, slot) for slot in dealt.slots]
+        units = np.where(dealt.slots >= 0, self.units[dealt.slots], -1)
         both = self.samples.batch(units, dealt.length, rngs, windows=self.windows)
-        positions_B = torch.from_numpy(slots[:: self.windows].copy())
+        positions_B = torch.from_numpy(dealt.slots[:: self.windows].copy())
         return Microbatch(*both, positions_B >= 0, positions_B)
 
     def microbatches(

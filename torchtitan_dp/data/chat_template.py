@@ -16,7 +16,6 @@ Which text is the assistant's:
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -26,6 +25,8 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from torchtitan_dp.data.tokenizer import SETTINGS, read_settings, read_text
 
 ASSISTANT = "assistant"
 # Unicode's noncharacters, which no text should have: one that has is refused.
@@ -55,10 +56,9 @@ class ChatTemplate:
     def __init__(self, source: str, marks: Mapping[str, str]) -> None:
         """Compile Jinja, with `marks`: names of special tokens (`bos_token`, …) and their texts;
         raise ValueError, for the end of a message that names the file."""
+        more = [_Generation, "jinja2.ext.loopcontrols"]
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[_Generation, "jinja2.ext.loopcontrols"],
+            trim_blocks=True, lstrip_blocks=True, extensions=more
         )
         environment.filters["tojson"] = _to_json
         del environment.filters["random"]
@@ -102,8 +102,7 @@ class ChatTemplate:
         return None if inside else pieces
 
     def _by_turns(self, messages: Sequence[Message]) -> list[Piece] | None:
-        pieces: list[Piece] = []
-        done, cost = "", 0
+        pieces, done, cost = list[Piece](), "", 0
         for end, message in enumerate(messages, start=1):
             if message["role"] != ASSISTANT:
                 continue
@@ -132,7 +131,6 @@ class ChatTemplate:
         return text
 
     def _try_out(self) -> list[Piece]:
-        """Write a conversation that is no record, and look at what became of its turns."""
         try:
             pieces = self._pieces([{"role": role, "content": text} for role, text in _PROBE])
         except Exception as error:
@@ -173,38 +171,25 @@ def load_chat_template(assets_path: str) -> ChatTemplate | None:
     """Load the chat template of the folder `model.hf_assets_path`; None if it has none.
 
     It is `chat_template.jinja`, else `chat_template` in `tokenizer_config.json`: one template, or
-    several with names, of which "default" is taken. Raises ValueError, one line for the user, for
-    one that cannot be used.
+    several with names, of which "default" is taken. Raises ValueError, one line, for one that
+    cannot be used.
     """
-    name, own = "tokenizer_config.json", "chat_template.jinja"
-    settings = json.loads(_read(assets_path, name) or "{}")
+    name, own = SETTINGS, "chat_template.jinja"
+    settings = read_settings(assets_path, name)
     template = settings.get("chat_template")
     if isinstance(template, list):
         named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
         template = named.get("default")
-    if (text := _read(assets_path, own)) is not None:
+    if (text := read_text(assets_path, own)) is not None:
         name, template = own, text
     if not isinstance(template, str):
         return None
-    marks = {key: value for key, value in settings.items() if key.endswith("_token")}
-    # In the older form a mark is {"content": "<s>", "lstrip": false, ...}.
-    marks = {k: v.get("content") if isinstance(v, dict) else v for k, v in marks.items()}
+    marks = {k: v for k, v in settings.items() if k.endswith("_token") and isinstance(v, str)}
     try:
-        return ChatTemplate(template, {k: v for k, v in marks.items() if isinstance(v, str)})
+        return ChatTemplate(template, marks)
     except ValueError as error:
         where = f"model.hf_assets_path = {assets_path!r}: the chat template in its {name}"
         raise ValueError(f"{where} {error}") from None
-
-
-def _read(assets_path: str, name: str) -> str | None:
-    try:
-        with open(os.path.join(assets_path, name), encoding="utf-8") as file:
-            return file.read()
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        cannot = f"its {name} cannot be read ({error}): download it again"
-        raise ValueError(f"model.hf_assets_path = {assets_path!r}: {cannot}") from None
 
 
 class _Generation(Extension):

@@ -24,6 +24,16 @@ from torchtitan_dp.data.units import Units, split, word
 
 _QUANTILES = (0, 1, 10, 25, 50, 75, 90, 99, 100)
 _WORDS = {"0": "least", "50": "median", "100": "most"}
+_COUNTS = (
+    "{records:,} records{grouped}: {train_units:,} to train on, {heldout_units:,} held out; "
+    "{tokens:,} tokens to train on; {empty_units:,} {word}s have no target, "
+    "{undecodable_records:,} records cannot be decoded"
+)
+_OF_LENGTH = (
+    "samples of {seq_len:,} tokens{own}: {share_in_one_sample:.0%} of the tokens in one sample of "
+    "each {word}, {share_in_reach:.0%} in reach of all draws; {longer_units:.0%} of {word}s are "
+    "longer, {tokens_per_sample:,.0f} tokens a sample on average"
+)
 
 
 @dataclass(frozen=True)
@@ -53,14 +63,12 @@ class Records:
 
         Args:
             place: of the store, `data.store`.
-            needs_heldout: whether holding out no unit is an error, or a warning where
-                `number_is_secret`.
+            needs_heldout: whether no unit held out is an error, if `number_is_secret` a warning.
             number_is_secret: whether neighbouring data sets differ in their number of units, as
                 with a public `privacy.sample_rate`.
             in_groups: whether units take turns in groups, by a hash of their names.
 
-        Raises:
-            ValueError: one line, also if there is nothing to train on.
+        Raises ValueError, one line, also if there is nothing to train on.
         """
         if not source.path:
             remedy = "give a file, a directory or a glob ('python-stdlib' to try)"
@@ -70,20 +78,21 @@ class Records:
         store = prepared(source, place)
         lack = _require_units(source, store)
         train, heldout = split(store.units.hashes, heldout_fraction)
-        warnings: tuple[str, ...] = ()
+        warnings = []
         if store.facts["unnamed"]:
-            warnings = (
+            warnings.append(
                 f"{lack}: each is a unit of its own that contributes nothing, and counts in the "
-                f"number of units, so that q and the delta check are against {len(train)} units",
+                f"number of units, so that q and the delta check are against {len(train)} units"
             )
         if needs_heldout and len(heldout) == 0:
-            none = f"holds out none of {len(store.units)} {word(source.unit_field)}s"
-            setting = f"data.heldout_fraction = {heldout_fraction}"
-            none = f"{setting}: {none}, but validation.enable = true"
+            none = (
+                f"data.heldout_fraction = {heldout_fraction}: holds out none of "
+                f"{len(store.units)} {word(source.unit_field)}s, but validation.enable = true"
+            )
             if not number_is_secret:
                 raise ValueError(f"{none}; raise it")
             # A refusal would show whether a unit that is held out is there.
-            warnings += (f"{none}, so held-out losses are nan; raise it",)
+            warnings.append(f"{none}, so held-out losses are nan; raise it")
         fields = "data.text_field", "data.prompt_field", "data.messages_field"
         settings: dict[str, object] = {
             "data.unit_field": source.unit_field,
@@ -95,7 +104,7 @@ class Records:
         named = hashlib.sha256(store.units.hashes.tobytes()).hexdigest()
         terms = source.format, store.contents, named, sorted(settings.items(), key=str)
         fingerprint = hashlib.sha256(repr(terms).encode()).hexdigest()
-        return cls(source, store, train, heldout, fingerprint, settings, warnings)
+        return cls(source, store, train, heldout, fingerprint, settings, tuple(warnings))
 
     @classmethod
     def of_number(cls, source: Source, count: int, heldout_fraction: float) -> "Records":
@@ -115,14 +124,11 @@ class Records:
             raise ValueError(self._refusal(lacks, samples.seq_len))
         if learned.all():
             return ()
-        why = "; ".join(lack.explain() for lack in lacks)
-        return (
-            f"{int((~learned).sum()):,} of {len(self.train):,} {name}s have no target and "
-            f"contribute nothing{f' (records: {why})' if why else ''}",
-        )
+        why = f" (records: {'; '.join(lack.explain() for lack in lacks)})" if lacks else ""
+        some = f"{int((~learned).sum()):,} of {len(self.train):,} {name}s"
+        return (f"{some} have no target and contribute nothing{why}",)
 
     def _refusal(self, lacks: list[Lack], seq_len: int) -> str:
-        """Describe units without a target, in one line; name what the most frequent lack has."""
         source, name = self.source, word(self.source.unit_field)
         none = f"none of the {len(self.train):,} {name}s has a target to learn"
         if not lacks:
@@ -187,47 +193,34 @@ class Records:
 
 
 def _of_units(values_P: np.ndarray, units: Units) -> np.ndarray:
-    """Sum values of records, by their place, over each unit."""
     return np.asarray(np.add.reduceat(values_P, units.starts[:-1]))
 
 
 def describe(figures: Mapping[str, Any], word: str) -> list[str]:
     """Describe `Records.figures`, a line each. NOT PRIVATE."""
-    quantiles, of = figures["tokens_quantiles"], "to train on"
     grouped = "" if word == "record" else f" in {figures['units']:,} {word}s"
-    lines = [
-        f"{figures['records']:,} records{grouped}: "
-        f"{figures['train_units']:,} {of}, {figures['heldout_units']:,} held out; "
-        f"{figures['tokens']:,} tokens {of}; {figures['empty_units']:,} {word}s have no target, "
-        f"{figures['undecodable_records']:,} records cannot be decoded",
-        f"tokens per {word}: "
-        + ", ".join(f"{_WORDS.get(q, f'{q}%')} {value:,}" for q, value in quantiles.items()),
-    ]
+    lines = [_COUNTS.format(grouped=grouped, word=word, **figures)]
+    quantiles = figures["tokens_quantiles"].items()
+    each = ", ".join(f"{_WORDS.get(q, f'{q}%')} {value:,}" for q, value in quantiles)
+    lines.append(f"tokens per {word}: {each}")
     seq_len = figures["seq_len"]
     for row in figures["by_length"]:
-        length, mean = row["seq_len"], row["tokens_per_sample"]
-        if length in (max(seq_len // 2, 1), seq_len, 2 * seq_len):
-            lines.append(
-                f"samples of {length:,} tokens{' (training.seq_len)' if length == seq_len else ''}:"
-                f" {row['share_in_one_sample']:.0%} of the tokens in one sample of each {word}, "
-                f"{row['share_in_reach']:.0%} in reach of all draws; {row['longer_units']:.0%} of "
-                f"{word}s are longer, {mean:,.0f} tokens a sample on average"
-            )
+        if row["seq_len"] in (max(seq_len // 2, 1), seq_len, 2 * seq_len):
+            own = " (training.seq_len)" if row["seq_len"] == seq_len else ""
+            lines.append(_OF_LENGTH.format(own=own, word=word, **row))
     return lines
 
 
 def _refuse_names_by_position(source: Source, heldout_fraction: float, in_groups: bool) -> None:
-    """Refuse a format in which one more record would move others between sides or groups."""
     row = source.facts.row
     which = f"with a public privacy.sample_rate, one {source.format} {row} more would change which"
     if in_groups:
         remedy = "set data.unit_field, or remove privacy.sample_rate"
         raise ValueError(f"privacy.noise = 'banded': {which} {row}s take turns together; {remedy}")
     if heldout_fraction > 0:
-        raise ValueError(
-            f"data.heldout_fraction = {heldout_fraction}: {which} {row}s are held out; keep "
-            "held-out records in another file and set it to 0, or remove privacy.sample_rate"
-        )
+        remedy = "keep held-out records in another file and set it to 0, or remove "
+        setting = f"data.heldout_fraction = {heldout_fraction}"
+        raise ValueError(f"{setting}: {which} {row}s are held out; {remedy}privacy.sample_rate")
 
 
 def _require_units(source: Source, store: Store) -> str:
@@ -244,13 +237,9 @@ def _require_units(source: Source, store: Store) -> str:
         why = "every file lies in no folder below training.dataset_path"
         raise ValueError(f"{none}: {why}; give a path above the units' folders")
     found = [Lack(**fact) for fact in store.facts["lacks"]]
-    for lack in found:
-        if lack.names:
-            raise ValueError(
-                f"{none}: name the {facts.fields} that holds the unit, a string or a whole number "
-                f"(not private: {lack.they} {listed(lack.names)})"
-            )
-    raise ValueError(
-        f"training.dataset_path: none of the {len(store)} {facts.row}s is a {facts.content}; "
-        f"{facts.explain(found[0].file, str(source.unit_field))}"
-    )
+    if (named := next((lack for lack in found if lack.names), None)) is not None:
+        remedy = f"name the {facts.fields} that holds the unit, a string or a whole number"
+        have = f"{named.they} {listed(named.names)}"
+        raise ValueError(f"{none}: {remedy} (not private: {have})")
+    none = f"training.dataset_path: none of the {len(store)} {facts.row}s is a {facts.content}"
+    raise ValueError(f"{none}; {facts.explain(found[0].file, str(source.unit_field))}")

@@ -28,8 +28,7 @@ from torchtitan_dp.data.tokenizer import text_of
 MOST_LINE_BYTES = 16 * 2**20  # JSON is parsed whole, in up to 30 times its size
 FOLDER = "folder"  # the unit field of records without fields
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
-Sign = tuple[bytes, str, str]
-"""First bytes of a file, what they show that it is, and a remedy."""
+Sign = tuple[bytes, str, str]  # first bytes of a file, what they show that it is, and a remedy
 
 
 @dataclass(frozen=True)
@@ -46,9 +45,7 @@ class Format:
     signs: tuple[Sign, ...] = ()  # of other formats
     fields: str | None = None  # a phrase for named fields; without any, only folders are units
     columns: Callable[[str], Columns] | None = None  # of all rows; ValueError for a damaged file
-    named_by_position: bool = True
-    """Whether a record's name is its number, so that what depends on names, such as being held out,
-    depends on other records."""
+    named_by_position: bool = True  # a record's name, which e.g. decides whether it is held out
     has_lists: bool = True  # whether a field may be a list, as of messages
 
     def check(self, path: str, keys: Mapping[str, str]) -> None:
@@ -57,17 +54,19 @@ class Format:
             return
         columns = self.columns(path)
         for field, key in keys.items():
-            setting = f"{key} = {field!r}: {path}"
             kinds = [kind for name, kind in columns if name == field]
+            mistake = None
             if not kinds:
-                names = ", ".join(name for name, _ in columns)
                 is_csv = [kind for _, kind in columns] == [None]
                 hint = "; its columns must be separated by commas" if is_csv else ""
-                raise ValueError(f"{setting} has no such column; its columns are {names}{hint}")
-            if (count := len(kinds)) > 1:
-                raise ValueError(f"{setting} has {count} such columns; write it again with one")
-            if kinds[0] is not None and (needed := _tables().misfit(kinds[0], key)):
-                raise ValueError(f"{setting} has it as {kinds[0]}; name a column of {needed}")
+                names = ", ".join(name for name, _ in columns)
+                mistake = f"has no such column; its columns are {names}{hint}"
+            elif len(kinds) > 1:
+                mistake = f"has {len(kinds)} such columns; write it again with one"
+            elif kinds[0] is not None and (needed := _tables().misfit(kinds[0], key)):
+                mistake = f"has it as {kinds[0]}; name a column of {needed}"
+            if mistake:
+                raise ValueError(f"{key} = {field!r}: {path} {mistake}")
 
     def explain(self, path: str, text_field: str) -> str:
         """Describe a file none of whose records are readable, with a remedy."""

@@ -75,31 +75,28 @@ class Source:
 
     def check(self) -> None:
         """Refuse, by ValueError in one line, fields that the format has not."""
-        named, lists, none = self.facts.fields, self.facts.has_lists, f"{self.format} files have no"
+        named, none = self.facts.fields, f"{self.format} files have no fields"
         for name, key in [*self.reading.keys.items(), (self.unit_field, "data.unit_field")]:
+            mistake = None
             if named and name == "":
                 mistake = f"name the {named}"
-            elif named and key == "data.messages_field" and not lists:
-                mistake = f"{none} fields with lists; use training.dataset = 'jsonl' or 'parquet'"
+            elif named and key == "data.messages_field" and not self.facts.has_lists:
+                mistake = f"{none} with lists; use training.dataset = 'jsonl' or 'parquet'"
             elif not named and key == "data.unit_field" and name not in (None, FOLDER):
-                mistake = (
-                    f"{none} fields; use '{FOLDER}' (the first folder below training.dataset_path),"
-                    " or remove it: one file, one unit"
-                )
+                place = "the first folder below training.dataset_path"
+                mistake = f"{none}; use '{FOLDER}' ({place}), or remove it: one file, one unit"
             elif not named and key in ("data.prompt_field", "data.messages_field"):
-                mistake = f"{none} fields; use training.dataset = 'jsonl', or remove it"
-            else:
-                continue
-            raise ValueError(f"{key} = {name!r}: {mistake}")
+                mistake = f"{none}; use training.dataset = 'jsonl', or remove it"
+            if mistake:
+                raise ValueError(f"{key} = {name!r}: {mistake}")
 
 
 def prepared(source: Source, place: str | None = None) -> Store:
     """Open the store of a source in `data.store`, written unless there is one that fits.
 
-    Raises:
-        ValueError: one line; an unknown format, a field that the format has not, a path that is
-            missing or without records, files that cannot be read or change meanwhile, a place that
-            cannot be written or has too little room.
+    Raises ValueError, one line: an unknown format, a field that the format has not, a path that is
+    missing or without records, files that cannot be read or change meanwhile, a place that cannot
+    be written or has too little room.
     """
     source.check()
     folder = stores.private_folder(place)
@@ -126,10 +123,9 @@ def prepared(source: Source, place: str | None = None) -> Store:
             return store
     except OSError as error:
         cannot = f"its records cannot be read, or their tokens not be written to {folder!r}"
-        raise ValueError(
-            f"training.dataset_path = {source.path!r}: {cannot} ({error}): check permissions and "
-            "the space left, or set data.store"
-        ) from error
+        remedy = "check permissions and the space left, or set data.store"
+        setting = f"training.dataset_path = {source.path!r}"
+        raise ValueError(f"{setting}: {cannot} ({error}): {remedy}") from error
 
 
 def _no_record(source: Source) -> ValueError:
@@ -166,20 +162,16 @@ def _require_room(folder: str, files: Files, source: Source) -> None:
     bytes_of_token, disk = 1 if source.tokenizer.identity == "bytes" else 4, os.statvfs(folder)
     size = _rows_bytes(files) * source.dtype.itemsize // bytes_of_token
     free = disk.f_bavail * disk.f_frsize
-    needed = f"{amount(size)} and {stores.RECORD_BYTES} bytes a record"
-    say(
-        f"tokenizing {amount(sum(files.sizes))} of {source.path} into {folder}: about {needed} "
-        f"that only you can read, of {amount(free)} free"
-    )
+    needed = f"about {amount(size)} and {stores.RECORD_BYTES} bytes a record"
+    what = f"{amount(sum(files.sizes))} of {source.path} into {folder}"
+    say(f"tokenizing {what}: {needed} that only you can read, of {amount(free)} free")
     if size / 4 > free:  # JSON, and columns that are not read, may be most of the files
-        raise ValueError(
-            f"data.store: {folder!r} has {amount(free)} free, and the tokens take about {needed}: "
-            "free some, or set data.store to a folder on another disk"
-        )
+        remedy = "free some, or set data.store to a folder on another disk"
+        lacks = f"{folder!r} has {amount(free)} free, and the tokens take {needed}"
+        raise ValueError(f"data.store: {lacks}: {remedy}")
 
 
 def _rows_bytes(files: Files) -> int:
-    """Estimate the bytes of all rows."""
     unpacked = [_UNPACKED.get(os.path.splitext(name)[1], 1) for name in files.names]
     return sum(size * times for size, times in zip(files.sizes, unpacked, strict=True))
 
@@ -250,7 +242,6 @@ def _count(lacks: dict[Lack, Lack], lack: Lack, path: str) -> int:
 
 
 def _encoded(rows: Iterator[_Row], tokenizer: Tokenizer) -> Iterator[tuple[_Row, Encoded]]:
-    """Yield rows with the ids of their pieces."""
     rows, ahead = itertools.tee(rows)
     ids = _ids(tokenizer, (piece.text for row in ahead for piece in row.pieces))
     for row in rows:
@@ -270,7 +261,6 @@ def _ids(tokenizer: Tokenizer, texts: Iterator[str]) -> Iterator[np.ndarray | No
 
 
 def _batch(texts: Iterator[str]) -> list[str]:
-    """Take the next texts, of bounded size."""
     batch, characters = [], 0
     for text in texts:
         batch.append(text)

@@ -20,15 +20,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchtitan_dp.data.chat_template import (
-    ASSISTANT,
-    ChatTemplate,
-    Piece,
-    load_chat_template,
-)
+from torchtitan_dp.data.chat_template import ASSISTANT, ChatTemplate, Piece, load_chat_template
 from torchtitan_dp.data.console import listed
 from torchtitan_dp.data.files import MOST_ITEMS, Fields
-from torchtitan_dp.data.tokenizer import Tokenizer, text_of
+from torchtitan_dp.data.tokenizer import TOKENIZER, Tokenizer, text_of
 
 MOST_PART = 2**18  # characters that are tokenized in one piece
 MOST_MESSAGES = MOST_ITEMS
@@ -140,7 +135,7 @@ def reading(
     if messages_field is None:
         return Reading(text_field, prompt_field)
     # Bytes have no special tokens, which a template writes as text.
-    has_tokens = os.path.isfile(os.path.join(assets_path, "tokenizer.json"))
+    has_tokens = os.path.isfile(os.path.join(assets_path, TOKENIZER))
     template = load_chat_template(assets_path) if assets_path and has_tokens else None
     setting = f"data.messages_field = {messages_field!r}"
     where = f"{setting}: the tokenizer of model.hf_assets_path = {assets_path!r}"

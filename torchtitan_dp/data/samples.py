@@ -25,8 +25,7 @@ from torchtitan_dp.data.store import Store
 from torchtitan_dp.privacy.sampling import Choices
 
 IGNORE_INDEX = -100  # the default of F.cross_entropy
-PROMPT_SHARE = 4
-"""A prompt that is cut keeps one part in so many of the window, or what the answer leaves."""
+PROMPT_SHARE = 4  # a cut prompt keeps one part in so many of the window, or what the answer leaves
 NOTHING = np.empty(0, dtype=np.int64)
 
 
@@ -108,16 +107,15 @@ class Samples:
         return self._read(places, min(max(start, 0), length - limit))
 
     def _chosen(self, unit: int, rng: Choices | None, windows: int) -> list[range]:
-        """Choose the places of the unit's samples: all of the unit, or single records."""
         places = self.units.places(unit)
         if not self.one_record:
             return [places]
         assert rng is not None
         if windows == 1:
-            found = np.array([int(rng.integers(len(places)))])
+            found = [int(rng.integers(len(places)))]
         else:
-            found = rng.choice(len(places), size=min(windows, len(places)), replace=False)
-        return [range(places[i], places[i] + 1) for i in found.tolist()]
+            found = rng.choice(len(places), size=min(windows, len(places)), replace=False).tolist()
+        return [places[i : i + 1] for i in found]
 
     def _length(self, places: range) -> int:
         return max(int(self._ends[places.stop] - self._ends[places.start]) - self._between, 0)

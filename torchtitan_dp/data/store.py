@@ -40,6 +40,7 @@ from torchtitan_dp.data.units import Units
 VERSION = 2  # of the form of the files and of how rows become ids: another is another store
 TOKENS, ARRAYS, FACTS, SEEN = "tokens", "arrays", "facts.json", "seen"
 RECORD_BYTES = 41  # of `arrays`, for each
+_FACTS = {"terms", "path", "records", "units", "unnamed", "dtype", "between", "contents", "lacks"}
 _FIRST_LINE_S = 5.0
 
 
@@ -63,7 +64,7 @@ class Store:
         return len(self.ends)
 
     def lengths(self) -> np.ndarray:
-        """Count the ids of each record, int64."""
+        """Count the ids of each record: int64 (records,)."""
         return np.diff(self.ends, prepend=0)
 
     def length(self, record: int) -> int:
@@ -93,8 +94,8 @@ def key_of(files: Files, terms: Mapping[str, object]) -> str:
 
 
 def private_folder(place: str | None) -> str:
-    """Create the folder of all stores, of mode 0700, and return its path: `data.store`, by default
-    in $XDG_CACHE_HOME, or ~/.cache. Raises ValueError, one line, if it cannot be written."""
+    """Create the folder of all stores, mode 0700: `data.store`, by default in $XDG_CACHE_HOME or
+    ~/.cache. Raises ValueError, one line, if it cannot be written."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     default = os.path.join(cache, "torchtitan_dp", "prepared")
     folder = os.path.abspath(default if place is None else os.path.expanduser(place))
@@ -104,10 +105,8 @@ def private_folder(place: str | None) -> str:
         return folder
     except OSError as error:
         cannot = f"the tokens of training.dataset_path cannot be written to {folder!r}"
-        remedy = "name a folder that you can write"
-        raise ValueError(
-            f"data.store = {place!r}: {cannot} ({error.strerror}); {remedy}"
-        ) from error
+        why = f"{error.strerror}); name a folder that you can write"
+        raise ValueError(f"data.store = {place!r}: {cannot} ({why}") from error
 
 
 def load(folder: str) -> Store | None:
@@ -125,21 +124,26 @@ def load(folder: str) -> Store | None:
             data, facts = files[1].read(), json.load(files[2])
             if (facts.pop("digest"), facts["arrays"]) != (_digest(facts), _hash([data])):
                 return None
+            if not facts.keys() >= _FACTS:
+                return None  # of another version of the program
             found = [os.fstat(file.fileno()) for file in files]
+            stamps = tuple((s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for s in found)
+            terms = facts["between"], facts["tokens"], facts["contents"]
+            arrays = _unpack(data, facts["records"], facts["units"])
             handle = os.dup(files[0].fileno())
         except Exception:  # of several kinds, for a damaged file
             return None
-    records, units = facts["records"], facts["units"]
+    store = Store(folder, *arrays, facts, *terms, handle, stamps)
+    weakref.finalize(store, os.close, handle)
+    return store
+
+
+def _unpack(data: bytes, records: int, units: int) -> tuple[Any, Any, Any, Units]:
     whole = np.frombuffer(data, "<i8", 3 * records + 2 * units + 1)
     places = np.cumsum([records, records, records, units + 1])
     ends, firsts, members, starts, hashes = np.split(whole, places)
     reasons = np.frombuffer(data, np.uint8, offset=whole.nbytes)
-    grouped = Units(members, starts, hashes.view("<u8"))
-    stamps = tuple((s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for s in found)
-    terms = facts["between"], facts["tokens"], facts["contents"]
-    store = Store(folder, ends, firsts, reasons, grouped, facts, *terms, handle, stamps)
-    weakref.finalize(store, os.close, handle)
-    return store
+    return ends, firsts, reasons, Units(members, starts, hashes.view("<u8"))
 
 
 def pack(ends: np.ndarray, firsts: np.ndarray, reasons: np.ndarray, units: Units) -> bytes:
@@ -184,7 +188,7 @@ def write(folder: str, make: Callable[[str], tuple[bytes, dict[str, Any]]]) -> N
 
 
 def private(path: str, flags: int) -> int:
-    """Open a file that only its owner can read: an `opener`."""
+    """Open a file that only its owner can read; an `opener`."""
     return os.open(path, flags, 0o600)
 
 
@@ -201,7 +205,6 @@ def _digest(facts: Mapping[str, Any]) -> str:
 
 
 def _tokens_hash(facts: Mapping[str, Any], tokens: IO[bytes]) -> str:
-    """Hash a store's arrays, by their hash, and its tokens."""
     tokens.seek(0)
     return _hash([facts["arrays"].encode(), _hash(_blocks(tokens)).encode()], b"tokens")
 

@@ -9,12 +9,12 @@ import json
 import os
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import tokenizers
 
-_MARKS = ("bos_token", "eos_token")
-_NAMED_IN = ("tokenizer_config.json", "special_tokens_map.json")
+TOKENIZER, SETTINGS, _MAP = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 
 
 class ByteTokenizer:
@@ -135,7 +135,7 @@ def load_tokenizer(assets_path: str) -> Tokenizer:
     if not os.path.isdir(assets_path):
         remedy = from_hub(assets_path) or "give one with a tokenizer.json, or one without for bytes"
         raise ValueError(f"{setting} is not an existing folder: {remedy}")
-    paths = [os.path.join(assets_path, name) for name in ("tokenizer.json", *_NAMED_IN)]
+    paths = [os.path.join(assets_path, name) for name in (TOKENIZER, SETTINGS, _MAP)]
     if not os.path.exists(paths[0]):
         _refuse_bytes(assets_path)
         return ByteTokenizer()
@@ -147,11 +147,12 @@ def load_tokenizer(assets_path: str) -> Tokenizer:
 def _load(assets_path: str, files: tuple[tuple[int, ...], ...]) -> HFTokenizer:
     """Load a tokenizer.json; `files` are inodes, sizes and times, for the cache."""
     try:
-        backend = tokenizers.Tokenizer.from_file(os.path.join(assets_path, "tokenizer.json"))
+        backend = tokenizers.Tokenizer.from_file(os.path.join(assets_path, TOKENIZER))
     except Exception as error:  # the library raises plain Exception
         cannot = f"its tokenizer.json cannot be loaded ({error}): download it again"
         raise ValueError(f"model.hf_assets_path = {assets_path!r}: {cannot}") from error
-    return HFTokenizer(backend, *(_mark_id(backend, assets_path, key) for key in _MARKS))
+    marks = (_mark_id(backend, assets_path, key) for key in ("bos_token", "eos_token"))
+    return HFTokenizer(backend, *marks)
 
 
 def _refuse_bytes(assets_path: str) -> None:
@@ -170,21 +171,40 @@ def _refuse_bytes(assets_path: str) -> None:
 
 
 def _mark_id(backend: tokenizers.Tokenizer, assets_path: str, key: str) -> int | None:
-    for file_name in _NAMED_IN:
-        problem = f"model.hf_assets_path = {assets_path!r}: its {file_name} "
-        try:
-            with open(os.path.join(assets_path, file_name), encoding="utf-8") as file:
-                mark = json.load(file).get(key)
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError, AttributeError) as error:
-            raise ValueError(f"{problem}is not a JSON object: download it again") from error
-        if isinstance(mark, dict):  # the older form: {"content": "<s>", "lstrip": false, ...}
-            mark = mark.get("content")
-        if not mark:
+    for name in (SETTINGS, _MAP):
+        if not (mark := read_settings(assets_path, name).get(key)):
             continue
         if isinstance(mark, str) and (token_id := backend.token_to_id(mark)) is not None:
             return token_id
-        lacks = f"names the {key} {mark!r}, which tokenizer.json lacks"
-        raise ValueError(f"{problem}{lacks}: take both files from one model")
+        lacks = f"its {name} names the {key} {mark!r}, which {TOKENIZER} lacks"
+        raise ValueError(
+            f"model.hf_assets_path = {assets_path!r}: {lacks}: take both files from one model"
+        )
     return None
+
+
+def read_settings(assets_path: str, name: str) -> dict[str, Any]:
+    """Read a JSON object in the folder of a tokenizer, with each special token as its text; empty
+    if there is none. Raises ValueError, one line, for a file that is broken."""
+    try:
+        found = json.loads("{}" if (text := read_text(assets_path, name)) is None else text)
+        items = found.items()
+    except (json.JSONDecodeError, AttributeError) as error:
+        broken = f"its {name} is not a JSON object: download it again"
+        raise ValueError(f"model.hf_assets_path = {assets_path!r}: {broken}") from error
+    # In the older form a token is {"content": "<s>", "lstrip": false, ...}.
+    old = {k: v.get("content") for k, v in items if k.endswith("_token") and isinstance(v, dict)}
+    return {**found, **old}
+
+
+def read_text(assets_path: str, name: str) -> str | None:
+    """Read a file in the folder of a tokenizer, None if there is none; raise ValueError, one line,
+    for one that cannot be read."""
+    try:
+        with open(os.path.join(assets_path, name), encoding="utf-8") as file:
+            return file.read()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        cannot = f"its {name} cannot be read ({error}): download it again"
+        raise ValueError(f"model.hf_assets_path = {assets_path!r}: {cannot}") from None

@@ -1,6 +1,6 @@
 """Verify runs, and add up what several of them spend.
 
-    python -m torchtitan_dp.ledger RUN… [--delta D] [--overlapping] [--json FILE] [--plot FILE.png]
+    python -m torchtitan_dp.ledger RUN… [--delta D] [--overlapping] [--json FILE]
 
 RUN is a `job.dump_folder`. Exit code 0 if all that the runs' files say holds together, 1 if not,
 2 for a mistake on the command line.
@@ -17,10 +17,8 @@ from rich.table import Column, Table
 from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.config.load import exit_on_mistake, write_json
 from torchtitan_dp.ledger.runs import Run, Total, total
-from torchtitan_dp.ledger.spending import epsilon
 from torchtitan_dp.privacy.accounting import rounded_up
 
-_POINTS = 24  # of a run's curve
 _LOG_WIDTH = 250  # where there is no terminal that a table could be too wide for
 
 
@@ -33,8 +31,6 @@ def main(argv: list[str]) -> int:
         spent = total(runs, options.delta, overlapping=options.overlapping) if holds else None
         if options.json:
             write_json(options.json, for_programs(runs, spent))
-        if options.plot:
-            plot(runs, spent, options.plot)
     _show(runs, spent, overlapping=options.overlapping)
     return 0 if holds else 1
 
@@ -52,7 +48,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         help="add up runs on different records too: the sum is that of a unit in all of them",
     )
     parser.add_argument("--json", metavar="FILE", help="write it for programs; - is stdout")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw epsilon over steps")
     return parser.parse_args(argv)
 
 
@@ -142,29 +137,6 @@ def for_programs(runs: list[Run], spent: Total | None) -> dict[str, Any]:
         ],
         "total": None if spent is None else dataclasses.asdict(spent),
     }
-
-
-def plot(runs: list[Run], spent: Total | None, path: str) -> None:
-    """Draw epsilon over the steps of each private run, and that of all together."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for run in runs:
-        if not run.ledger.private:
-            continue
-        last = run.ledger.steps
-        steps = sorted({round(last * i / _POINTS) for i in range(_POINTS + 1)})
-        spent_at = [epsilon(run.ledger, step) for step in steps]
-        axes.plot(steps, spent_at, marker=".", label=run.folder)
-    if len(runs) > 1 and spent is not None and spent.epsilon is not None:
-        axes.axhline(spent.epsilon, linestyle="--", color="black", label="all together")
-    axes.set_xlabel("steps")
-    deltas = sorted({run.ledger.settings.delta for run in runs})
-    axes.set_ylabel(f"epsilon at delta = {', '.join(f'{delta:g}' for delta in deltas)}")
-    axes.set_ylim(bottom=0)
-    axes.legend(loc="best", fontsize="small")
-    figure.savefig(path, dpi=150)
 
 
 if __name__ == "__main__":

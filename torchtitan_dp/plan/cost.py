@@ -6,9 +6,11 @@ which it logs the `mfu(%)`, halves nothing, computes nothing again and leaves ou
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+import torch.nn as nn
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import mesh_degrees
@@ -53,7 +55,6 @@ class StepCost:
     steps: int
 
     def describe(self) -> str:
-        """Put the cost into words, for people."""
         included = ", recomputation included" if self.recomputes else ""
         step = (
             f"expected per step: {self.microbatches_per_step:.1f} microbatches per data-parallel "
@@ -77,13 +78,11 @@ def step_cost(
     dp_replicate, dp_shard, cp = mesh_degrees(config)
     slots = dp_replicate * dp_shard * config.training.local_batch_size
     microbatches = expected_rounds(records, rate, slots)
-    # Empty slots are computed too.
-    samples = microbatches * slots
-    of_window, seconds = flops_of(config, args), None
+    samples = microbatches * slots  # empty slots are computed too
+    of_window = flops_of(config, args)
     sample = windows * of_window.total
     flops = samples * sample
-    if tflops is not None:
-        seconds = flops / (tflops * 1e12 * dp_replicate * dp_shard * cp)
+    rate_of_all = tflops and tflops * 1e12 * dp_replicate * dp_shard * cp
     return StepCost(
         microbatches,
         samples * windows * seq_len,
@@ -91,24 +90,28 @@ def step_cost(
         sample,
         of_window.attention / of_window.total,
         _recomputes(config),
-        seconds,
+        flops / rate_of_all if rate_of_all else None,
         config.training.steps,
     )
 
 
 def flops_of(config: JobConfig, args: ModelArgs) -> SampleFlops:
-    """Count the FLOPs of a sample of the configured length, with one backward pass. Ghost norms
-    and a second pass are not counted, nor is what `selective` activation checkpointing recomputes.
+    """Count the FLOPs of a sample of the configured length, with one backward pass.
+
+    A product takes 2 FLOPs a value and token; in backward another 2 for the gradient of its input,
+    and 2 for that of its weight, where that is trained. Attention takes two products of T x T / 2
+    scores, and five in backward. All that blocks compute forward is computed once more if it is
+    recomputed. Not counted are ghost norms, a second pass, and what `selective` checkpointing
+    recomputes; what checkpointing and adapters of the first block spare is counted (less than a
+    hundredth of a model of many layers).
     """
     blocks, output = weights_of(args)
-    return sample_flops(
-        config.training.seq_len,
-        blocks=blocks,
-        output=output,
-        layers=args.n_layers,
-        width=args.n_heads * args.head_size,
-        recomputed=_recomputes(config),
-    )
+    tokens, again = config.training.seq_len, 1 if _recomputes(config) else 0
+    of_blocks = (4 + 2 * again) * blocks.all + 2 * blocks.trained
+    of_output = 4 * output.all + 2 * output.trained
+    one_product = 2 * args.n_heads * args.head_size * tokens**2 / 2
+    attention = args.n_layers * one_product * (2 * (1 + again) + 5)
+    return SampleFlops(tokens * (of_blocks + of_output), attention)
 
 
 def _recomputes(config: JobConfig) -> bool:
@@ -120,37 +123,12 @@ def weights_of(args: ModelArgs) -> tuple[Weights, Weights]:
     are looked up, which takes no product."""
     model = on_meta(args)
 
-    def count(trained: bool) -> int:
-        every = model.layers.parameters()
-        return sum(p.numel() for p in every if p.dim() == 2 and p.requires_grad == trained)
+    def count(parameters: Iterable[nn.Parameter]) -> Weights:
+        matrices = [p for p in parameters if p.dim() == 2]
+        trained = sum(p.numel() for p in matrices if p.requires_grad)
+        return Weights(trained, sum(p.numel() for p in matrices) - trained)
 
-    output, size = model.output.weight, model.output.weight.numel()
-    of_output = Weights(size) if output.requires_grad else Weights(0, size)
-    return Weights(count(True), count(False)), of_output
-
-
-def sample_flops(
-    tokens: int, *, blocks: Weights, output: Weights, layers: int, width: int, recomputed: bool
-) -> SampleFlops:
-    """Count the FLOPs of a sample of so many tokens.
-
-    A product takes 2 FLOPs a value and token; in backward another 2 for the gradient of its input,
-    and 2 for that of its weight, where that is trained. Attention takes two products of T x T / 2
-    scores, and five in backward. All that blocks compute forward is computed once more if it is
-    recomputed; what checkpointing and adapters of the first block spare is counted too (less than
-    a hundredth of a model of many layers).
-
-    Args:
-        layers: of attention.
-        width: of all heads of queries together.
-        recomputed: whether blocks run forward again in backward.
-    """
-    again = 1 if recomputed else 0
-    of_blocks = (4 + 2 * again) * blocks.all + 2 * blocks.trained
-    of_output = 4 * output.all + 2 * output.trained
-    one_product = 2 * width * tokens**2 / 2
-    attention = layers * one_product * (2 * (1 + again) + 5)
-    return SampleFlops(tokens * (of_blocks + of_output), attention)
+    return count(model.layers.parameters()), count([model.output.weight])
 
 
 def expected_rounds(records: int, rate: float, slots: int) -> float:

@@ -47,16 +47,13 @@ from torchtitan_dp.plan.tracker import MemoryTracker
 
 
 class _RoomyClippedSum(ClippedSum):
-    """Takes the room of the sum before a method has laid it out: the first microbatch is as any."""
+    """A sum that takes its room before a method has laid it out: the first microbatch is as any."""
 
     def __init__(self, *args: Any, **terms: Any) -> None:
         super().__init__(*args, **terms)
         dp_shard, cp = self.groups.dp_shard_size, self.groups.cp_size
-        chunk = sum(
-            RowLayout(parameter.shape, dp_shard, cp).chunk_numel
-            for parameter in self.parameters.values()
-        )
-        shape = (dp_shard, chunk)
+        shapes = (parameter.shape for parameter in self.parameters.values())
+        shape = (dp_shard, sum(RowLayout(shape, dp_shard, cp).chunk_numel for shape in shapes))
         self._room: torch.Tensor | None = torch.empty(shape, dtype=torch.float32)
 
     def lay_out(self, *args: Any) -> None:
@@ -177,7 +174,6 @@ class Step:
         inputs[0].register_hook(lambda _: setattr(self.tracker, "base", "activations"))
 
     def update(self) -> None:
-        """Add noise, divide, and step the optimizer."""
         with self.tracker.labelled("accumulator"):
             clipped_sum = self.clipped_sum.take()
         with self.tracker.labelled("optimizer"):
@@ -230,30 +226,31 @@ def fake_world(
         every_tile: compute all tiles of a block, to count operations; memory is that of the first
             two and the last.
     """
-    # Registers the "fake" backend.
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     with contextlib.ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
+
+        def patch(owner: Any, name: str, replacement: Any) -> None:
+            stack.enter_context(mock.patch.object(owner, name, replacement))
+
         # Nothing is drawn or converted, in small parts that take next to no memory; and where a
         # storage would lie only distinguishes storages.
         for name in ("add_gaussian_noise_", "add_secure_gaussian_noise_"):
-            stack.enter_context(mock.patch.object(optimizer, name, _nothing))
-        stack.enter_context(mock.patch.object(randomized_norm, "add_gaussian_noise_", _nothing))
-        stack.enter_context(
-            mock.patch.object(torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata)
-        )
+            patch(optimizer, name, _nothing)
+        patch(randomized_norm, "add_gaussian_noise_", _nothing)
+        patch(torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata)
         # It returns the tensor that it waits for; its fake returns another.
-        stack.enter_context(mock.patch.object(ft_c, "wait_tensor", _itself))
+        patch(ft_c, "wait_tensor", lambda tensor: tensor)
         # The host's memory is another: `Step.host_bytes` counts it.
-        stack.enter_context(mock.patch.object(offload, "page_locked", _on_no_device))
+        patch(offload, "page_locked", _on_no_device)
         if not every_tile:
             for owner in (feed_forward, llama_tiles):
-                stack.enter_context(mock.patch.object(owner, "tiles", _some_tiles))
+                patch(owner, "tiles", _some_tiles)
         if like_cuda:
-            stack.enter_context(mock.patch.object(rms_norm, "use_lean_norms", _nothing))
-            stack.enter_context(mock.patch.object(F, "rms_norm", _fused_rms_norm))
+            patch(rms_norm, "use_lean_norms", _nothing)
+            patch(F, "rms_norm", lambda x, _, weight, __: _FusedRMSNorm.apply(x, weight))
         # Parameters are on the meta device until they are made fake.
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield
@@ -266,10 +263,6 @@ def _on_no_device(numel: int, dtype: torch.dtype, _: torch.device) -> torch.Tens
 def _some_tiles(tokens: int, size: int) -> list[slice]:
     every = list(tiles(tokens, size))
     return every if len(every) < 4 else [*every[:2], every[-1]]
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 class _FusedRMSNorm(torch.autograd.Function):
@@ -288,12 +281,6 @@ class _FusedRMSNorm(torch.autograd.Function):
             torch.empty_like(x) if x_needed else None,
             torch.empty_like(weight) if weight_needed else None,
         )
-
-
-def _fused_rms_norm(
-    x: torch.Tensor, _: tuple[int, ...], weight: torch.Tensor, __: float
-) -> torch.Tensor:
-    return _FusedRMSNorm.apply(x, weight)  # type: ignore[no-any-return]
 
 
 def _nothing(*_: Any, **__: Any) -> None:

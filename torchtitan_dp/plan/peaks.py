@@ -16,8 +16,7 @@ from typing import NamedTuple
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.models.families import ModelArgs
 from torchtitan_dp.plan.fake_step import Step
-from torchtitan_dp.plan.labels import GATHERED, tracking
-from torchtitan_dp.plan.tracker import MemoryTracker
+from torchtitan_dp.plan.tracker import GATHERED, MemoryTracker, tracking
 
 FEW_LAYERS = (4, 5)  # so that each stretch of a deeper model is there (`fake_step`)
 LONG = 4096  # tokens per rank, from which few layers suffice
@@ -52,7 +51,7 @@ class Model:
         self.update = self._tracker.peak_bytes, _by_category(self._tracker.peak)
         self._known: dict[int, Microbatch] = {}
 
-    def microbatch(self, seq_len: int) -> "Microbatch":
+    def microbatch(self, seq_len: int) -> Microbatch:
         """Predict a microbatch after the first update, which is the first of its step."""
         if seq_len not in self._known:
             self._step.free_gathered()
@@ -67,7 +66,7 @@ class Model:
         return self._known[seq_len]
 
     def stretches(self, seq_len: int) -> dict[str, int]:
-        """Predict the peak bytes of each of a microbatch's stretches, and of the update."""
+        """Predict the peak bytes of each stretch of a microbatch, and of the update."""
         return self.microbatch(seq_len).stretches | {"update": self.update[0]}
 
     def at(self, seq_len: int) -> tuple[int, dict[str, int]]:
@@ -108,7 +107,7 @@ class Whole:
         self._update: float | None = None
 
     def update(self) -> float:
-        """Return the peak of an update, which no sample's length changes, after any estimate."""
+        """Return the peak of an update, after any estimate; no sample's length changes it."""
         assert self._update is not None, "nothing has been predicted"
         return self._update
 

@@ -1,9 +1,8 @@
 """The process that predicts memory: the step under fake tensors, for lengths, AC modes and ranks.
 
 A rank's own step is predicted as it is, with all layers. For other lengths, modes and ranks few
-layers suffice (`peaks`). What they say of the run's own step is held against the whole model's, and
-they are asked no more where they differ. The searches run beside the step, in processes of their
-own.
+layers suffice (`peaks`), unless their estimate of the run's own step differs from the whole
+model's. The searches run beside the step, in processes of their own.
 """
 
 import dataclasses
@@ -77,11 +76,8 @@ def measure(config: JobConfig, args: ModelArgs, world_size: int, memory_gib: flo
 
 
 def search(config: JobConfig, args: ModelArgs, world_size: int, mode: str, limit: int) -> Found:
-    """Find the longest sample with a mode of activation checkpointing, in a fake world of its own.
-
-    Returns:
-        Its length, and, if it was found with few layers for all, their estimate of the peak at the
-        run's own length.
+    """Find the longest sample with a mode of activation checkpointing, in a fake world of its own:
+    its length, and, if few layers stood for all, their estimate of the peak at the run's own one.
     """
     own = config.training.seq_len
     with fake_world(world_size):
@@ -92,15 +88,10 @@ def search(config: JobConfig, args: ModelArgs, world_size: int, mode: str, limit
 
 
 def _peaks(config: JobConfig, args: ModelArgs, mode: str, limit: int) -> Peaks:
-    """Choose how to predict: with few layers for all, where there are many."""
+    """Let few layers stand for all, where there are many."""
     whole = Whole(config, args, mode)
     few = args.n_layers > ENOUGH_LAYERS
     return Extrapolated(whole, limit, shortest(config)) if few else whole
-
-
-def bends(guess: float | None, whole: float) -> bool:
-    """Return whether the estimate from few layers differs from the full model's."""
-    return guess is not None and abs(guess - whole) > TOLERANCE * whole
 
 
 def enough_ranks(
@@ -129,7 +120,7 @@ def answer(
     seek_longest: bool,
     say: Say = lambda doing: None,
 ) -> MemoryPlan:
-    """Predict, in a process that has no process group, what `memory.predict` asks for."""
+    """Predict what `memory.predict` asks for, in a process that has no process group."""
     config = load_config(overrides, world_size)
     config.compile.enable = False  # fused kernels need less, how much less is not predicted
     args = shape(config)
@@ -146,7 +137,8 @@ def answer(
     for mode, result in searches.items():
         say(f"the longest sample with activation_checkpoint.mode = '{mode}'")
         lengths[mode], guess = result()
-        if mode == config.activation_checkpoint.mode and bends(guess, plan.peak_bytes):
+        peak, own = plan.peak_bytes, mode == config.activation_checkpoint.mode
+        if own and guess is not None and abs(guess - peak) > TOLERANCE * peak:
             with fake_world(world_size):
                 whole = Whole(config, args, mode)
                 lengths[mode] = longest(whole, limit, shortest(config))
@@ -158,10 +150,8 @@ def answer(
 
 
 def _beside(function: Callable[[], Found]) -> Callable[[], Found]:
-    """Run a function in a process forked from this one, and return a function that waits for it.
-
-    Nothing here has a thread or a device: accelerators are hidden (`memory.predicting`).
-    """
+    """Run a function in a process forked from this one, which has no thread and no device, and
+    return a function that waits for it. It ends by itself where this process was killed."""
     fork = multiprocessing.get_context("fork")
     receiver, sender = fork.Pipe(duplex=False)
 

@@ -1,7 +1,10 @@
-"""Signal and noise for people: the plan's line, its warning, and the table of `--recommend`."""
+"""What `--recommend` weighs: batch against steps, all weights against adapters, and bands of noise
+that is correlated over steps; each as a table, a sentence and JSON."""
 
 import copy
+import math
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,21 +14,18 @@ from rich.table import Column, Table
 
 from torchtitan_dp.checkpoint.plan import Plan
 from torchtitan_dp.checkpoint.start import Start
+from torchtitan_dp.checkpoint.terms import best_of, noise_by_bands
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import unit_word
 from torchtitan_dp.ledger import RunLog
-from torchtitan_dp.ledger.settings import Settings
 from torchtitan_dp.ledger.spending import before
 from torchtitan_dp.models.families import ModelArgs, trained_count, without_lora
 from torchtitan_dp.models.lora import LoRA
-from torchtitan_dp.plan.bands import Bands, weigh_bands
 from torchtitan_dp.plan.signal import (
     DROWNS,
     FEWEST_STEPS,
-    Noise,
     Rows,
     Target,
-    noise_of_run,
     rows_of,
 )
 
@@ -36,35 +36,9 @@ _TITLE = (  # a table's own is cut to its width
 _BANDS = "      the same, with noise correlated over steps, at the batch and steps asked for"
 _RANKS = (16, 8)  # of the adapters that a full run is compared with, the larger first
 
-
-def plan_noise(plan: Plan, trained: int) -> Noise:
-    """Return the noise of a run that takes all its steps on the terms that it has now."""
-    settings = plan.settings
-    return noise_of_run(
-        settings.mechanism, trained=trained, batch=settings.expected_batch_size, steps=plan.steps
-    )
-
-
-def noise_line(noise: Noise, settings: Settings, trained: int) -> str:
-    """Put the noise beside the largest signal that there can be."""
-    per_layer = settings.clipping.startswith("per_layer")
-    most = "C, with every group of layers at its bound" if per_layer else "C"
-    return (
-        f"noise: norm {noise.in_step:.3g} C per step, {noise.over_run:.3g} C averaged over the "
-        f"run, over {trained:,} trained values; a clipped gradient's norm is at most {most}"
-    )
-
-
-def noise_warning(noise: Noise) -> str | None:
-    """Say in one line that noise drowns the signal, if it seems to."""
-    if not noise.drowns:
-        return None
-    return (
-        f"the noise is {noise.over_run:.3g} C even averaged over the run, more than {DROWNS:g} C "
-        "(a heuristic): it may drown what could be learned; python -m torchtitan_dp.plan "
-        "… --recommend shows by which batch and steps there is less, and, of weights that are "
-        "loaded, by which adapters"
-    )
+WORTH_BANDS = 0.9
+"""Correlated noise is recommended where it leaves at most this share of the noise in the sum of
+all updates, a heuristic: a single step is noisier, and the learning rate has to be found anew."""
 
 
 def refuse(config: JobConfig) -> None:
@@ -88,6 +62,15 @@ def refuse(config: JobConfig) -> None:
         )
 
 
+def _table(heads: list[str], rows: Iterable[tuple[list[str], bool, bool]]) -> Table:
+    """Tabulate rows: cells, whether it is the one asked for, and the one recommended."""
+    table = Table(*(Column(head, justify="right") for head in heads), "")
+    for cells, asked, best in rows:
+        marks = ["asked"] * asked + ["recommended"] * best
+        table.add_row(*cells, ", ".join(marks), style="bold" if best else None)
+    return table
+
+
 @dataclass(frozen=True)
 class Variant:
     """A set of trained parameters: all weights, or adapters."""
@@ -97,6 +80,58 @@ class Variant:
 
     def __str__(self) -> str:
         return f"LoRA r = {self.rank}" if self.rank else "all weights"
+
+
+@dataclass(frozen=True)
+class Bands:
+    """Noise by the number of bands, for the batch and steps that were asked for."""
+
+    rows: dict[int, tuple[float, float, float]]  # sigma; noise in a step, and in the sum, over C
+    asked: int
+    scale: float  # of noise over C to its norm in the mean gradient, of a step
+    steps: int
+
+    @property
+    def best(self) -> int:
+        """The bands that are recommended; 1 where independent noise is as good."""
+        best = best_of(self.rows)
+        return best if self.rows[best][2] <= WORTH_BANDS * self.rows[1][2] else 1
+
+    def over_run(self, bands: int) -> float:  # averaged, in units of C
+        return self.rows[bands][2] * self.scale / math.sqrt(self.steps)
+
+    def sentence(self) -> str:
+        """Return the recommended bands, and what they change."""
+        if self.best == 1:
+            return "noise correlated over steps: independent noise is as good for this run"
+        noise = self.rows[self.best][1] / self.rows[1][1]
+        return (
+            f"noise correlated over steps: privacy.noise = 'banded', privacy.bands = {self.best}: "
+            f"{self.over_run(self.best):.3g} C averaged over the run, where independent noise has "
+            f"{self.over_run(1):.3g} C; a step has {noise:.2g} times the noise, so that AdamW "
+            "wants about twice the learning rate (docs/tuning.md)"
+        )
+
+    def table(self) -> Table:
+        rows = (
+            (
+                [f"{n}", f"{sigma:.4g}", f"{in_step * self.scale:.3g}", f"{self.over_run(n):.3g}"],
+                n == self.asked,
+                n == self.best,
+            )
+            for n, (sigma, in_step, _) in self.rows.items()
+        )
+        return _table(["bands", "sigma", "a step", "the run"], rows)
+
+    def for_programs(self) -> dict[str, Any]:
+        return {
+            "bands": self.best,
+            "reason": self.sentence(),
+            "rows": [
+                {"bands": bands, "noise_multiplier": sigma, "noise_over_run": self.over_run(bands)}
+                for bands, (sigma, *_) in self.rows.items()
+            ],
+        }
 
 
 @dataclass(frozen=True)
@@ -147,27 +182,23 @@ class Recommendation:
         variants = (self.own, *self.others)
         heads = ["batch", "steps", "q", "passes", "sigma", f"a step,\n{self.own}"]
         heads += [f"the run,\n{variant}" for variant in variants]
-        table = Table(
-            *(Column(head, justify="right") for head in heads),
-            "",
-        )
-        for row in self.rows.rows:
-            marks = [
-                word
-                for word, here in (("asked", self.rows.asked), ("recommended", self.rows.best))
-                if here is row
-            ]
-            table.add_row(
-                f"{row.batch:,}",
-                f"{row.steps:,}",
-                f"{row.sample_rate:.3g}",
-                f"{row.passes:.3g}",
-                f"{row.noise_multiplier:.4g}",
-                f"{row.noise(self.own.trained).in_step:.3g}",
-                *(f"{row.noise(v.trained).over_run:.3g}" for v in variants),
-                ", ".join(marks),
-                style="bold" if row is self.rows.best else None,
+        rows = (
+            (
+                [
+                    f"{row.batch:,}",
+                    f"{row.steps:,}",
+                    f"{row.sample_rate:.3g}",
+                    f"{row.passes:.3g}",
+                    f"{row.noise_multiplier:.4g}",
+                    f"{row.noise(self.own.trained).in_step:.3g}",
+                    *(f"{row.noise(v.trained).over_run:.3g}" for v in variants),
+                ],
+                row is self.rows.asked,
+                row is self.rows.best,
             )
+            for row in self.rows.rows
+        )
+        table = _table(heads, rows)
         limits = (f"{self.rows.least_noise(v.trained):.3g}" for v in variants)
         table.add_section()
         table.add_row(f"{self.units:,}", "any", "1", "", "", "", *limits, "limit")
@@ -177,14 +208,12 @@ class Recommendation:
         """Print the table and the sentence, on stderr."""
         width = None if sys.stderr.isatty() else _LOG_WIDTH
         console = Console(stderr=True, highlight=False, soft_wrap=True, width=width)
-        table = Padding.indent(self.table(), 6)
-        console.print(_TITLE, table, self.sentence(), sep="\n", markup=False)
-        if self.bands is not None:
-            table = Padding.indent(self.bands.table(), 6)
-            console.print(_BANDS, table, self.bands.sentence(), sep="\n", markup=False)
+        for title, found in ((_TITLE, self), (_BANDS, self.bands)):
+            if found is not None:
+                table = Padding.indent(found.table(), 6)
+                console.print(title, table, found.sentence(), sep="\n", markup=False)
 
     def for_programs(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
         best = self.rows.best
         return {
             "global_batch_size": best and best.batch,
@@ -244,3 +273,21 @@ def _with_rank(config: JobConfig, args: ModelArgs, rank: int) -> ModelArgs:
     args = copy.deepcopy(args)
     args.lora = LoRA(rank, config.lora.alpha, tuple(config.lora.targets))
     return args
+
+
+def weigh_bands(config: JobConfig, plan: Plan, trained: int) -> Bands | None:
+    """Weigh bands at the batch and steps asked for; None where noise cannot be correlated.
+
+    Args:
+        config: one that `recommend.refuse` lets pass.
+        trained: the number of trained parameters.
+    """
+    privacy, settings = config.privacy, plan.settings
+    if privacy.secure_noise or settings.mechanism.largest_share > 1:
+        return None
+    rows = noise_by_bands(config, settings.implied_units, before(plan.ledger))
+    if settings.bands not in rows:
+        sigma = settings.mechanism.noise_multiplier
+        rows[settings.bands] = (sigma, *settings.mechanism.noise_of_run(plan.steps))
+    scale = math.sqrt(trained) / settings.expected_batch_size
+    return Bands(dict(sorted(rows.items())), settings.bands, scale, max(plan.steps, 1))

@@ -49,8 +49,27 @@ class Noise:
         """Whether little can be learned, judged by this number alone."""
         return self.over_run > DROWNS
 
+    def describe(self, trained: int, clipping: str) -> str:
+        """Put the noise beside the largest signal that there can be."""
+        per_layer = clipping.startswith("per_layer")
+        most = "C, with every group of layers at its bound" if per_layer else "C"
+        return (
+            f"noise: norm {self.in_step:.3g} C per step, {self.over_run:.3g} C averaged over the "
+            f"run, over {trained:,} trained values; a clipped gradient's norm is at most {most}"
+        )
+
+    def warning(self) -> str | None:
+        """Return one line where noise seems to drown the signal."""
+        if not self.drowns:
+            return None
+        return (
+            f"the noise is {self.over_run:.3g} C even averaged over the run, more than {DROWNS:g} "
+            "C (a heuristic): it may drown what could be learned; python -m torchtitan_dp.plan "
+            "… --recommend shows by which batch and steps there is less, and, of weights that are "
+            "loaded, by which adapters"
+        )
+
     def for_programs(self) -> dict[str, float | bool]:
-        """Return it as the plan's JSON has it; settings are ranked by `noise_over_run`."""
         return {
             "noise_in_step": self.in_step,
             "noise_over_run": self.over_run,
@@ -89,11 +108,7 @@ class Target:
     before: tuple[Segment, ...] = ()  # what initial weights had spent
 
     def noise_multiplier(self, batch: int, steps: int) -> float:
-        """Find the sigma that keeps the promise.
-
-        Raises:
-            ValueError: one line; there is none.
-        """
+        """Find the sigma that keeps the promise; ValueError, one line, if there is none."""
         return accounting.noise_for(
             PoissonGaussian(1.0, batch / self.units),
             steps,
@@ -124,13 +139,8 @@ class Row:
         return self.steps >= FEWEST_STEPS and self.sample_rate <= LARGEST_RATE
 
     def noise(self, trained: int) -> Noise:
-        """Return its noise, where so many parameters are trained."""
-        return noise_of(
-            noise_multiplier=self.noise_multiplier,
-            trained=trained,
-            batch=self.batch,
-            steps=self.steps,
-        )
+        sigma = self.noise_multiplier
+        return noise_of(noise_multiplier=sigma, trained=trained, batch=self.batch, steps=self.steps)
 
 
 @dataclass(frozen=True)
@@ -179,16 +189,14 @@ def rows_of(target: Target, *, batch: int, steps: int, noise_multiplier: float) 
             return None
         return Row(size, count, size / target.units, sigma)
 
+    def is_worth(row: Row | None, doubled: Row) -> bool:
+        return row is not None and doubled.noise(1).over_run <= WORTH * row.noise(1).over_run
+
     best = 0
-    while (more := row(best + 1)) and more.within_bounds and _is_worth(row(best), more):
+    while (more := row(best + 1)) and more.within_bounds and is_worth(row(best), more):
         best += 1
     while (one := row(best)) and not one.within_bounds:
         best -= 1
     shown = [found for p in range(min(best, 0) - 1, max(best, 0) + 2) if (found := row(p))]
     least = scale * target.noise_multiplier(target.units, 1) / target.units
     return Rows(tuple(shown), asked, row(best), least)
-
-
-def _is_worth(row: Row | None, doubled: Row) -> bool:
-    assert row is not None
-    return doubled.noise(1).over_run <= WORTH * row.noise(1).over_run

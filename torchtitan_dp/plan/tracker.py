@@ -1,7 +1,9 @@
-"""Counts the bytes of live tensors, by what they are for, while a program runs.
+"""Count the bytes of live tensors, by what they are for, while a program runs.
 
 Works for real tensors and for fake ones (`FakeTensorMode`), because it looks at storages alone:
 each new one is counted once, under the label in force when it was made, until it is freed.
+`tracking` labels what FSDP2, the ring, the loss head and the gradient methods allocate, by the
+categories of the plan's table (`memory.CATEGORIES`); their functions are wrapped meanwhile.
 """
 
 import contextlib
@@ -12,13 +14,24 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import torch
+
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+# isort: split
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from torchtitan_dp.distributed import ring
+from torchtitan_dp.gradients.clipped_sum import ClippedSum, GradientMethod
+from torchtitan_dp.gradients.fsdp import ReduceScatterOverCP, RowLayout
+from torchtitan_dp.gradients.methods import METHODS
+from torchtitan_dp.models import loss_head
 from torchtitan_dp.models.parameters import local_part
 
+GATHERED = "gathered"  # the label of weights that FSDP2 has gathered
 M = TypeVar("M", bound="LocalOperators")
 
 
@@ -83,17 +96,14 @@ class MemoryTracker(LocalOperators):
             apart: a label that `peak_bytes_without` leaves out.
         """
         super().__init__()
-        self.base = label
-        self._workspace = workspace
+        self.base, self._labels = label, list[str]()
+        self._workspace, self._apart = workspace, apart
+        self._total = self._peak_of_stretch = 0
         self.current: dict[str, int] = {}
         self.peak: dict[str, int] = {}
-        self._labels: list[str] = []
-        self._apart = apart
-        self._total = self._peak_of_stretch = 0
         self.peak_bytes = 0  # the most that were alive at once; `peak` has them by label
         self.peak_bytes_without = 0  # the same, the label `apart` left out
-        self.stretches: dict[str, int] = {}
-        """The most bytes that were alive at once in each stretch that `end_stretch` has named."""
+        self.stretches: dict[str, int] = {}  # the most in each, by the name of `end_stretch`
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], str, int]] = {}
 
     def __enter__(self) -> "MemoryTracker":
@@ -111,7 +121,7 @@ class MemoryTracker(LocalOperators):
         return super().__enter__()
 
     def ran(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        for value in (result,) if isinstance(result, torch.Tensor) else tree_iter(result):
+        for value in tree_iter(result):
             if isinstance(value, torch.Tensor):
                 self._count(value)
         if self._workspace is not None and (size := self._workspace(func, args)):
@@ -153,8 +163,7 @@ class MemoryTracker(LocalOperators):
     def relabel_storages(self, storages: Iterable[torch.UntypedStorage], label: str) -> None:
         """Give these storages, where they are counted, this label from now on."""
         for storage in storages:
-            known = self._known.get(storage._cdata)
-            if known is not None:
+            if known := self._known.get(storage._cdata):
                 reference, before, size = known
                 self._known[storage._cdata] = reference, label, size
                 self.current[before] -= size
@@ -173,8 +182,7 @@ class MemoryTracker(LocalOperators):
         self._change(label, size)
 
     def _recount(self, storage: torch.UntypedStorage) -> None:
-        known = self._known.get(storage._cdata)
-        if known is not None:
+        if known := self._known.get(storage._cdata):
             reference, label, before = known
             size = storage.nbytes()
             self._known[storage._cdata] = reference, label, size
@@ -211,3 +219,96 @@ def wrapped(owner: Any, name: str, around: Callable[..., Any]) -> Any:
             return original(*args, **kwargs)
 
     return mock.patch.object(owner, name, within)
+
+
+@contextlib.contextmanager
+def tracking(*, like_cuda: bool = True) -> Iterator[MemoryTracker]:
+    """Enter a tracker that labels storages by `memory.CATEGORIES`, and `GATHERED`.
+
+    Args:
+        like_cuda: count the workspaces of CUDA's kernels.
+    """
+    workspace = _flash_workspace if like_cuda else None
+    tracker = MemoryTracker("activations", workspace, apart=GATHERED)
+
+    def made(label: str) -> Any:
+        """Label what a call makes."""
+        return lambda *_, **__: tracker.labelled(label)
+
+    def becomes(label: str, tensors: Callable[..., Iterable[torch.Tensor]]) -> Any:
+        """Label some of a call's arguments, and what it makes."""
+
+        def around(*args: Any, **kwargs: Any) -> Any:
+            tracker.relabel(tensors(*args, **kwargs), label)
+            return tracker.labelled(label)
+
+        return around
+
+    def added(_: ClippedSum, shards: list[torch.Tensor], __: torch.Tensor) -> list[torch.Tensor]:
+        """Return the shards that are added up, once the first block's backward has ended."""
+        tracker.end_stretch("first")
+        return shards
+
+    shards, communication = "per_sample_shards", "communication"
+    kinds = {method.kind for method in METHODS.values()}
+    forming = functools.partial(_forming, tracker)
+    around: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+        (FSDPParamGroup, "unshard", made(communication)),
+        (FSDPParamGroup, "wait_for_unshard", made(GATHERED)),
+        (FSDPParamGroup, "post_backward", becomes(communication, _whole_gradients)),
+        (ring.PassedAround, "send", made(communication)),
+        (ring.GatheredAtOnce, "send", made(communication)),
+        (RowLayout, "allocate", made(communication)),
+        (ReduceScatterOverCP, "__call__", becomes(shards, _of_one_sample)),
+        (ClippedSum, "add", becomes(shards, added)),
+        (ClippedSum, "add_group", becomes(shards, lambda _, __, parts, *___: parts.values())),
+        (ClippedSum, "lay_out", made("accumulator")),
+        *((kind, name, forming) for kind in kinds for name in kind.makes_gradients),
+        (loss_head, "_chunk", made("loss_head")),
+    )
+    with contextlib.ExitStack() as stack:
+        for owner, name, context in around:
+            stack.enter_context(wrapped(owner, name, context))
+        stack.enter_context(tracker)
+        yield tracker
+
+
+def _whole_gradients(group: FSDPParamGroup, *_: Any) -> list[torch.Tensor]:
+    """Return whole gradients that FSDP2 is about to reduce, and then frees."""
+    unsharded = [getattr(p, "_unsharded_param", None) for p in group.fsdp_params]
+    return [p.grad for p in unsharded if p is not None and p.grad is not None]
+
+
+def _of_one_sample(
+    reduction: ReduceScatterOverCP,
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    **_: Any,
+) -> list[torch.Tensor]:
+    """Return what becomes this rank's shard of one sample's gradient: FSDP2's output, or input."""
+    return [output_tensor, input_tensor] if reduction.keeps_input else [output_tensor]
+
+
+@contextlib.contextmanager
+def _forming(
+    tracker: MemoryTracker, gradients: GradientMethod, *_: Any, **__: Any
+) -> Iterator[None]:
+    """Label what a method's call makes, and what it holds afterwards."""
+    with tracker.labelled("per_sample_shards"):
+        yield
+    tracker.relabel_storages(gradients.held(), "per_sample_shards")
+
+
+def _flash_workspace(operator: Any, args: Any) -> int:
+    """Count what FlashAttention 2's backward takes on CUDA: dQ in fp32, a number a row, and dK and
+    dV of every query head where heads share them. The CPU's kernel takes next to nothing.
+    """
+    aten = torch.ops.aten
+    if operator is not aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+        return 0
+    query, key = args[1], args[2]  # (B, heads, T, head_dim)
+    shared = 0
+    if query.shape[1] != key.shape[1]:
+        expanded = key.numel() // key.shape[1] * query.shape[1]
+        shared = 2 * expanded * key.element_size()
+    return int(4 * query.numel() + 4 * query.numel() // query.shape[-1] + shared)

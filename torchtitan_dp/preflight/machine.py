@@ -149,17 +149,14 @@ class NodeMemory:
     """The predicted memory of a node's ranks together, beside what this machine has left."""
 
     rank: HostMemory
-    ranks: int
-    assumed: bool  # the number of ranks: all of the run, up to `MOST_RANKS`
+    world_size: int
+    ranks_here: int | None  # None if the run starts elsewhere
     available: int | None  # on this machine, which need not be a node of the run
 
-    @classmethod
-    def of(
-        cls, rank: HostMemory, world_size: int, ranks_here: int | None, available: int | None
-    ) -> "NodeMemory":
-        """Put together what is known; `ranks_here` is None if the run starts elsewhere."""
-        ranks = min(world_size, MOST_RANKS) if ranks_here is None else ranks_here
-        return cls(rank, ranks, ranks_here is None, available)
+    @property
+    def ranks(self) -> int:
+        """The number of ranks of a node; all of the run, up to `MOST_RANKS`, if it is not known."""
+        return self.ranks_here or min(self.world_size, MOST_RANKS)
 
     @property
     def node_bytes(self) -> int:
@@ -176,7 +173,7 @@ class NodeMemory:
             parts.append(f"{rank.copy_bytes / GIB:,.2f} to save beside the run")
         if not parts:
             return None
-        assumed = f" (assumed: all, up to {MOST_RANKS})" if self.assumed else ""
+        assumed = f" (assumed: all, up to {MOST_RANKS})" if self.ranks_here is None else ""
         left = self.available
         here = "" if left is None else f"; this machine has {left / GIB:,.2f} GiB left"
         return (
@@ -194,7 +191,7 @@ class NodeMemory:
             "rank_gib": self.rank.rank_bytes / GIB,
             "node_gib": self.node_bytes / GIB,
             "node_ranks": self.ranks,
-            "node_ranks_assumed": self.assumed,
+            "node_ranks_assumed": self.ranks_here is None,
         }
 
 

@@ -150,34 +150,6 @@ def meaning(segments: Sequence[Segment], delta: float) -> Meaning:
     return _meaning(composition(segments), delta)
 
 
-def meaning_of(epsilon: float, delta: float) -> Meaning:
-    """Compute what one pair (epsilon, delta) means by itself, for accounting that gives no more.
-
-    A pair's trade-off is, but for delta, at least that of (epsilon, 0), which is two straight lines
-    that meet where both errors are 1 / (1 + e^epsilon). The Gaussian whose trade-off passes through
-    that corner lies below both lines, since it is convex: its mu is returned. The posterior is
-    bounded but for 2 delta, not delta: there L = epsilon + ln 2, and but for delta one pair bounds
-    nothing.
-
-    >>> run = meaning_of(1.0, 1e-5)
-    >>> round(run.mu, 3), [round(share, 4) for _, share in run.detected], round(run.posterior, 3)
-    (1.232, [0.0272, 0.0027], 0.845)
-    """
-    if delta != 0:
-        check_delta(delta)
-    assert epsilon >= 0
-    point = np.array([epsilon]), np.array([delta])
-    # Phi(mu / 2) = e^epsilon / (1 + e^epsilon), in logarithms for large epsilon.
-    mu = -2 * float(ndtri_exp(log_expit(-epsilon))) if math.isfinite(epsilon) else math.inf
-    return Meaning(
-        mu=_up(max(mu, 0.0)),
-        mu_but_for=delta,
-        detected=tuple((alarms, _detected(*point, alarms)) for alarms in FALSE_ALARMS),
-        posterior=_posterior(*point, 2 * delta) if delta > 0 else _from_odds(epsilon),
-        posterior_but_for=min(2 * delta, 1.0),
-    )
-
-
 @functools.lru_cache(maxsize=64)
 def _meaning(segments: tuple[GaussianSteps, ...], delta: float) -> Meaning:
     if not segments:
@@ -192,7 +164,7 @@ def _meaning(segments: tuple[GaussianSteps, ...], delta: float) -> Meaning:
     mu = math.inf
     if profile[-1] <= delta:
         last = float(epsilons[np.argmax(profile <= delta)])
-        mu = min(_up(_mu(segments, delta, last)), meaning_of(last, delta).mu)
+        mu = min(_up(_mu(segments, delta, last)), _mu_of_pair(last))
     return Meaning(
         mu=min(mu, unsampled),
         mu_but_for=delta if mu < unsampled else 0.0,
@@ -278,6 +250,16 @@ def _mu(segments: tuple[GaussianSteps, ...], delta: float, last: float) -> float
         middle = (low + high) / 2
         low, high = (low, middle) if enough(middle) else (middle, high)
     return high
+
+
+def _mu_of_pair(epsilon: float) -> float:
+    """Return the mu that one pair (epsilon, delta) gives, but for delta.
+
+    A pair's trade-off is, but for delta, at least that of (epsilon, 0), which is two straight lines
+    that meet where both errors are 1 / (1 + e^epsilon). The Gaussian whose trade-off passes through
+    that corner lies below both, since it is convex: Phi(mu / 2) = e^epsilon / (1 + e^epsilon).
+    """
+    return _up(max(-2 * float(ndtri_exp(log_expit(-epsilon))), 0.0))
 
 
 def _from_odds(log_odds: float) -> float:

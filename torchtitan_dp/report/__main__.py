@@ -19,8 +19,8 @@ from torchtitan_dp.config.load import exit_on_mistake
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import write_atomically
 from torchtitan_dp.release import card
-from torchtitan_dp.report.content import epsilon_rows, private_content, public_content
-from torchtitan_dp.report.run_folder import RunFolder, as_text, open_run, status_rows
+from torchtitan_dp.report.content import private_content, public_content
+from torchtitan_dp.report.run_folder import as_text, open_run, status_rows
 
 
 def report(folder: str, *, public: bool = False) -> str:
@@ -32,12 +32,8 @@ def report(folder: str, *, public: bool = False) -> str:
     Raises:
         ValueError: one line for the user: there is no run, or nothing may be published.
     """
-    return _page(open_run(folder), public=public)
-
-
-def _page(run: RunFolder, *, public: bool) -> str:
-    rows = status_rows(run, epsilon_rows(run))
-    content = public_content(run) if public else private_content(run, rows)
+    run = open_run(folder)
+    content = public_content(run) if public else private_content(run)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([Path(__file__).parent, Path(card.__file__).parent]),
         autoescape=True,
@@ -75,8 +71,7 @@ def main(argv: list[str]) -> None:
     with exit_on_mistake():
         if options.status:
             run = open_run(options.run)
-            rows = status_rows(run, epsilon_rows(run))
-            print(as_text(options.run, rows, run.faults))
+            print(as_text(options.run, status_rows(run), run.faults))
             return
         name = "report_public.html" if options.public else "report.html"
         path = options.output or os.path.join(options.run, name)

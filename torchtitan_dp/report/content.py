@@ -8,26 +8,25 @@ Guarantee:
     not private has no public page.
 """
 
-import dataclasses
 import datetime
 import math
 import typing
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from torchtitan_dp.ledger import schema, versions
 from torchtitan_dp.ledger.account import explain
 from torchtitan_dp.ledger.spending import before, compose, lost_by, own, spending
-from torchtitan_dp.plan.recommend import noise_line
-from torchtitan_dp.plan.signal import DROWNS, noise_of_run
+from torchtitan_dp.plan.signal import DROWNS, Noise, noise_of_run
 from torchtitan_dp.privacy.accounting import rounded_down, rounded_up
 from torchtitan_dp.privacy.meaning import Meaning
 from torchtitan_dp.release.card import guarantee
-from torchtitan_dp.report.charts import Chart, Line, Points
-from torchtitan_dp.report.run_folder import Row, RunFolder
-from torchtitan_dp.report.scalars import SECONDS, Scalar
+from torchtitan_dp.report.charts import SECONDS, Chart, Line, Points, Scalar
+from torchtitan_dp.report.run_folder import Row, RunFolder, epsilon_rows, status_rows
 
 _POINTS = 24  # of a curve of epsilon, as in torchtitan_dp.ledger
 _COLOURS = ("c1", "c2", "c3")
+_MFU = "mfu(%)"
 
 PUBLIC_SETTINGS = {
     "training": "seq_len local_batch_size global_batch_size steps mixed_precision_param "
@@ -77,71 +76,50 @@ def public_content(run: RunFolder) -> dict[str, Any]:
             f"--public: RUN = '{run.path}': {'; '.join(run.faults)}: restore its files as the run "
             "wrote them"
         )
-    return {
+    return _of_both(run) | {
         "public": True,
-        "private_run": True,
         "title": f"run {run.ledger.run}",
         "rows": [Row("step", f"{run.ledger.steps:,} of {run.total:,}", True), *epsilon_rows(run)],
         "charts": public_charts(run),
-        "terms": _terms(run),
         "settings": _public_settings(run),
-        "guarantee": _guarantee(run),
-        "caveats": run.caveats,
-        "assumptions": run.assumptions,
-        "versions": versions(),
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "date": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}",
     }
 
 
-def private_content(run: RunFolder, rows: list[Row]) -> dict[str, Any]:
-    """Return the values of the owner's page.
-
-    Args:
-        rows: of the status.
-    """
+def private_content(run: RunFolder) -> dict[str, Any]:
     charts = [*public_charts(run), *_charts_of_records(run)]
     for chart in charts:
         chart.public = chart.public and run.private
-    return {
+    return _of_both(run) | {
         "public": False,
-        "private_run": run.private,
         "title": run.path.resolve().name,
-        "rows": [dataclasses.replace(row, public=row.public and run.private) for row in rows],
+        "rows": [replace(row, public=row.public and run.private) for row in status_rows(run)],
         "charts": [chart for chart in charts if not chart.empty],
-        "terms": _terms(run),
         "settings": [
             (f"{section}.{key}", value)
             for section, values in run.settings.items()
             for key, value in (values.items() if isinstance(values, dict) else ())
         ],
-        "guarantee": _guarantee(run),
-        "caveats": run.caveats,
-        "assumptions": run.assumptions,
         "faults": run.faults,
         "notes": run.notes,
         "records": run.records,
         "others": _others(run),
         "outputs": _outputs(run),
         "run": str(run.path),
-        "versions": versions(),
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "date": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M UTC}",
     }
 
 
-def epsilon_rows(run: RunFolder) -> list[Row]:
-    """Return the rows of the status on epsilon, all of them public."""
-    if run.epsilon is None:
-        if run.epsilon_executed is None:
-            return []
-        return [Row("ε of the audit's result", rounded_up(run.epsilon_executed), True)]
-    rows = [Row(f"ε of these weights, {run.ledger.steps:,} steps", rounded_up(run.epsilon), True)]
-    if run.epsilon_executed is not None and run.epsilon_executed > run.epsilon * (1 + 1e-9):
-        rows.append(Row("ε of all steps begun", rounded_up(run.epsilon_executed), True))
-    if run.epsilon_planned is not None:
-        target = run.ledger.settings.target_epsilon
-        asked = "" if target is None else f" (target {target:g})"
-        rows.append(Row("ε at the end", rounded_up(run.epsilon_planned) + asked, True))
-    return rows
+def _of_both(run: RunFolder) -> dict[str, Any]:
+    """Return the values of either page, all of which may be published if the run is private."""
+    return {
+        "private_run": run.private,
+        "terms": _terms(run),
+        "guarantee": _guarantee(run),
+        "caveats": run.caveats,
+        "assumptions": run.assumptions,
+        "versions": versions(),
+    }
 
 
 def public_charts(run: RunFolder) -> list[Chart]:
@@ -152,15 +130,8 @@ def public_charts(run: RunFolder) -> list[Chart]:
     if run.with_privacy and run.trained and run.total:
         charts.append(_noise_chart(run, run.trained))
     rates = [p for p in run.scalars.of("lr").kept if p.step <= run.ledger.steps]
-    charts.append(
-        Chart(
-            "Learning rate",
-            "",
-            [Line("learning rate", [(p.step, p.value) for p in rates], "c1", _last(rates))],
-            public=True,
-            from_zero=True,
-        )
-    )
+    line = Line("learning rate", [(p.step, p.value) for p in rates], "c1", _last(rates))
+    charts.append(Chart("Learning rate", "", [line], public=True, from_zero=True))
     return [chart for chart in charts if not chart.empty]
 
 
@@ -176,7 +147,7 @@ def _epsilon_chart(run: RunFolder) -> Chart:
         return [(n, compose(ledger, [*beside, *own(ledger, n)])) for n in at]
 
     lines = [Line("of these weights", found := curve(0, steps, all_begun=False), "c1")]
-    lines[0] = dataclasses.replace(lines[0], last=rounded_up(found[-1][1]))
+    lines[0] = replace(lines[0], last=rounded_up(found[-1][1]))
     if lost:
         begun = curve(0, steps, all_begun=True)
         lines.append(Line("of all steps begun", begun, "c2", rounded_up(begun[-1][1])))
@@ -194,7 +165,7 @@ def _noise_chart(run: RunFolder, trained: int) -> Chart:
     settings, total = run.ledger.settings, run.total
     at = sorted({max(1, round(total ** (i / 40))) for i in range(41)})
 
-    def noise(steps: int) -> Any:
+    def noise(steps: int) -> Noise:
         batch = settings.expected_batch_size
         return noise_of_run(settings.mechanism, trained=trained, batch=batch, steps=steps)
 
@@ -204,58 +175,54 @@ def _noise_chart(run: RunFolder, trained: int) -> Chart:
         Line("largest signal", [(1, 1.0), (total, 1.0)], "reference", "1 C"),
         Line("little is learned above (a heuristic)", [(1, DROWNS), (total, DROWNS)], "lost"),
     ]
-    return Chart(
-        "Signal against noise",
-        "norm over C, averaged over the steps so far",
-        lines,
-        True,
-        logarithmic=True,
-        words=noise_line(noise(total), settings, trained),
-    )
+    unit = "norm over C, averaged over the steps so far"
+    words = noise(total).describe(trained, settings.clipping)
+    return Chart("Signal against noise", unit, lines, True, logarithmic=True, words=words)
+
+
+class _OfRecords(NamedTuple):
+    """A chart of what is computed from records."""
+
+    title: str
+    unit: str
+    names: dict[str, str]  # in the page, by scalar
+    reference: tuple[str, str] | None = None  # a line's name, and the field of the settings
+    from_zero: bool = True
+    logarithmic: bool = False
+
+
+_LOSSES = {"loss": "training", "heldout_loss": "held out", "heldout_loss_ema": "average"}
+_NORMS = {"norm_p10": "10%", "norm_p50": "median", "norm_p90": "90%"}
+_COUNTS = {"realized_batch_size": "drawn", "rejected": "left out"}
+_MEMORY = {"memory/max_active(GiB)": "active", "memory/max_reserved(GiB)": "reserved"}
+_BOUND, _EXPECTED = ("C", "max_grad_norm"), ("expected", "expected_batch_size")
+_CHARTS = (
+    _OfRecords("Loss", "", _LOSSES, from_zero=False),
+    _OfRecords("Clipped share", "of a step's samples", {"clipped_fraction": "clipped"}),
+    _OfRecords("Gradient norms", "of samples, before clipping", _NORMS, _BOUND, False, True),
+    _OfRecords("Realized batch", "samples", _COUNTS, _EXPECTED),
+    _OfRecords("Throughput", "tokens/s a device", {"throughput(tps)": "tokens/s"}),
+    _OfRecords("MFU", "%", {_MFU: "MFU"}),
+    _OfRecords("Memory", "GiB", _MEMORY),
+    _OfRecords("Time a step", "s, saves and validation included", {SECONDS: "seconds"}),
+)
 
 
 def _charts_of_records(run: RunFolder) -> list[Chart]:
-    """Return the charts of what is computed from records."""
-    settings = run.ledger.settings
-
-    def draw(
-        title: str,
-        unit: str,
-        names: dict[str, str],
-        *,
-        zero: bool = False,
-        logarithmic: bool = False,
-        reference: tuple[str, float] | None = None,
-    ) -> Chart:
-        scalars = [(name, run.scalars.of(key)) for key, name in names.items()]
+    charts = []
+    for chart in _CHARTS:
+        scalars = [(name, run.scalars.of(key)) for key, name in chart.names.items()]
         lines = _lines([(name, scalar) for name, scalar in scalars if scalar.kept])
-        if reference is not None and lines and run.with_privacy:
-            last, (name, value) = max(x for line in lines for x, _ in line.points), reference
+        if _MFU in chart.names and not any(p.value for p in run.scalars.of(_MFU).kept):
+            continue  # the device's peak is not known
+        if chart.reference and lines and run.with_privacy:
+            last = max(x for line in lines for x, _ in line.points)
+            name, term = chart.reference
+            value = float(getattr(run.ledger.settings, term))
             lines.append(Line(name, [(0, value), (last, value)], "reference", f"{value:g}"))
-        return Chart(title, unit, lines, False, logarithmic, zero, run.scalars.starts[1:])
-
-    memory = {"memory/max_active(GiB)": "active", "memory/max_reserved(GiB)": "reserved"}
-    losses = {"loss": "training", "heldout_loss": "held out", "heldout_loss_ema": "average"}
-    norms = {"norm_p10": "10%", "norm_p50": "median", "norm_p90": "90%"}
-    counts = {"realized_batch_size": "drawn", "rejected": "left out"}
-    utilization = {"mfu(%)": "MFU"} if any(p.value for p in run.scalars.of("mfu(%)").kept) else {}
-    expected, bound = float(settings.expected_batch_size), settings.max_grad_norm
-    return [
-        draw("Loss", "", losses),
-        draw("Clipped share", "of a step's samples", {"clipped_fraction": "clipped"}, zero=True),
-        draw(
-            "Gradient norms",
-            "of samples, before clipping",
-            norms,
-            reference=("C", bound),
-            logarithmic=True,
-        ),
-        draw("Realized batch", "samples", counts, reference=("expected", expected), zero=True),
-        draw("Throughput", "tokens/s a device", {"throughput(tps)": "tokens/s"}, zero=True),
-        draw("MFU", "%", utilization, zero=True),
-        draw("Memory", "GiB", memory, zero=True),
-        draw("Time a step", "s, saves and validation included", {SECONDS: "seconds"}, zero=True),
-    ]
+        zero, starts = chart.from_zero, run.scalars.starts[1:]
+        charts.append(Chart(chart.title, chart.unit, lines, False, chart.logarithmic, zero, starts))
+    return charts
 
 
 def _lines(scalars: list[tuple[str, Scalar]]) -> list[Line]:
@@ -268,20 +235,15 @@ def _lines(scalars: list[tuple[str, Scalar]]) -> list[Line]:
     return [*lines, *(Line("" if n else "lost steps", part, "lost") for n, part in enumerate(lost))]
 
 
-_DRAWN = {
-    *("loss", "heldout_loss", "heldout_loss_ema", "clipped_fraction", "lr", "epsilon"),
-    *("norm_p10", "norm_p50", "norm_p90", "realized_batch_size", "rejected", "noise_multiplier"),
-    *("throughput(tps)", "mfu(%)", "memory/max_active(GiB)", "memory/max_reserved(GiB)"),
-    *("epsilon_planned", SECONDS),
-}
-
-
 def _others(run: RunFolder) -> list[tuple[str, int, str, str]]:
     """List the scalars that no chart has: name, last step, first and last value."""
+    drawn = {"lr", "epsilon", "epsilon_planned", "noise_multiplier"}.union(
+        *(chart.names for chart in _CHARTS)
+    )
     return [
         (name, scalar.kept[-1].step, f"{scalar.kept[0].value:.4g}", _last(scalar.kept))
         for name, scalar in sorted(run.scalars.by_name.items())
-        if name not in _DRAWN and scalar.kept
+        if name not in drawn and scalar.kept
     ]
 
 
@@ -296,7 +258,7 @@ def _terms(run: RunFolder) -> list[tuple[str, str]]:
     rounded = {"noise_multiplier": rounded_down, "sample_rate": rounded_up}
     found = []
     for key, name in _TABLE.items():
-        if (value := run.published.get(key)) is not None:  # an older file lacks some
+        if (value := run.published[key]) is not None:
             shown = rounded[key](value, 6) if key in rounded else _word(value)
             found.append((name, shown))
     if run.published["units"] is not None:
@@ -348,8 +310,6 @@ def _literals(kind: Any) -> tuple[str, ...]:
 
 def _outputs(run: RunFolder) -> list[tuple[str, str]]:
     """List what lies in the folder, and whether it may be published."""
-    publish = {"privacy.json": "yes", "hf": "yes", "report_public.html": "yes"}
-    if not run.private:
-        publish = {}
+    public = {"privacy.json", "hf", "report_public.html"} if run.private else set()
     there = sorted(entry.name for entry in run.path.iterdir() if not entry.name.startswith("."))
-    return [(name, publish.get(name, "no")) for name in there]
+    return [(name, "yes" if name in public else "no") for name in there]

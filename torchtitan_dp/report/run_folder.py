@@ -22,9 +22,10 @@ from torchtitan_dp.ledger.files import ledger_of, read_description, read_publish
 from torchtitan_dp.ledger.spending import assumptions
 from torchtitan_dp.models.families import trained_count
 from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.mechanism import NoMechanism
 from torchtitan_dp.process import FAULT_FILE, LOCK_FILE
-from torchtitan_dp.report.scalars import SECONDS, Scalars, read
+from torchtitan_dp.report.charts import SECONDS, Scalars, read_scalars
 
 
 @dataclass
@@ -69,7 +70,6 @@ class RunFolder:
 
     @property
     def finished(self) -> bool:
-        """Whether all planned steps were taken."""
         return self.ledger.steps >= self.total > 0
 
 
@@ -95,12 +95,13 @@ def open_run(folder: str) -> RunFolder:
     checkpoints = path / (config.checkpoint.folder if config else "checkpoint")
     newest = newest_whole_checkpoint(str(checkpoints))
     tensorboard = path / (config.metrics.save_tb_folder if config else "tb")
-    scalars = read(tensorboard)
+    scalars = read_scalars(tensorboard)
     if not scalars.by_name:
         notes.append(
             "no scalars were found: TensorBoard was off (metrics.enable_tensorboard), no step was "
             "logged yet, or its files are damaged"
         )
+    saved = os.path.getmtime(step_folder(str(checkpoints), newest)) if newest >= 0 else 0
     run = RunFolder(
         path=path,
         published=published,
@@ -108,9 +109,7 @@ def open_run(folder: str) -> RunFolder:
         alive=_is_locked(path / LOCK_FILE),
         begun=_last_begun(path / EXECUTED_FILE),
         checkpoint=newest,
-        checkpoint_time=os.path.getmtime(step_folder(str(checkpoints), newest))
-        if newest >= 0
-        else 0,
+        checkpoint_time=saved,
         scalars=scalars,
         config=config,
         settings=settings,
@@ -173,7 +172,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def _last_begun(path: Path) -> int:
-    """Return the number of the last step in the log of begun steps; 0 if there is none."""
+    """Return the last step in the log of begun steps; 0 if there is none."""
     if not path.exists():
         return 0
     for line in reversed(path.read_text(encoding="ascii", errors="replace").splitlines()):
@@ -192,18 +191,13 @@ class Row:
     public: bool
 
 
-def status_rows(run: RunFolder, spent: list[Row]) -> list[Row]:
-    """Return the status.
-
-    Args:
-        spent: the rows on epsilon.
-    """
+def status_rows(run: RunFolder) -> list[Row]:
     step = max(run.ledger.steps, run.begun) if run.alive else run.ledger.steps
     rows = [Row("state", _state(run), False), Row("step", f"{step:,} of {run.total:,}", True)]
     if not run.private:
         why = "; ".join(run.caveats) or "it trains without privacy"
         rows.append(Row("privacy", f"NOT private: {why}", True))
-    rows += spent
+    rows += epsilon_rows(run)
     if run.alive and not run.finished:
         rows.append(Row("time left", _time_left(run, step), False))
     checkpoint = "none"
@@ -217,15 +211,28 @@ def status_rows(run: RunFolder, spent: list[Row]) -> list[Row]:
     return rows
 
 
+def epsilon_rows(run: RunFolder) -> list[Row]:
+    """Return the rows of the status on epsilon, all of them public."""
+    if run.epsilon is None:
+        if run.epsilon_executed is None:
+            return []
+        return [Row("ε of the audit's result", rounded_up(run.epsilon_executed), True)]
+    rows = [Row(f"ε of these weights, {run.ledger.steps:,} steps", rounded_up(run.epsilon), True)]
+    if run.epsilon_executed is not None and run.epsilon_executed > run.epsilon * (1 + 1e-9):
+        rows.append(Row("ε of all steps begun", rounded_up(run.epsilon_executed), True))
+    if run.epsilon_planned is not None:
+        target = run.ledger.settings.target_epsilon
+        asked = "" if target is None else f" (target {target:g})"
+        rows.append(Row("ε at the end", rounded_up(run.epsilon_planned) + asked, True))
+    return rows
+
+
 def as_text(title: str, rows: list[Row], faults: list[str]) -> str:
     """Write the status for a terminal."""
     width = max(len(row.name) for row in rows)
-    lines = [title, *(f"  {row.name:{width}}  {row.value}{_label(row)}" for row in rows)]
+    labelled = [(row, "" if row.public else "  (not private)") for row in rows]
+    lines = [title, *(f"  {row.name:{width}}  {row.value}{label}" for row, label in labelled)]
     return "\n".join([*lines, *(f"  FAULT: {fault}" for fault in faults)])
-
-
-def _label(row: Row) -> str:
-    return "" if row.public else "  (not private)"
 
 
 def _state(run: RunFolder) -> str:
