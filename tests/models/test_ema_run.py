@@ -88,12 +88,6 @@ def followed(before, after, t):
     return {name: old.lerp(after[name], 1 - d) for name, old in averages(before).items()}
 
 
-def assert_same(found, expected):
-    """Bit by bit, all tensors: weights, moments and averages."""
-    for name, value in expected.items():
-        assert not torch.is_tensor(value) or torch.equal(found[name], value), name
-
-
 def test_row76_each_average_follows_from_released_weights_alone(finished):
     """Whoever has all checkpoints' weights can compute it: there is nothing else in it."""
     saved = [state(finished, step) for step in range(1, STEPS + 1)]
