@@ -54,10 +54,9 @@ class ChatTemplate:
     def __init__(self, source: str, marks: Mapping[str, str]) -> None:
         """Compile Jinja, with `marks`: names of special tokens (`bos_token`, …) and their texts;
         raise ValueError, for the end of a message that names the file."""
-        more = [_Generation, "jinja2.ext.loopcontrols"]
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=more
-        )
+        blocks = {"trim_blocks": True, "lstrip_blocks": True}
+        extensions = [_Generation, "jinja2.ext.loopcontrols"]
+        environment = ImmutableSandboxedEnvironment(**blocks, extensions=extensions)
         environment.filters["tojson"] = _to_json
         del environment.filters["random"]
         kept = {name: environment.globals[name] for name in _GLOBALS}

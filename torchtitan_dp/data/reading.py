@@ -60,10 +60,8 @@ def _misfit(key: str, field: str, fields: Fields, word: str, instead: str) -> La
     """Describe a record that lacks a field, or has something else `instead` of what is needed."""
     needed, hint, setting = "text", "", f"{key} = {field!r}"
     if key == "data.messages_field":
-        needed, hint = (
-            "list of messages",
-            ", a list of objects with a role and a content, two texts",
-        )
+        needed = "list of messages"
+        hint = ", a list of objects with a role and a content, two texts"
     if field not in fields:
         what, remedy = f"have no such {word}", f"name the one with the {needed}"
         return Lack(setting, what, remedy, THEIR_FIELDS, tuple(fields))
