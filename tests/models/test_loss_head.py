@@ -88,13 +88,27 @@ def test_the_logits_of_one_chunk_exist():
     assert most_elements(40) == 40 * 64
 
 
+class Formed(Collected):
+    """Also has the head's gradients formed, in its forward pass."""
+
+    def keeps_outputs(self, name, tokens):
+        return False
+
+    def form(self, name, batch_size, write):
+        layout = self.layouts[name]
+        write(layout, layout.allocate(batch_size, torch.device("cpu")), slice(0, batch_size))
+
+    def add(self, name, formed, factor_B):
+        pass
+
+
 def flops_of(samples, per_sample):
     """Of the head's forward and backward, in units of one product of logits."""
     output, h, labels, targets = head_and_inputs(samples=samples)
     model = nn.Sequential(LossHead.over(output, 5))
     if per_sample:
         per_sample_layers(model)
-        Collected(model)
+        Formed(model)
     with Counts() as counts:
         model[0](h.requires_grad_(), labels, targets).sum().backward()
     return sum(counts.flops.values()) / (2 * h.numel() * 37)
