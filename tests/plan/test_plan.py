@@ -37,21 +37,20 @@ def said(plan_tiny):
     return lambda *overrides: plan_tiny(2, *overrides)[0]
 
 
-def test_keys_of_the_json(planned):
+def test_keys_of_the_json(tmp_path, planned):
     content = planned()
     assert {"epsilon", "noise_multiplier", "sample_rate", "steps", "world_size"} <= set(content)
     assert (content["steps"], content["world_size"], content["sample_rate"]) == (4, 2, 3 / 24)
     assert content["private"] is True
     assert content["privacy_unit"] == "record"
     assert content["tokens_per_step"] == 2 * 16 * content["microbatches_per_step"]  # T = 32, cp = 2
+    held_out = planned("--data.heldout_fraction=0.3")  # these are no part of q
+    assert 3 / 24 < held_out["sample_rate"] <= 1
 
-
-def test_json_to_a_file_is_the_same(tmp_path, planned):
-    printed = planned()
-    data, path = tmp_path / "data", tmp_path / "plan.json"
-    command = arguments(tmp_path / "out", data)
+    path = tmp_path / "plan.json"
+    command = arguments(tmp_path / "out", tmp_path / "data")
     plan.main([*command, "--world_size=2", f"--json={path}", "--no_memory"])
-    assert json.loads(path.read_text()) == printed
+    assert json.loads(path.read_text()) == content
 
 
 def test_a_number_of_records_that_is_private_is_not_told(tmp_path, capsys):
@@ -104,22 +103,14 @@ def test_what_is_said(said):
     assert "tiles" not in said()
 
 
-def test_held_out_records_are_no_part_of_q(planned):
-    content = planned("--data.heldout_fraction=0.3")
-    assert 3 / 24 < content["sample_rate"] <= 1
-
-
-@pytest.mark.parametrize("overrides", [("--privacy.debug_seed=1",), with_sigma(0)])
-def test_epsilon_is_null_where_a_run_is_not_private(planned, overrides):
-    content = planned(*overrides)
-    assert content["epsilon"] is None
-    assert content["private"] is False
-
-
-def test_epsilon_follows_from_given_noise(planned):
-    content = planned(*with_sigma(2))
-    assert content["noise_multiplier"] == 2
-    assert 0 < content["epsilon"] < planned(*with_sigma(1))["epsilon"] < math.inf
+def test_epsilon_follows_from_given_noise_and_is_null_where_a_run_is_not_private(planned):
+    two, one = (planned(*with_sigma(sigma)) for sigma in (2, 1))
+    assert two["noise_multiplier"] == 2
+    assert 0 < two["epsilon"] < one["epsilon"] < math.inf
+    for overrides in (("--privacy.debug_seed=1",), with_sigma(0)):
+        content = planned(*overrides)
+        assert content["epsilon"] is None
+        assert content["private"] is False
 
 
 def test_without_privacy_nothing_is_asked(tmp_path, capsys):
