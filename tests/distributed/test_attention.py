@@ -66,13 +66,10 @@ def test_a_cudnn_that_cannot_be_trusted_attends_nowhere(
 def test_pytorch_has_the_versions_of_cudnn_where_we_ask():
     """PyTorch's own module asks the same names; where cuDNN is built in they are tried as well."""
     source = inspect.getsource(torch.backends.cudnn)
-    assert "_cudnn.getCompileVersion()" in source
-    assert "_cudnn.getRuntimeVersion()" in source
-    if torch.backends.cudnn.is_available():  # built in: no device is needed to ask
-        cudnn = torch._C._cudnn
-        for version in (cudnn.getCompileVersion(), cudnn.getRuntimeVersion()):
-            assert len(version) == 3
-            assert (8, 0, 0) < version < (20, 0, 0)
+    for name in ("getCompileVersion", "getRuntimeVersion"):
+        assert f"_cudnn.{name}()" in source
+        if torch.backends.cudnn.is_available():  # built in: no device is needed to ask
+            assert (8, 0, 0) < getattr(torch._C._cudnn, name)() < (20, 0, 0)
 
 
 class Problem:
@@ -374,15 +371,6 @@ def inputs(device="cpu", dtype=torch.float32, t=T, head_dim=8):
         torch.randn(2, n, t, head_dim, device=device, dtype=dtype, requires_grad=True)
         for n in heads
     ]
-
-
-def test_repeated_keys_and_values_change_nothing():
-    given = inputs()
-    reference = F.scaled_dot_product_attention(*given, is_causal=True, enable_gqa=True)
-    expected = torch.autograd.grad(reference.square().sum(), given)
-    actual = efficient()(*given, enable_gqa=True)
-    torch.testing.assert_close(actual, reference)
-    torch.testing.assert_close(torch.autograd.grad(actual.square().sum(), given), expected)
 
 
 def test_fp32_is_offered_the_efficient_kernel_without_grouped_queries(monkeypatch):

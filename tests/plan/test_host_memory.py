@@ -63,15 +63,12 @@ def command(tmp_path):
     return arguments(tmp_path / "out", write_records(tmp_path / "data"), *OFFLOAD, *LONG)
 
 
-def test_a_plan_for_another_machine_refuses_nothing(command, capsys):
-    """12 GiB, of which this one has 3."""
-    plan.main([*command, "--world_size=2"])
-    assert "12.00 GiB for a node's 2 ranks (assumed: all, up to 8)" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("private", ["--privacy.enable", "--privacy.no-enable"])
 def test_the_plan_of_a_start_refuses_what_this_machine_lacks(command, capsys, private):
+    """12 GiB in all, of which this machine has 3; a plan for another machine refuses nothing."""
     given = [*command, private, "--world_size=4"]
+    plan.main(given)
+    assert "12.00 GiB for a node's 4 ranks (assumed: all, up to 8)" in capsys.readouterr().err
     plan.main([*given, "--ranks_here=1"])
     said = capsys.readouterr().err
     assert "3.00 GiB for a node's 1 rank; this machine has 3.00 GiB left" in said

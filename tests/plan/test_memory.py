@@ -218,6 +218,20 @@ def test_the_tracker_counts_a_kernels_workspace_in_the_peak_alone():
 
 @pytest.mark.thorough
 @pytest.mark.slow
+def test_windows_hold_one_more_gradient():
+    """Of however many windows: each is added to what is held of those before."""
+    windows = "--data.long_records=window"
+    plans = [
+        forks.call(answer, small(windows, f"--data.windows_per_draw={count}"), 2, 80, False)
+        for count in (1, 2, 9)
+    ]
+    one, two, nine = (plan.peak_bytes for plan in plans)
+    assert nine == two
+    assert 0.9 < (two - one) / plans[0].parts["accumulator"] < 1.1
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [("1b_1m_ac", 1_235_814_400), ("3b_512k_ac", 3_212_749_824), ("8b_256k_ac", 8_030_261_248)],
@@ -230,19 +244,6 @@ def test_the_longest_configs_fit_four_ranks_of_80_gib(name, parameters):
     assert found.parts["parameters"] == pytest.approx(parameters * 4 / 4, rel=0.01)
     assert found.parts["optimizer"] == pytest.approx(2 * parameters * 4 / 4, rel=0.01)
     assert found.parts["accumulator"] == pytest.approx(parameters * 4 / 4, rel=0.01)
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_windows_hold_one_more_gradient():
-    """Of however many windows: each is added to what is held of those before."""
-    plans = [
-        forks.call(answer, small("--data.long_records=window", *options), 2, 80, False)
-        for options in ((), ("--data.windows_per_draw=2",), ("--data.windows_per_draw=9",))
-    ]
-    one, two, nine = (plan.peak_bytes for plan in plans)
-    assert nine == two
-    assert 0.9 < (two - one) / plans[0].parts["accumulator"] < 1.1
 
 
 def plan_of(**terms):

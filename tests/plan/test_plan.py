@@ -84,6 +84,22 @@ def test_hazard_38_target_is_not_overshot(planned, accountant, target):
     assert spent == content["epsilon"]
 
 
+def test_an_account_is_left_by_steps_alone(tmp_path, planned, capsys):
+    """A plan may run as often as one likes: only a step fixes the terms, which cannot be known
+    without `privacy.json`."""
+    planned("--privacy.delta=1e-3")
+    planned("--privacy.delta=1e-4")
+    steps = tmp_path / "out" / "steps_executed.log"
+    assert not (tmp_path / "out" / "privacy.json").exists()
+    assert not steps.exists()
+    steps.parent.mkdir(exist_ok=True)
+    steps.write_text("1 a\n")
+    with pytest.raises(SystemExit) as stop:
+        planned()
+    assert stop.value.code == 2
+    assert "privacy.json" in capsys.readouterr().err
+
+
 def test_hazard_15_the_source_of_q_is_named(planned):
     by_count = planned()
     assert by_count["sample_rate_source"].startswith("training.global_batch_size / number of")
@@ -123,14 +139,6 @@ def test_without_privacy_nothing_is_asked(tmp_path, capsys):
     assert said.out == ""
 
 
-def test_a_plan_leaves_no_account(tmp_path, planned):
-    """It may run as often as one likes: only a step fixes the terms."""
-    planned("--privacy.delta=1e-3")
-    planned("--privacy.delta=1e-4")
-    assert not (tmp_path / "out" / "privacy.json").exists()
-    assert not (tmp_path / "out" / "steps_executed.log").exists()
-
-
 def test_hazard_15_and_31_terms_are_the_ledgers_once_a_step_was_begun(tmp_path, planned):
     """sigma is read, never recomputed: an accountant that changed would move it."""
     first = planned()
@@ -146,23 +154,11 @@ def test_hazard_15_and_31_terms_are_the_ledgers_once_a_step_was_begun(tmp_path, 
     assert planned("--training.steps=3")["noise_multiplier"] == sigma
 
 
-def test_an_account_that_is_gone_is_refused(tmp_path, planned, capsys):
-    """Steps were begun, so terms were fixed: without `privacy.json` they cannot be known."""
-    planned()
-    (tmp_path / "out" / "steps_executed.log").write_text("1 a\n")
-    with pytest.raises(SystemExit) as stop:
-        planned()
-    assert stop.value.code == 2
-    assert "privacy.json" in capsys.readouterr().err
-
-
 def keys(section, prefix=""):
     for f in dataclasses.fields(section):
         value = getattr(section, f.name)
-        if dataclasses.is_dataclass(value):
-            yield from keys(value, f"{prefix}{f.name}.")
-        else:
-            yield prefix + f.name
+        is_section = dataclasses.is_dataclass(value)
+        yield from keys(value, f"{prefix}{f.name}.") if is_section else [prefix + f.name]
 
 
 @pytest.mark.slow
