@@ -1,9 +1,7 @@
 """What `scripts/setup.sh` says before pip fetches anything, and what `.ci/run` says was tested."""
 
-import os
 import re
 import shutil
-import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -11,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.processes.runs import ROOT
+from tests.processes.runs import ROOT, said
 
 (PIN,) = re.findall(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(), re.M)
 # It makes a copy of itself in place of a venv; its pip lists what it is given, and fetches nothing.
@@ -34,18 +32,15 @@ def says(folder: Path, listed: str, log: str = ".venv-setup.log", **build: str) 
     python = folder / "python"
     python.write_text(PYTHON)
     python.chmod(0o755)
-    env = {**os.environ, "PYTHON": str(python), "REAL": sys.executable, "LISTED": listed, **build}
-    env.pop("TORCHTITAN_DP_PYTHON", None)
-    done = subprocess.run(
-        ["bash", str(folder / "scripts/setup.sh")], env=env, capture_output=True, text=True
-    )
+    env = {"PYTHON": str(python), "REAL": sys.executable, "LISTED": listed, **build}
+    done = said("bash", folder / "scripts/setup.sh", TORCHTITAN_DP_PYTHON="", **env)
     assert (done.returncode, done.stderr) == (0, "")
     assert "pip: -m pip install" in (folder / log).read_text()
     return done.stdout.splitlines()
 
 
 @pytest.mark.parametrize(
-    "listed, said",
+    "listed, build",
     [
         (f"99.0, {PIN}, 2.12.1", f"torch {PIN}: PyPI's, with CUDA, several gigabytes"),
         (f"{PIN}+cpu, {PIN}", f"torch {PIN}+cpu: the build without CUDA"),
@@ -55,13 +50,13 @@ def says(folder: Path, listed: str, log: str = ".venv-setup.log", **build: str) 
     ],
     ids=["pypi", "cpu", "labelled", "not listed", "no network"],
 )
-def test_the_log_and_the_build_of_torch_are_named_before_they_are_fetched(tmp_path, listed, said):
+def test_the_log_and_the_build_of_torch_are_named_before_they_are_fetched(tmp_path, listed, build):
     first, second = says(tmp_path, listed)
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     assert first == (
         f"Setting up .venv for Python {version} (first time, a few minutes; log: .venv-setup.log)…"
     )
-    assert second.startswith(said)
+    assert second.startswith(build)
 
 
 def test_the_cuda_build_is_taken_where_pip_prefers_another(tmp_path):
@@ -96,9 +91,7 @@ def test_ci_tests_the_cuda_build_beside_the_cpu_build_alone(tmp_path, build, als
         (tmp_path / "scripts" / f"{name}.sh").write_text(f"#!/bin/bash\n{note}\n")
     for path in (*tmp_path.glob("scripts/*"), *tmp_path.glob(".venv*/bin/python")):
         path.chmod(0o755)
-    env = {k: v for k, v in os.environ.items() if k not in ("TORCHTITAN_DP_PYTHON", "PYTHON")}
-    command = ["bash", str(tmp_path / ".ci/run")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    done = said("bash", tmp_path / ".ci/run", TORCHTITAN_DP_PYTHON="", PYTHON="")
     assert done.returncode == 0, done.stderr
     beside = ["setup:cuda:.venv/bin/python::", f"run_tests:::{tmp_path}/.venv-cuda/bin/python:"]
     notes = (tmp_path / "notes").read_text().splitlines()
@@ -126,9 +119,7 @@ def test_ci_names_what_it_has_tested_first_and_last(tmp_path, lint, how):
         (tmp_path / name).write_text("#!/bin/bash\n")
         (tmp_path / name).chmod(0o755)
     python.chmod(0o755)
-    env = {**os.environ, "TORCHTITAN_DP_PYTHON": str(python)}
-    command = ["bash", str(tmp_path / ".ci/run")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    done = said("bash", tmp_path / ".ci/run", TORCHTITAN_DP_PYTHON=str(python))
     assert done.returncode == lint, done.stderr
     first, *_, last = done.stdout.splitlines()
     version = ".".join(map(str, sys.version_info[:3]))

@@ -38,8 +38,7 @@ def launch(
         program: ("-m", module with a `main`) or (file,).
     """
     os.environ.clear()
-    os.environ.update(environment)
-    os.environ["TORCHTITAN_DP_LAUNCHER_PID"] = str(os.getpid())
+    os.environ.update(environment, TORCHTITAN_DP_LAUNCHER_PID=str(os.getpid()))
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     for number in (1, 2):
         os.dup2(output, number)
@@ -62,13 +61,8 @@ def launch(
         os.close(write)
         ranks[pid] = rank
         outputs.append(read)
-    store = dist.TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listening.detach(),
-    )
+    terms = {"is_master": True, "wait_for_workers": False}
+    store = dist.TCPStore("127.0.0.1", port, master_listen_fd=listening.detach(), **terms)
     connection.send(list(ranks))
     raise SystemExit(_watch(ranks, outputs, store))
 
