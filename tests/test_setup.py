@@ -75,6 +75,12 @@ def test_what_decides_kernels_is_pinned_for_the_cuda_build(name):
         assert metadata.version(name) == pinned
 
 
+def executable(path: Path, script: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{script}\n")
+    path.chmod(0o755)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("build", "also"), [("the CPU", True), ("CUDA 13.0", False)])
 def test_ci_tests_the_cuda_build_beside_the_cpu_build_alone(tmp_path, build, also):
@@ -82,26 +88,16 @@ def test_ci_tests_the_cuda_build_beside_the_cpu_build_alone(tmp_path, build, als
     (tmp_path / ".ci").mkdir()
     shutil.copy(ROOT / ".ci/run", tmp_path / ".ci/run")
     for name, of in ((".venv", build), (".venv-cuda", "CUDA 13.0")):
-        python = tmp_path / name / "bin" / "python"
-        python.parent.mkdir(parents=True)
-        python.write_text(f"#!/bin/bash\n[[ $1 == - ]] && echo 'torch (built for {of})' || true\n")
-    (tmp_path / "scripts").mkdir()
+        says_of = f"[[ $1 == - ]] && echo 'torch (built for {of})' || true"
+        executable(tmp_path / name / "bin/python", says_of)
     for name in ("setup", "run_tests", "try_wheel"):
         note = f'echo "{name}:$TORCH_BUILD:$PYTHON:$TORCHTITAN_DP_PYTHON:$*" >> "{tmp_path}/notes"'
-        (tmp_path / "scripts" / f"{name}.sh").write_text(f"#!/bin/bash\n{note}\n")
-    for path in (*tmp_path.glob("scripts/*"), *tmp_path.glob(".venv*/bin/python")):
-        path.chmod(0o755)
+        executable(tmp_path / "scripts" / f"{name}.sh", note)
     done = said("bash", tmp_path / ".ci/run", TORCHTITAN_DP_PYTHON="", PYTHON="")
     assert done.returncode == 0, done.stderr
     beside = ["setup:cuda:.venv/bin/python::", f"run_tests:::{tmp_path}/.venv-cuda/bin/python:"]
-    notes = (tmp_path / "notes").read_text().splitlines()
-    assert notes == [
-        "setup::::",
-        "run_tests::::",
-        "run_tests::::all",
-        "try_wheel::::",
-        *(beside if also else []),
-    ]
+    alone = ["setup::::", "run_tests::::", "run_tests::::all", "try_wheel::::"]
+    assert (tmp_path / "notes").read_text().splitlines() == alone + beside * also
     last = f".ci/run: passed: torch (built for {build})"
     assert done.stdout.splitlines()[-1] == last + ("; torch (built for CUDA 13.0)" * also)
 
@@ -110,15 +106,12 @@ def test_ci_tests_the_cuda_build_beside_the_cpu_build_alone(tmp_path, build, als
 @pytest.mark.parametrize("lint, how", [(0, "passed"), (1, "failed")])
 def test_ci_names_what_it_has_tested_first_and_last(tmp_path, lint, how):
     """With stand-ins for the checks, of which the first passes or fails."""
-    for name in (".ci", "scripts"):
-        (tmp_path / name).mkdir()
+    (tmp_path / ".ci").mkdir()
     shutil.copy(ROOT / ".ci/run", tmp_path / ".ci/run")
     python = tmp_path / "python"
-    python.write_text(f"#!/bin/bash\n[[ $1 == - ]] && exec {sys.executable} -\nexit {lint}\n")
-    for name in ("scripts/setup.sh", "scripts/run_tests.sh"):
-        (tmp_path / name).write_text("#!/bin/bash\n")
-        (tmp_path / name).chmod(0o755)
-    python.chmod(0o755)
+    executable(python, f"[[ $1 == - ]] && exec {sys.executable} -\nexit {lint}")
+    for name in ("setup", "run_tests"):
+        executable(tmp_path / "scripts" / f"{name}.sh", "")
     done = said("bash", tmp_path / ".ci/run", TORCHTITAN_DP_PYTHON=str(python))
     assert done.returncode == lint, done.stderr
     first, *_, last = done.stdout.splitlines()

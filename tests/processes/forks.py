@@ -33,19 +33,13 @@ offered = True
 ADDRESS = "TORCHTITAN_DP_TEST_FORKS"
 """An environment variable: the server that is running already (tests/hazards/mutants)."""
 THIRD_PARTY = (
-    "dp_accounting.pld.privacy_loss_distribution",
-    "opacus.grad_sample",
-    "scipy.signal",
-    "scipy.stats",
-    "torch._inductor.compile_fx",
-    "torch.distributed.checkpoint",
-    "torch.utils.tensorboard",
+    *("dp_accounting.pld.privacy_loss_distribution", "opacus.grad_sample"),
+    *("scipy.signal", "scipy.stats", "torch._inductor.compile_fx"),
+    *("torch.distributed.checkpoint", "torch.utils.tensorboard"),
 )
 OURS = (
-    "torchtitan_dp.train",
-    "torchtitan_dp.audit.__main__",
-    "tests.processes.launcher",
-    "tests.processes.ranks",
+    *("torchtitan_dp.train", "torchtitan_dp.audit.__main__"),
+    *("tests.processes.launcher", "tests.processes.ranks"),
 )
 
 
@@ -107,9 +101,7 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
     return result
 
 
-def _answer(
-    connection: "Connection[Any, Any]", function: Callable[..., Any], arguments: tuple[Any, ...]
-) -> None:
+def _answer(connection: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     connection.send(function(*arguments))
 
 

@@ -70,16 +70,11 @@ def launch(
 def _be_rank(rank: int, world_size: int, port: int) -> None:
     os.setsid()
     os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        GROUP_RANK="0",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE=str(True),
+        {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"},
+        **{"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        **{"TORCHELASTIC_USE_AGENT_STORE": str(True), "TORCHELASTIC_RUN_ID": "none"},
         TORCHELASTIC_RESTART_COUNT="0",
-        TORCHELASTIC_RUN_ID="none",
     )
 
 
