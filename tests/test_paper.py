@@ -10,7 +10,6 @@ import pytest
 import torchtitan_dp.distributed  # noqa: F401
 
 # isort: split
-from torchtitan_dp.plan.labels import tracking
 
 from scripts.benchmarking import paper
 from scripts.benchmarking.counts import count_here
@@ -24,6 +23,7 @@ from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.plan.fake_step import Step, fake_world
 from torchtitan_dp.plan.peaks import Model
+from torchtitan_dp.plan.tracker import tracking
 
 STORED = Path(__file__).resolve().parents[1] / "docs/benchmarks/paper_tables.json"
 

@@ -25,8 +25,8 @@ from tests.data.drawn import UNITS, loader, same, samples_of
 from tests.data.stores import store_of
 from tests.hazards.test_trainer import SETTINGS, bookkeeping
 from tests.processes.ranks import on_ranks
-from torchtitan_dp import bookkeeping as books_module
 from torchtitan_dp import validate
+from torchtitan_dp.checkpoint import bookkeeping as books_module
 from torchtitan_dp.data.batching import Draw, RecordLoader
 from torchtitan_dp.data.samples import Samples
 from torchtitan_dp.ledger import Lineage

@@ -153,7 +153,7 @@ def records(tokens="t" * 64):
 def opened(folder, *overrides):
     """The ledger that a start in this folder opens."""
     from tests import build
-    from torchtitan_dp.bookkeeping import Bookkeeping
+    from torchtitan_dp.checkpoint.bookkeeping import Bookkeeping
     from torchtitan_dp.checkpoint.start import decide_start
 
     config = build.config(f"--job.dump_folder={folder}", *overrides)

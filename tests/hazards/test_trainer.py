@@ -66,7 +66,7 @@ def feed():
 def bookkeeping(ledger, config=None):
     """A bookkeeping without a folder, with the keys of `ROOT`."""
     from tests import build
-    from torchtitan_dp import bookkeeping as module
+    from torchtitan_dp.checkpoint import bookkeeping as module
 
     books = module.Bookkeeping.__new__(module.Bookkeeping)
     books._config, books._device = config or build.config(), torch.device("cpu")
@@ -82,8 +82,8 @@ class Step:
 
     def __init__(self, monkeypatch, *, sample_rate=0.5, loss=1.0, planned=STEP, secure=False):
         from tests import build
-        from torchtitan_dp import bookkeeping as module
         from torchtitan_dp import train
+        from torchtitan_dp.checkpoint import bookkeeping as module
 
         self.did, self.drawn, self.draws, self.positions, self.feed = [], [], [], [], feed()
         draw = module.poisson_draw
@@ -262,7 +262,7 @@ def test_row22_and_25_a_bad_loss_changes_no_course(monkeypatch, loss):
 
 @pytest.mark.parametrize("step", [STEP, STEP + 1, STEP + 4])
 def test_row58_a_step_draws_from_its_own_group_at_b_times_the_rate(monkeypatch, step):
-    from torchtitan_dp import bookkeeping as module
+    from torchtitan_dp.checkpoint import bookkeeping as module
 
     settings = dataclasses.replace(SETTINGS, mechanism=BandedGaussian(1.0, 0.2, bands=4))
     groups = [np.arange(g, 40, 4) for g in range(4)]
