@@ -64,6 +64,12 @@ def state(run, step):
     return load(run / "checkpoint" / f"step-{step}")
 
 
+def assert_same(found, expected):
+    """Bit by bit, all tensors: weights, moments and averages."""
+    for name, value in expected.items():
+        assert not torch.is_tensor(value) or torch.equal(found[name], value), name
+
+
 def averages(saved):
     """What a checkpoint holds of averages, by the parameter's name."""
     return {
