@@ -198,7 +198,7 @@ def test_a_bucket_without_a_target_is_left_out() -> None:
 
 
 def test_row66_a_loss_is_in_the_log_before_its_noise_is_drawn(monkeypatch: Any) -> None:
-    from torchtitan_dp import bookkeeping as module
+    from torchtitan_dp.checkpoint import bookkeeping as module
     from torchtitan_dp.ledger.settings import HeldOutLosses, NoisedLoss
     from torchtitan_dp.privacy.published_loss import LossNoise
 

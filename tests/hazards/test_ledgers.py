@@ -16,7 +16,7 @@ from tests import build
 from tests.accounts import begun, publish, with_terms
 from tests.hazards.test_trainer import SETTINGS, STEP, bookkeeping
 from tests.processes.ranks import on_ranks
-from torchtitan_dp.bookkeeping import Bookkeeping
+from torchtitan_dp.checkpoint.bookkeeping import Bookkeeping
 from torchtitan_dp.checkpoint.initial import with_initial
 from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.ledger import Lineage

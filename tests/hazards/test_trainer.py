@@ -24,8 +24,8 @@ from tests.accounts import mechanism, with_terms
 from tests.data.stores import store_of
 from tests.processes.ranks import on_ranks
 from tests.processes.runs import write_records
-from torchtitan_dp import bookkeeping as module
 from torchtitan_dp import process, train, train_spec
+from torchtitan_dp.checkpoint import bookkeeping as module
 from torchtitan_dp.checkpoint.plan import make_plan
 from torchtitan_dp.data import feed as feeds
 from torchtitan_dp.data.batching import RecordLoader

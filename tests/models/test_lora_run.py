@@ -72,11 +72,6 @@ def test_what_is_frozen_has_no_optimizer_state(finished):
     assert len(moments) == 2 * 2 * 7 * 2
 
 
-def test_the_terms_say_what_was_trained(finished):
-    said = "LoRA of rank 4, alpha 8, on w1, w2, w3, wk, wo, wq, wv"
-    assert privacy(finished)["trained"] == said
-
-
 def resumed(run, place, out, *overrides):
     """A copy of a run that lost its last two steps, and took them again on one process."""
     shutil.copytree(run, out)
@@ -110,23 +105,18 @@ def test_it_goes_on_as_if_it_had_not_stopped(place, tmp_path):
         assert (found - expected).norm() < 0.2 * change, name  # bf16, and another mesh
 
 
-REFUSED = {
-    "--lora.alpha=4": "lora = LoRA of rank 4, alpha 4, on",
-    "--lora.rank=2": "lora_a.weight is [2, ",
-    "--lora.rank=0": "lora_a.weight is none",
-}
-
-
-def test_another_adapter_cannot_go_on(finished, place):
-    starts = [command(place, finished, *FROM_HF, option) for option in REFUSED]
-    for found, said in zip(forks.call(refusals, starts), REFUSED.values(), strict=True):
-        assert said in found
-        assert "\n" not in found
-
-
-def refusals(starts):
-    """What each start is told; "" if nothing."""
-    return [refusal(overrides) for overrides in starts]
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--lora.alpha=4", "lora = LoRA of rank 4, alpha 4, on"),
+        ("--lora.rank=2", "lora_a.weight is [2, "),
+        ("--lora.rank=0", "lora_a.weight is none"),
+    ],
+)
+def test_another_adapter_cannot_go_on(finished, place, option, said):
+    found = forks.call(refusal, command(place, finished, *FROM_HF, option))
+    assert said in found
+    assert "\n" not in found
 
 
 def refusal(overrides):
@@ -140,47 +130,48 @@ def refusal(overrides):
     return ""
 
 
-def logits(run, step):
-    """Ours, of a checkpoint."""
-    model = Llama(shape(read_config(str(run))))
-    saved = {name: value.float() for name, value in weights(run / "checkpoint" / step).items()}
-    model.load_state_dict(saved, strict=False)
-    with torch.no_grad():
-        return model(sample_tokens())
+TRAINED = "LoRA of rank 4, alpha 8, on w1, w2, w3, wk, wo, wq, wv"
+
+
+def adapter_config(folder):
+    return json.loads((folder / "adapter_config.json").read_text())
 
 
 def test_the_run_leaves_peft_adapters_with_their_ledger(finished, place):
     exported = finished / "hf"
-    settings = json.loads((exported / "adapter_config.json").read_text())
+    settings = adapter_config(exported)
     assert (settings["r"], settings["lora_alpha"]) == (4, 8.0)
     assert "base_model_name_or_path" not in settings  # it would be a place on this machine
     for path in exported.glob("*.json"):
         assert str(place) not in path.read_text(), path.name
     assert (exported / "adapter_model.safetensors").exists()
     assert not (exported / "model.safetensors").exists()
-    assert privacy(exported)["trained"].startswith("LoRA of rank 4")
+    for folder in (finished, exported):
+        assert privacy(folder)["trained"] == TRAINED
 
 
 def test_a_release_of_adapters_says_what_they_are(finished, tmp_path):
     release([str(finished), str(tmp_path / "model")])
-    settings = json.loads((tmp_path / "model" / "adapter_config.json").read_text())
-    assert "base_model_name_or_path" not in settings  # a place on this machine
+    assert "base_model_name_or_path" not in adapter_config(tmp_path / "model")
     card = (tmp_path / "model" / "README.md").read_text()
     assert "library_name: peft" in card
     assert "# Adapters for a Llama of 0.1M parameters, trained with differential" in card
-    assert "| trained | LoRA of rank 4, alpha 8, on w1, w2, w3, wk, wo, wq, wv |" in card
+    assert f"| trained | {TRAINED} |" in card
     assert "PeftModel.from_pretrained" in card
+    assert privacy(tmp_path / "model")["trained"] == TRAINED
     release([str(finished), str(tmp_path / "named"), "--base_model", "me/llama"])
-    settings = json.loads((tmp_path / "named" / "adapter_config.json").read_text())
-    assert settings["base_model_name_or_path"] == "me/llama"
+    assert adapter_config(tmp_path / "named")["base_model_name_or_path"] == "me/llama"
     assert "\nbase_model: me/llama\n" in (tmp_path / "named" / "README.md").read_text()
-    assert privacy(tmp_path / "model")["trained"].startswith("LoRA of rank 4")
 
 
 def test_a_merged_release_is_a_whole_model(finished, tmp_path):
     release([str(finished), str(tmp_path / "model"), "--merged"])
-    found = transformers_logits(tmp_path / "model")
-    assert (found - logits(finished, "step-4")).abs().max() < 1e-4
+    model = Llama(shape(read_config(str(finished))))
+    saved = weights(finished / "checkpoint" / "step-4")
+    model.load_state_dict({name: value.float() for name, value in saved.items()}, strict=False)
+    with torch.no_grad():
+        expected = model(sample_tokens())
+    assert (transformers_logits(tmp_path / "model") - expected).abs().max() < 1e-4
     card = (tmp_path / "model" / "README.md").read_text()
     assert "library_name: transformers" in card
     assert "| trained | LoRA of rank 4" in card

@@ -6,6 +6,9 @@ import pytest
 import torch
 import torch.nn as nn
 
+from scripts.benchmarking.counting import Counts
+from tests.gradients.test_layers import Collected
+from torchtitan_dp.gradients.layers import per_sample_layers
 from torchtitan_dp.models import loss
 from torchtitan_dp.models.loss import per_sample_loss
 from torchtitan_dp.models.loss_head import LossHead
@@ -24,19 +27,19 @@ def head_and_inputs(samples=1, tokens=33, dim=24, vocabulary=37):
 @pytest.mark.parametrize("chunk", [1, 5, 33, 1000])
 def test_loss_and_gradients_are_the_plain_ones(chunk):
     output, h, labels, targets = head_and_inputs()
-    results = []
-    for head in (output, LossHead.over(output, chunk)):
+    chunked = LossHead.over(output, chunk)
+
+    def results(loss_of):
         x = h.clone().requires_grad_()
         output.weight.grad = None
-        loss = (
-            head(x, labels, targets)
-            if isinstance(head, LossHead)
-            else per_sample_loss(head(x), labels, targets)
-        )
+        loss = loss_of(x)
         (2.5 * loss).sum().backward()
-        results.append((loss, x.grad, output.weight.grad))
-    for actual, expected, rel in zip(results[1], results[0], (1e-6, 1e-5, 1e-5), strict=True):
-        assert (actual - expected).norm() <= rel * expected.norm()
+        return loss, x.grad, output.weight.grad
+
+    expected = results(lambda x: per_sample_loss(output(x), labels, targets))
+    actual = results(lambda x: chunked(x, labels, targets))
+    for one, other, rel in zip(actual, expected, (1e-6, 1e-5, 1e-5), strict=True):
+        assert (one - other).norm() <= rel * other.norm()
 
 
 def test_without_gradients_any_number_of_samples():
@@ -87,26 +90,11 @@ def test_the_logits_of_one_chunk_exist():
 
 def flops_of(samples, per_sample):
     """Of the head's forward and backward, in units of one product of logits."""
-    from scripts.benchmarking.counting import Counts
-    from torchtitan_dp.gradients.fsdp import RowLayout
-    from torchtitan_dp.gradients.layers import connect, per_sample_layers
-
-    class Sink:
-        def keeps_outputs(self, name, tokens):
-            return False
-
-        def form(self, name, batch_size, write):
-            layout = RowLayout(torch.Size([37, 24]), 1, 1)
-            write(layout, layout.allocate(batch_size, torch.device("cpu")), slice(0, batch_size))
-
-        def add(self, name, formed, factor_B):
-            pass
-
     output, h, labels, targets = head_and_inputs(samples=samples)
     model = nn.Sequential(LossHead.over(output, 5))
     if per_sample:
         per_sample_layers(model)
-        connect(model, Sink())
+        Collected(model)
     with Counts() as counts:
         model[0](h.requires_grad_(), labels, targets).sum().backward()
     return sum(counts.flops.values()) / (2 * h.numel() * 37)

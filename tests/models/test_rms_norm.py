@@ -59,16 +59,6 @@ def test_gradients_of_each_sample(shape, weighted):
     assert weight.grad is None
 
 
-def test_compiled():
-    x, weight, grad_y = inputs()
-    compiled = torch.compile(rms_norm, fullgraph=True, backend="aot_eager")
-    gradients = [
-        torch.autograd.grad(function(x, (24,), weight, 1e-5), x, grad_y)[0]
-        for function in (compiled, F.rms_norm)
-    ]
-    torch.testing.assert_close(*gradients)
-
-
 def test_what_is_kept():
     kept = []
     x, weight, _ = inputs()

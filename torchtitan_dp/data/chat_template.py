@@ -1,17 +1,15 @@
 """A tokenizer's own chat template: from messages to text, and which of it the assistant wrote.
 
-The template is Jinja. It is public like its tokenizer, and is rendered in jinja2's sandbox with the
-names that Hugging Face's `apply_chat_template` gives it, but for the clock (`strftime_now`), chance
-(`random`, `lipsum`) and addresses of memory, which show when a function is written: text that
-changes with the day or the process would not be a function of the record.
+The template, public like its tokenizer, is rendered in jinja2's sandbox with the names that Hugging
+Face's `apply_chat_template` gives it, but for the clock (`strftime_now`), chance (`random`,
+`lipsum`) and addresses of memory: text that changes with the day or the process would not be a
+function of the record.
 
-Which text is the assistant's:
-
-- A template with `{% generation %}` blocks marks it: the text within them.
-- Any other is rendered turn by turn. The text of the messages before an answer, with the opening
-  of the answer (`add_generation_prompt`), is not the assistant's; the text that the answer adds is,
-  end mark included. So prompts at inference look as they did in training. Each text must begin with
-  the one before: templates and conversations that rewrite earlier turns are refused.
+A template with `{% generation %}` blocks marks the assistant's text: what is within them. Any other
+is rendered turn by turn: what an answer adds to the messages before it and its opening
+(`add_generation_prompt`) is the assistant's, end mark included, so that prompts at inference look
+as they did in training. Each text must begin with the one before: templates and conversations that
+rewrite earlier turns are refused.
 """
 
 import hashlib
@@ -77,9 +75,9 @@ class ChatTemplate:
     def write(self, messages: Sequence[Message]) -> list[Piece] | None:
         """Write a conversation whose last turn is the assistant's, in parts that are its or not.
 
-        A template without marks is rendered for each turn anew, until `MOST_COST` is spent: later
-        turns are left out. None if the template refuses the conversation or its turns cannot be
-        separated, and for content that no text should have. It never raises for what messages have.
+        A template without marks is rendered for each turn anew, until `MOST_COST` is spent. None if
+        it refuses the conversation or turns cannot be separated; never raises for what messages
+        have.
         """
         if any(_EITHER.search(message["role"] + message["content"]) for message in messages):
             return None
@@ -138,10 +136,9 @@ class ChatTemplate:
         if pieces is None:
             unlike = "writes earlier turns otherwise once there are later ones"
             raise ValueError(f"{unlike}, so that the assistant's cannot be identified: {_REMEDY}")
-        answers, others = _texts(pieces, True), _texts(pieces, False)
         for role, content in _PROBE:
-            here, there = (answers, others) if role == ASSISTANT else (others, answers)
-            if content not in here or content in there:
+            own = role == ASSISTANT
+            if content not in _texts(pieces, own) or content in _texts(pieces, not own):
                 mixed = f"does not keep the assistant's turns apart ({content!r} of the {role}"
                 raise ValueError(f"{mixed} in a trial): {_REMEDY}")
         return pieces
@@ -152,9 +149,8 @@ class ChatTemplate:
         ends = _texts(self.trial, True)
         for _, content in _PROBE:
             ends = ends.replace(content, "", 1)
-        where = "the chat template ends an answer without a mark"
-        if self._is_marked:
-            where = "{% generation %} in the chat template leaves out the end mark"
+        marked = "{% generation %} in the chat template leaves out the end mark"
+        where = marked if self._is_marked else "the chat template ends an answer without a mark"
         return None if ends.strip() else f"{where}: the model never learns to stop"
 
 
