@@ -1,8 +1,8 @@
 """The loss on units (records) that are never trained on, and how it goes along a sample.
 
 It is computed from them without noise, so not private. With `validation.publish_epsilon` a second
-one, of clipped losses and with noise, may be published (`bookkeeping`). Which units are evaluated
-is public.
+one, of clipped losses and with noise, may be published (`checkpoint.bookkeeping`). Which units are
+evaluated is public.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch import Tensor
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 
@@ -176,7 +177,7 @@ def buckets(seq_len: int) -> dict[int, str]:
     return {start: f"{_short(start)}-{_short(end)}" for start, end in spans}
 
 
-def mean_at(names: Sequence[str], sums_K2: torch.Tensor) -> dict[str, float]:
+def mean_at(names: Sequence[str], sums_K2: Tensor) -> dict[str, float]:
     """Divide each bucket's sum of losses by their number; one without a target is left out."""
     both = zip(names, sums_K2.tolist(), strict=True)
     return {name: losses / count for name, (losses, count) in both if count}

@@ -64,6 +64,12 @@ def state(run, step):
     return load(run / "checkpoint" / f"step-{step}")
 
 
+def assert_same(found, expected):
+    """Bit by bit, all tensors: weights, moments and averages."""
+    for name, value in expected.items():
+        assert not torch.is_tensor(value) or torch.equal(found[name], value), name
+
+
 def averages(saved):
     """What a checkpoint holds of averages, by the parameter's name."""
     return {
@@ -77,12 +83,6 @@ def followed(before, after, t):
     """The averages of an update by the formula: of those before, and of the weights after."""
     d = min(0.9999, (1 + t) / (10 + t))
     return {name: old.lerp(after[name], 1 - d) for name, old in averages(before).items()}
-
-
-def assert_same(found, expected):
-    """Bit by bit, all tensors: weights, moments and averages."""
-    for name, value in expected.items():
-        assert not torch.is_tensor(value) or torch.equal(found[name], value), name
 
 
 def test_row76_each_average_follows_from_released_weights_alone(finished):
