@@ -119,6 +119,15 @@ def test_an_unreadable_ledger_leaves_the_plan_to_the_folders_account(tmp_path):
     assert plan_start(config(tmp_path), UNITS, start, account).ledger.steps == 3
 
 
+def test_row46_a_checkpoint_of_another_run_is_refused_where_steps_were_begun(tmp_path):
+    """The folder's lost steps would count on the terms of that run, whose noise may be larger."""
+    own(tmp_path, 3)
+    start, terms = decide_start(config(tmp_path)), settings_of(config(tmp_path), UNITS, 0.5)
+    account = Lineage(terms, steps=20, run="another", planned_steps=20)
+    with pytest.raises(ValueError, match=r"step-3' is of run r, and steps of run another"):
+        plan_start(config(tmp_path), UNITS, start, account)
+
+
 def revised(folder):
     start = decide_start(config(folder))
     return start.step, confirmed(start, os.path.join(folder, "checkpoint")).step
