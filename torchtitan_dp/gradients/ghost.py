@@ -165,14 +165,11 @@ class GhostGradients(LayerGradients):
         """Keep formed gradients, each sample's multiplied by its factor."""
         assert formed.shard is not None
         shard_BDN = formed.shard.wait()
-        assert len(shard_BDN) == self._samples, (
-            f"{name}: dim 0 of its layer's input is not the sample"
-        )
-        add_to(
-            self._kept,
-            name,
-            shard_BDN if factor_B is None else shard_BDN.mul_(factor_B[:, None, None]),
-        )
+        same = len(shard_BDN) == self._samples
+        assert same, f"{name}: dim 0 of its layer's input is not the sample"
+        if factor_B is not None:
+            shard_BDN.mul_(factor_B[:, None, None])
+        add_to(self._kept, name, shard_BDN)
 
     # Norms.
 

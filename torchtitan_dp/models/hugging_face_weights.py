@@ -149,10 +149,7 @@ def _write_adapters(
     tensors = _peft_tensors(get_model_state_dict(model), args)
     if folder is None:
         return
-    _refuse_not_finite(tensors)
-    path = os.path.join(folder, ADAPTER_FILE)
-    save_file(tensors, path, metadata={"format": "pt"})
-    os.chmod(path, 0o600)
+    _save(tensors, os.path.join(folder, ADAPTER_FILE))
     settings = _adapter_settings(tensors, lora, base)
     _write_json(os.path.join(folder, ADAPTER_CONFIG_FILE), settings)
 
@@ -177,10 +174,7 @@ def _write_weights(
                     tensors[key] = tensor.to("cpu", dtype).contiguous()
         if folder is None:
             continue
-        _refuse_not_finite(tensors)
-        path = os.path.join(folder, name)
-        save_file(tensors, path, metadata={"format": "pt"})
-        os.chmod(path, 0o600)
+        _save(tensors, os.path.join(folder, name))
         weight_map.update(dict.fromkeys(tensors, name))
         total += sum(tensor.nbytes for tensor in tensors.values())
     if folder is not None and len(shards) > 1:
@@ -188,14 +182,16 @@ def _write_weights(
         _write_json(os.path.join(folder, INDEX_FILE), index)
 
 
-def _refuse_not_finite(tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError, one line, if a tensor of an export has a NaN or an infinity."""
+def _save(tensors: dict[str, Tensor], path: str) -> None:
+    """Write tensors; raise ValueError, one line, if one has a NaN or an infinity."""
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise ValueError(
                 f"{name} is not finite in {str(tensor.dtype).removeprefix('torch.')}, so no model "
                 "is written: train again with a lower optimizer.lr, from an earlier checkpoint"
             )
+    save_file(tensors, path, metadata={"format": "pt"})
+    os.chmod(path, 0o600)
 
 
 def _shards(

@@ -85,7 +85,7 @@ class _OfSamples(torch.autograd.Function):
         return None, grad_x, None
 
 
-register_per_sample(LeanRMSNorm, _OfSamples)
+register_per_sample(LeanRMSNorm, _OfSamples.apply)
 
 
 def _norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:

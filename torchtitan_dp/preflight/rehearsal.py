@@ -26,6 +26,7 @@ Assumed, as crashes that do not depend on records:
 
 import contextlib
 import math
+import re
 import time
 from collections.abc import Iterator
 from typing import Protocol
@@ -47,12 +48,8 @@ from torchtitan_dp.watch.processor import PrivateMetricsProcessor, SampleStatist
 
 # Microbatches that a device may lag behind its host: launches queue about 1,000 deep.
 _MICROBATCHES_BEHIND = 4
-_OUT_OF_MEMORY = (
-    "out of memory",
-    "can't allocate memory",
-    "cannot allocate memory",
-    "bad_alloc",
-    "alloc_failed",
+_OUT_OF_MEMORY = re.compile(
+    "out of memory|can't allocate memory|cannot allocate memory|bad_alloc|alloc_failed"
 )
 # The whole message of C++ or Python for a thread without room for its stack, or one too many.
 _NO_THREAD = ("resource temporarily unavailable", "can't start new thread")
@@ -166,7 +163,7 @@ def _short_of(error: Exception) -> str | None:
     if text in _NO_THREAD:
         return "memory for a thread, or over the limit on threads, ulimit -u"
     found = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return "memory" if found or any(words in text for words in _OUT_OF_MEMORY) else None
+    return "memory" if found or _OUT_OF_MEMORY.search(text) else None
 
 
 def _remedy(config: JobConfig, fits: int | None) -> str:

@@ -233,18 +233,10 @@ class Small:
         self.model.init_weights()
         fill_adapters(self.model)
         self.parameters = trainable_parameters(self.model)
-        modules = trained_fsdp_modules(self.model)
-        self.step = build_step(
-            config.privacy,
-            self.model,
-            self.parameters,
-            modules,
-            self.groups,
-            max_grad_norm=max_grad_norm,
-        )
+        of_model = self.model, self.parameters, trained_fsdp_modules(self.model)
+        self.step = build_step(config.privacy, *of_model, self.groups, max_grad_norm=max_grad_norm)
         self.gradients = self.step.gradients
-        balancer = config.parallelism.context_parallel_load_balancer
-        self.losses = SampleLosses(self.model, device, self.dims.get_optional_mesh("cp"), balancer)
+        self.losses = SampleLosses.on(self.model, device, self.dims, config)
 
     def slots(self, drawn: np.ndarray) -> list[int]:
         """List the samples dealt to this data-parallel rank, in order; -1 is padding."""
@@ -297,13 +289,9 @@ class Small:
         Collectives: those of `ClippedSum.take`, and an all-gather over dp_shard x cp.
         """
         taken = self.step.clipped_sum.take()
-        found = {name: self.whole(name, flat) for name, flat in taken.items()}
+        found = {n: whole(as_gradient_of(self.parameters[n], flat)) for n, flat in taken.items()}
         self.step.clipped_sum.reset()
         return found
-
-    def whole(self, name: str, flat: Tensor) -> Tensor:
-        """Gather a flat local shard of a parameter's gradient. Collective over dp_shard x cp."""
-        return whole(as_gradient_of(self.parameters[name], flat))
 
 
 def whole(tensor: Tensor) -> Tensor:
