@@ -98,6 +98,10 @@ def _least(least: float, words: str, *others: object) -> _Range:
     return lambda value: value in others or value >= least, words
 
 
+def _between(least: float, most: float, words: str) -> _Range:
+    return lambda value: least <= value <= most, words
+
+
 def _above(least: float, words: str) -> _Range:
     return lambda value: value > least, words
 
@@ -162,18 +166,12 @@ _RANGES: dict[str, _Range] = {
     ),
     "privacy.target_epsilon": _POSITIVE,
     # With the largest clipping norm, fp32 still has the square of a gradient, which Adam keeps.
-    "privacy.noise_multiplier": (lambda sigma: 0 <= sigma <= 1e9, "from 0 to 1e9"),
-    "privacy.max_grad_norm": (
-        lambda norm: 1e-9 <= norm <= 1e9,
-        "between 1e-9 and 1e9, where fp32 can clip to it",
-    ),
+    "privacy.noise_multiplier": _between(0, 1e9, "from 0 to 1e9"),
+    "privacy.max_grad_norm": _between(1e-9, 1e9, "between 1e-9 and 1e9, where fp32 can clip to it"),
     "privacy.delta": (lambda delta: 0 < delta < 1, "between 0 and 1 (1e-5, say)"),
     "privacy.sample_rate": (lambda q: 0 < q <= 1, "a probability, above 0 and at most 1"),
     "privacy.bands": _least(1, "1 or more, or 'auto'", "auto"),
-    "privacy.projections": (
-        lambda projections: FEWEST <= projections <= MOST,
-        f"from {FEWEST} to {MOST}; 32 is usual",
-    ),
+    "privacy.projections": _between(FEWEST, MOST, f"from {FEWEST} to {MOST}; 32 is usual"),
     "data.heldout_fraction": _BELOW_1,
     "data.windows_per_draw": _COUNT,
     "lora.rank": _least(0, "1 or more, or 0 for no adapters"),

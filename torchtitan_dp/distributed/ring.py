@@ -256,10 +256,8 @@ class Ring:
 
 
 def _merge(out: Tensor, logsumexp: Tensor, part: Tensor, its: Tensor) -> None:
-    """Merge a block's output and logsumexp into those so far, in place, in fp32.
-
-    As PyTorch's `_SDPAMerger`: stable, since sigmoid and logsigmoid are of differences.
-    """
+    """Merge a block's output and logsumexp into those so far, in place, in fp32; stable, as
+    PyTorch's `_SDPAMerger`: sigmoid and logsigmoid are of differences."""
     its = its.float()
     difference = out - part
     out.sub_(difference.mul_(torch.sigmoid(its - logsumexp).unsqueeze(-1)))

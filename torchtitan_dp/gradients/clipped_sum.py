@@ -45,10 +45,7 @@ class ClippedSum:
     def __init__(
         self, parameters: dict[str, nn.Parameter], groups: ReductionGroups, policy: ClipPolicy
     ) -> None:
-        """
-        Args:
-            parameters: every trainable parameter, a DTensor sharded on dim 0, by canonical name.
-        """
+        """Take every trainable parameter, a DTensor sharded on dim 0, by canonical name."""
         self.parameters = parameters
         self.groups = groups
         self.policy = policy

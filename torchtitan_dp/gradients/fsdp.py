@@ -225,11 +225,8 @@ class RowLayout:
 
 
 def keep_gathered(model: nn.Module) -> None:
-    """Keep weights gathered after backward, until `free_gathered`.
-
-    Args:
-        model: all of its FSDP2 groups are made with `reshard_after_forward=False`.
-    """
+    """Keep weights gathered after backward, until `free_gathered`, in a model all of whose groups
+    have `reshard_after_forward=False`."""
     for module in fsdp_modules(model):
         module.set_reshard_after_backward(False, recurse=False)
 

@@ -68,12 +68,8 @@ class GhostGradients(LayerGradients):
         norms: ExactNorms | None = None,
         transient_bytes: int = TRANSIENT_BYTES,
     ) -> None:
-        """
-        Args:
-            passes: backward passes over each microbatch.
-            norms: the finder of norms from factors; exact, if None.
-            model, transient_bytes: those of `LayerGradients`.
-        """
+        """Measure by `norms`, exact by default, in `passes` backward passes over each
+        microbatch."""
         super().__init__(model, clipped_sum, transient_bytes)
         self._cp_size = clipped_sum.groups.cp_size
         self._passes = passes
@@ -217,8 +213,7 @@ class GhostGradients(LayerGradients):
     # Gradients.
 
     def _add_capped(self, name: str, writes: Sequence[Write]) -> None:
-        """Form one parameter's gradients and add them, each capped at `cap` times its found
-        norm."""
+        """Form a parameter's gradients and add them, each capped at `cap` times its found norm."""
         assert self._clip is not None
         for samples in self._slices(name):
             shard_BDN = self._form_some(name, writes, samples)

@@ -193,10 +193,8 @@ class _Linear(torch.autograd.Function):
 
 
 class _OwnForward(torch.autograd.Function):
-    """The layer's own forward, which saves its input for backward.
-
-    Backward may use the layer and its parameters, which FSDP2 has gathered again by then.
-    """
+    """The layer's own forward, which saves its input; in backward FSDP2 has gathered the layer's
+    parameters again."""
 
     @staticmethod
     def forward(ctx: Any, layer: PerSampleLayer, x: Tensor, *parameters: Tensor) -> Tensor:  # type: ignore[override]

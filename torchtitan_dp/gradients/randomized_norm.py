@@ -225,10 +225,8 @@ def _product(
 
 
 def _orthonormal(sketch_BDK: Tensor) -> Tensor:
-    """Return orthonormal columns that span the sketch's, (B, D, min(D, k)).
-
-    A sample whose sketch is not finite has NaN: LAPACK would refuse the whole microbatch.
-    """
+    """Return orthonormal columns that span the sketch's, (B, D, min(D, k)); NaN for a sample whose
+    sketch is not finite: LAPACK would refuse the whole microbatch."""
     finite_B11 = torch.isfinite(sketch_BDK).flatten(1).all(1)[:, None, None]
     basis_BDK, _ = torch.linalg.qr(torch.where(finite_B11, sketch_BDK, 0.0))
     return torch.where(finite_B11, basis_BDK, torch.nan)

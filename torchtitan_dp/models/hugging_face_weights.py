@@ -221,12 +221,7 @@ def _json(content: Any) -> bytes:
 
 
 def _adapter_settings(names: Mapping[str, Any], lora: LoRA, base: str | None) -> dict[str, Any]:
-    """Return the content of `adapter_config.json`.
-
-    Args:
-        names: those of `_peft_tensors`.
-        base: the public name of the model that adapters are for; None leaves the key out.
-    """
+    """Return `adapter_config.json` of the tensors of `_peft_tensors`; None leaves `base` out."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -244,11 +239,8 @@ def _adapter_settings(names: Mapping[str, Any], lora: LoRA, base: str | None) ->
 
 
 def _peft_tensors(state_dict: Mapping[str, Any], args: ModelArgs) -> dict[str, Tensor]:
-    """Return all factors as whole fp32 tensors on the CPU, under PEFT's names.
-
-    B's rows are those of its layer's output, in the order of `transformers`.
-    Collective over the FSDP mesh: each factor is gathered.
-    """
+    """Return all factors, whole fp32 on the CPU, under PEFT's names, B's rows in the order of
+    `transformers`. Collective over the FSDP mesh: each factor is gathered."""
     found = {}
     for name in filter(is_adapter, state_dict):
         layer, _, factor = name.removesuffix(".weight").rpartition(".")
@@ -270,9 +262,7 @@ def _rows_for_transformers(layer: str, shape: torch.Size, args: ModelArgs) -> tu
 
 def _merged_whole(name: str, state_dict: Mapping[str, Any], lora: LoRA | None) -> Tensor:
     """Return a whole weight, with its layer's factors merged into it, in fp32, if it has some.
-
-    Collective over the FSDP mesh: weight and factors are gathered.
-    """
+    Collective over the FSDP mesh: weight and factors are gathered."""
     whole, layer = _whole(state_dict[name]), name.removesuffix(".weight")
     if f"{layer}.{FACTORS[0]}.weight" not in state_dict:
         return whole

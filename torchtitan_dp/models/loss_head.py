@@ -113,8 +113,8 @@ class _Samples:
 
 
 class _OneSample(torch.autograd.Function):
-    """Computes gradients along with the loss; of several samples only if the weight is not trained.
-    A second backward pass over the same graph computes them again."""
+    """Computes gradients with the loss, and again for a second backward pass; of several samples
+    only if the weight is not trained."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -205,9 +205,8 @@ class _SeveralSamples(torch.autograd.Function):
 
 
 class _OutputsKept(torch.autograd.Function):
-    """Keeps the gradients of all logits, and hands them to the layer's sink with the input.
-
-    A second backward pass over the same graph computes them again."""
+    """Keeps the gradients of all logits, and hands them to the layer's sink with the input;
+    computes them again for a second backward pass."""
 
     @staticmethod
     def forward(  # type: ignore[override]

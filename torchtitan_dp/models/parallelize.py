@@ -207,7 +207,7 @@ def _apply_fsdp(model: PrivateModel, mesh: DeviceMesh, job_config: JobConfig) ->
 
 
 def _sum_reductions_only(model: PrivateModel) -> None:
-    """Have FSDP2 reduce by plain sums: gloo lacks the pre-multiplied sum that it picks for a
-    divide factor of 1."""
+    """Have FSDP2 reduce by plain sums: gloo has no pre-multiplied sum, its choice for a factor of
+    1."""
     for module in fsdp_modules(model):
         module.set_force_sum_reduction_for_comms(True)

@@ -90,11 +90,8 @@ class Terms:
         return 7 + replicate * shard // 2 * 2
 
     def but(self, *, in_tiles: bool = False, **privacy: Any) -> "Terms":
-        """Return the same terms with other settings of `[privacy]`.
-
-        Args:
-            in_tiles: with a feed-forward in three tiles, too.
-        """
+        """Return the same terms with other settings of `[privacy]`, or a feed-forward in three
+        tiles."""
         config = copy.deepcopy(self.config)
         config.privacy = dataclasses.replace(config.privacy, **privacy)
         if in_tiles:
@@ -214,13 +211,8 @@ class Small:
         max_grad_norm: float,
         prepare: Callable[[nn.Module], object] = lambda _: None,
     ) -> None:
-        """
-        Args:
-            max_grad_norm: C.
-            prepare: called with the model before it is parallelized.
-
-        Collective over the world.
-        """
+        """Build the model, and `prepare` it before it is parallelized. Collective over the
+        world."""
         config = terms.config
         self.terms, self.device = terms, device
         self.batch_size = config.training.local_batch_size
@@ -253,15 +245,8 @@ class Small:
         drawn: np.ndarray | None = None,
         key: bytes = bytes(32),
     ) -> dict[int, float]:
-        """Deal the samples out, all or those drawn, and add their clipped gradients to the sum.
-
-        Args:
-            weight_N: of each sample's loss; 1 by default.
-            key: of the step's projections.
-
-        Returns:
-            This data-parallel rank's samples -> their gradients' norms before clipping.
-        """
+        """Deal the samples out, all or those drawn, and add their clipped gradients to the sum;
+        return this data-parallel rank's samples with their gradients' norms before clipping."""
         norms: dict[int, float] = {}
         self.gradients.start_step(key)
         dealt = self.slots(np.arange(len(tokens_NT)) if drawn is None else drawn)

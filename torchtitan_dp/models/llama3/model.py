@@ -85,8 +85,7 @@ class HuggingFaceAdapter(PrivateAdapter, Llama3StateDictAdapter):
         return state_dict
 
     def _with_whole_heads(self, name: str, value: Any) -> Any:
-        """Replicate wq or wk if one of its heads lies on two ranks: heads are permuted one by
-        one."""
+        """Replicate wq or wk if a head lies on two ranks: heads are permuted one by one."""
         if not isinstance(value, DTensor) or not name.endswith(("wq.weight", "wk.weight")):
             return value
         heads, mesh = self.model_args.n_heads, value.device_mesh
