@@ -5,7 +5,6 @@ import dataclasses
 import gc
 import io
 import json
-import os
 import runpy
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from scripts.benchmarking.tables import COLUMNS, crossings, table
 from scripts.benchmarking.worker import live_tensor_bytes
 from tests.processes import forks
 from tests.processes.ranks import on_ranks
+from tests.processes.runs import said
 from torchtitan_dp.config.load import load_config
 
 ROOT = Path(__file__).parent.parent
@@ -67,19 +67,12 @@ def sent_by_plain_collectives() -> list[dict[str, int]]:
 
 @pytest.mark.thorough
 def test_bytes_sent_by_each_collective():
-    results = on_ranks(2, sent_by_plain_collectives)
-    for rank, sent in enumerate(results):
+    for rank, sent in enumerate(on_ranks(2, sent_by_plain_collectives)):
         assert sent == [
-            {"all_gather": 40},  # 80 bytes of output, half of them the other rank's
-            {"all_gather": 40},
-            {"reduce_scatter": 40},
-            {"all_reduce": 80},
-            {"all_to_all": 40},
-            {"broadcast": 80 if rank == 0 else 0},
-            {},
-            {"all_gather": 40},
-            {"all_reduce": 80},
-            {"all_to_all": 80},
+            # of an output of 80 bytes, half of it the other rank's
+            *({"all_gather": 40}, {"all_gather": 40}, {"reduce_scatter": 40}),
+            *({"all_reduce": 80}, {"all_to_all": 40}, {"broadcast": 80 if rank == 0 else 0}),
+            *({}, {"all_gather": 40}, {"all_reduce": 80}, {"all_to_all": 80}),
         ]
 
 
@@ -119,17 +112,16 @@ def test_live_tensors_count_each_storage_once():
 
 
 def test_chosen_arms_bring_their_baselines():
-    assert [arm.name for arm in choose("V3,microbatch", 2)] == [
-        "non-DP",
-        "microbatch",
-        "non-DP + AC",
-        "V2 + AC",
-    ]
-    adapted = choose("V2 + LoRA,microbatch + LoRA", 2)
-    assert [arm.name for arm in adapted] == ["non-DP + LoRA", "microbatch + LoRA", "V2 + LoRA"]
-    assert not set(adapted) & set(choose(None, 2))
-    assert "Opacus hooks" not in [arm.name for arm in choose(None, 2)]
-    assert "Opacus hooks" in [arm.name for arm in choose(None, 1)]
+    def names(*chosen):
+        return [arm.name for arm in choose(*chosen)]
+
+    plain = ["non-DP", "microbatch", "non-DP + AC", "V2 + AC"]
+    assert names("V3,microbatch", 2) == plain
+    adapted = ["non-DP + LoRA", "microbatch + LoRA", "V2 + LoRA"]
+    assert names("V2 + LoRA,microbatch + LoRA", 2) == adapted
+    assert not set(adapted) & set(names(None, 2))
+    assert "Opacus hooks" in names(None, 1)
+    assert "Opacus hooks" not in names(None, 2)
     with pytest.raises(ValueError, match="--arms V4: unknown"):
         choose("V4", 2)
 
@@ -161,6 +153,8 @@ def made_up() -> Measured:
     """Rounds in which the machine halves its speed; V2 has no memory, V1 is not run."""
     names = ["non-DP", "microbatch", "V1", "V2", "non-DP + AC", "V2 + AC"]
     setting = Setting("", (), 2, 1, 1024, 2, 4)
+    measured = [("non-DP", 2, 1.0), ("microbatch", 3, 1.25)]
+    measured += [("non-DP + AC", 1.5, 2.0), ("V2 + AC", 1.5, 4.0)]
     weight = {
         "peak_allocated_bytes": 2 * GIB,
         "peak_reserved_bytes": None,
@@ -171,18 +165,8 @@ def made_up() -> Measured:
     return Measured(
         setting,
         [ARMS[name] for name in names],
-        weighed={
-            "non-DP": {**weight, "peak_bytes": 2 * GIB},
-            "microbatch": {**weight, "peak_bytes": 3 * GIB},
-            "non-DP + AC": {**weight, "peak_bytes": 1.5 * GIB},
-            "V2 + AC": {**weight, "peak_bytes": 1.5 * GIB},
-        },
-        seconds={
-            "non-DP": [1.0, 2.0, 2.0],
-            "microbatch": [1.25, 2.5, 2.5],
-            "non-DP + AC": [2.0, 4.0, 4.0],
-            "V2 + AC": [4.0, 8.0, 8.0],
-        },
+        weighed={name: {**weight, "peak_bytes": gib * GIB} for name, gib, _ in measured},
+        seconds={name: [first, 2 * first, 2 * first] for name, _, first in measured},
         no_memory={"V2"},
         skipped={"V1": "why not"},
         in_turns=True,
@@ -192,37 +176,34 @@ def made_up() -> Measured:
 def test_rows_hold_medians_and_ratios_within_rounds():
     rows = {row["name"]: row for row in arm_rows(made_up())}
     assert "V1" not in rows
-    tokens = 4 * 2 * 1024
-    assert rows["microbatch"]["tokens_per_second"] == tokens / 2.5
-    assert rows["microbatch"]["tokens_per_second_per_device"] == tokens / 2.5 / 2
-    assert rows["microbatch"]["throughput_vs_non_dp"] == 0.8
-    assert rows["microbatch"]["gap_to_non_dp"] == 1.25
-    assert rows["microbatch"]["memory_vs_non_dp"] == 1.5
-    assert rows["microbatch"]["peak_allocated_gib"] == 2
-    assert rows["microbatch"]["bytes_sent_per_step"] == 3 * 2**20
-    # against the baseline with checkpointing, and the one without
-    assert rows["V2 + AC"]["throughput_vs_non_dp"] == 0.5
-    assert rows["V2 + AC"]["throughput_vs_non_dp_without_ac"] == 0.25
-    assert rows["V2 + AC"]["memory_vs_non_dp"] == 1
-    assert rows["V2"]["status"] == "OOM"
-    assert rows["V2"]["tokens_per_second"] is None
+    expected = {
+        "microbatch": {
+            "tokens_per_second": 4 * 2 * 1024 / 2.5,
+            "tokens_per_second_per_device": 4 * 2 * 1024 / 2.5 / 2,
+            **{"throughput_vs_non_dp": 0.8, "gap_to_non_dp": 1.25, "memory_vs_non_dp": 1.5},
+            **{"peak_allocated_gib": 2, "bytes_sent_per_step": 3 * 2**20},
+        },
+        "V2 + AC": {  # against the baseline with checkpointing, and the one without
+            **{"throughput_vs_non_dp": 0.5, "throughput_vs_non_dp_without_ac": 0.25},
+            "memory_vs_non_dp": 1,
+        },
+        "V2": {"status": "OOM", "tokens_per_second": None},
+    }
+    assert {name: {key: rows[name][key] for key in expected[name]} for name in expected} == expected
     assert rows["V2"].keys() <= rows["microbatch"].keys()
+    of_lengths = {row["name"]: row for row in length_rows(made_up())}["microbatch"]
+    assert of_lengths["extra_seconds_per_step"] == 0.5
+    per_token = of_lengths["extra_microseconds_per_token"]
+    assert per_token == pytest.approx(1e6 * 0.5 / (4 * 2 * 1024))
 
 
 def test_an_arm_outlives_its_baseline():
     found = made_up()
     del found.seconds["non-DP"], found.weighed["non-DP"]
     found.no_memory.add("non-DP")
-    row = next(row for row in arm_rows(found) if row["name"] == "microbatch")
+    (row,) = (row for row in arm_rows(found) if row["name"] == "microbatch")
     assert row["tokens_per_second"] is not None
-    assert row["gap_to_non_dp"] is None
-    assert row["memory_vs_non_dp"] is None
-
-
-def test_extra_cost_is_by_round_and_by_token():
-    row = next(row for row in length_rows(made_up()) if row["name"] == "microbatch")
-    assert row["extra_seconds_per_step"] == 0.5
-    assert row["extra_microseconds_per_token"] == pytest.approx(1e6 * 0.5 / (4 * 2 * 1024))
+    assert row["gap_to_non_dp"] is row["memory_vs_non_dp"] is None
 
 
 def test_tables():
@@ -249,10 +230,8 @@ def test_tables():
 def test_a_rank_reports_the_heaviest():
     light = {"peak_bytes": 1.0, "bytes_sent": {"broadcast": 5, "all_reduce": 1}}
     heavy = {"peak_bytes": 2.0, "bytes_sent": {"all_reduce": 1}}
-    assert heaviest([light, heavy]) == {
-        "peak_bytes": 2.0,
-        "bytes_sent": {"all_reduce": 1, "broadcast": 5},
-    }
+    sent = {"all_reduce": 1, "broadcast": 5}
+    assert heaviest([light, heavy]) == {"peak_bytes": 2.0, "bytes_sent": sent}
 
 
 @torch.compile(fullgraph=True, backend="eager")
@@ -335,14 +314,10 @@ def test_a_benchmark_goes_on_where_it_was_cut_off(tmp_path, measured_by, cut_off
 
 
 def test_results_are_there_as_arms_come(tmp_path, measured_by):
-    arms = choose("microbatch", 1)
-    repetitions = Repetitions(rounds=1, steps=1, warm_up=1)
-    steps = measuring.measure(arms, tiny(), repetitions, Journal())
-    assert [[row["status"] for row in arm_rows(found)] for found in steps] == [
-        ["ok", "pending"],
-        ["ok", "ok"],
-        ["ok", "ok"],
-    ]
+    often = Repetitions(rounds=1, steps=1, warm_up=1)
+    steps = measuring.measure(choose("microbatch", 1), tiny(), often, Journal())
+    found = [[row["status"] for row in arm_rows(step)] for step in steps]
+    assert found == [["ok", "pending"], ["ok", "ok"], ["ok", "ok"]]
 
 
 def test_other_settings_are_measured_anew(tmp_path, measured_by):
@@ -356,16 +331,9 @@ def test_other_settings_are_measured_anew(tmp_path, measured_by):
     assert not path.exists()
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: object) -> "subprocess.CompletedProcess[str]":
     forks.need()
-    return subprocess.run(
-        [sys.executable, "scripts/benchmark.py", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    return said(sys.executable, "scripts/benchmark.py", *arguments, GLOO_SOCKET_IFNAME="lo")
 
 
 @pytest.mark.thorough
@@ -373,24 +341,21 @@ def test_one_tiny_run(tmp_path):
     output = tmp_path / "b.json"
     done = run(
         *("--devices", "2", "--arms", "microbatch", "--batch_sizes", "2", "--microbatches", "1"),
-        *("--rounds", "1", "--steps", "1", "--json", str(output)),
+        *("--rounds", "1", "--steps", "1", "--json", output),
         *("--training.seq_len=32", "--privacy.accountant=rdp"),
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     result = json.loads(output.read_text())
     assert result["machine"]
     assert [row["name"] for row in result["arms"]] == ["non-DP", "microbatch"]
+    of_each = ("tokens_per_second", "throughput_vs_non_dp", "peak_memory_gib")
     for row in result["arms"]:
         assert (row["seq_len"], row["local_batch_size"], row["world_size"]) == (32, 2, 2)
-        assert row["tokens_per_second"] > 0
-        assert row["throughput_vs_non_dp"] > 0
-        assert row["peak_memory_gib"] > 0
-        assert row["memory_vs_non_dp"] > 0
-        assert row["bytes_sent_per_step"] > 0
+        assert all(row[key] > 0 for key in (*of_each, "memory_vs_non_dp", "bytes_sent_per_step"))
     assert result["arms"][0]["throughput_vs_non_dp"] == 1
     assert result["arms"][1]["per_sample_gradient_bytes"] > 0
     assert "| arm | processes | MBS | T | tokens/s per device | gap |" in done.stdout
-    assert run("--show", str(output)).stdout == done.stdout
+    assert run("--show", output).stdout == done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["b.json"]
     assert "round 1 of 1" in done.stderr
 
@@ -399,9 +364,9 @@ def in_a_fork(arguments: list[str]) -> tuple[object, str]:
     """The script's exit code and what it says on stderr, in this process."""
     sys.argv = ["scripts/benchmark.py", *arguments]
     sys.path.insert(0, str(ROOT / "scripts"))
-    with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit) as stop:
+    with contextlib.redirect_stderr(io.StringIO()) as told, pytest.raises(SystemExit) as stop:
         runpy.run_path(str(ROOT / sys.argv[0]), run_name="__main__")
-    return stop.value.code, said.getvalue()
+    return stop.value.code, told.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -412,9 +377,9 @@ def in_a_fork(arguments: list[str]) -> tuple[object, str]:
     ],
 )
 def test_mistakes_are_one_line(arguments, message):
-    code, said = forks.call(in_a_fork, arguments)
+    code, told = forks.call(in_a_fork, arguments)
     assert code == 2
-    (line,) = said.splitlines()
+    (line,) = told.splitlines()
     assert message in line
 
 
@@ -476,13 +441,12 @@ def test_where_arms_change_places():
 
 
 def test_all_lengths_of_the_crossover_have_as_many_tokens_a_step():
-    terms = {"arms": None, "batch_sizes": None, "microbatches": None}
-    often = {"rounds": 3, "steps": 1, "warm_up": 1}
     asked = types.SimpleNamespace(
-        config=str(ROOT / "train_configs/llama3_debug.toml"), **terms, **often
+        config=str(ROOT / "train_configs/llama3_debug.toml"),
+        **{"arms": None, "batch_sizes": None, "microbatches": None},
+        **{"rounds": 3, "steps": 1, "warm_up": 1},
     )
-    long = ["--training.seq_len=1024"]
-    settings = [setting for _, setting, _ in wanted.compare_crossover(asked, long, 1)]
+    compared = wanted.compare_crossover(asked, ["--training.seq_len=1024"], 1)
+    settings = [setting for _, setting, _ in compared]
     assert [one.seq_len for one in settings] == [64, 128, 256, 512, 1024]
-    assert {one.tokens for one in settings} == {4096}
-    assert {one.local_batch_size for one in settings} == {4}
+    assert {(one.tokens, one.local_batch_size) for one in settings} == {(4096, 4)}

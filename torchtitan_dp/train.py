@@ -9,9 +9,9 @@ Guarantee:
     estimated norms, the mixture of Gaussians of `privacy.randomized`; with correlated noise, each
     round of steps, `privacy.banded`). It rests on the guarantees
     of `privacy.sampling`, `data.units`, `gradients`, `optimizer`, `privacy.accounting` and
-    `bookkeeping`. Control flow depends on records' lengths (`data.batching`) and on no other
-    content. Whether and when a run ends does not depend on records, as far as `rehearsal` can see
-    to it. A run whose weights are no longer finite ends: that follows from weights after their
+    `checkpoint.bookkeeping`. Control flow depends on records' lengths (`data.batching`) and on no
+    other content. Whether and when a run ends does not depend on records, as far as `rehearsal` can
+    see to it. A run whose weights are no longer finite ends: that follows from weights after their
     noise, which epsilon covers.
 """
 
@@ -31,7 +31,7 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 from torch.distributed.elastic.multiprocessing.errors import record
 from torchtitan.tools.logging import init_logger, logger
 
-from torchtitan_dp.bookkeeping import Bookkeeping
+from torchtitan_dp.checkpoint.bookkeeping import Bookkeeping
 from torchtitan_dp.checkpoint.start import Start, decision
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import ladder, mesh_degrees

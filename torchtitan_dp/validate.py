@@ -1,8 +1,8 @@
 """The loss on units (records) that are never trained on, and how it goes along a sample.
 
 It is computed from them without noise, so not private. With `validation.publish_epsilon` a second
-one, of clipped losses and with noise, may be published (`bookkeeping`). Which units are evaluated
-is public.
+one, of clipped losses and with noise, may be published (`checkpoint.bookkeeping`). Which units are
+evaluated is public.
 """
 
 from collections.abc import Callable, Sequence

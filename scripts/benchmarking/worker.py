@@ -134,9 +134,9 @@ def _draws_of_fixed_size(records: int) -> Iterator[None]:
         rng = np.random.default_rng(list(key))  # the key is the same on all ranks
         return np.sort(rng.choice(population, records, replace=records > population))
 
-    import torchtitan_dp.bookkeeping
+    import torchtitan_dp.checkpoint.bookkeeping
 
-    with unittest.mock.patch.object(torchtitan_dp.bookkeeping, "poisson_draw", draw):
+    with unittest.mock.patch.object(torchtitan_dp.checkpoint.bookkeeping, "poisson_draw", draw):
         yield
 
 

@@ -10,16 +10,8 @@ import pytest
 import torch
 
 import torchtitan_dp.plan.__main__ as plan
-from tests.processes.runs import (
-    TIMEOUT_S,
-    Run,
-    arguments,
-    privacy,
-    train,
-    weights,
-    with_sigma,
-    write_records,
-)
+from tests.processes import runs
+from tests.processes.runs import Run, arguments, privacy, weights, with_sigma, write_records
 from torchtitan_dp.process import lock_folder
 
 STEPS = 4
@@ -41,7 +33,7 @@ class Folder:
         return Run([*self.command, *overrides], log=self.place / "log", **options)
 
     def train(self, *overrides, **options):
-        return train([*self.command, *overrides], log=self.place / "log", **options)
+        return runs.train([*self.command, *overrides], log=self.place / "log", **options)
 
     def steps_begun(self):
         return len((self.out / "steps_executed.log").read_text().splitlines())
@@ -51,15 +43,8 @@ class Folder:
 
     def planned_epsilon(self, capsys, steps):
         capsys.readouterr()
-        plan.main(
-            [
-                *self.command,
-                f"--training.steps={steps}",
-                "--world_size=2",
-                "--no_memory",
-                "--json=-",
-            ]
-        )
+        options = [f"--training.steps={steps}", "--world_size=2", "--no_memory", "--json=-"]
+        plan.main([*self.command, *options])
         return json.loads(capsys.readouterr().out)["epsilon"]
 
     def refuses(self, capsys, *overrides):
@@ -112,8 +97,10 @@ def test_changed_terms_are_refused(finished, capsys, overrides, key, values):
     assert "job.dump_folder" in line
 
 
-def test_changed_data_is_refused(finished, capsys, tmp_path):
+def test_changed_data_is_refused_and_the_same_elsewhere_is_not(finished, capsys, tmp_path):
     folder, _ = finished
+    moved = shutil.copytree(folder.data, tmp_path / "moved")
+    plan.main([*folder.command, f"--training.dataset_path={moved}", "--world_size=2"])
     other = write_records(tmp_path / "other")
     (other / "record_007.txt").write_text("longer than it was, by far and away")
     line = folder.refuses(capsys, f"--training.dataset_path={other}")
@@ -122,18 +109,12 @@ def test_changed_data_is_refused(finished, capsys, tmp_path):
     assert before[:8] not in line  # private
 
 
-def test_the_same_data_elsewhere_is_accepted(finished, capsys, tmp_path):
-    folder, _ = finished
-    moved = shutil.copytree(folder.data, tmp_path / "moved")
-    plan.main([*folder.command, f"--training.dataset_path={moved}", "--world_size=2"])
-
-
 def test_a_worker_refuses_too(finished):
     """Not only the plan: the ledger in the checkpoint is checked where it is loaded."""
     folder, spent = finished
     run = folder.start("--privacy.max_grad_norm=2")
     try:
-        assert run.process.wait(TIMEOUT_S) != 0
+        assert run.process.wait(runs.TIMEOUT_S) != 0
     finally:
         run.end()
     assert "privacy.max_grad_norm = 2.0" in run.output()
@@ -142,10 +123,8 @@ def test_a_worker_refuses_too(finished):
 
 def test_a_finished_run_has_nothing_left_to_do(finished):
     folder, spent = finished
-    output = folder.train()
-    assert f"done: {STEPS} steps" in output
-    assert privacy(folder.out) == spent
-    assert folder.steps_begun() == STEPS
+    assert f"done: {STEPS} steps" in folder.train()
+    assert (privacy(folder.out), folder.steps_begun()) == (spent, STEPS)
 
 
 def test_two_starts_from_one_checkpoint_differ(finished, tmp_path):

@@ -54,6 +54,14 @@ def save(state, folder):
     return str(folder)
 
 
+def edit_metadata(folder, edit):
+    """Write the checkpoint's metadata again as `edit` leaves it."""
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    edit(metadata)
+    with open(os.path.join(folder, ".metadata"), "wb") as file:
+        pickle.dump(metadata, file)
+
+
 @pytest.fixture
 def saved(tmp_path):
     return save(content(), tmp_path / "step-1")
@@ -99,10 +107,7 @@ def test_pytorchs_own_unpickling_is_never_reached(saved, monkeypatch):
 
 def test_malicious_metadata_is_refused(saved, tmp_path):
     made = tmp_path / "made"
-    metadata = dcp.FileSystemReader(saved).read_metadata()
-    metadata.planner_data = Malicious(made)
-    with open(os.path.join(saved, ".metadata"), "wb") as file:
-        pickle.dump(metadata, file)
+    edit_metadata(saved, lambda metadata: setattr(metadata, "planner_data", Malicious(made)))
     words = r"it asks for posix\.mkdir"
     if torch.__version__ < "2.13":
         words += "|metadata is None"  # torch 2.11 does not pass the reason on
@@ -126,54 +131,55 @@ def test_a_malicious_value_is_refused(tmp_path):
     assert made.exists()
 
 
-def test_a_path_out_of_the_folder_is_refused(saved):
-    metadata = dcp.FileSystemReader(saved).read_metadata()
+def outside(metadata):
     next(iter(metadata.storage_data.values())).relative_path = "../other"
-    with open(os.path.join(saved, ".metadata"), "wb") as file:
-        pickle.dump(metadata, file)
-    assert "outside" in damage(saved)
 
 
-@pytest.mark.parametrize("field, value", [("offsets", (1, 0)), ("sizes", (1, 3))])
-def test_chunks_that_leave_a_hole_are_told(saved, field, value):
-    metadata = dcp.FileSystemReader(saved).read_metadata()
-    setattr(metadata.state_dict_metadata["weight"].chunks[0], field, torch.Size(value))
-    with open(os.path.join(saved, ".metadata"), "wb") as file:
-        pickle.dump(metadata, file)
-    assert "the chunks of weight" in damage(saved)
+def moved(metadata):
+    metadata.state_dict_metadata["weight"].chunks[0].offsets = torch.Size((1, 0))
+
+
+def shorter(metadata):
+    metadata.state_dict_metadata["weight"].chunks[0].sizes = torch.Size((1, 3))
+
+
+def stored_nowhere(metadata):
+    (index,) = (index for index in metadata.storage_data if index.fqn == "weight")
+    metadata.storage_data[MetadataIndex("weight", (1, 0))] = metadata.storage_data.pop(index)
+
+
+def in_the_same_bytes(metadata):
+    first, second, *_ = sorted(metadata.storage_data.values(), key=lambda place: place.offset)
+    second.offset = first.offset
+
+
+@pytest.mark.parametrize(
+    "edit, told",
+    [
+        (outside, "outside"),
+        *((edit, "the chunks of weight") for edit in (moved, shorter, stored_nowhere)),
+        (in_the_same_bytes, "lies where another entry does"),
+    ],
+)
+def test_metadata_that_cannot_be_right_is_told(saved, edit, told):
+    edit_metadata(saved, edit)
+    assert told in damage(saved)
 
 
 @pytest.mark.parametrize("start, fault", [(2, True), (3, False)])
 def test_chunks_that_overlap_are_told(saved, start, fault):
     """They hold as many numbers as the tensor does, and leave one of it out."""
-    metadata = dcp.FileSystemReader(saved).read_metadata()
-    second = ChunkStorageMetadata(torch.Size((start,)), torch.Size((2,)))
-    first = ChunkStorageMetadata(torch.Size((0,)), torch.Size((3,)))
-    metadata.state_dict_metadata["half"].chunks = [second, first]
-    (place,) = (at for index, at in metadata.storage_data.items() if index.fqn == "half")
-    index = MetadataIndex("half", second.offsets)
-    metadata.storage_data[index] = replace(place, relative_path="__1_0.distcp")
-    with open(os.path.join(saved, ".metadata"), "wb") as file:
-        pickle.dump(metadata, file)
+
+    def in_two(metadata):
+        second = ChunkStorageMetadata(torch.Size((start,)), torch.Size((2,)))
+        first = ChunkStorageMetadata(torch.Size((0,)), torch.Size((3,)))
+        metadata.state_dict_metadata["half"].chunks = [second, first]
+        (place,) = (at for index, at in metadata.storage_data.items() if index.fqn == "half")
+        index = MetadataIndex("half", second.offsets)
+        metadata.storage_data[index] = replace(place, relative_path="__1_0.distcp")
+
+    edit_metadata(saved, in_two)
     assert ("the chunks of half" in damage(saved)) == fault
-
-
-def test_a_chunk_that_is_stored_nowhere_is_told(saved):
-    metadata = dcp.FileSystemReader(saved).read_metadata()
-    (index,) = (index for index in metadata.storage_data if index.fqn == "weight")
-    metadata.storage_data[MetadataIndex("weight", (1, 0))] = metadata.storage_data.pop(index)
-    with open(os.path.join(saved, ".metadata"), "wb") as file:
-        pickle.dump(metadata, file)
-    assert "the chunks of weight" in damage(saved)
-
-
-def test_two_entries_in_the_same_bytes_are_told(saved):
-    metadata = dcp.FileSystemReader(saved).read_metadata()
-    first, second, *_ = sorted(metadata.storage_data.values(), key=lambda place: place.offset)
-    second.offset = first.offset
-    with open(os.path.join(saved, ".metadata"), "wb") as file:
-        pickle.dump(metadata, file)
-    assert "lies where another entry does" in damage(saved)
 
 
 @pytest.mark.parametrize(
@@ -196,6 +202,7 @@ def test_damaged_bytes_ask_for_no_memory(saved, damaged):
 
 
 # What each adds to `p`, in the pickle language: "h\\0" and the like name what was made before.
+_SIZE = b"(" + b"K\1" * 2000 + b"t"
 BOMBS = {
     "a path of paths": (b"cpathlib\nPosixPath\n", b"\x8c\x02aa\x85R", b"h\0h\1h\1\x86R"),
     "one text as paths": (
@@ -203,11 +210,11 @@ BOMBS = {
         b"X\xa0\x0f\0\0" + b"a/" * 2000,
         b"h\0h\1\x85R",
     ),
-    "one size again": (b"ctorch\nSize\n", b"(" + b"K\1" * 2000 + b"t", b"h\0h\1\x85R"),
-    "one size by its type": (b"ctorch\nSize\n", b"(" + b"K\1" * 2000 + b"t", b"h\0h\1\x85\x81"),
+    "one size again": (b"ctorch\nSize\n", _SIZE, b"h\0h\1\x85R"),
+    "one size by its type": (b"ctorch\nSize\n", _SIZE, b"h\0h\1\x85\x81"),
     "one size in indices": (
         b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n",
-        b"(" + b"K\1" * 2000 + b"t",
+        _SIZE,
         b"h\0K\0h\1\x86R",
     ),
     "one state for all": (
@@ -257,19 +264,23 @@ def test_a_truncated_or_missing_file_is_told(saved, name):
     assert name in damage(saved)
 
 
-@pytest.mark.parametrize("name", ["weight", "half", "flag", "state.ledger"])
-def test_one_flipped_bit_is_told(saved, name):
-    """By one of the ranks that share the reading."""
-    (entry,) = (e for e in entries(read_metadata(saved)) if e.name == name)
-    with open(os.path.join(saved, entry.file), "rb+") as file:
+def flip(folder, name):
+    """Flip one bit of a tensor's data, or of a pickled value, which no size tells."""
+    (entry,) = (e for e in entries(read_metadata(str(folder))) if e.name == name)
+    with open(os.path.join(folder, entry.file), "rb+") as file:
         file.seek(entry.offset)
         archive = io.BytesIO(file.read(entry.length))
         with zipfile.ZipFile(archive) as stored:
             part = max(stored.infolist(), key=lambda i: i.filename.endswith("/data/0"))
-            last = stored.read(part)[-8:]  # of the tensor's data, or of the pickled value
-        place = entry.offset + archive.getvalue().index(last)
-        file.seek(place)
+            last = stored.read(part)[-8:]
+        file.seek(entry.offset + archive.getvalue().index(last))
         file.write(bytes([last[0] ^ 1]))
+
+
+@pytest.mark.parametrize("name", ["weight", "half", "flag", "state.ledger"])
+def test_one_flipped_bit_is_told(saved, name):
+    """By one of the ranks that share the reading."""
+    flip(saved, name)
     assert damage(saved) == ""
     told = [damaged_entry(saved, rank, 3) for rank in range(3)]
     assert len([problem for problem in told if problem.startswith(f"{name} in ")]) == 1

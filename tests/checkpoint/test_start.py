@@ -1,18 +1,15 @@
 """How a run starts is decided once: drawn, initial or its own weights, and the ledger with them."""
 
-import io
 import os
-import warnings
-import zipfile
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 from tests import build
 from tests.accounts import publish
+from tests.checkpoint import test_safe_load
+from tests.checkpoint.test_safe_load import flip
 from tests.processes.ranks import on_ranks
-from torchtitan_dp.checkpoint.safe_load import entries, read_metadata
 from torchtitan_dp.checkpoint.start import (
     Start,
     Weights,
@@ -40,9 +37,7 @@ def ledger(folder, steps):
 def save(place, text):
     """A checkpoint that holds a weight, and `text` as its ledger."""
     state = {"weight": torch.arange(6.0).reshape(2, 3), "train_state": {"ledger": text}}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(state, checkpoint_id=place, no_dist=True)
+    test_safe_load.save(state, place)
     return place
 
 
@@ -56,60 +51,27 @@ def truncate(place):
     os.truncate(path, path.stat().st_size - 1)
 
 
-def flip(place):
-    """One bit of the weight, which no size tells."""
-    (entry,) = (e for e in entries(read_metadata(str(place))) if e.name == "weight")
-    with open(place / entry.file, "rb+") as file:
-        file.seek(entry.offset)
-        archive = io.BytesIO(file.read(entry.length))
-        with zipfile.ZipFile(archive) as stored:
-            name = next(n for n in stored.namelist() if n.endswith("/data/0"))
-            last = stored.read(name)[-8:]
-        file.seek(entry.offset + archive.getvalue().index(last))
-        file.write(bytes([last[0] ^ 1]))
-
-
 def test_weights_are_drawn_where_nothing_is_there(tmp_path):
     assert decide_start(config(tmp_path)) == Start(Weights.DRAWN)
-    own(tmp_path, 2)
+    own(tmp_path, 9, 10)
+    assert decide_start(config(tmp_path)).step == 10  # the largest number, not the last word
     start = decide_start(build.config("--checkpoint.no-enable", f"--job.dump_folder={tmp_path}"))
     assert (start.loads, start.resumes, start.resumed, start.initial) == (False, False, None, None)
 
 
-def test_the_newest_is_that_of_the_largest_number(tmp_path):
-    """And not the last word of a list."""
-    own(tmp_path, 9, 10)
-    assert decide_start(config(tmp_path)).step == 10
-
-
 @pytest.mark.parametrize(
-    "overrides, weights, key, place",
+    "key, place, in_hf, weights",
     [
-        (
-            ["--checkpoint.initial_load_path=/w"],
-            "INITIAL_DCP",
-            "checkpoint.initial_load_path",
-            "/w",
-        ),
-        (
-            ["--checkpoint.initial_load_path=/w", "--checkpoint.initial_load_in_hf"],
-            "INITIAL_HF",
-            "checkpoint.initial_load_path",
-            "/w",
-        ),
-        (
-            ["--model.hf_assets_path=/hf", "--checkpoint.initial_load_in_hf"],
-            "INITIAL_HF",
-            "model.hf_assets_path",
-            "/hf",
-        ),
+        ("checkpoint.initial_load_path", "/w", False, Weights.INITIAL_DCP),
+        ("checkpoint.initial_load_path", "/w", True, Weights.INITIAL_HF),
+        ("model.hf_assets_path", "/hf", True, Weights.INITIAL_HF),
     ],
 )
-def test_initial_weights_are_found_by_their_key(tmp_path, overrides, weights, key, place):
-    start = decide_start(config(tmp_path, *overrides))
-    assert start == Start(Weights[weights], place, key)
-    assert start.loads
-    assert not start.resumes
+def test_initial_weights_are_found_by_their_key(tmp_path, key, place, in_hf, weights):
+    in_format = ["--checkpoint.initial_load_in_hf"] if in_hf else []
+    start = decide_start(config(tmp_path, f"--{key}={place}", *in_format))
+    assert start == Start(weights, place, key)
+    assert (start.loads, start.resumes) == (True, False)
 
 
 def test_a_checkpoint_of_its_own_comes_before_initial_weights(tmp_path):
@@ -164,7 +126,7 @@ def revised(folder):
 
 def test_what_all_ranks_read_revises_the_decision(tmp_path):
     own(tmp_path, 2, 4)
-    flip(tmp_path / "checkpoint" / "step-4")
+    flip(tmp_path / "checkpoint" / "step-4", "weight")
     assert on_ranks(2, revised, str(tmp_path)) == [(4, 2)] * 2
     assert (tmp_path / "checkpoint.damaged" / "step-4").is_dir()
 
@@ -180,12 +142,8 @@ def test_a_checkpoint_is_reported_as_saved_once_it_is_on_disk(monkeypatch, mode,
     monkeypatch.setattr(manager.CheckpointManager, "save", lambda *_: None)
     saved, found = [], []
     one = object.__new__(manager.Checkpointer)
-    one.enable, one.load_only, one.interval, one.enable_first_step_checkpoint = (
-        True,
-        False,
-        2,
-        False,
-    )
+    one.enable, one.load_only, one.interval = True, False, 2
+    one.enable_first_step_checkpoint = False
     one.async_mode, one._under_way, one.saved = manager.AsyncMode[mode], None, saved.append
     one.require_finite = lambda step: None
     for step in range(1, 6):

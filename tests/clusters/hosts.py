@@ -8,29 +8,17 @@ and in a mount namespace, where it can have files of its own.
 """
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import pytest
-
+from tests.clusters.namespaces import APART, below, need
 from tests.processes.runs import ROOT
 
-PROGRAMS = ("ip", "unshare", "mount")
 PORT = 29400
 WAIT_S = 300  # for failing only: less than a test has
-
-
-def need() -> None:
-    """Skip the test where there can be no hosts."""
-    missing = [program for program in PROGRAMS if shutil.which(program) is None]
-    if os.geteuid() != 0 or subprocess.run(["unshare", "--net", "true"], check=False).returncode:
-        missing.append("root")
-    if missing:
-        pytest.skip(f"two hosts need {', '.join(missing)}: apt-get install iproute2")
 
 
 class Launcher:
@@ -58,13 +46,10 @@ class Launcher:
 
     def ask_to_stop(self) -> None:
         """SIGTERM to the launcher, and to nothing else of the host."""
-        below = [self.process.pid]
-        while below:
-            pid = below.pop()
-            if b"torchtitan_dp.launch" in Path(f"/proc/{pid}/cmdline").read_bytes():
+        for pid, line in below(self.process.pid):
+            if "torchtitan_dp.launch" in line:
                 os.kill(pid, signal.SIGTERM)
                 return
-            below += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
         raise AssertionError("no launcher runs on this host")
 
     def kill(self) -> None:
@@ -77,7 +62,7 @@ class TwoHosts:
     """Hosts 10.77.0.1 and 10.77.0.2."""
 
     def __init__(self, folder: Path) -> None:
-        need()
+        need("a network of two hosts", ("ip", "mount"), "iproute2")
         self._folder = folder
         self._names = [f"tests-{os.getpid()}-{number}" for number in (0, 1)]
         self._started: list[Launcher] = []
@@ -111,11 +96,10 @@ class TwoHosts:
         mounts = [f"mount --bind {own} {path}" for path, own in (in_place_of or {}).items()]
         node = (str(ROOT / "scripts/slurm/node.sh"), "0,1", "--nnodes=2", "--nproc_per_node=1")
         torchrun = (f"--rdzv_endpoint=10.77.0.1:{PORT}", "--rdzv_id=tests")
-        apart = ("unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child")
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [
-                    *("ip", "netns", "exec", self._names[number], *apart, "bash", "-ec"),
+                    *("ip", "netns", "exec", self._names[number], *APART, "bash", "-ec"),
                     "\n".join([*mounts, 'exec "$@"']),
                     *("bash", *node, *torchrun, "-m", "torchtitan_dp.train", *argv),
                 ],

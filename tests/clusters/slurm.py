@@ -9,18 +9,16 @@ namespace, whose /etc/hosts names the nodes, and in a process namespace, whose e
 """
 
 import os
-import shutil
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import pytest
-
+from tests.clusters.namespaces import APART, below, need
 from tests.processes.runs import ROOT
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "unshare")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 KILL_WAIT_S = 30
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 WAIT_S = 200  # for failing only
@@ -70,20 +68,11 @@ wait
 """
 
 
-def need() -> None:
-    """Skip the test where there can be no cluster."""
-    missing = [program for program in PROGRAMS if shutil.which(program) is None]
-    if os.geteuid() != 0:
-        missing.append("root")
-    if missing:
-        pytest.skip(f"a SLURM needs {', '.join(missing)}: apt-get install slurm-wlm munge")
-
-
 class Cluster:
     """Two nodes, partitions `main` (jobs are preempted) and `urgent` (which preempts)."""
 
     def __init__(self, folder: Path, *, grace_s: int = 60) -> None:
-        need()
+        need("a SLURM", PROGRAMS, "slurm-wlm munge")
         self.folder, host = folder, socket.gethostname()
         (folder / "state").mkdir(parents=True)
         (folder / "hosts").write_text(f"127.0.0.1 localhost {host} node1 node2\n")
@@ -101,10 +90,9 @@ class Cluster:
         self._unshare: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "Cluster":
-        apart = ("unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child")
         with (self.folder / "start.log").open("wb") as log:
             self._unshare = subprocess.Popen(
-                [*apart, "bash", str(self.folder / "start.sh")],
+                [*APART, "bash", str(self.folder / "start.sh")],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -170,15 +158,8 @@ class Cluster:
     def processes(self, *words: str) -> list[int]:
         """The cluster's processes whose command lines have all of these words, by process id."""
         assert self._unshare is not None
-        found = []
-        for pid in _descendants(self._unshare.pid):
-            try:
-                line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except OSError:  # it has ended
-                continue
-            if all(word in line for word in words):
-                found.append(pid)
-        return found
+        found = below(self._unshare.pid)
+        return [pid for pid, line in found if all(word in line for word in words)]
 
     def _wait_for_nodes(self) -> None:
         deadline = time.monotonic() + 60
@@ -203,20 +184,3 @@ def _free_ports(count: int) -> list[int]:
     for found in sockets:
         found.close()
     return ports
-
-
-def _descendants(pid: int) -> list[int]:
-    """All living processes below one, by process id (Linux)."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(entry.read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-        children.setdefault(parent, []).append(int(entry.parent.name))
-    found, left = [], [pid]
-    while left:
-        below = children.get(left.pop(), [])
-        found += below
-        left += below
-    return found

@@ -1,16 +1,15 @@
 """A mistake in the input is one line on stderr that names the key, exit code 2, and no trace."""
 
 import dataclasses
-import os
-import subprocess
 import sys
+from operator import attrgetter
 
 import pytest
 import tokenizers
 
 import torchtitan_dp.plan.__main__ as plan
 from tests.processes import forks
-from tests.processes.runs import CONFIG, ROOT, arguments, write_records
+from tests.processes.runs import CONFIG, ROOT, arguments, said, write_records
 from torchtitan_dp.config.load import RUN_CONFIG_FILE, load_config, write_config
 
 RECORDS = 24
@@ -26,24 +25,26 @@ def data(tmp_path):
     return write_records(tmp_path / "data", RECORDS)
 
 
+def plan_of(tmp_path, data, overrides, world_size=2):
+    plan.main([*arguments(tmp_path / "out", data, *overrides), f"--world_size={world_size}"])
+
+
 def refused(tmp_path, data, capsys, *overrides, world_size=2):
     """The one line that the plan says to a bad command line."""
     with pytest.raises(SystemExit) as stop:
-        plan.main([*arguments(tmp_path / "out", data, *overrides), f"--world_size={world_size}"])
+        plan_of(tmp_path, data, overrides, world_size)
     output = capsys.readouterr()
-    assert stop.value.code == 2
-    assert output.out == ""
+    assert (stop.value.code, output.out) == (2, "")
     announced = "not private: tokenizing "  # the records, whose number a mistake may be about
-    lines = [line for line in output.err.splitlines() if not line.startswith(announced)]
-    assert len(lines) == 1, output.err
-    assert lines[0].startswith("error: ")
+    (line,) = (line for line in output.err.splitlines() if not line.startswith(announced))
+    assert line.startswith("error: ")
     assert not (tmp_path / "out").exists()
-    return lines[0].removeprefix("error: ").rstrip()
+    return line.removeprefix("error: ").rstrip()
 
 
-def accepted(tmp_path, data, capsys, *overrides, world_size=2):
+def accepted(tmp_path, data, capsys, *overrides):
     """What the plan says to a good command line."""
-    plan.main([*arguments(tmp_path / "out", data, *overrides), f"--world_size={world_size}"])
+    plan_of(tmp_path, data, overrides)
     return capsys.readouterr().err
 
 
@@ -198,9 +199,9 @@ def test_bad_input(tmp_path, data, capsys, case):
 
 def test_good_input(tmp_path, data, capsys):
     """The command line that the bad ones differ from."""
-    said = accepted(tmp_path, data, capsys)
-    assert "plan: epsilon = " in said
-    assert "error" not in said
+    told = accepted(tmp_path, data, capsys)
+    assert "plan: epsilon = " in told
+    assert "error" not in told
 
 
 def test_the_line_says_what_would_do(tmp_path, data, capsys):
@@ -209,22 +210,13 @@ def test_the_line_says_what_would_do(tmp_path, data, capsys):
     assert "try 96 or 104" in line
 
 
-def test_an_empty_data_folder(tmp_path, capsys):
-    (tmp_path / "empty").mkdir()
-    line = refused(tmp_path, tmp_path / "empty", capsys)
-    assert "training.dataset_path = " in line
-
-
 def test_delta_of_a_record_is_refused(tmp_path, data, capsys):
-    with pytest.raises(SystemExit) as stop:
-        accepted(tmp_path, data, capsys, f"--privacy.delta={1 / RECORDS}")
-    assert stop.value.code == 2
-    said = capsys.readouterr().err
-    assert "privacy.delta = 0.0416667: at least 1 / number of training records" in said
-    said = accepted(tmp_path, data, capsys, f"--privacy.delta={0.9 / RECORDS}")
-    assert "warning: privacy.delta = 0.0375: above a tenth of 1 / number of training" in said
-    said = accepted(tmp_path, data, capsys, f"--privacy.delta={0.1 / RECORDS}")
-    assert "privacy.delta" not in said
+    line = refused(tmp_path, data, capsys, f"--privacy.delta={1 / RECORDS}")
+    assert "privacy.delta = 0.0416667: at least 1 / number of training records" in line
+    told = accepted(tmp_path, data, capsys, f"--privacy.delta={0.9 / RECORDS}")
+    assert "warning: privacy.delta = 0.0375: above a tenth of 1 / number of training" in told
+    told = accepted(tmp_path, data, capsys, f"--privacy.delta={0.1 / RECORDS}")
+    assert "privacy.delta" not in told
 
 
 @pytest.mark.parametrize(
@@ -232,10 +224,10 @@ def test_delta_of_a_record_is_refused(tmp_path, data, capsys):
 )
 def test_not_private_is_a_warning(tmp_path, data, capsys, override):
     unset = ["--privacy.target_epsilon=None"] if "noise" in override else []
-    said = accepted(tmp_path, data, capsys, *unset, override)
-    assert f"warning: {override.removeprefix('--').split('=')[0]}" in said
-    assert "plan: NOT private at" in said
-    assert "plan: epsilon" not in said
+    told = accepted(tmp_path, data, capsys, *unset, override)
+    assert f"warning: {override.removeprefix('--').split('=')[0]}" in told
+    assert "plan: NOT private at" in told
+    assert "plan: epsilon" not in told
 
 
 def test_undecodable_records(tmp_path, data, capsys):
@@ -246,30 +238,27 @@ def test_undecodable_records(tmp_path, data, capsys):
 
 
 def test_a_tokenizer_larger_than_the_vocabulary(tmp_path, data, capsys):
-    words = {f"w{i}": i for i in range(265)}
-    model = tokenizers.models.WordLevel(words, unk_token="w0")
-    assets = tmp_path / "assets"
-    assets.mkdir()
-    tokenizers.Tokenizer(model).save(str(assets / "tokenizer.json"))
-    line = refused(tmp_path, data, capsys, f"--model.hf_assets_path={assets}")
-    assert "model.hf_assets_path = " in line
+    model = tokenizers.models.WordLevel({f"w{i}": i for i in range(265)}, unk_token="w0")
+    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    line = refused(tmp_path, data, capsys, f"--model.hf_assets_path={tmp_path}")
+    assert line.startswith("model.hf_assets_path = ")
     assert "265 tokens, more than the 264 of model.flavor = 'debug'" in line
 
 
 @pytest.mark.parametrize(
     "fields, sampling, long_records",
     [
-        ((), "concat", "head"),
-        (("--data.unit_field=who",), "concat", "window"),
-        (("--data.prompt_field=q",), "concat", "head"),
-        (("--data.unit_field=who", "--data.prompt_field=q"), "random", "head"),
-        (("--data.unit_field=who", "--data.messages_field=m"), "random", "head"),
-        (("--data.unit_field=who", "--data.unit_sampling=random"), "random", "window"),
-        (("--data.unit_field=who", "--data.long_records=head"), "concat", "head"),
+        ("", "concat", "head"),
+        ("--data.unit_field=who", "concat", "window"),
+        ("--data.prompt_field=q", "concat", "head"),
+        ("--data.unit_field=who --data.prompt_field=q", "random", "head"),
+        ("--data.unit_field=who --data.messages_field=m", "random", "head"),
+        ("--data.unit_field=who --data.unit_sampling=random", "random", "window"),
+        ("--data.unit_field=who --data.long_records=head", "concat", "head"),
     ],
 )
 def test_units_are_read_whole_by_default(tmp_path, data, fields, sampling, long_records):
-    config = load_config(arguments(tmp_path / "out", data, *fields), 2)
+    config = load_config(arguments(tmp_path / "out", data, *fields.split()), 2)
     assert (config.data.unit_sampling, config.data.long_records) == (sampling, long_records)
 
 
@@ -302,10 +291,12 @@ def test_bad_toml(tmp_path, data, capsys, text, named):
     assert str(path) in line
 
 
-def test_a_folder_that_is_a_file(tmp_path, data, capsys):
+def test_a_folder_that_is_a_file_or_empty(tmp_path, data, capsys):
     (tmp_path / "file").write_text("")
     line = refused(tmp_path, data, capsys, f"--job.dump_folder={tmp_path / 'file'}")
     assert f"job.dump_folder = '{tmp_path / 'file'}'" in line
+    (tmp_path / "empty").mkdir()
+    assert "training.dataset_path = " in refused(tmp_path, tmp_path / "empty", capsys)
 
 
 @pytest.mark.parametrize("value", ["two", "0", "-1", ""])
@@ -332,8 +323,10 @@ def test_a_toml_names_no_code_to_run(tmp_path, data, monkeypatch):
 
 
 def test_command_line_over_toml_over_defaults(tmp_path, data):
-    config = load_config(arguments(tmp_path, data, "--training.steps=7"), 2)
+    given = ["--training.steps=7", "--training.global-batch-size", "5"]  # "-" and " " will do too
+    config = load_config(arguments(tmp_path, data, *given), 2)
     assert config.training.steps == 7  # the TOML says 40
+    assert config.training.global_batch_size == 5
     assert config.optimizer.lr == 1.2e-2  # the TOML's; TorchTitan's is 8e-4
     assert config.training.max_norm == 0  # ours; TorchTitan's is 1
     assert config.parallelism.context_parallel_degree == 2  # -1 in the TOML: all of them
@@ -358,16 +351,11 @@ def test_paths_may_begin_with_the_home_folder(tmp_path, monkeypatch):
     """A shell does not replace `~` within `--key=~/x`, and nobody does so in a TOML."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "my.toml").write_text(CONFIG.read_text())
-    given = [
-        "--job.config_file=~/my.toml",
-        "--checkpoint.enable",
-        *(f"--{key}=~/{key}" for key in PATHS),
-    ]
-    config = load_config(given, 1)
+    given = ["--job.config_file=~/my.toml", "--checkpoint.enable"]
+    config = load_config([*given, *(f"--{key}=~/{key}" for key in PATHS)], 1)
     assert config.optimizer.lr == 1.2e-2  # of the TOML
     for key in PATHS:
-        section, name = key.split(".")
-        assert getattr(getattr(config, section), name) == f"{tmp_path}/{key}"
+        assert attrgetter(key)(config) == f"{tmp_path}/{key}"
 
 
 def test_keys_that_changed_since_the_last_start_are_named(tmp_path, data):
@@ -387,37 +375,22 @@ def test_keys_that_changed_since_the_last_start_are_named(tmp_path, data):
     assert lines() == []
 
 
-def test_dashes_are_underscores_and_equals_is_space(tmp_path, data):
-    given = ["--job.config-file", str(CONFIG), "--training.global-batch-size", "5"]
-    assert load_config(given, 2).training.global_batch_size == 5
-
-
 def run_train(*overrides, **env):
     forks.need()
-    return subprocess.run(
-        [str(ROOT / "run_train.sh"), *overrides],
-        env={**os.environ, "TORCHTITAN_DP_PYTHON": sys.executable, "NGPU": "2", **env},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    env = {"TORCHTITAN_DP_PYTHON": sys.executable, "NGPU": "2", **env}
+    return said(ROOT / "run_train.sh", *overrides, **env)
 
 
 def test_run_train_exits_with_2_before_anything_starts(tmp_path, data):
     ended = run_train(*arguments(tmp_path / "out", data, "--privacy.delta=None"))
-    assert ended.returncode == 2
-    assert ended.stdout == ""
+    assert (ended.returncode, ended.stdout) == (2, "")
     told, line = ended.stderr.splitlines()
     assert told == "checking the configuration and the data…"
     assert line.startswith("error: privacy.delta is not set")
     assert not (tmp_path / "out").exists()
-
-
-def test_run_train_wants_a_number_of_processes():
     ended = run_train(NGPU="two")
-    assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
-    assert "NGPU" in line
+    assert (ended.returncode, "NGPU" in line) == (2, True)
 
 
 def test_a_python_with_another_torch_is_refused_in_one_line(tmp_path):
@@ -425,14 +398,11 @@ def test_a_python_with_another_torch_is_refused_in_one_line(tmp_path):
     metadata = tmp_path / "torch-2.9.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Name: torch\nVersion: 2.9.0\n")
-    env = {**os.environ, "TORCHTITAN_DP_PYTHON": sys.executable}
-    command = ["bash", str(ROOT / "scripts/setup.sh")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    env["PYTHONPATH"] = str(tmp_path)
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr.startswith(
-        f"setup.sh: TORCHTITAN_DP_PYTHON={sys.executable}: torch is 2.9.0"
+    good, bad = (
+        said("bash", "scripts/setup.sh", TORCHTITAN_DP_PYTHON=sys.executable, **more)
+        for more in ({}, {"PYTHONPATH": str(tmp_path)})
     )
-    assert len(done.stderr.splitlines()) == 1
+    assert (good.returncode, good.stderr) == (0, "")
+    (line,) = bad.stderr.splitlines()
+    assert bad.returncode == 1
+    assert line.startswith(f"setup.sh: TORCHTITAN_DP_PYTHON={sys.executable}: torch is 2.9.0")

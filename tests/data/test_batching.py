@@ -17,10 +17,8 @@ from torchtitan_dp.data.tokenizer import ByteTokenizer
 
 T = 32
 LADDER = (2, 4, 8, 16, 32)
-# Characters of records 0, 1, …: as many tokens, T at most. The first is empty, the second
-# undecodable.
+# Of records 0, 1, …, each with as many tokens, T at most. The second is undecodable.
 CHARACTERS = [0, -1, 1, 2, 3, 4, 5, 7, 8, 11, 14, 15, 16, 17, 20, 25, 30, 31, 32, 100]
-TOKENS = [min(max(n, 0), T) for n in CHARACTERS]
 
 
 class Small(ByteTokenizer):
@@ -35,7 +33,6 @@ class Small(ByteTokenizer):
 
 @pytest.fixture
 def samples(tmp_path: Path) -> Samples:
-    """Write records of `CHARACTERS`."""
     for i, characters in enumerate(CHARACTERS):
         text = bytes(48 + (i + j) % 36 for j in range(characters)) if characters >= 0 else b"\xff"
         write(tmp_path / "d", {f"{i:03}": text})
@@ -46,23 +43,13 @@ def opened(root: Path) -> Samples:
     return Samples(store_of(root / "d", root, tokenizer=Small()), T)
 
 
-def test_padded_length_is_the_smallest_that_holds_the_tokens(samples: Samples) -> None:
-    one = loader(samples)
-    lengths = one.lengths(Draw(np.arange(len(TOKENS))), LADDER)
-    for length, unit in zip(lengths, one.units, strict=True):
-        assert samples.tokens(int(unit)) == TOKENS[unit]
-        assert length == min(rung for rung in LADDER if rung >= TOKENS[unit])
-    assert lengths[one.units == 0] == lengths[one.units == 1] == LADDER[0]  # without tokens
-
-
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("ranks, batch_size, windows", [(1, 1, 1), (1, 2, 3), (2, 1, 3), (3, 2, 1)])
 def test_row19_what_is_drawn_is_processed_at_a_length_of_its_own(
     tmp_path: Path, how: dict[str, Any], ranks: int, batch_size: int, windows: int
 ) -> None:
     """Each unit is dealt once. All its windows are cut behind the last token of the longest, in any
-    draw and on any mesh; all ranks have the same shapes in the same order, the longest first.
-    """
+    draw and on any mesh; all ranks have the same shapes in the same order, the longest first."""
     samples, _ = samples_of(tmp_path, UNITS, T, **how)
     terms = {"batch_size": batch_size, "windows": windows if how else 1}
     loaders = [loader(samples, ranks, rank, **terms) for rank in range(ranks)]
@@ -102,9 +89,7 @@ def test_choices_are_other_ones_at_each_step_and_the_same_in_evaluation(tmp_path
     assert same(*(list(one.microbatches(Draw(every))) for _ in range(2)))
 
 
-def test_one_length_needs_no_counts_and_keeps_the_order_of_the_draw(
-    samples: Samples, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_length_needs_no_counts(samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
     one, draw = loader(samples), Draw(np.array([3, 9, 4]))
     monkeypatch.setattr(Samples, "tokens", None)
     made = [sample(samples, int(one.units[position]))[1] for position in (3, 9, 4)]
@@ -152,7 +137,7 @@ def sums(root: str, degrees: tuple[int, int, int], overrides: tuple[str, ...]) -
     one = loader(opened(Path(root)), ranks, rank, batch_size=built.batch_size)
     rungs = ladder(build.config(*overrides, degrees=degrees))
     assert len(rungs) > 3
-    draw = Draw(np.arange(len(TOKENS))[::-1].copy())
+    draw = Draw(np.arange(len(CHARACTERS))[::-1].copy())
     wholes, shapes = [], []
     norms: list[list[float]] = []
     for lengths in (None, rungs):

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ]
 
 
-def test_figures_and_labels(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_and_labels(command: list[str], capsys: Any) -> None:
     main(command)
     out, err = capsys.readouterr()
     found = json.loads(out)
@@ -49,7 +50,7 @@ def test_figures_and_labels(command: list[str], capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize("place", [[], ["--data.store", "STORES"]], ids=["default", "elsewhere"])
 def test_stores_are_listed_and_erased(
-    command: list[str], place: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: list[str], place: list[str], tmp_path: Path, capsys: Any
 ) -> None:
     place = [word.replace("STORES", str(tmp_path / "stores")) for word in place]
     folder = tmp_path / ("stores" if place else "cache/torchtitan_dp/prepared")
@@ -74,9 +75,7 @@ def test_stores_are_listed_and_erased(
 
 
 @pytest.mark.parametrize("mistake", ["--data.text_field=other", "--data.store=/proc/none"])
-def test_mistakes_are_one_line(
-    command: list[str], mistake: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_one_line(command: list[str], mistake: str, capsys: Any) -> None:
     with pytest.raises(SystemExit) as stopped:
         main([*command, mistake])
     assert stopped.value.code == 2

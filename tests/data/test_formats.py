@@ -13,6 +13,7 @@ import pytest
 
 from tests.data.stores import WRITERS, as_lines, as_parquet, source, store_of, stored, texts, write
 from torchtitan_dp.data import formats, tables
+from torchtitan_dp.data import store as stores
 from torchtitan_dp.data.formats import FORMATS
 from torchtitan_dp.data.prepare import prepared
 
@@ -54,9 +55,7 @@ def test_a_text_file_is_one_record(tmp_path: Path) -> None:
     assert texts(store_of(root, tmp_path)) == [text for _, text in TEXTS]
 
 
-def test_a_text_file_that_cannot_be_opened_has_no_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_file_that_cannot_be_opened_has_no_text(tmp_path: Path, monkeypatch: Any) -> None:
     root = write(tmp_path / "d", {"a": b"1", "b": b"2"})
 
     def opening(path: Any, *args: Any, **kwargs: Any) -> Any:  # tests may run as root
@@ -115,36 +114,28 @@ def test_row42_every_line_keeps_its_place(tmp_path: Path, ending: str, codec: st
 
 
 def test_files_of_blank_lines_and_empty_files(tmp_path: Path) -> None:
-    one = b'{"text": "1"}'
-    files = {"a": b"", "b": b"\n\n", "d/d": b"", "e": one, "f": one + b"\n\n", "g": b""}
+    files = {"a": b"", "b": b"\n\n", "d/d": b"", "e": b'{"text": "1"}\n\n', "g": b""}
     root = write(tmp_path / "d", {name + ".jsonl": data for name, data in files.items()})
-    assert texts(store_of(root, tmp_path, "jsonl")) == [None, None, "1", "1", None]
+    assert texts(store_of(root, tmp_path, "jsonl")) == [None, None, "1", None]
 
 
 ROWS = [f"{i} " + "".join(chr(97 + (i * j * j) % 23) for j in range(60)) for i in range(300)]
 
 
 @pytest.mark.parametrize("codec", [".gz", ".zst"])
-def test_compressed_parts_one_after_the_other(tmp_path: Path, codec: str) -> None:
-    lines = as_lines(ROWS)
-    data = packed(lines[:5000], codec) + packed(b"", codec) + packed(lines[5000:], codec)
-    root = write(tmp_path / "d", {f"a.jsonl{codec}": data})
-    assert texts(store_of(root, tmp_path, "jsonl")) == ROWS
-
-
-@pytest.mark.parametrize("codec", [".gz", ".zst"])
-@pytest.mark.parametrize("damage", ["a byte is missing", "cut", "overwritten", "another format"])
-def test_a_damaged_compressed_file_is_refused(tmp_path: Path, codec: str, damage: str) -> None:
-    data = packed(as_lines(ROWS), codec)
-    damaged = {
-        "a byte is missing": data[:-1],
-        "cut": data[: len(data) // 2],
-        "overwritten": data[:20] + b"\xff" * 100 + data[120:],
-        "another format": as_lines(ROWS),
-    }
-    root = write(tmp_path / "d", {f"a.jsonl{codec}": damaged[damage]})
-    refusal(root, "jsonl", r"^training\.dataset_path: .* cannot be read to its end")
-    assert [path for path in (tmp_path / "store").iterdir() if path.suffix != ".lock"] == []
+def test_compressed_files_are_read_to_their_end_or_refused(tmp_path: Path, codec: str) -> None:
+    lines, name = as_lines(ROWS), f"a.jsonl{codec}"
+    parts = packed(lines[:5000], codec) + packed(b"", codec) + packed(lines[5000:], codec)
+    root = write(tmp_path / "d", {name: parts})
+    whole = store_of(root, tmp_path, "jsonl")
+    assert texts(whole) == ROWS
+    stores.delete(whole.folder)
+    data = packed(lines, codec)
+    damaged = data[:-1], data[: len(data) // 2], data[:20] + b"\xff" * 100 + data[120:], lines
+    for one in damaged:
+        write(root, {name: one})
+        refusal(root, "jsonl", r"^training\.dataset_path: .* cannot be read to its end")
+        assert [path for path in (tmp_path / "store").iterdir() if path.suffix != ".lock"] == []
 
 
 @pytest.mark.parametrize("missing", [1, 20])
@@ -209,9 +200,7 @@ COLUMNS: list[tuple[Callable[[], Any], list[str | None]]] = [
 @pytest.mark.usefixtures("small_limits")
 @pytest.mark.parametrize("format", TABLES)
 @pytest.mark.parametrize("column", range(len(COLUMNS)))
-def test_every_value_of_a_column_keeps_its_row_and_unit(
-    tmp_path: Path, format: str, column: int
-) -> None:
+def test_every_value_keeps_its_row_and_unit(tmp_path: Path, format: str, column: int) -> None:
     make, expected = COLUMNS[column]
     who = list(range(len(expected)))
     root = WRITERS[format](tmp_path / "d", pa.table({"text": make(), "who": who}))
@@ -222,9 +211,7 @@ def test_every_value_of_a_column_keeps_its_row_and_unit(
 
 
 @pytest.mark.parametrize("format", ["arrow", "hf"])
-def test_offsets_that_lead_out_of_a_file_break_two_values_alone(
-    tmp_path: Path, format: str
-) -> None:
+def test_offsets_out_of_a_file_break_two_values_alone(tmp_path: Path, format: str) -> None:
     root = WRITERS[format](tmp_path / "d", [{"text": text} for text in ("aaa", "bbb", "ccc")])
     good, bad = (np.array([0, 3, at, 9], np.int32).tobytes() for at in (6, 2**30))
     data = (root / FILE[format]).read_bytes()
@@ -235,22 +222,20 @@ def test_offsets_that_lead_out_of_a_file_break_two_values_alone(
 
 @pytest.mark.parametrize("format", TABLES)
 @pytest.mark.parametrize(
-    "key, column, needed",
+    "key, columns, needed",
     [
-        ("text_field", [1, 2], "texts"),
-        ("text_field", [b"a", b"b"], "texts"),
-        ("text_field", [["a"], ["b"]], "texts"),
-        ("unit_field", [1.5, 2.0], "texts or whole numbers"),
-        ("messages_field", ["a", "b"], "lists of structs with a role"),
-        ("messages_field", [["a"], ["b"]], "lists of structs with a role"),
+        ("text_field", [[1], [b"a"], [["a"]]], "texts"),
+        ("unit_field", [[1.5]], "texts or whole numbers"),
+        ("messages_field", [["a"], [["a"]]], "lists of structs with a role"),
     ],
 )
 def test_a_column_of_the_wrong_type_is_refused(
-    tmp_path: Path, format: str, key: str, column: list[Any], needed: str
+    tmp_path: Path, format: str, key: str, columns: list[Any], needed: str
 ) -> None:
-    root = WRITERS[format](tmp_path / "d", pa.table({"text": ["a", "b"], "x": column}))
-    match = rf"^data\.{key} = 'x': .* has it as .*; name a column of {needed}"
-    refusal(root, format, match, **{key: "x"})
+    for column in columns:
+        root = WRITERS[format](tmp_path / "d", pa.table({"text": ["a"], "x": column}))
+        match = rf"^data\.{key} = 'x': .* has it as .*; name a column of {needed}"
+        refusal(root, format, match, **{key: "x"})
 
 
 @pytest.mark.parametrize("format", [*TABLES, "csv"])
@@ -349,7 +334,6 @@ COMMAS = "its columns must be separated by commas"
     "format, name, data, message",
     [
         ("parquet", "a.parquet", OTHER, r"training\.dataset_path: .*a.parquet is no Parquet file"),
-        ("parquet", "a.parquet", b"", r"training\.dataset_path: .*a.parquet is no Parquet file"),
         ("arrow", "a.arrow", OTHER, r"training\.dataset_path: .*a.arrow is no Arrow file"),
         ("hf", "data-1.arrow", b"", r"training\.dataset_path: .*data-1.arrow is no Arrow file"),
         ("csv", "a.csv", b'text\na\n"b\nc\n', r"training\.dataset_path: .*a.csv, line 4 \(not pri"),
@@ -360,7 +344,6 @@ COMMAS = "its columns must be separated by commas"
         ("csv", "a.csv", b"", r"data\.text_field = 'text': .*a.csv has no such column"),
         ("csv", "a.csv", b"text\n", r"training\.dataset_path = .* holds no record: it needs .*csv"),
         ("jsonl", "a.jsonl", b"", r"training\.dataset_path = .* no record: .* \*\.jsonl\.zst file"),
-        ("jsonl", "a.txt", b"{}", r"training\.dataset_path = .* holds no record"),
         ("text", ".hidden", b"x", r"training\.dataset_path = .* holds no record"),
         ("hf", "train/data-0.arrow", b"", r"training\.dataset_path = .* the folder of one split"),
         ("xml", "a.xml", b"", r"training\.dataset = 'xml' is not a known format: use one of 'te"),

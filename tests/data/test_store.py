@@ -1,15 +1,18 @@
 """A store on disk: what is read of it, who may read it, and that it is there as a whole or not."""
 
+import itertools
 import json
 import os
 import re
 import stat
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.data.drawn import Words
 from tests.data.stores import Row, as_jsonl, source, store_of, stored, texts, write
 from torchtitan_dp.data import store as stores
 from torchtitan_dp.data.prepare import prepared
@@ -27,40 +30,24 @@ ROWS: list[Row] = ["first", "", b"no JSON", "☃ last"]
 
 def test_any_part_of_a_record_is_read(tmp_path: Path) -> None:
     store = store_of(ROWS, tmp_path)
-    whole = [[256, *text.encode(), 257] for text in ("first", "☃ last")]
-    assert [list(one.ids) for one in stored(store)] == [whole[0], [], [], whole[1]]
+    first, last = ([256, *text.encode(), 257] for text in ("first", "☃ last"))
+    assert [list(one.ids) for one in stored(store)] == [first, [], [], last]
     assert store.lengths().tolist() == [7, 0, 0, 10] == [store.length(i) for i in range(4)]
-    for record, ids in ((0, whole[0]), (1, []), (3, whole[1])):
-        for start in range(12):
-            for count in range(12):
-                found = store.ids(record, start, count)
-                assert found.dtype == np.int64
-                assert found.tolist() == ids[start : start + count]
+    for record, start, count in itertools.product(range(4), range(12), range(12)):
+        found, whole = store.ids(record, start, count), (first, [], [], last)[record]
+        assert found.dtype == np.int64
+        assert found.tolist() == whole[start : start + count]
 
 
-class Numbers(ByteTokenizer):
-    """Numbers, separated by blanks."""
-
-    bos_id = eos_id = None
-    identity = "numbers"
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def encode(self, text: str) -> np.ndarray:
-        return np.array([int(word) for word in text.split()], dtype=np.int64)
-
-    def get_vocab_size(self) -> int:
-        return self.size
-
-
-@pytest.mark.parametrize("size, width", [(2**15, 2), (2**15 + 1, 4), (2**20, 4)])
-def test_the_largest_id_is_stored_as_target_and_not(tmp_path: Path, size: int, width: int) -> None:
-    row = {"text": f"{size - 1} 0", "prompt": f"0 {size - 1}"}
-    store = store_of([row], tmp_path, prompt_field="prompt", tokenizer=Numbers(size))
-    assert stored(store)[0].ids == (~0, ~(size - 1), size - 1, 0)
+@pytest.mark.parametrize("size, width", [(2**15, 2), (2**15 + 1, 4), (2**17, 4)])
+def test_the_largest_id_is_stored(tmp_path: Path, monkeypatch: Any, size: int, width: int) -> None:
+    """As a target, and as none."""
+    monkeypatch.setattr(Words, "get_vocab_size", lambda _: size)
+    row = {"text": "w" * (size - 1) + " a", "prompt": "a " + "w" * (size - 1)}
+    store = store_of([row], tmp_path, prompt_field="prompt", tokenizer=Words())
+    assert stored(store)[0].ids == (~0, ~1, ~(size - 1), size - 1, 1)
     assert stored(store)[0].first == 2
-    assert os.path.getsize(os.path.join(store.folder, stores.TOKENS)) == 4 * width
+    assert os.path.getsize(os.path.join(store.folder, stores.TOKENS)) == 5 * width
 
 
 @pytest.mark.parametrize("end", ["replaced", "deleted"])

@@ -46,9 +46,7 @@ def test_bytes() -> None:
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json", "model.safetensors"])
-def test_without_tokenizer_json_a_model_that_is_trained_on_bytes_alone_is_read(
-    tmp_path: Path, name: str
-) -> None:
+def test_a_model_of_bytes_alone_is_read_without_tokenizer_json(tmp_path: Path, name: str) -> None:
     assert isinstance(load_tokenizer(""), ByteTokenizer)
     (tmp_path / "config.json").write_text("{}")
     assert isinstance(load_tokenizer(str(tmp_path)), ByteTokenizer)

@@ -77,7 +77,7 @@ def opening(folder: str, differ: str) -> str:
     import torch.distributed as dist
 
     from tests.hazards.test_ledgers import records
-    from torchtitan_dp.bookkeeping import Bookkeeping
+    from torchtitan_dp.checkpoint.bookkeeping import Bookkeeping
     from torchtitan_dp.checkpoint.start import decide_start
     from torchtitan_dp.process import Fault
 

@@ -33,12 +33,12 @@ COLUMNS = {
 
 
 @pytest.mark.parametrize("column", COLUMNS)
-def test_one_value_is_broken_and_leaves_the_others(tmp_path: Path, column: str) -> None:
+def test_one_value_is_broken_and_leaves_the_others(tmp_path, column):
     store = store_of(_arrow(tmp_path / "a.arrow", COLUMNS[column]), tmp_path, "arrow")
     assert (store.lengths() > 0).tolist() == [True, False, True]
 
 
-def test_tokens_never_become_records(tmp_path: Path) -> None:
+def test_tokens_never_become_records(tmp_path):
     """Where their store lies among the files, which may be refused."""
     (tmp_path / "a.txt").write_text("a text")
     for _ in range(2):
@@ -46,7 +46,7 @@ def test_tokens_never_become_records(tmp_path: Path) -> None:
             assert len(prepared(source(tmp_path), str(tmp_path / "store"))) == 1
 
 
-def test_figures_count_all_tokens_of_answers(tmp_path: Path) -> None:
+def test_figures_count_all_tokens_of_answers(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"q": "q" * 500, "text": "t" * 500}) + "\n")
     wanted = source(tmp_path, "jsonl", prompt_field="q")
     records = Records.open(wanted, str(tmp_path / "store"))
@@ -54,11 +54,11 @@ def test_figures_count_all_tokens_of_answers(tmp_path: Path) -> None:
     assert figures["tokens"] == records.store.lengths().sum()
 
 
-def test_a_plan_of_one_unit(tmp_path: Path) -> None:
+def test_a_plan_of_one_unit(tmp_path):
     assert len(Records.of_number(source(tmp_path, "jsonl"), 1, 0.0).train) == 1
 
 
-def test_messages_whose_texts_are_codes_are_refused(tmp_path: Path) -> None:
+def test_messages_whose_texts_are_codes_are_refused(tmp_path):
     """One text that is not UTF-8 would break all others of its dictionary."""
     codes = pa.DictionaryArray.from_arrays(pa.array([0, 1]), pa.array(["user", "assistant"]))
     turns = pa.StructArray.from_arrays([codes, codes], ["role", "content"])

@@ -9,16 +9,22 @@ import math
 import pytest
 import torch
 
+from tests import build
 from tests.processes.ranks import on_ranks
+from torchtitan_dp.optimizer import DPOptimizer
+from torchtitan_dp.privacy.banded import NoiseChain
+from torchtitan_dp.privacy.keys import RootKey
 
 KEY = bytes(range(32))
 
 
-def gradients_handed_to_adam(degrees, *, microbatches, sigma, C, batch, keys=((KEY, 1.0),)):
-    """The whole gradients, by name, that the inner optimizer sees, for padding samples only."""
-    from tests import build
-    from torchtitan_dp.optimizer import DPOptimizer
+def private(built, inner, *, sigma=1.0, C=1.0, batch=1.0):
+    terms = {"noise_multiplier": sigma, "max_grad_norm": C, "expected_batch_size": batch}
+    return DPOptimizer(inner, built.parameters, **terms)
 
+
+def noise_of(degrees, microbatches=0, keys=((KEY, 1.0),), *, C=1.0, **terms):
+    """The whole gradients, by name, that the inner optimizer sees, for padding samples only."""
     built = build.build(degrees, max_grad_norm=C)
 
     class Recorder(torch.optim.SGD):
@@ -26,13 +32,7 @@ def gradients_handed_to_adam(degrees, *, microbatches, sigma, C, batch, keys=((K
             self.seen = {n: p.grad.full_tensor().clone() for n, p in built.parameters.items()}
 
     recorder = Recorder(list(built.parameters.values()), lr=0.0)
-    dp = DPOptimizer(
-        recorder,
-        built.parameters,
-        noise_multiplier=sigma,
-        max_grad_norm=C,
-        expected_batch_size=batch,
-    )
+    dp = private(built, recorder, C=C, **terms)
     tokens_NT, labels_NT = build.data(samples=1)
     for _ in range(microbatches):
         loss_1 = built.losses(tokens_NT, torch.full_like(labels_NT, -100))
@@ -41,14 +41,12 @@ def gradients_handed_to_adam(degrees, *, microbatches, sigma, C, batch, keys=((K
     return recorder.seen
 
 
-def noise_of(degrees, microbatches, sigma, C, batch, key=KEY):
-    return gradients_handed_to_adam(
-        degrees, microbatches=microbatches, sigma=sigma, C=C, batch=batch, keys=[(key, 1.0)]
-    )
-
-
 def flat(gradients: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([gradients[n].flatten() for n in sorted(gradients)]).double()
+
+
+def scaled_noise_of(degrees, microbatches):
+    return noise_of(degrees, microbatches, sigma=1.5, C=0.5, batch=4.0)
 
 
 @pytest.mark.thorough_cases("(1, 1, 2)-0", "(1, 1, 2)-3", "(2, 1, 2)-0", "(2, 1, 2)-3")
@@ -56,18 +54,15 @@ def flat(gradients: dict[str, torch.Tensor]) -> torch.Tensor:
 @pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 1, 2), (1, 2, 2), (2, 1, 2)], ids=str)
 def test_row08_variance_is_sigma_C_over_batch(degrees, microbatches):
     """Chi-squared, at 5 standard deviations, whatever the ranks and the microbatches."""
-    sigma, C, batch = 1.5, 0.5, 4.0
-    for gradients in on_ranks(math.prod(degrees), noise_of, degrees, microbatches, sigma, C, batch):
-        z = flat(gradients) / (sigma * C / batch)
+    for gradients in on_ranks(math.prod(degrees), scaled_noise_of, degrees, microbatches):
+        z = flat(gradients) / (1.5 * 0.5 / 4)
         assert abs(z.square().sum().item() - z.numel()) < 5 * math.sqrt(2 * z.numel())
         assert abs(z.mean().item()) < 5 / math.sqrt(z.numel())
 
 
 def test_row09_no_run_of_noise_occurs_twice():
     other = bytes(reversed(KEY))
-    gradients = [
-        flat(on_ranks(4, noise_of, (1, 2, 2), 0, 1.0, 1.0, 1.0, key)[0]) for key in (KEY, other)
-    ]
+    gradients = [flat(on_ranks(4, noise_of, (1, 2, 2), 0, [(key, 1.0)])[0]) for key in (KEY, other)]
     values = torch.cat(gradients)
     runs = values.unfold(0, 4, 1)
     assert len(torch.unique(runs, dim=0)) == len(runs)
@@ -78,24 +73,18 @@ def test_row09_no_run_of_noise_occurs_twice():
 
 def test_row12_noise_is_bit_identical_on_every_mesh():
     meshes = [(1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1), (1, 1, 4), (1, 2, 2), (2, 1, 2)]
-    alone, *others = [on_ranks(math.prod(d), noise_of, d, 1, 1.0, 1.0, 1.0)[0] for d in meshes]
+    alone, *others = [on_ranks(math.prod(d), noise_of, d, 1)[0] for d in meshes]
     for other in others:
         assert all(torch.equal(alone[name], other[name]) for name in alone)
 
 
 def correlated_noise_of(degrees):
     """The noise of a few steps of a chain of 8 bands."""
-    from torchtitan_dp.privacy.banded import NoiseChain
-    from torchtitan_dp.privacy.keys import RootKey
-
     chain, found = NoiseChain(RootKey(KEY).stream("noise"), 8), {}
     for step in range(1, 65):
         keys = chain.take(step)
         if step in (1, 2, 20, 64):
-            seen = gradients_handed_to_adam(
-                degrees, microbatches=0, sigma=1.0, C=1.0, batch=1.0, keys=keys
-            )
-            found.update({f"{step} {name}": gradient for name, gradient in seen.items()})
+            found |= {f"{step} {n}": gradient for n, gradient in noise_of(degrees, 0, keys).items()}
     return found
 
 
@@ -111,18 +100,8 @@ def test_row64_correlated_noise_is_bit_identical_on_every_mesh():
 
 
 def hashes_after_steps(degrees):
-    from tests import build
-    from torchtitan_dp.optimizer import DPOptimizer
-
     built = build.build(degrees)
-    optimizer = torch.optim.AdamW(list(built.parameters.values()), lr=1e-2)
-    dp = DPOptimizer(
-        optimizer,
-        built.parameters,
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        expected_batch_size=2,
-    )
+    dp = private(built, torch.optim.AdamW(list(built.parameters.values()), lr=1e-2), batch=2.0)
     for step in range(5):
         built.accumulate(*build.data(samples=3, seed=step))
         dp.step(built.gradients.clipped_sum.take(), [(bytes([step]) * 32, 1.0)])
@@ -139,15 +118,10 @@ def test_row10_replicas_stay_identical():
 
 def update_of(degrees, samples, batch):
     """The gradient handed on without noise, and the clipped sum."""
-    from tests import build
-    from torchtitan_dp.optimizer import DPOptimizer
-
     built = build.build(degrees)
     sgd = torch.optim.SGD(list(built.parameters.values()), lr=1.0)
     before = {n: p.full_tensor().clone() for n, p in built.parameters.items()}
-    dp = DPOptimizer(
-        sgd, built.parameters, noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=batch
-    )
+    dp = private(built, sgd, sigma=0.0, batch=batch)
     built.accumulate(*build.data(samples=samples))
     dp.step(built.gradients.clipped_sum.take(), [(KEY, 1.0)])
     moved = {n: before[n] - p.full_tensor() for n, p in built.parameters.items()}

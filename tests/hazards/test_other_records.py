@@ -81,13 +81,6 @@ LINES = {
 }
 
 
-def lines(root: Path, worst: object) -> Path:
-    every = [json.dumps(row).encode() for row in PLAIN]
-    if isinstance(worst, bytes):
-        every[WORST] = worst
-    return write(root, {"a.jsonl": b"".join(line + b"\n" for line in every)})
-
-
 # ----------------------------------------------------------------------------------------- csv
 
 VALUES = {
@@ -105,11 +98,14 @@ VALUES = {
 }
 
 
-def csv_file(root: Path, worst: object) -> Path:
-    every = [f"{row['who']},{row['note']}".encode() for row in PLAIN]
-    if isinstance(worst, bytes):
-        every[WORST] = worst
-    return write(root, {"a.csv": b"".join(line + b"\n" for line in [b"who,note", *every])})
+def in_lines(name: str, head: list[bytes], rows: list[bytes]) -> "Write":
+    """A writer of rows, of which the worst takes the place of one, behind a head."""
+
+    def write_lines(root: Path, worst: object) -> Path:
+        every = [worst if i == WORST and worst is not None else row for i, row in enumerate(rows)]
+        return write(root, {name: b"".join(line + b"\n" for line in [*head, *every])})
+
+    return write_lines
 
 
 # ----------------------------------------------------------------------------- columns of tables
@@ -177,10 +173,12 @@ def in_plain_pages(root: Path, worst: object) -> Path:
 
 
 Write = Callable[[Path, object], Path]
+OBJECTS = [json.dumps(row).encode() for row in PLAIN]
+PAIRS = [f"{row['who']},{row['note']}".encode() for row in PLAIN]
 CASES: dict[str, tuple[str, Write, dict[str, Any]]] = {
     "text": ("text", text_files, TEXTS),
-    "jsonl": ("jsonl", lines, LINES),
-    "csv": ("csv", csv_file, VALUES),
+    "jsonl": ("jsonl", in_lines("a.jsonl", [], OBJECTS), LINES),
+    "csv": ("csv", in_lines("a.csv", [b"who,note"], PAIRS), VALUES),
     "parquet": ("parquet", parquet_file, ROWS),
     "parquet of other writers": ("parquet", without_arrow_types, ROWS),
     "parquet in plain pages": ("parquet", in_plain_pages, ROWS),
@@ -196,7 +194,7 @@ EACH = [
 
 
 @pytest.fixture
-def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_limits(monkeypatch):
     """Limits that a small record passes."""
     for module, name in (
         (tables, "MOST_ROW_BYTES"),
@@ -216,7 +214,7 @@ def require_others_as_before(before: list[Stored], after: list[Stored]) -> None:
 
 @pytest.mark.usefixtures("small_limits")
 @pytest.mark.parametrize(("case", "worst"), EACH)
-def test_row68_every_other_record_reads_as_before(case: str, worst: str, tmp_path: Path) -> None:
+def test_row68_every_other_record_reads_as_before(case, worst, tmp_path):
     format, write, worsts = CASES[case]
     before = read(format, write(tmp_path / "before", None))
     after = read(format, write(tmp_path / "after", worsts[worst]))
@@ -233,7 +231,7 @@ def only(words: str) -> HFTokenizer:
     return HFTokenizer(backend, None, None)
 
 
-def test_row68_what_the_tokenizer_refuses_touches_no_other_record(tmp_path: Path) -> None:
+def test_row68_what_the_tokenizer_refuses_touches_no_other_record(tmp_path):
     every = [f"a b {'a ' * (i % 5)}" for i in range(COUNT)]
     before, after = (
         stored(store_of(rows, tmp_path, tokenizer=only("a b")))
@@ -244,9 +242,7 @@ def test_row68_what_the_tokenizer_refuses_touches_no_other_record(tmp_path: Path
 
 
 @pytest.mark.parametrize("content", ["raise", "\ufdd0", "{{ 1 // 0 }}"])
-def test_row68_what_a_template_refuses_touches_no_other_record(
-    tmp_path: Path, content: str
-) -> None:
+def test_row68_what_a_template_refuses_touches_no_other_record(tmp_path, content):
     template = "{% if messages[0].content == 'raise' %}{{ 1 // 0 }}{% endif %}" + TEMPLATE
     chats: list[Row] = [{"chat": row["chat"]} for row in PLAIN]
     worst = [{"role": "user", "content": content}, {"role": "assistant", "content": "no"}]
@@ -268,9 +264,7 @@ def in_another_process(expression: str, **options: Any) -> "subprocess.Completed
 
 @pytest.mark.slow
 @pytest.mark.parametrize("store_schema", [False, True])
-def test_row68_a_row_that_memory_does_not_hold_is_refused(
-    store_schema: bool, tmp_path: Path
-) -> None:
+def test_row68_a_row_that_memory_does_not_hold_is_refused(store_schema, tmp_path):
     """Nine messages of 250 MB in a file of some kilobytes, in a process with 3 GB of memory: no
     row behind it is lost in silence."""
     root = tmp_path / "bomb"

@@ -32,17 +32,17 @@ FILES = {"a.jsonl": lines("a", "b"), "d/b.jsonl": lines("c", "a")}
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     return write(tmp_path / "d", FILES)
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> str:
+def place(tmp_path):
     return str(tmp_path / "store")
 
 
 @pytest.fixture
-def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def written(monkeypatch):
     """The stores that were written from now on."""
     real, found = stores.write, []
 
@@ -67,9 +67,7 @@ def fresh(wanted: Source, tmp_path: Path) -> tuple[str, list[Any]]:
     return store.fingerprint, stored(store)
 
 
-def test_row72_the_same_files_on_the_same_terms_are_prepared_once(
-    root: Path, place: str, written: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_row72_the_same_files_are_prepared_once(root, place, written, monkeypatch):
     first = prepared(source(root, "jsonl"), place)
     monkeypatch.setattr(stores, "contents_hash", None)  # nothing is read again, either
     second = prepared(source(root, "jsonl"), place)
@@ -95,9 +93,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("changed", SETTINGS)
-def test_row72_other_settings_are_another_store(
-    root: Path, place: str, tmp_path: Path, written: list[str], changed: str
-) -> None:
+def test_row72_other_settings_are_another_store(root, place, tmp_path, written, changed):
     for setting in SETTINGS:  # all beside each other
         prepared(source(root, **{"format": "jsonl", **SETTINGS[setting]}), place)
     prepared(source(root, "jsonl"), place)
@@ -109,9 +105,7 @@ def test_row72_other_settings_are_another_store(
     assert found.fingerprint != prepared(source(root, "jsonl"), place).fingerprint
 
 
-def test_row72_another_version_of_the_form_is_another_store(
-    root: Path, place: str, written: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_row72_another_version_of_the_form_is_another_store(root, place, written, monkeypatch):
     prepared(source(root, "jsonl"), place)
     monkeypatch.setattr(stores, "VERSION", stores.VERSION + 1)
     prepared(source(root, "jsonl"), place)
@@ -149,9 +143,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("unit_field", [None, "who"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_row72_changed_files_are_prepared_again(
-    root: Path, place: str, tmp_path: Path, written: list[str], change: str, unit_field: str | None
-) -> None:
+def test_row72_changed_files_are_prepared_again(root, place, tmp_path, written, change, unit_field):
     wanted = source(root, "jsonl", unit_field=unit_field)
     before = prepared(wanted, place)
     CHANGES[change](root)
@@ -161,9 +153,7 @@ def test_row72_changed_files_are_prepared_again(
     assert (after.fingerprint, after.contents) != (before.fingerprint, before.contents)
 
 
-def test_row72_files_that_were_touched_are_compared_and_kept(
-    root: Path, place: str, written: list[str]
-) -> None:
+def test_row72_files_that_were_touched_are_compared_and_kept(root, place, written):
     first = prepared(source(root, "jsonl"), place)
     os.utime(root / "a.jsonl", ns=(1, 1))
     replace(root / "d/b.jsonl", FILES["d/b.jsonl"])
@@ -172,9 +162,7 @@ def test_row72_files_that_were_touched_are_compared_and_kept(
 
 
 @pytest.mark.parametrize("name", [stores.TOKENS, stores.ARRAYS, stores.FACTS])
-def test_row72_one_byte_that_changed_in_the_store_is_never_read(
-    root: Path, place: str, written: list[str], name: str
-) -> None:
+def test_row72_one_byte_that_changed_in_the_store_is_never_read(root, place, written, name):
     wanted = source(root, "jsonl", unit_field="who")
     first = prepared(wanted, place)
     expected, path = stored(first), Path(first.folder, name)
@@ -194,9 +182,7 @@ def test_row72_one_byte_that_changed_in_the_store_is_never_read(
 
 @pytest.mark.parametrize("name", [stores.TOKENS, stores.ARRAYS, stores.FACTS])
 @pytest.mark.parametrize("damage", ["missing", "empty", "cut", "longer"])
-def test_row72_a_store_that_is_not_whole_is_written_again(
-    root: Path, place: str, written: list[str], name: str, damage: str
-) -> None:
+def test_row72_a_store_that_is_not_whole_is_written_again(root, place, written, name, damage):
     wanted = source(root, "jsonl")
     first = prepared(wanted, place)
     expected, path = stored(first), Path(first.folder, name)
@@ -211,9 +197,7 @@ def test_row72_a_store_that_is_not_whole_is_written_again(
 
 
 @pytest.mark.parametrize("moved", ["store", "store and files"])
-def test_row72_a_copied_store_is_compared_and_kept(
-    root: Path, place: str, tmp_path: Path, written: list[str], moved: str
-) -> None:
+def test_row72_a_copied_store_is_compared_and_kept(root, place, tmp_path, written, moved):
     first = prepared(source(root, "jsonl"), place)
     copy = shutil.copytree(place, tmp_path / "copy")
     if moved == "store and files":
@@ -225,9 +209,7 @@ def test_row72_a_copied_store_is_compared_and_kept(
 
 
 @pytest.mark.parametrize("other", ["a file", "the tokens"])
-def test_row72_a_copied_store_of_something_else_is_written_again(
-    root: Path, place: str, tmp_path: Path, written: list[str], other: str
-) -> None:
+def test_row72_a_copy_of_something_else_is_written_again(root, place, tmp_path, written, other):
     first = prepared(source(root, "jsonl"), place)
     copy = shutil.copytree(place, tmp_path / "copy")
     root = shutil.copytree(root, tmp_path / "node")
@@ -241,9 +223,7 @@ def test_row72_a_copied_store_of_something_else_is_written_again(
     assert len(written) == 3
 
 
-def test_row72_a_store_under_the_name_of_another_is_written_again(
-    root: Path, place: str, tmp_path: Path
-) -> None:
+def test_row72_a_store_under_the_name_of_another_is_written_again(root, place, tmp_path):
     one = prepared(source(root, "jsonl"), place)
     other = prepared(source(root, "jsonl", text_field="body"), place)
     shutil.rmtree(one.folder)
@@ -251,9 +231,7 @@ def test_row72_a_store_under_the_name_of_another_is_written_again(
     assert stored(prepared(source(root, "jsonl"), place)) == stored(one)
 
 
-def test_row72_a_store_that_cannot_be_written_is_compared_each_time(
-    root: Path, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_row72_a_read_only_store_is_compared_each_time(root, place, tmp_path, monkeypatch):
     """On a read-only disk, which is simulated: modes do not stop root."""
     first = prepared(source(root, "jsonl"), place)
     copy = shutil.copytree(place, tmp_path / "copy")

@@ -127,15 +127,11 @@ def test_steps_lost_after_the_last_writing_are_counted(copy):
 def another_run(copy):
     """The same terms and numbers, taken by another start of another run."""
     shutil.rmtree(copy / "checkpoint")
+    start = (copy / "starts.log").read_text().split()[1]  # its only one
     for name in ("starts.log", "steps_executed.log"):
         log = copy / name
-        log.write_text(log.read_text().replace(start_of(copy), "another"))
+        log.write_text(log.read_text().replace(start, "another"))
     edit(copy, run="b", step_names=" ".join(step_names("another", 4)))
-
-
-def start_of(folder):
-    """The name of the run's only start."""
-    return (folder / "starts.log").read_text().split()[1]
 
 
 def test_runs_add_up_and_only_on_the_same_records(first, copy, tmp_path):

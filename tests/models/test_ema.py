@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 
 from tests.build import config
-from torchtitan_dp.checkpoint import safe_load
+from torchtitan_dp.checkpoint import manager, safe_load
 from torchtitan_dp.checkpoint.folder import AVERAGE, read_decay, states_to_save
 from torchtitan_dp.checkpoint.start import Start, own_checkpoint, refuse_another_decay
 from torchtitan_dp.models.ema import WeightAverage, ema_of
@@ -58,13 +58,12 @@ def test_it_begins_with_what_was_loaded():
     """The model's weights are loaded after it was made; later ones are not begun with."""
     weights = parameters()
     average = WeightAverage(weights, 0.9)
-    step(weights, 1)
-    average.begin()
-    assert torch.equal(average.state_dict()["weights"]["a"], weights["a"])
-    average.update()
-    step(weights, 2)
-    average.begin()
-    assert torch.equal(average.state_dict()["weights"]["a"], parameters(1)["a"])
+    for number in (1, 2):
+        step(weights, number)
+        average.begin()
+        assert torch.equal(average.state_dict()["weights"]["a"], parameters(1)["a"])
+        if number == 1:
+            average.update()
 
 
 @pytest.fixture
@@ -76,36 +75,24 @@ def begun():
     return average
 
 
-def saved(place, average, decays):
-    """A checkpoint of it, alone."""
-    held = {AVERAGE: average.state_dict() | {"decays": decays}}
-    dcp.save(held, checkpoint_id=place / "step-10", no_dist=True)
+def saved(place, states):
+    """A checkpoint of these alone."""
+    dcp.save(states, checkpoint_id=place / "step-10", no_dist=True)
     return own_checkpoint(str(place), 10)
 
 
-def resume(start, decay):
-    """Refuse that, or load the average as a run does that resumes."""
-    refuse_another_decay(config("--ema.enable", f"--ema.decay={decay}"), start)
-    average = WeightAverage(parameters(9), decay)
-    safe_load.load({AVERAGE: average}, start.place, no_dist=True)
-    average.begin()
-    return average
-
-
-def assert_resumed(found, expected):
-    assert found.updates == expected.updates == 10
-    for name, value in expected.state_dict()["weights"].items():
-        assert torch.equal(found.state_dict()["weights"][name], value)
-
-
 def test_a_run_resumes_with_the_decay_that_it_began_with_alone(begun, tmp_path):
-    states = states_to_save(begun, 0.99)
-    dcp.save(states, checkpoint_id=tmp_path / "step-10", no_dist=True)
-    start = own_checkpoint(str(tmp_path), 10)
+    start = saved(tmp_path, states_to_save(begun, 0.99))
     assert read_decay(start.place, default=0.5) == 0.99
-    assert_resumed(resume(start, 0.99), begun)
+    refuse_another_decay(config("--ema.enable", "--ema.decay=0.99"), start)
+    found = WeightAverage(parameters(9), 0.99)
+    safe_load.load({AVERAGE: found}, start.place, no_dist=True)
+    found.begin()
+    assert found.updates == begun.updates == 10
+    for name, value in begun.state_dict()["weights"].items():
+        assert torch.equal(found.state_dict()["weights"][name], value)
     with pytest.raises(ValueError, match=r"^ema\.decay = 0\.95: ") as refused:
-        resume(start, 0.95)
+        refuse_another_decay(config("--ema.enable", "--ema.decay=0.95"), start)
     assert f"the average in {start.place} has 0.99; set it back" in str(refused.value)
     assert "another job.dump_folder" in str(refused.value)
     assert "\n" not in str(refused.value)
@@ -114,15 +101,11 @@ def test_a_run_resumes_with_the_decay_that_it_began_with_alone(begun, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "decays",
-    [
-        *("", "{}x", "[1]", "{}", "null", '"a"', "[" * 100_000),
-        *("NaN", "1.0", "-0.5"),
-    ],
+    "decays", ["", "{}x", "[1]", "{}", "null", '"a"', "[" * 100_000, "NaN", "1.0", "-0.5"]
 )
 def test_a_damaged_decay_is_one_line(begun, tmp_path, decays):
     """A start leaves it to the load, which finds damage, and may go back further."""
-    start = saved(tmp_path, begun, decays)
+    start = saved(tmp_path, {AVERAGE: begun.state_dict() | {"decays": decays}})
     with pytest.raises(ValueError, match=r"^the ema.decay in .*step-10 cannot be read: ") as error:
         read_decay(start.place, default=0.5)
     assert "\n" not in str(error.value)
@@ -131,15 +114,11 @@ def test_a_damaged_decay_is_one_line(begun, tmp_path, decays):
 
 
 def test_an_older_checkpoint_that_a_load_goes_back_to_is_compared_too(begun, tmp_path, monkeypatch):
-    from torchtitan_dp.checkpoint import manager
-
-    older = saved(tmp_path, begun, "0.99")
-    this = SimpleNamespace(
-        _config=config("--ema.enable", "--ema.decay=0.95"), start=None, folder=""
-    )
+    older = saved(tmp_path, {AVERAGE: begun.state_dict() | {"decays": "0.99"}})
+    other = config("--ema.enable", "--ema.decay=0.95")
     monkeypatch.setattr(manager, "confirmed", lambda *_: older)
     with pytest.raises(SystemExit, match=r"^error: ema\.decay = 0\.95: "):
-        manager.Checkpointer._load(this, -1)
+        manager.Checkpointer._load(SimpleNamespace(_config=other, start=None, folder=""), -1)
 
 
 def test_weights_and_average_are_given_back_bit_by_bit():

@@ -6,8 +6,9 @@ import shutil
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
-from tests.models.hugging_face import PLAIN, sample_tokens, transformers_logits, write_llama
+from tests.models.hugging_face import PLAIN, checkpoint_logits, transformers_logits, write_llama
 from tests.processes.runs import (
     TIMEOUT_S,
     Run,
@@ -19,9 +20,6 @@ from tests.processes.runs import (
     write_records,
 )
 from torchtitan_dp.checkpoint.folder import average_name
-from torchtitan_dp.config.load import read_config
-from torchtitan_dp.models.hugging_face import shape
-from torchtitan_dp.models.llama3.model import Llama
 from torchtitan_dp.models.lora import is_adapter
 from torchtitan_dp.plan.__main__ import main as plan
 from torchtitan_dp.release.__main__ import main as release
@@ -66,6 +64,12 @@ def state(run, step):
     return load(run / "checkpoint" / f"step-{step}")
 
 
+def assert_same(found, expected):
+    """Bit by bit, all tensors: weights, moments and averages."""
+    for name, value in expected.items():
+        assert not torch.is_tensor(value) or torch.equal(found[name], value), name
+
+
 def averages(saved):
     """What a checkpoint holds of averages, by the parameter's name."""
     return {
@@ -85,12 +89,11 @@ def test_row76_each_average_follows_from_released_weights_alone(finished):
     """Whoever has all checkpoints' weights can compute it: there is nothing else in it."""
     saved = [state(finished, step) for step in range(1, STEPS + 1)]
     for t, (before, after) in enumerate(itertools.pairwise(saved), start=1):
-        expected = followed(before, after, t)
         trained = {name for name in weights_of(after) if name != "output.weight"}  # tied
         names = {average_name(name) for name in trained} | {"ema.updates", "ema.decays"}
         assert {name for name in after if name.startswith("ema.")} == names
+        assert_same(averages(after), followed(before, after, t))
         for name, found in averages(after).items():
-            assert torch.equal(found, expected[name]), name
             assert not torch.equal(found, after[name]), name
     assert [one["ema.updates"] for one in saved] == [1, 2, 3, 4]
 
@@ -101,23 +104,15 @@ def weights_of(saved):
 
 def test_it_begins_with_the_weights_that_were_given(finished, place):
     """a_1 = 0.1 w_0 + 0.9 w_1, of w_0 that were loaded and not of those that were drawn."""
-    from safetensors.torch import load_file
-
-    (given,) = [
-        tensors["model.norm.weight"]
-        for file in (place / "given").glob("*.safetensors")
-        if "model.norm.weight" in (tensors := load_file(file))
-    ]
+    model = LlamaForCausalLM.from_pretrained(place / "given")
     first = state(finished, 1)
-    expected = given.lerp(first["norm.weight"], 0.9)
+    expected = model.model.norm.weight.detach().lerp(first["norm.weight"], 0.9)
     torch.testing.assert_close(averages(first)["norm.weight"], expected)
 
 
 def test_validation_tells_both_losses(place, finished):
-    said = re.findall(
-        r"not private: held-out loss: ([\d.]+), averaged weights: ([\d.]+)",
-        (place / "log").read_text(),
-    )
+    line = r"not private: held-out loss: ([\d.]+), averaged weights: ([\d.]+)"
+    said = re.findall(line, (place / "log").read_text())
     assert len(set(said)) == 2  # at steps 1 and 4, told by both ranks
     assert any(last != average for last, average in said)  # by chance, one may agree in all digits
 
@@ -125,31 +120,25 @@ def test_validation_tells_both_losses(place, finished):
 def logits(run, average):
     """Ours, of the last checkpoint."""
     saved = state(run, STEPS)
-    model = Llama(shape(read_config(str(run))))
     held = weights_of(saved) | (averages(saved) if average else {})
     if average and "output.weight" in held:
         held["output.weight"] = held["tok_embeddings.weight"]
-    model.load_state_dict({k: v.float() for k, v in held.items()}, strict=False)
-    with torch.no_grad():
-        return model(sample_tokens())
+    return checkpoint_logits(run, held)
 
 
 @pytest.mark.parametrize(("option", "average"), [((), True), (("--no-ema",), False)])
 def test_a_release_is_of_the_average_unless_told_otherwise(finished, tmp_path, option, average):
+    """And so is the folder at the end of a run."""
     release([str(finished), str(tmp_path / "model"), *option])
     found = transformers_logits(tmp_path / "model")
     assert (found - logits(finished, average)).abs().max() < 1e-4
     assert (found - logits(finished, not average)).abs().max() > 0.01
+    assert torch.equal(found, transformers_logits(finished / "hf")) == average
     card = (tmp_path / "model" / "README.md").read_text()
     assert ("| weights | an exponential moving average" in card) == average
     assert ("(decay 0.9999; at first" in card) == average
     assert ("| weights | those after the last step |" in card) != average
     assert privacy(tmp_path / "model")["epsilon"] == privacy(finished)["epsilon"]
-
-
-def test_the_folder_at_the_end_holds_the_average(finished):
-    found = transformers_logits(finished / "hf")
-    assert (found - logits(finished, average=True)).abs().max() < 1e-4
 
 
 def resumed(place, run, out, *overrides, world_size=2):
@@ -171,12 +160,6 @@ def seeded(place):
     return place / "seeded"
 
 
-def assert_same(found, expected):
-    """Bit by bit, all tensors: weights, moments and averages."""
-    for name, value in expected.items():
-        assert not torch.is_tensor(value) or torch.equal(found[name], value), name
-
-
 def test_it_goes_on_bit_by_bit_as_if_it_had_not_stopped(place, seeded, tmp_path):
     resumed(place, seeded, tmp_path / "out", *SEEDED)
     expected, found = state(seeded, STEPS), state(tmp_path / "out", STEPS)
@@ -190,13 +173,10 @@ def test_it_changes_no_bit_of_the_run(place, seeded, tmp_path):
     """Though validation has the model hold averages after each step."""
     out = tmp_path / "out"
     train(command(place, out, *SEEDED, "--ema.no-enable"), log=tmp_path / "log")
-    without = state(out, STEPS)
-    assert state(seeded, STEPS).keys() - without.keys() == {
-        "ema.updates",
-        "ema.decays",
-        *map(average_name, averages(state(seeded, STEPS))),
-    }
-    assert_same(state(seeded, STEPS), without)
+    having, without = state(seeded, STEPS), state(out, STEPS)
+    of_it = {"ema.updates", "ema.decays", *map(average_name, averages(having))}
+    assert having.keys() - without.keys() == of_it
+    assert_same(having, without)
 
 
 @pytest.mark.parametrize("world_size", [1, None])
@@ -266,8 +246,7 @@ def test_with_adapters_it_is_of_these_alone(place, tmp_path):
     train(command(place, out, *lora, replicas), log=tmp_path / "log", world_size=2)
     before, after = state(out, 1), state(out, 2)
     assert averages(after).keys() == set(filter(is_adapter, weights_of(after)))
-    for name, expected in followed(before, after, 1).items():
-        assert torch.equal(averages(after)[name], expected), name
+    assert_same(averages(after), followed(before, after, 1))
     release([str(out), str(tmp_path / "model"), "--merged"])
     release([str(out), str(tmp_path / "last"), "--merged", "--no-ema"])
     moved = transformers_logits(tmp_path / "model") - transformers_logits(tmp_path / "last")
@@ -281,5 +260,4 @@ def test_without_privacy(place, tmp_path):
     said = train(command(place, out, *off, *HELD_OUT), log=tmp_path / "log", world_size=2)
     assert "averaged weights" in said
     before, after = state(out, 1), state(out, 2)
-    for name, expected in followed(before, after, 1).items():
-        assert torch.equal(averages(after)[name], expected), name
+    assert_same(averages(after), followed(before, after, 1))

@@ -5,6 +5,8 @@ import dataclasses
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint
 
 from scripts.benchmarking.counting import Counts
@@ -19,7 +21,7 @@ from torchtitan_dp.models.rms_norm import use_lean_norms
 
 TILES = "--training.feed_forward_chunk=5"  # divides no number of local tokens
 FULL = "--activation_checkpoint.mode=full"
-EVERYWHERE = LoRA(rank=3, alpha=6.0, targets=("wq", "wv", "w1", "w2", "w3"))
+TARGETS = ("wq", "wv", "w1", "w2", "w3")
 
 
 def two_models(args, chunk, lean=True):
@@ -52,7 +54,7 @@ def data(args, tokens=32):
     return (torch.randint(0, args.vocab_size, (1, tokens), generator=generator) for _ in range(2))
 
 
-def with_lora(args, targets=EVERYWHERE.targets):
+def with_lora(args, targets=TARGETS):
     args = copy.deepcopy(args)
     args.lora = LoRA(rank=3, alpha=6.0, targets=targets)
     return args
@@ -88,11 +90,11 @@ def test_loss_and_gradients_are_the_plain_ones(name, chunk, recompute):
 @pytest.mark.parametrize("name", ["all weights", "LoRA everywhere"])
 def test_bf16_is_as_far_from_fp64_as_plain_blocks_are(name, lean):
     plain, tiled = two_models(MODELS[name], 5, lean)
-    tokens, labels = data(MODELS[name])
-    _, exact = run(copy.deepcopy(plain).double(), tokens, labels)
+    batch = list(data(MODELS[name]))
+    _, exact = run(copy.deepcopy(plain).double(), *batch)
     errors = []
     for model in (plain, tiled):
-        _, gradients = run(model.bfloat16(), tokens, labels)
+        _, gradients = run(model.bfloat16(), *batch)
         of_all = [(gradients[n] - g).norm() / g.norm() for n, g in exact.items()]
         errors.append(torch.stack(of_all).mean().item())
     assert errors[1] <= 1.1 * errors[0]
@@ -114,72 +116,43 @@ def test_samples_are_never_merged():
         tiled(tokens, labels=labels)
 
 
-def flops(model, tokens, labels):
-    with Counts() as counts:
-        run(model, tokens, labels, recompute=True)
-    return sum(counts.flops.values())
-
-
 @pytest.mark.parametrize("name", ["all weights", "LoRA everywhere"])
 def test_no_product_is_computed_more_often_than_with_full_recomputation(name):
     """Early stop spares the second computation of the output, and of w2's product in it."""
     args = dataclasses.replace(MODELS[name], n_kv_heads=4)  # torch 2.11 counts no shared keys
-    plain, tiled = two_models(args, 5)
-    tokens, labels = data(args)
-    assert flops(tiled, tokens, labels) <= 1.001 * flops(plain, tokens, labels)
+    flops = []
+    for model in two_models(args, 5):
+        with Counts() as counts:
+            run(model, *data(args), recompute=True)
+        flops.append(sum(counts.flops.values()))
+    plain, tiled = flops
+    assert tiled <= 1.001 * plain
 
 
 def test_the_hidden_activations_are_never_all_there():
     """No tensor of hidden width has more tokens than a tile."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_iter
-
     _, tiled = two_models(ARGS, 5)
     hidden = tiled.layers["0"].feed_forward.w1.weight.shape[0]
-    seen = []
+    seen = set()
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             result = func(*args, **(kwargs or {}))
             for value in tree_iter(result):
                 if isinstance(value, torch.Tensor) and value.dim() and value.shape[-1] == hidden:
-                    seen.append(value.numel() // hidden)
+                    seen.add(value.numel() // hidden)
             return result
 
     with Watch():
         run(tiled, *data(ARGS))
-    weights = {ARGS.dim}  # the gradient of w2
     assert 5 in seen
-    assert {rows for rows in seen if rows > 5} <= weights
-
-
-@pytest.mark.parametrize("mode", ["none", "full"])
-@pytest.mark.parametrize("family", ["llama3", "qwen3"])
-@pytest.mark.parametrize(
-    "degrees", [(1, 1, 1), (1, 1, 2), (1, 2, 1), (1, 2, 2), (2, 1, 2)], ids=str
-)
-def test_on_every_mesh(degrees, family, mode):
-    check(degrees, TILES, f"--activation_checkpoint.mode={mode}", family=family)
-
-
-@pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 1, 2), (1, 2, 2)], ids=str)
-def test_with_adapters(degrees):
-    check(degrees, TILES, FULL, tolerance=2e-5, lora=EVERYWHERE)
-
-
-def test_with_tied_weights():
-    check((1, 1, 2), TILES, FULL, tie_embeddings=True)
-
-
-@pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 1, 2)], ids=str)
-def test_bf16_on_meshes(degrees):
-    check(degrees, TILES, FULL, "--training.mixed_precision_param=bfloat16", tolerance=3e-2)
+    assert {rows for rows in seen if rows > 5} <= {ARGS.dim}  # the gradient of w2
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 1, 2)], ids=str)
-def test_compiled_between_products(degrees):
-    check(degrees, TILES, FULL, "--compile.enable", tolerance=2e-5)
+def test_compiled_between_products():
+    """By Inductor: the matrix of tests/gradients/test_exactness.py traces alone."""
+    check((1, 1, 2), TILES, FULL, "--compile.enable", tolerance=2e-5)
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,3 @@ def test_paths_are_dropped_at_any_depth() -> None:
         "added_tokens_decoder": {"0": {"content": "<unk>", "special": True}},
     }
     assert json.dumps(given).count("oncology") == 1  # a copy
-
-
-def test_what_has_none_is_left_as_it_is() -> None:
-    given = [None, True, 1.5, "a/b", {"x": []}, ""]
-    assert without_local_paths(given) == given

@@ -78,29 +78,6 @@ def test_values_are_torchtitans(dtype, near, positions):
     assert set(sink.gradients) == {name for name, _ in plain.named_parameters()}
 
 
-@pytest.mark.thorough_cases("inductor")
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_row04_each_samples_gradient_is_its_own(backend):
-    layers, freqs_cis = by_regions(compiled(backend))
-    sink = Collected(layers)
-    h = hidden()
-    _, grad_h = run(layers, freqs_cis, h)
-    plain, _ = blocks()
-    for sample in range(B):
-        plain.zero_grad()
-        alone = h.detach()[sample : sample + 1].requires_grad_()
-        out = alone
-        for block in plain.values():
-            out = block(out, freqs_cis, None)
-        out.sin().sum().backward()
-        torch.testing.assert_close(grad_h[sample], alone.grad[0], rtol=1e-5, atol=1e-6)
-        for name, parameter in plain.named_parameters():
-            actual = sink.gradients[name][sample]
-            torch.testing.assert_close(actual, parameter.grad, rtol=1e-5, atol=1e-5, msg=name)
-    assert all(parameter.grad is None for parameter in layers.parameters())
-
-
 def test_row07_other_samples_change_nothing():
     results = []
     layers, freqs_cis = by_regions(compiled("aot_eager"))
@@ -187,18 +164,21 @@ def kernels(function, *inputs):
     return [len(set(re.findall(r"cpp_fused_\w+", code))) for code in codes]
 
 
+def bf16(*shape):
+    return torch.randn(*shape, dtype=torch.bfloat16, requires_grad=True)
+
+
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_regions_are_single_kernels():
+@pytest.mark.parametrize(
+    ("region", "shapes", "more"),
+    [
+        (regions.swiglu, [(2, 32, 64)] * 2, ()),
+        (regions.rotate, [(2, 32, 4, 16)] * 2, (torch.randn(32, 8, 2),)),
+        (regions.norm, [(2, 32, 64)], (torch.randn(2, 64, requires_grad=True), 1e-5)),
+        (regions.add_and_norm, [(2, 32, 64)] * 2, (torch.randn(2, 64, requires_grad=True), 1e-5)),
+    ],
+)
+def test_regions_are_single_kernels(region, shapes, more):
     """As far as a CPU can tell: Inductor makes one kernel of each, forward and backward."""
-
-    def bf16(*shape):
-        return torch.randn(*shape, dtype=torch.bfloat16, requires_grad=True)
-
-    assert kernels(regions.swiglu, bf16(2, 32, 64), bf16(2, 32, 64)) == [1, 1]
-    angles = torch.randn(32, 8, 2)
-    assert kernels(regions.rotate, bf16(2, 32, 4, 16), bf16(2, 32, 4, 16), angles) == [1, 1]
-    weight = torch.randn(2, 64, requires_grad=True)
-    assert kernels(regions.norm, bf16(2, 32, 64), weight, 1e-5) == [1, 1]
-    found = kernels(regions.add_and_norm, bf16(2, 32, 64), bf16(2, 32, 64), weight, 1e-5)
-    assert found == [1, 1]
+    assert kernels(region, *(bf16(*shape) for shape in shapes), *more) == [1, 1]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import torchtitan_dp.train as train
 from tests.replay import records
-from torchtitan_dp.bookkeeping import Bookkeeping
+from torchtitan_dp.checkpoint.bookkeeping import Bookkeeping
 from torchtitan_dp.data.samples import Samples
 from torchtitan_dp.ledger import Lineage, RunLog
 from torchtitan_dp.optimizer import DPOptimizer, inner_optimizers

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchtitan_dp.train as train
 from tests.replay import faults
-from torchtitan_dp import bookkeeping
+from torchtitan_dp.checkpoint import bookkeeping
 from torchtitan_dp.privacy.published_loss import LossNoise
 
 ENVIRONMENT = "REPLAY"

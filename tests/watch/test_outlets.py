@@ -35,9 +35,6 @@ def test_sections() -> None:
     assert tag("lr", private=True) == "private_to_publish/lr"
     assert tag("loss", private=True) == "not_private/loss"
     assert tag("heldout_loss_at/0-127", private=True) == "not_private/heldout_loss_at/0-127"
-
-
-def test_nothing_of_a_run_that_is_not_private_is_in_the_public_section() -> None:
     tags = {tag(scalar.name, private=False) for scalar in SCALARS}
     assert tags == {f"not_private/{scalar.name}" for scalar in SCALARS}
 
@@ -57,13 +54,8 @@ def sent(
     service = MagicMock()
     monkeypatch.setattr(outlets.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(outlets, "WandB", lambda *_, **__: service)
-    found = outlets.open_outlets(
-        config_of(
-            folder, enable_tensorboard=False, send_not_private=everything, enable_mlflow=False
-        ),
-        0,
-        private=private,
-    )
+    keys = {"enable_tensorboard": False, "enable_mlflow": False, "send_not_private": everything}
+    found = outlets.open_outlets(config_of(folder, **keys), 0, private=private)
     found.log(METRICS, 3)
     assert everything or not service.log.called
     found.send()
@@ -73,30 +65,19 @@ def sent(
 def config_of(folder: Path, **metrics: bool) -> Any:
     keys: dict[str, Any] = {"save_tb_folder": "tb", "save_for_all_ranks": False}
     keys |= {"send_not_private": False, "enable_tensorboard": True}
-    keys |= {"enable_wandb": True, "enable_mlflow": True}
-    return SimpleNamespace(
-        job=SimpleNamespace(dump_folder=str(folder)), metrics=SimpleNamespace(**{**keys, **metrics})
-    )
+    keys |= {"enable_wandb": True, "enable_mlflow": True, **metrics}
+    job = SimpleNamespace(dump_folder=str(folder))
+    return SimpleNamespace(job=job, metrics=SimpleNamespace(**keys))
 
 
-def test_services_get_what_may_be_published(tmp_path, monkeypatch) -> None:
-    assert sent(tmp_path, monkeypatch, private=True, everything=False) == {
-        "private_to_publish/lr": 1e-3,
-        "private_to_publish/epsilon": 2.0,
-    }
-
-
-def test_they_get_nothing_of_a_run_that_is_not_private(tmp_path, monkeypatch) -> None:
+def test_services_get_what_may_be_published_or_all_where_the_user_says_so(
+    tmp_path, monkeypatch
+) -> None:
+    public = {"private_to_publish/lr": 1e-3, "private_to_publish/epsilon": 2.0}
+    others = {"not_private/loss": 3.0, "not_private/new": 4.0}
+    assert sent(tmp_path, monkeypatch, private=True, everything=False) == public
     assert sent(tmp_path, monkeypatch, private=False, everything=False) == {}
-
-
-def test_they_get_all_where_the_user_says_so(tmp_path, monkeypatch) -> None:
-    assert sent(tmp_path, monkeypatch, private=True, everything=True).keys() == {
-        "private_to_publish/lr",
-        "private_to_publish/epsilon",
-        "not_private/loss",
-        "not_private/new",
-    }
+    assert sent(tmp_path, monkeypatch, private=True, everything=True) == public | others
     assert len(sent(tmp_path, monkeypatch, private=False, everything=True)) == 4
 
 
@@ -165,19 +146,16 @@ def opened(tmp_path, monkeypatch, rank: int, private: bool = True, **metrics: bo
     ]
 
 
-def test_rank_0_alone_has_services(tmp_path, monkeypatch) -> None:
-    assert opened(tmp_path, monkeypatch, 0) == ["TensorBoard", "Later"]
+def test_rank_0_alone_has_services_and_without_privacy_if_all_is_sent(
+    tmp_path, monkeypatch
+) -> None:
     live = ["TensorBoard", "WandB", "MLflow"]
-    assert opened(tmp_path, monkeypatch, 0, send_not_private=True) == live
+    for private, when_sent_later in ((True, ["TensorBoard", "Later"]), (False, ["TensorBoard"])):
+        assert opened(tmp_path, monkeypatch, 0, private) == when_sent_later
+        assert opened(tmp_path, monkeypatch, 0, private, send_not_private=True) == live
     assert opened(tmp_path, monkeypatch, 1) == []
     assert opened(tmp_path, monkeypatch, 1, save_for_all_ranks=True) == ["TensorBoard"]
     assert (tmp_path / "tb" / "rank_1").is_dir()
-
-
-def test_a_run_that_is_not_private_opens_none_unless_all_is_sent(tmp_path, monkeypatch) -> None:
-    assert opened(tmp_path, monkeypatch, 0, private=False) == ["TensorBoard"]
-    all_three = ["TensorBoard", "WandB", "MLflow"]
-    assert opened(tmp_path, monkeypatch, 0, private=False, send_not_private=True) == all_three
 
 
 @pytest.mark.parametrize("package", ["wandb", "mlflow"])

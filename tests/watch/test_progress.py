@@ -33,27 +33,16 @@ SCALARS = {
 }
 
 
-class Clock:
-    """A clock that the test sets."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_pace_leaves_out_the_first_step_and_counts_from_a_resume() -> None:
-    clock = Clock()
-    pace = Pace(4, 10, now=clock)
+    clock = [100.0]
+    pace = Pace(4, 10, now=lambda: clock[0])
     assert pace_words(pace) == "s/step: ?  ETA: ?"
-    clock.now += 60  # compiles
+    clock[0] += 60  # compiles
     pace.step_done(5)
     assert (pace.seconds_per_step, pace.seconds_left) == (60, 300)
-    clock.now += 2
-    pace.step_done(6)
-    clock.now += 4
-    pace.step_done(7)
+    for step, seconds in ((6, 2), (7, 4)):
+        clock[0] += seconds
+        pace.step_done(step)
     assert pace_words(pace) == "s/step: 3  ETA: 0:00:09"
 
 
@@ -87,9 +76,13 @@ def test_rank_0_alone_draws(monkeypatch, tmp_path) -> None:
             launcher.recv(65536)
 
 
+def console_of(width: int) -> Console:
+    return Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+
+
 @pytest.mark.parametrize("width", [60, 120])
 def test_the_bar_is_one_line_that_labels_what_is_not_private(width: int) -> None:
-    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    console = console_of(width)
     drawing = terminal.Drawing(console)
     state = {"done": 7, "total": 12, "part": 0.5, "left": 31.0, "public": "ε 2.5 of 7.96"}
     drawing.show({**state, "private": "microbatch 5  3 s/step  1,234 tps  12.3 GiB"})
@@ -104,7 +97,7 @@ def test_the_bar_is_one_line_that_labels_what_is_not_private(width: int) -> None
 
 
 def test_lines_are_printed_whole_above_the_bar() -> None:
-    console = Console(file=io.StringIO(), width=20, force_terminal=True, color_system=None)
+    console = console_of(20)
     above = terminal.Above(console, sys.__stdout__)
     above.write("a line that is longer ")
     assert console.file.getvalue() == ""  # type: ignore[attr-defined]

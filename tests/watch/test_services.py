@@ -93,34 +93,33 @@ def assert_nothing_else(content: bytes, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_wandb_has_public_scalars_alone(tmp_path: Path) -> None:
+def test_wandb_has_public_scalars_alone_and_neither_times_of_steps_nor_starts(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("wandb")
     content = written("wandb", tmp_path / "run")
     for name, value in PUBLIC.items():
         assert name.encode() in content
         assert repr(value).encode() in content
     assert_nothing_else(content, tmp_path)
-
-
-@pytest.mark.slow
-def test_wandb_has_all_where_the_user_says_so(tmp_path: Path) -> None:
-    pytest.importorskip("wandb")
-    content = written("wandb", tmp_path / "run", everything=True)
-    assert b"not_private/loss" in content
-    assert b"3.4567891" in content
-    assert b"console line" not in content
-
-
-@pytest.mark.slow
-def test_wandb_shows_neither_times_of_steps_nor_starts(tmp_path: Path) -> None:
-    pytest.importorskip("wandb")
-    content = written("wandb", tmp_path / "run")
     stamps = re.findall(rb"_timestamp[^0-9]{1,4}([0-9.e+]+)", content)
     assert len(stamps) >= 3
     assert len(set(stamps)) == 1
     assert len(list((tmp_path / "run" / "wandb").glob("offline-run-*"))) == 1
     steps = re.findall(rb"_step[^0-9]{1,4}([0-9]+)", content)
     assert list(dict.fromkeys(steps)) == sorted(steps, key=int)[::2] == [b"1", b"2", b"3"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "which, also", [("wandb", b"3.4567891"), ("mlflow", b"not_private/throughput_tps")]
+)
+def test_a_service_has_all_where_the_user_says_so(which: str, also: bytes, tmp_path: Path) -> None:
+    pytest.importorskip(which)
+    content = written(which, tmp_path / "run", everything=True)
+    assert b"not_private/loss" in content
+    assert also in content
+    assert b"console line" not in content
 
 
 @pytest.mark.slow
@@ -140,11 +139,3 @@ def test_mlflow_has_public_scalars_alone_and_one_line_of_each_step(tmp_path: Pat
         history = client.get_metric_history(run.info.run_id, name)
         assert [m.step for m in history] == [1, 2, 3]
         assert {m.timestamp for m in history} == {run.info.start_time} == {run.info.end_time}
-
-
-@pytest.mark.slow
-def test_mlflow_has_all_where_the_user_says_so(tmp_path: Path) -> None:
-    pytest.importorskip("mlflow")
-    content = written("mlflow", tmp_path / "run", everything=True)
-    assert b"not_private/loss" in content
-    assert b"not_private/throughput_tps" in content

@@ -1,14 +1,13 @@
 """From a draw of units to the microbatches of one data-parallel rank.
 
 Guarantee, with `data.length_buckets`:
-    A sample's padded length is a public function of its own number of tokens, whatever else is
-    drawn and on whatever mesh: nothing is rounded up to a neighbour's length. That number depends
-    on the unit alone (with `data.unit_sampling = "random"`, on its own random choice of a record
-    too; of several windows, the longest counts). Only padding behind the last token is left out,
-    which a causal model's earlier positions never see and whose labels are ignored, so that the
-    sample's gradient is that of the sample padded to T, up to rounding. Epsilon does not change. A
-    step's duration, its number of microbatches and their order of summation (rounding) do depend on
-    the lengths of drawn records: timing is labelled not private.
+    A sample's padded length is a public function of its own number of tokens (of several windows,
+    the longest's), whatever else is drawn and on whatever mesh. That number depends on the unit and
+    its own random choices alone. Only padding behind the last token is left out, which a causal
+    model's earlier positions never see and whose labels are ignored: the gradient is that of the
+    sample padded to T, up to rounding, and epsilon does not change. A step's duration, its number
+    of microbatches and their order of summation do depend on the lengths of drawn records: timing
+    is labelled not private.
 """
 
 import hashlib
@@ -91,11 +90,10 @@ class Draw(NamedTuple):
 
 
 class Dealt(NamedTuple):
-    """The padded length of one microbatch of one rank, and its units: int64 (B K,) indices in the
-    loader's `units`, each K times in a row; -1 is padding."""
+    """One microbatch of one rank: its padded length, and its units."""
 
     length: int
-    slots: np.ndarray
+    slots: np.ndarray  # int64 (B K,): in the loader's `units`, each K times in a row; -1: padding
 
 
 @dataclass(eq=False)
@@ -128,8 +126,7 @@ class RecordLoader:
         return self._groups[count]
 
     def lengths(self, draw: Draw, ladder: tuple[int, ...]) -> np.ndarray:
-        """Find each drawn unit's padded length: the shortest rung that fits the number of tokens
-        in the longest of its windows."""
+        """Find each drawn unit's padded length: the shortest rung that fits its longest window."""
         if len(ladder) == 1:
             return np.full(len(draw.positions), ladder[0])
         rngs = [self.rng(draw.key, position) for position in draw.positions]
@@ -151,9 +148,9 @@ class RecordLoader:
         for each, whose lengths together are below 2T.
         """
         lengths, dealt = self.lengths(draw, ladder or (self.samples.seq_len,)), []
+        terms = {"ranks": self.ranks, "rank": self.rank, "batch_size": self.batch_size}
         for length in np.unique(lengths)[::-1]:
-            drawn = draw.positions[lengths == length]
-            for slots in deal(drawn, ranks=self.ranks, rank=self.rank, batch_size=self.batch_size):
+            for slots in deal(draw.positions[lengths == length], **terms):
                 dealt.append(Dealt(int(length), np.repeat(slots, self.windows)))
         return dealt
 

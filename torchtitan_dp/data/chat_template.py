@@ -1,17 +1,15 @@
 """A tokenizer's own chat template: from messages to text, and which of it the assistant wrote.
 
-The template is Jinja. It is public like its tokenizer, and is rendered in jinja2's sandbox with the
-names that Hugging Face's `apply_chat_template` gives it, but for the clock (`strftime_now`), chance
-(`random`, `lipsum`) and addresses of memory, which show when a function is written: text that
-changes with the day or the process would not be a function of the record.
+The template, public like its tokenizer, is rendered in jinja2's sandbox with the names that Hugging
+Face's `apply_chat_template` gives it, but for the clock (`strftime_now`), chance (`random`,
+`lipsum`) and addresses of memory: text that changes with the day or the process would not be a
+function of the record.
 
-Which text is the assistant's:
-
-- A template with `{% generation %}` blocks marks it: the text within them.
-- Any other is rendered turn by turn. The text of the messages before an answer, with the opening
-  of the answer (`add_generation_prompt`), is not the assistant's; the text that the answer adds is,
-  end mark included. So prompts at inference look as they did in training. Each text must begin with
-  the one before: templates and conversations that rewrite earlier turns are refused.
+A template with `{% generation %}` blocks marks the assistant's text: what is within them. Any other
+is rendered turn by turn: what an answer adds to the messages before it and its opening
+(`add_generation_prompt`) is the assistant's, end mark included, so that prompts at inference look
+as they did in training. Each text must begin with the one before: templates and conversations that
+rewrite earlier turns are refused.
 """
 
 import hashlib
@@ -25,8 +23,6 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from torchtitan_dp.data.tokenizer import SETTINGS, read_settings, read_text
 
 ASSISTANT = "assistant"
 # Unicode's noncharacters, which no text should have: one that has is refused.
@@ -56,10 +52,9 @@ class ChatTemplate:
     def __init__(self, source: str, marks: Mapping[str, str]) -> None:
         """Compile Jinja, with `marks`: names of special tokens (`bos_token`, …) and their texts;
         raise ValueError, for the end of a message that names the file."""
-        more = [_Generation, "jinja2.ext.loopcontrols"]
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=more
-        )
+        blocks = {"trim_blocks": True, "lstrip_blocks": True}
+        extensions = [_Generation, "jinja2.ext.loopcontrols"]
+        environment = ImmutableSandboxedEnvironment(**blocks, extensions=extensions)
         environment.filters["tojson"] = _to_json
         del environment.filters["random"]
         kept = {name: environment.globals[name] for name in _GLOBALS}
@@ -77,9 +72,9 @@ class ChatTemplate:
     def write(self, messages: Sequence[Message]) -> list[Piece] | None:
         """Write a conversation whose last turn is the assistant's, in parts that are its or not.
 
-        A template without marks is rendered for each turn anew, until `MOST_COST` is spent: later
-        turns are left out. None if the template refuses the conversation or its turns cannot be
-        separated, and for content that no text should have. It never raises for what messages have.
+        A template without marks is rendered for each turn anew, until `MOST_COST` is spent. None if
+        it refuses the conversation or turns cannot be separated; never raises for what messages
+        have.
         """
         if any(_EITHER.search(message["role"] + message["content"]) for message in messages):
             return None
@@ -138,10 +133,9 @@ class ChatTemplate:
         if pieces is None:
             unlike = "writes earlier turns otherwise once there are later ones"
             raise ValueError(f"{unlike}, so that the assistant's cannot be identified: {_REMEDY}")
-        answers, others = _texts(pieces, True), _texts(pieces, False)
         for role, content in _PROBE:
-            here, there = (answers, others) if role == ASSISTANT else (others, answers)
-            if content not in here or content in there:
+            own = role == ASSISTANT
+            if content not in _texts(pieces, own) or content in _texts(pieces, not own):
                 mixed = f"does not keep the assistant's turns apart ({content!r} of the {role}"
                 raise ValueError(f"{mixed} in a trial): {_REMEDY}")
         return pieces
@@ -152,9 +146,8 @@ class ChatTemplate:
         ends = _texts(self.trial, True)
         for _, content in _PROBE:
             ends = ends.replace(content, "", 1)
-        where = "the chat template ends an answer without a mark"
-        if self._is_marked:
-            where = "{% generation %} in the chat template leaves out the end mark"
+        marked = "{% generation %} in the chat template leaves out the end mark"
+        where = marked if self._is_marked else "the chat template ends an answer without a mark"
         return None if ends.strip() else f"{where}: the model never learns to stop"
 
 
@@ -165,31 +158,6 @@ def _cost(text: str, messages: Sequence[Message]) -> int:
 
 def _texts(pieces: Sequence[Piece], is_target: bool) -> str:
     return "".join(piece.text for piece in pieces if piece.is_target == is_target)
-
-
-def load_chat_template(assets_path: str) -> ChatTemplate | None:
-    """Load the chat template of the folder `model.hf_assets_path`; None if it has none.
-
-    It is `chat_template.jinja`, else `chat_template` in `tokenizer_config.json`: one template, or
-    several with names, of which "default" is taken. Raises ValueError, one line, for one that
-    cannot be used.
-    """
-    name, own = SETTINGS, "chat_template.jinja"
-    settings = read_settings(assets_path, name)
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
-        template = named.get("default")
-    if (text := read_text(assets_path, own)) is not None:
-        name, template = own, text
-    if not isinstance(template, str):
-        return None
-    marks = {k: v for k, v in settings.items() if k.endswith("_token") and isinstance(v, str)}
-    try:
-        return ChatTemplate(template, marks)
-    except ValueError as error:
-        where = f"model.hf_assets_path = {assets_path!r}: the chat template in its {name}"
-        raise ValueError(f"{where} {error}") from None
 
 
 class _Generation(Extension):

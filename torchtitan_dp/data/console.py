@@ -12,14 +12,14 @@ FIRST_LINE_S = INTERVAL_S = 5.0
 MOST_NAMES, MOST_CHARACTERS = 20, 60  # that are listed, and of each name
 
 
-def say(text: str) -> None:
+def say(text: str, label: str = "not private") -> None:
     """Write a line that depends on private records."""
-    print(f"not private: {printable(text)}", file=sys.stderr, flush=True)
+    print(f"{label}: {printable(text)}", file=sys.stderr, flush=True)
 
 
 def warn(text: str) -> None:
     """Write a warning that depends on private records."""
-    print(f"warning (not private): {printable(text)}", file=sys.stderr, flush=True)
+    say(text, "warning (not private)")
 
 
 def printable(text: str) -> str:

@@ -1,11 +1,10 @@
 """The data of a run: its store of tokens, units, and their split into training and held-out ones.
 
 Guarantee:
-    A run in which no training unit has a target is refused before its first draw. That compares
-    "none" with "at least one" over all training units, so two neighbours differ in it only if a
-    single unit has targets (docs/privacy.md assumes that this is not so). Counts of records, and
-    what refusals and warnings name of them (fields, roles, types), are private and labelled so;
-    nothing else follows from them.
+    A run in which no training unit has a target is refused before its first draw. Two neighbours
+    differ in that only if a single unit has targets (docs/privacy.md assumes that this is not so).
+    Counts of records, and what refusals and warnings name of them (fields, roles, types), are
+    private and labelled so; nothing else follows from them.
 """
 
 import hashlib
@@ -55,21 +54,12 @@ class Records:
         place: str | None = None,
         *,
         heldout_fraction: float = 0.0,
-        needs_heldout: bool = False,
-        number_is_secret: bool = False,
-        in_groups: bool = False,
+        needs_heldout: bool = False,  # none held out is an error; a warning if number_is_secret
+        number_is_secret: bool = False,  # neighbours differ in it: a public privacy.sample_rate
+        in_groups: bool = False,  # units take turns, by a hash of their names
     ) -> "Records":
-        """Tokenize records unless that was done, and hold some units out, by a hash of their names.
-
-        Args:
-            place: of the store, `data.store`.
-            needs_heldout: whether no unit held out is an error, if `number_is_secret` a warning.
-            number_is_secret: whether neighbouring data sets differ in their number of units, as
-                with a public `privacy.sample_rate`.
-            in_groups: whether units take turns in groups, by a hash of their names.
-
-        Raises ValueError, one line, also if there is nothing to train on.
-        """
+        """Tokenize records unless that was done, in `data.store`, and hold some units out, by a
+        hash of their names. Raises ValueError, one line, also if there is nothing to train on."""
         if not source.path:
             remedy = "give a file, a directory or a glob ('python-stdlib' to try)"
             raise ValueError(f"training.dataset_path is not set: {remedy}")
@@ -117,7 +107,7 @@ class Records:
 
     def check_targets(self, samples: Samples) -> tuple[str, ...]:
         """Describe units whose samples have no target, NOT PRIVATE; refuse a data set of such units
-        alone, by ValueError in one line that names what its records have instead."""
+        alone, by ValueError in one line."""
         learned, name = samples.learned(self.train), word(self.source.unit_field)
         lacks = self._lacks(self.train[~learned])
         if not learned.any():
@@ -228,9 +218,8 @@ def _require_units(source: Source, store: Store) -> str:
     facts, unnamed = source.facts, store.facts["unnamed"]
     setting = f"data.unit_field = {source.unit_field!r}"
     if unnamed < len(store):
-        lacks = f"lie in no folder below training.dataset_path ({setting})"
-        if facts.fields:
-            lacks = f"have no usable {setting}"
+        in_none = f"lie in no folder below training.dataset_path ({setting})"
+        lacks = f"have no usable {setting}" if facts.fields else in_none
         return f"{unnamed} of {len(store)} {facts.row}s {lacks}"
     none = f"{setting}: none of the {len(store)} records has one"
     if not facts.fields:

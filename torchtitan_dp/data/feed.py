@@ -80,10 +80,9 @@ def require_same_step(failure: BaseException | None, drawn: int, device: torch.d
     once, since the sizes of the next collectives depend on the draw.
 
     Guarantee:
-        If no rank raises, all hold the same draw (different ones pass with probability 2^-62), so
-        that each drawn unit is dealt out once. Without this check, equal draws would rest on
-        numpy's binomial, whose logarithms come from each machine's own libm. The comparison of
-        62-bit integers is exact: the largest must equal minus the largest negated one.
+        If no rank raises, all hold the same draw (different ones pass with probability 2^-62), each
+        of whose units is dealt out once: numpy's binomial, whose logarithms are each machine's own
+        libm's, need not be equal. Exact: the largest must equal minus the largest negated one.
     """
     mine = torch.tensor([failure is not None, drawn, -drawn], dtype=torch.int64, device=device)
     if dist.is_initialized():

@@ -50,8 +50,8 @@ def locate(
 ) -> tuple[str, list[str]]:
     """Find the files that a path names: a root, and their sorted names below it.
 
-    It is a file, a glob, a folder, of which files match a pattern `below` it, or `PYTHON_STDLIB`,
-    which may stand for Python's sources. Raises ValueError, one line, if there is no such place.
+    It is a file, a glob, a folder, of which files match a pattern `below` it, or, `has_stdlib`,
+    Python's own sources. Raises ValueError, one line, if there is no such place.
     """
     if has_stdlib and path == PYTHON_STDLIB:
         root = sysconfig.get_path("stdlib")
@@ -65,17 +65,14 @@ def locate(
     magic = next((i for i, part in enumerate(parts) if glob.has_magic(part)), None)
     root = "/".join(parts[:magic]) or "/"
     if magic is None or not os.path.isdir(root):
-        remedy = "give a file, a folder or a glob"
-        raise ValueError(f"training.dataset_path = {path!r} does not exist: {remedy}")
+        lacks = "does not exist: give a file, a folder or a glob"
+        raise ValueError(f"training.dataset_path = {path!r} {lacks}")
     return root, _walk(root, ["/".join(parts[magic:])])
 
 
 def _walk(root: str, patterns: Sequence[str], skipped: Sequence[str] = ()) -> list[str]:
-    """List the relative names of the files below `root` that match, sorted by their bytes.
-
-    Folders and files are met by their own names first, then by links, the first of them: lest a
-    link put a file into another unit.
-    """
+    """List names below `root` that match, sorted by their bytes. Files are met by their own names
+    first, then by links, the first of them: lest a link put a file into another unit."""
     ways = [pattern.split("/") for pattern in patterns]
     waiting: list[tuple[bool, bytes]] = [(False, b"")]  # whether by a link, and the folder's name
     entered: set[tuple[int, int]] = set()  # devices and inodes
@@ -106,7 +103,6 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 def _matches(parts: list[str], patterns: Sequence[str]) -> bool:
-    """Check whether the components of a name match those of a pattern."""
     if not patterns:
         return not parts
     if patterns[0] == "**":
@@ -117,7 +113,7 @@ def _matches(parts: list[str], patterns: Sequence[str]) -> bool:
 
 
 def _may_hold(parts: list[str], patterns: Sequence[str]) -> bool:
-    """Check whether a match can lie in a folder; a glob walks no other folders."""
+    """Check whether a match can lie in a folder."""
     for part, pattern in zip(parts, patterns, strict=False):
         if pattern == "**":
             return True

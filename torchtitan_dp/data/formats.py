@@ -5,9 +5,8 @@ that is broken. A new format is a reader and an entry in `FORMATS`; no other cod
 
 Guarantee:
     How a row is read depends on no other row (hazard row 68), and none is left out (row 42): types
-    are never inferred over rows. How a file divides into rows is its structure, which is public; a
-    file whose structure is damaged (a CSV file whose quotes do not close, a compressed one that
-    ends early) is refused.
+    are never inferred over rows. How a file divides into rows is public; one in which that is
+    damaged (a CSV file whose quotes do not close, a compressed file that ends early) is refused.
 """
 
 import csv
@@ -45,7 +44,7 @@ class Format:
     signs: tuple[Sign, ...] = ()  # of other formats
     fields: str | None = None  # a phrase for named fields; without any, only folders are units
     columns: Callable[[str], Columns] | None = None  # of all rows; ValueError for a damaged file
-    named_by_position: bool = True  # a record's name, which e.g. decides whether it is held out
+    named_by_position: bool = True  # whether a record's name, and its side, depend on other records
     has_lists: bool = True  # whether a field may be a list, as of messages
 
     def check(self, path: str, keys: Mapping[str, str]) -> None:
@@ -115,17 +114,15 @@ def jsonl_rows(path: str, fields: Sequence[str]) -> Iterator[Fields | None]:
 def _parsed(line: bytes) -> Fields | None:
     try:
         value = json.loads(line.decode("utf-8-sig"))
+        return value if isinstance(value, dict) else None
     except (ValueError, RecursionError, MemoryError):
         return None
-    return value if isinstance(value, dict) else None
 
 
 def csv_rows(path: str, fields: Sequence[str]) -> Iterator[Fields | None]:
-    """Yield the rows behind the first, which names the columns; all values are texts.
-
-    A row with another number of values than there are columns is None; a value that is not UTF-8
-    is a text that cannot be encoded (`text_of`). Raises ValueError if quotes do not close.
-    """
+    """Yield the rows behind the first, which names the columns, as texts; None for a row with
+    another number of values. What is not UTF-8 cannot be encoded (`text_of`). Raises ValueError if
+    quotes do not close."""
     csv.field_size_limit(sys.maxsize)
     size = 0  # of the row that is being read
 
@@ -215,13 +212,12 @@ _LINES = (
     "'{stem}_lines.jsonl', orient='records', lines=True, force_ascii=False)\""
 )
 _ON_LINES = "write one a line: jq -c . '{name}' > '{stem}_lines.jsonl'"
+_SEVERAL = "has an object that goes on over several lines"
+_JSON_SIGNS = (*_SIGNS, (b"[", "is one JSON array", _LINES), (b"{", _SEVERAL, _ON_LINES))
 _TABLE: dict[str, Any] = {"row": "row", "fields": "column", "content": "readable row"}
 _TABLE |= {"remedy": "write '{path}' again"}
-_ARROW: dict[str, Any] = {
-    **_TABLE,
-    "rows": lambda path, columns: _tables().arrow_rows(path, columns),
-    "columns": lambda path: _tables().columns(path, "Arrow"),
-}
+_ARROW = {"rows": lambda path, columns: _tables().arrow_rows(path, columns), **_TABLE}
+_ARROW |= {"columns": lambda path: _tables().columns(path, "Arrow")}
 
 FORMATS: dict[str, Format] = {
     "text": Format(
@@ -232,8 +228,7 @@ FORMATS: dict[str, Format] = {
         record="one file",
         content="UTF-8 text",
         signs=_SIGNS,
-        remedy="convert them (iconv -f LATIN1 -t UTF-8, if they are Latin-1), or name text files "
-        "by a glob",
+        remedy="convert them (iconv -f LATIN1 -t UTF-8, if Latin-1), or name text files by a glob",
         named_by_position=False,
         has_lists=False,
     ),
@@ -245,11 +240,7 @@ FORMATS: dict[str, Format] = {
         record="one line of a JSON Lines file",
         fields="JSON field",
         content="JSON object",
-        signs=(
-            *_SIGNS,
-            (b"[", "is one JSON array", _LINES),
-            (b"{", "has an object that goes on over several lines", _ON_LINES),
-        ),
+        signs=_JSON_SIGNS,
         remedy="'jsonl' needs one a line, {{\"{field}\": …}}",
     ),
     "csv": Format(

@@ -1,12 +1,10 @@
 """One pass over the files of a data set: each record is tokenized once, into a store.
 
-The tokenizer's own threads work on a batch while this one hashes files and parses the next batch.
-
 Guarantee:
     A record's ids, its unit, and the reason why it has none are a function of that record, its
-    file's name and its row's number alone (`formats`, `reading`): so is whether it is in the store,
-    since each row has its place there (hazard row 42). No record's content stops the pass; how long
-    it takes, and how much room, follow from all of them, and are not private.
+    file's name and its row's number alone (`formats`, `reading`); each row has its place in the
+    store (hazard row 42). No record's content stops the pass; how long it takes, and how much room,
+    follow from all of them, and are not private.
 """
 
 import contextlib
@@ -38,7 +36,7 @@ _BATCH_CHARACTERS, _BATCH_TEXTS = MOST_PART * min(max(os.cpu_count() or 1, 8), 3
 _UNPACKED = {".gz": 4, ".zst": 4, ".parquet": 2}  # bytes of rows to a byte of a file, about
 NO_TEXT = (Piece("", False),)  # counts as a text, lest too many rows without one wait
 T = TypeVar("T")
-Encoded = list[np.ndarray | None]
+Encoded = list[np.ndarray | None]  # None: the tokenizer refused it
 
 
 @dataclass(frozen=True)
@@ -129,10 +127,9 @@ def prepared(source: Source, place: str | None = None) -> Store:
 
 
 def _no_record(source: Source) -> ValueError:
-    return ValueError(
-        f"training.dataset_path = {source.path!r} holds no record: it needs at least one "
-        f"{source.facts.found_in} (a glob must match files, not folders; '**' matches any depth)"
-    )
+    none = f"training.dataset_path = {source.path!r} holds no record: it needs at least one"
+    globs = "a glob must match files, not folders; '**' matches any depth"
+    return ValueError(f"{none} {source.facts.found_in} ({globs})")
 
 
 def _kept(target: str, files: Files, source: Source) -> Store | None:
@@ -177,7 +174,7 @@ def _rows_bytes(files: Files) -> int:
 
 
 def _make(folder: str, files: Files, source: Source) -> tuple[bytes, dict[str, Any]]:
-    """Write the tokens of all records, and return the arrays and facts of their store."""
+    """Write the tokens of all records, of files that do not change meanwhile."""
     with open(os.path.join(folder, stores.TOKENS), "xb", opener=stores.private) as output:
         made = _tokenize(output, files, source)
     now = list_files(files.root, files.names).stamps

@@ -1,7 +1,7 @@
 """What of a record the model learns to write: all of its text, or answers alone.
 
-Answers stand beside a prompt (`data.prompt_field`) or are the assistant's turns of a chat. All else
-of these records is read and never predicted.
+Answers stand beside a prompt (`data.prompt_field`) or are the assistant's turns of a chat; all else
+of these records is never predicted.
 
 Guarantee:
     The pieces of a record are a function of that record alone, and so is the reason why it has
@@ -20,14 +20,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchtitan_dp.data.chat_template import ASSISTANT, ChatTemplate, Piece, load_chat_template
+from torchtitan_dp.data.chat_template import ASSISTANT, ChatTemplate, Piece
 from torchtitan_dp.data.console import listed
 from torchtitan_dp.data.files import MOST_ITEMS, Fields
-from torchtitan_dp.data.tokenizer import TOKENIZER, Tokenizer, text_of
+from torchtitan_dp.data.tokenizer import (
+    SETTINGS,
+    TOKENIZER,
+    Tokenizer,
+    read_settings,
+    read_text,
+    text_of,
+)
 
 MOST_PART = 2**18  # characters that are tokenized in one piece
-MOST_MESSAGES = MOST_ITEMS
-"""Of a longer conversation these are looked at: the time to render it must be bounded."""
+MOST_MESSAGES = MOST_ITEMS  # that are looked at: the time to render a conversation is bounded
 
 
 class Lack(NamedTuple):
@@ -58,23 +64,22 @@ THEIR_FIELDS = "their fields are"
 
 
 def _misfit(key: str, field: str, fields: Fields, word: str, instead: str) -> Lack:
-    """Describe a record without the field that a key of the configuration names, or with something
-    else `instead` of what is needed there."""
+    """Describe a record that lacks a field, or has something else `instead` of what is needed."""
     needed, hint, setting = "text", "", f"{key} = {field!r}"
     if key == "data.messages_field":
         needed = "list of messages"
         hint = ", a list of objects with a role and a content, two texts"
     if field not in fields:
-        remedy = f"name the one with the {needed}"
-        return Lack(setting, f"have no such {word}", remedy, THEIR_FIELDS, tuple(fields))
-    remedy = f"name the {word} with it{hint}"
-    return Lack(setting, f"have no {needed} there", remedy, "they hold", (instead,))
+        what, remedy = f"have no such {word}", f"name the one with the {needed}"
+        return Lack(setting, what, remedy, THEIR_FIELDS, tuple(fields))
+    what, remedy = f"have no {needed} there", f"name the {word} with it{hint}"
+    return Lack(setting, what, remedy, "they hold", (instead,))
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Reads a text, all of which is learned; or an answer behind its prompt; or a conversation, a
-    list of `{"role": …, "content": …}`, by a chat template."""
+    """How a text is read, all of which is learned; or an answer behind its prompt; or a chat, a
+    list of `{"role": …, "content": …}`, by a template."""
 
     text_field: str = "text"
     prompt_field: str | None = None
@@ -107,7 +112,6 @@ class Reading:
         return [part for part in parts if part.text] if parts[-1].text else EMPTY
 
     def _turns(self, template: ChatTemplate, fields: Fields, word: str) -> list[Piece] | Lack:
-        """Return the parts of a conversation up to the last answer."""
         ((field, key),) = self.keys.items()
         messages = _messages_of(fields.get(field))
         if isinstance(messages, str):
@@ -115,12 +119,12 @@ class Reading:
         roles = tuple(message["role"] for message in messages)
         filled = [message["content"].strip() != "" for message in messages]
         answers = [i for i, role in enumerate(roles) if role == ASSISTANT and filled[i]]
-        if not answers:
-            found = "only empty turns" if ASSISTANT in roles else "no turn"
-            what = f"have {found} of the role '{ASSISTANT}'"
-            remedy = "these alone are learned: rename the role of what the model is to write"
-            return Lack(f"{key} = {field!r}", what, remedy, "their roles are", roles, False)
-        return template.write(messages[: answers[-1] + 1]) or REFUSED
+        if answers:
+            return template.write(messages[: answers[-1] + 1]) or REFUSED
+        found = "only empty turns" if ASSISTANT in roles else "no turn"
+        what = f"have {found} of the role '{ASSISTANT}'"
+        remedy = "these alone are learned: rename the role of what the model is to write"
+        return Lack(f"{key} = {field!r}", what, remedy, "their roles are", roles, False)
 
 
 def reading(
@@ -131,27 +135,51 @@ def reading(
     tokenizer: Tokenizer,
 ) -> Reading:
     """Choose how records are read, with the tokenizer of `assets_path` ("": bytes); raise
-    ValueError, one line, for one without a chat template where one is needed."""
+    ValueError, one line, for one that lacks a chat template, or cannot be used with it."""
     if messages_field is None:
         return Reading(text_field, prompt_field)
     # Bytes have no special tokens, which a template writes as text.
     has_tokens = os.path.isfile(os.path.join(assets_path, TOKENIZER))
     template = load_chat_template(assets_path) if assets_path and has_tokens else None
-    setting = f"data.messages_field = {messages_field!r}"
-    where = f"{setting}: the tokenizer of model.hf_assets_path = {assets_path!r}"
+    where = f"data.messages_field = {messages_field!r}: the tokenizer of model.hf_assets_path ="
     if template is None:
         raise ValueError(
-            f"{where} has no chat template; use a tokenizer of a chat model, add "
+            f"{where} {assets_path!r} has no chat template; use a tokenizer of a chat model, add "
             "chat_template.jinja to the folder, or write prompts and answers (data.prompt_field)"
         )
     texts = [piece.text for piece in template.trial if piece.text]
     whole, *parts = tokenizer.encode_each(["".join(texts), *texts])
     known = [ids for ids in parts if ids is not None]
     if whole is None or len(known) < len(parts) or not np.array_equal(np.concatenate(known), whole):
-        other = "has other tokens for a chat than for its turns one by one"
+        other = "has other tokens for a chat than for its turns one by one, so the assistant's"
         remedy = "use another, or prompts and answers (data.prompt_field)"
-        raise ValueError(f"{where} {other}, so the assistant's cannot be identified; {remedy}")
+        raise ValueError(f"{where} {assets_path!r} {other} cannot be identified; {remedy}")
     return Reading(messages_field=messages_field, template=template)
+
+
+def load_chat_template(assets_path: str) -> ChatTemplate | None:
+    """Load the chat template of the folder `model.hf_assets_path`; None if it has none.
+
+    It is `chat_template.jinja`, else `chat_template` in `tokenizer_config.json`: one template, or
+    several with names, of which "default" is taken. Raises ValueError, one line, for one that
+    cannot be used.
+    """
+    name, own = SETTINGS, "chat_template.jinja"
+    settings = read_settings(assets_path, name)
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+        template = named.get("default")
+    if (text := read_text(assets_path, own)) is not None:
+        name, template = own, text
+    if not isinstance(template, str):
+        return None
+    marks = {k: v for k, v in settings.items() if k.endswith("_token") and isinstance(v, str)}
+    try:
+        return ChatTemplate(template, marks)
+    except ValueError as error:
+        where = f"model.hf_assets_path = {assets_path!r}: the chat template in its {name}"
+        raise ValueError(f"{where} {error}") from None
 
 
 def _messages_of(value: object) -> list[dict[str, str]] | str:
@@ -172,7 +200,6 @@ def _messages_of(value: object) -> list[dict[str, str]] | str:
 
 
 def _kind_of(value: object) -> str:
-    """Name the type of a value in a field, with its article."""
     kinds = {bool: "a truth value", int: "a number", float: "a number", list: "a list"}
     kinds |= {dict: "an object", type(None): "null", bytes: "text that is broken or too long"}
     kinds[str] = "text with half a character" if text_of(value) is None else "a text"
@@ -184,26 +211,22 @@ class Assembler:
     stored as their bitwise complement, which is negative."""
 
     def __init__(self, tokenizer: Tokenizer, how: Reading) -> None:
-        marks = [mark for mark in (tokenizer.bos_id, tokenizer.eos_id) if how.template is None]
-        self.between = empty = np.empty(0, dtype=np.int64)
-        """The ids between two records of a unit, stored before each."""
-        self._bos, self._eos = (
-            empty if mark is None else np.array([mark]) for mark in marks or (None, None)
-        )
-        if marks == [None, None] and (found := tokenizer.encode("\n\n")) is not None:
-            self.between = found
+        marks, none = (tokenizer.bos_id, tokenizer.eos_id), np.empty(0, dtype=np.int64)
+        if how.template is not None:  # which writes its own
+            marks = (None, None)
+        self._bos, self._eos = (none if mark is None else np.array([mark]) for mark in marks)
+        self.between = none  # ids between two records of a unit, stored before each
+        if marks == (None, None) and how.template is None:
+            self.between = found if (found := tokenizer.encode("\n\n")) is not None else none
         if how.has_answers:
             self._bos, self.between = ~self._bos, ~self.between
 
     def record(
         self, pieces: Sequence[Piece], encoded: Sequence[np.ndarray | None]
     ) -> tuple[np.ndarray, int] | Lack:
-        """Put ids of pieces together, of which None is one that the tokenizer refused.
-
-        Returns:
-            the ids, behind those of `between`, and the place of the first target that is not the
-            first id, counted without them; 0 if there is none.
-        """
+        """Put ids of pieces together, of which None is one that the tokenizer refused: behind those
+        of `between`, and the place of the first target that is not the first id, counted without
+        them; 0 if there is none."""
         found = []
         for piece, ids in zip(pieces, encoded, strict=True):
             if ids is None:
@@ -226,11 +249,8 @@ def split(text: str, most: int = MOST_PART) -> Iterator[str]:
     start = 0
     while len(text) - start > most:
         stop = start + most
-        blanks = (
-            i
-            for i in range(stop - 1, max(stop - 4096, start), -1)
-            if text[i] == " " and text[i - 1].isalpha() and text[i + 1].isalpha()
-        )
+        near = range(stop - 1, max(stop - 4096, start), -1)
+        blanks = (i for i in near if text[i] == " " and (text[i - 1] + text[i + 1]).isalpha())
         at = next(blanks, stop)
         yield text[start:at]
         start = at

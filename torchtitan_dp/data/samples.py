@@ -3,16 +3,15 @@
 Labels are shifted here, before any sharding over context-parallel ranks, so that no rank needs
 its neighbour's first token (hazard rows 6 and 7).
 
-A unit's ids are those of its records, one after the other, without those that have nothing to
-learn. A sample begins where they begin, or is a random window of them. Of a record with answers
-that is longer than a sample, the window is taken that begins a quarter of a sample before the first
-target, or earlier if the record ends within it: a long prompt is cut at its beginning, an answer
-only where it has no room beside a quarter of prompt, and every record with a target shows one.
+A sample begins where its unit's records begin, one after the other without those that have nothing
+to learn, or is a random window of them. Of a record with answers that is longer than a sample, the
+window begins a quarter of a sample before the first target, or earlier if the record ends within
+it: a long prompt is cut at its beginning, an answer only where it has no room beside a quarter of
+prompt, and every record with a target shows one.
 
 Guarantee:
     A draw of a unit makes one sample (or a public number, `windows`), each a function of that
-    unit's records and of randomness that is independent of all records. The number of samples
-    depends on no record.
+    unit's records and of randomness that is independent of all records.
 """
 
 from collections.abc import Sequence
@@ -77,16 +76,12 @@ class Samples:
         self, unit: int, rng: Choices | None = None, window: int = 0, windows: int = 1
     ) -> np.ndarray:
         """Read the ids of one sample, int64, at most seq_len + 1; those that are no targets as
-        their complement.
+        their complement. Raises OSError if the disk failed.
 
-        Args:
-            unit: -1 is padding, which has none.
-            rng: of this unit and this draw, like new; needed if `is_random`.
-            window: the index of the sample among the unit's `windows`. Those of one long text begin
-                in different ones of as many equal parts of it; a text no longer than one sample,
-                and a unit with fewer records, has no ids for the last ones.
-
-        Raises OSError if the disk failed.
+        Unit -1 is padding, without ids. `rng`, of this unit and this draw, like new, is needed if
+        `is_random`. The unit's `windows` of one long text begin in different ones of as many equal
+        parts of it; a text no longer than one sample, and a unit with fewer records, has no ids for
+        the last ones.
         """
         if unit == -1:
             return NOTHING
@@ -158,9 +153,8 @@ class Samples:
         """Make `(tokens_BT, labels_BT)`, int64 (len(units), seq_len or `length`): `windows` samples
         of each unit, which `units` repeats as often in a row.
 
-        Tokens are all ids but the last, labels all but the first; tokens are padded with `pad_id`,
-        labels with `IGNORE_INDEX`. A unit without ids (empty, undecodable, or -1, a draw's padding)
-        has ignored labels only and contributes exactly 0.
+        Tokens are all ids but the last, padded with `pad_id`, labels all but the first, padded with
+        `IGNORE_INDEX`: a unit without ids (empty, undecodable, or -1) contributes exactly 0.
         """
         both = np.empty((2, len(units), length or self.seq_len), dtype=np.int64)
         for row, (unit, rng) in enumerate(zip(units, rngs or [None] * len(units), strict=True)):

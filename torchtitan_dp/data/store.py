@@ -3,16 +3,14 @@
 A store is a folder with `tokens` (the ids of all records, one after the other; those that are no
 targets as their bitwise complement, which is negative), `arrays` (where each record ends, and its
 unit), `facts.json` (what was tokenized and how, and hashes of the other two), and `seen`, names of
-machines and files that it was compared with. Its name follows from format, fields,
-reading, tokenizer, template, and the files' relative names and sizes: not from the length of
-samples or any absolute path, so that runs and nodes share it, and a copy serves as well.
+machines and files that it was compared with. Its name follows from format, fields, tokenizer,
+template, and the files' relative names and sizes, so that runs and nodes share it, and copies.
 
 Guarantee:
-    A store that is opened has the tokens that `prepare` makes of the files as they are: contents of
-    both are compared by hash when a machine opens it for the first time, and again once a size, a
-    time or an inode of them differs. Another change that keeps all three is a failing disk's, which
-    `tokens` is not checked against in later starts. Folders are 0700 and files 0600. It is written
-    under another name and renamed, by one process at a time.
+    A store that is opened has the tokens that `prepare` makes of the files as they are: both are
+    compared by hash when a machine opens it for the first time, and once a size, a time or an inode
+    of them differs (not after a failing disk's change, which keeps all three). Folders are 0700 and
+    files 0600. It is written under another name and renamed, by one process at a time.
 """
 
 import contextlib
@@ -71,8 +69,8 @@ class Store:
         return int(self.ends[record] - (self.ends[record - 1] if record > 0 else 0))
 
     def ids(self, record: int, start: int, count: int) -> np.ndarray:
-        """Read `count` ids of a record from `start` on, int64, or as many as there are; raise
-        OSError if the disk failed."""
+        """Read at most `count` ids of a record from `start` on, int64; raise OSError if the disk
+        failed."""
         length = self.length(record)
         begin, count = int(self.ends[record]) - length, max(min(count, length - start), 0)
         kind = np.dtype(self.facts["dtype"])
@@ -104,9 +102,9 @@ def private_folder(place: str | None) -> str:
         os.listdir(folder)
         return folder
     except OSError as error:
-        cannot = f"the tokens of training.dataset_path cannot be written to {folder!r}"
-        why = f"{error.strerror}); name a folder that you can write"
-        raise ValueError(f"data.store = {place!r}: {cannot} ({why}") from error
+        cannot = "the tokens of training.dataset_path cannot be written to"
+        why = f"{cannot} {folder!r} ({error.strerror}); name a folder that you can write"
+        raise ValueError(f"data.store = {place!r}: {why}") from error
 
 
 def load(folder: str) -> Store | None:
@@ -153,7 +151,7 @@ def pack(ends: np.ndarray, firsts: np.ndarray, reasons: np.ndarray, units: Units
 
 
 def is_intact(store: Store) -> bool:
-    """Compare the tokens with their hash, reading all of them."""
+    """Compare all tokens with their hash."""
     with os.fdopen(os.dup(store.handle), "rb") as tokens:
         return _tokens_hash(store.facts, tokens) == store.fingerprint
 

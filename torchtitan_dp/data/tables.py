@@ -21,16 +21,13 @@ from torchtitan_dp.data.files import MOST_ITEMS, MOST_ROW_BYTES, Columns, Fields
 
 BROKEN = b""  # a value that cannot be read: neither a text nor a list
 _MOST_ROWS = 64
+# Of a table that cannot be read:
 _ERRORS = (OSError, ValueError, KeyError, OverflowError, RuntimeError, TypeError, pa.ArrowException)
-"""Of a table that cannot be read."""
 
 
 def parquet_rows(path: str, columns: Sequence[str]) -> Iterator[Fields | None]:
-    """Yield the rows of a Parquet file.
-
-    A value that pages repeat as a number takes its whole size in each row, so that only as many
-    rows are decoded at once as have room if all had the largest.
-    """
+    """Yield the rows of a Parquet file: as many are decoded at once as have room if all had the
+    largest value, since one that pages repeat as a number takes its whole size in each row."""
     footer, starts = _read_footer(path), tuple(f"{name}." for name in columns)
     how: dict[str, Any] = {"binary_type": pa.large_binary(), "list_type": pa.LargeListType}
     with pq.ParquetFile(path, metadata=footer, buffer_size=2**20, **how) as file:
@@ -50,10 +47,8 @@ def parquet_rows(path: str, columns: Sequence[str]) -> Iterator[Fields | None]:
                                 yield row
                     break
                 except MemoryError:
-                    lacks = f"this machine's memory cannot hold a row of {path} (not private)"
-                    raise ValueError(
-                        f"training.dataset_path: {lacks}; take one with more"
-                    ) from None
+                    lacks = f"memory cannot hold a row of {path} (not private); take one with more"
+                    raise ValueError(f"training.dataset_path: this machine's {lacks}") from None
                 except _ERRORS as error:  # a damaged page
                     if isinstance(error, OSError) and error.errno:  # or a failing disk
                         raise
@@ -74,10 +69,8 @@ def arrow_rows(path: str, columns: Sequence[str]) -> Iterator[Fields | None]:
 def columns(path: str, kind: str) -> Columns:
     """List the columns of a Parquet or an Arrow file; raise ValueError, one line, if it is none."""
     try:
-        is_arrow = kind == "Arrow"
-        schema = (
-            _reader(path)[0].schema if is_arrow else _read_footer(path).schema.to_arrow_schema()
-        )
+        file = _reader(path)[0] if kind == "Arrow" else _read_footer(path)
+        schema = file.schema if kind == "Arrow" else file.schema.to_arrow_schema()
     except _ERRORS as error:
         damaged = f"{path} is no {kind} file, or damaged ({' '.join(str(error).split())[:200]})"
         remedy = "write it again, or name the others by a glob"
@@ -91,12 +84,10 @@ def misfit(kind: Any, key: str) -> str | None:
         kind = kind.value_type if is_.is_dictionary(kind) else kind.storage_type
     if key == "data.messages_field":
         fits = is_.is_null(kind) or (_is_list(kind) and _is_message(kind.value_type))
-        needed = "lists of structs with a role and a content"
-    elif key == "data.unit_field":
-        fits, needed = _is_text(kind) or is_.is_integer(kind), "texts or whole numbers"
-    else:
-        fits, needed = _is_text(kind), "texts"
-    return None if fits else needed
+        return None if fits else "lists of structs with a role and a content"
+    if key == "data.unit_field":
+        return None if _is_text(kind) or is_.is_integer(kind) else "texts or whole numbers"
+    return None if _is_text(kind) else "texts"
 
 
 def _is_text(kind: Any) -> bool:
@@ -108,7 +99,7 @@ def _is_list(kind: Any) -> bool:
 
 
 def _is_message(kind: Any) -> bool:
-    """Return whether items of a list are structs, whose texts are not numbers of a dictionary."""
+    """Return whether it is a struct, whose texts are not numbers of a dictionary."""
     if not is_.is_struct(kind):
         return bool(is_.is_null(kind))
     return not any(is_.is_dictionary(kind.field(i).type) for i in range(kind.num_fields))
@@ -151,8 +142,7 @@ def _values(column: Any) -> list[object]:
 
 
 def _is_whole(column: Any) -> bool:
-    """Return whether values are UTF-8 and lie where their offsets lead; of a list's items, those
-    of these rows alone."""
+    """Return whether values, of a list its items, are UTF-8 and lie where their offsets lead."""
     kind = column.type
     if is_.is_dictionary(kind):
         return False  # row by row, since other rows' values lie in one place
@@ -169,7 +159,7 @@ def _is_whole(column: Any) -> bool:
 
 
 def _reader(path: str) -> tuple[Any, bool]:
-    """Open an Arrow stream, or else a file, and return whether it is a file."""
+    """Open an Arrow stream or file, and return whether it is a file."""
     source = pa.memory_map(path)
     try:
         return pa.ipc.open_stream(source), False
@@ -178,10 +168,8 @@ def _reader(path: str) -> tuple[Any, bool]:
 
 
 def _read_footer(path: str) -> Any:
-    """Read the footer of a Parquet file, without the Arrow types that it was written from.
-
-    They would decide how columns are read, of dictionaries or with 32-bit offsets.
-    """
+    """Read the footer of a Parquet file without the Arrow types that it was written from, which
+    would decide how columns are read: of dictionaries, with 32-bit offsets."""
     with open(path, "rb") as file:
         file.seek(-8, os.SEEK_END)
         size = int.from_bytes(file.read(4), "little")

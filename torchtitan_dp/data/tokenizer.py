@@ -43,9 +43,7 @@ class ByteTokenizer:
 
 class HFTokenizer:
     """A tokenizer.json without its truncation, padding, dropout and special-token templates.
-
-    Its `identity` is what ids depend on besides the text, equal for equal tokenizers.
-    """
+    `identity` is what ids depend on besides the text, equal for equal tokenizers."""
 
     def __init__(self, backend: tokenizers.Tokenizer, bos_id: int | None, eos_id: int | None):
         backend.no_truncation()  # both would otherwise hide the true length of a record
@@ -59,11 +57,8 @@ class HFTokenizer:
         self.identity = f"{hashed}, bos {bos_id}, eos {eos_id}"
 
     def encode(self, text: str) -> np.ndarray | None:
-        """Turn a text into token ids, int64 (tokens,), without beginning or end marks.
-
-        `None` for a text with something that the vocabulary lacks, if it has no token for that.
-        Never raises, whatever the text.
-        """
+        """Turn a text into token ids, int64 (tokens,), without marks; None for one with something
+        that the vocabulary lacks. Never raises, whatever the text."""
         return self.encode_each([text])[0]
 
     def encode_each(self, texts: Sequence[str]) -> list[np.ndarray | None]:
@@ -72,8 +67,8 @@ class HFTokenizer:
             # Unlike `encode`, it lets other threads of Python run.
             found = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         except BaseException as error:
-            # The library raises plain Exception; a panic inside of it is a BaseException that
-            # cannot be imported. A record's content must not stop the run, nor touch another's.
+            # The library raises plain Exception, or a panic: a BaseException that cannot be
+            # imported. A record's content must not stop the run, nor touch another's.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             if len(texts) == 1:
@@ -87,7 +82,7 @@ class HFTokenizer:
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def get_vocab_size(self) -> int:
-        """Return the largest id plus one, added tokens included (holes are possible)."""
+        """Return the largest id plus one; holes are possible."""
         return self._vocab_size
 
     def describe(self) -> str:
@@ -124,10 +119,10 @@ def from_hub(path: str) -> str | None:
 def load_tokenizer(assets_path: str) -> Tokenizer:
     """Load the tokenizer of the folder `model.hf_assets_path`: its tokenizer.json, else bytes.
 
-    The beginning and end marks are those that tokenizer_config.json names, else
+    Marks of beginning and end are those that tokenizer_config.json names, else
     special_tokens_map.json, else none. An empty path means bytes. The last one that was loaded is
-    returned again, unless one of the three files changed. Raises ValueError, one line, for a folder
-    that does not exist, a broken file in it, a vocabulary without a mark that is named.
+    returned again, unless a file changed. Raises ValueError, one line, for a folder that does not
+    exist, a broken file in it, a vocabulary without a mark that is named.
     """
     if not assets_path:
         return ByteTokenizer()
@@ -145,7 +140,7 @@ def load_tokenizer(assets_path: str) -> Tokenizer:
 
 @functools.lru_cache(maxsize=1)
 def _load(assets_path: str, files: tuple[tuple[int, ...], ...]) -> HFTokenizer:
-    """Load a tokenizer.json; `files` are inodes, sizes and times, for the cache."""
+    """Load a tokenizer.json; `files` are for the cache."""
     try:
         backend = tokenizers.Tokenizer.from_file(os.path.join(assets_path, TOKENIZER))
     except Exception as error:  # the library raises plain Exception
@@ -164,10 +159,8 @@ def _refuse_bytes(assets_path: str) -> None:
     if found:
         load, save = f"from_pretrained('{assets_path}')", f"save_pretrained('{assets_path}')"
         command = f'python -c "from transformers import AutoTokenizer; AutoTokenizer.{load}.{save}"'
-        raise ValueError(
-            f"model.hf_assets_path = {assets_path!r}: it has {found[0]} and no tokenizer.json, so "
-            f"that text would be read as bytes; write one: {command}"
-        )
+        lacks = f"it has {found[0]} and no {TOKENIZER}, so that text would be read as bytes"
+        raise ValueError(f"model.hf_assets_path = {assets_path!r}: {lacks}; write one: {command}")
 
 
 def _mark_id(backend: tokenizers.Tokenizer, assets_path: str, key: str) -> int | None:
@@ -176,25 +169,27 @@ def _mark_id(backend: tokenizers.Tokenizer, assets_path: str, key: str) -> int |
             continue
         if isinstance(mark, str) and (token_id := backend.token_to_id(mark)) is not None:
             return token_id
-        lacks = f"its {name} names the {key} {mark!r}, which {TOKENIZER} lacks"
-        raise ValueError(
-            f"model.hf_assets_path = {assets_path!r}: {lacks}: take both files from one model"
-        )
+        lacks = f"names the {key} {mark!r}, which {TOKENIZER} lacks: take both files from one model"
+        raise ValueError(f"model.hf_assets_path = {assets_path!r}: its {name} {lacks}")
     return None
 
 
 def read_settings(assets_path: str, name: str) -> dict[str, Any]:
     """Read a JSON object in the folder of a tokenizer, with each special token as its text; empty
     if there is none. Raises ValueError, one line, for a file that is broken."""
+    if (text := read_text(assets_path, name)) is None:
+        return {}
     try:
-        found = json.loads("{}" if (text := read_text(assets_path, name)) is None else text)
-        items = found.items()
-    except (json.JSONDecodeError, AttributeError) as error:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
         broken = f"its {name} is not a JSON object: download it again"
-        raise ValueError(f"model.hf_assets_path = {assets_path!r}: {broken}") from error
-    # In the older form a token is {"content": "<s>", "lstrip": false, ...}.
-    old = {k: v.get("content") for k, v in items if k.endswith("_token") and isinstance(v, dict)}
-    return {**found, **old}
+        raise ValueError(f"model.hf_assets_path = {assets_path!r}: {broken}")
+    for key, value in found.items():
+        if key.endswith("_token") and isinstance(value, dict):
+            found[key] = value.get("content")  # the older form, of {"content": "<s>", …}
+    return found
 
 
 def read_text(assets_path: str, name: str) -> str | None:

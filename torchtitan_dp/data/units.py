@@ -11,9 +11,7 @@ Neighbours:
     by ones without text under the same name. Grouping by a private field publishes how many
     different values it has (by way of the sampling rate), and nothing else of it. With a public
     `privacy.sample_rate` (`add_remove`) a unit's records are there or not, and the number is not
-    published. Sampling is by the unit's position; positions are ordered by hash.
-
-Of a unit's name a 128-bit hash is kept, private like the name, which can be guessed from it.
+    published. Units are ordered by a 128-bit hash of their names, private like the names.
 """
 
 import hashlib
@@ -72,9 +70,8 @@ def singles(hashes_R2: np.ndarray) -> Units:
 def split(hashes: np.ndarray, heldout_fraction: float) -> tuple[np.ndarray, np.ndarray]:
     """Split units into those to train on and to hold out, two sorted int64 arrays of positions.
 
-    A unit is held out if the 64-bit BLAKE2b hash of its name, in uint64 (units,), lies below
-    `heldout_fraction`, so its side depends on its name and the fraction alone. A larger fraction
-    holds out a superset. Raises ValueError if it leaves no unit.
+    A unit's side depends on its name and the fraction alone: held out are hashes, uint64 (units,),
+    below it; a larger fraction holds out a superset. Raises ValueError if it leaves no unit.
     """
     mask = hashes < np.uint64(int(heldout_fraction * 2**64))
     if mask.all():
