@@ -76,9 +76,8 @@ def parallelize(
         _apply_parts(model, parallel_dims, mesh, job_config)
     else:
         torchtitan_llama.parallelize_llama(model, parallel_dims, job_config)
-    if device_type == "cpu":  # gloo has no pre-multiplied sum, FSDP2's choice for a factor of 1
-        for module in fsdp_modules(model):
-            module.set_force_sum_reduction_for_comms(True)
+    if device_type == "cpu":
+        _sum_reductions_only(model)
     return model
 
 
@@ -205,3 +204,9 @@ def _apply_fsdp(model: PrivateModel, mesh: DeviceMesh, job_config: JobConfig) ->
         return  # there is nothing to divide by; FSDP2 would copy every gradient once more
     for module in fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)
+
+
+def _sum_reductions_only(model: PrivateModel) -> None:
+    """Have FSDP2 reduce by plain sums: gloo has none that are multiplied first, for a factor of 1."""
+    for module in fsdp_modules(model):
+        module.set_force_sum_reduction_for_comms(True)
