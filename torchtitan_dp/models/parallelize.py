@@ -207,6 +207,6 @@ def _apply_fsdp(model: PrivateModel, mesh: DeviceMesh, job_config: JobConfig) ->
 
 
 def _sum_reductions_only(model: PrivateModel) -> None:
-    """Have FSDP2 reduce by plain sums: gloo has none that are multiplied first, for a factor of 1."""
+    """Have FSDP2 reduce by plain sums: gloo lacks its other choice, a pre-multiplied sum."""
     for module in fsdp_modules(model):
         module.set_force_sum_reduction_for_comms(True)
