@@ -102,12 +102,7 @@ class DPTrainer(RunTrainer):
             noise_of_step=settings.mechanism.noise_of_step,
             expected_batch_size=settings.expected_batch_size,
         )
-        self.sample_losses = SampleLosses(
-            model,
-            self.device,
-            self.parallel_dims.get_optional_mesh("cp"),
-            job_config.parallelism.context_parallel_load_balancer,
-        )
+        self.sample_losses = SampleLosses.on(model, self.device, self.parallel_dims, job_config)
         self.feed = Feed(self.dataloader, ladder(job_config), self.device)
 
     @property

@@ -113,11 +113,11 @@ def tile_lost():
 def heads_share_the_first_key():
     """With heads apart, all queries attend to the first key head."""
 
-    def heads(original, query, key, heads_apart):
-        for of_queries, of_keys in original(query, key, heads_apart):
-            yield ring._Heads(of_queries, slice(0, of_keys.stop - of_keys.start))
+    def parts(original, block, query, key, heads_apart):
+        for queries, (samples, heads, keys) in original(block, query, key, heads_apart):
+            yield queries, (samples, slice(0, heads.stop - heads.start), keys)
 
-    return wrapped(ring, "_heads_at_once", heads)
+    return wrapped(ring, "_parts", parts)
 
 
 class _Flipped:

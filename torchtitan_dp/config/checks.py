@@ -16,15 +16,8 @@ from torchtitan_dp.privacy.mechanism import mechanism_of
 
 
 def check(config: JobConfig, world_size: int) -> None:
-    """Refuse settings that cannot work together.
-
-    Args:
-        config: with degrees, sampling and the gradient method resolved.
-        world_size: number of processes.
-
-    Raises:
-        ValueError: one line that names the key, its value and the remedy.
-    """
+    """Raise ValueError, one line with key, value and remedy, for settings that cannot work
+    together. `config` has degrees, sampling and the gradient method resolved."""
     refuse(config, out_of_range(config))
     refuse(config, _mesh(config, world_size))
     for rows in (_optimizer, _length, _memory, _heldout, _weights, _samples, _rope):

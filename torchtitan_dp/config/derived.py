@@ -84,12 +84,7 @@ def never_trained(config: JobConfig) -> str | None:
 
 
 def heldout_units(heldout: int, steps: int, at_once: int) -> int:
-    """Return how many of the held-out units an evaluation takes.
-
-    Args:
-        steps: `validation.steps`; -1 takes all.
-        at_once: the units in a microbatch of every data-parallel rank.
-    """
+    """Return how many held-out units an evaluation of `steps` (-1: all) times `at_once` takes."""
     return heldout if steps < 0 else min(heldout, steps * at_once)
 
 

@@ -25,17 +25,8 @@ def keys(schema: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def check_toml(values: dict[str, Any], schema: Any, path: str, prefix: str = "") -> None:
-    """Refuse unknown keys, and values of another type than their key's.
-
-    A misspelt key would silently keep its default.
-
-    Args:
-        values: the content of the file, by section.
-        path: the file, for messages.
-
-    Raises:
-        ValueError: one line for the user.
-    """
+    """Refuse, by ValueError in one line, unknown keys, which would silently keep their defaults,
+    and values of another type than their key's. `path` is for messages."""
     fields = {field.name: field.type for field in dataclasses.fields(schema)}
     for name, value in values.items():
         key = prefix + name
@@ -53,12 +44,8 @@ def check_toml(values: dict[str, Any], schema: Any, path: str, prefix: str = "")
 def read_command_line(argv: list[str], schema: Any) -> dict[str, Any]:
     """Return the values of the command line by key; of a key that is given twice, the last.
 
-    Args:
-        argv: `--section.key value` or `--section.key=value`, a switch alone; `-` equals `_`.
-
-    Raises:
-        ValueError: one line for the user; an unknown option, a value of another type, or a word
-            that belongs to no option.
+    Of `--section.key value` or `--section.key=value`, a switch alone; `-` equals `_`. An unknown
+    option, a value of another type, or a word of no option is a ValueError in one line.
     """
     known, values = dict(keys(schema)), {}
     words, last = iter(argv), ""

@@ -39,13 +39,8 @@ _CUSTOM_CONFIG = "torchtitan_dp.config"
 def load_config(argv: list[str], world_size: int) -> JobConfig:
     """Read the command line over a TOML over defaults, and check the result.
 
-    Args:
-        argv: `--job.config_file FILE` and any `--section.key value`.
-        world_size: number of processes, which degrees of -1 follow.
-
-    Raises:
-        ValueError: one line for the user.
-        SystemExit: code 0 after `--help`.
+    `world_size` is the number of processes, which degrees of -1 follow. Raises ValueError, one
+    line; SystemExit of code 0 after `--help`.
     """
     if {"-h", "--help"} & {*argv}:
         ConfigManager().parse_args([f"--job.custom_config_module={_CUSTOM_CONFIG}", "--help"])

@@ -83,7 +83,6 @@ _NOT_NEGATIVE: _Range = (lambda value: value >= 0, "0 or more")
 _POSITIVE: _Range = (lambda value: value > 0, "a positive number")
 _COUNT: _Range = (lambda value: value >= 1, "at least 1")
 _DEGREE: _Range = (lambda value: value >= 1, "at least 1 (or -1 for auto)")
-_NO_CODE: _Range = (lambda value: not value, "empty: a configuration runs no code here; remove it")
 _NO_DEGREE: _Range = (
     lambda value: value == 1,
     "1: others are not supported; use context_parallel_degree or data_parallel_shard_degree",
@@ -95,6 +94,25 @@ def _one_of(*values: str | None) -> _Range:
     return lambda value: value in values, f"{', '.join(most)} or {last}"
 
 
+def _least(least: float, words: str, *others: object) -> _Range:
+    return lambda value: value in others or value >= least, words
+
+
+def _between(least: float, most: float, words: str) -> _Range:
+    return lambda value: least <= value <= most, words
+
+
+def _above(least: float, words: str) -> _Range:
+    return lambda value: value > least, words
+
+
+def _unset(words: str) -> _Range:
+    return lambda value: not value, words
+
+
+_NO_CODE = _unset("empty: a configuration runs no code here; remove it")
+
+
 # By key. All numbers must be finite as well, also those of other keys. Unset keys are not tested.
 _RANGES: dict[str, _Range] = {
     "experimental.custom_import": _NO_CODE,
@@ -103,7 +121,7 @@ _RANGES: dict[str, _Range] = {
     "optimizer.name": _one_of("AdamW", "Adam", "MomentumSGD"),
     "optimizer.beta1": _BELOW_1,
     "optimizer.beta2": _BELOW_1,
-    "optimizer.lr": (lambda lr: lr >= 0, "0 or more (1e-3, say)"),
+    "optimizer.lr": _least(0, "0 or more (1e-3, say)"),
     "optimizer.eps": _NOT_NEGATIVE,
     "optimizer.weight_decay": _NOT_NEGATIVE,
     "lr_scheduler.warmup_steps": _NOT_NEGATIVE,
@@ -113,13 +131,9 @@ _RANGES: dict[str, _Range] = {
     "training.local_batch_size": _COUNT,
     "training.max_norm": _NOT_NEGATIVE,
     "training.loss_scale": _POSITIVE,
-    "training.loss_chunk_tokens": (
-        lambda tokens: tokens >= 0,
-        "at least 1, or 0 for all logits at once",
-    ),
-    "training.feed_forward_chunk": (
-        lambda tokens: tokens == "auto" or tokens >= 0,
-        "at least 1, 0 for all tokens at once, or 'auto'",
+    "training.loss_chunk_tokens": _least(0, "at least 1, or 0 for all logits at once"),
+    "training.feed_forward_chunk": _least(
+        0, "at least 1, 0 for all tokens at once, or 'auto'", "auto"
     ),
     "training.gc_freq": _COUNT,
     "parallelism.tensor_parallel_degree": _NO_DEGREE,
@@ -133,9 +147,8 @@ _RANGES: dict[str, _Range] = {
     "comm.train_timeout_seconds": _COUNT,
     "checkpoint.interval": _COUNT,
     "checkpoint.keep_latest_k": (lambda k: k == 0 or k > 1, "2 or more, or 0 to keep all"),
-    "checkpoint.initial_load_in_hf_quantized": (
-        lambda value: not value,
-        "false; start from weights in bfloat16 or float32",
+    "checkpoint.initial_load_in_hf_quantized": _unset(
+        "false; start from weights in bfloat16 or float32"
     ),
     "activation_checkpoint.selective_ac_option": (
         lambda option: option == "op" or (option.isdecimal() and int(option) > 0),
@@ -145,35 +158,26 @@ _RANGES: dict[str, _Range] = {
     "activation_checkpoint.determinism_check": _one_of("default", "none"),
     "metrics.log_freq": _COUNT,
     "validation.freq": _COUNT,
-    "validation.publish_epsilon": (lambda epsilon: epsilon > 0, "a positive number (1, say)"),
-    "validation.publish_clip": (lambda clip: clip > 0, "a positive number of nats (4, say)"),
+    "validation.publish_epsilon": _above(0, "a positive number (1, say)"),
+    "validation.publish_clip": _above(0, "a positive number of nats (4, say)"),
     "validation.publish_delta": (
         lambda delta: 0 < delta < 1,
         "between 0 and 1, and well below 1 / number of held-out records",
     ),
     "privacy.target_epsilon": _POSITIVE,
     # With the largest clipping norm, fp32 still has the square of a gradient, which Adam keeps.
-    "privacy.noise_multiplier": (lambda sigma: 0 <= sigma <= 1e9, "from 0 to 1e9"),
-    "privacy.max_grad_norm": (
-        lambda norm: 1e-9 <= norm <= 1e9,
-        "between 1e-9 and 1e9, where fp32 can clip to it",
-    ),
+    "privacy.noise_multiplier": _between(0, 1e9, "from 0 to 1e9"),
+    "privacy.max_grad_norm": _between(1e-9, 1e9, "between 1e-9 and 1e9, where fp32 can clip to it"),
     "privacy.delta": (lambda delta: 0 < delta < 1, "between 0 and 1 (1e-5, say)"),
     "privacy.sample_rate": (lambda q: 0 < q <= 1, "a probability, above 0 and at most 1"),
-    "privacy.bands": (lambda bands: bands == "auto" or bands >= 1, "1 or more, or 'auto'"),
-    "privacy.projections": (
-        lambda projections: FEWEST <= projections <= MOST,
-        f"from {FEWEST} to {MOST}; 32 is usual",
-    ),
+    "privacy.bands": _least(1, "1 or more, or 'auto'", "auto"),
+    "privacy.projections": _between(FEWEST, MOST, f"from {FEWEST} to {MOST}; 32 is usual"),
     "data.heldout_fraction": _BELOW_1,
     "data.windows_per_draw": _COUNT,
-    "lora.rank": (lambda rank: rank >= 0, "1 or more, or 0 for no adapters"),
-    "lora.alpha": (lambda alpha: alpha > 0, "a positive number (2 x rank, say)"),
-    "rope.theta": (lambda theta: theta > 1, "a number above 1 (500000.0, say)"),
-    "rope.factor": (
-        lambda factor: factor >= 1,
-        "1 or more: the new window divided by the trained one",
-    ),
+    "lora.rank": _least(0, "1 or more, or 0 for no adapters"),
+    "lora.alpha": _above(0, "a positive number (2 x rank, say)"),
+    "rope.theta": _above(1, "a number above 1 (500000.0, say)"),
+    "rope.factor": _least(1, "1 or more: the new window divided by the trained one"),
     "rope.original_max_position_embeddings": _COUNT,
     "rope.beta_fast": _POSITIVE,
     "rope.beta_slow": _POSITIVE,

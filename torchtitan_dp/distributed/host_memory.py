@@ -61,8 +61,8 @@ def _cgroups(proc: Path) -> Iterator[int]:
 
 
 def _ancestors(mount: Path, below: str) -> Iterator[Path]:
-    """Yield the folder `below` a mount and all above it, to the mount; that alone if it is not
-    below."""
+    """Yield the folder `below` a mount and all above it, to the mount; only that for one
+    elsewhere."""
     parts = Path(below).parts
     if ".." in parts:
         parts = ()

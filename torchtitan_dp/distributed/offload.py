@@ -34,11 +34,8 @@ class InputsOnHost:
     """The inputs of one model's checkpointed blocks, in the host's memory."""
 
     def __init__(self, longest: int) -> None:
-        """
-        Args:
-            longest: T of the longest expected input (B, T, D). A longer one works, but may waste
-                the buffers of shorter ones.
-        """
+        """Expect inputs (B, T, D) of up to T = `longest`; a longer one works, and may waste
+        buffers."""
         self.host_bytes = 0
         """Bytes of page-locked memory in use, as `page_locked_bytes` counts them."""
         self._longest = longest
@@ -72,11 +69,8 @@ class InputsOnHost:
             yield
 
     def copy(self, to: Tensor, source: Tensor, on_device: Tensor) -> None:
-        """Begin to copy, on the copy stream, after all work queued on the current stream.
-
-        Args:
-            on_device: which of the two tensors is on the device; `settle` drops it.
-        """
+        """Begin to copy, on the copy stream, after all work queued on the current stream;
+        `on_device` is that of the two tensors which `settle` drops."""
         streams = torch.get_device_module(on_device.device)
         if self._side is None:
             self._side = streams.Stream()

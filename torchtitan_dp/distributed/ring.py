@@ -79,20 +79,20 @@ class Block(NamedTuple):
     is_causal: bool
 
 
-class _Heads(NamedTuple):
-    """Query heads, and the key heads that they share."""
-
-    queries: slice
-    keys: slice
+_Index = tuple[slice, slice, slice]  # of (B, H, T): a part of a tensor
 
 
-def _heads_at_once(query: Tensor, key: Tensor, heads_apart: bool) -> Iterator[_Heads]:
+def _parts(
+    block: Block, query: Tensor, key: Tensor, heads_apart: bool
+) -> Iterator[tuple[_Index, _Index]]:
+    """Yield where the queries and the keys of a block lie, by the heads that share keys."""
     heads, key_heads = query.shape[1], key.shape[1]
     at_once = 1 if heads_apart else key_heads
     shared = heads // key_heads
     for start in range(0, key_heads, at_once):
-        end = start + at_once
-        yield _Heads(slice(start * shared, end * shared), slice(start, end))
+        end, all_B = start + at_once, slice(None)
+        queries = all_B, slice(start * shared, end * shared), block.queries
+        yield queries, (all_B, slice(start, end), block.keys)
 
 
 @dataclass(frozen=True)
@@ -162,9 +162,7 @@ class Ring:
             block = self.block(step, query.shape[2], is_causal)
             if block is None:
                 continue
-            for heads in _heads_at_once(query, key, self.heads_apart):
-                queries = slice(None), heads.queries, block.queries
-                keys = slice(None), heads.keys, block.keys
+            for queries, keys in _parts(block, query, key, self.heads_apart):
                 part, logsumexp, *rest = kernel(
                     query[queries],
                     key_of_block[keys],
@@ -217,10 +215,8 @@ class Ring:
         for step, (key_of_block, value_of_block) in enumerate(self._passed_around(key, value)):
             block = self.block(step, query.shape[2], is_causal)
             formed = []
-            for heads in _heads_at_once(query, key, self.heads_apart) if block else ():
+            for queries, keys in _parts(block, query, key, self.heads_apart) if block else ():
                 assert block is not None
-                queries = slice(None), heads.queries, block.queries
-                keys = slice(None), heads.keys, block.keys
                 here = {name: tensor[queries] for name, tensor in of_queries.items()}
                 here["logsumexp"] = here["logsumexp"].contiguous()  # kernels assume its strides
                 of_query, *of_keys_values = kernel(
@@ -260,10 +256,8 @@ class Ring:
 
 
 def _merge(out: Tensor, logsumexp: Tensor, part: Tensor, its: Tensor) -> None:
-    """Merge a block's output and logsumexp into those so far, in place, in fp32.
-
-    As PyTorch's `_SDPAMerger`: stable, since sigmoid and logsigmoid are of differences.
-    """
+    """Merge a block's output and logsumexp into those so far, in place, in fp32; stable, as
+    PyTorch's `_SDPAMerger`: sigmoid and logsigmoid are of differences."""
     its = its.float()
     difference = out - part
     out.sub_(difference.mul_(torch.sigmoid(its - logsumexp).unsqueeze(-1)))

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import os
+import re
 import signal
 import threading
 import traceback
@@ -23,14 +24,10 @@ GRACE_S = 5.0
 """How long a worker that got SIGTERM waits for `STOP_SIGNAL` too."""
 
 # Gloo's RuntimeErrors differ in their text alone; NCCL raises DistBackendErrors.
-_LOST = (
-    "closed by peer",
-    "reset by peer",
-    "broken pipe",
-    "timed out waiting",
-    "timeout caused pair closure",
-    "connectfullmesh failed",
-    "ncclremoteerror",
+_LOST = re.compile(
+    "closed by peer|reset by peer|broken pipe|timed out waiting|timeout caused pair closure|"
+    "connectfullmesh failed|ncclremoteerror",
+    re.IGNORECASE,
 )
 _PACKAGE = os.path.dirname(torchtitan_dp.__file__) + os.sep
 
@@ -107,7 +104,7 @@ def is_lost_rank(error: BaseException) -> bool:
     """Check whether a collective, or the store, failed because of another rank."""
     if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _LOST)
+    return isinstance(error, RuntimeError) and bool(_LOST.search(str(error)))
 
 
 @contextlib.contextmanager
@@ -118,14 +115,11 @@ def lost_ranks_as_faults() -> Iterator[None]:
     except RuntimeError as error:
         if not is_lost_rank(error):
             raise
+        first = f"{type(error).__name__}: {str(error).partition('. ')[0]}"
         raise Fault(
-            f"another rank is gone or hangs ({_first_sentence(error)}{_place(error)}): its own "
+            f"another rank is gone or hangs ({first}{_place(error)}): its own "
             "log has the reason; the same command resumes from the newest checkpoint"
         ) from error
-
-
-def _first_sentence(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).partition('. ')[0]}"
 
 
 def _place(error: BaseException) -> str:

@@ -45,10 +45,7 @@ class ClippedSum:
     def __init__(
         self, parameters: dict[str, nn.Parameter], groups: ReductionGroups, policy: ClipPolicy
     ) -> None:
-        """
-        Args:
-            parameters: every trainable parameter, a DTensor sharded on dim 0, by canonical name.
-        """
+        """Take every trainable parameter, a DTensor sharded on dim 0, by canonical name."""
         self.parameters = parameters
         self.groups = groups
         self.policy = policy
@@ -80,14 +77,12 @@ class ClippedSum:
         """Fix one bundle for each parameter, in order; return row layouts by name."""
         dp_shard, cp = self.groups.dp_shard_size, self.groups.cp_size
         layouts = {n: RowLayout(p.shape, dp_shard, cp) for n, p in self.parameters.items()}
-        self.lay_out(
-            [layout.chunk_numel for layout in layouts.values()],
-            {
-                name: Place(bundle, 0, parameter.to_local().numel())  # type: ignore[attr-defined]
-                for bundle, (name, parameter) in enumerate(self.parameters.items())
-            },
-            next(iter(self.parameters.values())).device,
-        )
+        places = {
+            name: Place(bundle, 0, parameter.to_local().numel())  # type: ignore[attr-defined]
+            for bundle, (name, parameter) in enumerate(self.parameters.items())
+        }
+        device = next(iter(self.parameters.values())).device
+        self.lay_out([layout.chunk_numel for layout in layouts.values()], places, device)
         return layouts
 
     def part(self, shards: list[Tensor], name: str) -> Tensor:
@@ -149,9 +144,8 @@ class ClippedSum:
     def over_groups(self, squares: dict[str, Tensor]) -> Tensor:
         """Sum squared norms within each clip group: {name: (B,)} -> (G, B)."""
         members = self.policy.members
-        return torch.stack(
-            [torch.stack([squares[name] for name in names]).sum(0) for names in members]
-        )
+        of_groups = (torch.stack([squares[name] for name in names]) for names in members)
+        return torch.stack([squares_NB.sum(0) for squares_NB in of_groups])
 
     def _over_cp(self, squares: Tensor) -> Tensor:
         if self.groups.cp is not None:
@@ -210,12 +204,8 @@ class ClippedSum:
         """
         if not self._places:
             return {
-                name: torch.zeros(
-                    parameter.to_local().numel(),  # type: ignore[attr-defined]
-                    dtype=torch.float32,
-                    device=parameter.device,
-                )
-                for name, parameter in self.parameters.items()
+                name: torch.zeros_like(p.to_local(), dtype=torch.float32).view(-1)  # type: ignore[attr-defined]
+                for name, p in self.parameters.items()
             }
         chunk_N = self._whole[0]
         if self.groups.dp_shard is not None:

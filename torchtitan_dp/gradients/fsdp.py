@@ -51,10 +51,9 @@ class ReductionGroups:
     @property
     def dp_rank(self) -> int:
         """This rank's index among ranks with different samples, in the order of the mesh."""
-        replicate = dist.get_rank(self.dp_replicate) if self.dp_replicate else 0
-        return replicate * self.dp_shard_size + (
-            dist.get_rank(self.dp_shard) if self.dp_shard else 0
-        )
+        groups = self.dp_replicate, self.dp_shard
+        replicate, shard = (dist.get_rank(group) if group else 0 for group in groups)
+        return replicate * self.dp_shard_size + shard
 
     @classmethod
     def build(cls, device_type: str, degrees: tuple[int, int, int]) -> "ReductionGroups":
@@ -62,12 +61,8 @@ class ReductionGroups:
         ranks. Collective over the world."""
         names = ("dp_replicate", "dp_shard", "cp")
         mesh = init_device_mesh(device_type, degrees, mesh_dim_names=names)
-        return cls(
-            *(
-                mesh[name].get_group() if degree > 1 else None
-                for name, degree in zip(names, degrees, strict=True)
-            )
-        )
+        named = zip(names, degrees, strict=True)
+        return cls(*(mesh[name].get_group() if degree > 1 else None for name, degree in named))
 
 
 def sum_over_cp(whole: Tensor, cp: dist.ProcessGroup | None) -> Tensor:
@@ -212,10 +207,8 @@ class RowLayout:
             stop = min(start + self.rows, self.shape[0])
             if start < stop:
                 dp_shard_rank, cp_rank = divmod(fsdp_rank, self.cp)
-                yield (
-                    slice(start, stop),
-                    whole[cp_rank, :, dp_shard_rank].narrow(1, 0, stop - start),
-                )
+                chunk = whole[cp_rank, :, dp_shard_rank]
+                yield slice(start, stop), chunk.narrow(1, 0, stop - start)
 
     def in_one_piece(self, whole: Tensor) -> bool:
         """Return whether each sample's rows are contiguous in `whole`."""
@@ -232,21 +225,19 @@ class RowLayout:
 
 
 def keep_gathered(model: nn.Module) -> None:
-    """Keep weights gathered after backward, until `free_gathered`.
-
-    Args:
-        model: all of its FSDP2 groups are made with `reshard_after_forward=False`.
-    """
-    for module in _fsdp_modules(model):
+    """Keep weights gathered after backward, until `free_gathered`, in a model all of whose groups
+    have `reshard_after_forward=False`."""
+    for module in fsdp_modules(model):
         module.set_reshard_after_backward(False, recurse=False)
 
 
 def free_gathered(model: nn.Module) -> None:
     """Free all gathered weights, also those that a forward pass without a backward pass left, so
     that the next use gathers the current ones."""
-    for module in _fsdp_modules(model):
+    for module in fsdp_modules(model):
         module.reshard()
 
 
-def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """List the modules of a model that FSDP2 shards."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]

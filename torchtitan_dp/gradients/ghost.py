@@ -68,12 +68,8 @@ class GhostGradients(LayerGradients):
         norms: ExactNorms | None = None,
         transient_bytes: int = TRANSIENT_BYTES,
     ) -> None:
-        """
-        Args:
-            passes: backward passes over each microbatch.
-            norms: the finder of norms from factors; exact, if None.
-            model, transient_bytes: those of `LayerGradients`.
-        """
+        """Measure by `norms`, exact by default, in `passes` backward passes over each
+        microbatch."""
         super().__init__(model, clipped_sum, transient_bytes)
         self._cp_size = clipped_sum.groups.cp_size
         self._passes = passes
@@ -165,14 +161,11 @@ class GhostGradients(LayerGradients):
         """Keep formed gradients, each sample's multiplied by its factor."""
         assert formed.shard is not None
         shard_BDN = formed.shard.wait()
-        assert len(shard_BDN) == self._samples, (
-            f"{name}: dim 0 of its layer's input is not the sample"
-        )
-        add_to(
-            self._kept,
-            name,
-            shard_BDN if factor_B is None else shard_BDN.mul_(factor_B[:, None, None]),
-        )
+        same = len(shard_BDN) == self._samples
+        assert same, f"{name}: dim 0 of its layer's input is not the sample"
+        if factor_B is not None:
+            shard_BDN.mul_(factor_B[:, None, None])
+        add_to(self._kept, name, shard_BDN)
 
     # Norms.
 
@@ -220,8 +213,7 @@ class GhostGradients(LayerGradients):
     # Gradients.
 
     def _add_capped(self, name: str, writes: Sequence[Write]) -> None:
-        """Form one parameter's gradients and add them, each capped at `cap` times its found
-        norm."""
+        """Form a parameter's gradients and add them, each capped at `cap` times its found norm."""
         assert self._clip is not None
         for samples in self._slices(name):
             shard_BDN = self._form_some(name, writes, samples)

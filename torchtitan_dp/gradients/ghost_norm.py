@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_dp.collectives import gather_from_all
-from torchtitan_dp.gradients.operands import Products, Rows, accumulates_wide, write_product_
+from torchtitan_dp.gradients.operands import Products, Rows, accumulates_wide, tiles, write_product_
 
 Factors = Products | Rows
 
@@ -83,7 +83,7 @@ def _pairs(rows: Factors, columns: Factors, block_elements: int) -> Tensor:
     """Sum over all pairs of a token of `rows` and one of `columns`: fp64 (B,)."""
     total_B = torch.zeros(len(rows.left), dtype=torch.float64, device=rows.left.device)
     at_once = max(block_elements // (len(rows.left) * columns.left.shape[1]), 1)
-    for block in token_blocks(rows.left.shape[1], at_once):
+    for block in tiles(rows.left.shape[1], at_once):
         total_B += _inner(some_tokens(rows, block), columns)
     return total_B
 
@@ -94,7 +94,7 @@ def _pairs_with_itself(factors: Factors, block_elements: int) -> Tensor:
     total_B = torch.zeros(len(factors.left), dtype=torch.float64, device=factors.left.device)
     # Several blocks even if one has room, to skip products below the diagonal.
     at_once = max(min(block_elements // (len(factors.left) * tokens), -(-tokens // 4)), 1)
-    for block in token_blocks(tokens, at_once):
+    for block in tiles(tokens, at_once):
         rows = some_tokens(factors, block)
         total_B += _inner(rows, rows)
         if block.stop < tokens:
@@ -143,7 +143,7 @@ def _from_all_ranks(
     a_token = ranks * samples * sum(x[0, 0].numel() for x in (factors.left, factors.right))
     own = factors.factor_B
     scales = [None] * ranks if own is None else gather_from_all(own, cp)
-    for block in token_blocks(tokens, max(block_elements // a_token, 1)):
+    for block in tiles(tokens, max(block_elements // a_token, 1)):
         here = some_tokens(factors, block)
         lefts, rights = gather_from_all(here.left, cp), gather_from_all(here.right, cp)
         for rank in range(ranks):
@@ -153,12 +153,6 @@ def _from_all_ranks(
 def some_tokens(factors: Factors, tokens: slice) -> Factors:
     """Take some of the tokens of each sample."""
     return replace(factors, left=factors.left[:, tokens], right=factors.right[:, tokens])
-
-
-def token_blocks(tokens: int, size: int) -> Iterator[slice]:
-    """Cut tokens into blocks of at most `size`."""
-    for start in range(0, tokens, size):
-        yield slice(start, min(start + size, tokens))
 
 
 class ExactNorms:

@@ -42,11 +42,8 @@ class GradSampleGradients(LayerGradients):
         shard_grad_samples: bool = True,
         transient_bytes: int = TRANSIENT_BYTES,
     ) -> None:
-        """
-        Args:
-            shard_grad_samples: V2 if True, V1 if False.
-            model, transient_bytes: those of `LayerGradients`.
-        """
+        """Use V2 if `shard_grad_samples`, else V1; other arguments are those of
+        `LayerGradients`."""
         super().__init__(model, clipped_sum, transient_bytes)
         self._shard = shard_grad_samples
         self._shards: dict[str, _Layers] = {}  # (B, dp_shard, rows, …), summed over cp
@@ -116,11 +113,7 @@ class GradSampleGradients(LayerGradients):
         return Formed(batch_size, shard)
 
     def add(self, name: str, formed: Formed, factor_B: Tensor | None = None) -> None:
-        """Add a layer's per-sample gradients to the microbatch's.
-
-        Args:
-            factor_B: fp32 factor of each sample; None for 1.
-        """
+        """Add a layer's per-sample gradients, times fp32 factors if given, to the microbatch's."""
         same = formed.batch_size == len(self._valid_B)
         assert same, f"{name}: dim 0 of its layer's input is not the sample"
         if formed.whole is not None:
@@ -135,10 +128,8 @@ class GradSampleGradients(LayerGradients):
                 self._add_group(group)
 
     def _add_group(self, group: int) -> None:
-        """Clip and add a group of parameters, all of whose layers have formed their gradients.
-
-        Sums of other layers keep running.
-        """
+        """Clip and add a group whose layers have all formed gradients; other layers' sums keep
+        running."""
         names = self.clipped_sum.policy.members[group]
         parts = {name: self._shards.pop(name).take().flatten(2) for name in names}
         self._clips.append(self.clipped_sum.add_group(group, parts, self._valid_B))
@@ -205,10 +196,8 @@ def _sum_each_over_cp(wholes: dict[str, Tensor], cp: dist.ProcessGroup | None) -
 
 
 class _WholeGroups:
-    """The clip groups whose gradients are complete, while backward continues.
-
-    A group with a vector completes at the end: vectors wait for each other.
-    """
+    """The clip groups whose gradients are complete, while backward continues; one with a vector is
+    so at the end, since vectors wait for each other."""
 
     def __init__(self, model: nn.Module, clipped_sum: ClippedSum) -> None:
         self._members = clipped_sum.policy.members

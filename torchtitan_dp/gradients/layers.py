@@ -82,13 +82,6 @@ class LayerGradients(GradientMethod, Sink):
             assert parameter.grad is None, f"{name} had a gradient that mixes samples"
 
 
-class Applied(Protocol):
-    """An `autograd.Function`, or a chooser of one."""
-
-    def apply(self, *args: Any) -> Any:
-        """Run it."""
-
-
 class PerSampleLayer(nn.Module):
     """The class that `per_sample_layers` adds to a layer's own."""
 
@@ -100,8 +93,8 @@ class PerSampleLayer(nn.Module):
         if not torch.is_grad_enabled():
             return self.plain_forward(*inputs)
         parameters = [getattr(self, attribute) for attribute in self.parameter_names]
-        function = _FUNCTIONS.get(self.rule_type, _ByRule)
-        return cast(Tensor, function.apply(self, *inputs, *parameters))
+        function = _FUNCTIONS.get(self.rule_type, _ByRule.apply)
+        return cast(Tensor, function(self, *inputs, *parameters))
 
     def plain_forward(self, *inputs: Tensor) -> Tensor:
         """Run the layer's own forward."""
@@ -138,12 +131,10 @@ def per_sample_layers(model: nn.Module) -> None:
         layer.__class__ = type(f"PerSample{kind.__name__}", (PerSampleLayer, kind), {})
         turned = cast(PerSampleLayer, layer)
         turned.rule_type = kind
-        turned.parameter_names = {
-            attribute: names[id(parameter)] for attribute, parameter in own.items()
-        }
+        turned.parameter_names = {attribute: names[id(p)] for attribute, p in own.items()}
 
 
-def register_per_sample(kind: type[nn.Module], function: Applied) -> None:
+def register_per_sample(kind: type[nn.Module], function: Callable[..., Any]) -> None:
     """Register a function for a layer type that Opacus' rules do not fit.
 
     Args:
@@ -202,10 +193,8 @@ class _Linear(torch.autograd.Function):
 
 
 class _OwnForward(torch.autograd.Function):
-    """The layer's own forward, which saves its input for backward.
-
-    Backward may use the layer and its parameters, which FSDP2 has gathered again by then.
-    """
+    """The layer's own forward, which saves its input; in backward FSDP2 has gathered the layer's
+    parameters again."""
 
     @staticmethod
     def forward(ctx: Any, layer: PerSampleLayer, x: Tensor, *parameters: Tensor) -> Tensor:  # type: ignore[override]
@@ -286,10 +275,10 @@ class _ByRule(_OwnForward):
         return None, grad_x, *(None for _ in layer.parameter_names)
 
 
-_FUNCTIONS: dict[type[nn.Module], Applied] = {
-    nn.Linear: _Linear,
-    nn.Embedding: _Embedding,
-    nn.RMSNorm: _RMSNorm,
+_FUNCTIONS: dict[type[nn.Module], Callable[..., Any]] = {
+    nn.Linear: _Linear.apply,
+    nn.Embedding: _Embedding.apply,
+    nn.RMSNorm: _RMSNorm.apply,
 }
 
 

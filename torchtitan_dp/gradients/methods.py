@@ -67,32 +67,10 @@ class Method:
     """(T, P, D): the tokens, rows and columns of the smallest layer on which the method differs."""
 
 
-def _microbatch(
-    _: nn.Module, fsdp_modules: list[FSDPModule], clipped_sum: ClippedSum, __: Privacy
-) -> GradientMethod:
-    return MicrobatchGradients(fsdp_modules, clipped_sum)
-
-
-def _grad_sample(
-    model: nn.Module, _: list[FSDPModule], clipped_sum: ClippedSum, privacy: Privacy
-) -> GradientMethod:
-    return GradSampleGradients(model, clipped_sum, shard_grad_samples=privacy.shard_grad_samples)
-
-
-def _ghost(
-    model: nn.Module, _: list[FSDPModule], clipped_sum: ClippedSum, privacy: Privacy
-) -> GradientMethod:
-    return GhostGradients(model, clipped_sum, passes=privacy.ghost_passes)
-
-
-def _randomized(
-    model: nn.Module, _: list[FSDPModule], clipped_sum: ClippedSum, privacy: Privacy
-) -> GradientMethod:
-    cp, capped = clipped_sum.groups.cp, privacy.underestimates == "capped"
-    norms = RandomizedNorms(
-        privacy.projections, privacy.norm_estimator, cp, capped=capped, secure=privacy.secure_noise
-    )
-    return GhostGradients(model, clipped_sum, passes=privacy.ghost_passes, norms=norms)
+def _estimates(clipped_sum: ClippedSum, privacy: Privacy) -> RandomizedNorms:
+    terms = privacy.projections, privacy.norm_estimator, clipped_sum.groups.cp
+    capped = privacy.underestimates == "capped"
+    return RandomizedNorms(*terms, capped=capped, secure=privacy.secure_noise)
 
 
 def _smallest_estimated(privacy: Privacy) -> tuple[int, int, int]:
@@ -108,7 +86,7 @@ def _ghost_passes(privacy: Privacy) -> int:
 METHODS: dict[str, Method] = {
     "microbatch": Method(
         MicrobatchGradients,
-        _microbatch,
+        lambda _, modules, total, __: MicrobatchGradients(modules, total),
         "one sample per microbatch; its reduced gradient is already per-sample",
         per_sample_layers=False,
         compiles="blocks",
@@ -117,7 +95,9 @@ METHODS: dict[str, Method] = {
     # Per-sample layers hand over what they have, or start collectives, within backward.
     "grad_sample": Method(
         GradSampleGradients,
-        _grad_sample,
+        lambda model, _, total, privacy: GradSampleGradients(
+            model, total, shard_grad_samples=privacy.shard_grad_samples
+        ),
         "several samples per microbatch; for per-sample gradients that fit in memory",
         per_sample_layers=True,
         compiles="regions",
@@ -125,7 +105,7 @@ METHODS: dict[str, Method] = {
     ),
     "ghost": Method(
         GhostGradients,
-        _ghost,
+        lambda model, _, total, privacy: GhostGradients(model, total, passes=privacy.ghost_passes),
         "norms without per-sample gradients; for short contexts and little memory",
         per_sample_layers=True,
         compiles="regions",
@@ -134,7 +114,9 @@ METHODS: dict[str, Method] = {
     ),
     "randomized": Method(
         GhostGradients,
-        _randomized,
+        lambda model, _, total, privacy: GhostGradients(
+            model, total, passes=privacy.ghost_passes, norms=_estimates(total, privacy)
+        ),
         "estimated norms; for long contexts, several samples and little memory",
         per_sample_layers=True,
         compiles="regions",

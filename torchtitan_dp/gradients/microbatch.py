@@ -32,10 +32,7 @@ class MicrobatchGradients(GradientMethod):
     makes_gradients: ClassVar[tuple[str, ...]] = ()  # FSDP2 does, in its reduction
 
     def __init__(self, fsdp_modules: list[FSDPModule], clipped_sum: ClippedSum) -> None:
-        """
-        Args:
-            fsdp_modules: one module of each FSDP2 group that holds a trainable parameter.
-        """
+        """Take one module of each FSDP2 group that has a trainable parameter."""
         self.clipped_sum = clipped_sum
         self._reductions = [ReduceScatterOverCP(clipped_sum.groups) for _ in fsdp_modules]
         for module, reduction in zip(fsdp_modules, self._reductions, strict=True):

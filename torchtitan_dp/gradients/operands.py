@@ -13,7 +13,7 @@ Guarantee:
     The gradient written for sample b depends on row b of the tensors alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,12 @@ TRANSIENT_BYTES = 2**28
 
 # Writes the per-sample gradients of a slice of the microbatch into `(cp, b, dp_shard, rows, …)`.
 Write = Callable[[RowLayout, Tensor, slice], None]
+
+
+def tiles(tokens: int, size: int) -> Iterator[slice]:
+    """Cut a rank's tokens into tiles, of which the last may be shorter."""
+    for start in range(0, tokens, size):
+        yield slice(start, min(start + size, tokens))
 
 
 def add_to(gradients: dict[str, Tensor], name: str, more: Tensor) -> None:

@@ -45,7 +45,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_dp.gradients.ghost_norm import ExactNorms, Factors, token_blocks
+from torchtitan_dp.gradients.ghost_norm import ExactNorms, Factors
+from torchtitan_dp.gradients.operands import tiles
 from torchtitan_dp.privacy.kernels import BLOCK
 from torchtitan_dp.privacy.noise import add_gaussian_noise_
 from torchtitan_dp.privacy.randomized import largest_ratio
@@ -133,23 +134,17 @@ class RandomizedNorms(ExactNorms):
         """Draw the microbatch's projections, of N(0, 1 / k): fp32 (B, rows, k)."""
         assert self._key is not None, "no key: start_step comes before a step's first microbatch"
         assert self._positions is not None, "whose samples these are is not known"
-        samples, k = factors[0].left, self.k
+        samples, k, stream = factors[0].left, self.k, f"{name}/{purpose}"
         # Rows begin whole blocks apart, so that a compiled kernel finds each of them aligned.
         shape = len(samples), places(rows * k)
         drawn_BN = torch.zeros(shape, dtype=torch.float32, device=samples.device)[:, : rows * k]
         for one_N, position in zip(drawn_BN, self._positions, strict=True):
             if self._secure:
-                count = rows * k
-                normals_N = unit_normals(self._key, f"{name}/{purpose}", position + 1, count)
+                normals_N = unit_normals(self._key, stream, position + 1, rows * k)
                 one_N.copy_(torch.from_numpy(normals_N).div_(math.sqrt(k)))
                 continue
-            add_gaussian_noise_(
-                one_N,
-                std=1 / math.sqrt(k),
-                key=self._key,
-                name=f"{name}/{purpose}",
-                start=first_number(position, rows * k),
-            )
+            start, std = first_number(position, rows * k), 1 / math.sqrt(k)
+            add_gaussian_noise_(one_N, std=std, key=self._key, name=stream, start=start)
         return drawn_BN.unflatten(1, (rows, k))
 
     def _over_cp(self, part: Tensor) -> Tensor:
@@ -215,7 +210,7 @@ def _product(
     total_BSK = by_BNK.new_zeros(samples, size, k)
     for a, b, factor_B in layers:
         part_BSK = torch.zeros_like(total_BSK)
-        for block in token_blocks(a.shape[1], at_once):
+        for block in tiles(a.shape[1], at_once):
             a_block, b_block = a[:, block], b[:, block]
             if a.dim() == 3:
                 of_tokens_BTK = a_block.float() @ by_BNK
@@ -230,10 +225,8 @@ def _product(
 
 
 def _orthonormal(sketch_BDK: Tensor) -> Tensor:
-    """Return orthonormal columns that span the sketch's, (B, D, min(D, k)).
-
-    A sample whose sketch is not finite has NaN: LAPACK would refuse the whole microbatch.
-    """
+    """Return orthonormal columns that span the sketch's, (B, D, min(D, k)); NaN for a sample whose
+    sketch is not finite: LAPACK would refuse the whole microbatch."""
     finite_B11 = torch.isfinite(sketch_BDK).flatten(1).all(1)[:, None, None]
     basis_BDK, _ = torch.linalg.qr(torch.where(finite_B11, sketch_BDK, 0.0))
     return torch.where(finite_B11, basis_BDK, torch.nan)

@@ -29,23 +29,16 @@ class Reader:
     """
 
     def __init__(self, settings: dict[str, Any], path: str, key: str, supported: Supported) -> None:
-        """
-        Args:
-            settings: the file's content.
-            path, key: the file, and the key that names its folder, for messages.
-        """
+        """Read `settings`, the file's content; `path` and `key`, of its folder, are for
+        messages."""
         self.settings, self.path, self.key = settings, path, key
         for name, values, why in supported:
             if settings.get(name) not in values:
                 self.refuse(name, settings.get(name), why)
 
     def args(self, window: int, *kinds: str) -> dict[str, Any]:
-        """Read the arguments that all families have.
-
-        Args:
-            window: the family's default of `max_position_embeddings`.
-            kinds: the types of RoPE's scaling that the family computes.
-        """
+        """Read the arguments that all families have; `window` is the family's default of
+        `max_position_embeddings`, `kinds` the types of RoPE's scaling that it computes."""
         heads, kv_heads = self.heads()
         theta, kind, name, values = self.rope(*kinds)
         return {
@@ -78,14 +71,8 @@ class Reader:
         return heads, kv_heads
 
     def rope(self, *kinds: str) -> tuple[float, str, str, dict[str, Any]]:
-        """Read theta and the scaling, of transformers 5's `rope_parameters` or the keys before it.
-
-        Args:
-            kinds: the types of scaling that the family computes.
-
-        Returns:
-            theta; the scaling's type, its key and its values.
-        """
+        """Read RoPE of transformers 5's `rope_parameters` or the keys before it: theta; the
+        scaling's type, one of `kinds`, its key and its values."""
         older, newer = (self.settings.get(key) for key in ("rope_scaling", "rope_parameters"))
         if older and newer and older != newer:
             self.refuse("rope_scaling", older, "rope_parameters has another; keep one of the two")

@@ -36,12 +36,8 @@ class WeightAverage:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
-        """Begin with the parameters as they are.
-
-        Args:
-            parameters: all that are trained, in fp32, by canonical name; sharded or not.
-            decay: the largest d, at least 0 and below 1.
-        """
+        """Begin with all trained parameters as they are, fp32, by canonical name; 0 <= `decay` <
+        1."""
         assert all(parameter.dtype == torch.float32 for parameter in parameters.values())
         self._parameters = dict(parameters)
         self._decay = decay

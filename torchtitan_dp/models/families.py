@@ -66,25 +66,15 @@ class Family:
     new_settings: Callable[[Any, Tokenizer], dict[str, Any]]
 
 
+def _of(module: Any, title: str, args: type, model: type) -> Family:
+    """Collect a family's parts, those that have one name in every module by that name."""
+    adapter, read_args = module.HuggingFaceAdapter, module.read_args
+    return Family(title, args, model, module.FLAVORS, adapter, read_args, module.new_settings)
+
+
 FAMILIES: dict[str, Family] = {
-    "llama3": Family(
-        title="Llama",
-        args=llama3.LlamaArgs,
-        model=llama3.Llama,
-        flavors=llama3.FLAVORS,
-        adapter=llama3.HuggingFaceAdapter,
-        read_args=llama3.read_args,
-        new_settings=llama3.new_settings,
-    ),
-    "qwen3": Family(
-        title="Qwen3",
-        args=qwen3.QwenArgs,
-        model=qwen3.Qwen,
-        flavors=qwen3.FLAVORS,
-        adapter=qwen3.HuggingFaceAdapter,
-        read_args=qwen3.read_args,
-        new_settings=qwen3.new_settings,
-    ),
+    "llama3": _of(llama3, "Llama", llama3.LlamaArgs, llama3.Llama),
+    "qwen3": _of(qwen3, "Qwen3", qwen3.QwenArgs, qwen3.Qwen),
 }
 
 

@@ -25,7 +25,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_dp.models.tiles import NormedLayers, NormOfTile, Sums, new_sums, rounded, tiles
+from torchtitan_dp.gradients.operands import tiles
+from torchtitan_dp.models.tiles import NormedLayers, NormOfTile, Sums, new_sums, rounded
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

@@ -182,14 +182,8 @@ def _with_rope_of(new: dict[str, Any], settings: dict[str, Any]) -> dict[str, An
 
 
 def check_weights(problem: str, folder: str, args: ModelArgs) -> None:
-    """Refuse a folder of safetensors that are broken, or not all those of the model.
-
-    Args:
-        problem: the begin of the message, with the key that names the folder.
-
-    Raises:
-        ValueError: one line for the user.
-    """
+    """Raise ValueError, `problem` and what is wrong, for a folder of safetensors that are broken,
+    or not all those of the model."""
     found = {}
     for path in _safetensors(problem, folder):
         try:

@@ -149,10 +149,7 @@ def _write_adapters(
     tensors = _peft_tensors(get_model_state_dict(model), args)
     if folder is None:
         return
-    _refuse_not_finite(tensors)
-    path = os.path.join(folder, ADAPTER_FILE)
-    save_file(tensors, path, metadata={"format": "pt"})
-    os.chmod(path, 0o600)
+    _save(tensors, os.path.join(folder, ADAPTER_FILE))
     settings = _adapter_settings(tensors, lora, base)
     _write_json(os.path.join(folder, ADAPTER_CONFIG_FILE), settings)
 
@@ -177,10 +174,7 @@ def _write_weights(
                     tensors[key] = tensor.to("cpu", dtype).contiguous()
         if folder is None:
             continue
-        _refuse_not_finite(tensors)
-        path = os.path.join(folder, name)
-        save_file(tensors, path, metadata={"format": "pt"})
-        os.chmod(path, 0o600)
+        _save(tensors, os.path.join(folder, name))
         weight_map.update(dict.fromkeys(tensors, name))
         total += sum(tensor.nbytes for tensor in tensors.values())
     if folder is not None and len(shards) > 1:
@@ -188,14 +182,16 @@ def _write_weights(
         _write_json(os.path.join(folder, INDEX_FILE), index)
 
 
-def _refuse_not_finite(tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError, one line, if a tensor of an export has a NaN or an infinity."""
+def _save(tensors: dict[str, Tensor], path: str) -> None:
+    """Write tensors; raise ValueError, one line, if one has a NaN or an infinity."""
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise ValueError(
                 f"{name} is not finite in {str(tensor.dtype).removeprefix('torch.')}, so no model "
                 "is written: train again with a lower optimizer.lr, from an earlier checkpoint"
             )
+    save_file(tensors, path, metadata={"format": "pt"})
+    os.chmod(path, 0o600)
 
 
 def _shards(
@@ -225,12 +221,7 @@ def _json(content: Any) -> bytes:
 
 
 def _adapter_settings(names: Mapping[str, Any], lora: LoRA, base: str | None) -> dict[str, Any]:
-    """Return the content of `adapter_config.json`.
-
-    Args:
-        names: those of `_peft_tensors`.
-        base: the public name of the model that adapters are for; None leaves the key out.
-    """
+    """Return `adapter_config.json` of the tensors of `_peft_tensors`; None leaves `base` out."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -248,11 +239,8 @@ def _adapter_settings(names: Mapping[str, Any], lora: LoRA, base: str | None) ->
 
 
 def _peft_tensors(state_dict: Mapping[str, Any], args: ModelArgs) -> dict[str, Tensor]:
-    """Return all factors as whole fp32 tensors on the CPU, under PEFT's names.
-
-    B's rows are those of its layer's output, in the order of `transformers`.
-    Collective over the FSDP mesh: each factor is gathered.
-    """
+    """Return all factors, whole fp32 on the CPU, under PEFT's names, B's rows in the order of
+    `transformers`. Collective over the FSDP mesh: each factor is gathered."""
     found = {}
     for name in filter(is_adapter, state_dict):
         layer, _, factor = name.removesuffix(".weight").rpartition(".")
@@ -274,9 +262,7 @@ def _rows_for_transformers(layer: str, shape: torch.Size, args: ModelArgs) -> tu
 
 def _merged_whole(name: str, state_dict: Mapping[str, Any], lora: LoRA | None) -> Tensor:
     """Return a whole weight, with its layer's factors merged into it, in fp32, if it has some.
-
-    Collective over the FSDP mesh: weight and factors are gathered.
-    """
+    Collective over the FSDP mesh: weight and factors are gathered."""
     whole, layer = _whole(state_dict[name]), name.removesuffix(".weight")
     if f"{layer}.{FACTORS[0]}.weight" not in state_dict:
         return whole

@@ -139,11 +139,8 @@ def store_frozen(model: nn.Module, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def merged(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """Return the whole weight, fp32 (out, in), of a plain layer equal to an adapted one.
-
-    Args:
-        weight, a, b: (out, in), (r, in) and (out, r), on one device.
-    """
+    """Return the whole weight, fp32 (out, in), of a plain layer equal to an adapted one, of weight
+    (out, in), a (r, in) and b (out, r), on one device."""
     return torch.addmm(weight.float(), b.float(), a.float(), alpha=scaling)
 
 

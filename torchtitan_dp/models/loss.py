@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.context_parallel import prepare_context_parallel_input
 
+from torchtitan_dp.config import JobConfig
 from torchtitan_dp.distributed.attention import LoadBalancer
 from torchtitan_dp.privacy.kernels import BLOCK, compile_kernel, on_threads
 
@@ -63,6 +65,14 @@ class SampleLosses:
     device: torch.device
     cp_mesh: DeviceMesh | None
     load_balancer: LoadBalancer
+
+    @classmethod
+    def on(
+        cls, model: nn.Module, device: torch.device, dims: ParallelDims, config: JobConfig
+    ) -> "SampleLosses":
+        """Return the loss of a model that `dims` shards as `config` has it."""
+        balancer = config.parallelism.context_parallel_load_balancer
+        return cls(model, device, dims.get_optional_mesh("cp"), balancer)
 
     def __call__(self, tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
         """Return this rank's parts, fp32 (B,), of int64 whole samples, the same on all cp ranks."""

@@ -15,6 +15,7 @@ Guarantee:
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,9 +24,8 @@ from torch import Tensor
 
 from torchtitan_dp.gradients.fsdp import RowLayout
 from torchtitan_dp.gradients.layers import PerSampleLayer, register_per_sample
-from torchtitan_dp.gradients.operands import Products, add_product_, write_product_
+from torchtitan_dp.gradients.operands import Products, add_product_, tiles, write_product_
 from torchtitan_dp.models.loss import losses_to_gradients_
-from torchtitan_dp.models.tiles import tiles
 
 
 class LossHead(nn.Linear):
@@ -80,38 +80,41 @@ def _scales(targets_B: Tensor) -> Tensor:
     return 1 / targets_B.clamp(min=1).float()
 
 
-def _sample(
-    h_TD: Tensor,
-    labels_T: Tensor,
-    weight_VD: Tensor,
-    scale: Tensor,
-    chunk_tokens: int,
-    grad_h_TD: Tensor | None,
-    grad_weights: Sequence[tuple[slice, Tensor]],
-) -> Tensor:
-    """Compute one sample's loss, times the fp32 `scale`, and its gradients in the same pass.
+@dataclass(frozen=True)
+class _Samples:
+    """A microbatch at the loss head."""
 
-    Args:
-        grad_h_TD: is written to; None if it is not needed.
-        grad_weights: ranges of the weight's rows, each with the fp32 memory for its gradient.
-    """
-    assert len(h_TD) > 0, "without tokens no gradient would be written"
-    loss = torch.zeros_like(scale)
-    for tokens in tiles(len(h_TD), chunk_tokens):
-        scale_N = scale.expand(tokens.stop - tokens.start)
-        loss_N, grad_NV = _chunk(h_TD[tokens], labels_T[tokens], weight_VD, scale_N)
-        loss += loss_N.sum()
-        if grad_h_TD is not None:
-            torch.mm(grad_NV, weight_VD, out=grad_h_TD[tokens])
-        product = write_product_ if tokens.start == 0 else add_product_
-        for rows, out_RD in grad_weights:
-            product(out_RD, grad_NV[:, rows].T, h_TD[tokens])
-    return loss
+    h_BTD: Tensor
+    labels_BT: Tensor
+    weight_VD: Tensor
+    scale_B: Tensor  # fp32 factors of the samples' losses
+    chunk_tokens: int
+    grad_h_BTD: Tensor | None  # is written to; None if it is not needed
+
+    def loss(self, sample: int, grad_weights: Sequence[tuple[slice, Tensor]]) -> Tensor:
+        """Compute one sample's scaled loss, and its gradients in the same pass.
+
+        Args:
+            grad_weights: ranges of the weight's rows, each with the fp32 memory for its gradient.
+        """
+        h_TD, labels_T, scale = self.h_BTD[sample], self.labels_BT[sample], self.scale_B[sample]
+        assert len(h_TD) > 0, "without tokens no gradient would be written"
+        loss = torch.zeros_like(scale)
+        for tokens in tiles(len(h_TD), self.chunk_tokens):
+            scale_N = scale.expand(tokens.stop - tokens.start)
+            loss_N, grad_NV = _chunk(h_TD[tokens], labels_T[tokens], self.weight_VD, scale_N)
+            loss += loss_N.sum()
+            if self.grad_h_BTD is not None:
+                torch.mm(grad_NV, self.weight_VD, out=self.grad_h_BTD[sample][tokens])
+            product = write_product_ if tokens.start == 0 else add_product_
+            for rows, out_RD in grad_weights:
+                product(out_RD, grad_NV[:, rows].T, h_TD[tokens])
+        return loss
 
 
 class _OneSample(torch.autograd.Function):
-    """Computes gradients along with the loss; of several samples only if the weight is not trained.
-    A second backward pass over the same graph computes them again."""
+    """Computes gradients with the loss, and again for a second backward pass; of several samples
+    only if the weight is not trained."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -132,18 +135,8 @@ class _OneSample(torch.autograd.Function):
         if differentiate and weight_needed:
             grad_weight_VD = torch.empty_like(weight_VD, dtype=torch.float32)
             grad_weights = [(slice(0, len(weight_VD)), grad_weight_VD)]
-        losses = [
-            _sample(
-                h_TD,
-                labels_BT[sample],
-                weight_VD,
-                scale_B[sample],
-                chunk_tokens,
-                None if grad_h_BTD is None else grad_h_BTD[sample],
-                grad_weights,
-            )
-            for sample, h_TD in enumerate(h_BTD)
-        ]
+        samples = _Samples(h_BTD, labels_BT, weight_VD, scale_B, chunk_tokens, grad_h_BTD)
+        losses = [samples.loss(sample, grad_weights) for sample in range(len(h_BTD))]
         ctx.gradients = grad_h_BTD, grad_weight_VD
         ctx.weight_dtype = weight_VD.dtype
         if grad_h_BTD is not None and not weight_needed:
@@ -166,8 +159,9 @@ def _input_gradients(ctx: Any) -> Tensor:
     """Compute the gradient of the loss head's input again."""
     h_BTD, labels_BT, weight_VD, scale_B = ctx.saved_tensors
     grad_h_BTD = torch.empty_like(h_BTD)
-    for h_TD, labels_T, scale, grad_h_TD in zip(h_BTD, labels_BT, scale_B, grad_h_BTD, strict=True):
-        _sample(h_TD, labels_T, weight_VD, scale, ctx.chunk_tokens, grad_h_TD, ())
+    samples = _Samples(h_BTD, labels_BT, weight_VD, scale_B, ctx.chunk_tokens, grad_h_BTD)
+    for sample in range(len(h_BTD)):
+        samples.loss(sample, ())
     return grad_h_BTD
 
 
@@ -188,19 +182,13 @@ class _SeveralSamples(torch.autograd.Function):
         scale_B = _scales(targets_B)
         grad_h_BTD = torch.empty_like(h_BTD) if ctx.needs_input_grad[1] else None
         loss_B = torch.empty_like(scale_B)
+        head = _Samples(h_BTD, labels_BT, weight_VD, scale_B, layer.chunk_tokens, grad_h_BTD)
 
         def write(layout: RowLayout, whole: Tensor, samples: slice) -> None:
             chunks = list(layout.chunks(whole))
             for place, sample in enumerate(range(samples.start, samples.stop)):
-                loss_B[sample] = _sample(
-                    h_BTD[sample],
-                    labels_BT[sample],
-                    weight_VD,
-                    scale_B[sample],
-                    layer.chunk_tokens,
-                    None if grad_h_BTD is None else grad_h_BTD[sample],
-                    [(rows, out_BRD[place]) for rows, out_BRD in chunks],
-                )
+                outs = [(rows, out_BRD[place]) for rows, out_BRD in chunks]
+                loss_B[sample] = head.loss(sample, outs)
 
         ctx.layer = layer
         ctx.formed = layer.sink.form(layer.parameter_names["weight"], len(h_BTD), write)
@@ -217,9 +205,8 @@ class _SeveralSamples(torch.autograd.Function):
 
 
 class _OutputsKept(torch.autograd.Function):
-    """Keeps the gradients of all logits, and hands them to the layer's sink with the input.
-
-    A second backward pass over the same graph computes them again."""
+    """Keeps the gradients of all logits, and hands them to the layer's sink with the input;
+    computes them again for a second backward pass."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -267,21 +254,10 @@ def _losses_and_outputs(
     return torch.stack(losses), grad_BTV
 
 
-class _AsTheSinkAsks:
-    """Runs the function for what the layer's sink takes."""
-
-    def apply(
-        self,
-        layer: PerSampleLayer,
-        h_BTD: Tensor,
-        labels_BT: Tensor | None = None,
-        targets_B: Tensor | None = None,
-        *weight: Tensor,
-    ) -> Any:
-        name = layer.parameter_names["weight"]
-        kept = layer.sink.keeps_outputs(name, h_BTD.shape[1])
-        function = _OutputsKept if kept else _SeveralSamples
-        return function.apply(layer, h_BTD, labels_BT, targets_B, *weight)
+def _as_the_sink_asks(layer: PerSampleLayer, h_BTD: Tensor, *others: Tensor) -> Any:
+    """Run the function for what the layer's sink takes."""
+    kept = layer.sink.keeps_outputs(layer.parameter_names["weight"], h_BTD.shape[1])
+    return (_OutputsKept if kept else _SeveralSamples).apply(layer, h_BTD, *others)
 
 
-register_per_sample(LossHead, _AsTheSinkAsks())
+register_per_sample(LossHead, _as_the_sink_asks)

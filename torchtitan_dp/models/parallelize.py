@@ -31,7 +31,7 @@ from torchtitan_dp.distributed.attention import (
     use_efficient_attention,
 )
 from torchtitan_dp.distributed.offload import InputsOnHost
-from torchtitan_dp.gradients.fsdp import keep_gathered
+from torchtitan_dp.gradients.fsdp import fsdp_modules, keep_gathered
 from torchtitan_dp.gradients.layers import per_sample_layers
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.models import rms_norm
@@ -85,9 +85,9 @@ def _apply_parts(
     model: PrivateModel, parallel_dims: ParallelDims, mesh: DeviceMesh, job_config: JobConfig
 ) -> None:
     parallelism = job_config.parallelism
-    if job_config.privacy.enable and job_config.training.loss_chunk_tokens:
-        model.output = LossHead.over(model.output, job_config.training.loss_chunk_tokens)
     if job_config.privacy.enable:
+        if job_config.training.loss_chunk_tokens:
+            model.output = LossHead.over(model.output, job_config.training.loss_chunk_tokens)
         if device_type == "cpu":
             rms_norm.use_lean_norms(model)
         if METHODS[job_config.privacy.gradient_method].per_sample_layers:
@@ -202,14 +202,11 @@ def _apply_fsdp(model: PrivateModel, mesh: DeviceMesh, job_config: JobConfig) ->
         keep_gathered(model)
     if mesh.size() == 1:
         return  # there is nothing to divide by; FSDP2 would copy every gradient once more
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
+    for module in fsdp_modules(model):
+        module.set_gradient_divide_factor(1.0)
 
 
 def _sum_reductions_only(model: PrivateModel) -> None:
-    """Have FSDP2 reduce by plain sums: gloo lacks the pre-multiplied sum that it picks for a
-    divide factor of 1."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)
+    """Have FSDP2 reduce by plain sums: gloo lacks its other choice, a pre-multiplied sum."""
+    for module in fsdp_modules(model):
+        module.set_force_sum_reduction_for_comms(True)

@@ -65,13 +65,11 @@ def copy_slice_(parameter: Tensor, whole: Tensor) -> None:
 def in_threads(
     draws: Sequence[Callable[[], Tensor]], threads: int | None = None
 ) -> Iterator[Tensor]:
-    """Yield what each call returns, in order; as many run at once as this process has threads.
+    """Yield what each call returns, in order; at most `threads` run at once, by default PyTorch's
+    number (OMP_NUM_THREADS), up to 8.
 
     A generator's draws are one after the other, so a thread takes a whole parameter. No more of
     them are in memory than there are threads, and the one that is yielded.
-
-    Args:
-        threads: default: PyTorch's number, which is OMP_NUM_THREADS; at most 8.
     """
     threads = threads or min(torch.get_num_threads(), 8)
     begun: deque[Future[Tensor]] = deque()

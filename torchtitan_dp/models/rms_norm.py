@@ -60,10 +60,8 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _OfSamples(torch.autograd.Function):
-    """The norm of a layer whose sink receives the weight's per-sample gradients, in fp32.
-
-    Backward reads the weight from the layer: FSDP2 has gathered it again by then.
-    """
+    """Hands the weight's per-sample gradients, fp32, to the layer's sink; backward reads the weight
+    from the layer, which FSDP2 has gathered again by then."""
 
     @staticmethod
     def forward(ctx: Any, layer: PerSampleLayer, x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
@@ -85,7 +83,7 @@ class _OfSamples(torch.autograd.Function):
         return None, grad_x, None
 
 
-register_per_sample(LeanRMSNorm, _OfSamples)
+register_per_sample(LeanRMSNorm, _OfSamples.apply)
 
 
 def _norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:

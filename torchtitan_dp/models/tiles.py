@@ -6,7 +6,7 @@ factors are summed over tiles in fp32 (`gradients.operands`); frozen weights hav
 tokens is ALST's "sequence tiling" (Bekman et al. 2025, arXiv 2506.13996).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,6 @@ from torchtitan_dp.models.rms_norm import LeanRMSNorm, rms_norm
 
 Sums = list[Tensor | None]
 """The fp32 sums of gradients of some parameters, each None where it is not trained."""
-
-
-def tiles(tokens: int, size: int) -> Iterator[slice]:
-    """Cut a rank's tokens into tiles, of which the last may be shorter."""
-    for start in range(0, tokens, size):
-        yield slice(start, min(start + size, tokens))
 
 
 @dataclass(frozen=True)

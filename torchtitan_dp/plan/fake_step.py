@@ -34,6 +34,7 @@ from torchtitan_dp.gradients import randomized_norm
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import ReductionGroups, RowLayout, free_gathered
 from torchtitan_dp.gradients.methods import build_step
+from torchtitan_dp.gradients.operands import tiles
 from torchtitan_dp.models import feed_forward, rms_norm
 from torchtitan_dp.models.ema import ema_of
 from torchtitan_dp.models.families import ModelArgs, family_of
@@ -41,7 +42,6 @@ from torchtitan_dp.models.llama3 import tiles as llama_tiles
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.models.parallelize import parallelize, trained_fsdp_modules
 from torchtitan_dp.models.parameters import trainable_parameters
-from torchtitan_dp.models.tiles import tiles
 from torchtitan_dp.optimizer import MomentumSGD
 from torchtitan_dp.plan.tracker import MemoryTracker
 
@@ -127,12 +127,7 @@ class Step:
             self.average = ema_of(config, self.model)
         self.model.output.register_forward_pre_hook(self._enter_loss_head)
         end_stretches_at_blocks(self.model, tracker)
-        self.losses = SampleLosses(
-            self.model,
-            torch.device("cpu"),
-            dims.get_optional_mesh("cp"),
-            config.parallelism.context_parallel_load_balancer,
-        )
+        self.losses = SampleLosses.on(self.model, torch.device("cpu"), dims, config)
 
     def microbatch(self, seq_len: int) -> None:
         """Run forward and backward, clip, and add to the sum."""

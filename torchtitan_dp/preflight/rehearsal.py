@@ -26,56 +26,34 @@ Assumed, as crashes that do not depend on records:
 
 import contextlib
 import math
+import re
 import time
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any
 
 import torch
-import torch.nn as nn
 from torchtitan.tools.logging import logger
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import ladder
-from torchtitan_dp.data.batching import Microbatch
-from torchtitan_dp.data.feed import Feed
 from torchtitan_dp.distributed.stop import is_lost_rank
-from torchtitan_dp.gradients.clipped_sum import ClippedSum, GradientMethod
 from torchtitan_dp.gradients.fsdp import free_gathered
-from torchtitan_dp.optimizer import DPOptimizer
 from torchtitan_dp.process import Fault
-from torchtitan_dp.watch.processor import PrivateMetricsProcessor, SampleStatistics
+from torchtitan_dp.watch.processor import SampleStatistics
 
 # Microbatches that a device may lag behind its host: launches queue about 1,000 deep.
 _MICROBATCHES_BEHIND = 4
-_OUT_OF_MEMORY = (
-    "out of memory",
-    "can't allocate memory",
-    "cannot allocate memory",
-    "bad_alloc",
-    "alloc_failed",
+_OUT_OF_MEMORY = re.compile(
+    "out of memory|can't allocate memory|cannot allocate memory|bad_alloc|alloc_failed"
 )
 # The whole message of C++ or Python for a thread without room for its stack, or one too many.
 _NO_THREAD = ("resource temporarily unavailable", "can't start new thread")
 
 
-class Rehearsed(Protocol):
-    """A trainer that can be rehearsed."""
-
-    job_config: JobConfig
-    device: torch.device
-    model_parts: list[nn.Module]
-    feed: Feed
-    metrics_processor: PrivateMetricsProcessor
-    clipped_sum: ClippedSum
-    gradients: GradientMethod
-    dp_optimizer: DPOptimizer
-
-    def accumulate(self, microbatch: Microbatch, statistics: SampleStatistics) -> None:
-        """Clip each sample's gradient and add it to the step's sum, as a step does."""
-
-
-def rehearse(trainer: Rehearsed) -> None:
+def rehearse(trainer: Any) -> None:
     """Run padding of every length, and an update that changes nothing; log the time.
+
+    `trainer` is a `DPTrainer`, which accumulates padding as a step does its samples.
 
     Collective over the world: two microbatches of the shortest length and one of each other (on an
     accelerator two of the longest as well), and an update.
@@ -112,7 +90,7 @@ def rehearse(trainer: Rehearsed) -> None:
     logger.info(f"rehearsal: done in {elapsed:.1f} s")
 
 
-def _check_device(trainer: Rehearsed, length: int, statistics: SampleStatistics) -> None:
+def _check_device(trainer: Any, length: int, statistics: SampleStatistics) -> None:
     """Refuse a time-out that a device may exceed which lags behind its host; a CPU never lags.
 
     NCCL counts from the launch of a collective, and the host is some microbatches ahead. The timed
@@ -166,7 +144,7 @@ def _short_of(error: Exception) -> str | None:
     if text in _NO_THREAD:
         return "memory for a thread, or over the limit on threads, ulimit -u"
     found = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return "memory" if found or any(words in text for words in _OUT_OF_MEMORY) else None
+    return "memory" if found or _OUT_OF_MEMORY.search(text) else None
 
 
 def _remedy(config: JobConfig, fits: int | None) -> str:

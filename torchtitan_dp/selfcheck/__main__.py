@@ -106,11 +106,8 @@ def parse(argv: list[str], description: str) -> tuple[argparse.Namespace, list[s
 
 
 def checkpoint_place(config: JobConfig | None, nodes: int) -> str:
-    """Return the folder to try checkpoints in: where the run's will lie, if that is known.
-
-    Args:
-        nodes: the number of machines: several need a shared folder.
-    """
+    """Return the folder to try checkpoints in: where the run's will lie, if that is known; a shared
+    one for several machines."""
     if config is None:
         return os.getcwd() if nodes > 1 else tempfile.gettempdir()
     folder = os.path.abspath(config.job.dump_folder)
@@ -204,13 +201,8 @@ def machine_checks(ranks: Ranks) -> list[Check]:
 def checks_of(
     ranks: Ranks, all_terms: Sequence[Terms], place: str, *, every: bool
 ) -> Iterator[Check]:
-    """List the checks on some terms, each statement once.
-
-    Args:
-        place: a folder that all ranks see, for a temporary checkpoint.
-        every: also those that the terms do not ask for: all balancers and rotations of the ring,
-            other ways of a method, secure noise.
-    """
+    """List the checks on some terms, each statement once; `every` adds what the terms do not ask
+    for: all balancers and rotations of the ring, other ways of a method, secure noise."""
     loops = Loops()
     met = set()
     for terms in all_terms:

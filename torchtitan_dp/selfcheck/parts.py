@@ -67,10 +67,8 @@ def _attention_error(
     balancer: LoadBalancer,
     length: int,
 ) -> float:
-    """Return the largest error of any row of the output, or of a gradient, on this rank.
-
-    As a share of the row's norm plus rows' mean: early rows are larger than late ones.
-    """
+    """Return the largest error of any row of the output, or of a gradient, on this rank, as a share
+    of the row's norm plus rows' mean: early rows are larger than late ones."""
     heads, kv_heads = terms.heads
     generator = torch.Generator().manual_seed(length)
     # q, k, v and the gradient of the output, rounded to the dtype before either side computes

@@ -133,11 +133,8 @@ _WEIGHTS = (1.0, 8.0, 0.125, math.nan, 1.0, 2.0)
 
 
 def make_samples(args: ModelArgs, count: int, seed: int = 0) -> Samples:
-    """Make samples with targets in different parts: an early end, an answer at the end, and none.
-
-    Args:
-        args: of the model that they are for, whose longest sample they are as long as.
-    """
+    """Make samples as long as a model's longest, with targets in different parts: an early end, an
+    answer at the end, and none."""
     T, generator = args.max_seq_len, torch.Generator().manual_seed(seed)
     tokens_NT, labels_NT = (
         torch.randint(0, args.vocab_size, (count, T), generator=generator) for _ in range(2)

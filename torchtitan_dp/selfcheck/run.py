@@ -118,15 +118,11 @@ def start(backend: str | None) -> Ranks:
 def run(
     ranks: Ranks, checks: Iterable[Check], report: Callable[[Outcome], None] = lambda _: None
 ) -> list[Outcome]:
-    """Run each check, and return the outcomes of all ranks together.
+    """Run each check, `report` each outcome on all ranks, and return all. Collective over the
+    world.
 
     A check that raises has failed. If it raised on some ranks only, the others may still be in one
     of its collectives: it is the last.
-
-    Args:
-        report: called with each outcome at once, on all ranks.
-
-    Collective over the world.
     """
     outcomes: list[Outcome] = []
     for check in checks:
@@ -148,10 +144,8 @@ def run(
 def _gather_or_end(
     ranks: Ranks, check: Check, mine: Sequence[Measured] | str
 ) -> list[Sequence[Measured] | str]:
-    """Gather every rank's measurements, or end this process if the others do not answer.
-
-    A rank whose check failed waits briefly: the others may hang in one of its collectives.
-    """
+    """Gather every rank's measurements, or end this process if the others do not answer: briefly if
+    its own check failed, since they may hang in one of its collectives."""
     failed = isinstance(mine, str)
 
     def end() -> NoReturn:

@@ -90,11 +90,8 @@ class Terms:
         return 7 + replicate * shard // 2 * 2
 
     def but(self, *, in_tiles: bool = False, **privacy: Any) -> "Terms":
-        """Return the same terms with other settings of `[privacy]`.
-
-        Args:
-            in_tiles: with a feed-forward in three tiles, too.
-        """
+        """Return the same terms with other settings of `[privacy]`, or a feed-forward in three
+        tiles."""
         config = copy.deepcopy(self.config)
         config.privacy = dataclasses.replace(config.privacy, **privacy)
         if in_tiles:
@@ -214,13 +211,8 @@ class Small:
         max_grad_norm: float,
         prepare: Callable[[nn.Module], object] = lambda _: None,
     ) -> None:
-        """
-        Args:
-            max_grad_norm: C.
-            prepare: called with the model before it is parallelized.
-
-        Collective over the world.
-        """
+        """Build the model, and `prepare` it before it is parallelized. Collective over the
+        world."""
         config = terms.config
         self.terms, self.device = terms, device
         self.batch_size = config.training.local_batch_size
@@ -233,18 +225,10 @@ class Small:
         self.model.init_weights()
         fill_adapters(self.model)
         self.parameters = trainable_parameters(self.model)
-        modules = trained_fsdp_modules(self.model)
-        self.step = build_step(
-            config.privacy,
-            self.model,
-            self.parameters,
-            modules,
-            self.groups,
-            max_grad_norm=max_grad_norm,
-        )
+        of_model = self.model, self.parameters, trained_fsdp_modules(self.model)
+        self.step = build_step(config.privacy, *of_model, self.groups, max_grad_norm=max_grad_norm)
         self.gradients = self.step.gradients
-        balancer = config.parallelism.context_parallel_load_balancer
-        self.losses = SampleLosses(self.model, device, self.dims.get_optional_mesh("cp"), balancer)
+        self.losses = SampleLosses.on(self.model, device, self.dims, config)
 
     def slots(self, drawn: np.ndarray) -> list[int]:
         """List the samples dealt to this data-parallel rank, in order; -1 is padding."""
@@ -261,15 +245,8 @@ class Small:
         drawn: np.ndarray | None = None,
         key: bytes = bytes(32),
     ) -> dict[int, float]:
-        """Deal the samples out, all or those drawn, and add their clipped gradients to the sum.
-
-        Args:
-            weight_N: of each sample's loss; 1 by default.
-            key: of the step's projections.
-
-        Returns:
-            This data-parallel rank's samples -> their gradients' norms before clipping.
-        """
+        """Deal the samples out, all or those drawn, and add their clipped gradients to the sum;
+        return this data-parallel rank's samples with their gradients' norms before clipping."""
         norms: dict[int, float] = {}
         self.gradients.start_step(key)
         dealt = self.slots(np.arange(len(tokens_NT)) if drawn is None else drawn)
@@ -297,13 +274,9 @@ class Small:
         Collectives: those of `ClippedSum.take`, and an all-gather over dp_shard x cp.
         """
         taken = self.step.clipped_sum.take()
-        found = {name: self.whole(name, flat) for name, flat in taken.items()}
+        found = {n: whole(as_gradient_of(self.parameters[n], flat)) for n, flat in taken.items()}
         self.step.clipped_sum.reset()
         return found
-
-    def whole(self, name: str, flat: Tensor) -> Tensor:
-        """Gather a flat local shard of a parameter's gradient. Collective over dp_shard x cp."""
-        return whole(as_gradient_of(self.parameters[name], flat))
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -184,10 +184,8 @@ def _off(values: Tensor, mean: float, variance: float) -> float:
 
 
 def _repeats(values: Tensor) -> int:
-    """Count the runs of 4 consecutive fp32 values that occur elsewhere too.
-
-    By a 64-bit hash: two of a million that differ have the same with probability 3e-8.
-    """
+    """Count the runs of 4 consecutive fp32 values that occur elsewhere too, by a 64-bit hash: two
+    of a million that differ have the same with probability 3e-8."""
     runs = values.view(torch.int32).long().unfold(0, 4, 1)
     odd = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5)
     signed = [number - 2**64 if number >= 2**63 else number for number in odd]

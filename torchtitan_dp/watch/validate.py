@@ -120,13 +120,8 @@ class HeldOutValidator:
         Collectives: those of `Feed.microbatches`; FSDP2's gathers in forward; one all-reduce over
         the `loss` mesh, all ranks.
         """
-        cp = self._dims.get_optional_mesh("cp")
-        losses = SampleLosses(
-            model,
-            next(model.parameters()).device,
-            cp,
-            self._config.parallelism.context_parallel_load_balancer,
-        )
+        device = next(model.parameters()).device
+        losses = SampleLosses.on(model, device, self._dims, self._config)
         feed = Feed(self._loader, (self._config.training.seq_len,), losses.device)
         starts_K = torch.tensor(list(self._buckets), device=losses.device)
         # Losses and the number of targets: of each unit, then of each bucket.

@@ -73,14 +73,9 @@ class HuggingFaceAdapter(PrivateAdapter, Llama3StateDictAdapter):
 
         Collective over the FSDP mesh, if its ranks do not divide the heads.
         """
-        tied = self.model_args.tie_embeddings
-        return super().to_hf(
-            {
-                name: self._with_whole_heads(name, value)
-                for name, value in state_dict.items()
-                if not (tied and name == TIED_OUTPUT)
-            }
-        )
+        left_out = TIED_OUTPUT if self.model_args.tie_embeddings else None
+        kept = {name: value for name, value in state_dict.items() if name != left_out}
+        return super().to_hf({n: self._with_whole_heads(n, value) for n, value in kept.items()})
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
         """Convert from Hugging Face's; a tied output layer is the embedding's tensor."""
@@ -90,8 +85,7 @@ class HuggingFaceAdapter(PrivateAdapter, Llama3StateDictAdapter):
         return state_dict
 
     def _with_whole_heads(self, name: str, value: Any) -> Any:
-        """Replicate wq or wk if one of its heads lies on two ranks: heads are permuted one by
-        one."""
+        """Replicate wq or wk if a head lies on two ranks: heads are permuted one by one."""
         if not isinstance(value, DTensor) or not name.endswith(("wq.weight", "wk.weight")):
             return value
         heads, mesh = self.model_args.n_heads, value.device_mesh

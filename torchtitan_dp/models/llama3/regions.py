@@ -130,13 +130,8 @@ def use_regions(blocks: nn.Module, regions: Regions) -> None:
 
 
 def sample_copies(layer: nn.Module, attribute: str, batch_size: int) -> Tensor:
-    """Return a parameter of `layer` once for each sample: `(batch_size, *shape)`, fp32.
-
-    This suits vectors (norm weights): a matrix would be held once a sample.
-
-    Args:
-        layer: converted by `per_sample_layers`, or frozen.
-    """
+    """Return a parameter of `layer`, per-sample or frozen, once for each sample: `(batch_size,
+    *shape)`, fp32. This suits vectors (norm weights): a matrix would be held once a sample."""
     parameter = getattr(layer, attribute)
     if isinstance(layer, PerSampleLayer):
         return cast(Tensor, _SampleCopies.apply(layer, attribute, batch_size, parameter))

@@ -16,8 +16,9 @@ import torch.nn as nn
 from torch import Tensor
 from torchtitan.models.llama3.model.model import Attention, apply_rotary_emb
 
+from torchtitan_dp.gradients.operands import tiles
 from torchtitan_dp.models.feed_forward import TiledBlock, Tiling
-from torchtitan_dp.models.tiles import NormedLayers, NormOfTile, new_sums, rounded, tiles
+from torchtitan_dp.models.tiles import NormedLayers, NormOfTile, new_sums, rounded
 
 
 class TiledAttention(nn.Module):
