@@ -25,6 +25,7 @@ from torchtitan_dp.privacy.meaning import Meaning
 from torchtitan_dp.privacy.mechanism import from_fields
 from torchtitan_dp.release.claims import NO_NAMES, PublicNames
 
+
 def model_card(
     terms: dict[str, Any],
     config: JobConfig,
