@@ -206,11 +206,7 @@ class MemoryTracker(LocalOperators):
 
 
 def wrapped(owner: Any, name: str, around: Callable[..., Any]) -> Any:
-    """Patch a function to run within the context manager `around(*its arguments)`.
-
-    Args:
-        owner: the class or module whose attribute `name` is the function.
-    """
+    """Patch a function of `owner` to run within the context manager `around(*its arguments)`."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -223,11 +219,8 @@ def wrapped(owner: Any, name: str, around: Callable[..., Any]) -> Any:
 
 @contextlib.contextmanager
 def tracking(*, like_cuda: bool = True) -> Iterator[MemoryTracker]:
-    """Enter a tracker that labels storages by `memory.CATEGORIES`, and `GATHERED`.
-
-    Args:
-        like_cuda: count the workspaces of CUDA's kernels.
-    """
+    """Enter a tracker that labels storages by `memory.CATEGORIES`, and `GATHERED`; `like_cuda`
+    counts the workspaces of CUDA's kernels too."""
     workspace = _flash_workspace if like_cuda else None
     tracker = MemoryTracker("activations", workspace, apart=GATHERED)
 

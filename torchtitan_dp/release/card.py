@@ -102,20 +102,27 @@ def _factor(epsilon: float) -> str:
     return f"10^{math.ceil(epsilon / math.log(10))}"
 
 
-_TEMPLATES = jinja2.Environment(
-    loader=jinja2.FileSystemLoader(Path(__file__).parent),
-    undefined=jinja2.StrictUndefined,
-    autoescape=False,  # Markdown
-    trim_blocks=True,
-    lstrip_blocks=True,
-    keep_trailing_newline=True,
-)
-_TEMPLATES.filters |= {
-    "up": rounded_up,
-    "down": rounded_down,
-    "exact": exact,
-    "grouped": "{:,}".format,
-    "sentence": lambda text: f"{text[:1].upper()}{text[1:]}.",
-}
+def templates(*folders: Path, html: bool) -> jinja2.Environment:
+    """Load the templates of this folder and of others, with the filters that round no claim in its
+    own favour."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([*folders, Path(__file__).parent]),
+        undefined=jinja2.StrictUndefined,
+        autoescape=html,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=not html,
+    )
+    environment.filters |= {
+        "up": rounded_up,
+        "down": rounded_down,
+        "exact": exact,
+        "grouped": "{:,}".format,
+        "sentence": lambda text: f"{text[:1].upper()}{text[1:]}.",
+    }
+    return environment
+
+
+_TEMPLATES = templates(html=False)  # Markdown
 OWNER_ITEMS: dict[str, str] = vars(_TEMPLATES.get_template("questions.j2").module)["OWNER_ITEMS"]
 """Questions that the card asks and only the owner can answer."""

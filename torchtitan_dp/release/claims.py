@@ -43,11 +43,8 @@ def claims(
         run: the folder with `privacy.json` and the executed steps.
         checkpoint: named `step-N`.
         lineage: that of the checkpoint.
-        stop_not_from_results: the owner states of a run that stopped before its planned steps that
-            neither results nor a clock decided when; epsilon then leaves out the planned steps that
-            were not taken.
-        lost_steps_not_seen: the owner states that nobody saw anything of lost steps; epsilon then
-            leaves them out.
+        stop_not_from_results, lost_steps_not_seen: the owner states `STOP_STATED`, or
+            `LOST_STATED`; epsilon then leaves out planned steps that were not taken, or lost ones.
 
     Raises:
         ValueError: one line for the user; the run is not private, or its files disagree.
