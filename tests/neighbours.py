@@ -1,6 +1,4 @@
-"""Runs a data set under a memory limit, in a process that `tests.processes.forks`
-has forked for it, with the environment that torchrun would give it.
-"""
+"""Runs a data set under a memory limit, in a forked process that looks like torchrun's."""
 
 import os
 import resource

@@ -69,9 +69,9 @@ class Stream:
 
 
 class _Storage:
-    def __init__(self, owner, tick, where):
+    def __init__(self, owner, where):
         self.owner, self.where = owner, where
-        self.uses = [(owner.number, tick, True, where)]
+        self.uses = [(owner.number, owner.clock[owner.number], True, where)]
 
 
 class Watch(LocalOperators):
@@ -99,7 +99,7 @@ class Watch(LocalOperators):
     def _known(self, storage, stream, where):
         key = storage._cdata
         if key not in self.alive:
-            self.alive[key] = _Storage(stream, stream.clock[stream.number], where)
+            self.alive[key] = _Storage(stream, where)
             self._references[key] = weakref.ref(storage, lambda _: self._freed(key))
         return self.alive[key]
 

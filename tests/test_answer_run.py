@@ -4,11 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 import torchtitan_dp.plan.__main__ as plan
 from tests.data.chats import chat, folder
 from tests.processes.ranks import on_ranks
 from tests.processes.runs import arguments, privacy, train, with_sigma
+from torchtitan_dp.config.load import load_config
+from torchtitan_dp.models.llama3.model import FLAVORS, Llama
+from torchtitan_dp.preflight.check import open_records
 
 USERS, STEPS = 6, 2
 
@@ -33,11 +37,8 @@ def test_chats_are_trained_on_and_told(
     command = arguments(
         out,
         write_chats(tmp_path / "chats.jsonl"),
-        "--training.dataset=jsonl",
-        "--data.messages_field=chat",
-        "--data.unit_field=user",
-        "--data.unit_sampling=random",
-        "--data.windows_per_draw=2",
+        *("--training.dataset=jsonl", "--data.messages_field=chat", "--data.unit_field=user"),
+        *("--data.unit_sampling=random", "--data.windows_per_draw=2"),
         f"--model.hf_assets_path={folder(tmp_path / 'tokenizer')}",
         f"--training.global_batch_size={USERS + 1}",  # all units at every step
         f"--training.steps={STEPS}",
@@ -69,12 +70,6 @@ def held_out_loss(argv: list[str]) -> float:
 
 def loss_by_hand(argv: list[str]) -> float:
     """The mean over held-out prompts of each answer's mean loss; who has none is left out."""
-    import torch
-
-    from torchtitan_dp.config.load import load_config
-    from torchtitan_dp.models.llama3.model import FLAVORS, Llama
-    from torchtitan_dp.preflight.check import open_records
-
     config = load_config(argv, 1)
     lines = Path(str(config.training.dataset_path)).read_text().splitlines()
     model, losses = Llama(FLAVORS["debug"]), []
@@ -103,27 +98,19 @@ def test_replicas_tell_the_held_out_loss_of_one_process(tmp_path: Path, field: s
     argv = arguments(
         tmp_path / "out",
         tmp_path / "records.jsonl",
-        "--training.dataset=jsonl",
-        f"--data.{field}=prompt",
-        "--data.heldout_fraction=0.5",
-        "--validation.enable",
-        "--validation.steps=-1",
-        "--model.flavor=debug",
-        "--training.seq_len=64",
-        "--checkpoint.no-enable",
-        "--metrics.no-enable_tensorboard",
+        *("--training.dataset=jsonl", f"--data.{field}=prompt", "--data.heldout_fraction=0.5"),
+        *("--validation.enable", "--validation.steps=-1", "--training.seq_len=64"),
+        *("--checkpoint.no-enable", "--metrics.no-enable_tensorboard", *with_sigma(1)),
+        *("--model.flavor=debug", "--parallelism.context_parallel_degree=1"),
         "--comm.train_timeout_seconds=1000",
-        *with_sigma(1),
     )
     if field == "messages_field":
         argv.append(f"--model.hf_assets_path={folder(tmp_path / 'tokenizer')}")
-    (one,) = on_ranks(1, held_out_loss, [*argv, "--parallelism.context_parallel_degree=1"])
+    (one,) = on_ranks(1, held_out_loss, argv)
     mesh = [
-        f"--parallelism.data_parallel_{kind}_degree={n}"
-        for kind, n in (("replicate", 2), ("shard", 1))
+        f"--parallelism.data_parallel_{kind}" for kind in ("replicate_degree=2", "shard_degree=1")
     ]
-    two = on_ranks(2, held_out_loss, [*argv, *mesh, "--parallelism.context_parallel_degree=1"])
+    two = on_ranks(2, held_out_loss, [*argv, *mesh])
     assert two[0] == two[1] == pytest.approx(one, rel=1e-5)
     if field == "prompt_field":
-        by_hand = loss_by_hand([*argv, "--parallelism.context_parallel_degree=1"])
-        assert one == pytest.approx(by_hand, rel=1e-5)
+        assert one == pytest.approx(loss_by_hand(argv), rel=1e-5)

@@ -5,11 +5,11 @@ noise alone, and `MomentumSGD` without momentum moves them by lr / sigma times w
 C: checkpoints have the noise of each step.
 """
 
-import itertools
 import math
 
 import numpy as np
 import pytest
+import torch
 
 from tests.processes.runs import arguments, privacy, train, weights, with_sigma, write_records
 from torchtitan_dp.checkpoint.verify import verify
@@ -35,27 +35,15 @@ def test_row62_and_63_the_noise_of_two_starts_has_the_covariance_of_two_chains(t
     command = arguments(
         out,
         data,
-        *with_sigma(2.0),
-        "--privacy.noise=banded",
-        f"--privacy.bands={BANDS}",
-        "--optimizer.name=MomentumSGD",
-        "--optimizer.beta1=0",
-        "--optimizer.weight_decay=0",
-        f"--optimizer.lr={LR}",
-        "--lr_scheduler.min_lr_factor=1",
-        "--checkpoint.interval=1",
+        *(*with_sigma(2.0), "--privacy.noise=banded", f"--privacy.bands={BANDS}"),
+        *("--optimizer.name=MomentumSGD", "--optimizer.beta1=0", "--optimizer.weight_decay=0"),
+        *(f"--optimizer.lr={LR}", "--lr_scheduler.min_lr_factor=1", "--checkpoint.interval=1"),
     )
     for steps in (STOP, STEPS):
         train([*command, f"--training.steps={steps}"], log=tmp_path / f"log{steps}")
     after = [weights(out / "checkpoint" / f"step-{step}") for step in range(1, STEPS + 1)]
-    noise = np.stack(  # of steps 2, 3, …
-        [
-            np.concatenate(
-                [((new[n] - old[n]) / LR).flatten().double().numpy() for n in sorted(new)]
-            )
-            for old, new in itertools.pairwise(after)
-        ]
-    )
+    flat = [torch.cat([w[name].flatten() for name in sorted(w)]).double() for w in after]
+    noise = torch.stack(flat).diff(dim=0).numpy() / LR  # of steps 2, 3, …
     expected = np.zeros((STEPS, STEPS))
     for rows in (slice(0, STOP), slice(STOP, STEPS)):
         square = inverted(rows.stop - rows.start)

@@ -5,7 +5,6 @@ import dataclasses
 import gc
 import io
 import json
-import os
 import runpy
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from scripts.benchmarking.tables import COLUMNS, crossings, table
 from scripts.benchmarking.worker import live_tensor_bytes
 from tests.processes import forks
 from tests.processes.ranks import on_ranks
+from tests.processes.runs import said
 from torchtitan_dp.config.load import load_config
 
 ROOT = Path(__file__).parent.parent
@@ -331,14 +331,9 @@ def test_other_settings_are_measured_anew(tmp_path, measured_by):
     assert not path.exists()
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: object) -> "subprocess.CompletedProcess[str]":
     forks.need()
-    return subprocess.run(
-        [sys.executable, "scripts/benchmark.py", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-        **{"capture_output": True, "text": True, "timeout": 500},
-    )
+    return said(sys.executable, "scripts/benchmark.py", *arguments, GLOO_SOCKET_IFNAME="lo")
 
 
 @pytest.mark.thorough
@@ -346,7 +341,7 @@ def test_one_tiny_run(tmp_path):
     output = tmp_path / "b.json"
     done = run(
         *("--devices", "2", "--arms", "microbatch", "--batch_sizes", "2", "--microbatches", "1"),
-        *("--rounds", "1", "--steps", "1", "--json", str(output)),
+        *("--rounds", "1", "--steps", "1", "--json", output),
         *("--training.seq_len=32", "--privacy.accountant=rdp"),
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
@@ -360,7 +355,7 @@ def test_one_tiny_run(tmp_path):
     assert result["arms"][0]["throughput_vs_non_dp"] == 1
     assert result["arms"][1]["per_sample_gradient_bytes"] > 0
     assert "| arm | processes | MBS | T | tokens/s per device | gap |" in done.stdout
-    assert run("--show", str(output)).stdout == done.stdout
+    assert run("--show", output).stdout == done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["b.json"]
     assert "round 1 of 1" in done.stderr
 
@@ -369,9 +364,9 @@ def in_a_fork(arguments: list[str]) -> tuple[object, str]:
     """The script's exit code and what it says on stderr, in this process."""
     sys.argv = ["scripts/benchmark.py", *arguments]
     sys.path.insert(0, str(ROOT / "scripts"))
-    with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit) as stop:
+    with contextlib.redirect_stderr(io.StringIO()) as told, pytest.raises(SystemExit) as stop:
         runpy.run_path(str(ROOT / sys.argv[0]), run_name="__main__")
-    return stop.value.code, said.getvalue()
+    return stop.value.code, told.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -382,9 +377,9 @@ def in_a_fork(arguments: list[str]) -> tuple[object, str]:
     ],
 )
 def test_mistakes_are_one_line(arguments, message):
-    code, said = forks.call(in_a_fork, arguments)
+    code, told = forks.call(in_a_fork, arguments)
     assert code == 2
-    (line,) = said.splitlines()
+    (line,) = told.splitlines()
     assert message in line
 
 

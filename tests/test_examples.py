@@ -1,9 +1,7 @@
 """The examples run as their READMEs say, command by command."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,8 +10,7 @@ import yaml
 
 from tests.models.hugging_face import write_llama
 from tests.processes import forks
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.processes.runs import ROOT, said
 
 
 @pytest.fixture
@@ -32,23 +29,12 @@ def place(tmp_path: Path) -> Path:
 def run(command: str, place: Path) -> str:
     """What a shell prints for the command; any failure in it is one of the test."""
     forks.need()
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", command],
+    done = said(
+        *("bash", "-euo", "pipefail", "-c", f"exec 2>&1; {command}"),
         cwd=place,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "TORCHTITAN_DP_PYTHON": sys.executable,
-            "NGPU": "1",
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "CUDA_VISIBLE_DEVICES": "",
-            "XDG_CACHE_HOME": str(place / "cache"),
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=500,
+        **{"PYTHONPATH": str(ROOT), "TORCHTITAN_DP_PYTHON": sys.executable, "NGPU": "1"},
+        **{"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""},
+        XDG_CACHE_HOME=str(place / "cache"),
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}"
     return done.stdout
@@ -61,8 +47,8 @@ def commands(readme: str) -> list[str]:
 
 def test_dp_sgd_by_hand_learns_within_its_budget(place: Path) -> None:
     (command,) = commands("examples/README.md")
-    said = run(command, place)
-    epsilon, accuracy = re.search(r"epsilon = ([\d.]+) .*= ([\d.]+)%", said, re.S).groups()
+    found = re.search(r"epsilon = ([\d.]+) .*= ([\d.]+)%", run(command, place), re.S)
+    epsilon, accuracy = found.groups()
     assert 2.9 < float(epsilon) <= 3
     assert float(accuracy) > 85
 

@@ -6,7 +6,6 @@ count too: a name that is needed from above is a sign that something lies in the
 
 import ast
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import forks
+from tests.processes.runs import said
 
 PACKAGE = Path(__file__).parents[1] / "torchtitan_dp"
 FLOORS = [
@@ -48,9 +48,13 @@ def modules() -> dict[str, Path]:
     return {".".join(f.relative_to(PACKAGE).with_suffix("").parts): f for f in files}
 
 
+def nodes(path: Path) -> Iterator[ast.AST]:
+    return ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+
+
 def imported(path: Path) -> Iterator[str]:
     """Return the dotted names that a file imports, wherever in it; names of modules are whole."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -118,21 +122,13 @@ def within_data() -> dict[str, set[str]]:
     }
 
 
-def test_data_is_made_in_stages() -> None:
+def test_data_is_made_in_stages_and_has_at_most_five_floors() -> None:
     """From files and units, by way of the store, to samples and microbatches."""
     stage = {f"data.{name}": number for number, names in enumerate(STAGES) for name in names}
-    found = within_data()
-    assert found.keys() == stage.keys()
-    assert [
-        f"{module} imports {target}"
-        for module, targets in found.items()
-        for target in targets
-        if stage[target] > stage[module]
-    ] == []
-
-
-def test_data_has_at_most_five_floors() -> None:
     left, floors = within_data(), 0
+    assert left.keys() == stage.keys()
+    wrong = [(m, t) for m, targets in left.items() for t in targets if stage[t] > stage[m]]
+    assert wrong == []
     while left:
         free = {module for module, targets in left.items() if not targets & left.keys()}
         left = {module: targets for module, targets in left.items() if module not in free}
@@ -142,10 +138,7 @@ def test_data_has_at_most_five_floors() -> None:
 
 @pytest.mark.parametrize(
     ("rooms", "forbidden"),
-    [
-        (WITHOUT_TORCHTITAN, "torchtitan"),
-        (WITHOUT_COLLECTIVES, "torch.distributed"),
-    ],
+    [(WITHOUT_TORCHTITAN, "torchtitan"), (WITHOUT_COLLECTIVES, "torch.distributed")],
 )
 def test_rooms_are_free_of(rooms: set[str], forbidden: str) -> None:
     wrong = [
@@ -166,14 +159,7 @@ def test_privacy_data_and_config_load_no_torchtitan() -> None:
     script = "import importlib, sys\n"
     script += f"[importlib.import_module(name) for name in {names!r}]\n"
     script += "print([name for name in sys.modules if name.split('.')[0] == 'torchtitan'])"
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=PACKAGE.parent,
-    )
-    assert done.stdout.strip() == "[]"
+    assert said(sys.executable, "-c", script).stdout.strip() == "[]"
 
 
 def test_torchtitan_is_imported_where_it_works_without_a_gpu() -> None:
@@ -192,26 +178,25 @@ def test_few_files_lie_at_the_top() -> None:
     assert len(list(PACKAGE.glob("*.py"))) <= 10
 
 
+NEWER = {  # than Python 3.10
+    "typing": "Self Never LiteralString Required NotRequired Unpack TypeVarTuple assert_never "
+    "assert_type reveal_type override",
+    **{"enum": "StrEnum ReprEnum verify", "datetime": "UTC", "itertools": "batched"},
+    **{"contextlib": "chdir", "hashlib": "file_digest"},
+}
+
+
 def test_no_name_is_imported_that_python_3_10_lacks() -> None:
     """The suite runs on the oldest Python too: there such an import ends the collection."""
-    newer = {
-        "typing": {"Self", "Never", "LiteralString", "Required", "NotRequired", "Unpack"}
-        | {"TypeVarTuple", "assert_never", "assert_type", "reveal_type", "override"},
-        "enum": {"StrEnum", "ReprEnum", "verify"},
-        "datetime": {"UTC"},
-        "itertools": {"batched"},
-        "contextlib": {"chdir"},
-        "hashlib": {"file_digest"},
-    }
     root = PACKAGE.parent
     found = [
         f"{path.relative_to(root)}: {node.module}.{alias.name}"
         for folder in ("torchtitan_dp", "tests", "scripts", "examples")
         for path in (root / folder).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
-        if alias.name in newer.get(node.module or "", ())
+        if alias.name in NEWER.get(node.module or "", "").split()
     ]
     assert found == []
 
@@ -222,13 +207,15 @@ def test_every_name_that_is_imported_from_the_package_exists(folder):
     files = {"torchtitan_dp." + name.removesuffix(".__init__"): f for name, f in modules().items()}
     missing = []
     for path in sorted((PACKAGE.parent / folder).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.module in files:
-                has = names_in(files[node.module])
-                wanted = {alias.name for alias in node.names}
-                submodules = {name for name in wanted if f"{node.module}.{name}" in files}
-                submodules |= {n for n in wanted if (files[node.module].parent / n).is_dir()}
-                missing += [f"{path.name}: {node.module}.{n}" for n in wanted - has - submodules]
+        for node in nodes(path):
+            if isinstance(node, ast.ImportFrom) and f"{node.module}".startswith("torchtitan_dp."):
+                file = files.get(f"{node.module}")
+                has = names_in(file) if file else set()
+                missing += [
+                    f"{path.name}: {name}"
+                    for name in (f"{node.module}.{alias.name}" for alias in node.names)
+                    if name.rpartition(".")[2] not in has and name not in files
+                ]
     assert missing == []
 
 

@@ -101,9 +101,6 @@ def test_weights_kept_gathered_change_no_bit_of_a_run(tmp_path, mesh):
     data = write_records(tmp_path / "data")
     stock, kept = (
         weights_after_three_steps(tmp_path / way, MESHES[mesh], *options, *more, data=data)
-        for way, more in (
-            ("stock", []),
-            ("kept", ["--parallelism.keep_weights_gathered"]),
-        )
+        for way, more in (("stock", []), ("kept", ["--parallelism.keep_weights_gathered"]))
     )
     assert all(torch.equal(value, stock[name]) for name, value in kept.items())

@@ -3,8 +3,6 @@
 `scripts/try_wheel.sh` installs the wheel in an empty environment, and runs it.
 """
 
-import os
-import subprocess
 import sys
 import tarfile
 import zipfile
@@ -13,7 +11,8 @@ from pathlib import Path
 import pytest
 from packaging.metadata import Metadata
 
-ROOT = Path(__file__).parents[1]
+from tests.processes.runs import ROOT, said
+
 LINK = "torchtitan_dp/train_configs"
 
 pytestmark = pytest.mark.slow
@@ -21,20 +20,14 @@ pytestmark = pytest.mark.slow
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
     """What a Python process printed; AssertionError with all of it if it fails."""
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        cwd=cwd,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-    )
+    done = said(sys.executable, *command, cwd=cwd, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 @pytest.fixture(scope="module")
 def tracked() -> set[str]:
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout
+    listed = said("git", "ls-files").stdout
     if not listed:
         pytest.skip("not a checkout of git")
     return set(listed.splitlines())
@@ -63,6 +56,10 @@ def the(folder: Path, pattern: str) -> Path:
     return found
 
 
+def member(archive: zipfile.ZipFile, ending: str) -> bytes:
+    return archive.read(next(n for n in archive.namelist() if n.endswith(ending)))
+
+
 def test_the_sdist_has_every_file_of_the_repository(built: Path, tracked: set[str]) -> None:
     with tarfile.open(the(built, "*.tar.gz")) as archive:
         names = {m.name.split("/", 1)[1] for m in archive if m.isfile()}
@@ -74,19 +71,15 @@ def test_the_sdist_has_every_file_of_the_repository(built: Path, tracked: set[st
 def test_the_wheel_has_the_package_and_nothing_else(built: Path, tracked: set[str]) -> None:
     with zipfile.ZipFile(the(built, "*.whl")) as archive:
         names = {n for n in archive.namelist() if ".dist-info/" not in n}
-        scripts = archive.read(the_entry_points(archive)).decode()
+        scripts = member(archive, "/entry_points.txt").decode()
     configs = {f"torchtitan_dp/{n}" for n in tracked if n.startswith("train_configs/")}
     assert names == {n for n in tracked if n.startswith("torchtitan_dp/")} - {LINK} | configs
     assert "torchtitan-dp = torchtitan_dp.__main__:main" in scripts
 
 
-def the_entry_points(archive: zipfile.ZipFile) -> str:
-    return next(n for n in archive.namelist() if n.endswith("entry_points.txt"))
-
-
 def test_the_metadata_is_valid(built: Path) -> None:
     with zipfile.ZipFile(the(built, "*.whl")) as archive:
-        raw = archive.read(next(n for n in archive.namelist() if n.endswith("/METADATA")))
+        raw = member(archive, "/METADATA")
     metadata = Metadata.from_email(raw, validate=True)  # raises where PyPI would refuse it
     assert metadata.license_expression == "BSD-3-Clause"
     assert metadata.description_content_type == "text/markdown"
@@ -103,10 +96,6 @@ def test_shipped_configurations_are_found_wherever_pip_puts_the_package(
     for place in (target, the(user, "lib/python*/site-packages")):
         usage = run("-m", "torchtitan_dp", cwd=tmp_path, PYTHONPATH=str(place))
         assert usage.endswith(f"shipped configurations: {shipped}\n")
-        found = run(
-            "-c",
-            "import torchtitan_dp as t; print(t.__file__)",
-            cwd=tmp_path,
-            PYTHONPATH=str(place),
-        )
+        where = "import torchtitan_dp as t; print(t.__file__)"
+        found = run("-c", where, cwd=tmp_path, PYTHONPATH=str(place))
         assert Path(found).is_relative_to(place)

@@ -10,15 +10,20 @@ import pytest
 import torchtitan_dp.distributed  # noqa: F401
 
 # isort: split
+
 from scripts.benchmarking import paper
 from scripts.benchmarking.counts import count_here
 from scripts.benchmarking.paper import CP, FSDP, MANY, Task, paper_figures, paper_tasks
+from scripts.benchmarking.plain_step import PlainStep
 from scripts.benchmarking.processes import Journal
 from tests.plan.test_memory import allocated_peak, assert_predicted, small
 from tests.processes import forks
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.plan.fake_step import Step, fake_world
+from torchtitan_dp.plan.peaks import Model
+from torchtitan_dp.plan.tracker import tracking
 
 STORED = Path(__file__).resolve().parents[1] / "docs/benchmarks/paper_tables.json"
 
@@ -60,8 +65,7 @@ def test_the_papers_lines_are_predicted():
     gpus = (4, 1, MANY)
     longest = paper_tasks("2", ["1B", "8B"], None, gpus)
     assert len(longest) == 2 * 3 * (3 * 4 + 1)
-    assert {task.world_size for task in longest} == {1, 4, MANY}
-    assert {task.seq_len for task in longest} == {None}
+    assert {(task.world_size, task.seq_len) for task in longest} == {(n, None) for n in gpus}
     rows = paper_tasks("4", ["8B"], None, gpus)
     assert [task.seq_len for task in rows] == [16384] * 4 + [8192] * 3 + [4096] * 3
     assert {task.mesh for task in rows} == {CP}
@@ -116,8 +120,6 @@ def test_the_page_that_is_stored_has_its_figures():
 
 def run_plain_step(tracker, overrides, world_size):
     """Two microbatches around an update; the tracker's peak in the last two."""
-    from scripts.benchmarking.plain_step import PlainStep
-
     config = load_config([*overrides, "--privacy.no-enable"], world_size)
     step = PlainStep(config, shape(config), tracker)
     step.microbatch(config.training.seq_len)
@@ -128,17 +130,11 @@ def run_plain_step(tracker, overrides, world_size):
 
 
 def with_fake_tensors(overrides, world_size):
-    from torchtitan_dp.plan.labels import tracking
-
-    from torchtitan_dp.plan.fake_step import fake_world
-
     with fake_world(world_size, like_cuda=False), tracking(like_cuda=False) as tracker:
         return run_plain_step(tracker, overrides, world_size)[1]
 
 
 def with_real_tensors(overrides, world_size):
-    from torchtitan_dp.plan.labels import tracking
-
     with tracking(like_cuda=False) as tracker:
         step, tracked = run_plain_step(tracker, overrides, world_size)
         before = sum(tracker.current.values())
@@ -163,10 +159,6 @@ def test_predicted_is_what_a_plain_step_takes(world_size, overrides):
 
 def few_and_all(task):
     """Peak, FLOPs and bytes of eight layers: told from few, and predicted with all."""
-    from scripts.benchmarking.plain_step import PlainStep
-    from torchtitan_dp.plan.fake_step import Step, fake_world
-    from torchtitan_dp.plan.peaks import Model
-
     few = paper.peak_bytes(task, task.seq_len), paper.work(task)
     config = load_config(task.case().arguments(task.seq_len), task.world_size)
     args, mode = shape(config), config.activation_checkpoint.mode
@@ -184,12 +176,8 @@ def few_and_all(task):
 @pytest.mark.parametrize(
     ("arm", "mesh", "local_batch_size"),
     [
-        ("non-DP", FSDP, 2),
-        ("ghost", FSDP, 2),
-        ("V1", CP, 2),
-        ("V2 + AC", CP, 1),
-        ("non-DP + AC", CP, 1),
-        ("microbatch", CP, 1),
+        *(("non-DP", FSDP, 2), ("ghost", FSDP, 2), ("V1", CP, 2)),
+        *((arm, CP, 1) for arm in ("V2 + AC", "non-DP + AC", "microbatch")),
     ],
 )
 def test_few_layers_tell_of_all(arm, mesh, local_batch_size):

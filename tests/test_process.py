@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes.runs import ROOT
+from tests.processes.runs import ROOT, said
 from torchtitan_dp.process import (
     LOCK_FILE,
     Fault,
@@ -70,6 +70,8 @@ def test_a_folder_is_one_runs_at_a_time(tmp_path):
         assert holder.stdout.readline() == "held\n"
         with pytest.raises(ValueError, match=r"job\.dump_folder = '.*run': another run is using"):
             lock_folder(str(folder), wait_s=0.3)
+        lock_folder(str(tmp_path / "other"), wait_s=0).close()
+        assert (tmp_path / "other" / LOCK_FILE).exists()
         holder.send_signal(signal.SIGKILL)  # as a crashed run ends
         lock_folder(str(folder), wait_s=60).close()
 
@@ -78,13 +80,6 @@ def test_a_lock_is_waited_for(tmp_path):
     with python(HOLD.replace("time.sleep(600)", "time.sleep(0.5)"), tmp_path) as holder:
         assert holder.stdout.readline() == "held\n"
         lock_folder(str(tmp_path), wait_s=60).close()
-
-
-def test_other_folders_are_free(tmp_path):
-    first, second = lock_folder(str(tmp_path / "a")), lock_folder(str(tmp_path / "b"), wait_s=0)
-    first.close()
-    second.close()
-    assert (tmp_path / "a" / LOCK_FILE).exists()
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
@@ -102,11 +97,10 @@ def test_a_child_dies_when_its_parent_is_killed(monkeypatch):
         assert lives(child)
         launcher.send_signal(signal.SIGKILL)
         launcher.wait()
-        try:
-            assert ends(child)
-        finally:
-            if lives(child):
-                os.kill(child, signal.SIGKILL)
+        ended = ends(child)
+        if not ended:
+            os.kill(child, signal.SIGKILL)
+    assert ended
 
 
 def test_a_child_whose_launcher_died_already_ends_at_once():
@@ -120,15 +114,16 @@ def test_a_child_of_its_launcher_lives():
         assert child.stdout.readline() == f"{child.pid}\n"
 
 
+@pytest.mark.parametrize("core_filter", [os.devnull, "/nowhere/coredump_filter"])
 @pytest.mark.parametrize(
     "hard, wanted", [(resource.RLIM_INFINITY, 1), (4096, 1), (1, 1), (0, 0)], ids=str
 )
-def test_no_core_dumps(monkeypatch, hard, wanted):
+def test_no_core_dumps(monkeypatch, hard, wanted, core_filter):
     """Asked of the kernel, whatever this process was allowed before; 1 stops pipes too."""
     asked = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (0, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda *limit: asked.append(limit))
-    monkeypatch.setattr("torchtitan_dp.process._CORE_FILTER", os.devnull)
+    monkeypatch.setattr("torchtitan_dp.process._CORE_FILTER", core_filter)
     forbid_core_dumps()
     assert asked == [(resource.RLIMIT_CORE, (wanted, wanted))]
 
@@ -148,12 +143,6 @@ def test_a_crash_leaves_no_core(tmp_path):
     assert crashed.returncode == -signal.SIGABRT
     assert output.split() == ["(1,", "1)", "00000000"]  # and nothing to put into one
     assert os.listdir(tmp_path) == []
-
-
-def test_a_kernel_without_a_core_filter_is_no_fault(monkeypatch):
-    monkeypatch.setattr("torchtitan_dp.process._CORE_FILTER", "/nowhere/coredump_filter")
-    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
-    forbid_core_dumps()
 
 
 # As a file of DCP's is freed, closed, after a write that found no room; and three real faults.
@@ -188,11 +177,11 @@ Other()
 def test_a_file_that_was_closed_is_freed_in_silence(how, passed_over):
     """Python 3.13 prints a traceback for it; in development mode, all do."""
     with python(FREED, how, PYTHONDEVMODE="1") as freed:
-        _, said = freed.communicate(timeout=120)
+        _, errors = freed.communicate(timeout=120)
     assert freed.returncode == 0
-    assert ("flush of closed file" not in said) is passed_over
+    assert ("flush of closed file" not in errors) is passed_over
     for fault in ("no space left", "a wrong value", "of another object"):
-        assert fault in said
+        assert fault in errors
 
 
 PACKAGE = ROOT / "torchtitan_dp"
@@ -202,7 +191,7 @@ COMMANDS = [f"torchtitan_dp.{path.parent.name}" for path in PACKAGE.glob("*/__ma
 @pytest.mark.parametrize("module", ["torchtitan_dp", "torchtitan_dp.train", *sorted(COMMANDS)])
 def test_an_interpreter_without_assertions_is_refused(module):
     """PYTHONOPTIMIZE=2 has no docstrings either, which commands print."""
-    done = in_environment(module, PYTHONOPTIMIZE="2")
+    done = said(sys.executable, "-m", module, PYTHONOPTIMIZE="2")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         "error: assertions guard privacy here: run Python without -O, and unset PYTHONOPTIMIZE\n"
@@ -218,20 +207,10 @@ def test_pytorch_reads_its_level_of_logs_in_capitals(monkeypatch, given, read):
 
 
 def test_another_level_of_logs_is_one_line():
-    done = in_environment("torchtitan_dp", LOGLEVEL="loud")
+    done = said(sys.executable, "-m", "torchtitan_dp", LOGLEVEL="loud")
     assert done.returncode == 2
     assert done.stderr == (
         "error: LOGLEVEL = 'LOUD': set it to DEBUG, INFO, WARNING, ERROR or CRITICAL\n"
-    )
-
-
-def in_environment(module, **variables):
-    return subprocess.run(
-        [sys.executable, "-m", module],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, **variables},
     )
 
 

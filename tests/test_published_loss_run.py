@@ -29,12 +29,8 @@ def command(root, *overrides):
     return arguments(
         root / "out",
         root / "data",
-        *with_sigma(1.0),
-        f"--training.steps={STEPS}",
-        "--data.heldout_fraction=0.3",
-        "--validation.enable",
-        "--validation.freq=2",
-        "--validation.publish_epsilon=2",
+        *(*with_sigma(1.0), f"--training.steps={STEPS}", "--data.heldout_fraction=0.3"),
+        *("--validation.enable", "--validation.freq=2", "--validation.publish_epsilon=2"),
         "--checkpoint.interval=5",
         *overrides,
     )

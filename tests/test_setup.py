@@ -1,9 +1,7 @@
 """What `scripts/setup.sh` says before pip fetches anything, and what `.ci/run` says was tested."""
 
-import os
 import re
 import shutil
-import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -11,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.processes.runs import ROOT
+from tests.processes.runs import ROOT, said
 
 (PIN,) = re.findall(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(), re.M)
 # It makes a copy of itself in place of a venv; its pip lists what it is given, and fetches nothing.
@@ -34,18 +32,15 @@ def says(folder: Path, listed: str, log: str = ".venv-setup.log", **build: str) 
     python = folder / "python"
     python.write_text(PYTHON)
     python.chmod(0o755)
-    env = {**os.environ, "PYTHON": str(python), "REAL": sys.executable, "LISTED": listed, **build}
-    env.pop("TORCHTITAN_DP_PYTHON", None)
-    done = subprocess.run(
-        ["bash", str(folder / "scripts/setup.sh")], env=env, capture_output=True, text=True
-    )
+    env = {"PYTHON": str(python), "REAL": sys.executable, "LISTED": listed, **build}
+    done = said("bash", folder / "scripts/setup.sh", TORCHTITAN_DP_PYTHON="", **env)
     assert (done.returncode, done.stderr) == (0, "")
     assert "pip: -m pip install" in (folder / log).read_text()
     return done.stdout.splitlines()
 
 
 @pytest.mark.parametrize(
-    "listed, said",
+    "listed, build",
     [
         (f"99.0, {PIN}, 2.12.1", f"torch {PIN}: PyPI's, with CUDA, several gigabytes"),
         (f"{PIN}+cpu, {PIN}", f"torch {PIN}+cpu: the build without CUDA"),
@@ -55,13 +50,13 @@ def says(folder: Path, listed: str, log: str = ".venv-setup.log", **build: str) 
     ],
     ids=["pypi", "cpu", "labelled", "not listed", "no network"],
 )
-def test_the_log_and_the_build_of_torch_are_named_before_they_are_fetched(tmp_path, listed, said):
+def test_the_log_and_the_build_of_torch_are_named_before_they_are_fetched(tmp_path, listed, build):
     first, second = says(tmp_path, listed)
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     assert first == (
         f"Setting up .venv for Python {version} (first time, a few minutes; log: .venv-setup.log)…"
     )
-    assert second.startswith(said)
+    assert second.startswith(build)
 
 
 def test_the_cuda_build_is_taken_where_pip_prefers_another(tmp_path):
@@ -80,6 +75,12 @@ def test_what_decides_kernels_is_pinned_for_the_cuda_build(name):
         assert metadata.version(name) == pinned
 
 
+def executable(path: Path, script: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{script}\n")
+    path.chmod(0o755)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("build", "also"), [("the CPU", True), ("CUDA 13.0", False)])
 def test_ci_tests_the_cuda_build_beside_the_cpu_build_alone(tmp_path, build, also):
@@ -87,28 +88,16 @@ def test_ci_tests_the_cuda_build_beside_the_cpu_build_alone(tmp_path, build, als
     (tmp_path / ".ci").mkdir()
     shutil.copy(ROOT / ".ci/run", tmp_path / ".ci/run")
     for name, of in ((".venv", build), (".venv-cuda", "CUDA 13.0")):
-        python = tmp_path / name / "bin" / "python"
-        python.parent.mkdir(parents=True)
-        python.write_text(f"#!/bin/bash\n[[ $1 == - ]] && echo 'torch (built for {of})' || true\n")
-    (tmp_path / "scripts").mkdir()
+        says_of = f"[[ $1 == - ]] && echo 'torch (built for {of})' || true"
+        executable(tmp_path / name / "bin/python", says_of)
     for name in ("setup", "run_tests", "try_wheel"):
         note = f'echo "{name}:$TORCH_BUILD:$PYTHON:$TORCHTITAN_DP_PYTHON:$*" >> "{tmp_path}/notes"'
-        (tmp_path / "scripts" / f"{name}.sh").write_text(f"#!/bin/bash\n{note}\n")
-    for path in (*tmp_path.glob("scripts/*"), *tmp_path.glob(".venv*/bin/python")):
-        path.chmod(0o755)
-    env = {k: v for k, v in os.environ.items() if k not in ("TORCHTITAN_DP_PYTHON", "PYTHON")}
-    command = ["bash", str(tmp_path / ".ci/run")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+        executable(tmp_path / "scripts" / f"{name}.sh", note)
+    done = said("bash", tmp_path / ".ci/run", TORCHTITAN_DP_PYTHON="", PYTHON="")
     assert done.returncode == 0, done.stderr
     beside = ["setup:cuda:.venv/bin/python::", f"run_tests:::{tmp_path}/.venv-cuda/bin/python:"]
-    notes = (tmp_path / "notes").read_text().splitlines()
-    assert notes == [
-        "setup::::",
-        "run_tests::::",
-        "run_tests::::all",
-        "try_wheel::::",
-        *(beside if also else []),
-    ]
+    alone = ["setup::::", "run_tests::::", "run_tests::::all", "try_wheel::::"]
+    assert (tmp_path / "notes").read_text().splitlines() == alone + beside * also
     last = f".ci/run: passed: torch (built for {build})"
     assert done.stdout.splitlines()[-1] == last + ("; torch (built for CUDA 13.0)" * also)
 
@@ -117,18 +106,13 @@ def test_ci_tests_the_cuda_build_beside_the_cpu_build_alone(tmp_path, build, als
 @pytest.mark.parametrize("lint, how", [(0, "passed"), (1, "failed")])
 def test_ci_names_what_it_has_tested_first_and_last(tmp_path, lint, how):
     """With stand-ins for the checks, of which the first passes or fails."""
-    for name in (".ci", "scripts"):
-        (tmp_path / name).mkdir()
+    (tmp_path / ".ci").mkdir()
     shutil.copy(ROOT / ".ci/run", tmp_path / ".ci/run")
     python = tmp_path / "python"
-    python.write_text(f"#!/bin/bash\n[[ $1 == - ]] && exec {sys.executable} -\nexit {lint}\n")
-    for name in ("scripts/setup.sh", "scripts/run_tests.sh"):
-        (tmp_path / name).write_text("#!/bin/bash\n")
-        (tmp_path / name).chmod(0o755)
-    python.chmod(0o755)
-    env = {**os.environ, "TORCHTITAN_DP_PYTHON": str(python)}
-    command = ["bash", str(tmp_path / ".ci/run")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    executable(python, f"[[ $1 == - ]] && exec {sys.executable} -\nexit {lint}")
+    for name in ("setup", "run_tests"):
+        executable(tmp_path / "scripts" / f"{name}.sh", "")
+    done = said("bash", tmp_path / ".ci/run", TORCHTITAN_DP_PYTHON=str(python))
     assert done.returncode == lint, done.stderr
     first, *_, last = done.stdout.splitlines()
     version = ".".join(map(str, sys.version_info[:3]))

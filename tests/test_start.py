@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from tests.processes import forks
-from tests.processes.runs import ROOT
+from tests.processes.runs import said
 from torchtitan_dp.launch import EXIT_STOPPED
 
 HEAVY = (
@@ -28,10 +28,9 @@ def imported(*modules: str) -> set[str]:
     """What a new process has imported after `modules`."""
     forks.need()
     code = f"import sys, {', '.join(modules)}; print(*sys.modules)"
-    told = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
-    )
-    return set(told.stdout.split())
+    done = said(sys.executable, "-c", code)
+    done.check_returncode()
+    return set(done.stdout.split())
 
 
 @pytest.mark.slow
@@ -41,12 +40,12 @@ def test_a_run_and_its_plan_import_nothing_heavy_that_they_may_not_need():
 
 
 @pytest.mark.slow
-def test_training_without_a_launcher_is_one_line():
-    none = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    command = [sys.executable, "-m", "torchtitan_dp.train"]
-    said = subprocess.run(command, cwd=ROOT, env=none, capture_output=True, text=True)
-    assert said.returncode == 2
-    (line,) = said.stderr.splitlines()
+def test_training_without_a_launcher_is_one_line(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    ended = said(sys.executable, "-m", "torchtitan_dp.train")
+    (line,) = ended.stderr.splitlines()
+    assert ended.returncode == 2
     assert line.startswith("error: RANK is not set: start training by `torchtitan-dp train`, ./run")
 
 
@@ -104,6 +103,31 @@ def into(log: str) -> None:
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
 
 
+def until(condition) -> None:
+    """Poll, for a minute at most."""
+    deadline = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def launched(workers, saves=""):
+    """The launcher of two processes, whose workers are those of a test, without a plan."""
+    from torch.distributed import run
+
+    from torchtitan_dp import launch
+
+    def checked(argv):
+        handled = argv[argv.index("--signals-to-handle") + 1]
+        assert not {"SIGINT", "SIGHUP"} & set(handled.split(","))
+        workers()
+
+    with (
+        mock.patch.object(run, "main", checked),
+        mock.patch.object(launch, "_checked", lambda _, argv: (argv, saves)),
+    ):
+        launch.main(["--processes", "2", "-m", "torchtitan_dp.train"])
+
+
 def signalled_in_the_plan(connection, number, log):
     """A launcher whose plan is interrupted; nobody may be started then."""
     from torchtitan_dp import launch
@@ -121,98 +145,36 @@ def signalled_in_the_plan(connection, number, log):
 def test_a_signal_during_the_plan_ends_the_start_to_be_run_again(number, tmp_path):
     log = tmp_path / "log"
     assert forks.Process(signalled_in_the_plan, number, str(log)).wait(30) == EXIT_STOPPED
-    said = log.read_text().splitlines()[1:]  # after "checking…"
-    assert said == (["", "Ctrl-C: stopped"] if number == signal.SIGINT else [])
+    told = log.read_text().splitlines()[1:]  # after "checking…"
+    assert told == (["", "Ctrl-C: stopped"] if number == signal.SIGINT else [])
 
 
 LISTENING = (
     "import signal, time; from torchtitan_dp.process import STOP_SIGNAL; "
     "signal.signal(STOP_SIGNAL, lambda *_: print('asked', flush=True)); "
-    "print('ready', flush=True); time.sleep({}); print('saved', flush=True); time.sleep({})"
+    "print('ready', flush=True); time.sleep({}); print('saved', flush=True)"
 )
 STARTING = "import time; print('ready', flush=True); time.sleep(600)"
 
 
 def pressed(connection, worker, times, log, saves):
     """A launcher with one worker, a Python program, whose user presses Ctrl-C."""
-    from torch.distributed import run
 
-    from torchtitan_dp import launch
-
-    def workers(argv):
-        assert "SIGINT" not in argv[argv.index("--signals-to-handle") + 1]
+    def workers():
         process = subprocess.Popen([sys.executable, "-c", worker], start_new_session=True)
         connection.send(process.pid)
-        deadline = time.monotonic() + 60
-        while "ready" not in Path(log).read_text() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: "ready" in Path(log).read_text())
         for _ in range(times):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.2)
         process.wait(60)
 
     into(log)
-    with (
-        mock.patch.object(run, "main", workers),
-        mock.patch.object(launch, "_checked", lambda _, argv: (argv, saves)),
-    ):
-        launch.main(["--processes", "2", "-m", "torchtitan_dp.train"])
-
-
-@pytest.mark.parametrize(
-    "worker, times, code, said",
-    [
-        (
-            LISTENING.format(0.5, 0),
-            1,
-            EXIT_STOPPED,
-            [
-                "Ctrl-C: finishing the step and saving; press it again to stop at once (loses the "
-                "steps since step-6)",
-                *("asked", "saved"),
-            ],
-        ),
-        (
-            LISTENING.format(600, 0),
-            2,
-            130,
-            [
-                "Ctrl-C: finishing the step and saving; press it again to stop at once (loses the "
-                "steps since step-6)",
-                *("asked", "", "Ctrl-C: stopped at once; the same command resumes from step-6"),
-            ],
-        ),
-        (
-            STARTING,
-            1,
-            EXIT_STOPPED,
-            ["Ctrl-C: stopped; the same command resumes from step-6"],
-        ),
-    ],
-    ids=["in a step", "twice", "while starting"],
-)
-def test_ctrl_c_is_one_line_and_loses_nothing_unless_pressed_again(
-    worker, times, code, said, tmp_path
-):
-    log, whole = tmp_path / "log", tmp_path / "checkpoint" / "step-6"
-    whole.mkdir(parents=True)
-    (whole / ".metadata").write_text("")
-    process = forks.Process(pressed, worker, times, str(log), str(whole.parent))
-    pid = process.connection.recv()
-    assert process.wait(60) == code
-    assert log.read_text().splitlines()[1:] == ["ready", "", *said]
-    deadline = time.monotonic() + 30
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not Path(f"/proc/{pid}").exists()  # killed, or ended and reaped
+    launched(workers, saves)
 
 
 def hung_up(connection, log, nohup):
     """A launcher with one worker, whose terminal is closed."""
-    from torch.distributed import run
-
-    from torchtitan_dp import launch
-
     with contextlib.suppress(PermissionError):  # it leads a session already
         os.setsid()
     into(log)
@@ -224,32 +186,59 @@ def hung_up(connection, log, nohup):
         os.dup2(terminal, 1)
         os.dup2(terminal, 2)
 
-    def workers(argv):
-        assert "SIGHUP" not in argv[argv.index("--signals-to-handle") + 1]
+    def workers():
         with open(log, "a") as file:
-            program = [sys.executable, "-c", LISTENING.format(2, 0)]
+            program = [sys.executable, "-c", LISTENING.format(2)]
             process = subprocess.Popen(program, stdout=file, start_new_session=True)
-        deadline = time.monotonic() + 60
-        while "ready" not in Path(log).read_text() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: "ready" in Path(log).read_text())
         os.close(master)  # the kernel sends SIGHUP
         process.wait(60)
         print("a worker's line", flush=True)
 
-    with (
-        mock.patch.object(run, "main", workers),
-        mock.patch.object(launch, "_checked", lambda _, argv: (argv, "")),
-    ):
-        launch.main(["--processes", "2", "-m", "torchtitan_dp.train"])
+    launched(workers)
+
+
+ASKED = (
+    "Ctrl-C: finishing the step and saving; press it again to stop at once (loses the steps since "
+    "step-6)"
+)
+
+
+@pytest.mark.parametrize(
+    "worker, times, code, told",
+    [
+        (LISTENING.format(0.5), 1, EXIT_STOPPED, [ASKED, "asked", "saved"]),
+        (
+            LISTENING.format(600),
+            2,
+            130,
+            [ASKED, "asked", "", "Ctrl-C: stopped at once; the same command resumes from step-6"],
+        ),
+        (STARTING, 1, EXIT_STOPPED, ["Ctrl-C: stopped; the same command resumes from step-6"]),
+    ],
+    ids=["in a step", "twice", "while starting"],
+)
+def test_ctrl_c_is_one_line_and_loses_nothing_unless_pressed_again(
+    worker, times, code, told, tmp_path
+):
+    log, whole = tmp_path / "log", tmp_path / "checkpoint" / "step-6"
+    whole.mkdir(parents=True)
+    (whole / ".metadata").write_text("")
+    process = forks.Process(pressed, worker, times, str(log), str(whole.parent))
+    pid = process.connection.recv()
+    assert process.wait(60) == code
+    assert log.read_text().splitlines()[1:] == ["ready", "", *told]
+    until(lambda: not Path(f"/proc/{pid}").exists())
+    assert not Path(f"/proc/{pid}").exists()  # killed, or ended and reaped
 
 
 @pytest.mark.parametrize("nohup", [False, True])
 def test_a_terminal_that_is_gone_stops_a_run_that_was_not_to_outlive_it(nohup, tmp_path):
     log = tmp_path / "log"
     code = forks.Process(hung_up, str(log), nohup).wait(60)
-    said = [line for line in log.read_text().splitlines() if not line.startswith("checking")]
+    told = [line for line in log.read_text().splitlines() if not line.startswith("checking")]
     expected = ["ready", "saved", "a worker's line"] if nohup else ["ready", "asked", "saved"]
-    assert (code, said) == (0 if nohup else EXIT_STOPPED, expected)
+    assert (code, told) == (0 if nohup else EXIT_STOPPED, expected)
 
 
 @pytest.mark.slow
@@ -262,17 +251,9 @@ def test_a_terminal_that_is_gone_stops_a_run_that_was_not_to_outlive_it(nohup, t
 )
 def test_a_launcher_without_the_first_nodes_is_one_line(rendezvous):
     """Nothing answers at port 1, as when the first node is gone."""
-    ended = subprocess.run(
-        [
-            *(sys.executable, "-m", "torchtitan_dp.launch"),
-            *("--nnodes=2", "--nproc_per_node=1", "--rdzv_endpoint=localhost:1"),
-            *(*rendezvous, "-m", "torchtitan_dp.train"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ended = said(
+        *(sys.executable, "-m", "torchtitan_dp.launch", "--nnodes=2", "--nproc_per_node=1"),
+        *("--rdzv_endpoint=localhost:1", *rendezvous, "-m", "torchtitan_dp.train"),
     )
     assert ended.returncode == 1
     assert "Traceback" not in ended.stderr

@@ -3,15 +3,14 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.processes import forks
+from tests.processes.runs import ROOT, said
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
 STEPS = re.findall(r"^```bash\n((?:.*\n)*?)```\n\n((?:    .*\n)*)", PAGE, re.M)
 
@@ -33,7 +32,7 @@ def test_its_commands_print_what_it_quotes(tmp_path: Path) -> None:
         command.chmod(0o755)
     shutil.copytree(ROOT / "examples" / "tutorial", tmp_path / "examples" / "tutorial")
     place = tmp_path
-    environment = os.environ | {
+    environment = {
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
@@ -44,20 +43,12 @@ def test_its_commands_print_what_it_quotes(tmp_path: Path) -> None:
         if command.startswith("cd "):
             place = tmp_path / command.split()[1]
             command = command.partition("\n")[2]
-        done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", command],
-            cwd=place,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=500,
-        )
+        shell = ("bash", "-euo", "pipefail", "-c", f"exec 2>&1; {command}")
+        done = said(*shell, cwd=place, **environment)
         assert done.returncode == 0, f"{command}\n{done.stdout}"
-        said = shape_of(done.stdout)
         for line in quoted.splitlines():
             for part in line.split("…"):
-                assert shape_of(part) in said, f"{command} does not print: {line}"
+                assert shape_of(part) in shape_of(done.stdout), f"{command} does not print: {line}"
     card = (place / "my_adapter" / "README.md").read_text(encoding="utf-8")
     assert "base_model: our-hospital/base" in card
 

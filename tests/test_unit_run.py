@@ -61,11 +61,8 @@ def place(tmp_path_factory):
         arguments(
             place / "out",
             write_notes(place / "notes.jsonl"),
-            "--training.dataset=jsonl",
-            "--data.text_field=note",
-            "--data.unit_field=patient",
-            "--data.unit_sampling=random",
-            "--data.long_records=window",
+            *("--training.dataset=jsonl", "--data.text_field=note", "--data.unit_field=patient"),
+            *("--data.unit_sampling=random", "--data.long_records=window"),
             f"--training.global_batch_size={USERS}",  # all units at every step
             f"--training.steps={STEPS}",
             "--checkpoint.no-enable",

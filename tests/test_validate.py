@@ -20,9 +20,20 @@ import torch
 import torch.nn.functional as F
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+from tests.build import ARGS, build, config, reference_model
+from tests.data.drawn import UNITS, loader, same, samples_of
+from tests.data.stores import store_of
 from tests.hazards.test_trainer import SETTINGS, bookkeeping
 from tests.processes.ranks import on_ranks
+from torchtitan_dp import validate
+from torchtitan_dp.checkpoint import bookkeeping as books_module
+from torchtitan_dp.data.batching import Draw, RecordLoader
+from torchtitan_dp.data.samples import Samples
 from torchtitan_dp.ledger import Lineage
+from torchtitan_dp.ledger.settings import HeldOutLosses, NoisedLoss
+from torchtitan_dp.models.lora import LoRA
+from torchtitan_dp.privacy.published_loss import LossNoise
+from torchtitan_dp.validate import HeldOutValidator, buckets, mean_at
 
 SEQ_LEN = 320  # the last bucket ends within a power of four
 
@@ -34,9 +45,6 @@ LENGTHS = (3, 0, 60, 61, 62, 63, 64, 65, 150, 0, 300, 400, 900)
 @functools.cache
 def samples() -> Any:
     """Samples of prompts and answers; the store stays open when its folder is gone."""
-    from tests.data.stores import store_of
-    from torchtitan_dp.data.samples import Samples
-
     texts = [
         "".join(chr(97 + (i * i + 5 * k) % 23) for i in range(n)) for k, n in enumerate(LENGTHS)
     ]
@@ -47,23 +55,16 @@ def samples() -> Any:
 
 
 def model_args(rank: int) -> Any:
-    from tests.build import ARGS
-    from torchtitan_dp.models.lora import LoRA
-
     lora = LoRA(rank, 8.0, ("wq", "wo")) if rank else None
     return dataclasses.replace(ARGS, vocab_size=258, max_seq_len=SEQ_LEN, lora=lora)
 
 
 def validated(degrees: tuple[int, int, int], rank: int, *overrides: str) -> dict[str, float]:
     """What one rank logs, with an average of weights that has the final norm's doubled."""
-    from tests.build import build, config
-    from torchtitan_dp.data.batching import RecordLoader
-    from torchtitan_dp.validate import HeldOutValidator
-
     overrides = (f"--training.seq_len={SEQ_LEN}", "--validation.steps=-1", *overrides)
     built = build(degrees, *overrides, args=model_args(rank))
     replicas = built.dims.dp_replicate * built.dims.dp_shard
-    loader = RecordLoader(
+    records = RecordLoader(
         samples(),
         np.arange(len(LENGTHS)),
         ranks=replicas,
@@ -73,13 +74,8 @@ def validated(degrees: tuple[int, int, int], rank: int, *overrides: str) -> dict
     logged: dict[str, float] = {}
     metrics = SimpleNamespace(logger=SimpleNamespace(log=lambda losses, _: logged.update(losses)))
     settings = config(*overrides, degrees=degrees)
-    validator = HeldOutValidator(
-        loader,
-        settings,
-        built.dims,
-        contextlib.nullcontext(),
-        metrics,  # type: ignore[arg-type]
-    )
+    nothing: Any = contextlib.nullcontext()
+    validator = HeldOutValidator(records, settings, built.dims, nothing, metrics)  # type: ignore[arg-type]
 
     @contextlib.contextmanager
     def doubled() -> Any:
@@ -103,8 +99,6 @@ def validated(degrees: tuple[int, int, int], rank: int, *overrides: str) -> dict
 
 def by_hand(rank: int) -> dict[str, float]:
     """The same of plain logits, one unit and one token after the other."""
-    from tests.build import reference_model
-
     model, store, told = reference_model(model_args(rank)), samples(), {}
     for name in ("heldout_loss", "heldout_loss_ema"):
         means, at = [], defaultdict(list)
@@ -151,18 +145,14 @@ def test_every_mesh_logs_the_losses_of_plain_logits(
 
 
 def test_it_takes_the_first_microbatches_alike_on_all_ranks(tmp_path: Path) -> None:
-    from tests.data.drawn import UNITS, loader, same, samples_of
-    from torchtitan_dp.data.batching import Draw
-    from torchtitan_dp.validate import HeldOutValidator
-
     of, _ = samples_of(tmp_path, UNITS)
     for rank, (steps, count) in itertools.product((0, 1), ((2, 2), (0, 0), (-1, 4), (99, 4))):
         one = loader(of, 2, rank, batch_size=3)
-        config: Any = SimpleNamespace(
+        settings: Any = SimpleNamespace(
             validation=SimpleNamespace(steps=steps), training=SimpleNamespace(seq_len=8)
         )
         nothing: Any = None
-        positions = HeldOutValidator(one, config, nothing, nothing, nothing)._positions()
+        positions = HeldOutValidator(one, settings, nothing, nothing, nothing)._positions()
         found = list(one.microbatches(Draw(positions)))
         assert len(found) == count
         assert same(found, list(one.microbatches(Draw(np.arange(21))))[:count])
@@ -179,29 +169,16 @@ def test_it_takes_the_first_microbatches_alike_on_all_ranks(tmp_path: Path) -> N
     ],
 )
 def test_buckets_are_powers_of_four(seq_len: int, names: list[str]) -> None:
-    from torchtitan_dp.validate import buckets
-
     assert list(buckets(seq_len).values()) == names
-
-
-def test_examples_in_docstrings() -> None:
-    import torchtitan_dp.validate as module
-
-    assert doctest.testmod(module).failed == 0
+    assert doctest.testmod(validate).failed == 0
 
 
 def test_a_bucket_without_a_target_is_left_out() -> None:
-    from torchtitan_dp.validate import mean_at
-
     sums_K2 = torch.tensor([[6.0, 3.0], [0.0, 0.0]], dtype=torch.float64)
     assert mean_at(["0-64", "64-256"], sums_K2) == {"0-64": 2.0}
 
 
 def test_row66_a_loss_is_in_the_log_before_its_noise_is_drawn(monkeypatch: Any) -> None:
-    from torchtitan_dp.checkpoint import bookkeeping as module
-    from torchtitan_dp.ledger.settings import HeldOutLosses, NoisedLoss
-    from torchtitan_dp.privacy.published_loss import LossNoise
-
     order: list[str] = []
     keys: list[bytes] = []
 
@@ -217,7 +194,7 @@ def test_row66_a_loss_is_in_the_log_before_its_noise_is_drawn(monkeypatch: Any) 
         return found
 
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    monkeypatch.setattr(module, "broadcast_from_rank0", tell)
+    monkeypatch.setattr(books_module, "broadcast_from_rank0", tell)
     terms = HeldOutLosses(Noise("laplace", 2.0), 4.0, 1e-5, 1.0, 3)
     books = bookkeeping(Lineage(SETTINGS, heldout_losses=terms))
     books.log = SimpleNamespace(begin_evaluation=lambda: order.append("log"))
@@ -230,11 +207,6 @@ def test_row66_a_loss_is_in_the_log_before_its_noise_is_drawn(monkeypatch: Any) 
 
 def noised_on_a_rank(folder: str) -> tuple[float, bool]:
     """A result, and whether it was in the log before the rank had it; other losses on each rank."""
-    from tests.hazards.test_trainer import SETTINGS
-    from torchtitan_dp.ledger import Lineage
-    from torchtitan_dp.ledger.settings import HeldOutLosses
-    from torchtitan_dp.privacy.published_loss import LossNoise
-
     rank, log = torch.distributed.get_rank(), Path(folder) / "log"
 
     def begin() -> None:
@@ -261,11 +233,9 @@ def test_row66_all_ranks_have_one_noised_loss_and_none_before_it_is_in_the_log(
 def test_row66_a_noised_loss_of_weights_without_privacy_is_labelled(
     private: bool, monkeypatch: Any
 ) -> None:
-    import torchtitan_dp.validate as module
-
     lines: list[str] = []
-    monkeypatch.setattr(module, "logger", SimpleNamespace(info=lines.append))
-    found = module.HeldOut(5.0, {"0-48": 5.0}, np.ones(3))
+    monkeypatch.setattr(validate, "logger", SimpleNamespace(info=lines.append))
+    found = validate.HeldOut(5.0, {"0-48": 5.0}, np.ones(3))
     validator: Any = SimpleNamespace(
         _held_out=lambda _: found,
         _average=None,
@@ -275,6 +245,6 @@ def test_row66_a_noised_loss_of_weights_without_privacy_is_labelled(
         _metrics=SimpleNamespace(logger=SimpleNamespace(log=lambda *_: None)),
         _config=SimpleNamespace(training=SimpleNamespace(steps=9)),
     )
-    module.HeldOutValidator.validate(validator, [MagicMock()], 3)
+    HeldOutValidator.validate(validator, [MagicMock()], 3)
     (line,) = [line for line in lines if "with noise" in line]
     assert ("not private: " in line) == (not private)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch import Tensor
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 
@@ -176,7 +177,7 @@ def buckets(seq_len: int) -> dict[int, str]:
     return {start: f"{_short(start)}-{_short(end)}" for start, end in spans}
 
 
-def mean_at(names: Sequence[str], sums_K2: torch.Tensor) -> dict[str, float]:
+def mean_at(names: Sequence[str], sums_K2: Tensor) -> dict[str, float]:
     """Divide each bucket's sum of losses by their number; one without a target is left out."""
     both = zip(names, sums_K2.tolist(), strict=True)
     return {name: losses / count for name, (losses, count) in both if count}

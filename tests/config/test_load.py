@@ -1,8 +1,6 @@
 """A mistake in the input is one line on stderr that names the key, exit code 2, and no trace."""
 
 import dataclasses
-import os
-import subprocess
 import sys
 from operator import attrgetter
 
@@ -11,7 +9,7 @@ import tokenizers
 
 import torchtitan_dp.plan.__main__ as plan
 from tests.processes import forks
-from tests.processes.runs import CONFIG, ROOT, arguments, write_records
+from tests.processes.runs import CONFIG, ROOT, arguments, said, write_records
 from torchtitan_dp.config.load import RUN_CONFIG_FILE, load_config, write_config
 
 RECORDS = 24
@@ -201,9 +199,9 @@ def test_bad_input(tmp_path, data, capsys, case):
 
 def test_good_input(tmp_path, data, capsys):
     """The command line that the bad ones differ from."""
-    said = accepted(tmp_path, data, capsys)
-    assert "plan: epsilon = " in said
-    assert "error" not in said
+    told = accepted(tmp_path, data, capsys)
+    assert "plan: epsilon = " in told
+    assert "error" not in told
 
 
 def test_the_line_says_what_would_do(tmp_path, data, capsys):
@@ -215,10 +213,10 @@ def test_the_line_says_what_would_do(tmp_path, data, capsys):
 def test_delta_of_a_record_is_refused(tmp_path, data, capsys):
     line = refused(tmp_path, data, capsys, f"--privacy.delta={1 / RECORDS}")
     assert "privacy.delta = 0.0416667: at least 1 / number of training records" in line
-    said = accepted(tmp_path, data, capsys, f"--privacy.delta={0.9 / RECORDS}")
-    assert "warning: privacy.delta = 0.0375: above a tenth of 1 / number of training" in said
-    said = accepted(tmp_path, data, capsys, f"--privacy.delta={0.1 / RECORDS}")
-    assert "privacy.delta" not in said
+    told = accepted(tmp_path, data, capsys, f"--privacy.delta={0.9 / RECORDS}")
+    assert "warning: privacy.delta = 0.0375: above a tenth of 1 / number of training" in told
+    told = accepted(tmp_path, data, capsys, f"--privacy.delta={0.1 / RECORDS}")
+    assert "privacy.delta" not in told
 
 
 @pytest.mark.parametrize(
@@ -226,10 +224,10 @@ def test_delta_of_a_record_is_refused(tmp_path, data, capsys):
 )
 def test_not_private_is_a_warning(tmp_path, data, capsys, override):
     unset = ["--privacy.target_epsilon=None"] if "noise" in override else []
-    said = accepted(tmp_path, data, capsys, *unset, override)
-    assert f"warning: {override.removeprefix('--').split('=')[0]}" in said
-    assert "plan: NOT private at" in said
-    assert "plan: epsilon" not in said
+    told = accepted(tmp_path, data, capsys, *unset, override)
+    assert f"warning: {override.removeprefix('--').split('=')[0]}" in told
+    assert "plan: NOT private at" in told
+    assert "plan: epsilon" not in told
 
 
 def test_undecodable_records(tmp_path, data, capsys):
@@ -379,13 +377,8 @@ def test_keys_that_changed_since_the_last_start_are_named(tmp_path, data):
 
 def run_train(*overrides, **env):
     forks.need()
-    return subprocess.run(
-        [str(ROOT / "run_train.sh"), *overrides],
-        env={**os.environ, "TORCHTITAN_DP_PYTHON": sys.executable, "NGPU": "2", **env},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    env = {"TORCHTITAN_DP_PYTHON": sys.executable, "NGPU": "2", **env}
+    return said(ROOT / "run_train.sh", *overrides, **env)
 
 
 def test_run_train_exits_with_2_before_anything_starts(tmp_path, data):
@@ -405,14 +398,8 @@ def test_a_python_with_another_torch_is_refused_in_one_line(tmp_path):
     metadata = tmp_path / "torch-2.9.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Name: torch\nVersion: 2.9.0\n")
-    env = {**os.environ, "TORCHTITAN_DP_PYTHON": sys.executable}
     good, bad = (
-        subprocess.run(
-            ["bash", str(ROOT / "scripts/setup.sh")],
-            env={**env, **more},
-            capture_output=True,
-            text=True,
-        )
+        said("bash", "scripts/setup.sh", TORCHTITAN_DP_PYTHON=sys.executable, **more)
         for more in ({}, {"PYTHONPATH": str(tmp_path)})
     )
     assert (good.returncode, good.stderr) == (0, "")

@@ -42,8 +42,7 @@ def test_records_that_have_a_target_are_no_warning(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "how",
-    [{"text_field": "a"}, {"prompt_field": "a"}, {"messages_field": "note"}],
+    "how", [{"text_field": "a"}, {"prompt_field": "a"}, {"messages_field": "note"}]
 )
 def test_row69_a_run_with_nothing_to_learn_is_refused(tmp_path: Path, how: dict[str, str]) -> None:
     found = refusal(tmp_path, NOTES, **how)
@@ -77,8 +76,7 @@ def test_row69_the_first_id_is_no_target(tmp_path: Path) -> None:
 def test_all_reasons_are_counted_the_most_frequent_first(tmp_path: Path) -> None:
     rows: list[Any] = [{"chat": chat("?", "!")}, {"chat": "?"}, {"chat": None}, {"other": "x"}]
     rows += [{"chat": [{"from": "human", "value": "?"}]}] * 3
-    odd: tuple[Any, ...] = ([], None, "?")
-    rows += [{"chat": [{"role": "user", "content": content}]} for content in odd]
+    rows += [{"chat": [{"role": "user", "content": content}]} for content in ([], None, "?")]
     # First bytes are one record's: whether a run starts must not follow from them.
     rows = [b"PAR1", *rows, {"chat": chat("?", "\n")}]
     setting = "data.messages_field = 'chat'"

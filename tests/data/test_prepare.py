@@ -92,12 +92,11 @@ def fail(error: BaseException) -> Any:
 
 
 @pytest.mark.usefixtures("small_batches")
-@pytest.mark.parametrize("error", [RuntimeError("stop"), KeyboardInterrupt("stop")], ids=repr)
-def test_an_exception_in_the_middle_leaves_nothing(tmp_path: Path, error: BaseException) -> None:
-    root, place = as_jsonl(tmp_path / "d", ROWS), tmp_path / "store"
-    with pytest.raises(type(error), match="stop"):
-        store_of(root, tmp_path, "jsonl", tokenizer=Stops(fail(error)))
-    assert left(place) == []
+def test_ctrl_c_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
+    root = as_jsonl(tmp_path / "d", ROWS)
+    with pytest.raises(KeyboardInterrupt):
+        store_of(root, tmp_path, "jsonl", tokenizer=Stops(fail(KeyboardInterrupt())))
+    assert left(tmp_path / "store") == []
     assert len(store_of(root, tmp_path, "jsonl")) == 50
 
 

@@ -28,9 +28,7 @@ from torchtitan_dp.data.samples import Samples
 from torchtitan_dp.data.store import Store
 
 
-def made(
-    root: Path, text: str | None, seq_len: int, tokenizer: Words | None = None
-) -> tuple[list[int], list[int]]:
+def made(root: Path, text: str, seq_len: int, tokenizer: Any = None) -> tuple[Any, Any]:
     store = store_of([{"text": text}], root, tokenizer=tokenizer)
     tokens_T, labels_T = sample(Samples(store, seq_len, pad_id=9), 0)
     assert tokens_T.dtype == labels_T.dtype == torch.int64

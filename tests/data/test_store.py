@@ -1,5 +1,6 @@
 """A store on disk: what is read of it, who may read it, and that it is there as a whole or not."""
 
+import itertools
 import json
 import os
 import re
@@ -29,15 +30,13 @@ ROWS: list[Row] = ["first", "", b"no JSON", "☃ last"]
 
 def test_any_part_of_a_record_is_read(tmp_path: Path) -> None:
     store = store_of(ROWS, tmp_path)
-    whole = [[256, *text.encode(), 257] for text in ("first", "☃ last")]
-    assert [list(one.ids) for one in stored(store)] == [whole[0], [], [], whole[1]]
+    first, last = ([256, *text.encode(), 257] for text in ("first", "☃ last"))
+    assert [list(one.ids) for one in stored(store)] == [first, [], [], last]
     assert store.lengths().tolist() == [7, 0, 0, 10] == [store.length(i) for i in range(4)]
-    for record, ids in ((0, whole[0]), (1, []), (3, whole[1])):
-        for start in range(12):
-            for count in range(12):
-                found = store.ids(record, start, count)
-                assert found.dtype == np.int64
-                assert found.tolist() == ids[start : start + count]
+    for record, start, count in itertools.product(range(4), range(12), range(12)):
+        found, whole = store.ids(record, start, count), (first, [], [], last)[record]
+        assert found.dtype == np.int64
+        assert found.tolist() == whole[start : start + count]
 
 
 @pytest.mark.parametrize("size, width", [(2**15, 2), (2**15 + 1, 4), (2**17, 4)])

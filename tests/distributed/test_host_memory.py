@@ -74,14 +74,6 @@ def v1(folder: Path, limit: int, used: int, cache: int = 0, over_all: int = UNLI
     )
 
 
-def test_without_cgroups_it_is_what_the_kernel_says(machine: Machine) -> None:
-    assert machine.available() == 100 * GIB
-
-
-def test_nothing_is_known_where_the_kernel_says_nothing(tmp_path: Path) -> None:
-    assert available_bytes(tmp_path / "none") is None
-
-
 def test_the_least_of_all_ancestors_counts(machine: Machine) -> None:
     """As in a job of Slurm: the limit is the job's, the process is in a step's task."""
     root = machine.mount("sys fs", "cgroup2")  # a blank in its name, which mountinfo escapes
@@ -98,26 +90,28 @@ def test_the_least_of_all_ancestors_counts(machine: Machine) -> None:
     assert machine.available() == 5 * GIB
 
 
-def test_files_that_can_be_dropped_are_no_use(machine: Machine) -> None:
-    """Records that were read stay in memory until it is needed: that refuses no run."""
+def test_of_this_machine_and_of_one_that_says_nothing(tmp_path: Path) -> None:
+    found = available_bytes()
+    assert found is None or 2**20 < found < 2**50
+    assert available_bytes(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "more", "left"),
+    [
+        (64, 63, {"cache": 60 * GIB}, 61),  # records that were read stay until memory is needed
+        (64, 4, {"high": 32 * GIB}, 28),  # above it, a job would crawl
+        (2, 3, {}, 0),
+    ],
+)
+def test_one_cgroup(
+    machine: Machine, limit: int, used: int, more: dict[str, int], left: int
+) -> None:
+    assert machine.available() == 100 * GIB
     root = machine.mount("unified", "cgroup2")
     machine.own("0::/job")
-    v2(root / "job", 64 * GIB, 63 * GIB, cache=60 * GIB)
-    assert machine.available() == 61 * GIB
-
-
-def test_above_memory_high_a_job_would_crawl(machine: Machine) -> None:
-    root = machine.mount("unified", "cgroup2")
-    machine.own("0::/job")
-    v2(root / "job", 64 * GIB, 4 * GIB, high=32 * GIB)
-    assert machine.available() == 28 * GIB
-
-
-def test_more_in_use_than_the_limit_leaves_nothing(machine: Machine) -> None:
-    root = machine.mount("unified", "cgroup2")
-    machine.own("0::/job")
-    v2(root / "job", 2 * GIB, 3 * GIB)
-    assert machine.available() == 0
+    v2(root / "job", limit * GIB, used * GIB, **more)
+    assert machine.available() == left * GIB
 
 
 def test_the_first_version_of_cgroups(machine: Machine) -> None:
@@ -161,11 +155,6 @@ def test_what_cannot_be_read_limits_nothing(machine: Machine) -> None:
     v2(root / "job", "many", 1)
     (root / "job/memory.high").unlink()
     assert machine.available() == 100 * GIB
-
-
-def test_of_this_machine() -> None:
-    found = available_bytes()
-    assert found is None or 2**20 < found < 2**50
 
 
 # Page-locked buffers.
@@ -243,9 +232,12 @@ def test_pages_that_cannot_be_locked_are_not_kept(monkeypatch: pytest.MonkeyPatc
     assert not is_mapped(tried[0])
 
 
-@pytest.mark.parametrize("size", [EXACT_FROM // 2 + 1, 2 * EXACT_FROM])
+@pytest.mark.parametrize(
+    ("size", "device"),
+    [(EXACT_FROM // 2 + 1, "cuda"), (2 * EXACT_FROM, "cuda"), (WASTEFUL, "cpu")],
+)
 def test_where_nothing_is_wasted_pytorch_allocates(
-    size: int, locked: dict[int, int], monkeypatch: pytest.MonkeyPatch
+    size: int, device: str, locked: dict[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, empty = [], torch.empty
 
@@ -254,14 +246,8 @@ def test_where_nothing_is_wasted_pytorch_allocates(
         return empty(numel, **terms)  # type: ignore[call-overload, no-any-return]
 
     monkeypatch.setattr(torch, "empty", pinned)
-    page_locked(size, torch.uint8, CUDA)
-    assert (asked, locked) == ([(size, True)], {})
-
-
-def test_on_a_cpu_nothing_is_locked(locked: dict[int, int]) -> None:
-    buffer = page_locked(WASTEFUL, torch.uint8, torch.device("cpu"))
-    assert buffer.numel() == WASTEFUL
-    assert not locked
+    page_locked(size, torch.uint8, torch.device(device))
+    assert (asked, locked) == ([(size, device == "cuda")], {})
 
 
 @pytest.mark.cuda

@@ -8,23 +8,9 @@ import pytest
 import torch
 
 from tests import build
-from tests.gradients.loop import check
 from tests.streams import watched
 from torchtitan_dp.distributed import offload
 from torchtitan_dp.distributed.offload import InputsOnHost, _OnHost
-
-OFFLOAD = ("--activation_checkpoint.mode=full", "--activation_checkpoint.offload_inputs")
-COMPILED = ("--compile.enable", "--compile.backend=aot_eager")  # what is saved, not the kernels
-GRAD_SAMPLE = ("--privacy.gradient_method=grad_sample", "--training.local_batch_size=2")
-
-
-@pytest.mark.thorough_cases("compiled-(1, 1, 1)")
-@pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 1, 2)], ids=str)
-@pytest.mark.parametrize(
-    "overrides", [(), COMPILED, GRAD_SAMPLE], ids=["microbatch", "compiled", "V2"]
-)
-def test_equals_the_loop(degrees, overrides):
-    check(degrees, *OFFLOAD, *overrides)
 
 
 def make_blocks(count):
@@ -101,23 +87,21 @@ def allocated(monkeypatch):
     return sizes
 
 
-def test_a_buffer_for_each_block_serves_every_length(allocated):
-    blocks, around = make_blocks(3), InputsOnHost(6)
-    for length in (2, 6, 4, 6):
+@pytest.mark.parametrize(
+    ("count", "longest", "lengths", "sizes"),
+    [
+        (3, 6, (2, 6, 4, 6), [6 * 8] * 3),
+        (1, 2, (2, 5), [2 * 8, 5 * 8]),  # longer than the longest: in the place of a buffer
+    ],
+)
+def test_a_buffer_for_each_block_serves_every_length(allocated, count, longest, lengths, sizes):
+    blocks, around = make_blocks(count), InputsOnHost(longest)
+    for length in lengths:
         h = tokens(length)
         expected = torch.autograd.grad(forward(blocks, plain, h).sum(), h)
         assert torch.equal(torch.autograd.grad(forward(blocks, around, h).sum(), h)[0], expected[0])
-    assert allocated == [6 * 8] * 3
-    assert around.host_bytes == 3 * 256  # 192 bytes each: the next power of two
-
-
-def test_a_longer_input_than_the_longest_takes_the_place_of_a_buffer(allocated):
-    blocks, around = make_blocks(1), InputsOnHost(2)
-    for length in (2, 5):
-        h = tokens(length)
-        torch.autograd.grad(forward(blocks, around, h).sum(), h)
-    assert allocated == [2 * 8, 5 * 8]
-    assert around.host_bytes == 256
+    assert allocated == sizes
+    assert around.host_bytes == count * 256  # up to 192 bytes each: the next power of two
 
 
 def test_a_graph_that_is_alive_keeps_its_inputs():

@@ -12,30 +12,34 @@ from unittest import mock
 import pytest
 import torch
 
+import torchtitan_dp.audit.__main__ as audit
+import torchtitan_dp.distributed  # noqa: F401
+from tests import build
 from tests.processes.ranks import on_ranks
+from torchtitan_dp import optimizer
+from torchtitan_dp.audit.__main__ import check_power
+from torchtitan_dp.audit.game import Game, sizes
+from torchtitan_dp.config import Privacy
+from torchtitan_dp.gradients.clipped_sum import ClippedSum
+from torchtitan_dp.gradients.fsdp import ReduceScatterOverCP
+from torchtitan_dp.gradients.methods import METHODS
+from torchtitan_dp.gradients.randomized_norm import RandomizedNorms
+from torchtitan_dp.models.lora import LoRA
+from torchtitan_dp.privacy.clipping import clip
+from torchtitan_dp.privacy.keys import RootKey
+from torchtitan_dp.privacy.mechanism import PoissonGaussian, mechanism_of
 
 SIGMA = 1.0
 
 
 def mechanism(privacy, bands=1):
     """What the game's steps are accounted for as."""
-    from torchtitan_dp.gradients.methods import METHODS
-    from torchtitan_dp.privacy.mechanism import mechanism_of
-
     estimates = METHODS[privacy.gradient_method].estimates_norms
     terms = {"noise_multiplier": SIGMA, "estimates_norms": estimates}
     return mechanism_of(privacy, sample_rate=1.0 / bands, bands=bands, **terms)
 
 
 def new_game(degrees, method="microbatch", batch_size=1, adapters=False, bands=1, **terms):
-    import torchtitan_dp.distributed  # noqa: F401
-
-    # isort: split
-    from torchtitan_dp.audit.game import Game
-    from torchtitan_dp.config import Privacy
-    from torchtitan_dp.models.lora import LoRA
-    from torchtitan_dp.privacy.keys import RootKey
-
     privacy = Privacy(gradient_method=method, max_grad_norm=0.5, **terms)
     return Game(
         privacy,
@@ -70,16 +74,12 @@ def play(*names, trials, fault=None, degrees=(1, 1, 1), confidence=0.95, **terms
 
 def noise(change, name="add_gaussian_noise_"):
     """Noise with other terms, of one kind: flagged only if the game plays with that kind."""
-    from torchtitan_dp import optimizer
-
     add = getattr(optimizer, name)
     patched = lambda flat, **terms: add(flat, **(terms | change(**terms)))  # noqa: E731
     return mock.patch.object(optimizer, name, patched)
 
 
 def clipping(change):
-    from torchtitan_dp.privacy.clipping import clip
-
     patched = lambda *norms, **terms: change(clip(*norms, **terms))  # noqa: E731
     return mock.patch("torchtitan_dp.privacy.clipping.clip", patched)
 
@@ -98,8 +98,6 @@ def bad_samples_kept():
 
 @contextlib.contextmanager
 def clipping_after_the_sum():
-    from torchtitan_dp.gradients.clipped_sum import ClippedSum
-
     take = ClippedSum.take
 
     def take_clipped(self):
@@ -113,8 +111,6 @@ def clipping_after_the_sum():
 
 def one_layers_adapters_left_out():
     """Of the norm: those of the last layer, of parameters that arrive one by one."""
-    from torchtitan_dp.gradients.clipped_sum import ClippedSum
-
     squared_norms = ClippedSum.squared_norms
 
     def without_last(self, shards):
@@ -131,8 +127,6 @@ def norms_not_reduced():
 
 def samples_summed_over_dp():
     """As FSDP2 itself reduces: over dp_shard too."""
-    from torchtitan_dp.gradients.fsdp import ReduceScatterOverCP
-
     reduce = ReduceScatterOverCP.__call__
 
     def reduce_all(self, *terms, **more):
@@ -195,7 +189,7 @@ CAMPAIGN = [
     ("noise named by kind of factor", "twin_parameters", 50, ADAPTERS),
     ("noise named by layer", "twin_parameters", 50, ADAPTERS),
 ]
-METHODS = {
+WAYS = {
     "microbatch": {},
     "secure": {"secure_noise": True},
     "V1": {"method": "grad_sample", "batch_size": 2, "shard_grad_samples": False},
@@ -216,18 +210,18 @@ def stays_under_the_claim(bounds, least=0.1):
     assert min(bounds.values()) > least
 
 
-@pytest.mark.thorough_cases(*[*METHODS][1:])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.thorough_cases(*[*WAYS][1:])
+@pytest.mark.parametrize("method", WAYS)
 def test_row35_and_63_the_clean_build_stays_under_the_claim(method):
     trials, confidence = (100, 0.99) if method == "microbatch" else (300, 0.999)
-    stays_under_the_claim(play(trials=trials, confidence=confidence, **METHODS[method]))
+    stays_under_the_claim(play(trials=trials, confidence=confidence, **WAYS[method]))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "degrees, method",
     [
-        *(((1, 1, 1), method) for method in [*METHODS][:-1]),
+        *(((1, 1, 1), method) for method in [*WAYS][:-1]),
         ((1, 1, 2), "V2"),
         ((1, 2, 1), "microbatch"),
     ],
@@ -238,7 +232,7 @@ def test_row35_and_56_with_adapters_it_stays_under_the_claim(degrees, method):
     # Of four groups that share C two may have no gradient, and of each of four estimated matrices
     # no more counts than its estimate: less is there to be seen.
     least = 0 if method.startswith(("per layer", "capped")) else 0.1
-    stays_under_the_claim(play(**terms, **METHODS[method]), least)
+    stays_under_the_claim(play(**terms, **WAYS[method]), least)
 
 
 @pytest.mark.parametrize(
@@ -278,8 +272,6 @@ def test_row35_and_56_adapters_left_out_of_the_norm_are_flagged(factors, fault, 
 @pytest.mark.parametrize("fault", [None, "half the noise"])
 def test_row35_and_75_with_estimated_norms_the_claim_is_a_mixtures(fault, estimator):
     """On gradients of rank one, whose estimates err most: above 1 / sigma, and not by much."""
-    from torchtitan_dp.config import Privacy
-
     terms = {"norm_estimator": estimator, "projections": 16, "underestimates": "accounted"}
     names = ["norm_100C"] if fault else ["norm_C", "norm_100C", "not_a_number"]
     often = {"trials": 100 if fault else 300, "confidence": 0.95 if fault else 0.999}
@@ -295,8 +287,6 @@ def test_row35_and_75_with_estimated_norms_the_claim_is_a_mixtures(fault, estima
 
 def estimated_matrices(adapters):
     """How many of the game's matrices have estimated norms."""
-    from torchtitan_dp.gradients.randomized_norm import RandomizedNorms
-
     game, draw = new_game((1, 1, 1), "randomized", 2, adapters), RandomizedNorms._draw
     with mock.patch.object(RandomizedNorms, "_draw", autospec=True, side_effect=draw) as drawn:
         game.scores(game.cases[0], game.cases[0].with_UPN, 1)
@@ -311,9 +301,6 @@ def test_row75_the_game_plays_with_estimates(adapters, matrices):
 @pytest.mark.parametrize("estimator", ["hutchinson", "hutch++"])
 @pytest.mark.parametrize("projections", [1, 16, 33, 100])
 def test_row75_the_game_plays_with_estimates_on_any_mesh(projections, estimator):
-    from torchtitan_dp.audit.game import sizes
-    from torchtitan_dp.config import Privacy
-
     exact = Privacy(gradient_method="ghost")
     assert sizes(exact, ranks=64, cp=8) == (1, 512, 1)  # small where norms are exact
     terms = {"projections": projections, "norm_estimator": estimator}
@@ -333,10 +320,6 @@ def test_row75_the_game_plays_with_estimates_on_any_mesh(projections, estimator)
 
 def adapters_of_the_command(*options):
     """With which adapters the command plays on a configuration's terms."""
-    import torchtitan_dp.audit.__main__ as audit
-    from tests import build
-    from torchtitan_dp.privacy.keys import RootKey
-
     config = build.config(*options)
     plan = SimpleNamespace(settings=SimpleNamespace(mechanism=mechanism(config.privacy)))
     with mock.patch.object(audit, "Game", wraps=audit.Game) as game:
@@ -356,12 +339,6 @@ def test_row35_and_56_the_command_plays_with_the_runs_adapters():
 
 @pytest.mark.parametrize("sigma, enough", [(1.0, 70), (3.0, 500)])
 def test_too_few_trials_are_refused_with_a_number_that_suffices(sigma, enough):
-    import torchtitan_dp.distributed  # noqa: F401
-
-    # isort: split
-    from torchtitan_dp.audit.__main__ import check_power
-    from torchtitan_dp.privacy.mechanism import PoissonGaussian
-
     claimed = PoissonGaussian(sigma, 1.0)
     said = f"--trials = 30: too few to tell sigma = {sigma:.4g} from half of it; {enough} suffice"
     with pytest.raises(ValueError, match=f"^{said}$"):

@@ -12,7 +12,10 @@ import math
 import pytest
 import torch
 
-from tests.processes.ranks import on_ranks
+from tests import build
+from tests.processes.ranks import let_go, on_ranks
+from torchtitan_dp.optimizer import DPOptimizer
+from torchtitan_dp.privacy.clipping import squared_norm
 
 MICROBATCH = ["--privacy.gradient_method=microbatch"]
 V2 = ["--privacy.gradient_method=grad_sample", "--training.local_batch_size=2"]
@@ -34,8 +37,6 @@ PER_LAYER = "--privacy.clipping=per_layer"
 
 def args_for(method):
     """The model's shape: one in which a method does what makes it another."""
-    from tests import build
-
     wide = {tuple(GHOST): 96, tuple(MIXED): 40}
     if tuple(method) not in wide:
         return build.ARGS
@@ -43,8 +44,6 @@ def args_for(method):
 
 
 def built_for(method, degrees=(1, 1, 1), *options, **terms):
-    from tests import build
-
     return build.build(degrees, *method, *options, args=args_for(method), **terms)
 
 
@@ -68,8 +67,6 @@ def largest(shards):
 
 def large_in_every_layer(degrees, method):
     """The norm of what one sample adds whose loss is a million times as large."""
-    from tests import build
-
     tokens_NT, labels_NT = build.data(samples=1)
     built = built_for(method, degrees, PER_LAYER, max_grad_norm=0.5)
     same_B = [0] * built.batch_size
@@ -96,8 +93,6 @@ def test_row02_the_whole_gradient_is_bound_by_C(degrees, method):
 
 def opposite_gradients(degrees, method):
     """Samples with gradients +C u and -10 C u: after clipping they cancel."""
-    from tests import build
-
     built = built_for(method, degrees)
     scale_B = torch.tensor((1.0, -10.0))
     if built.batch_size == 1:  # one on each data-parallel rank, else both in one microbatch
@@ -134,8 +129,6 @@ def test_row04_opposite_samples_in_one_microbatch_cancel_after_clipping(degrees,
 def beside(degrees, method, slot):
     """Sample 0's own sum and norm in `slot`, beside each of several neighbours that are left out
     of the sum, and with the first neighbour's added: (all bit-identical, |sum - parts|)."""
-    from tests import build
-
     built = built_for(method, degrees)
     tokens_NT, labels_NT = build.data(samples=2)
     other_tokens_NT, other_labels_NT = build.data(samples=4, seed=9)
@@ -181,8 +174,6 @@ def test_row05_and_07_a_sample_knows_no_neighbour_in_its_microbatch(cp, slot, me
 
 def empty_record(degrees, method):
     """A record without tokens, alone and (at B = 2) beside a good one: what it leaves is 0."""
-    from tests import build
-
     tokens_NT, labels_NT = build.data(samples=2)
     labels_NT[0] = -100
     built = built_for(method, degrees)
@@ -213,8 +204,6 @@ def test_row06_a_record_without_tokens_is_exactly_zero(cp, method):
 
 def small_adds(degrees, method):
     """320 adds of one small gradient to a large sum, and dtypes at each stage."""
-    from tests import build
-
     tokens_NT, labels_NT = build.data(samples=2)
     bf16 = "--training.mixed_precision_param=bfloat16"
     built = built_for(method, degrees, bf16, max_grad_norm=1 / 320)
@@ -237,8 +226,6 @@ def test_row13_hundreds_of_small_adds(method):
 
 def test_row13_norms_of_large_tensors():
     """One fp32 norm of 2^27 elements on CPU is 0.5% short."""
-    from torchtitan_dp.privacy.clipping import squared_norm
-
     flat = torch.full((2**27 + 17,), 0.75)
     assert squared_norm(flat).item() == pytest.approx(flat.numel() * 0.5625, rel=1e-7)
 
@@ -247,8 +234,6 @@ def test_row13_norms_of_large_tensors():
 
 
 def uneven_draws(degrees, counts, method):
-    from tests import build
-
     built = built_for(method, degrees)
     errors = []
     for count in counts:
@@ -279,8 +264,6 @@ def test_row17_draws_of_any_size_keep_ranks_in_lockstep(degrees, method):
 
 def poisoned(degrees, value, method):
     """Whether a good sample's sum is bit-identical with and without a poisoned one before it."""
-    from tests import build
-
     built = built_for(method, degrees)
     tokens_NT, labels_NT = build.data(samples=2)
     # Only one rank of the group sees the poison.
@@ -322,9 +305,6 @@ def test_row22_a_poisoned_sample_contributes_exactly_zero(degrees, value, method
 def live_tensors(degrees, mode, method):
     import gc
 
-    from tests import build
-    from tests.processes.ranks import let_go
-
     one_block = "--activation_checkpoint.selective_ac_option=1"
     built = built_for(method, degrees, f"--activation_checkpoint.mode={mode}", one_block)
     tokens_NT, labels_NT = build.data(samples=built.batch_size)
@@ -357,9 +337,6 @@ def test_row27_live_tensors_stay_flat_over_16_steps(mode, method):
 
 
 def frozen_layer(degrees, frozen, method):
-    from tests import build
-    from torchtitan_dp.optimizer import DPOptimizer
-
     args = dataclasses.replace(args_for(method), tie_embeddings=frozen == "tok_embeddings")
     built = build.build(degrees, *method, frozen=frozen, args=args)
     before = {n: p.full_tensor().clone() for n, p in built.model.named_parameters()}

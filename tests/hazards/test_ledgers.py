@@ -12,20 +12,24 @@ import numpy as np
 import pytest
 import torch
 
+from tests import build
 from tests.accounts import begun, publish, with_terms
 from tests.hazards.test_trainer import SETTINGS, STEP, bookkeeping
 from tests.processes.ranks import on_ranks
+from torchtitan_dp.checkpoint.bookkeeping import Bookkeeping
+from torchtitan_dp.checkpoint.initial import with_initial
+from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.ledger import Lineage
 from torchtitan_dp.ledger.lineage import Ancestor
 from torchtitan_dp.ledger.settings import step_names
 from torchtitan_dp.ledger.spending import before
+from torchtitan_dp.optimizer import DPOptimizer
+from torchtitan_dp.train import DPTrainer
 
 # Checkpoints.
 
 
 def saving(**changes):
-    from tests import build
-
     ledger = Lineage(SETTINGS, steps=STEP)
     return SimpleNamespace(
         clipped_sum=MagicMock(accumulating=False),
@@ -39,8 +43,6 @@ def saving(**changes):
 
 
 def test_row44_a_checkpoint_holds_expectations_and_the_ledger():
-    from torchtitan_dp.train import DPTrainer
-
     trainer = saving()
     state = DPTrainer.state_dict(trainer)
     assert set(state) == {"step", "ntokens_seen", "ledger"}
@@ -53,8 +55,6 @@ def test_row44_a_checkpoint_holds_expectations_and_the_ledger():
 
 
 def accumulating():
-    from tests import build
-
     built = build.build()
     built.accumulate(*build.data(samples=1))
     during = built.gradients.clipped_sum.accumulating
@@ -74,8 +74,6 @@ def loading(ledger):
 
 
 def test_row11_and_31_loading_takes_the_step_and_fresh_keys():
-    from torchtitan_dp.train import DPTrainer
-
     did, trainer = loading(Lineage(SETTINGS))
     DPTrainer.load_state_dict(trainer, DPTrainer.state_dict(saving()))
     assert (trainer.step, trainer.books.ledger.steps) == (STEP, STEP)
@@ -83,16 +81,12 @@ def test_row11_and_31_loading_takes_the_step_and_fresh_keys():
 
 
 def test_row31_a_checkpoint_under_other_terms_is_not_loaded():
-    from torchtitan_dp.train import DPTrainer
-
     _, trainer = loading(Lineage(with_terms(SETTINGS, noise_multiplier=9.0)))
     with pytest.raises(ValueError, match=r"= 9\.0: this run was started with"):
         DPTrainer.load_state_dict(trainer, DPTrainer.state_dict(saving()))
 
 
 def test_row45_not_private_is_loaded_with_the_weights():
-    from torchtitan_dp.train import DPTrainer
-
     earlier = saving()
     earlier.ledger = earlier.ledger.marked_not_private("a seed")
     _, trainer = loading(Lineage(SETTINGS))
@@ -102,8 +96,6 @@ def test_row45_not_private_is_loaded_with_the_weights():
 
 
 def test_row45_weights_loaded_without_their_ledger_are_not_trained_on():
-    from torchtitan_dp.train import DPTrainer
-
     books = bookkeeping(Lineage(SETTINGS))
     books._is_loaded = False
     trainer = MagicMock(books=books, model_parts=[torch.nn.Linear(2, 2)], step=1)
@@ -115,9 +107,6 @@ def test_row45_weights_loaded_without_their_ledger_are_not_trained_on():
 
 @pytest.mark.parametrize("counted", [0, 2, 3])
 def test_row45_weights_loaded_without_their_optimizer_are_not_trained_on(counted):
-    from torchtitan_dp.optimizer import DPOptimizer
-    from torchtitan_dp.train import DPTrainer
-
     layer = torch.nn.Linear(2, 2)
     adamw = torch.optim.AdamW(layer.parameters())
     for _ in range(counted):
@@ -152,10 +141,6 @@ def records(tokens="t" * 64):
 
 def opened(folder, *overrides):
     """The ledger that a start in this folder opens."""
-    from tests import build
-    from torchtitan_dp.checkpoint.bookkeeping import Bookkeeping
-    from torchtitan_dp.checkpoint.start import decide_start
-
     config = build.config(f"--job.dump_folder={folder}", *overrides)
     books = Bookkeeping(config, records(), decide_start(config), torch.device("cpu"))
     return books.ledger.to_json(), books.log.count
@@ -201,10 +186,6 @@ def test_row23_no_noise_is_not_private(tmp_path):
 
 def starting_from(folder, *overrides):
     """The ledger of a first start from the weights in this folder."""
-    from tests import build
-    from torchtitan_dp.checkpoint.initial import with_initial
-    from torchtitan_dp.checkpoint.start import decide_start
-
     config = build.config(
         "--checkpoint.enable", f"--checkpoint.initial_load_path={folder}", *overrides
     )

@@ -9,22 +9,22 @@ import math
 import pytest
 import torch
 
+from tests import build
 from tests.processes.ranks import on_ranks
+from torchtitan_dp.optimizer import DPOptimizer
+from torchtitan_dp.privacy.banded import NoiseChain
+from torchtitan_dp.privacy.keys import RootKey
 
 KEY = bytes(range(32))
 
 
 def private(built, inner, *, sigma=1.0, C=1.0, batch=1.0):
-    from torchtitan_dp.optimizer import DPOptimizer
-
     terms = {"noise_multiplier": sigma, "max_grad_norm": C, "expected_batch_size": batch}
     return DPOptimizer(inner, built.parameters, **terms)
 
 
 def noise_of(degrees, microbatches=0, keys=((KEY, 1.0),), *, C=1.0, **terms):
     """The whole gradients, by name, that the inner optimizer sees, for padding samples only."""
-    from tests import build
-
     built = build.build(degrees, max_grad_norm=C)
 
     class Recorder(torch.optim.SGD):
@@ -80,9 +80,6 @@ def test_row12_noise_is_bit_identical_on_every_mesh():
 
 def correlated_noise_of(degrees):
     """The noise of a few steps of a chain of 8 bands."""
-    from torchtitan_dp.privacy.banded import NoiseChain
-    from torchtitan_dp.privacy.keys import RootKey
-
     chain, found = NoiseChain(RootKey(KEY).stream("noise"), 8), {}
     for step in range(1, 65):
         keys = chain.take(step)
@@ -103,8 +100,6 @@ def test_row64_correlated_noise_is_bit_identical_on_every_mesh():
 
 
 def hashes_after_steps(degrees):
-    from tests import build
-
     built = build.build(degrees)
     dp = private(built, torch.optim.AdamW(list(built.parameters.values()), lr=1e-2), batch=2.0)
     for step in range(5):
@@ -123,8 +118,6 @@ def test_row10_replicas_stay_identical():
 
 def update_of(degrees, samples, batch):
     """The gradient handed on without noise, and the clipped sum."""
-    from tests import build
-
     built = build.build(degrees)
     sgd = torch.optim.SGD(list(built.parameters.values()), lr=1.0)
     before = {n: p.full_tensor().clone() for n, p in built.parameters.items()}

@@ -16,8 +16,15 @@ import torch
 import torch.nn as nn
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+from tests import build
+from tests.hazards.test_trainer import loader
 from tests.processes.ranks import on_ranks
 from tests.processes.runs import ROOT
+from torchtitan_dp.models.parameters import trainable_parameters
+from torchtitan_dp.validate import HeldOutValidator, buckets
+from torchtitan_dp.watch.outlets import Later, Outlets
+from torchtitan_dp.watch.processor import PrivateMetricsProcessor
+from torchtitan_dp.watch.terminal import Pace, Screen
 
 STATISTICS = {
     "loss": 1.25,
@@ -35,10 +42,6 @@ def logged(monkeypatch, caplog):
     """The tags of one logged step, and its console line."""
     from torchtitan.tools.logging import logger
     from torchtitan.tools.utils import NoColor
-
-    from torchtitan_dp.watch.outlets import Outlets
-    from torchtitan_dp.watch.processor import PrivateMetricsProcessor
-    from torchtitan_dp.watch.terminal import Pace, Screen
 
     inner = MagicMock()
     metrics = PrivateMetricsProcessor.__new__(PrivateMetricsProcessor)
@@ -99,8 +102,6 @@ def test_row24_the_console_line_labels_what_is_not(logged):
 def test_row28_names_know_no_wrappers():
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-    from torchtitan_dp.models.parameters import trainable_parameters
-
     plain = nn.ModuleDict({"block": nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))})
     names = set(trainable_parameters(plain))
     plain["block"][0] = checkpoint_wrapper(plain["block"][0])
@@ -113,8 +114,6 @@ def test_row28_names_know_no_wrappers():
 
 
 def buffers_after_a_microbatch():
-    from tests import build
-
     built = build.build((1, 1, 1))
     before = {n: b.clone() for n, b in built.model.named_buffers()}
     built.accumulate(*build.data(samples=1))
@@ -132,9 +131,6 @@ def test_row33_a_microbatch_changes_no_buffer():
 
 def test_row34_the_held_out_loss_is_labelled(monkeypatch, caplog):
     from torchtitan.tools.logging import logger
-
-    from tests.hazards.test_trainer import loader
-    from torchtitan_dp.validate import HeldOutValidator, buckets
 
     validator = MagicMock(_loader=loader())
     validator._config.training.seq_len, validator._config.training.steps = 8, 7
@@ -171,10 +167,6 @@ JOBS = {"one": [(0, 9)], "several": [(0, 5), (4, 7), (4, 9)]}  # the steps loade
 @pytest.mark.parametrize("ends", [9, 8])
 def test_row73_trackers_get_what_one_job_would_send(ends, tmp_path):
     """Over a crash, a stop and resumes; and nothing of a run that has not come to its end."""
-    from unittest.mock import MagicMock
-
-    from torchtitan_dp.watch.outlets import Later, Outlets
-
     got = {}
     for name, jobs in JOBS.items():
         folder, opened, service = tmp_path / name, [], MagicMock()

@@ -7,16 +7,21 @@ from dataclasses import replace
 
 import pytest
 
+from tests import build
 from tests.accounts import publish, steps_of
-from tests.hazards.test_trainer import SETTINGS, Step
+from tests.hazards.test_trainer import ROOT, SETTINGS, STEP, Step
 from tests.processes.ranks import on_ranks
-from torchtitan_dp.ledger import Account, Lineage
+from torchtitan_dp.checkpoint.terms import choose_noise, settings_of
+from torchtitan_dp.checkpoint.verify import verify
+from torchtitan_dp.ledger import Account, Lineage, summary
 from torchtitan_dp.ledger.files import read_published
 from torchtitan_dp.ledger.lineage import Ancestor, resumed
 from torchtitan_dp.ledger.runs import Run, total
 from torchtitan_dp.ledger.spending import caveats, epsilon
 from torchtitan_dp.privacy import accounting
+from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.mechanism import EstimatedNorms, PoissonGaussian
+from torchtitan_dp.release.card import model_card
 
 EXACT = replace(SETTINGS, accountant="pld", mechanism=PoissonGaussian(1.0, 0.05))
 ESTIMATED = replace(EXACT, mechanism=EstimatedNorms(1.0, 0.05, 32, "hutchinson"))
@@ -30,16 +35,10 @@ def spent(steps, k, noise=1.0):
 
 def card_of(published):
     """The model card of a run with these terms."""
-    from tests import build
-    from torchtitan_dp.release.card import model_card
-
     return model_card({**published, "epsilon_counts": "planned_steps"}, build.config(), build.ARGS)
 
 
 def accounted_and_drawn(options):
-    from tests import build
-    from torchtitan_dp.checkpoint.terms import settings_of
-
     overrides = [*METHOD, *options]
     norms = build.build((1, 1, 1), *overrides).gradients.norms
     settings = settings_of(build.config(*overrides), units=100, noise_multiplier=1.0)
@@ -65,9 +64,6 @@ HUTCH = replace(EXACT, mechanism=PoissonGaussian(1.0, 0.05, 32, "hutch++"))
 
 
 def terms_of(*overrides):
-    from tests import build
-    from torchtitan_dp.checkpoint.terms import settings_of
-
     return settings_of(build.config(*overrides), units=100, noise_multiplier=1.0)
 
 
@@ -94,9 +90,6 @@ def test_row31_and_75_norms_are_terms_of_a_run_and_capped_ones_spend_as_exact_on
 
 def test_row24_and_67_people_are_told_of_capped_norms(tmp_path):
     """By which estimates, and that nothing counts more than C for all that."""
-    from torchtitan_dp.checkpoint.verify import verify
-    from torchtitan_dp.ledger import summary
-
     behind = (Ancestor("a", HUTCH, "one"), Ancestor("b", EXACT, "two"))
     lineage = Lineage(HUTCH, steps=1, planned_steps=1, ancestors=behind)
     told = publish(lineage, tmp_path)
@@ -127,8 +120,6 @@ def test_row75_what_is_capped_is_what_is_accounted_as_exact(options, kind):
 
 
 def cap_of_an_estimate(options):
-    from tests import build
-
     norms = build.build((1, 1, 1), *options).gradients.norms
     norms._estimated.add("w")
     return norms.cap("w")
@@ -185,8 +176,6 @@ def test_row49_and_67_rounding_is_told_beside_what_epsilon_counts():
     ids=str,
 )
 def test_what_is_not_accounted_for_is_refused_in_one_line(options, said):
-    from tests import build
-
     with pytest.raises(ValueError, match=said) as refused:
         build.config(*METHOD, *options)
     assert "\n" not in str(refused.value)
@@ -194,9 +183,6 @@ def test_what_is_not_accounted_for_is_refused_in_one_line(options, said):
 
 def test_row11_and_67_a_step_has_a_projection_key_of_its_own(monkeypatch):
     """Before its first sample; no other stream has it."""
-    from tests.hazards.test_trainer import ROOT, STEP
-    from torchtitan_dp.privacy.keys import RootKey
-
     step = Step(monkeypatch)
     (call,) = step.trainer.gradients.start_step.call_args_list
     assert call.args == (RootKey(ROOT).stream("projection").take(STEP),)
@@ -211,9 +197,6 @@ def test_row75_a_step_tells_methods_by_which_number_each_unit_was_drawn(monkeypa
 
 @pytest.mark.slow
 def test_the_search_for_noise_in_a_plan_counts_estimates():
-    from tests import build
-    from torchtitan_dp.checkpoint.terms import choose_noise
-
     target = ["--privacy.noise_multiplier", "None", "--privacy.target_epsilon=2"]
     exact, estimated = (
         choose_noise(build.config(*method, *target), 80, [], None)[0]
@@ -224,8 +207,6 @@ def test_the_search_for_noise_in_a_plan_counts_estimates():
 
 def test_row24_and_67_people_are_told_of_estimates(tmp_path):
     """The card, the summary and the caveats do not promise a norm of at most C."""
-    from torchtitan_dp.ledger import summary
-
     told = publish(Lineage(ESTIMATED, steps=3, planned_steps=3), tmp_path)
     card = card_of(told)
     assert "random projections (hutchinson, 32 of them)" in card

@@ -11,9 +11,21 @@ import numpy as np
 import pytest
 import torch
 
+import torchtitan_dp.audit.__main__ as audit
+import torchtitan_dp.distributed  # noqa: F401
+from tests import build
+from tests.data.drawn import sample
+from tests.data.stores import store_of
 from tests.hazards.test_audit import FAULTS
 from tests.processes import forks
 from tests.processes.runs import CONFIG, write_records
+from torchtitan_dp.audit import texts
+from torchtitan_dp.audit.__main__ import prepare_run
+from torchtitan_dp.audit.released import detected
+from torchtitan_dp.audit.texts import PlantedSamples, token_ids, write_canaries
+from torchtitan_dp.checkpoint.terms import choose_losses
+from torchtitan_dp.data.samples import Samples
+from torchtitan_dp.data.tokenizer import ByteTokenizer
 
 _MODEL = dict(
     model_type="llama",
@@ -33,8 +45,6 @@ _MODEL = dict(
 
 
 def test_documents_are_public_distinct_and_begin_with_their_prompts():
-    from torchtitan_dp.audit.texts import write_canaries
-
     written = write_canaries(100)
     assert written == write_canaries(100)
     assert len({canary.secret for canary in written}) == 100
@@ -47,15 +57,6 @@ def test_documents_are_public_distinct_and_begin_with_their_prompts():
 
 @pytest.mark.parametrize("sampling", ["concat", "random"])
 def test_an_excluded_document_is_an_empty_unit(tmp_path, sampling):
-    import torchtitan_dp.distributed  # noqa: F401
-
-    # isort: split
-    from tests.data.drawn import sample
-    from tests.data.stores import store_of
-    from torchtitan_dp.audit.texts import PlantedSamples, token_ids, write_canaries
-    from torchtitan_dp.data.samples import Samples
-    from torchtitan_dp.data.tokenizer import ByteTokenizer
-
     store = store_of(write_records(tmp_path / "data", 3), tmp_path)
     real = Samples(store, 32, one_record=sampling == "random")
     ids = list(token_ids(write_canaries(2), ByteTokenizer(), 33))
@@ -84,8 +85,6 @@ def tiny_model(folder):
 
 
 def test_log_likelihoods_are_those_of_documents_one_by_one(tmp_path):
-    from torchtitan_dp.audit import texts
-
     model = texts.load_model(str(tiny_model(tmp_path)), None, torch.device("cpu"))
     rng = np.random.default_rng(0)
     ids = [rng.integers(0, 256, size) for size in rng.integers(2, 40, 37)]
@@ -98,8 +97,6 @@ def test_log_likelihoods_are_those_of_documents_one_by_one(tmp_path):
 
 
 def test_a_score_is_a_gain_over_the_starting_weights_within_a_domain(monkeypatch):
-    from torchtitan_dp.audit import texts
-
     values = {"new": np.array([3.0, 5.0, 9.0, np.nan]), "old": np.array([1.0, 1.0, 2.0, 0.0])}
     monkeypatch.setattr(texts, "log_likelihoods", lambda model, ids: values[model].copy())
     documents = [SimpleNamespace(domain=domain) for domain in (0, 0, 1, 1)]
@@ -107,10 +104,6 @@ def test_a_score_is_a_gain_over_the_starting_weights_within_a_domain(monkeypatch
 
 
 def test_a_secret_is_extracted_if_it_comes_next():
-    from torchtitan_dp.audit import texts
-    from torchtitan_dp.audit.texts import write_canaries
-    from torchtitan_dp.data.tokenizer import ByteTokenizer
-
     documents, tokenizer = write_canaries(3), ByteTokenizer()
     known = {canary.prompt: canary.secret for canary in documents[:2]}
 
@@ -128,8 +121,6 @@ def test_a_secret_is_extracted_if_it_comes_next():
 
 
 def test_detection_is_counted_at_one_percent_of_false_positives():
-    from torchtitan_dp.audit.released import detected
-
     rng = np.random.default_rng(2)
     included = rng.random(20_000) < 0.5
     scores = included * 2.0 + rng.standard_normal(20_000)
@@ -140,8 +131,6 @@ def test_detection_is_counted_at_one_percent_of_false_positives():
 
 
 def attacked(connection, argv, fault, log, cache):
-    import torchtitan_dp.audit.__main__ as audit
-
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     os.environ |= {"XDG_CACHE_HOME": str(cache), "GLOO_SOCKET_IFNAME": "lo"}
@@ -215,10 +204,6 @@ def test_a_run_without_clipping_is_flagged_by_its_exported_model_alone(tmp_path)
 
 def test_a_run_that_publishes_held_out_losses_is_audited_without_them(tmp_path):
     """Or they would be planned, and asked of a validator that an audit has not."""
-    from tests import build
-    from torchtitan_dp.audit.__main__ import prepare_run
-    from torchtitan_dp.checkpoint.terms import choose_losses
-
     terms = "--validation.publish_epsilon=1", "--validation.publish_delta=1e-6"
     config = build.config("--validation.enable", "--data.heldout_fraction=0.3", *terms)
     assert choose_losses(config, None) is not None
@@ -250,8 +235,6 @@ NO_NOISE = ("--privacy.target_epsilon=None", "--privacy.noise_multiplier=0")
 def test_a_mistake_is_one_line_and_code_2(
     tmp_path, capsys, monkeypatch, instrument, missing, options, names
 ):
-    import torchtitan_dp.audit.__main__ as audit
-
     found = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name in missing else found(name)

@@ -19,12 +19,29 @@ import pytest
 import torch
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+from tests import build
 from tests.accounts import mechanism, with_terms
+from tests.data.stores import store_of
 from tests.processes.ranks import on_ranks
+from tests.processes.runs import write_records
+from torchtitan_dp import process, train, train_spec
+from torchtitan_dp.checkpoint import bookkeeping as module
+from torchtitan_dp.checkpoint.plan import make_plan
+from torchtitan_dp.data import feed as feeds
+from torchtitan_dp.data.batching import RecordLoader
+from torchtitan_dp.data.feed import Feed
+from torchtitan_dp.data.samples import Samples
+from torchtitan_dp.data.tokenizer import ByteTokenizer
+from torchtitan_dp.distributed import agreement
+from torchtitan_dp.gradients import methods
 from torchtitan_dp.ledger import Lineage, Settings
 from torchtitan_dp.privacy.clipping import Clip
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.mechanism import BandedGaussian
+from torchtitan_dp.privacy.sampling import SecureChoices, coins
+from torchtitan_dp.process import Fault
+from torchtitan_dp.train import DPTrainer
+from torchtitan_dp.train_spec import build_loader
 
 SETTINGS = Settings(
     mechanism(1.0, 0.5),
@@ -43,31 +60,21 @@ ROOT = bytes(range(32))
 @functools.cache
 def samples():
     """The samples of short records, whose store stays open when its folder is gone."""
-    from tests.data.stores import store_of
-    from torchtitan_dp.data.samples import Samples
-
     with tempfile.TemporaryDirectory() as folder:
         store = store_of(["text" * (i + 1) for i in range(12)], Path(folder))
     return Samples(store, 32)
 
 
 def loader():
-    from torchtitan_dp.data.batching import RecordLoader
-
     return RecordLoader(samples(), np.arange(1, 11), ranks=1, rank=0, batch_size=1)
 
 
 def feed():
-    from torchtitan_dp.data.feed import Feed
-
     return Feed(loader(), (32,), torch.device("cpu"))
 
 
 def bookkeeping(ledger, config=None):
     """A bookkeeping without a folder, with the keys of `ROOT`."""
-    from tests import build
-    from torchtitan_dp.checkpoint import bookkeeping as module
-
     books = module.Bookkeeping.__new__(module.Bookkeeping)
     books._config, books._device = config or build.config(), torch.device("cpu")
     books.ledger, books.log = ledger, MagicMock()
@@ -81,10 +88,6 @@ class Step:
     """One `train_step` on stand-ins, the last of a run, and what it did, in order."""
 
     def __init__(self, monkeypatch, *, sample_rate=0.5, loss=1.0, planned=STEP, secure=False):
-        from tests import build
-        from torchtitan_dp import train
-        from torchtitan_dp.checkpoint import bookkeeping as module
-
         self.did, self.drawn, self.draws, self.positions, self.feed = [], [], [], [], feed()
         draw = module.poisson_draw
         settings = with_terms(SETTINGS, sample_rate=sample_rate)
@@ -140,8 +143,6 @@ def test_row21_and_46_a_step_is_begun_once_before_its_one_update(monkeypatch):
 
 
 def test_row39_with_secure_noise_units_are_drawn_by_shake_256(monkeypatch):
-    from torchtitan_dp.privacy.sampling import coins
-
     philox = MagicMock(side_effect=AssertionError("drawn by Philox"))
     monkeypatch.setattr(np.random, "Philox", philox)
     step = Step(monkeypatch, secure=True)
@@ -149,13 +150,6 @@ def test_row39_with_secure_noise_units_are_drawn_by_shake_256(monkeypatch):
 
 
 def test_row39_with_secure_noise_choices_and_projections_are_shakes(tmp_path):
-    from tests import build
-    from tests.processes.runs import write_records
-    from torchtitan_dp.data.tokenizer import ByteTokenizer
-    from torchtitan_dp.gradients import methods
-    from torchtitan_dp.privacy.sampling import SecureChoices
-    from torchtitan_dp.train_spec import build_loader
-
     data = write_records(tmp_path / "data", 4)
     options = "--privacy.secure_noise", "--data.long_records=window"
     config = build.config(*options, f"--training.dataset_path={data}")
@@ -175,9 +169,6 @@ def test_row39_with_secure_noise_choices_and_projections_are_shakes(tmp_path):
 @pytest.mark.parametrize("at", ["this draw", "the next one"])
 def test_row61_a_step_of_ranks_that_drew_otherwise_is_not_begun(monkeypatch, at):
     """No update, no noise, nothing recorded: gradients of the step go with the process."""
-    from torchtitan_dp.data import feed as feeds
-    from torchtitan_dp.process import Fault
-
     asked = []
 
     def with_another_rank(told, op):
@@ -262,8 +253,6 @@ def test_row22_and_25_a_bad_loss_changes_no_course(monkeypatch, loss):
 
 @pytest.mark.parametrize("step", [STEP, STEP + 1, STEP + 4])
 def test_row58_a_step_draws_from_its_own_group_at_b_times_the_rate(monkeypatch, step):
-    from torchtitan_dp.checkpoint import bookkeeping as module
-
     settings = dataclasses.replace(SETTINGS, mechanism=BandedGaussian(1.0, 0.2, bands=4))
     groups = [np.arange(g, 40, 4) for g in range(4)]
     rates = []
@@ -305,9 +294,6 @@ def test_row11_and_32_all_ranks_hold_one_key_and_each_start_another():
 
 def test_row30_and_45_a_debug_seed_marks_the_run():
     """As a start's plan has it: the trainer's ledger is the plan's."""
-    from tests import build
-    from torchtitan_dp.checkpoint.plan import make_plan
-
     config = build.config()
     ledger = make_plan(config, 10).ledger
     assert (ledger.private, ledger.caveats) == (True, ())
@@ -319,8 +305,6 @@ def test_row30_and_45_a_debug_seed_marks_the_run():
 
 def test_row30_drawing_secrets_tells_nobody(monkeypatch, caplog, capfd):
     from torchtitan.tools.logging import logger
-
-    from torchtitan_dp.distributed import agreement
 
     monkeypatch.setattr(agreement.RootKey, "from_os", classmethod(lambda cls: cls(ROOT)))
     monkeypatch.setattr(agreement.dist, "broadcast", lambda *_, **__: None)
@@ -336,8 +320,6 @@ def test_row30_drawing_secrets_tells_nobody(monkeypatch, caplog, capfd):
 
 def test_row30_secrets_are_guarded_before_anything_else(monkeypatch):
     """No core dumps, outputs their owner's, workers that die: before the configuration is read."""
-    from torchtitan_dp import process, train
-
     calls, mask = [], os.umask(0o022)
     os.umask(mask)
     for name in ("die_with_parent", "forbid_core_dumps"):
@@ -360,9 +342,6 @@ def test_row30_secrets_are_guarded_before_anything_else(monkeypatch):
 
 @pytest.mark.parametrize("private", [True, False])
 def test_row20_only_without_privacy_is_the_shuffling_trainer_built(monkeypatch, private):
-    from tests import build
-    from torchtitan_dp import train
-
     for name in ("DPTrainer", "BaselineTrainer"):
         monkeypatch.setattr(train, name, lambda *_, name=name: SimpleNamespace(name=name))
     config = build.config(*([] if private else ["--privacy.no-enable"]))
@@ -371,8 +350,6 @@ def test_row20_only_without_privacy_is_the_shuffling_trainer_built(monkeypatch, 
 
 
 def test_row20_a_private_step_is_given_the_feed_not_the_loaders_shuffled_batches():
-    from torchtitan_dp.train import DPTrainer
-
     trainer = MagicMock(model_parts=[torch.nn.Linear(2, 2)])
     trainer.checkpointer.start.resumes = False
     trainer.step = trainer.job_config.training.steps = 5  # nothing left to rehearse
@@ -384,10 +361,6 @@ def test_row20_a_private_step_is_given_the_feed_not_the_loaders_shuffled_batches
 
 @pytest.mark.parametrize("secure", [False, True])
 def test_row49_the_trainer_adds_noise_as_configured(monkeypatch, secure):
-    from tests import build
-    from torchtitan_dp import train, train_spec
-    from torchtitan_dp.gradients import methods
-
     def start(trainer, _):
         trainer.model_parts, trainer.device = [torch.nn.Linear(3, 2)], torch.device("cpu")
         trainer.parallel_dims = trainer.dataloader = MagicMock()

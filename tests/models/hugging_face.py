@@ -17,8 +17,10 @@ from transformers import (
 
 from tests import build
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.load import read_config
 from torchtitan_dp.models.families import FAMILIES
 from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.models.llama3.model import Llama
 
 VOCABULARY = 264
 # Wavelengths on both sides of and between the original 64 tokens / 4 and / 1.
@@ -142,3 +144,11 @@ def ours(config: JobConfig, folder: Path) -> Any:
     assert unexpected == []
     assert all("lora" in name for name in missing)
     return model.eval()
+
+
+@torch.no_grad()
+def checkpoint_logits(run: Path, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Our fp32 logits, of the weights in a checkpoint of a run."""
+    model = Llama(shape(read_config(str(run))))
+    model.load_state_dict({name: value.float() for name, value in weights.items()}, strict=False)
+    return model(sample_tokens())

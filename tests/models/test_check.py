@@ -5,16 +5,15 @@ import pytest
 from tests import build
 from tests.processes import forks
 from tests.processes.runs import CONFIG
+from torchtitan_dp.checkpoint.start import decide_start
+from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.llama3.model import FLAVORS
 from torchtitan_dp.models.parallelize import takes_cudnn
+from torchtitan_dp.preflight.check import check_model
 
 
 def mistake(*options: str) -> str:
     """What `check_model` says of a start with these options; "" if nothing."""
-    from torchtitan_dp.checkpoint.start import decide_start
-    from torchtitan_dp.config.load import load_config
-    from torchtitan_dp.preflight.check import check_model
-
     try:
         config = load_config(["--job.config_file", str(CONFIG), *options], 1)
         check_model(config, decide_start(config))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from tests.models.hugging_face import PLAIN, sample_tokens, transformers_logits, write_llama
+from tests.models.hugging_face import PLAIN, checkpoint_logits, transformers_logits, write_llama
 from tests.processes.runs import (
     TIMEOUT_S,
     Run,
@@ -20,9 +20,6 @@ from tests.processes.runs import (
     write_records,
 )
 from torchtitan_dp.checkpoint.folder import average_name
-from torchtitan_dp.config.load import read_config
-from torchtitan_dp.models.hugging_face import shape
-from torchtitan_dp.models.llama3.model import Llama
 from torchtitan_dp.models.lora import is_adapter
 from torchtitan_dp.plan.__main__ import main as plan
 from torchtitan_dp.release.__main__ import main as release
@@ -114,10 +111,8 @@ def test_it_begins_with_the_weights_that_were_given(finished, place):
 
 
 def test_validation_tells_both_losses(place, finished):
-    said = re.findall(
-        r"not private: held-out loss: ([\d.]+), averaged weights: ([\d.]+)",
-        (place / "log").read_text(),
-    )
+    line = r"not private: held-out loss: ([\d.]+), averaged weights: ([\d.]+)"
+    said = re.findall(line, (place / "log").read_text())
     assert len(set(said)) == 2  # at steps 1 and 4, told by both ranks
     assert any(last != average for last, average in said)  # by chance, one may agree in all digits
 
@@ -125,31 +120,25 @@ def test_validation_tells_both_losses(place, finished):
 def logits(run, average):
     """Ours, of the last checkpoint."""
     saved = state(run, STEPS)
-    model = Llama(shape(read_config(str(run))))
     held = weights_of(saved) | (averages(saved) if average else {})
     if average and "output.weight" in held:
         held["output.weight"] = held["tok_embeddings.weight"]
-    model.load_state_dict({k: v.float() for k, v in held.items()}, strict=False)
-    with torch.no_grad():
-        return model(sample_tokens())
+    return checkpoint_logits(run, held)
 
 
 @pytest.mark.parametrize(("option", "average"), [((), True), (("--no-ema",), False)])
 def test_a_release_is_of_the_average_unless_told_otherwise(finished, tmp_path, option, average):
+    """And so is the folder at the end of a run."""
     release([str(finished), str(tmp_path / "model"), *option])
     found = transformers_logits(tmp_path / "model")
     assert (found - logits(finished, average)).abs().max() < 1e-4
     assert (found - logits(finished, not average)).abs().max() > 0.01
+    assert torch.equal(found, transformers_logits(finished / "hf")) == average
     card = (tmp_path / "model" / "README.md").read_text()
     assert ("| weights | an exponential moving average" in card) == average
     assert ("(decay 0.9999; at first" in card) == average
     assert ("| weights | those after the last step |" in card) != average
     assert privacy(tmp_path / "model")["epsilon"] == privacy(finished)["epsilon"]
-
-
-def test_the_folder_at_the_end_holds_the_average(finished):
-    found = transformers_logits(finished / "hf")
-    assert (found - logits(finished, average=True)).abs().max() < 1e-4
 
 
 def resumed(place, run, out, *overrides, world_size=2):
@@ -184,13 +173,10 @@ def test_it_changes_no_bit_of_the_run(place, seeded, tmp_path):
     """Though validation has the model hold averages after each step."""
     out = tmp_path / "out"
     train(command(place, out, *SEEDED, "--ema.no-enable"), log=tmp_path / "log")
-    without = state(out, STEPS)
-    assert state(seeded, STEPS).keys() - without.keys() == {
-        "ema.updates",
-        "ema.decays",
-        *map(average_name, averages(state(seeded, STEPS))),
-    }
-    assert_same(state(seeded, STEPS), without)
+    having, without = state(seeded, STEPS), state(out, STEPS)
+    of_it = {"ema.updates", "ema.decays", *map(average_name, averages(having))}
+    assert having.keys() - without.keys() == of_it
+    assert_same(having, without)
 
 
 @pytest.mark.parametrize("world_size", [1, None])

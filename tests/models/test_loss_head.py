@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 import torch.nn as nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from scripts.benchmarking.counting import Counts
 from tests.gradients.test_layers import Collected
@@ -42,18 +43,15 @@ def test_loss_and_gradients_are_the_plain_ones(chunk):
         assert (one - other).norm() <= rel * other.norm()
 
 
-def test_without_gradients_any_number_of_samples():
-    output, h, labels, targets = head_and_inputs(samples=3)
-    with torch.no_grad():
-        actual = LossHead.over(output, 7)(h, labels, targets)
-        expected = per_sample_loss(output(h), labels, targets)
-    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
-
-
 def test_samples_are_never_merged():
-    output, h, labels, targets = head_and_inputs(samples=2)
+    """Without gradients there may be any number."""
+    output, h, labels, targets = head_and_inputs(samples=3)
+    head = LossHead.over(output, 7)
+    with torch.no_grad():
+        expected = per_sample_loss(output(h), labels, targets)
+        torch.testing.assert_close(head(h, labels, targets), expected, rtol=1e-6, atol=1e-6)
     with pytest.raises(AssertionError, match="merged"):
-        LossHead.over(output, 7)(h, labels, targets)
+        head(h, labels, targets)
 
 
 def test_a_sample_without_targets_is_exactly_zero():
@@ -64,28 +62,39 @@ def test_a_sample_without_targets_is_exactly_zero():
     assert loss.item() == h.grad.abs().max() == output.weight.grad.abs().max() == 0
 
 
-def most_elements(chunk):
-    """The largest tensor that any operation makes, forward and backward."""
-    from torch.utils._python_dispatch import TorchDispatchMode
+class Largest(TorchDispatchMode):
+    """The largest tensor that any operation makes."""
 
-    class Largest(TorchDispatchMode):
-        numel = 0
+    numel = 0
 
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            made = func(*args, **(kwargs or {}))
-            if isinstance(made, torch.Tensor):
-                self.numel = max(self.numel, made.numel())
-            return made
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.numel = max(self.numel, made.numel())
+        return made
 
+
+@pytest.mark.parametrize("chunk", [400, 40])
+def test_the_logits_of_one_chunk_exist(chunk):
+    """Forward and backward."""
     output, h, labels, targets = head_and_inputs(tokens=400, dim=4, vocabulary=64)
     with Largest() as largest:
         LossHead.over(output, chunk)(h.requires_grad_(), labels, targets).sum().backward()
-    return largest.numel
+    assert largest.numel == chunk * 64
 
 
-def test_the_logits_of_one_chunk_exist():
-    assert most_elements(400) == 400 * 64
-    assert most_elements(40) == 40 * 64
+class Formed(Collected):
+    """Also has the head's gradients formed, in its forward pass."""
+
+    def keeps_outputs(self, name, tokens):
+        return False
+
+    def form(self, name, batch_size, write):
+        layout = self.layouts[name]
+        write(layout, layout.allocate(batch_size, torch.device("cpu")), slice(0, batch_size))
+
+    def add(self, name, formed, factor_B):
+        pass
 
 
 def flops_of(samples, per_sample):
@@ -94,7 +103,7 @@ def flops_of(samples, per_sample):
     model = nn.Sequential(LossHead.over(output, 5))
     if per_sample:
         per_sample_layers(model)
-        Collected(model)
+        Formed(model)
     with Counts() as counts:
         model[0](h.requires_grad_(), labels, targets).sum().backward()
     return sum(counts.flops.values()) / (2 * h.numel() * 37)

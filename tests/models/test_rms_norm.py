@@ -5,8 +5,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from tests.gradients.test_layers import Collected
-from torchtitan_dp.gradients.layers import per_sample_layers
 from torchtitan_dp.models.rms_norm import LeanRMSNorm, rms_norm, use_lean_norms
 
 
@@ -31,32 +29,6 @@ def test_output_and_gradients_are_pytorchs(dtype, weighted, eps):
         assert actual.dtype == expected.dtype == dtype
         tolerance = 4 * torch.finfo(dtype).eps
         assert (actual - expected).norm() <= tolerance * expected.norm()
-
-
-@pytest.mark.parametrize("shape", [(3, 24), (3, 5, 24), (3, 2, 5, 24)], ids=str)
-@pytest.mark.parametrize("weighted", [True, False], ids=["weight", "frozen"])
-def test_gradients_of_each_sample(shape, weighted):
-    model = nn.Sequential(nn.RMSNorm(24, eps=1e-3))
-    generator = torch.Generator().manual_seed(0)
-    x, grad_y = (torch.randn(shape, generator=generator) for _ in range(2))
-    weight = nn.init.normal_(model[0].weight, generator=generator).requires_grad_(weighted)
-    alone = [sample.clone().requires_grad_() for sample in x]
-    expected = []
-    for sample, grad in zip(alone, grad_y, strict=True):
-        model(sample).backward(grad)
-        expected.append(weight.grad)
-        weight.grad = None
-    use_lean_norms(model)
-    per_sample_layers(model)
-    sink = Collected(model)
-    x.requires_grad_()
-    model(x).backward(grad_y)
-    torch.testing.assert_close(x.grad, torch.stack([sample.grad for sample in alone]))
-    if weighted:
-        torch.testing.assert_close(sink.gradients["0.weight"], torch.stack(expected))
-    else:
-        assert not sink.gradients
-    assert weight.grad is None
 
 
 def test_what_is_kept():

@@ -1,6 +1,7 @@
 """Scaled rotary embeddings: those of `transformers`, from `config.json` or `[rope]`, and back."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from tests import build
 from tests.gradients.loop import check
 from tests.models.hugging_face import (
-    PLAIN,
     edit_config,
     given,
     ours,
@@ -21,6 +21,7 @@ from tests.models.hugging_face import (
     write,
 )
 from torchtitan_dp.checkpoint.terms import settings_of
+from torchtitan_dp.config import JobConfig
 from torchtitan_dp.ledger.settings import Settings
 from torchtitan_dp.models.config_json import Reader
 from torchtitan_dp.models.hugging_face import export_settings, shape
@@ -56,8 +57,8 @@ def test_frequencies_are_those_of_transformers_bit_by_bit(
     expected, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")
     settings = {"max_position_embeddings": 512, "rope_parameters": rope}
     read = Reader(settings, "config.json", "key", ())
-    own_theta, kind, key, values = read.rope("linear", "yarn")
-    scaling = read.scaling(kind, key, values)
+    own_theta, *given = read.rope("linear", "yarn")
+    scaling = read.scaling(*given)
     assert scaling is not None
     assert torch.equal(scaling.inverse_frequencies(own_theta, head_size), expected)
     assert scaling.attention_factor == factor
@@ -72,6 +73,15 @@ def scale(folder: Path, rope: dict[str, Any], *, theta: float, old: bool) -> Non
         del type_of["rope_type"]
         keys = {"rope_scaling": type_of, "rope_theta": theta}
     edit_config(folder, **keys)
+
+
+def assert_logits(folder: Path, config: JobConfig, expected: torch.Tensor) -> Path:
+    """Ours of the folder, and those of its export, are the expected ones; the export."""
+    model = ours(config, folder)
+    assert (model(sample_tokens()) - expected).abs().max() < 1e-4
+    exported = Path(export(model, config))
+    assert torch.equal(transformers_logits(exported), expected)
+    return exported
 
 
 @torch.no_grad()
@@ -89,11 +99,7 @@ def test_in_and_out_the_logits_are_those_of_transformers(
     scale(folder, SCALINGS[name], theta=1e4, old=old)
     expected = transformers_logits(folder)
     assert (plain - expected).abs().max() > 0.1
-    config = given(folder, family=family)
-    model = ours(config, folder)
-    assert (model(sample_tokens()) - expected).abs().max() < 1e-4
-    exported = Path(export(model, config))
-    assert torch.equal(transformers_logits(exported), expected)
+    exported = assert_logits(folder, given(folder, family=family), expected)
     before, after = (json.loads((f / "config.json").read_text()) for f in (folder, exported))
     assert before == after
 
@@ -109,6 +115,7 @@ CHOICES = {
     "yarn": (EXTENDED, {**YARN, "beta_fast": 4.0}, 20000.0, 256),
     "linear": (("--rope.type=linear", "--rope.factor=2"), {**LINEAR, "factor": 2.0}, None, 1024),
     "theta": (("--rope.theta=20000", "--training.seq_len=600"), None, 20000.0, 600),
+    "default": (("--rope.type=default",), None, None, 512),
 }
 
 
@@ -116,32 +123,20 @@ CHOICES = {
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("family", FAMILY)
 def test_a_model_is_extended_by_keys(family: str, choice: str, tmp_path: Path) -> None:
-    """As by an edited `config.json`; an export has the edit."""
+    """As by an edited `config.json`, or plain in place of its scaling; an export has the edit."""
     folder = write(family, tmp_path / "given")
     overrides, rope, theta, window = CHOICES[choice]
     own_theta = json.loads((folder / "config.json").read_text())["rope_parameters"]["rope_theta"]
+    edited = shutil.copytree(folder, tmp_path / "edited")
+    scale(edited, rope or {"rope_type": "default"}, theta=theta or own_theta, old=False)
+    if choice == "default":
+        scale(folder, YARN, theta=own_theta, old=False)
     config = given(folder, *overrides, family=family)
-    model = ours(config, folder)
-    exported = Path(export(model, config))
-    scale(folder, rope or {"rope_type": "default"}, theta=theta or own_theta, old=False)
-    expected = transformers_logits(folder)
-    assert (model(sample_tokens()) - expected).abs().max() < 1e-4
-    assert torch.equal(transformers_logits(exported), expected)
+    exported = assert_logits(folder, config, transformers_logits(edited))
     written = json.loads((exported / "config.json").read_text())
     assert written["max_position_embeddings"] == window
     again = shape(given(exported, family=family))
     assert (again.rope, again.rope_theta) == (shape(config).rope, shape(config).rope_theta)
-
-
-@torch.no_grad()
-def test_plain_embeddings_in_place_of_the_models_scaling(tmp_path: Path) -> None:
-    folder = write("llama3", tmp_path / "given")
-    expected = transformers_logits(folder)
-    scale(folder, YARN, theta=PLAIN["rope_theta"], old=False)
-    config = given(folder, "--rope.type=default")
-    model = ours(config, folder)
-    assert (model(sample_tokens()) - expected).abs().max() < 1e-4
-    assert torch.equal(transformers_logits(Path(export(model, config))), expected)
 
 
 @pytest.mark.parametrize("family", FAMILY)
@@ -175,67 +170,58 @@ def test_adapters_come_with_the_positions_that_they_were_trained_at(
     assert (model(sample_tokens()) - base).abs().max() < 1e-4
 
 
-BAD_FILES = [
-    ({**YARN, "rope_type": "dynamic"}, 'rope_type = "dynamic"'),
-    ({**YARN, "rope_type": "longrope"}, 'rope_type = "longrope"'),
-    ({"rope_type": "yarn"}, "rope_parameters.factor = missing: must be a number of 1 or more"),
-    ({**LINEAR, "factor": 0.5}, "rope_parameters.factor = 0.5: must be a number of 1 or more"),
-    ({**YARN, "attention_factor": 0}, "attention_factor = 0: must be a positive number"),
-    ({**YARN, "beta_slow": 64}, "rope_parameters.beta_fast = 32.0: must be at least beta_slow"),
-    ({**YARN, "truncate": None}, "rope_parameters.truncate = missing: must be true or false"),
+BAD_FILES: list[tuple[dict[str, Any], str]] = [
+    *(
+        ({"rope_parameters": {**rope, "rope_theta": 1e4}}, words)
+        for rope, words in (
+            ({**YARN, "rope_type": "dynamic"}, 'rope_type = "dynamic"'),
+            ({**YARN, "rope_type": "longrope"}, 'rope_type = "longrope"'),
+            ({"rope_type": "yarn"}, "rope_parameters.factor = missing: must be a number of 1 or"),
+            ({**LINEAR, "factor": 0.5}, "rope_parameters.factor = 0.5: must be a number of 1 or"),
+            ({**YARN, "attention_factor": 0}, "attention_factor = 0: must be a positive number"),
+            ({**YARN, "beta_slow": 64}, "rope_parameters.beta_fast = 32.0: must be at least beta"),
+            ({**YARN, "truncate": None}, "rope_parameters.truncate = missing: must be true or"),
+        )
+    ),
+    # Of the two, transformers 5 takes `rope_scaling`, without theta.
+    ({"rope_scaling": YARN}, "rope_parameters has another; keep one of the two"),
 ]
 
 
-@pytest.mark.parametrize("rope, words", BAD_FILES)
+@pytest.mark.parametrize("changes, words", BAD_FILES)
 @pytest.mark.parametrize("family", FAMILY)
 def test_scalings_that_ours_cannot_compute_are_refused(
-    family: str, rope: dict[str, Any], words: str, tmp_path: Path
+    family: str, changes: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     folder = write(family, tmp_path / "given")
-    scale(folder, rope, theta=1e4, old=False)
+    edit_config(folder, **changes)
     with pytest.raises(ValueError, match=r"config\.json has ") as refusal:
         shape(given(folder, family=family))
     assert words in str(refusal.value)
 
 
-def test_two_scalings_are_refused(tmp_path: Path) -> None:
-    """Of `rope_scaling` beside `rope_parameters`, transformers 5 takes the first, without theta."""
-    folder = write("qwen3", tmp_path / "given")
-    edit_config(folder, rope_scaling=YARN)
-    with pytest.raises(ValueError, match="rope_parameters has another; keep one of the two"):
-        shape(given(folder, family="qwen3"))
-
-
-def terms(*overrides: str) -> Settings:
-    return settings_of(build.config(*overrides), 100, 1.0)
-
-
 def test_a_resume_with_other_positions_is_refused() -> None:
+    def terms(*overrides: str) -> Settings:
+        return settings_of(build.config(*overrides), 100, 1.0)
+
     extended = terms(*EXTENDED)
     extended.refuse_change(since=terms(*EXTENDED))
     for other in ((), EXTENDED[:-1], (*EXTENDED, "--rope.factor=16")):
         with pytest.raises(ValueError, match=r"^rope = .*: this run was started with .*factor 8"):
             terms(*other).refuse_change(since=extended)
     assert Settings.from_fields(extended.fields()) == extended
-    older = {key: value for key, value in terms().fields().items() if key != "rope"}
-    assert Settings.from_fields(older) == terms()
 
 
 def test_samples_beyond_the_window_are_noticed(tmp_path: Path) -> None:
     folder = write("qwen3", tmp_path / "given")
-    config = given(folder, "--training.seq_len=600", family="qwen3")
-    (line,) = (line for line in notices(config) if "beyond" in line)
-    assert "training.seq_len = 600 is beyond the 512 positions of the model" in line
-    extended = "--rope.type=linear", "--rope.factor=2"
-    config = given(folder, "--training.seq_len=600", *extended, family="qwen3")
-    assert not any("beyond" in line for line in notices(config))
-
-
-SCALED = Yarn(factor=4.0, original=8, beta_fast=2.0)
+    line = "training.seq_len = 600 is beyond the 512 positions of the model"
+    for options, found in (((), 1), (("--rope.type=linear", "--rope.factor=2"), 0)):
+        config = given(folder, "--training.seq_len=600", *options, family="qwen3")
+        assert sum(line in notice for notice in notices(config)) == found
 
 
 @pytest.mark.parametrize("family", FAMILY)
 def test_adapters_are_the_loop_with_scaled_positions(family: str) -> None:
     options = "--privacy.gradient_method=ghost", "--training.local_batch_size=2"
-    lora = LoRA(2, 4.0, ("wq", "wv", "w2"))
-    check((1, 1, 2), *options, family=family, lora=lora, rope=SCALED, tolerance=2e-5)
+    model = {"lora": LoRA(2, 4.0, ("wq", "wv", "w2")), "rope": Yarn(4.0, original=8, beta_fast=2.0)}
+    check((1, 1, 2), *options, family=family, tolerance=2e-5, **model)

@@ -1,15 +1,12 @@
 """Bands in the plan: the rows of `--recommend`, what `auto` chooses, and what is refused."""
 
-import json
 import re
 
 import pytest
 
 from tests import build
-from tests.processes.runs import write_records
 from torchtitan_dp.checkpoint.terms import best_of, choose_noise, noise_by_bands, settings_of
 from torchtitan_dp.ledger import Lineage
-from torchtitan_dp.plan import __main__ as plan
 from torchtitan_dp.plan.recommend import Bands
 
 EIGHT = ("--privacy.target_epsilon=8", "--privacy.noise_multiplier=None", "--privacy.delta=1e-5")
@@ -30,9 +27,6 @@ def test_noise_by_bands_is_that_of_the_published_computation():
     shares = [round(in_sum / independent[2], 2) for *_, in_sum in rows.values()]
     assert shares == [1.0, 0.81, 0.69, 0.63, 0.57]
     assert best_of(rows) == 16
-
-
-def test_bands_are_those_that_the_rate_allows():
     rows = noise_by_bands(config(300, 6), 1_000, [])
     assert max(rows) == 3  # 4 would draw with a probability above 1
 
@@ -59,10 +53,7 @@ def test_independent_noise_is_recommended_where_it_is_as_good():
     "options, line",
     [
         (("--privacy.bands=0",), "privacy.bands = 0: must be 1 or more"),
-        (
-            ("--privacy.noise=independent", "--privacy.bands=4"),
-            "privacy.bands = 4: only",
-        ),
+        (("--privacy.noise=independent", "--privacy.bands=4"), "privacy.bands = 4: only"),
         (("--privacy.secure_noise",), "privacy.secure_noise = true: with privacy.noise = 'banded'"),
         (
             ("--privacy.target_epsilon=None", "--privacy.noise_multiplier=1"),
@@ -75,23 +66,12 @@ def test_independent_noise_is_recommended_where_it_is_as_good():
     ],
 )
 def test_what_is_refused(options, line):
-    asked = (*EIGHT, "--privacy.noise=banded", *options)
     with pytest.raises(ValueError, match=re.escape(line)):
-        build.config(*asked)
+        build.config(*EIGHT, "--privacy.noise=banded", *options)
 
 
-def test_the_plan_has_bands(tmp_path, capsys):
-    data = write_records(tmp_path / "data", 40)
-    json_file = tmp_path / "plan.json"
-    plan.main(
-        [
-            *("--job.config_file", "train_configs/llama3_debug.toml", "--no_memory"),
-            *("--json", str(json_file), "--recommend", "--privacy.noise=banded"),
-            *("--training.dataset_path", str(data), "--privacy.delta=1e-3"),
-            *("--training.global_batch_size=4", "--training.steps=4", "--validation.no_enable"),
-            *("--job.dump_folder", str(tmp_path / "out"), "--data.heldout_fraction=0"),
-        ]
-    )
-    shown = capsys.readouterr().err
+def test_the_plan_has_bands(plan_tiny):
+    batch = ("--training.global_batch_size=4", "--privacy.delta=1e-3")
+    shown, content = plan_tiny(1, "--recommend", "--privacy.noise=banded", *batch)
     assert "noise correlated over steps, 4 bands: each of 4 groups of units" in shown
-    assert json.loads(json_file.read_text())["recommendation"]["bands"]["bands"] == 4
+    assert content["recommendation"]["bands"]["bands"] == 4

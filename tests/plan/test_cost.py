@@ -5,6 +5,7 @@ import pytest
 from scripts.benchmarking import counts
 from tests import build
 from tests.processes import forks
+from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.families import FAMILIES
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.plan.cost import Weights, flops_of, step_cost, weights_of
@@ -20,28 +21,19 @@ def cost(mode, tflops):
     return step_cost(config, shape(config), records=10, rate=0.4, tflops=tflops)
 
 
-def test_no_time_without_a_rate():
-    assert cost("none", None).seconds_per_step is None
-    assert "stated" not in cost("none", None).describe()
-
-
 @pytest.mark.parametrize("mode", ["none", "full"])
-def test_time_at_a_stated_rate(mode):
-    found = cost(mode, 2.0)
+def test_a_step_is_of_its_samples_and_takes_time_at_a_stated_rate(mode):
+    found, timeless = cost(mode, 2.0), cost(mode, None)
+    assert found.flops_per_step == pytest.approx(4 * found.flops_per_sample)
     assert found.tokens_per_step == pytest.approx(4 * build.T, rel=1e-6)
     expected = found.flops_per_step / (2 * 2e12)  # two devices
     assert found.seconds_per_step == pytest.approx(expected)
-    assert f"{expected:.3g} s" in found.describe()
-    assert f"{found.flops_per_step:.3g} FLOPs ({found.flops_per_sample:.3g} a sample" in (
-        found.describe()
-    )
-
-
-def test_a_step_is_of_its_samples():
-    found = cost("full", None)
-    assert found.flops_per_step == pytest.approx(4 * found.flops_per_sample)
-    assert "recomputation included" in found.describe()
-    assert "recomputation" not in cost("none", None).describe()
+    said = found.describe()
+    assert f"{expected:.3g} s" in said
+    assert f"{found.flops_per_step:.3g} FLOPs ({found.flops_per_sample:.3g} a sample" in said
+    assert ("recomputation included" in said) == (mode == "full")
+    assert timeless.seconds_per_step is None
+    assert "stated" not in timeless.describe()
 
 
 def test_weights_are_those_of_products():
@@ -65,49 +57,36 @@ def test_flops_of_a_sample_by_hand(mode):
     assert found.total == found.products + found.attention
 
 
-def counted(mode, *overrides, n_layers=2, T=512):
-    """FLOPs of the real step's microbatch, and what is predicted of it."""
-    overrides = (f"--activation_checkpoint.mode={mode}", *overrides)
-    case = counts.Case("debug", "microbatch", 1, 1, overrides=overrides, n_layers=n_layers)
-    flops = forks.call(counts.count_here, case, [T])["microbatch"][T].flops
-    products = flops["matrix products"] + flops["loss head"]
-    assert sum(flops.values()) == products + flops["attention"]
-    return products, flops["attention"], forks.call(predicted, case, T)
+T, RANK = 512, 4
 
 
-def predicted(case, T):
-    from torchtitan_dp.config.load import load_config
-
+def predicted(case):
     config = load_config(case.arguments(T), 1)
     args = shape(config)
     args.n_layers = case.n_layers
-    blocks, output = weights_of(args)
-    found = flops_of(config, args)
-    return found, blocks, output, args
+    return flops_of(config, args), weights_of(args), args
 
 
-def test_the_real_step_takes_as_much():
-    products, attention, (found, *_) = counted("none")
-    assert found.products == products
-    assert found.attention == attention / 2  # as if no mask were causal
-
-
-def test_recomputation_takes_no_more():
-    """It may stop before the last product, whose result no gradient needs."""
-    products, attention, (found, blocks, *_) = counted("full")
-    forward = 2 * 512 * blocks.all
-    print(f"recomputed: {1 - (found.products - products) / forward:.3f} of the blocks' products")
-    assert found.products - 0.25 * forward <= products <= found.products
-    assert found.attention == attention / 2
-
-
-def test_the_real_step_with_adapters_takes_as_much_but_for_the_first_block():
-    """Below its adapters, nothing is trained: its queries, keys and values need no gradient of
+@pytest.mark.parametrize(
+    ("mode", "more"), [("none", ()), ("full", ()), ("none", (f"--lora.rank={RANK}",))]
+)
+def test_the_real_step_takes_as_much(mode, more):
+    """Recomputation may stop before the last product, whose result no gradient needs. Below its
+    adapters nothing is trained: the first block's queries, keys and values need no gradient of
     their input."""
-    rank = 4
-    products, attention, (found, blocks, output, args) = counted("none", f"--lora.rank={rank}")
-    assert output.trained == 0 < blocks.trained < blocks.frozen
-    keys = (args.n_kv_heads or args.n_heads) * args.head_size
-    spared = 2 * 512 * args.dim * (args.dim + 2 * keys + 3 * rank)
-    assert found.products == products + spared
-    assert found.attention == attention / 2
+    overrides = (f"--activation_checkpoint.mode={mode}", *more)
+    case = counts.Case("debug", "microbatch", 1, 1, overrides=overrides, n_layers=2)
+    flops = forks.call(counts.count_here, case, [T])["microbatch"][T].flops
+    products, attention = flops["matrix products"] + flops["loss head"], flops["attention"]
+    assert sum(flops.values()) == products + attention
+    found, (blocks, output), args = forks.call(predicted, case)
+    assert found.attention == attention / 2  # as if no mask were causal
+    if mode == "full":
+        assert found.products - 0.25 * 2 * T * blocks.all <= products <= found.products
+    elif more:
+        assert output.trained == 0 < blocks.trained < blocks.frozen
+        keys = (args.n_kv_heads or args.n_heads) * args.head_size
+        spared = 2 * T * args.dim * (args.dim + 2 * keys + 3 * RANK)
+        assert found.products == products + spared
+    else:
+        assert found.products == products

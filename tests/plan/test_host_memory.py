@@ -47,17 +47,12 @@ def test_a_node_of_the_plan_has_up_to_eight_ranks(plan_tiny):
     assert (content["host_memory"]["node_ranks"], "a node's 2 ranks" in said) == (2, True)
 
 
-def test_it_is_silent_where_the_host_keeps_nothing(plan_tiny):
-    said, content = plan_tiny(2)
+@pytest.mark.parametrize("options", [(), ("--checkpoint.enable", "--checkpoint.async_mode=async")])
+def test_what_the_host_keeps_is_said_from_a_gib_on(plan_tiny, options):
+    said, content = plan_tiny(1, *options)
     assert HOST not in said
-    assert content["host_memory"]["rank_gib"] == 0
-
-
-def test_a_save_beside_the_run_is_said_from_a_gib_on(plan_tiny):
-    saving = ("--checkpoint.enable", "--checkpoint.async_mode=async")
-    said, content = plan_tiny(1, *saving)
-    assert HOST not in said
-    assert content["host_memory"]["save_gib"] == pytest.approx(12 * 1_872_576 / GIB)
+    saved = 12 * 1_872_576 / GIB if options else 0
+    assert content["host_memory"]["save_gib"] == pytest.approx(saved)
 
 
 LONG = ("--training.seq_len=4194304", "--training.steps=1")
@@ -68,15 +63,12 @@ def command(tmp_path):
     return arguments(tmp_path / "out", write_records(tmp_path / "data"), *OFFLOAD, *LONG)
 
 
-def test_a_plan_for_another_machine_refuses_nothing(command, capsys):
-    """12 GiB, of which this one has 3."""
-    plan.main([*command, "--world_size=2"])
-    assert "12.00 GiB for a node's 2 ranks (assumed: all, up to 8)" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("private", ["--privacy.enable", "--privacy.no-enable"])
 def test_the_plan_of_a_start_refuses_what_this_machine_lacks(command, capsys, private):
+    """12 GiB in all, of which this machine has 3; a plan for another machine refuses nothing."""
     given = [*command, private, "--world_size=4"]
+    plan.main(given)
+    assert "12.00 GiB for a node's 4 ranks (assumed: all, up to 8)" in capsys.readouterr().err
     plan.main([*given, "--ranks_here=1"])
     said = capsys.readouterr().err
     assert "3.00 GiB for a node's 1 rank; this machine has 3.00 GiB left" in said

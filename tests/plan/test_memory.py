@@ -20,9 +20,10 @@ from torchtitan_dp.distributed.host_memory import page_locked_bytes
 from torchtitan_dp.models.families import parameter_count, trained_count
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.plan import memory
+from torchtitan_dp.plan.fake_step import Step, fake_world
 from torchtitan_dp.plan.memory import CATEGORIES, GIB, LONGEST, MemoryPlan
 from torchtitan_dp.plan.prediction import answer
-from torchtitan_dp.plan.tracker import MemoryTracker
+from torchtitan_dp.plan.tracker import MemoryTracker, tracking
 from torchtitan_dp.preflight.machine import predict_host_memory
 
 TWO = ("--training.local_batch_size=2",)
@@ -35,18 +36,13 @@ OFFLOAD = (*RECOMPUTED, "--activation_checkpoint.offload_inputs")
 
 def small(*overrides):
     return [
-        f"--job.config_file={CONFIG}",
-        "--training.dataset_path=python-stdlib",
-        "--validation.no-enable",
-        "--training.seq_len=512",
-        *overrides,
+        *(f"--job.config_file={CONFIG}", "--training.dataset_path=python-stdlib"),
+        *("--validation.no-enable", "--training.seq_len=512", *overrides),
     ]
 
 
 def run_step(tracker, overrides, world_size):
     """Two microbatches around an update; the tracker's peak in the last two."""
-    from torchtitan_dp.plan.fake_step import Step
-
     config = load_config(overrides, world_size)
     step = Step(config, shape(config), tracker)
     step.microbatch(config.training.seq_len)
@@ -57,21 +53,13 @@ def run_step(tracker, overrides, world_size):
 
 
 def with_fake_tensors(overrides, world_size):
-    from torchtitan_dp.plan.fake_step import fake_world
-    from torchtitan_dp.plan.tracker import tracking
-
-    with (
-        fake_world(world_size, like_cuda=False),
-        tracking(like_cuda=False) as tracker,
-    ):
+    with fake_world(world_size, like_cuda=False), tracking(like_cuda=False) as tracker:
         return run_step(tracker, overrides, world_size)[1:]
 
 
 def with_real_tensors(overrides, world_size):
     """The tracker's peak, and bounds on that of PyTorch's CPU allocator, which the tracker knows
     nothing of: what was alive before, and what the profiler saw allocated and freed since."""
-    from torchtitan_dp.plan.tracker import tracking
-
     with tracking(like_cuda=False) as tracker:
         step, tracked, _ = run_step(tracker, overrides, world_size)
         before = sum(tracker.current.values())
@@ -138,8 +126,6 @@ def test_predicted_is_what_real_tensors_take(world_size, overrides):
 
 def host_of_real_tensors(overrides, world_size):
     """Two microbatches of the longest samples and one of shorter: the host's memory of a rank."""
-    from torchtitan_dp.plan.tracker import tracking
-
     with tracking(like_cuda=False) as tracker:
         step = run_step(tracker, overrides, world_size)[0]
         step.microbatch(256)
@@ -150,13 +136,11 @@ def host_of_real_tensors(overrides, world_size):
 @pytest.mark.parametrize("samples", [1, 3])
 def test_the_hosts_memory_is_predicted_as_it_is_taken(samples):
     given = small(*OFFLOAD, f"--training.local_batch_size={samples}")
-    plan = forks.call(answer, given, 2, 80, False)
-    args = shape(load_config(given, 2))
-    values = samples * 512 // 2 * args.dim
-    assert plan.host_bytes == args.n_layers * page_locked_bytes(4 * values)
-    found = on_ranks(2, host_of_real_tensors, given, 2)
-    assert found == [plan.host_bytes] * 2
-    assert plan.for_programs()["host_memory_gib"] == plan.host_bytes / GIB
+    config = load_config(given, 2)
+    args = shape(config)
+    taken = args.n_layers * page_locked_bytes(4 * samples * 512 // 2 * args.dim)
+    assert predict_host_memory(config, args).inputs_bytes == taken
+    assert on_ranks(2, host_of_real_tensors, given, 2) == [taken] * 2
 
 
 @pytest.mark.thorough_cases("adapters", "ghost", "no power of two", "windows")
@@ -179,6 +163,7 @@ def test_the_hosts_memory_needs_no_step_to_be_predicted(world_size, overrides):
     config = load_config(given, world_size)
     host = predict_host_memory(config, shape(config))
     assert plan.host_bytes == host.inputs_bytes > 0
+    assert plan.for_programs()["host_memory_gib"] == plan.host_bytes / GIB
     state = plan.parts["parameters"] + plan.parts["optimizer"]
     assert host.copy_bytes == pytest.approx(state, rel=0.02)
 
@@ -233,6 +218,20 @@ def test_the_tracker_counts_a_kernels_workspace_in_the_peak_alone():
 
 @pytest.mark.thorough
 @pytest.mark.slow
+def test_windows_hold_one_more_gradient():
+    """Of however many windows: each is added to what is held of those before."""
+    windows = "--data.long_records=window"
+    plans = [
+        forks.call(answer, small(windows, f"--data.windows_per_draw={count}"), 2, 80, False)
+        for count in (1, 2, 9)
+    ]
+    one, two, nine = (plan.peak_bytes for plan in plans)
+    assert nine == two
+    assert 0.9 < (two - one) / plans[0].parts["accumulator"] < 1.1
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [("1b_1m_ac", 1_235_814_400), ("3b_512k_ac", 3_212_749_824), ("8b_256k_ac", 8_030_261_248)],
@@ -245,44 +244,6 @@ def test_the_longest_configs_fit_four_ranks_of_80_gib(name, parameters):
     assert found.parts["parameters"] == pytest.approx(parameters * 4 / 4, rel=0.01)
     assert found.parts["optimizer"] == pytest.approx(2 * parameters * 4 / 4, rel=0.01)
     assert found.parts["accumulator"] == pytest.approx(parameters * 4 / 4, rel=0.01)
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_windows_hold_one_more_gradient():
-    """Of however many windows: each is added to what is held of those before."""
-    plans = [
-        forks.call(answer, small("--data.long_records=window", *options), 2, 80, False)
-        for options in ((), ("--data.windows_per_draw=2",), ("--data.windows_per_draw=9",))
-    ]
-    one, two, nine = (plan.peak_bytes for plan in plans)
-    assert nine == two
-    assert 0.9 < (two - one) / plans[0].parts["accumulator"] < 1.1
-
-
-@pytest.fixture(scope="module")
-def planned(tmp_path_factory):
-    """A tiny run planned with memory: its JSON, and what was said when it did not fit."""
-    folder = tmp_path_factory.mktemp("memory")
-    command = arguments(folder / "out", write_records(folder / "data"))
-    command += ["--world_size=2", "--memory_gib=0.01", f"--json={folder / 'plan.json'}"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        with pytest.raises(SystemExit) as stop:
-            plan.main(command)
-    return stop.value.code, json.loads((folder / "plan.json").read_text()), folder
-
-
-@pytest.mark.slow
-def test_json_of_a_run_that_does_not_fit(planned):
-    code, content, _ = planned
-    assert code == 2
-    assert content["fits"] is False
-    assert content["longest_seq_len"] == {"none": None, "full": None}
-    assert set(content["memory_gib"]) == set(CATEGORIES)
-    assert content["peak_memory_gib"] == pytest.approx(sum(content["memory_gib"].values()))
-    assert content["parameters"] == 1_872_576
-    assert content["microbatches_per_step"] > 0
 
 
 def plan_of(**terms):
@@ -316,14 +277,30 @@ def test_a_misfit_names_the_largest_part_and_what_fits(config):
 
 
 def test_the_table_says_that_it_predicts(config, capsys):
-    memory.show_memory(
-        plan_of(longest_seq_len={"none": None, "full": LONGEST}), config, limited=False
-    )
+    found = plan_of(longest_seq_len={"none": None, "full": LONGEST})
+    memory.show_memory(found, config, limited=False)
     lines = [line.rstrip() for line in capsys.readouterr().err.splitlines()]
     assert "(predicted): 96.0 GiB: does NOT fit in 80 GiB" in lines[0]
     assert re.findall(r"[\w.%]+", lines[4]) == ["activations", "90.00", "94%"]
     assert "mode = 'none': none fits" in lines[-3]
     assert lines[-2].endswith("4,194,304 tokens or more")
+
+
+@pytest.mark.slow
+def test_a_run_that_does_not_fit_ends_with_its_json(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    command = arguments(tmp_path / "out", write_records(tmp_path / "data"))
+    command += ["--world_size=2", "--memory_gib=0.01", f"--json={tmp_path / 'plan.json'}"]
+    with pytest.raises(SystemExit) as stop:
+        plan.main(command)
+    assert stop.value.code == 2
+    content = json.loads((tmp_path / "plan.json").read_text())
+    assert content["fits"] is False
+    assert content["longest_seq_len"] == {"none": None, "full": None}
+    assert set(content["memory_gib"]) == set(CATEGORIES)
+    assert content["peak_memory_gib"] == pytest.approx(sum(content["memory_gib"].values()))
+    assert content["parameters"] == 1_872_576
+    assert content["microbatches_per_step"] > 0
 
 
 @pytest.mark.parametrize(

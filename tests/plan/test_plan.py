@@ -37,21 +37,20 @@ def said(plan_tiny):
     return lambda *overrides: plan_tiny(2, *overrides)[0]
 
 
-def test_keys_of_the_json(planned):
+def test_keys_of_the_json(tmp_path, planned):
     content = planned()
     assert {"epsilon", "noise_multiplier", "sample_rate", "steps", "world_size"} <= set(content)
     assert (content["steps"], content["world_size"], content["sample_rate"]) == (4, 2, 3 / 24)
     assert content["private"] is True
     assert content["privacy_unit"] == "record"
     assert content["tokens_per_step"] == 2 * 16 * content["microbatches_per_step"]  # T = 32, cp = 2
+    held_out = planned("--data.heldout_fraction=0.3")  # these are no part of q
+    assert 3 / 24 < held_out["sample_rate"] <= 1
 
-
-def test_json_to_a_file_is_the_same(tmp_path, planned):
-    printed = planned()
-    data, path = tmp_path / "data", tmp_path / "plan.json"
-    command = arguments(tmp_path / "out", data)
+    path = tmp_path / "plan.json"
+    command = arguments(tmp_path / "out", tmp_path / "data")
     plan.main([*command, "--world_size=2", f"--json={path}", "--no_memory"])
-    assert json.loads(path.read_text()) == printed
+    assert json.loads(path.read_text()) == content
 
 
 def test_a_number_of_records_that_is_private_is_not_told(tmp_path, capsys):
@@ -85,6 +84,22 @@ def test_hazard_38_target_is_not_overshot(planned, accountant, target):
     assert spent == content["epsilon"]
 
 
+def test_an_account_is_left_by_steps_alone(tmp_path, planned, capsys):
+    """A plan may run as often as one likes: only a step fixes the terms, which cannot be known
+    without `privacy.json`."""
+    planned("--privacy.delta=1e-3")
+    planned("--privacy.delta=1e-4")
+    steps = tmp_path / "out" / "steps_executed.log"
+    assert not (tmp_path / "out" / "privacy.json").exists()
+    assert not steps.exists()
+    steps.parent.mkdir(exist_ok=True)
+    steps.write_text("1 a\n")
+    with pytest.raises(SystemExit) as stop:
+        planned()
+    assert stop.value.code == 2
+    assert "privacy.json" in capsys.readouterr().err
+
+
 def test_hazard_15_the_source_of_q_is_named(planned):
     by_count = planned()
     assert by_count["sample_rate_source"].startswith("training.global_batch_size / number of")
@@ -104,22 +119,14 @@ def test_what_is_said(said):
     assert "tiles" not in said()
 
 
-def test_held_out_records_are_no_part_of_q(planned):
-    content = planned("--data.heldout_fraction=0.3")
-    assert 3 / 24 < content["sample_rate"] <= 1
-
-
-@pytest.mark.parametrize("overrides", [("--privacy.debug_seed=1",), with_sigma(0)])
-def test_epsilon_is_null_where_a_run_is_not_private(planned, overrides):
-    content = planned(*overrides)
-    assert content["epsilon"] is None
-    assert content["private"] is False
-
-
-def test_epsilon_follows_from_given_noise(planned):
-    content = planned(*with_sigma(2))
-    assert content["noise_multiplier"] == 2
-    assert 0 < content["epsilon"] < planned(*with_sigma(1))["epsilon"] < math.inf
+def test_epsilon_follows_from_given_noise_and_is_null_where_a_run_is_not_private(planned):
+    two, one = (planned(*with_sigma(sigma)) for sigma in (2, 1))
+    assert two["noise_multiplier"] == 2
+    assert 0 < two["epsilon"] < one["epsilon"] < math.inf
+    for overrides in (("--privacy.debug_seed=1",), with_sigma(0)):
+        content = planned(*overrides)
+        assert content["epsilon"] is None
+        assert content["private"] is False
 
 
 def test_without_privacy_nothing_is_asked(tmp_path, capsys):
@@ -130,14 +137,6 @@ def test_without_privacy_nothing_is_asked(tmp_path, capsys):
     assert "plan: without privacy (privacy.enable = false)\n" in said.err
     assert "nothing more is predicted without privacy" in said.err
     assert said.out == ""
-
-
-def test_a_plan_leaves_no_account(tmp_path, planned):
-    """It may run as often as one likes: only a step fixes the terms."""
-    planned("--privacy.delta=1e-3")
-    planned("--privacy.delta=1e-4")
-    assert not (tmp_path / "out" / "privacy.json").exists()
-    assert not (tmp_path / "out" / "steps_executed.log").exists()
 
 
 def test_hazard_15_and_31_terms_are_the_ledgers_once_a_step_was_begun(tmp_path, planned):
@@ -155,23 +154,11 @@ def test_hazard_15_and_31_terms_are_the_ledgers_once_a_step_was_begun(tmp_path, 
     assert planned("--training.steps=3")["noise_multiplier"] == sigma
 
 
-def test_an_account_that_is_gone_is_refused(tmp_path, planned, capsys):
-    """Steps were begun, so terms were fixed: without `privacy.json` they cannot be known."""
-    planned()
-    (tmp_path / "out" / "steps_executed.log").write_text("1 a\n")
-    with pytest.raises(SystemExit) as stop:
-        planned()
-    assert stop.value.code == 2
-    assert "privacy.json" in capsys.readouterr().err
-
-
 def keys(section, prefix=""):
     for f in dataclasses.fields(section):
         value = getattr(section, f.name)
-        if dataclasses.is_dataclass(value):
-            yield from keys(value, f"{prefix}{f.name}.")
-        else:
-            yield prefix + f.name
+        is_section = dataclasses.is_dataclass(value)
+        yield from keys(value, f"{prefix}{f.name}.") if is_section else [prefix + f.name]
 
 
 @pytest.mark.slow

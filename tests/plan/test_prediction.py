@@ -15,21 +15,21 @@ from torchtitan_dp.models.families import parameter_count
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.plan import memory as plan_memory
 from torchtitan_dp.plan import prediction
+from torchtitan_dp.plan.fake_step import fake_world
 from torchtitan_dp.plan.memory import GIB, LONGEST
-from torchtitan_dp.plan.peaks import Extrapolated, Whole
+from torchtitan_dp.plan.peaks import Extrapolated, Model, Whole
 from torchtitan_dp.plan.prediction import longest
+from torchtitan_dp.plan.tracker import GATHERED
 
 KEEP = "--parallelism.keep_weights_gathered"
-LAYERS, UNIT = 7, 1
+UNIT = 1
 LENGTHS = (8192, 16384, 65536)  # the first two are those of the line
 
 
 def whole_and_extrapolated(overrides, mode):
     """Peaks of seven layers, predicted with all of them and with few."""
-    from torchtitan_dp.plan.fake_step import fake_world
-
     config = load_config(overrides, 2)
-    args = dataclasses.replace(shape(config), n_layers=LAYERS)
+    args = dataclasses.replace(shape(config), n_layers=7)
     with fake_world(2):
         whole = Whole(config, args, mode)
         return whole.estimate(*LENGTHS), Extrapolated(whole, 80 * GIB, UNIT).estimate(*LENGTHS)
@@ -50,9 +50,6 @@ def test_few_layers_tell_the_peak_of_all(overrides, mode):
 
 def peak_at_any_time(overrides):
     """The peak of a first microbatch, and of one after it, beside the optimizer's state."""
-    from torchtitan_dp.plan.fake_step import fake_world
-    from torchtitan_dp.plan.peaks import Model
-
     config = load_config(overrides, 2)
     with fake_world(2):
         model = Model(config, shape(config), "none")
@@ -71,10 +68,6 @@ def test_the_first_microbatch_takes_what_any_other_takes(overrides):
 def kept_gathered(overrides, world_size):
     """With the weights kept gathered and without: the peak, what of it is gathered, what the
     weights take; and what the prediction without says of keeping them."""
-    from torchtitan_dp.plan.fake_step import fake_world
-    from torchtitan_dp.plan.peaks import Model
-    from torchtitan_dp.plan.tracker import GATHERED
-
     found = []
     with fake_world(world_size):
         for more in ("--parallelism.no-keep_weights_gathered", KEEP):
@@ -100,45 +93,54 @@ def test_weights_kept_gathered_are_all_in_the_peak_and_bounded_without_them(worl
 
 
 class Line:
-    """A peak that is a line in T; counts what it is asked."""
+    """A peak that is a line in T, but may be decided to be another; counts what it is asked."""
 
-    def __init__(self, at_zero: int, per_token: int) -> None:
+    def __init__(self, at_zero: int, per_token: int, decided=None) -> None:
         self.at_zero, self.per_token = at_zero, per_token
+        self.of = decided or self.at
         self.estimated: list[int] = []
         self.decided: list[int] = []
 
+    def at(self, length: int) -> float:
+        return float(self.at_zero + self.per_token * length)
+
     def update(self) -> float:
-        return float(self.at_zero)
+        return self.at(0)
 
     def estimate(self, *lengths: int) -> list[float]:
         self.estimated += lengths
-        return [float(self.at_zero + self.per_token * length) for length in lengths]
+        return [self.at(length) for length in lengths]
 
     def decide(self, seq_len: int) -> float:
         self.decided.append(seq_len)
-        return self.at_zero + self.per_token * seq_len
+        return self.of(seq_len)
+
+
+LIMIT = 76 * GIB
 
 
 @pytest.mark.parametrize("per_token", [1, 10**5, 10**9])
 def test_two_predictions_and_a_check_find_the_longest_sample(per_token):
-    limit, unit = 76 * GIB, 8
     peaks = Line(20 * GIB, per_token)
-    found = longest(peaks, limit, unit)
-    fitting = [unit << k for k in range(20) if peaks.at_zero + per_token * (unit << k) <= limit]
+    found = longest(peaks, LIMIT, 8)
+    fitting = [8 << k for k in range(20) if peaks.at(8 << k) <= LIMIT]
     assert found == (min(fitting[-1], LONGEST) if fitting else None)
     assert len(peaks.estimated) == 2
     assert len(peaks.decided) == 1
 
 
-def test_where_the_line_was_too_low_a_shorter_sample_is_found(monkeypatch):
+@pytest.mark.parametrize(
+    ("at_zero", "per_token", "decided", "found"),
+    [
+        (20 * GIB, 10**5, None, 8 << 16),
+        (20 * GIB, 10**5, lambda length: LIMIT + (length > 1000), 8 << 6),
+        (20 * GIB, 10**5, lambda length: LIMIT + 1, None),
+        (77 * GIB, 0, None, None),  # the update does not fit
+    ],
+)
+def test_where_the_line_was_too_low_a_shorter_sample_is_found(at_zero, per_token, decided, found):
     """What is decided on is held against the limit itself, down to what fits."""
-    limit, unit = 76 * GIB, 8
-    peaks = Line(20 * GIB, 10**5)
-    assert longest(peaks, limit, unit) == unit << 16
-    monkeypatch.setattr(peaks, "decide", lambda seq_len: limit + (1 if seq_len > 1000 else 0))
-    assert longest(peaks, limit, unit) == unit << 6
-    monkeypatch.setattr(peaks, "decide", lambda seq_len: limit + 1)
-    assert longest(peaks, limit, unit) is None
+    assert longest(Line(at_zero, per_token, decided), LIMIT, 8) == found
 
 
 def answered_with_a_bend(overrides, tolerance):
@@ -170,10 +172,6 @@ def test_what_bends_is_predicted_with_all_layers():
     assert again
 
 
-def test_an_update_that_does_not_fit_is_not_searched_for():
-    assert longest(Line(77 * GIB, 0), 76 * GIB, 8) is None
-
-
 def test_close_to_the_limit_and_below_some_thousand_tokens_all_layers_decide(monkeypatch):
     config = load_config(small(), 2)
     args = dataclasses.replace(shape(config), n_layers=32)
@@ -186,15 +184,13 @@ def test_close_to_the_limit_and_below_some_thousand_tokens_all_layers_decide(mon
     assert decided == [-5.0, 969.0, -2.0, -3.0, 1031.0]
 
 
-def test_progress_is_shown_on_a_terminal_alone(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    shown, hidden = Terminal(), io.StringIO()
-    for stream in (shown, hidden):
-        monkeypatch.setattr(plan_memory.sys, "stderr", stream)
-        plan_memory._show_progress("8 ranks")
-        plan_memory._show_progress("")
-    assert shown.getvalue() == "\r\033[Kmemory: 8 ranks…\r\033[K"
-    assert hidden.getvalue() == ""
+@pytest.mark.parametrize(
+    ("is_terminal", "shown"), [(True, "\r\033[Kmemory: 8 ranks…\r\033[K"), (False, "")]
+)
+def test_progress_is_shown_on_a_terminal_alone(monkeypatch, is_terminal, shown):
+    stream = io.StringIO()
+    stream.isatty = lambda: is_terminal
+    monkeypatch.setattr(plan_memory.sys, "stderr", stream)
+    plan_memory._show_progress("8 ranks")
+    plan_memory._show_progress("")
+    assert stream.getvalue() == shown

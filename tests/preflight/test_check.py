@@ -8,6 +8,9 @@ from torchtitan_dp.models.llama3.model import FLAVORS
 from torchtitan_dp.preflight import machine
 from torchtitan_dp.preflight.check import check_model
 
+FP32 = "--training.mixed_precision_param=float32"
+LONG = r"training.seq_len = .*raise parallelism\.context_parallel_degree"
+
 
 def test_a_run_that_resumes_needs_its_models_folder(tmp_path):
     """Without it the flavor's shape would count, and the checkpoint seem to be of another model."""
@@ -17,24 +20,29 @@ def test_a_run_that_resumes_needs_its_models_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "cp", "accelerator", "refused"),
+    ("check", "flavor", "options", "cp", "accelerator", "refused"),
     [
-        (2**20, 1, True, False),  # 2^32 values, of 8B's 4,096 a token
-        (2**20 + 2, 1, True, True),
-        (2**21, 1, True, True),
-        (2**21, 1, False, False),  # LeanRMSNorm
-        (2**21, 2, True, False),
+        # A norm's values, of 8B's 4,096 a token: CUDA's kernel counts 2^32.
+        ("check_norms", "8B", (f"--training.seq_len={2**20}",), 1, True, ""),
+        ("check_norms", "8B", (f"--training.seq_len={2**20 + 2}",), 1, True, LONG),
+        ("check_norms", "8B", (f"--training.seq_len={2**21}",), 1, False, ""),  # LeanRMSNorm
+        ("check_norms", "8B", (f"--training.seq_len={2**21}",), 2, True, ""),
+        # Grouped queries on a ring in fp32: no kernel has them.
+        ("check_attention", "1B", (FP32,), 2, True, "= 'float32': .*set it to 'bfloat16'"),
+        ("check_attention", "1B", (FP32,), 2, False, ""),
+        ("check_attention", "1B", (FP32,), 1, True, ""),
+        ("check_attention", "1B", ("--training.mixed_precision_param=bfloat16",), 2, True, ""),
+        ("check_attention", "debug", (FP32,), 2, True, ""),  # every head has keys of its own
     ],
 )
-def test_more_values_than_cudas_norm_counts_are_refused(
-    monkeypatch, tokens, cp, accelerator, refused
+def test_what_cudas_kernels_cannot_compute_is_refused(
+    monkeypatch, check, flavor, options, cp, accelerator, refused
 ):
     monkeypatch.setattr(machine, "has_accelerator", lambda: accelerator)
-    config = build.config(f"--training.seq_len={tokens}", degrees=(1, 1, cp))
+    config = build.config(*options, degrees=(1, 1, cp))
     if not refused:
-        machine.check_norms(config, FLAVORS["8B"])
+        getattr(machine, check)(config, FLAVORS[flavor])
         return
-    with pytest.raises(ValueError, match=f"training.seq_len = {tokens}") as error:
-        machine.check_norms(config, FLAVORS["8B"])
+    with pytest.raises(ValueError, match=refused) as error:
+        getattr(machine, check)(config, FLAVORS[flavor])
     assert "\n" not in str(error.value)
-    assert "raise parallelism.context_parallel_degree" in str(error.value)

@@ -12,6 +12,7 @@ from tests.processes.ranks import on_ranks
 from tests.processes.runs import arguments, write_records
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import load_config
+from torchtitan_dp.models.families import parameter_count, trained_count
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.preflight import machine as module
 from torchtitan_dp.preflight.machine import HostMemory, predict_host_memory, refuse_lack
@@ -87,14 +88,9 @@ def test_a_save_beside_the_run_copies_a_ranks_share_of_the_state(
 
 def test_frozen_weights_are_copied_as_they_are_kept() -> None:
     overrides = ("--checkpoint.async_mode=async", "--lora.rank=8")
-    trained = sum(8 * (a + b) for a, b in _adapted(4096, 1024, 14336)) * 32
-    expected = (2 * 8_030_261_248 + 12 * trained) // 8
-    assert predicted("8B", 8, *overrides).copy_bytes == expected
-
-
-def _adapted(dim: int, narrow: int, hidden: int) -> list[tuple[int, int]]:
-    attention = [(dim, dim), (dim, narrow), (dim, narrow), (dim, dim)]
-    return [*attention, (dim, hidden), (dim, hidden), (hidden, dim)]
+    args = shape(config_of("8B", 8, *overrides))
+    trained, all_ = trained_count(args), parameter_count(args)
+    assert predicted("8B", 8, *overrides).copy_bytes == (2 * (all_ - trained) + 12 * trained) // 8
 
 
 def test_what_a_node_lacks_is_refused_in_one_line() -> None:
@@ -116,13 +112,9 @@ def test_what_a_node_lacks_is_refused_in_one_line() -> None:
     )
     for remedy in ("training.seq_len", "context_parallel_degree", "to false", "async_mode"):
         assert remedy in line
-    assert "async_mode" not in _refusal(config_of("8B", 8, *LONG))
-
-
-def _refusal(config: JobConfig) -> str:
     with pytest.raises(ValueError, match="are available") as refusal:
-        refuse_lack(config, shape(config), 8, 0)
-    return str(refusal.value)
+        refuse_lack(config_of("8B", 8, *LONG), args, 8, 0)
+    assert "async_mode" not in str(refusal.value)
 
 
 def require(lacking: int, offload: int) -> str:
@@ -143,18 +135,15 @@ def require(lacking: int, offload: int) -> str:
 
 
 def test_all_ranks_refuse_what_one_of_them_finds_too_little() -> None:
-    """In the same words: none waits for another in its first step."""
+    """In the same words: none waits for another in its first step, nor for one of another
+    configuration."""
     assert on_ranks(4, require, -1, -1) == ["enough"] * 4
     refusals = on_ranks(4, require, 2, -1)
     assert set(refusals) == {refusals[0]}
-    assert refusals[0].startswith(
-        "error: activation_checkpoint.offload_inputs = true: the 3 ranks of a node need "
-    )
+    key = "error: activation_checkpoint.offload_inputs = true: "
+    assert refusals[0].startswith(f"{key}the 3 ranks of a node need ")
     assert "(found on rank 2)" in refusals[0]
-
-
-def test_ranks_of_other_configurations_wait_for_nobody() -> None:
-    assert on_ranks(2, require, 1, 0)[0].startswith("error: activation_checkpoint.offload_inputs")
+    assert on_ranks(2, require, 1, 0)[0].startswith(key)
     assert on_ranks(2, require, 1, 1) == ["enough"] * 2
 
 

@@ -45,7 +45,7 @@ def planned(root: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> 
 
 def refused(root: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
     with pytest.raises(SystemExit) as stopped:
-        plan.main([*command(root, *overrides), "--world_size=1"])
+        planned(root, capsys, *overrides)
     assert stopped.value.code == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
     return line
@@ -76,37 +76,33 @@ def start(argv: list[str], cache: str, planned: bool = False) -> str:
     return said.getvalue()
 
 
-LACKING = (
-    "warning (not private): 2 of 26 records have no target and contribute nothing (records: 2 have "
-    "no such JSON field (data.text_field = 'note'"
-)
-
-
 def test_what_lines_lack_is_told_by_plan_and_start(
     tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    lacking = (
+        "warning (not private): 2 of 26 records have no target and contribute nothing (records: 2 "
+        "have no such JSON field (data.text_field = 'note'"
+    )
     write(tmp_path / "notes.jsonl", [*NOTES, {"x": 1}, {"x": 2}])
-    assert LACKING in planned(tmp_path, capsys)
+    assert lacking in planned(tmp_path, capsys)
     said = forks.call(start, command(tmp_path), str(cache))
-    assert LACKING in said
+    assert lacking in said
     assert said.endswith("built\n")
     assert forks.call(start, command(tmp_path), str(cache), True) == "built\n"
-
-
-NONE = "data.text_field = 'text': none of the 24 records has a target to learn: 24 have no such"
 
 
 def test_a_text_field_that_no_line_has_is_refused_by_plan_start_and_resume(
     tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    none = "data.text_field = 'text': none of the 24 records has a target to learn: 24 have no such"
     write(tmp_path / "notes.jsonl", NOTES)
-    assert NONE in refused(tmp_path, capsys, "--data.text_field=text")
+    assert none in refused(tmp_path, capsys, "--data.text_field=text")
     said = forks.call(start, command(tmp_path, "--data.text_field=text"), str(cache))
-    assert f"error: {NONE}" in said
+    assert f"error: {none}" in said
     assert "built" not in said
     assert not (tmp_path / "out" / "privacy.json").exists()
     begun(tmp_path)
-    assert NONE in refused(tmp_path, capsys, "--data.text_field=text")
+    assert none in refused(tmp_path, capsys, "--data.text_field=text")
 
 
 def begun(root: Path, *overrides: str) -> None:
@@ -165,58 +161,41 @@ def test_a_start_without_a_step_binds_the_folder_to_nothing(tmp_path: Path) -> N
         check_run(load_config(command(tmp_path, *with_sigma(1), "--checkpoint.no-enable"), 1))
 
 
-UNIT = "--data.unit_field=who"
-CONCAT, HEAD = "--data.unit_sampling=concat", "--data.long_records=head"
+TRAINED_ON, NO_EFFECT = "are trained on", "has no effect"
+UNIT, PROMPT = "--data.unit_field=who", "--data.prompt_field=q"
+CONCAT, RANDOM = "--data.unit_sampling=concat", "--data.unit_sampling=random"
+HEAD = "--data.long_records=head"
+GHOST = "--privacy.gradient_method=ghost"
+TWO_PASSES, ACCOUNTED = "--privacy.ghost_passes=two", "--privacy.underestimates=accounted"
+WHOLE, PROJECTIONS = "--privacy.no-shard_grad_samples", "--privacy.projections=64"
 
 
 @pytest.mark.parametrize(
-    "overrides, said",
+    ("about", "overrides", "said"),
     [
-        ((), "32 tokens of a record are trained on; data.long_records = 'window'"),
-        ((UNIT,), None),
-        ((UNIT, HEAD), "32 tokens of a unit are trained on; data.long_records = 'window'"),
-        ((UNIT, HEAD, "--data.unit_sampling=random"), "tokens of a record are trained on"),
-        (("--data.prompt_field=q",), None),
-        ((UNIT, "--data.prompt_field=q"), None),
-        ((UNIT, CONCAT, "--data.prompt_field=q"), "of a unit are trained on; data.unit_samp"),
+        (TRAINED_ON, (), ["32 tokens of a record are trained on; data.long_records = 'window'"]),
+        (TRAINED_ON, (UNIT,), []),
+        (TRAINED_ON, (UNIT, HEAD), ["32 tokens of a unit are trained on; data.long_records = 'w"]),
+        (TRAINED_ON, (UNIT, HEAD, RANDOM), ["tokens of a record are trained on"]),
+        (TRAINED_ON, (PROMPT,), []),
+        (TRAINED_ON, (UNIT, PROMPT), []),
+        (TRAINED_ON, (UNIT, CONCAT, PROMPT), ["of a unit are trained on; data.unit_samp"]),
+        (NO_EFFECT, (), []),
+        (NO_EFFECT, (WHOLE,), ["privacy.shard_grad_samples = "]),
+        (NO_EFFECT, (WHOLE, "--training.local_batch_size=2"), []),
+        (NO_EFFECT, (GHOST, ACCOUNTED), ["privacy.underestimates = "]),
+        (NO_EFFECT, (GHOST, TWO_PASSES), []),
+        (NO_EFFECT, (TWO_PASSES, PROJECTIONS), ["privacy.ghost_passes =", "privacy.projections ="]),
+        (NO_EFFECT, ("--privacy.no-enable", PROJECTIONS), []),
     ],
 )
-def test_what_no_sample_is_made_of_is_told(
-    tmp_path: Path, overrides: tuple[str, ...], said: str | None
+def test_what_no_sample_is_made_of_and_settings_of_another_method_are_told(
+    tmp_path: Path, about: str, overrides: tuple[str, ...], said: list[str]
 ) -> None:
     lines = notices(load_config(command(tmp_path, *overrides), 1))
-    found = [line for line in lines if "are trained on" in line]
-    assert len(found) == (said is not None)
-    assert all(str(said) in line for line in found)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "keys"),
-    [
-        ((), ()),
-        (("--privacy.no-shard_grad_samples",), ("shard_grad_samples",)),
-        (("--privacy.no-shard_grad_samples", "--training.local_batch_size=2"), ()),
-        (
-            ("--privacy.gradient_method=ghost", "--privacy.underestimates=accounted"),
-            ("underestimates",),
-        ),
-        (("--privacy.gradient_method=ghost", "--privacy.ghost_passes=two"), ()),
-        (
-            ("--privacy.ghost_passes=two", "--privacy.projections=64"),
-            ("ghost_passes", "projections"),
-        ),
-        (("--privacy.no-enable", "--privacy.projections=64"), ()),
-    ],
-)
-def test_settings_of_another_method_are_named(
-    tmp_path: Path, overrides: tuple[str, ...], keys: tuple[str, ...]
-) -> None:
-    write(tmp_path / "notes.jsonl", NOTES)
-    lines = notices(load_config(command(tmp_path, *overrides), 1))
-    found = [line for line in lines if "has no effect" in line]
-    assert len(found) == len(keys)
-    for line, key in zip(found, keys, strict=True):
-        assert line.startswith(f"privacy.{key} = ")
+    found = [line for line in lines if about in line]
+    assert len(found) == len(said)
+    assert all(words in line for line, words in zip(found, said, strict=True))
 
 
 def test_the_tokenizer_and_ends_that_are_not_learned_are_named(

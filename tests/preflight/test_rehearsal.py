@@ -10,29 +10,48 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import torchtitan_dp.distributed  # noqa: F401
+
+# isort: split
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+from torchtitan.protocols import train_spec
+
+from tests import build
+from tests.hazards.test_trainer import feed
 from tests.processes.ranks import on_ranks
 from tests.processes.runs import arguments, with_sigma, write_records
+from torchtitan_dp import optimizer as optimizer_module
+from torchtitan_dp import train
+from torchtitan_dp.checkpoint.start import decision
+from torchtitan_dp.config.derived import ladder
 from torchtitan_dp.config.load import load_config
+from torchtitan_dp.data.batching import Microbatch
+from torchtitan_dp.plan.tracker import MemoryTracker
+from torchtitan_dp.preflight import rehearsal
+from torchtitan_dp.preflight.rehearsal import rehearse
+from torchtitan_dp.train_spec import register
+from torchtitan_dp.watch.processor import SampleStatistics
 
 STEPS = 3
+COMPILED = ("--compile.enable", "--compile.backend=aot_eager")
+TWO = ("--training.local_batch_size=2",)
 HOW = {
     "microbatch": (),
     "selective": ("--activation_checkpoint.mode=selective",),
     "offload": ("--activation_checkpoint.mode=full", "--activation_checkpoint.offload_inputs"),
-    "grad_sample": ("--training.local_batch_size=2",),
-    "secure": ("--privacy.secure_noise", "--training.local_batch_size=2"),
+    "grad_sample": TWO,
+    "secure": ("--privacy.secure_noise", *TWO),
     "one length": (
         "--data.no-length_buckets",
         "--optimizer.name=Adam",
         "--optimizer.weight_decay=0.1",
     ),
     "kept gathered": ("--parallelism.keep_weights_gathered",),
-    "compile": ("--compile.enable", "--compile.backend=aot_eager"),
-    "compile grad_sample": (
-        *("--compile.enable", "--compile.backend=aot_eager"),
-        "--training.local_batch_size=2",
-    ),
+    "compile": COMPILED,
+    "compile grad_sample": (*COMPILED, *TWO),
 }
 
 
@@ -57,20 +76,12 @@ def command(root: Path, *overrides: str) -> list[str]:
 
 def start(argv: list[str]) -> Any:
     """A trainer in a process that may have had one before."""
-    import torch.distributed as dist
-    from torchtitan.protocols import train_spec
-
-    from torchtitan_dp.checkpoint.start import decision
-    from torchtitan_dp.config.load import load_config
-    from torchtitan_dp.train import DPTrainer
-    from torchtitan_dp.train_spec import register
-
     config = load_config(argv, dist.get_world_size())
     train_spec._extra_train_specs.clear()
     decide = decision(config)
     register(config, decide=decide)
     os.makedirs(config.job.dump_folder, exist_ok=True)
-    return DPTrainer(config, decide)
+    return train.DPTrainer(config, decide)
 
 
 def whole(state: dict[str, Any]) -> dict[str, Any]:
@@ -104,34 +115,25 @@ def optimizer_state(trainer: Any) -> list[torch.Tensor]:
 
 def same(first: Any, second: Any) -> bool:
     """Bit by bit: -0.0 is not 0.0."""
-    if isinstance(first, torch.Tensor):
-        if first.shape != second.shape or first.dtype != second.dtype:
-            return False
-        return torch.equal(
-            first.contiguous().reshape(-1).view(torch.uint8),
-            second.contiguous().reshape(-1).view(torch.uint8),
-        )
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(same(v, second[k]) for k, v in first.items())
-    if isinstance(first, list | tuple):
-        return len(first) == len(second) and all(map(same, first, second))
-    return bool(first == second)
+
+    def bits(x: torch.Tensor) -> Any:
+        return x.shape, x.dtype, x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+    one, other = (tree_map_only(torch.Tensor, bits, tree) for tree in (first, second))
+    return bool(one == other)
 
 
 def trained(argv: list[str], rehearsed: bool) -> tuple[dict[str, Any], list[torch.Tensor], str]:
     """A run to its end: weights and all else, optimizer state, and the changes, if a rehearsal
     made any."""
-    from torchtitan_dp import train
-
     changes = []
-    real = train.rehearse
 
     def watched(trainer: Any) -> None:
         if not rehearsed:
             return
         before, state = everything(trainer), optimizer_state(trainer)
         trainer.metrics_processor.time_last_log = time.perf_counter()
-        real(trainer)
+        rehearse(trainer)
         after, made = everything(trainer), optimizer_state(trainer)
         changes.extend(key for key in before if not same(before[key], after[key]))
         total = trainer.clipped_sum
@@ -169,8 +171,7 @@ def outcomes(root: Path, rehearsals: tuple[bool, ...], *overrides: str) -> list[
     "how",
     [
         *("microbatch", "offload", "secure", "one length"),
-        pytest.param("compile", marks=pytest.mark.slow),
-        pytest.param("compile grad_sample", marks=pytest.mark.slow),
+        *(pytest.param(how, marks=pytest.mark.slow) for how in HOW if how.startswith("compile")),
     ],
 )
 def test_row47_a_rehearsal_changes_nothing(tmp_path, how):
@@ -202,17 +203,20 @@ def test_row47_ranks_of_one_cp_group_rehearse_alike(tmp_path, how):
 # What is run is what a step runs.
 
 
+def stand_in(root: Path, device: str) -> Any:
+    """A trainer that has a configuration and padding, and nothing else of its own."""
+    trainer = mock.MagicMock()
+    trainer.device = torch.device(device)
+    trainer.job_config = load_config(command(root), 1)
+    trainer.metrics_processor.time_last_log = 0.0
+    trainer.feed = feed()
+    return trainer
+
+
 def test_row47_every_length_is_run_beside_the_optimizers_state(tmp_path):
     """On stand-ins that note what is asked of them, in order."""
-    from tests.hazards.test_trainer import feed
-    from torchtitan_dp.config.derived import ladder
-    from torchtitan_dp.preflight.rehearsal import rehearse
-
     did: list[Any] = []
-    trainer = mock.MagicMock()
-    trainer.device = torch.device("cpu")
-    trainer.job_config = load_config(command(tmp_path), 1)
-    trainer.feed = feed()
+    trainer = stand_in(tmp_path, "cpu")
     trainer.accumulate = lambda microbatch, _: did.append(microbatch)
     trainer.dp_optimizer.rehearse = lambda _: did.append("update")
     trainer.clipped_sum.reset = lambda: did.append("reset")
@@ -248,27 +252,18 @@ class Device:
 
 
 def rehearsed_on(device: Device, root: Path) -> Any:
-    """A rehearsal on that device, with the other parts of a trainer as stand-ins; the trainer."""
-    from tests.hazards.test_trainer import feed
-    from torchtitan_dp.preflight import rehearsal
-
-    trainer = mock.MagicMock()
-    trainer.device = torch.device("cuda")
-    trainer.job_config = load_config(command(root), 1)
-    trainer.metrics_processor.time_last_log = 0.0
-    trainer.feed = feed()
+    """A stand-in of a trainer that was rehearsed on that device."""
+    trainer = stand_in(root, "cuda")
     trainer.accumulate = device.launch
     with (
         mock.patch.object(torch.accelerator, "synchronize", device.synchronize),
         mock.patch.object(rehearsal.time, "perf_counter", side_effect=device.clock),
     ):
-        rehearsal.rehearse(trainer)
+        rehearse(trainer)
     return trainer
 
 
 def test_row47_what_fails_on_the_device_is_named_with_its_own_length(tmp_path):
-    from torchtitan_dp.config.derived import ladder
-
     rungs = ladder(load_config(command(tmp_path), 1))
     assert len(rungs) > 2
     with pytest.raises(SystemExit, match=f" of {rungs[1]:,} tokens: RuntimeError: CUDA error"):
@@ -291,28 +286,22 @@ def test_row47_collectives_must_outwait_a_device_behind_its_host(tmp_path):
     assert len(line.splitlines()) == 1
 
 
+class Operators(MemoryTracker):
+    """Also notes what runs."""
+
+    def __init__(self) -> None:
+        super().__init__("all")
+        self.operators: list[tuple[str, list[Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        shapes = [tuple(x.shape) for x in args if isinstance(x, torch.Tensor)]
+        self.operators.append((str(func), shapes))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 def traces(argv: list[str]) -> list[tuple[int, int, bool]]:
     """Of each length: the peak bytes of a microbatch of padding, and of a full one; and whether
     both run the same operators on the same shapes."""
-    from torchtitan_dp.config.derived import ladder
-    from torchtitan_dp.data.batching import Microbatch
-    from torchtitan_dp.plan.tracker import MemoryTracker
-    from torchtitan_dp.watch.processor import SampleStatistics
-
-    class Operators(MemoryTracker):
-        """Also notes what runs."""
-
-        def __init__(self) -> None:
-            super().__init__("all")
-            self.operators: list[tuple[str, list[Any]]] = []
-
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-        ) -> Any:
-            shapes = [tuple(x.shape) for x in args if isinstance(x, torch.Tensor)]
-            self.operators.append((str(func), shapes))
-            return super().__torch_dispatch__(func, types, args, kwargs)
-
     trainer = start(argv)
     generator = torch.Generator().manual_seed(0)
 
@@ -320,14 +309,12 @@ def traces(argv: list[str]) -> list[tuple[int, int, bool]]:
         tokens, labels = (
             torch.randint(0, 256, padding.tokens_BT.shape, generator=generator) for _ in range(2)
         )
-        valid_B = torch.ones_like(padding.valid_B)
-        return Microbatch(tokens, labels, valid_B, padding.positions_B)
+        return Microbatch(tokens, labels, torch.ones_like(padding.valid_B), padding.positions_B)
 
     found = []
     try:
         rungs = ladder(trainer.job_config)
-        first = trainer.feed.padding(rungs[-1])
-        trainer.accumulate(first, SampleStatistics())
+        trainer.accumulate(trainer.feed.padding(rungs[-1]), SampleStatistics())
         with Operators() as tracker:
             for length in rungs:
                 padding = trainer.feed.padding(length)
@@ -362,8 +349,6 @@ def test_row47_padding_takes_the_path_and_the_memory_of_samples(tmp_path, how):
 def ending(argv: list[str], where: str, what: BaseException) -> tuple[str, list[str], list[int]]:
     """The line with which a run ends whose `where` fails for samples longer than 8 tokens; what
     its folder then holds; and the steps that were begun."""
-    from torchtitan_dp.train import DPTrainer
-
     trainer = start(argv)
 
     def failing(real: Any) -> Any:
@@ -378,56 +363,59 @@ def ending(argv: list[str], where: str, what: BaseException) -> tuple[str, list[
         trainer.dp_optimizer.rehearse = failing(None)
     else:
         object.__setattr__(trainer, "sample_losses", failing(trainer.sample_losses))
-    line = ""
+    steps = AssertionError("a step was taken")
     try:
-        steps = AssertionError("a step was taken")
-        with mock.patch.object(DPTrainer, "train_step", side_effect=steps):
+        with (
+            mock.patch.object(train.DPTrainer, "train_step", side_effect=steps),
+            pytest.raises(SystemExit) as fault,
+        ):
             trainer.train()
-    except SystemExit as fault:
-        line = str(fault)
     finally:
         trainer.close()
     folder = trainer.job_config.job.dump_folder
-    return line, sorted(os.listdir(folder)), [trainer.books.log.count]
+    return str(fault.value), sorted(os.listdir(folder)), [trainer.books.log.count]
 
 
-BEFORE = "error: rehearsal before the first step: "
-OF_ONE, OF_TWO = (f"{BEFORE}a microbatch of {n} of 16 tokens: " for n in ("1 sample", "2 samples"))
-WOULD_FIT = "; what would fit: training.seq_len = 8 (samples of 8 tokens passed), "
+OF_ONE, OF_TWO = (f"a microbatch of {n} of 16 tokens: " for n in ("1 sample", "2 samples"))
+NO_MEMORY = f"{OF_ONE}out of memory ("
+NO_THREAD = f"{OF_ONE}out of memory for a thread, or over the limit on threads, ulimit -u (Runtime"
+UPDATE = "an update (noise and optimizer): "
 CPU_SAYS = "[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you"
-THREAD = "memory for a thread, or over the limit on threads, ulimit -u"
 # So C++ and Python say that a thread's stack finds no room. torch's CUDA build starts 8 threads in
 # the first backward.
-UNAVAILABLE, NO_THREAD = "Resource temporarily unavailable", "can't start new thread"
+UNAVAILABLE, CANNOT_START = "Resource temporarily unavailable", "can't start new thread"
 SOCKET = f"[gloo/transport/tcp/pair.cc:1] recv: {UNAVAILABLE}"
 KERNEL = "Could not run 'aten::flash' with arguments"
 COMPILER = "Failed to find C compiler. Please specify via CC environment variable."
 
 
+# So C++ and Python say that a thread's stack finds no room. torch's CUDA build starts 8 threads in
+# the first backward.
+
+
 @pytest.mark.parametrize(
-    ("error", "line", "where"),
+    ("error", "line"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory."), f"{OF_ONE}out of memory (", "step"),
-        (MemoryError(), f"{OF_ONE}out of memory (", "step"),
-        (RuntimeError(CPU_SAYS), f"{OF_ONE}out of memory (", "step"),
-        (RuntimeError(UNAVAILABLE), f"{OF_ONE}out of {THREAD} (RuntimeError: ", "step"),
-        (RuntimeError(NO_THREAD), f"{OF_ONE}out of {THREAD} (RuntimeError: ", "step"),
-        (RuntimeError(SOCKET), f"{OF_ONE}RuntimeError: {SOCKET}", "step"),
-        (NotImplementedError(f"{KERNEL}\nof"), f"{OF_TWO}NotImplementedError: {KERNEL}", "step"),
-        (
-            RuntimeError(COMPILER),
-            f"{BEFORE}an update (noise and optimizer): RuntimeError: {COMPILER}",
-            "update",
-        ),
+        (torch.OutOfMemoryError("CUDA out of memory."), NO_MEMORY),
+        (MemoryError(), NO_MEMORY),
+        (RuntimeError(CPU_SAYS), NO_MEMORY),
+        (RuntimeError(UNAVAILABLE), NO_THREAD),
+        (RuntimeError(CANNOT_START), NO_THREAD),
+        (RuntimeError(SOCKET), f"{OF_ONE}RuntimeError: {SOCKET}"),
+        (NotImplementedError(f"{KERNEL}\nof"), f"{OF_TWO}NotImplementedError: {KERNEL}"),
+        (RuntimeError(COMPILER), f"{UPDATE}RuntimeError: {COMPILER}"),
     ],
     ids=("device", "host", "cpu", "c++ thread", "python thread", "socket", "kernel", "update"),
 )
-def test_row47_what_fails_is_one_line_before_step_1(tmp_path, error, line, where):
-    batch = "--training.local_batch_size=2" if OF_TWO in line else "--training.local_batch_size=1"
+def test_row47_what_fails_is_one_line_before_step_1(tmp_path, error, line):
+    batch = f"--training.local_batch_size={2 if OF_TWO in line else 1}"
+    where = "update" if UPDATE in line else "step"
     ((said, files, begun),) = on_ranks(1, ending, command(tmp_path, batch), where, error)
+    line = f"error: rehearsal before the first step: {line}"
     if "out of " in line:
         assert said.startswith(line)
-        assert WOULD_FIT in said
+        fits = "training.seq_len = 8 (samples of 8 tokens passed), "
+        assert f"; what would fit: {fits}" in said
         assert "activation_checkpoint.mode = 'full' (now 'none')" in said
         assert said.endswith("more ranks")
         assert "\n" not in said
@@ -440,10 +428,6 @@ def test_row47_what_fails_is_one_line_before_step_1(tmp_path, error, line, where
 
 def gathered_after(argv: list[str]) -> list[str]:
     """What leaves weights gathered: a rehearsal, a validation."""
-    from torch.distributed.tensor import DTensor
-
-    from torchtitan_dp.preflight.rehearsal import rehearse
-
     trainer, found = start(argv), []
     (model,) = trainer.model_parts
 
@@ -470,28 +454,20 @@ def test_no_weights_stay_gathered_after_a_rehearsal_or_a_validation(tmp_path, ho
 
 def noise_of_a_rehearsal_and_a_step():
     """What each asks noise for: (name, shape, standard deviation)."""
-    from tests import build
-    from torchtitan_dp import optimizer as module
-    from torchtitan_dp.optimizer import DPOptimizer
-
     asked = []
 
     def record(flat, *, std, key, name, start, weight):
         asked.append((name, tuple(flat.shape), std, start))
 
     parameters = build.build().parameters
-    optimizer = DPOptimizer(
-        torch.optim.AdamW(parameters.values()),
-        parameters,
-        noise_multiplier=0.7,
-        max_grad_norm=2.0,
-        expected_batch_size=4,
-    )
+    terms = {"noise_multiplier": 0.7, "max_grad_norm": 2.0, "expected_batch_size": 4}
+    adamw = torch.optim.AdamW(parameters.values())
+    optimizer = optimizer_module.DPOptimizer(adamw, parameters, **terms)
 
     def clipped_sum():
         return {name: torch.zeros(p.to_local().numel()) for name, p in parameters.items()}
 
-    with mock.patch.object(module, "add_gaussian_noise_", record):
+    with mock.patch.object(optimizer_module, "add_gaussian_noise_", record):
         optimizer.rehearse(clipped_sum())
         rehearsed = asked.copy()
         asked.clear()

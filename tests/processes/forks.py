@@ -33,19 +33,13 @@ offered = True
 ADDRESS = "TORCHTITAN_DP_TEST_FORKS"
 """An environment variable: the server that is running already (tests/hazards/mutants)."""
 THIRD_PARTY = (
-    "dp_accounting.pld.privacy_loss_distribution",
-    "opacus.grad_sample",
-    "scipy.signal",
-    "scipy.stats",
-    "torch._inductor.compile_fx",
-    "torch.distributed.checkpoint",
-    "torch.utils.tensorboard",
+    *("dp_accounting.pld.privacy_loss_distribution", "opacus.grad_sample"),
+    *("scipy.signal", "scipy.stats", "torch._inductor.compile_fx"),
+    *("torch.distributed.checkpoint", "torch.utils.tensorboard"),
 )
 OURS = (
-    "torchtitan_dp.train",
-    "torchtitan_dp.audit.__main__",
-    "tests.processes.launcher",
-    "tests.processes.ranks",
+    *("torchtitan_dp.train", "torchtitan_dp.audit.__main__"),
+    *("tests.processes.launcher", "tests.processes.ranks"),
 )
 
 
@@ -107,9 +101,7 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
     return result
 
 
-def _answer(
-    connection: "Connection[Any, Any]", function: Callable[..., Any], arguments: tuple[Any, ...]
-) -> None:
+def _answer(connection: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     connection.send(function(*arguments))
 
 
@@ -135,12 +127,9 @@ def address() -> str:
         "MALLOC_ARENA_MAX": "1",  # else each thread reserves 64 MiB, where memory is limited
     }
     environment.pop("TORCHTITAN_DP_LAUNCHER_PID", None)
+    command = [sys.executable, "-m", "tests.processes.forks", path]
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.processes.forks", path],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
     )
 
     def end() -> None:
@@ -162,28 +151,19 @@ def preload(*modules: str) -> None:
     gc.freeze()
 
 
-def _search_for_noise() -> None:
-    """Find the noise that most runs need: the divergences are kept, and forked."""
-    from tests.accounts import noise_multiplier
-
-    noise_multiplier(target_epsilon=8.0, delta=1e-3, sample_rate=3 / 24, steps=4, accountant="rdp")
-
-
-def _end_at_once() -> None:
-    """Leave out the 2 s that rank 0 of TorchTitan's trainer sleeps when all is done."""
+def _prepare() -> None:
+    """Do once, for all processes that will be forked, what each would do or wait for."""
     import torchtitan.train
-
-    assert torchtitan.train.time is time
-    awake = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
-    torchtitan.train.time = awake  # type: ignore[attr-defined]
-
-
-def _quiet() -> None:
-    """Leave out the warnings that a run leaves out."""
     from torchtitan.tools.logging import logger
 
+    from tests.accounts import noise_multiplier
     from torchtitan_dp.train_spec import quiet
 
+    # The noise that most runs need: the divergences are kept, and forked.
+    noise_multiplier(target_epsilon=8.0, delta=1e-3, sample_rate=3 / 24, steps=4, accountant="rdp")
+    assert torchtitan.train.time is time  # rank 0 sleeps 2 s when all is done
+    awake = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
+    torchtitan.train.time = awake  # type: ignore[attr-defined]
     quiet(logger)
 
 
@@ -208,10 +188,8 @@ def serve(listener: Listener, modules: tuple[str, ...] = OURS) -> None:
         connection = listener.accept()
         if modules:
             preload(*modules)
-            _search_for_noise()
-            _end_at_once()
+            _prepare()
             without_help()
-            _quiet()
             modules = ()
             threads = len(os.listdir("/proc/self/task"))
             assert threads == 1, f"{threads} threads: a fork copies their locks without them"

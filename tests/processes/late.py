@@ -5,13 +5,11 @@ right, or another sample's that lay in the same memory. Here nothing is read or 
 wait, and what will be written is NaN until then. A program that reads it before, or overwrites or
 frees an input, gets NaN, another sum or an error, every time. All ranks must wait in the same
 order. `torchtitan_dp.collectives` begins all of them (tests/test_collectives.py).
-
-A process group of Python's own in the place of gloo's was tried: functional collectives pass it by
-(`all_gather_single_coalesced`), and their work outlives its Python object, which then never ends.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -45,16 +43,8 @@ def _late_reduce_scatter(
     if not async_op:
         return _reduce_scatter(output, input, **options)
     output.fill_(torch.nan)
-    return _Work(output, _Kept(input), options)
-
-
-class _Work:
-    def __init__(self, output: torch.Tensor, kept: "_Kept", options: dict[str, Any]) -> None:
-        self._terms = output, kept, options
-
-    def wait(self) -> None:
-        output, kept, options = self._terms
-        _reduce_scatter(output, kept.tensor(), **options)
+    kept = _Kept(input)
+    return SimpleNamespace(wait=lambda: _reduce_scatter(output, kept.tensor(), **options))
 
 
 class _Received(Pending):

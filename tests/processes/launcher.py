@@ -38,8 +38,7 @@ def launch(
         program: ("-m", module with a `main`) or (file,).
     """
     os.environ.clear()
-    os.environ.update(environment)
-    os.environ["TORCHTITAN_DP_LAUNCHER_PID"] = str(os.getpid())
+    os.environ.update(environment, TORCHTITAN_DP_LAUNCHER_PID=str(os.getpid()))
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     for number in (1, 2):
         os.dup2(output, number)
@@ -62,13 +61,8 @@ def launch(
         os.close(write)
         ranks[pid] = rank
         outputs.append(read)
-    store = dist.TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listening.detach(),
-    )
+    terms = {"is_master": True, "wait_for_workers": False}
+    store = dist.TCPStore("127.0.0.1", port, master_listen_fd=listening.detach(), **terms)
     connection.send(list(ranks))
     raise SystemExit(_watch(ranks, outputs, store))
 
@@ -76,16 +70,11 @@ def launch(
 def _be_rank(rank: int, world_size: int, port: int) -> None:
     os.setsid()
     os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        GROUP_RANK="0",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE=str(True),
+        {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"},
+        **{"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        **{"TORCHELASTIC_USE_AGENT_STORE": str(True), "TORCHELASTIC_RUN_ID": "none"},
         TORCHELASTIC_RESTART_COUNT="0",
-        TORCHELASTIC_RUN_ID="none",
     )
 
 

@@ -68,8 +68,11 @@ class _Pool:
                 results[rank] = self._result(rank, function.__name__)
         return [results[rank] for rank in range(len(self.processes))]
 
+    def _answer(self, rank: int) -> Any:
+        return pickle.loads(self.processes[rank].connection.recv_bytes())
+
     def _result(self, rank: int, name: str) -> Any:
-        message = pickle.loads(self.processes[rank].connection.recv_bytes())
+        message = self._answer(rank)
         if isinstance(message, forks.Ended):
             raise AssertionError(f"rank {rank} ended with exit code {message.code} in {name}")
         value, error = message
@@ -80,13 +83,13 @@ class _Pool:
     def _dead(self) -> str:
         """Workers that ended, and how: the others tell only of a lost connection."""
         time.sleep(0.2)  # for the report of an end that was the cause
-        found = ""
-        for rank, process in enumerate(self.processes):
-            if process.connection.poll():
-                message = pickle.loads(process.connection.recv_bytes())
-                if isinstance(message, forks.Ended):
-                    found += f"; rank {rank} ended with exit code {message.code}"
-        return found
+        ready = [i for i, process in enumerate(self.processes) if process.connection.poll()]
+        ends = {rank: self._answer(rank) for rank in ready}
+        return "".join(
+            f"; rank {rank} ended with exit code {end.code}"
+            for rank, end in ends.items()
+            if isinstance(end, forks.Ended)
+        )
 
     def close(self) -> None:
         for process in self.processes:
@@ -138,9 +141,8 @@ def let_go() -> None:
 
 
 def _others() -> set[Path]:
-    return {
-        t for t in Path("/proc/self/task").iterdir() if int(t.name) != threading.get_native_id()
-    }
+    me = str(threading.get_native_id())
+    return {task for task in Path("/proc/self/task").iterdir() if task.name != me}
 
 
 def _state(task: Path) -> str:

@@ -5,6 +5,7 @@ imported everything (`forks`), except in the few tests that are about the launch
 (`Run(…, real=True)`).
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -131,10 +132,8 @@ class Run:
     def kill(self, pids: list[int]) -> None:
         """SIGKILL, at once."""
         for pid in pids:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
 
     def dies(self, timeout_s: float = 120) -> bool:
         """Whether every process of the run ends by itself in time."""
@@ -158,16 +157,8 @@ class Run:
 class _Forked:
     """Processes of `launcher`: each rank and the launcher has a session of its own."""
 
-    def __init__(
-        self,
-        world_size: int,
-        program: tuple[str, ...],
-        argv: list[str],
-        environment: dict[str, str],
-        log: Path,
-    ) -> None:
-        job = (world_size, program, argv, environment, str(log))
-        self.process = forks.Process(launcher.launch, *job)
+    def __init__(self, world_size: int, program: Any, argv: Any, env: Any, log: Path) -> None:
+        self.process = forks.Process(launcher.launch, world_size, program, argv, env, str(log))
         self._ranks = self.process.connection.recv()
         if isinstance(self._ranks, forks.Ended):
             self.process.ended(self._ranks)
@@ -183,14 +174,7 @@ class _Forked:
 class _Launched:
     """Processes of `torchtitan_dp.launch`, whose environment bears a mark of their own."""
 
-    def __init__(
-        self,
-        world_size: int,
-        program: tuple[str, ...],
-        argv: list[str],
-        environment: dict[str, str],
-        log: Path,
-    ) -> None:
+    def __init__(self, world_size: int, program: Any, argv: Any, env: Any, log: Path) -> None:
         forks.need()
         self._mark = uuid.uuid4().hex
         torchrun = [
@@ -210,7 +194,7 @@ class _Launched:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
-                env={**environment, _MARK: self._mark},
+                env={**env, _MARK: self._mark},
                 start_new_session=True,  # a process group, as a terminal's command has
             )
 
@@ -254,6 +238,20 @@ def train(overrides: list[str], *, log: Path, **options: Any) -> str:
         return run.finish()
     finally:
         run.end()
+
+
+def said(
+    *command: object, cwd: Path = ROOT, timeout_s: float = TIMEOUT_S, **environment: str
+) -> "subprocess.CompletedProcess[str]":
+    """Run a command to its end, however it ends; its exit code and what it says."""
+    return subprocess.run(
+        [*map(str, command)],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
 
 
 def privacy(folder: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torchtitan_dp import optimizer
 from torchtitan_dp.checkpoint import safe_load
 from torchtitan_dp.distributed import ring
+from torchtitan_dp.distributed.attention import ring as of_pytorch
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import ReduceScatterOverCP
 from torchtitan_dp.models import feed_forward, loss_head
@@ -65,16 +66,11 @@ def _clip(field: str, change: Callable):
         clipped = original(*args, **terms)
         return clipped._replace(**{field: change(getattr(clipped, field))})
 
-    return wrapped(clipping, "clip", clip)
+    return lambda: wrapped(clipping, "clip", clip)
 
 
-def clip_factor_off():
-    """By a thousandth."""
-    return _clip("factor_B", lambda factor_B: factor_B * 1.001)
-
-
-def bad_samples_kept():
-    return _clip("rejected_B", torch.zeros_like)
+clip_factor_off = _clip("factor_B", lambda factor_B: factor_B * 1.001)
+bad_samples_kept = _clip("rejected_B", torch.zeros_like)
 
 
 def samples_merged():
@@ -124,50 +120,44 @@ def heads_share_the_first_key():
     return wrapped(ring, "_heads_at_once", heads)
 
 
+class _Flipped:
+    """PyTorch's options of a ring, read as if the sequence were dealt out in the other way."""
+
+    def __init__(self, options):
+        self.__dict__["options"] = options
+
+    def __getattr__(self, name):
+        value = getattr(self.options, name)
+        return not value if name == "enable_load_balance" else value
+
+    def __setattr__(self, name, value):
+        setattr(self.options, name, value)
+
+
 def ring_of_another_balancer():
-    """The ring masks as if the sequence were dealt out in the other way."""
-    from torchtitan_dp.distributed.attention import ring
-
-    class Flipped:
-        def __init__(self, options):
-            self.__dict__["options"] = options
-
-        def __getattr__(self, name):
-            value = getattr(self.options, name)
-            return not value if name == "enable_load_balance" else value
-
-        def __setattr__(self, name, value):
-            setattr(self.options, name, value)
-
-    return replaced(ring, "_cp_options", Flipped(ring._cp_options))
+    return replaced(of_pytorch, "_cp_options", _Flipped(of_pytorch._cp_options))
 
 
 def _noise(change: Callable):
-    return wrapped(optimizer, "add_gaussian_noise_", change)
+    return lambda: wrapped(optimizer, "add_gaussian_noise_", change)
 
 
-def noise_too_small():
-    """By a hundredth."""
-    return _noise(lambda add, flat, *, std, **terms: add(flat, std=0.99 * std, **terms))
-
-
-def noise_without_tails():
+def _without_tails(add, flat, *, std, **terms):
     """Beyond 3.5 standard deviations there is nothing; mean and variance are as they should be."""
+    drawn = torch.zeros_like(flat)
+    add(drawn, std=std, **terms)
+    flat.add_(drawn.clamp(-3.5 * std, 3.5 * std))
 
-    def add(original, flat, *, std, **terms):
-        drawn = torch.zeros_like(flat)
-        original(drawn, std=std, **terms)
-        flat.add_(drawn.clamp(-3.5 * std, 3.5 * std))
 
-    return _noise(add)
+noise_without_tails = _noise(_without_tails)
+noise_too_small = _noise(lambda add, flat, *, std, **terms: add(flat, std=0.99 * std, **terms))
+noise_shared_by_parameters = _noise(
+    lambda add, flat, *, name, **terms: add(flat, name="any", **terms)
+)
 
 
 def noise_shared_by_shards():
     return mock.patch.object(optimizer, "_flat_start", return_value=0)
-
-
-def noise_shared_by_parameters():
-    return _noise(lambda add, flat, *, name, **terms: add(flat, name="any", **terms))
 
 
 def key_repeated():
@@ -196,38 +186,29 @@ def _after_each_step(change: Callable):
         with torch.no_grad():
             change(self.optimizers, self.model_parts[0])
 
-    return wrapped(OptimizersContainer, "step", step)
+    return lambda: wrapped(OptimizersContainer, "step", step)
 
 
-def weights_differ():
+@_after_each_step
+def weights_differ(_, model):
     """The last rank's weights drift by what a step changes them."""
-
-    def drift(_, model):
-        if dist.get_rank() == dist.get_world_size() - 1:
-            for parameter in model.parameters():
-                parameter.to_local().add_(1e-2)
-
-    return _after_each_step(drift)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        for parameter in model.parameters():
+            parameter.to_local().add_(1e-2)
 
 
-def adamw_forgets():
+@_after_each_step
+def adamw_forgets(optimizers, _):
     """The optimizer's state is lost from step to step."""
-
-    def forget(optimizers, _):
-        for inner in optimizers:
-            for state in inner.state.values():
-                state["exp_avg"].zero_()
-
-    return _after_each_step(forget)
+    for inner in optimizers:
+        for state in inner.state.values():
+            state["exp_avg"].zero_()
 
 
-def frozen_weight_moves():
+@_after_each_step
+def frozen_weight_moves(_, model):
     """A step changes a weight that is not trained."""
-
-    def move(_, model):
-        next(p for p in model.parameters() if not p.requires_grad).to_local().add_(1e-3)
-
-    return _after_each_step(move)
+    next(p for p in model.parameters() if not p.requires_grad).to_local().add_(1e-3)
 
 
 def adapter_stays():
@@ -247,13 +228,8 @@ def _load_without(lost: Callable[[str], bool]):
     def load(original, state_dict, folder, **options):
         original({n: v for n, v in state_dict.items() if not lost(n)}, folder, **options)
 
-    return wrapped(safe_load, "load", load)
+    return lambda: wrapped(safe_load, "load", load)
 
 
-def checkpoint_loses_a_tensor():
-    return _load_without(lambda name: name.endswith("layers.0.attention.wq.weight"))
-
-
-def checkpoint_without_optimizer():
-    """What is loaded is the weights alone."""
-    return _load_without(lambda name: name == "optimizer")
+checkpoint_loses_a_tensor = _load_without(lambda n: n.endswith("layers.0.attention.wq.weight"))
+checkpoint_without_optimizer = _load_without(lambda name: name == "optimizer")

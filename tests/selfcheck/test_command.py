@@ -12,7 +12,6 @@ from tests.processes import forks
 from tests.processes.runs import CONFIG, Run
 
 QUICK = ("--config", str(CONFIG), "--training.seq_len=64")
-PROGRAM = ("-m", "torchtitan_dp.selfcheck.__main__")
 
 
 def alone(argv, folder, fault=None):
@@ -41,16 +40,15 @@ def test_alone_it_passes_and_leaves_json_only(tmp_path):
     assert code == 0, said
     assert [entry.name for entry in tmp_path.iterdir()] == ["said"]
     result = json.loads((tmp_path / "said").read_text())
-    names = [check["name"] for check in result["checks"]]
+    checks = result["checks"]
     assert result["device"].startswith("CPU")
     assert result["passed"]
-    assert all(check["passed"] for check in result["checks"])
-    assert all(check["value"] <= check["bound"] for check in result["checks"])
+    assert all(check["passed"] and check["value"] <= check["bound"] for check in checks)
     for what in ("clipped sum, microbatch", "noise", "update", "checkpoint"):
-        assert any(name.startswith(what) for name in names)
+        assert any(check["name"].startswith(what) for check in checks)
     assert "torch: " in said
     assert "free memory: " in said
-    assert said.rstrip().endswith(f"{len(names)} of {len(names)} passed")
+    assert said.rstrip().endswith(f"{len(checks)} of {len(checks)} passed")
 
 
 def test_a_check_that_fails_is_a_line_with_a_remedy_and_exit_code_1(tmp_path):
@@ -68,12 +66,9 @@ def test_a_check_that_fails_is_a_line_with_a_remedy_and_exit_code_1(tmp_path):
     ("argv", "line"),
     [
         (["--training.seq_len=64"], "--training.seq_len=64: without --config there is nothing"),
-        (["--config", "no.toml"], "job.config_file = 'no.toml': no such file"),
+        (["--job.config_file", "no.toml"], "job.config_file = 'no.toml': no such file"),
         ([*QUICK, "--privacy.gradient_method=other"], "other"),
-        (
-            [*QUICK, "--parallelism.context_parallel_degree=2"],
-            "but there are 1 processes",
-        ),
+        ([*QUICK, "--parallelism.context_parallel_degree=2"], "but there are 1 processes"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_code_2(tmp_path, argv, line):
@@ -83,13 +78,23 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(tmp_path, argv, line):
     assert len(said.splitlines()) == 1
 
 
-def test_two_ranks_pass_and_one_of_them_talks(tmp_path):
-    arguments = [*QUICK, "--job.dump_folder", str(tmp_path / "run")]
-    run = Run(arguments, program=PROGRAM, log=tmp_path / "log/log")
-    try:
-        said = run.finish()
-    finally:
+@pytest.fixture
+def start(tmp_path):
+    """Starts two ranks, and ends them with the test."""
+    runs = []
+
+    def begin(*program):
+        arguments = [*QUICK, "--job.dump_folder", str(tmp_path / "run")]
+        runs.append(Run(arguments, program=program, log=tmp_path / "log/log"))
+        return runs[0]
+
+    yield begin
+    for run in runs:
         run.end()
+
+
+def test_two_ranks_pass_and_one_of_them_talks(tmp_path, start):
+    said = start("-m", "torchtitan_dp.selfcheck.__main__").finish()
     assert "ring attention, headtail, allgather, float32, mesh 1 x 1 x 2: 2" not in said
     assert "ring attention, headtail, allgather, float32, mesh 1 x 1 x 2" in said
     assert {line.partition(":")[0] for line in said.splitlines()} == {"[rank0]"}
@@ -115,42 +120,24 @@ SCRIPT = """
 """
 
 
+RAISES, NOISE = "raise RuntimeError('no kernel')", "noise, float32, mesh 1 x 1 x 2"
+
+
 @pytest.mark.parametrize(
     ("fault", "others", "line"),
     [
-        (
-            "raise RuntimeError('no kernel')",
-            "return ()",
-            "FAILED: noise, float32, mesh 1 x 1 x 2: rank 1: RuntimeError: no kernel; do not train",
-        ),
-        (
-            "raise RuntimeError('no kernel')",
-            "dist.barrier()",
-            "selfcheck: rank 1: noise, float32, mesh 1 x 1 x 2: RuntimeError: no kernel",
-        ),
+        (RAISES, "return ()", f"FAILED: {NOISE}: rank 1: RuntimeError: no kernel; do not train"),
+        (RAISES, "dist.barrier()", f"selfcheck: rank 1: {NOISE}: RuntimeError: no kernel"),
         ("os._exit(3)", "", "rank 1 failed with exit code 3"),
-        ("os._exit(0)", "return ()", "selfcheck: rank 0: noise, float32, mesh 1 x 1 x 2: another"),
+        ("os._exit(0)", "return ()", f"selfcheck: rank 0: {NOISE}: another"),
     ],
     ids=["raises", "leaves the others waiting", "dies", "is gone"],
 )
-def test_a_rank_that_cannot_go_on_ends_all_with_a_line(tmp_path, fault, others, line):
+def test_a_rank_that_cannot_go_on_ends_all_with_a_line(tmp_path, start, fault, others, line):
     script = tmp_path / "broken.py"
     script.write_text(textwrap.dedent(SCRIPT).format(fault=fault, others=others))
-    arguments = [*QUICK, "--job.dump_folder", str(tmp_path / "run")]
-    run = Run(arguments, program=(str(script),), log=tmp_path / "log/log")
-    try:
-        assert run.process.wait(120) == 1
-        assert run.dies()
-    finally:
-        run.end()
+    run = start(str(script))
+    assert run.process.wait(120) == 1
+    assert run.dies()
     assert line in run.output(), run.output()
     assert "update, microbatch" not in run.output()
-
-
-def test_both_ways_to_name_the_file():
-    from torchtitan_dp.selfcheck.__main__ import parse
-
-    for name in ("--config", "--job.config_file"):
-        options, overrides = parse([name, "a.toml", "--training.steps=2", "--json", "-"], "")
-        assert overrides == ["--job.config_file", "a.toml", "--training.steps=2"]
-        assert options.json == "-"

@@ -24,10 +24,7 @@ SHARED = ("--backend", "cpu:gloo,cuda:gloo")
 BF16 = "--training.mixed_precision_param=bfloat16"
 GRAD_SAMPLE = ("--privacy.gradient_method=grad_sample", "--training.local_batch_size=4")
 OFFLOAD = ("--activation_checkpoint.mode=full", "--activation_checkpoint.offload_inputs")
-DP_SHARD = (
-    "--parallelism.context_parallel_degree=1",
-    "--parallelism.data_parallel_shard_degree=2",
-)
+DP_SHARD = ("--parallelism.context_parallel_degree=1", "--parallelism.data_parallel_shard_degree=2")
 
 
 def selfcheck(folder, processes, *arguments, hide=False):
@@ -35,16 +32,11 @@ def selfcheck(folder, processes, *arguments, hide=False):
     said = folder / "said.json"
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
     program = ["-m", "torchtitan_dp.selfcheck", "--json", str(said), *arguments]
+    command = [sys.executable, *(launcher if processes > 1 else []), *program]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     if hide:
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *(launcher if processes > 1 else []), *program],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-6000:]
     return json.loads(said.read_text())
 

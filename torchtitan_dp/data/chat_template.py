@@ -24,8 +24,6 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from torchtitan_dp.data.tokenizer import SETTINGS, read_settings, read_text
-
 ASSISTANT = "assistant"
 # Unicode's noncharacters, which no text should have: one that has is refused.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
@@ -54,10 +52,9 @@ class ChatTemplate:
     def __init__(self, source: str, marks: Mapping[str, str]) -> None:
         """Compile Jinja, with `marks`: names of special tokens (`bos_token`, …) and their texts;
         raise ValueError, for the end of a message that names the file."""
-        more = [_Generation, "jinja2.ext.loopcontrols"]
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=more
-        )
+        blocks = {"trim_blocks": True, "lstrip_blocks": True}
+        extensions = [_Generation, "jinja2.ext.loopcontrols"]
+        environment = ImmutableSandboxedEnvironment(**blocks, extensions=extensions)
         environment.filters["tojson"] = _to_json
         del environment.filters["random"]
         kept = {name: environment.globals[name] for name in _GLOBALS}
@@ -161,31 +158,6 @@ def _cost(text: str, messages: Sequence[Message]) -> int:
 
 def _texts(pieces: Sequence[Piece], is_target: bool) -> str:
     return "".join(piece.text for piece in pieces if piece.is_target == is_target)
-
-
-def load_chat_template(assets_path: str) -> ChatTemplate | None:
-    """Load the chat template of the folder `model.hf_assets_path`; None if it has none.
-
-    It is `chat_template.jinja`, else `chat_template` in `tokenizer_config.json`: one template, or
-    several with names, of which "default" is taken. Raises ValueError, one line, for one that
-    cannot be used.
-    """
-    name, own = SETTINGS, "chat_template.jinja"
-    settings = read_settings(assets_path, name)
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
-        template = named.get("default")
-    if (text := read_text(assets_path, own)) is not None:
-        name, template = own, text
-    if not isinstance(template, str):
-        return None
-    marks = {k: v for k, v in settings.items() if k.endswith("_token") and isinstance(v, str)}
-    try:
-        return ChatTemplate(template, marks)
-    except ValueError as error:
-        where = f"model.hf_assets_path = {assets_path!r}: the chat template in its {name}"
-        raise ValueError(f"{where} {error}") from None
 
 
 class _Generation(Extension):

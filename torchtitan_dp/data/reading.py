@@ -20,10 +20,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchtitan_dp.data.chat_template import ASSISTANT, ChatTemplate, Piece, load_chat_template
+from torchtitan_dp.data.chat_template import ASSISTANT, ChatTemplate, Piece
 from torchtitan_dp.data.console import listed
 from torchtitan_dp.data.files import MOST_ITEMS, Fields
-from torchtitan_dp.data.tokenizer import TOKENIZER, Tokenizer, text_of
+from torchtitan_dp.data.tokenizer import (
+    SETTINGS,
+    TOKENIZER,
+    Tokenizer,
+    read_settings,
+    read_text,
+    text_of,
+)
 
 MOST_PART = 2**18  # characters that are tokenized in one piece
 MOST_MESSAGES = MOST_ITEMS  # that are looked at: the time to render a conversation is bounded
@@ -60,10 +67,8 @@ def _misfit(key: str, field: str, fields: Fields, word: str, instead: str) -> La
     """Describe a record that lacks a field, or has something else `instead` of what is needed."""
     needed, hint, setting = "text", "", f"{key} = {field!r}"
     if key == "data.messages_field":
-        needed, hint = (
-            "list of messages",
-            ", a list of objects with a role and a content, two texts",
-        )
+        needed = "list of messages"
+        hint = ", a list of objects with a role and a content, two texts"
     if field not in fields:
         what, remedy = f"have no such {word}", f"name the one with the {needed}"
         return Lack(setting, what, remedy, THEIR_FIELDS, tuple(fields))
@@ -150,6 +155,31 @@ def reading(
         remedy = "use another, or prompts and answers (data.prompt_field)"
         raise ValueError(f"{where} {assets_path!r} {other} cannot be identified; {remedy}")
     return Reading(messages_field=messages_field, template=template)
+
+
+def load_chat_template(assets_path: str) -> ChatTemplate | None:
+    """Load the chat template of the folder `model.hf_assets_path`; None if it has none.
+
+    It is `chat_template.jinja`, else `chat_template` in `tokenizer_config.json`: one template, or
+    several with names, of which "default" is taken. Raises ValueError, one line, for one that
+    cannot be used.
+    """
+    name, own = SETTINGS, "chat_template.jinja"
+    settings = read_settings(assets_path, name)
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+        template = named.get("default")
+    if (text := read_text(assets_path, own)) is not None:
+        name, template = own, text
+    if not isinstance(template, str):
+        return None
+    marks = {k: v for k, v in settings.items() if k.endswith("_token") and isinstance(v, str)}
+    try:
+        return ChatTemplate(template, marks)
+    except ValueError as error:
+        where = f"model.hf_assets_path = {assets_path!r}: the chat template in its {name}"
+        raise ValueError(f"{where} {error}") from None
 
 
 def _messages_of(value: object) -> list[dict[str, str]] | str:

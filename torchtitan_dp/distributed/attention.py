@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import _attention as public_names
@@ -194,38 +195,34 @@ def _ring(mesh: DeviceMesh, heads_apart: bool) -> Ring:
     return Ring(*place, heads_apart, of_keys, PassedAround(group))
 
 
-def _on_ring(mesh: DeviceMesh, *local_tensors: torch.Tensor) -> tuple[DTensor, ...]:
+def _on_ring(mesh: DeviceMesh, *local_tensors: Tensor) -> tuple[DTensor, ...]:
     return tuple(
         DTensor.from_local(tensor, mesh, [Shard(_SEQ_DIM)], run_check=False)
         for tensor in local_tensors
     )
 
 
-def _attend_unpadded(query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+def _attend_unpadded(query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """Attend to one block by the memory-efficient kernel, and cut the padding off logsumexp."""
     out, logsumexp, *rest = _efficient_op(query, *args, **kwargs)
     return out, logsumexp[..., : query.shape[_SEQ_DIM]], *rest
 
 
-def _backward(
-    op: Any, *, query: torch.Tensor, key: torch.Tensor, **kwargs: Any
-) -> tuple[torch.Tensor, ...]:
+def _backward(op: Any, *, query: Tensor, key: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
     """Compute one block's gradients: CUDA's kernels take its numbers of queries and keys."""
     if "max_q" in kwargs:
         kwargs |= {"max_q": query.shape[_SEQ_DIM], "max_k": key.shape[_SEQ_DIM]}
-    gradients: tuple[torch.Tensor, ...] = op(query=query, key=key, **kwargs)
+    gradients: tuple[Tensor, ...] = op(query=query, key=key, **kwargs)
     return gradients
 
 
-def _backward_padded(
-    *, grad_out: torch.Tensor, logsumexp: torch.Tensor, **kwargs: Any
-) -> tuple[torch.Tensor, ...]:
+def _backward_padded(*, grad_out: Tensor, logsumexp: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
     """Compute one block's gradients, with logsumexp padded as by the forward kernel: by infinity,
     so that padded rows have probabilities of 0."""
     missing = -logsumexp.shape[_SEQ_DIM] % _ALIGNED_ROWS
     if missing and torch.version.hip is None:  # ROCm's kernels pad nothing
         logsumexp = F.pad(logsumexp, (0, missing), value=torch.inf)
-    gradients: tuple[torch.Tensor, ...] = _efficient_backward_op(
+    gradients: tuple[Tensor, ...] = _efficient_backward_op(
         grad_out_=grad_out, logsumexp=logsumexp.contiguous(), **kwargs
     )
     return gradients
@@ -247,14 +244,14 @@ class _EfficientAttention(ScaledDotProductAttentionWrapper):
 
     def forward(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         *,
         scale: float | None = None,
         enable_gqa: bool = False,
         is_causal: bool = True,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         if q.dtype != torch.float32:
             return super().forward(q, k, v, scale=scale, enable_gqa=enable_gqa, is_causal=is_causal)
         if enable_gqa:

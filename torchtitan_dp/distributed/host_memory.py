@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 EXACT_FROM = 1 << 20
 """Bytes from which a page-locked buffer takes its own pages alone."""
@@ -111,7 +112,7 @@ def _unescaped(field: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), field)
 
 
-def page_locked(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def page_locked(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocate page-locked host memory, (numel,), for copies to and from `device`.
 
     It is unlocked and freed with its last view. For a CPU it is ordinary memory.

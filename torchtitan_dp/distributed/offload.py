@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torchtitan_dp.distributed.host_memory import page_locked, page_locked_bytes
 
@@ -41,14 +42,14 @@ class InputsOnHost:
         self.host_bytes = 0
         """Bytes of page-locked memory in use, as `page_locked_bytes` counts them."""
         self._longest = longest
-        self._free: list[torch.Tensor] = []
+        self._free: list[Tensor] = []
         self._last: weakref.ref[_OnHost] | None = None  # of this forward pass, while it is alive
         # Tensors that the copy stream may still use, and the event after which it does not.
-        self._copied: collections.deque[tuple[torch.Tensor, Any]] = collections.deque()
+        self._copied: collections.deque[tuple[Tensor, Any]] = collections.deque()
         self._side: Any = None
 
     @contextlib.contextmanager
-    def __call__(self, h: torch.Tensor) -> Iterator[None]:
+    def __call__(self, h: Tensor) -> Iterator[None]:
         """Keep tensors of `h`'s shape that autograd saves in this block in the host's memory.
 
         Wrap the call of one checkpointed block with its input `h`, (B, T, D). Tensors saved when
@@ -56,7 +57,7 @@ class InputsOnHost:
         """
         shape, dtype = h.shape, h.dtype  # autograd keeps `pack`, which must not keep h
 
-        def pack(saved: torch.Tensor) -> torch.Tensor | _OnHost:
+        def pack(saved: Tensor) -> Tensor | _OnHost:
             if saved.shape != shape or saved.dtype != dtype:
                 return saved
             packed = _OnHost(self, saved, None if self._last is None else self._last())
@@ -64,13 +65,13 @@ class InputsOnHost:
             self.settle(ON_DEVICE)
             return packed
 
-        def unpack(packed: torch.Tensor | _OnHost) -> torch.Tensor:
+        def unpack(packed: Tensor | _OnHost) -> Tensor:
             return packed.take() if isinstance(packed, _OnHost) else packed
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
 
-    def copy(self, to: torch.Tensor, source: torch.Tensor, on_device: torch.Tensor) -> None:
+    def copy(self, to: Tensor, source: Tensor, on_device: Tensor) -> None:
         """Begin to copy, on the copy stream, after all work queued on the current stream.
 
         Args:
@@ -90,7 +91,7 @@ class InputsOnHost:
             on_device, done = self._copied.popleft()
             torch.get_device_module(on_device.device).current_stream().wait_event(done)
 
-    def take_buffer(self, like: torch.Tensor) -> torch.Tensor:
+    def take_buffer(self, like: Tensor) -> Tensor:
         """Return a flat buffer of `like`'s dtype, for it and for the longest sample."""
         most = max(like.numel(), like.numel() // like.shape[1] * self._longest)
         while self._free:
@@ -102,7 +103,7 @@ class InputsOnHost:
         self.host_bytes += page_locked_bytes(buffer.nbytes)
         return buffer
 
-    def return_buffer(self, buffer: torch.Tensor) -> None:
+    def return_buffer(self, buffer: Tensor) -> None:
         """Make a buffer available to another input."""
         self._free.append(buffer)
 
@@ -110,7 +111,7 @@ class InputsOnHost:
 class _OnHost:
     """One input's copy on the host, with the one before, which backward needs next."""
 
-    def __init__(self, inputs: InputsOnHost, saved: torch.Tensor, before: "_OnHost | None") -> None:
+    def __init__(self, inputs: InputsOnHost, saved: Tensor, before: "_OnHost | None") -> None:
         self._inputs, self._device = inputs, saved.device
         buffer = inputs.take_buffer(saved)
         weakref.finalize(self, inputs.return_buffer, buffer)
@@ -119,7 +120,7 @@ class _OnHost:
         inputs.copy(self._copy, saved, saved)
         self._on_device = weakref.ref(saved)  # while `inputs` or backward keeps it there
 
-    def take(self) -> torch.Tensor:
+    def take(self) -> Tensor:
         """Return the input on its device, and begin to copy the one before."""
         there = self.fetch()
         self._inputs.settle()
@@ -128,7 +129,7 @@ class _OnHost:
             before.fetch()
         return there
 
-    def fetch(self) -> torch.Tensor:
+    def fetch(self) -> Tensor:
         """Return the input on its device; it is complete after `settle`."""
         there = self._on_device()
         if there is None:

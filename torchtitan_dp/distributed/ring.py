@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
 from torchtitan_dp.collectives import Pending, gather, pass_on
 
@@ -36,11 +37,11 @@ class PassedAround:
         self._group = group
         self._arriving: Pending | None = None
 
-    def send(self, buffer: torch.Tensor) -> None:
+    def send(self, buffer: Tensor) -> None:
         """Begin to send."""
         self._arriving = pass_on(buffer, self._group)
 
-    def receive(self) -> torch.Tensor:
+    def receive(self) -> Tensor:
         """Wait for what was sent to this rank; the buffer is the caller's alone."""
         assert self._arriving is not None
         return self._arriving.wait()
@@ -51,14 +52,14 @@ class GatheredAtOnce(PassedAround):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
-        self._gathered: Pending | torch.Tensor | None = None
+        self._gathered: Pending | Tensor | None = None
         self._received = 0
 
-    def send(self, buffer: torch.Tensor) -> None:
+    def send(self, buffer: Tensor) -> None:
         if self._gathered is None:
             self._gathered = gather(buffer, self._group)
 
-    def receive(self) -> torch.Tensor:
+    def receive(self) -> Tensor:
         assert self._gathered is not None
         if isinstance(self._gathered, Pending):
             self._gathered = self._gathered.wait()
@@ -85,7 +86,7 @@ class _Heads(NamedTuple):
     keys: slice
 
 
-def _heads_at_once(query: torch.Tensor, key: torch.Tensor, heads_apart: bool) -> Iterator[_Heads]:
+def _heads_at_once(query: Tensor, key: Tensor, heads_apart: bool) -> Iterator[_Heads]:
     heads, key_heads = query.shape[1], key.shape[1]
     at_once = 1 if heads_apart else key_heads
     shared = heads // key_heads
@@ -133,9 +134,9 @@ class Ring:
     def attend(
         self,
         kernel: Kernel,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         *,
         is_causal: bool,
         **terms: Any,
@@ -183,9 +184,9 @@ class Ring:
     def attend_backward(
         self,
         kernel: Kernel,
-        of_queries: dict[str, torch.Tensor],
-        key: torch.Tensor,
-        value: torch.Tensor,
+        of_queries: dict[str, Tensor],
+        key: Tensor,
+        value: Tensor,
         *,
         is_causal: bool,
         **terms: Any,
@@ -243,9 +244,7 @@ class Ring:
             gradients = self.of_gradients.receive().view(gradients.shape)
         return grad_query.to(query.dtype), *gradients.to(key.dtype), *rest
 
-    def _passed_around(
-        self, key: torch.Tensor, value: torch.Tensor
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _passed_around(self, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the keys and values of all ranks: this rank's, then those of the one before."""
         if self.of_keys is None:
             yield key, value
@@ -260,9 +259,7 @@ class Ring:
             yield of_key.view(key.shape), of_value.view(value.shape)
 
 
-def _merge(
-    out: torch.Tensor, logsumexp: torch.Tensor, part: torch.Tensor, its: torch.Tensor
-) -> None:
+def _merge(out: Tensor, logsumexp: Tensor, part: Tensor, its: Tensor) -> None:
     """Merge a block's output and logsumexp into those so far, in place, in fp32.
 
     As PyTorch's `_SDPAMerger`: stable, since sigmoid and logsigmoid are of differences.
@@ -273,7 +270,7 @@ def _merge(
     logsumexp.sub_(F.logsigmoid(logsumexp - its))
 
 
-def _add(formed: list[tuple[Any, list[torch.Tensor]]], gradients: torch.Tensor) -> None:
+def _add(formed: list[tuple[Any, list[Tensor]]], gradients: Tensor) -> None:
     """Add a block's gradients of keys and values, by heads, to both sums in place."""
     for keys, parts in formed:
         for gradient, part in zip(gradients, parts, strict=True):
@@ -281,9 +278,7 @@ def _add(formed: list[tuple[Any, list[torch.Tensor]]], gradients: torch.Tensor) 
     formed.clear()
 
 
-def _heads_last(
-    like: torch.Tensor, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype
-) -> torch.Tensor:
+def _heads_last(like: Tensor, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor:
     """Allocate a tensor of shape (B, H, T, F) that lies in memory as (B, T, H, F)."""
     B, H, T, size = shape
     return torch.empty((B, T, H, size), dtype=dtype, device=like.device).transpose(1, 2)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
@@ -66,7 +67,7 @@ class StopRequest:
         if not self._asked.wait(GRACE_S):
             os._exit(128 + signal.SIGTERM)
 
-    def agree(self, overflow: torch.Tensor) -> tuple[bool, bool]:
+    def agree(self, overflow: Tensor) -> tuple[bool, bool]:
         """Return whether any rank was asked, and whether weights overflow on any; the same on all.
 
         Collective: an all-reduce of two numbers over the world.

@@ -24,6 +24,7 @@ from typing import ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch import Tensor
 
 from torchtitan_dp.collectives import reduce_scatter_sum
 from torchtitan_dp.gradients.fsdp import ReductionGroups, RowLayout
@@ -42,10 +43,7 @@ class ClippedSum:
     """The clipped sum of one step, in flat `(dp_shard, chunk)` shards."""
 
     def __init__(
-        self,
-        parameters: dict[str, nn.Parameter],
-        groups: ReductionGroups,
-        policy: ClipPolicy,
+        self, parameters: dict[str, nn.Parameter], groups: ReductionGroups, policy: ClipPolicy
     ) -> None:
         """
         Args:
@@ -56,7 +54,7 @@ class ClippedSum:
         self.policy = policy
         assert sorted(sum(policy.members, ())) == sorted(parameters)
         self._whole = torch.empty(0)
-        self._bundles: tuple[torch.Tensor, ...] = ()  # views of `_whole`
+        self._bundles: tuple[Tensor, ...] = ()  # views of `_whole`
         self._places: dict[str, Place] = {}
         self.accumulating = False
 
@@ -92,7 +90,7 @@ class ClippedSum:
         )
         return layouts
 
-    def part(self, shards: list[torch.Tensor], name: str) -> torch.Tensor:
+    def part(self, shards: list[Tensor], name: str) -> Tensor:
         """View one parameter's part of `shards`: `(B, dp_shard, n)`, with the zeros that pad uneven
         rows."""
         shape = self.parameters[name].shape
@@ -100,7 +98,7 @@ class ClippedSum:
         place = self._places[name]
         return shards[place.bundle].narrow(-1, place.offset, layout.chunk_numel)
 
-    def add(self, shards: list[torch.Tensor], valid_B: torch.Tensor) -> Clip:
+    def add(self, shards: list[Tensor], valid_B: Tensor) -> Clip:
         """Clip B samples, each group by the norm of its part of the gradient, and add them.
 
         Args:
@@ -114,7 +112,7 @@ class ClippedSum:
         self.accumulate(shards, clipped)
         return clipped.over_groups()
 
-    def add_group(self, group: int, parts: dict[str, torch.Tensor], valid_B: torch.Tensor) -> Clip:
+    def add_group(self, group: int, parts: dict[str, Tensor], valid_B: Tensor) -> Clip:
         """Clip and add one clip group of B samples' gradients, as `add` does; (1, B).
 
         Args:
@@ -134,7 +132,7 @@ class ClippedSum:
             self.accumulate_part(name, part_BDN, clipped.factor_B[0], clipped.rejected_B[0])
         return clipped
 
-    def squared_norms(self, shards: list[torch.Tensor]) -> torch.Tensor:
+    def squared_norms(self, shards: list[Tensor]) -> Tensor:
         """Compute squared norms by clip group: fp64 `(G, B)`, the same on all cp ranks.
 
         Collectives: one all-reduce of G B numbers over cp.
@@ -148,19 +146,19 @@ class ClippedSum:
             )
         return self._over_cp(squares_GB)
 
-    def over_groups(self, squares: dict[str, torch.Tensor]) -> torch.Tensor:
+    def over_groups(self, squares: dict[str, Tensor]) -> Tensor:
         """Sum squared norms within each clip group: {name: (B,)} -> (G, B)."""
         members = self.policy.members
         return torch.stack(
             [torch.stack([squares[name] for name in names]).sum(0) for names in members]
         )
 
-    def _over_cp(self, squares: torch.Tensor) -> torch.Tensor:
+    def _over_cp(self, squares: Tensor) -> Tensor:
         if self.groups.cp is not None:
             dist.all_reduce(squares, group=self.groups.cp)
         return squares
 
-    def accumulate(self, shards: list[torch.Tensor], clipped: Clip) -> None:
+    def accumulate(self, shards: list[Tensor], clipped: Clip) -> None:
         """Add samples to the sum, scaled by a clip result of shape (G, B), which comes from norms
         at least as large as those of these very shards: they are not measured again.
 
@@ -185,7 +183,7 @@ class ClippedSum:
                 add_clipped_(bundle_DN, shard_DN, factor_B[sample], rejected_B[sample])
 
     def accumulate_part(
-        self, name: str, shard_BDN: torch.Tensor, factor_B: torch.Tensor, rejected_B: torch.Tensor
+        self, name: str, shard_BDN: Tensor, factor_B: Tensor, rejected_B: Tensor
     ) -> None:
         """Add one parameter's part of B samples to the sum.
 
@@ -202,7 +200,7 @@ class ClippedSum:
         for sample, shard_DN in enumerate(shard_BDN):
             add_clipped_(total_DN, shard_DN, factor_B[sample], rejected_B[sample])
 
-    def take(self) -> dict[str, torch.Tensor]:
+    def take(self) -> dict[str, Tensor]:
         """Sum over all data-parallel ranks, and return this rank's flat local shards by name.
 
         They are fp32, may be changed in place, and are valid until `reset`. Zeros if nothing was
@@ -257,16 +255,13 @@ class GradientMethod:
         """Set the key of the coming step's random norms, before its first microbatch: 32 bytes, the
         same on all ranks, of this step alone. Here nothing is random."""
 
-    def hold(self, loss_B: torch.Tensor) -> None:
+    def hold(self, loss_B: Tensor) -> None:
         """Backpropagate an earlier window of the next call's units, whose gradients are added to
         that call's before clipping, where the method `averages_windows`."""
         raise AssertionError("refused with the configuration: data.windows_per_draw")
 
     def accumulate_clipped(
-        self,
-        loss_B: torch.Tensor,
-        valid_B: torch.Tensor,
-        positions: Sequence[int] | None = None,
+        self, loss_B: Tensor, valid_B: Tensor, positions: Sequence[int] | None = None
     ) -> Clip:
         """Backpropagate the losses, clip each sample's gradient, and add it.
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
@@ -69,7 +70,7 @@ class ReductionGroups:
         )
 
 
-def sum_over_cp(whole: torch.Tensor, cp: dist.ProcessGroup | None) -> torch.Tensor:
+def sum_over_cp(whole: Tensor, cp: dist.ProcessGroup | None) -> Tensor:
     """Sum `(cp, …)` over cp by one reduce-scatter, and return this rank's part, `(…)`."""
     if cp is None:
         return whole[0]
@@ -79,8 +80,8 @@ def sum_over_cp(whole: torch.Tensor, cp: dist.ProcessGroup | None) -> torch.Tens
 
 
 def sum_together_over_cp(
-    wholes: dict[str, torch.Tensor], cp: dist.ProcessGroup | None
-) -> dict[str, torch.Tensor]:
+    wholes: dict[str, Tensor], cp: dist.ProcessGroup | None
+) -> dict[str, Tensor]:
     """Sum small tensors, alike but for the last dimension, as `sum_over_cp` does, by one call."""
     if not wholes:
         return {}
@@ -112,8 +113,8 @@ class ReduceScatterOverCP:
         self._is_called = groups.cp is not None or groups.dp_shard is not None
         self._cp_size, self._dp_shard_size = groups.cp_size, groups.dp_shard_size
         self._home: Any = None  # C, from the first `allocate` until `take`
-        self._output: torch.Tensor | None = None
-        self._shard_DN: torch.Tensor | None = None
+        self._output: Tensor | None = None
+        self._shard_DN: Tensor | None = None
 
     @property
     def keeps_input(self) -> bool:
@@ -122,7 +123,7 @@ class ReduceScatterOverCP:
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Allocate FSDP2's input, requested on C, and then its output, requested on R."""
         streams = torch.get_device_module(device)
         if self._home is None:
@@ -137,8 +138,8 @@ class ReduceScatterOverCP:
 
     def __call__(
         self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
         group: dist.ProcessGroup,
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
@@ -161,7 +162,7 @@ class ReduceScatterOverCP:
             reduce_scatter_sum(shard_N, input_CN, self._cp)
         return None
 
-    def take(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def take(self) -> tuple[Tensor, Tensor]:
         """Return the last backward's result, to be read on that backward's stream: FSDP2's output
         buffer, whose views are `.grad`, and this sample's fp32 gradient shard (dp_shard, chunk),
         which shares the buffer's memory where dp_shard is 1.
@@ -192,14 +193,14 @@ class RowLayout:
     def chunk_numel(self) -> int:
         return self.rows * self.shape[1:].numel()
 
-    def allocate(self, batch_size: int, device: torch.device) -> torch.Tensor:
+    def allocate(self, batch_size: int, device: torch.device) -> Tensor:
         """Allocate an fp32 `(cp, B, dp_shard, rows, …)` buffer, in which padding is zero."""
         padded = self.rows * self.dp_shard * self.cp != self.shape[0]
         make = torch.zeros if padded else torch.empty
         size = (self.cp, batch_size, self.dp_shard, self.rows, *self.shape[1:])
         return make(size, dtype=torch.float32, device=device)
 
-    def chunks(self, whole: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    def chunks(self, whole: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Yield ranges of the parameter's rows, each with its view `(B, n, …)` of `whole`: one
         range if each sample's rows are contiguous."""
         if self.in_one_piece(whole):
@@ -216,11 +217,11 @@ class RowLayout:
                     whole[cp_rank, :, dp_shard_rank].narrow(1, 0, stop - start),
                 )
 
-    def in_one_piece(self, whole: torch.Tensor) -> bool:
+    def in_one_piece(self, whole: Tensor) -> bool:
         """Return whether each sample's rows are contiguous in `whole`."""
         return self.dp_shard == 1 and (self.cp == 1 or whole.shape[1] == 1)
 
-    def positions(self, row_BT: torch.Tensor) -> torch.Tensor:
+    def positions(self, row_BT: Tensor) -> Tensor:
         """Find sample b's rows in `whole` when flattened to `(cp * B * dp_shard * rows, …)`."""
         fsdp_rank_BT = row_BT // self.rows
         cp_rank_BT, dp_shard_rank_BT = fsdp_rank_BT % self.cp, fsdp_rank_BT // self.cp

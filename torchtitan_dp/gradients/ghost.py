@@ -41,6 +41,7 @@ from typing import ClassVar, Literal
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch import Tensor
 
 from torchtitan_dp.collectives import Pending
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
@@ -86,9 +87,9 @@ class GhostGradients(LayerGradients):
         self._samples = samples
         self._calls: Counter[str] = Counter()  # of `form_grad_samples`, in the first backward
         self._writes: dict[str, list[Write]] = {}  # whose norms are to be found, or sums added
-        self._kept: dict[str, torch.Tensor] = {}  # (B, dp_shard, chunk), summed over cp
-        self._vectors: dict[str, torch.Tensor] = {}  # (cp, B, dp_shard, rows), not yet summed
-        self._squares: dict[str, torch.Tensor] = {}  # fp64 (B,); over cp, once `_clip` is there
+        self._kept: dict[str, Tensor] = {}  # (B, dp_shard, chunk), summed over cp
+        self._vectors: dict[str, Tensor] = {}  # (cp, B, dp_shard, rows), not yet summed
+        self._squares: dict[str, Tensor] = {}  # fp64 (B,); over cp, once `_clip` is there
         self._clip: Clip | None = None  # of groups: (G, B)
         self._added: set[str] = set()
 
@@ -96,10 +97,7 @@ class GhostGradients(LayerGradients):
         self.norms.start_step(key)
 
     def accumulate_clipped(
-        self,
-        loss_B: torch.Tensor,
-        valid_B: torch.Tensor,
-        positions: Sequence[int] | None = None,
+        self, loss_B: Tensor, valid_B: Tensor, positions: Sequence[int] | None = None
     ) -> Clip:
         """Add a microbatch (`clipped_sum.GradientMethod`); estimates need `positions`.
 
@@ -163,7 +161,7 @@ class GhostGradients(LayerGradients):
         self._samples = batch_size
         return Formed(batch_size, Pending(self._form(name, [write])))
 
-    def add(self, name: str, formed: Formed, factor_B: torch.Tensor | None = None) -> None:
+    def add(self, name: str, formed: Formed, factor_B: Tensor | None = None) -> None:
         """Keep formed gradients, each sample's multiplied by its factor."""
         assert formed.shard is not None
         shard_BDN = formed.shard.wait()
@@ -182,7 +180,7 @@ class GhostGradients(LayerGradients):
         """Return whether a norm from factors is cheaper, for `tokens` tokens on this rank."""
         return self.norms.is_cheaper(tokens * self._cp_size, self._layouts[name].shape)
 
-    def _clip_by_norms(self, valid_B: torch.Tensor) -> Clip:
+    def _clip_by_norms(self, valid_B: Tensor) -> Clip:
         """Find the remaining norms, sum squares over cp, and clip."""
         self._kept |= sum_together_over_cp(self._vectors, self._cp)
         self._vectors.clear()
@@ -203,7 +201,7 @@ class GhostGradients(LayerGradients):
         self._squares = dict(zip(self._layouts, squares_LB, strict=True))
         return self.clipped_sum.policy.clip(self.clipped_sum.over_groups(self._squares), valid_B)
 
-    def _of_group(self, name: str, clip: Clip) -> tuple[torch.Tensor, torch.Tensor]:
+    def _of_group(self, name: str, clip: Clip) -> tuple[Tensor, Tensor]:
         """Return factors and rejections of a parameter's clip group."""
         group = self._group[name]
         return clip.factor_B[group], clip.rejected_B[group]
@@ -243,16 +241,16 @@ class GhostGradients(LayerGradients):
     def _slices(self, name: str) -> list[slice]:
         return self._slices_of(name, self._samples)
 
-    def _form(self, name: str, writes: Sequence[Write]) -> torch.Tensor:
+    def _form(self, name: str, writes: Sequence[Write]) -> Tensor:
         """Write all samples' gradients and sum them over cp: (B, dp_shard, chunk)."""
         parts = [self._form_some(name, writes, samples) for samples in self._slices(name)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _form_some(self, name: str, writes: Sequence[Write], samples: slice) -> torch.Tensor:
+    def _form_some(self, name: str, writes: Sequence[Write], samples: slice) -> Tensor:
         """Write some samples' gradients and sum them over cp: (b, dp_shard, chunk)."""
         return sum_over_cp(self._write(name, writes, samples), self._cp).flatten(2)
 
-    def _write(self, name: str, writes: Sequence[Write], samples: slice) -> torch.Tensor:
+    def _write(self, name: str, writes: Sequence[Write], samples: slice) -> Tensor:
         """Write gradients of this rank's tokens: (cp, b, dp_shard, rows, …)."""
         layout, total = self._layouts[name], None
         for write in writes:

@@ -26,6 +26,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torchtitan_dp.collectives import gather_from_all
 from torchtitan_dp.gradients.operands import Products, Rows, accumulates_wide, write_product_
@@ -50,7 +51,7 @@ def is_cheaper(tokens: int, shape: torch.Size) -> bool:
 
 def squared_norms(
     factors: Sequence[Factors], cp: dist.ProcessGroup | None, *, block_elements: int = 2**24
-) -> torch.Tensor:
+) -> Tensor:
     """Find the squared norms of B samples' gradients of one parameter.
 
     Args:
@@ -78,7 +79,7 @@ def squared_norms(
     return total_B
 
 
-def _pairs(rows: Factors, columns: Factors, block_elements: int) -> torch.Tensor:
+def _pairs(rows: Factors, columns: Factors, block_elements: int) -> Tensor:
     """Sum over all pairs of a token of `rows` and one of `columns`: fp64 (B,)."""
     total_B = torch.zeros(len(rows.left), dtype=torch.float64, device=rows.left.device)
     at_once = max(block_elements // (len(rows.left) * columns.left.shape[1]), 1)
@@ -87,7 +88,7 @@ def _pairs(rows: Factors, columns: Factors, block_elements: int) -> torch.Tensor
     return total_B
 
 
-def _pairs_with_itself(factors: Factors, block_elements: int) -> torch.Tensor:
+def _pairs_with_itself(factors: Factors, block_elements: int) -> Tensor:
     """Sum over all pairs of a sample's tokens; each unequal pair is computed once."""
     tokens = factors.left.shape[1]
     total_B = torch.zeros(len(factors.left), dtype=torch.float64, device=factors.left.device)
@@ -101,7 +102,7 @@ def _pairs_with_itself(factors: Factors, block_elements: int) -> torch.Tensor:
     return total_B
 
 
-def _inner(rows: Factors, columns: Factors) -> torch.Tensor:
+def _inner(rows: Factors, columns: Factors) -> Tensor:
     """Sum (l_t . l_s) (r_t . r_s) over the tokens t of `rows` and s of `columns`: fp64 (B,)."""
     pairs_BRS = _products(rows.right, columns.right).mul_(_lefts(rows, columns))
     total_B = pairs_BRS.flatten(1).sum(1, dtype=torch.float64)
@@ -111,7 +112,7 @@ def _inner(rows: Factors, columns: Factors) -> torch.Tensor:
     return total_B
 
 
-def _lefts(rows: Factors, columns: Factors) -> torch.Tensor:
+def _lefts(rows: Factors, columns: Factors) -> Tensor:
     """Compute l_t . l_s: (B, R, S)."""
     if isinstance(rows, Products) and isinstance(columns, Products):
         return _products(rows.left, columns.left)
@@ -123,7 +124,7 @@ def _lefts(rows: Factors, columns: Factors) -> torch.Tensor:
     return (rows.left[:, :, None] == columns.left[:, None]).float()
 
 
-def _products(rows_BRK: torch.Tensor, columns_BSK: torch.Tensor) -> torch.Tensor:
+def _products(rows_BRK: Tensor, columns_BSK: Tensor) -> Tensor:
     """Compute rows @ columns^T in fp32: (B, R, S). Factors of 16 bits are multiplied exactly."""
     shape = (*rows_BRK.shape[:2], columns_BSK.shape[1])
     out_BRS = rows_BRK.new_empty(shape, dtype=torch.float32)
@@ -181,8 +182,6 @@ class ExactNorms:
         """Return whether to find a norm from factors, for `tokens` tokens of a whole sample."""
         return is_cheaper(tokens, shape)
 
-    def squared_norms(
-        self, name: str, shape: torch.Size, factors: Sequence[Factors]
-    ) -> torch.Tensor:
+    def squared_norms(self, name: str, shape: torch.Size, factors: Sequence[Factors]) -> Tensor:
         """Find squared norms of one parameter (P, D): fp64 (B,), this rank's part of the sum."""
         return squared_norms(factors, self._cp)

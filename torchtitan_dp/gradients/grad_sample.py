@@ -19,6 +19,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch import Tensor
 
 from torchtitan_dp.collectives import Pending
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
@@ -49,7 +50,7 @@ class GradSampleGradients(LayerGradients):
         super().__init__(model, clipped_sum, transient_bytes)
         self._shard = shard_grad_samples
         self._shards: dict[str, _Layers] = {}  # (B, dp_shard, rows, …), summed over cp
-        self._wholes: dict[str, torch.Tensor] = {}  # (cp, B, dp_shard, rows, …), not yet summed
+        self._wholes: dict[str, Tensor] = {}  # (cp, B, dp_shard, rows, …), not yet summed
         self._in_flight: deque[Pending] = deque()  # each as often as it began a sum
         early = shard_grad_samples and not clipped_sum.policy.is_flat
         self._early = _WholeGroups(model, clipped_sum) if early else None
@@ -57,10 +58,7 @@ class GradSampleGradients(LayerGradients):
         self._clips: list[Clip] = []  # of groups that were added within backward
 
     def accumulate_clipped(
-        self,
-        loss_B: torch.Tensor,
-        valid_B: torch.Tensor,
-        positions: Sequence[int] | None = None,
+        self, loss_B: Tensor, valid_B: Tensor, positions: Sequence[int] | None = None
     ) -> Clip:
         """Add a microbatch (`clipped_sum.GradientMethod`).
 
@@ -117,7 +115,7 @@ class GradSampleGradients(LayerGradients):
             self._in_flight.append(shard)
         return Formed(batch_size, shard)
 
-    def add(self, name: str, formed: Formed, factor_B: torch.Tensor | None = None) -> None:
+    def add(self, name: str, formed: Formed, factor_B: Tensor | None = None) -> None:
         """Add a layer's per-sample gradients to the microbatch's.
 
         Args:
@@ -168,15 +166,15 @@ class _Layers:
     """
 
     def __init__(self) -> None:
-        self._sum: torch.Tensor | None = None
-        self._newest: tuple[Pending, torch.Tensor | None] | None = None
+        self._sum: Tensor | None = None
+        self._newest: tuple[Pending, Tensor | None] | None = None
 
-    def add(self, shard: Pending, factor_B: torch.Tensor | None) -> None:
+    def add(self, shard: Pending, factor_B: Tensor | None) -> None:
         """Add another layer's gradients, times `factor_B`, without waiting for them."""
         self._settle()
         self._newest = shard, factor_B
 
-    def take(self) -> torch.Tensor:
+    def take(self) -> Tensor:
         """Wait for the newest layer's, and return the sum."""
         self._settle()
         assert self._sum is not None
@@ -197,9 +195,7 @@ class _Layers:
         self._sum = shard if self._sum is None else self._sum.add_(shard)
 
 
-def _sum_each_over_cp(
-    wholes: dict[str, torch.Tensor], cp: dist.ProcessGroup | None
-) -> dict[str, torch.Tensor]:
+def _sum_each_over_cp(wholes: dict[str, Tensor], cp: dist.ProcessGroup | None) -> dict[str, Tensor]:
     """Sum whole gradients over cp, an all-reduce per parameter, and keep this rank's part."""
     if cp is None:
         return {name: whole[0] for name, whole in wholes.items()}
@@ -250,7 +246,7 @@ class _WholeGroups:
         return left
 
 
-def _along(factor_B: torch.Tensor, gradients: torch.Tensor, dim: int) -> torch.Tensor:
+def _along(factor_B: Tensor, gradients: Tensor, dim: int) -> Tensor:
     """View `factor_B` so that it multiplies the samples, which are dimension `dim`."""
     shape = [1] * gradients.dim()
     shape[dim] = len(factor_B)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 
 from torchtitan_dp.collectives import Pending
 from torchtitan_dp.gradients.clipped_sum import ClippedSum, GradientMethod
@@ -30,7 +31,7 @@ class Formed(NamedTuple):
 
     batch_size: int
     shard: Pending | None  # (B, dp_shard, rows, …), summed over cp
-    whole: torch.Tensor | None = None  # (cp, B, dp_shard, rows, …), not yet summed
+    whole: Tensor | None = None  # (cp, B, dp_shard, rows, …), not yet summed
 
 
 class Sink(Protocol):
@@ -47,7 +48,7 @@ class Sink(Protocol):
     def form(self, name: str, batch_size: int, write: Write) -> "Formed":
         """Write gradients of the parameter `name`, before or within backward."""
 
-    def add(self, name: str, formed: "Formed", factor_B: torch.Tensor | None = None) -> None:
+    def add(self, name: str, formed: "Formed", factor_B: Tensor | None = None) -> None:
         """Add formed gradients, within backward, each sample multiplied by its factor."""
 
 
@@ -95,16 +96,16 @@ class PerSampleLayer(nn.Module):
     rule_type: type[nn.Module]  # whose per-sample rule holds
     parameter_names: dict[str, str]  # attribute -> canonical name; a tied weight has one
 
-    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, *inputs: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return self.plain_forward(*inputs)
         parameters = [getattr(self, attribute) for attribute in self.parameter_names]
         function = _FUNCTIONS.get(self.rule_type, _ByRule)
-        return cast(torch.Tensor, function.apply(self, *inputs, *parameters))
+        return cast(Tensor, function.apply(self, *inputs, *parameters))
 
-    def plain_forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+    def plain_forward(self, *inputs: Tensor) -> Tensor:
         """Run the layer's own forward."""
-        return cast(torch.Tensor, self.rule_type.forward(self, *inputs))
+        return cast(Tensor, self.rule_type.forward(self, *inputs))
 
 
 def per_sample_layers(model: nn.Module) -> None:
@@ -178,18 +179,14 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
-        layer: PerSampleLayer,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        ctx: Any, layer: PerSampleLayer, x: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
         ctx.layer = layer
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         _, x_needed, weight_needed, *bias_needed = ctx.needs_input_grad
         x, weight = ctx.saved_tensors
         # First, since it may run beside the reduce-scatter that the layer above has started.
@@ -211,12 +208,7 @@ class _OwnForward(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        layer: PerSampleLayer,
-        x: torch.Tensor,
-        *parameters: torch.Tensor,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, layer: PerSampleLayer, x: Tensor, *parameters: Tensor) -> Tensor:  # type: ignore[override]
         ctx.layer = layer
         ctx.save_for_backward(x)
         return layer.plain_forward(x)
@@ -226,7 +218,7 @@ class _Embedding(_OwnForward):
     """y = W[tokens]."""
 
     @staticmethod
-    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[None, ...]:  # type: ignore[override]
         (tokens,) = ctx.saved_tensors
         layer = ctx.layer
         assert isinstance(ctx.layer, nn.Embedding)
@@ -243,7 +235,7 @@ class _RMSNorm(_OwnForward):
     """y = x / rms(x) * w."""
 
     @staticmethod
-    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         _, x_needed, weight_needed = ctx.needs_input_grad
         (x,) = ctx.saved_tensors
         layer = ctx.layer
@@ -259,8 +251,8 @@ class _RMSNorm(_OwnForward):
 
 
 def _rms_norm_grad(
-    layer: Any, x: torch.Tensor, grad_y: torch.Tensor, weight_needed: bool
-) -> tuple[torch.Tensor, ...]:
+    layer: Any, x: Tensor, grad_y: Tensor, weight_needed: bool
+) -> tuple[Tensor, ...]:
     """Run the layer again on one sample, and return the gradients of its input and weight."""
     with torch.enable_grad():
         x_again = x.detach().requires_grad_()
@@ -274,7 +266,7 @@ class _ByRule(_OwnForward):
     """Any other layer with a rule of Opacus' or of a user."""
 
     @staticmethod
-    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         layer: PerSampleLayer = ctx.layer
         (x,) = ctx.saved_tensors
         grad_x = None
@@ -301,6 +293,6 @@ _FUNCTIONS: dict[type[nn.Module], Applied] = {
 }
 
 
-def _with_one_token_dim(x: torch.Tensor) -> torch.Tensor:
+def _with_one_token_dim(x: Tensor) -> Tensor:
     """Reshape (B, …, D) to (B, T, D), where T is 1 if there is no dimension between."""
     return x.reshape(len(x), -1, x.shape[-1])

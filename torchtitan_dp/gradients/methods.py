@@ -90,11 +90,7 @@ def _randomized(
 ) -> GradientMethod:
     cp, capped = clipped_sum.groups.cp, privacy.underestimates == "capped"
     norms = RandomizedNorms(
-        privacy.projections,
-        privacy.norm_estimator,
-        cp,
-        capped=capped,
-        secure=privacy.secure_noise,
+        privacy.projections, privacy.norm_estimator, cp, capped=capped, secure=privacy.secure_noise
     )
     return GhostGradients(model, clipped_sum, passes=privacy.ghost_passes, norms=norms)
 

@@ -17,7 +17,7 @@ Guarantee:
 from collections.abc import Sequence
 from typing import ClassVar
 
-import torch
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_dp.gradients.clipped_sum import ClippedSum, GradientMethod, Place
@@ -40,9 +40,9 @@ class MicrobatchGradients(GradientMethod):
         self._reductions = [ReduceScatterOverCP(clipped_sum.groups) for _ in fsdp_modules]
         for module, reduction in zip(fsdp_modules, self._reductions, strict=True):
             module.set_custom_reduce_scatter(reduction)  # type: ignore[arg-type]
-        self._held: list[torch.Tensor] = []  # of the unit's earlier windows, as `shards`
+        self._held: list[Tensor] = []  # of the unit's earlier windows, as `shards`
 
-    def hold(self, loss_B: torch.Tensor) -> None:
+    def hold(self, loss_B: Tensor) -> None:
         """Backpropagate the loss, shape (1,), of one of a unit's windows, and keep its unclipped
         gradient shard, which the next call adds to its own.
 
@@ -51,10 +51,7 @@ class MicrobatchGradients(GradientMethod):
         self._held = self._with_held(self._backward(loss_B))
 
     def accumulate_clipped(
-        self,
-        loss_B: torch.Tensor,
-        valid_B: torch.Tensor,
-        positions: Sequence[int] | None = None,
+        self, loss_B: Tensor, valid_B: Tensor, positions: Sequence[int] | None = None
     ) -> Clip:
         """Add one sample (`clipped_sum.GradientMethod`): `loss_B` and `valid_B` have shape (1,).
 
@@ -63,14 +60,14 @@ class MicrobatchGradients(GradientMethod):
         """
         return self.clipped_sum.add(self._with_held(self._backward(loss_B)), valid_B)
 
-    def _with_held(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _with_held(self, shards: list[Tensor]) -> list[Tensor]:
         """Add the held gradients, and release them."""
         held, self._held = self._held, []
         for earlier, shard_1DN in zip(held, shards, strict=bool(held)):
             shard_1DN.add_(earlier)
         return shards
 
-    def _backward(self, loss_B: torch.Tensor) -> list[torch.Tensor]:
+    def _backward(self, loss_B: Tensor) -> list[Tensor]:
         """Backpropagate and return reduced gradients: fp32 `(1, dp_shard, chunk)` per bundle."""
         assert loss_B.shape == (1,), "samples would be merged before they are clipped"
         loss_B.sum().backward()
@@ -85,7 +82,7 @@ class MicrobatchGradients(GradientMethod):
             parameter.grad = None
         return shards
 
-    def _find_places(self, outputs: list[torch.Tensor]) -> dict[str, Place]:
+    def _find_places(self, outputs: list[Tensor]) -> dict[str, Place]:
         """Find each parameter's place: its `.grad` is a view of FSDP2's output."""
         bundles = {output.untyped_storage().data_ptr(): i for i, output in enumerate(outputs)}
         places = {}

@@ -26,10 +26,10 @@ from torchtitan_dp.gradients.fsdp import RowLayout
 TRANSIENT_BYTES = 2**28
 
 # Writes the per-sample gradients of a slice of the microbatch into `(cp, b, dp_shard, rows, …)`.
-Write = Callable[[RowLayout, torch.Tensor, slice], None]
+Write = Callable[[RowLayout, Tensor, slice], None]
 
 
-def add_to(gradients: dict[str, torch.Tensor], name: str, more: torch.Tensor) -> None:
+def add_to(gradients: dict[str, Tensor], name: str, more: Tensor) -> None:
     """Add, in place, the gradients of another layer that shares the parameter: those of a tied
     weight's layers sum to one sample's gradient.
     """
@@ -43,11 +43,11 @@ def add_to(gradients: dict[str, torch.Tensor], name: str, more: torch.Tensor) ->
 class Products:
     """A matrix's gradients as products: for sample b, factor_b left_TP^T right_TD."""
 
-    left: torch.Tensor  # (B, T, P): the output's gradient
-    right: torch.Tensor  # (B, T, D): the input, of the same dtype
-    factor_B: torch.Tensor | None = None  # fp32; None for 1
+    left: Tensor  # (B, T, P): the output's gradient
+    right: Tensor  # (B, T, D): the input, of the same dtype
+    factor_B: Tensor | None = None  # fp32; None for 1
 
-    def __call__(self, layout: RowLayout, whole: torch.Tensor, samples: slice) -> None:
+    def __call__(self, layout: RowLayout, whole: Tensor, samples: slice) -> None:
         """Write them: one product for all samples where their rows are contiguous, else one for
         each sample and dp_shard rank, or for each chunk where rows are padded."""
         left_BPT, right_BTD = self.left[samples].mT, self.right[samples]
@@ -68,11 +68,11 @@ class Products:
 class Rows:
     """An embedding's gradients: row left_bt is the sum of right_btD over t, times factor_b."""
 
-    left: torch.Tensor  # int64 (B, T): tokens
-    right: torch.Tensor  # (B, T, D): the output's gradient
-    factor_B: torch.Tensor | None = None  # fp32; None for 1
+    left: Tensor  # int64 (B, T): tokens
+    right: Tensor  # (B, T, D): the output's gradient
+    factor_B: Tensor | None = None  # fp32; None for 1
 
-    def __call__(self, layout: RowLayout, whole: torch.Tensor, samples: slice) -> None:
+    def __call__(self, layout: RowLayout, whole: Tensor, samples: slice) -> None:
         """Write them."""
         position_BT = layout.positions(self.left[samples])
         rows_ND = whole.zero_().view(-1, whole.shape[-1])
@@ -81,7 +81,7 @@ class Rows:
         _scale_(whole, self.factor_B, samples)
 
 
-def _scale_(whole: torch.Tensor, factor_B: torch.Tensor | None, samples: slice) -> None:
+def _scale_(whole: Tensor, factor_B: Tensor | None, samples: slice) -> None:
     if factor_B is not None:
         whole.mul_(factor_B[samples].view(-1, *(1 for _ in whole.shape[2:])))
 
@@ -90,9 +90,9 @@ def _scale_(whole: torch.Tensor, factor_B: torch.Tensor | None, samples: slice) 
 class Existing:
     """Gradients that exist already, `(B, *shape)`."""
 
-    gradients: torch.Tensor
+    gradients: Tensor
 
-    def __call__(self, layout: RowLayout, whole: torch.Tensor, samples: slice) -> None:
+    def __call__(self, layout: RowLayout, whole: Tensor, samples: slice) -> None:
         """Write them."""
         for rows, out in layout.chunks(whole):
             out.copy_(self.gradients[samples, rows])

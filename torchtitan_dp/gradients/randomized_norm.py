@@ -43,6 +43,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torchtitan_dp.gradients.ghost_norm import ExactNorms, Factors, token_blocks
 from torchtitan_dp.privacy.kernels import BLOCK
@@ -106,9 +107,7 @@ class RandomizedNorms(ExactNorms):
         room = self.k * (tokens + sum(shape))
         return room < min(2 * tokens * tokens, shape.numel())
 
-    def squared_norms(
-        self, name: str, shape: torch.Size, factors: Sequence[Factors]
-    ) -> torch.Tensor:
+    def squared_norms(self, name: str, shape: torch.Size, factors: Sequence[Factors]) -> Tensor:
         """Estimate or find squared norms of one parameter, once for each microbatch.
 
         Collectives, over cp: an all-reduce of B D k numbers, or, for Hutch++, of 2 B D k and of
@@ -130,7 +129,7 @@ class RandomizedNorms(ExactNorms):
         y_BDK = y_BDK - basis_BDK @ (basis_BDK.mT @ y_BDK)
         return (_squares(head_BPK) + _squares(y_BDK)) / self._cp_size
 
-    def _draw(self, name: str, purpose: str, factors: Sequence[Factors], rows: int) -> torch.Tensor:
+    def _draw(self, name: str, purpose: str, factors: Sequence[Factors], rows: int) -> Tensor:
         """Draw the microbatch's projections, of N(0, 1 / k): fp32 (B, rows, k)."""
         assert self._key is not None, "no key: start_step comes before a step's first microbatch"
         assert self._positions is not None, "whose samples these are is not known"
@@ -153,7 +152,7 @@ class RandomizedNorms(ExactNorms):
             )
         return drawn_BN.unflatten(1, (rows, k))
 
-    def _over_cp(self, part: torch.Tensor) -> torch.Tensor:
+    def _over_cp(self, part: Tensor) -> Tensor:
         """Add up the parts of all ranks' tokens."""
         if self._cp is not None:
             part = part.contiguous()
@@ -176,8 +175,8 @@ def places(count: int) -> int:
 
 
 def project(
-    factors: Sequence[Factors], by_BPK: torch.Tensor, columns: int, *, block_elements: int = 2**24
-) -> torch.Tensor:
+    factors: Sequence[Factors], by_BPK: Tensor, columns: int, *, block_elements: int = 2**24
+) -> Tensor:
     """Multiply B samples' transposed gradients by matrices of their own, without forming any.
 
     Args:
@@ -192,19 +191,19 @@ def project(
 
 
 def project_back(
-    factors: Sequence[Factors], by_BDK: torch.Tensor, rows: int, *, block_elements: int = 2**24
-) -> torch.Tensor:
+    factors: Sequence[Factors], by_BDK: Tensor, rows: int, *, block_elements: int = 2**24
+) -> Tensor:
     """Multiply B samples' gradients by matrices of their own: fp32 (B, P, k), as `project`."""
     sides = [(layer.right, layer.left, layer.factor_B) for layer in factors]
     return _product(sides, by_BDK, rows, block_elements)
 
 
 def _product(
-    layers: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]],
-    by_BNK: torch.Tensor,
+    layers: Sequence[tuple[Tensor, Tensor, Tensor | None]],
+    by_BNK: Tensor,
     size: int,
     block_elements: int,
-) -> torch.Tensor:
+) -> Tensor:
     """Sum b_t (a_t^T `by`) over the tokens t of all layers, in blocks: fp32 (B, size, k).
 
     Args:
@@ -230,7 +229,7 @@ def _product(
     return total_BSK
 
 
-def _orthonormal(sketch_BDK: torch.Tensor) -> torch.Tensor:
+def _orthonormal(sketch_BDK: Tensor) -> Tensor:
     """Return orthonormal columns that span the sketch's, (B, D, min(D, k)).
 
     A sample whose sketch is not finite has NaN: LAPACK would refuse the whole microbatch.
@@ -240,6 +239,6 @@ def _orthonormal(sketch_BDK: torch.Tensor) -> torch.Tensor:
     return torch.where(finite_B11, basis_BDK, torch.nan)
 
 
-def _squares(x_BDK: torch.Tensor) -> torch.Tensor:
+def _squares(x_BDK: Tensor) -> Tensor:
     """Sum the squares of each sample's numbers: fp64 (B,)."""
     return x_BDK.flatten(1).square().sum(1, dtype=torch.float64)

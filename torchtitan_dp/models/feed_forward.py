@@ -163,9 +163,7 @@ class _Inputs(torch.autograd.Function):
     """Saves the input and the parameters; its backward is that of the whole."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, h_BTD: Tensor, body: _Body, *parameters: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, h_BTD: Tensor, body: _Body, *parameters: Tensor) -> Tensor:  # type: ignore[override]
         ctx.body = body
         ctx.save_for_backward(h_BTD, *parameters)
         return h_BTD.view_as(h_BTD)
@@ -183,9 +181,7 @@ class _Output(torch.autograd.Function):
     """Computes the output, saves nothing, and passes its gradient on to `_Inputs`."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, h_BTD: Tensor, body: _Body, parameters: list[Tensor]
-    ) -> Tensor:
+    def forward(ctx: Any, h_BTD: Tensor, body: _Body, parameters: list[Tensor]) -> Tensor:  # type: ignore[override]
         out_BTD = torch.empty_like(h_BTD)  # no view is returned: FSDP2 hooks the output
         body.forward(h_BTD.flatten(0, 1), parameters, out_BTD.flatten(0, 1))
         return out_BTD

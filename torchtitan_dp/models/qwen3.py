@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 from torchtitan.models.qwen3.model.model import Qwen3Model
 from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
@@ -37,7 +38,7 @@ class Qwen(PrivateModel, Qwen3Model):
     rotary_name = "rope_cache"
     model_args: QwenArgs
 
-    def rotary_table(self) -> torch.Tensor:
+    def rotary_table(self) -> Tensor:
         if self.model_args.rope is None:
             return Qwen3Model._precompute_rope_cache(self)
         angles, factor = scaled_angles(self.model_args)

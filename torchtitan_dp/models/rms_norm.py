@@ -45,9 +45,7 @@ def rms_norm(
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, weight: Tensor | None, eps: float
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:  # type: ignore[override]
         y, scale = _norm(x, weight, eps)
         ctx.save_for_backward(x, scale, weight)
         return y
@@ -68,9 +66,7 @@ class _OfSamples(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, layer: PerSampleLayer, x: Tensor, weight: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, layer: PerSampleLayer, x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
         assert isinstance(layer, nn.RMSNorm)
         y, scale = _norm(x, weight, _eps(layer.eps, x))
         ctx.layer = layer

@@ -39,10 +39,7 @@ def check_attention(config: JobConfig, args: ModelArgs) -> None:
 
     Flash and cuDNN take 16 bits only, and the memory-efficient kernel no grouped queries.
     """
-    cp, dtype = (
-        config.parallelism.context_parallel_degree,
-        config.training.mixed_precision_param,
-    )
+    cp, dtype = (config.parallelism.context_parallel_degree, config.training.mixed_precision_param)
     grouped = args.n_kv_heads is not None and args.n_kv_heads != args.n_heads
     if cp > 1 and dtype == "float32" and grouped and has_accelerator():
         raise ValueError(

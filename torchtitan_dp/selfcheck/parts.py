@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed.context_parallel import cp_shard
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
@@ -81,13 +82,13 @@ def _attention_error(
     true_out = _textbook_attention(*true)
     true_grads = torch.autograd.grad(true_out, true, g.double())
 
-    def local(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def local(*tensors: Tensor) -> tuple[Tensor, ...]:
         moved = tuple(x.to(ranks.device) for x in tensors)
         if cp_mesh is None:
             return moved
         return cp_shard(cp_mesh, moved, None, balancer, input_seq_dim=2)[0]
 
-    def heads_last(x: torch.Tensor) -> torch.Tensor:  # in memory, as the layers around have them
+    def heads_last(x: Tensor) -> Tensor:  # in memory, as the layers around have them
         return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
     mine = [heads_last(x).requires_grad_() for x in local(*inputs)]
@@ -100,7 +101,7 @@ def _attention_error(
     return worst(errors)
 
 
-def _textbook_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _textbook_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attend causally."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     future = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 
@@ -24,7 +25,7 @@ from torchtitan_dp.models.families import ModelArgs, family_of
 from torchtitan_dp.models.lora import fill_adapters
 from torchtitan_dp.models.parameters import trainable_parameters
 
-Gradient = dict[str, torch.Tensor]
+Gradient = dict[str, Tensor]
 """A whole gradient, by canonical name of its parameters."""
 
 
@@ -38,10 +39,7 @@ def reference_model(args: ModelArgs) -> Any:
 
 
 def reference_gradients(
-    model: nn.Module,
-    tokens_NT: torch.Tensor,
-    labels_NT: torch.Tensor,
-    weight_N: torch.Tensor | None = None,
+    model: nn.Module, tokens_NT: Tensor, labels_NT: Tensor, weight_N: Tensor | None = None
 ) -> Iterator[Gradient]:
     """Backpropagate one sample after the other: its mean loss over its targets, times its weight.
 
@@ -124,9 +122,9 @@ def rounding(dtype: torch.dtype) -> float:
 class Samples(NamedTuple):
     """A step's samples: N of T tokens, the same on all ranks."""
 
-    tokens_NT: torch.Tensor
-    labels_NT: torch.Tensor
-    weight_N: torch.Tensor  # fp32: of each sample's loss
+    tokens_NT: Tensor
+    labels_NT: Tensor
+    weight_N: Tensor  # fp32: of each sample's loss
 
 
 # The first sample is not clipped, the second is, the third is small, the fourth is NaN (it must
@@ -152,9 +150,7 @@ def make_samples(args: ModelArgs, count: int, seed: int = 0) -> Samples:
     return Samples(tokens_NT, labels_NT, torch.tensor(weights))
 
 
-def take(
-    tokens_NT: torch.Tensor, labels_NT: torch.Tensor, slot_B: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def take(tokens_NT: Tensor, labels_NT: Tensor, slot_B: Tensor) -> tuple[Tensor, Tensor]:
     """Return tokens and labels of a microbatch; slot -1 is padding."""
     padding_B1 = (slot_B < 0)[:, None]
     tokens_BT = tokens_NT[slot_B].masked_fill(padding_B1, 0)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
@@ -254,9 +255,9 @@ class Small:
 
     def accumulate(
         self,
-        tokens_NT: torch.Tensor,
-        labels_NT: torch.Tensor,
-        weight_N: torch.Tensor | None = None,
+        tokens_NT: Tensor,
+        labels_NT: Tensor,
+        weight_N: Tensor | None = None,
         drawn: np.ndarray | None = None,
         key: bytes = bytes(32),
     ) -> dict[int, float]:
@@ -300,12 +301,12 @@ class Small:
         self.step.clipped_sum.reset()
         return found
 
-    def whole(self, name: str, flat: torch.Tensor) -> torch.Tensor:
+    def whole(self, name: str, flat: Tensor) -> Tensor:
         """Gather a flat local shard of a parameter's gradient. Collective over dp_shard x cp."""
         return whole(as_gradient_of(self.parameters[name], flat))
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def whole(tensor: Tensor) -> Tensor:
     """Copy a whole tensor to the CPU. Collective: an all-gather over dp_shard x cp."""
     tensor = tensor.detach()
     assert isinstance(tensor, DTensor)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.train import Trainer
 
@@ -126,7 +127,7 @@ class Trained(Small):
         hook.remove()
         return handed
 
-    def noise(self, name: str, *, sigma: float, batch: float, key: bytes) -> torch.Tensor:
+    def noise(self, name: str, *, sigma: float, batch: float, key: bytes) -> Tensor:
         """Draw one parameter's noise as a single rank with all of it would; to the CPU."""
         shape, std = self.parameters[name].shape, sigma * self.step.max_grad_norm
         noise = torch.zeros(shape.numel(), device=self.device)
@@ -138,7 +139,7 @@ class Trained(Small):
         """Copy all whole weights to the CPU. Collective: an all-gather over dp_shard x cp."""
         return {canonical_name(n): whole(p) for n, p in self.model.named_parameters()}
 
-    def state(self) -> dict[str, torch.Tensor]:
+    def state(self) -> dict[str, Tensor]:
         """Return this rank's shards of the weights and of the optimizer's state, by name."""
         found = {name: local_part(p.detach()) for name, p in self.parameters.items()}
         names = {parameter: name for name, parameter in self.parameters.items()}
@@ -177,12 +178,12 @@ def noise(ranks: Ranks, terms: Terms) -> Sequence[Measured]:
 _MOMENTS = ((1, 0.0, 1.0), (2, 1.0, 2.0), (3, 0.0, 15.0), (4, 3.0, 96.0))
 
 
-def _off(values: torch.Tensor, mean: float, variance: float) -> float:
+def _off(values: Tensor, mean: float, variance: float) -> float:
     """Return how far the mean of independent values is from `mean`, in its standard deviations."""
     return abs(values.mean().item() - mean) / (variance / values.numel()) ** 0.5
 
 
-def _repeats(values: torch.Tensor) -> int:
+def _repeats(values: Tensor) -> int:
     """Count the runs of 4 consecutive fp32 values that occur elsewhere too.
 
     By a 64-bit hash: two of a million that differ have the same with probability 3e-8.

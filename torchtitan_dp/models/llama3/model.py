@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
@@ -30,7 +31,7 @@ class Llama(PrivateModel, Transformer):
     tiled_block = TiledLlamaBlock
     model_args: LlamaArgs
 
-    def rotary_table(self) -> torch.Tensor:
+    def rotary_table(self) -> Tensor:
         if self.model_args.rope is None:
             return Transformer._precompute_freqs_cis(self)
         angles, factor = scaled_angles(self.model_args)
