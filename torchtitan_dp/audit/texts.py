@@ -97,11 +97,8 @@ class PlantedSamples(Samples):
     """
 
     def __init__(self, real: Samples, ids: list[np.ndarray], included: np.ndarray) -> None:
-        """
-        Args:
-            ids: of each canary's document, int64.
-            included: bool (canaries,). SECRET.
-        """
+        """Plant the ids of each canary's document, int64, where `included`, bool (canaries,), which
+        is SECRET."""
         keys = ("one_record", "window", "has_answers", "pad_id")
         super().__init__(real.store, real.seq_len, **{key: getattr(real, key) for key in keys})
         planted = zip(ids, included.tolist(), strict=True)
@@ -161,13 +158,9 @@ def scores(
 ) -> np.ndarray:
     """Score documents: how much likelier the release finds each than its starting weights do.
 
-    Of each domain, the mean is taken away: all of its documents share a template.
-
-    Args:
-        base: the model with the starting weights, or None where there are none to compare with.
-
-    Returns:
-        fp64 (N,); a document without a finite score gets the least.
+    Of each domain, the mean is taken away: all of its documents share a template. `base` is None
+    where there are no starting weights to compare with. Returns fp64 (N,); a document without a
+    finite score gets the least.
     """
     found = log_likelihoods(model, ids)
     if base is not None:

@@ -1,8 +1,8 @@
-"""The model card of a release: the values for its text, `card.md.j2`.
+"""The model card of a release: the values for its text, `card.md.j2` and `questions.j2`.
 
 Guarantee:
-    The card has the given terms, fixed text, and settings from an allow-list: no path, name or
-    number that depends on records; `PublicNames` are the owner's. No claim is rounded in its own
+    The card has the given terms, fixed text, and the settings that its template names: no path,
+    name or number that depends on records; `PublicNames` are the owner's. No claim is rounded in its own
     favour: epsilon, its consequences and q are rounded up, sigma is rounded down, and delta and C
     are exact.
 """
@@ -36,11 +36,8 @@ def model_card(
 ) -> str:
     """Write Markdown with Hugging Face's front matter.
 
-    Args:
-        terms: from `release.claims.claims`.
-        config: the run's, of which public settings are shown.
-        args: of the released model; with `lora`, of its adapters alone.
-        decay: of the released average of weights; None for the last step's weights.
+    Of a model with `args.lora` its adapters alone are released; `decay` is that of the released
+    average of weights, None for the last step's weights.
     """
     # The ledger's entry counts, too: the configuration is the last start's, which may have resumed.
     given = config.checkpoint.initial_load_path or config.checkpoint.initial_load_in_hf

@@ -39,15 +39,9 @@ def claims(
 ) -> dict[str, Any]:
     """Return the `privacy.json` of the weights in the folder `checkpoint`.
 
-    Args:
-        run: the folder with `privacy.json` and the executed steps.
-        checkpoint: named `step-N`.
-        lineage: that of the checkpoint.
-        stop_not_from_results, lost_steps_not_seen: the owner states `STOP_STATED`, or
-            `LOST_STATED`; epsilon then leaves out planned steps that were not taken, or lost ones.
-
-    Raises:
-        ValueError: one line for the user; the run is not private, or its files disagree.
+    `lineage` is that of the checkpoint. The two options are the owner's statements `STOP_STATED`
+    and `LOST_STATED`: epsilon leaves out planned steps that were not taken, and lost ones. Raises
+    ValueError, one line, if the run is not private or its files disagree.
     """
     published = read_published_fields(run)
     if published is None:
