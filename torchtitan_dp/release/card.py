@@ -2,9 +2,9 @@
 
 Guarantee:
     The card has the given terms, fixed text, and the settings that its template names: no path,
-    name or number that depends on records; `PublicNames` are the owner's. No claim is rounded in its own
-    favour: epsilon, its consequences and q are rounded up, sigma is rounded down, and delta and C
-    are exact.
+    name or number that depends on records; `PublicNames` are the owner's. No claim is rounded in
+    its own favour: epsilon, its consequences and q are rounded up, sigma is rounded down, and delta
+    and C are exact.
 """
 
 import math
