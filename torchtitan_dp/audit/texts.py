@@ -175,7 +175,7 @@ def scores(
 
 @torch.no_grad()
 def extracted(
-    model: Any, canaries: list[TextCanary], tokenizer: Tokenizer, *, seed: int = 0
+    model: Any, canaries: list[TextCanary], tokenizer: Tokenizer
 ) -> dict[str, list[bool]]:
     """Let the model go on from each prompt, and look for the secret.
 
@@ -183,7 +183,7 @@ def extracted(
         by canary, "greedy": the most likely tokens spell it; "sampled": one of `SAMPLED`
         generations does.
     """
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     found: dict[str, list[bool]] = {"greedy": [], "sampled": []}
     bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     for canary in canaries:
