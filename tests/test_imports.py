@@ -24,7 +24,7 @@ FLOORS = [
     {"models"},
     {"checkpoint"},
     {"watch"},
-    {"preflight", "validate"},
+    {"preflight"},
     {"train_spec"},
     {"train"},
     {"plan", "audit", "release", "selfcheck", "ledger.__main__", "data.__main__"},

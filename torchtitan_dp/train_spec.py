@@ -52,8 +52,8 @@ from torchtitan_dp.optimizer import MomentumSGD
 from torchtitan_dp.preflight.check import build_samples, open_records
 from torchtitan_dp.preflight.machine import require_host_memory
 from torchtitan_dp.process import mistakes_as_faults
-from torchtitan_dp.validate import HeldOutValidator
 from torchtitan_dp.watch.processor import LabelledMetricsProcessor, PrivateMetricsProcessor
+from torchtitan_dp.watch.validate import HeldOutValidator
 
 _TORCHTITAN = str(Path(torchtitan.__file__).parent) + os.sep  # installed beside torchtitan_dp
 # Of TorchTitan's own lines at the level of information; our trainer logs steps itself, a run

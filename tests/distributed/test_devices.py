@@ -21,6 +21,7 @@ from tests.processes.ranks import on_ranks
 from tests.processes.runs import ROOT, arguments, write_records
 from torchtitan_dp import launch
 from torchtitan_dp import train as training
+from torchtitan_dp.checkpoint import bookkeeping
 from torchtitan_dp.distributed import attention, devices
 from torchtitan_dp.process import Fault
 
@@ -194,7 +195,7 @@ def test_the_kind_of_a_device_is_its_name_and_capability(monkeypatch):
 def refusal_on_unlike_devices(argv):
     """A trainer's refusal where each rank's device is another; "" if it was built."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "kind", lambda device: ("cuda", f"GPU {dist.get_rank()}"))
+        patch.setattr(bookkeeping, "kind", lambda device: ("cuda", f"GPU {dist.get_rank()}"))
         try:
             start(argv).close()
         except Fault as refusal:

@@ -21,10 +21,10 @@ from tests.hazards.test_trainer import loader
 from tests.processes.ranks import on_ranks
 from tests.processes.runs import ROOT
 from torchtitan_dp.models.parameters import trainable_parameters
-from torchtitan_dp.validate import HeldOutValidator, buckets
 from torchtitan_dp.watch.outlets import Later, Outlets
 from torchtitan_dp.watch.processor import PrivateMetricsProcessor
 from torchtitan_dp.watch.terminal import Pace, Screen
+from torchtitan_dp.watch.validate import HeldOutValidator, buckets
 
 STATISTICS = {
     "loss": 1.25,

@@ -19,8 +19,8 @@ from torchtitan_dp.ledger import Lineage, RunLog
 from torchtitan_dp.optimizer import DPOptimizer, inner_optimizers
 from torchtitan_dp.privacy.clipping import ClipPolicy
 from torchtitan_dp.privacy.published_loss import LossNoise
-from torchtitan_dp.validate import HeldOutValidator
 from torchtitan_dp.watch.processor import SampleStatistics
+from torchtitan_dp.watch.validate import HeldOutValidator
 
 FAULTS: dict[str, Callable[[], None]] = {}
 """By name, what patches this process."""

@@ -25,7 +25,6 @@ from tests.data.drawn import UNITS, loader, same, samples_of
 from tests.data.stores import store_of
 from tests.hazards.test_trainer import SETTINGS, bookkeeping
 from tests.processes.ranks import on_ranks
-from torchtitan_dp import validate
 from torchtitan_dp.checkpoint import bookkeeping as books_module
 from torchtitan_dp.data.batching import Draw, RecordLoader
 from torchtitan_dp.data.samples import Samples
@@ -33,7 +32,8 @@ from torchtitan_dp.ledger import Lineage
 from torchtitan_dp.ledger.settings import HeldOutLosses, NoisedLoss
 from torchtitan_dp.models.lora import LoRA
 from torchtitan_dp.privacy.published_loss import LossNoise
-from torchtitan_dp.validate import HeldOutValidator, buckets, mean_at
+from torchtitan_dp.watch import validate
+from torchtitan_dp.watch.validate import HeldOutValidator, buckets, mean_at
 
 SEQ_LEN = 320  # the last bucket ends within a power of four
 
