@@ -17,8 +17,10 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import jinja2
 import torch
 import torch.distributed as dist
 
@@ -90,7 +92,7 @@ def main(argv: list[str]) -> None:
     if dist.get_rank() == 0:
         if attacked:
             _publish(config.job.dump_folder, result)
-        print("\n".join(table(result)), file=sys.stderr)
+        print(describe(result), file=sys.stderr)
         if options.json:
             write_json(options.json, result)
     dist.destroy_process_group()
@@ -265,9 +267,6 @@ def _publish(folder: str, result: dict[str, Any]) -> None:
     )
 
 
-_LOW_IS_NO_PROOF = "a bound below the claim proves nothing: a better attack may exist"
-
-
 def _down(lower_bound: float, decimals: int) -> str:
     """Format a lower bound, rounded down: never more than was shown."""
     return f"{math.floor(lower_bound * 10**decimals) / 10**decimals:.{decimals}f}"
@@ -277,56 +276,17 @@ def _claim(value: float | None) -> str:
     return "nothing" if value is None else rounded_up(value, digits=3)
 
 
-def table(result: dict[str, Any]) -> list[str]:
-    """Return the lines of a result, the content of `--json`."""
-    of_instrument = _game_lines if result["instrument"] == "game" else _text_lines
-    lines = [
-        f"epsilon >= {_down(result['epsilon_lower_bound'], 2)} at delta = {result['delta']:g}, "
-        f"with {result['confidence']:.4g} confidence; claimed: {_claim(result['epsilon_claimed'])}",
-        *of_instrument(result),
-        "FAULT: more leaks than is claimed; do not publish what this code trained"
-        if result["exceeds_claim"]
-        else "no fault found",
-    ]
-    first, *others = lines
-    return [f"audit ({result['instrument']}): {first}", *(f"      {line}" for line in others)]
-
-
-def _game_lines(result: dict[str, Any]) -> list[str]:
-    steps = "one step" if result["steps"] == 1 else f"a round of {result['steps']} steps"
-    lines = [
-        f"{steps}; mu >= {_down(result['mu_lower_bound'], 3)}, claimed: "
-        f"{result['mu_claimed']:.3f}; 2 x {result['trials']} trials a case"
-    ]
-    for name, case in result["cases"].items():
-        verdict = "EXCEEDS the claim" if case["mu_lower_bound"] > result["mu_claimed"] else ""
-        lines.append(
-            f"{name:16} mu >= {_down(case['mu_lower_bound'], 3):>6}   wrong: "
-            f"{case['false_positives']:4} without, {case['false_negatives']:4} with   {verdict}"
-        )
-    return [*lines, f"about {steps} of a tiny model; {_LOW_IS_NO_PROOF}"]
-
-
-def _text_lines(result: dict[str, Any]) -> list[str]:
-    seen, members = result["detected"], result["included"]
-    others = result["canaries"] - members
-    spelt = "; ".join(
-        f"{how} decoding spells {hits['included']} of {members} included secrets, "
-        f"{hits['excluded']} of {others} excluded ones"
-        for how, hits in result["extracted"].items()
+def describe(result: dict[str, Any]) -> str:
+    """Write a result, the content of `--json`, for a terminal."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        undefined=jinja2.StrictUndefined,
+        autoescape=False,  # plain text
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    return [
-        f"mu >= {_down(result['mu_lower_bound'], 3)}, claimed: {_claim(result['mu_claimed'])} "
-        f"but for {result['mu_but_for']:g}; with all guesses right "
-        f"{_down(result['mu_lower_bound_if_all_right'], 2)}",
-        f"{result['correct']} of {result['guesses']} guesses right, on {result['canaries']} "
-        f"documents of which {members} were included",
-        f"with 1% false positives it detects {seen['share']:.1%} of members "
-        f"({seen['at_least']:.1%} to {seen['at_most']:.1%}); the claim allows "
-        f"{result['detected_at_most']:.1%}",
-        spelt,
-        f"by the exported model alone, about these documents; {_LOW_IS_NO_PROOF}",
-    ]
+    environment.filters |= {"down": _down, "claim": _claim, "percent": "{:.1%}".format}
+    return environment.get_template("result.txt.j2").render(result)
 
 
 if __name__ == "__main__":

@@ -189,14 +189,10 @@ class Game:
         root: RootKey,
         lora: LoRA | None = None,
     ) -> None:
-        """
-        Args:
-            mechanism: the claim, with noise.
-            degrees: dp_replicate, dp_shard, cp.
-            root: the same on all ranks; the streams "noise" and "projection" are used up.
-            lora: the adapters, if any; only alpha / r matters here.
+        """Lay the model over `degrees` (dp_replicate, dp_shard, cp). Collective over the world.
 
-        Collective over the world.
+        `mechanism` is the claim; `root`, the same on all ranks, has its streams "noise" and
+        "projection" used up; of the adapters `lora` only alpha / r matters.
         """
         self._C, self._mechanism, self._batch_size = privacy.max_grad_norm, mechanism, batch_size
         self._noise_keys, self._norm_keys = root.stream("noise"), root.stream("projection")

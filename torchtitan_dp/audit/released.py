@@ -102,11 +102,8 @@ def audit(
 ) -> TextAudit:
     """Train once on the configuration's records and canaries of text, export, and attack.
 
-    Args:
-        config: checked; its dump folder is the audit's own.
-        guesses: the number of canaries to guess, fixed before training.
-
-    Collective over the world; all ranks return the same.
+    The dump folder of `config` is the audit's own. Collective over the world; all ranks return the
+    same.
     """
     documents = texts.write_canaries(canaries)
     trainer = TextTrainer(config, decide, documents)

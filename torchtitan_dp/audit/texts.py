@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from torchtitan_dp.data.samples import NOTHING, Samples
 from torchtitan_dp.data.tokenizer import Tokenizer
@@ -96,11 +97,8 @@ class PlantedSamples(Samples):
     """
 
     def __init__(self, real: Samples, ids: list[np.ndarray], included: np.ndarray) -> None:
-        """
-        Args:
-            ids: of each canary's document, int64.
-            included: bool (canaries,). SECRET.
-        """
+        """Plant the ids of each canary's document, int64, where `included`, bool (canaries,), which
+        is SECRET."""
         keys = ("one_record", "window", "has_answers", "pad_id")
         super().__init__(real.store, real.seq_len, **{key: getattr(real, key) for key in keys})
         planted = zip(ids, included.tolist(), strict=True)
@@ -144,18 +142,14 @@ def load_model(folder: str, base: str | None, device: torch.device) -> Any:
 def log_likelihoods(model: Any, ids: list[np.ndarray]) -> np.ndarray:
     """Sum the logarithms of each document's token probabilities, but the first's; fp64 (N,)."""
     found = []
-    for rows in _batches(ids):
-        length = max(len(row) for row in rows)
-        tokens_BT = torch.zeros(len(rows), length, dtype=torch.long)
-        is_text_BT = torch.zeros(len(rows), length, dtype=torch.bool)
-        for row, values in enumerate(rows):
-            tokens_BT[row, : len(values)] = torch.from_numpy(values)
-            is_text_BT[row, : len(values)] = True
-        tokens_BT = tokens_BT.to(model.device)
+    for start in range(0, len(ids), _ROWS):
+        rows = [torch.from_numpy(row).to(model.device) for row in ids[start : start + _ROWS]]
+        tokens_BT = pad_sequence(rows, batch_first=True)
+        is_text_BT = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
         # Padding comes last: a causal model's earlier tokens do not see it.
         log_BTV = model(input_ids=tokens_BT).logits[:, :-1].double().log_softmax(-1)
         log_BT = log_BTV.gather(-1, tokens_BT[:, 1:, None])[..., 0]
-        found.append((log_BT * is_text_BT[:, 1:].to(model.device)).sum(-1).cpu().numpy())
+        found.append((log_BT * is_text_BT[:, 1:]).sum(-1).cpu().numpy())
     return np.concatenate(found)
 
 
@@ -164,13 +158,9 @@ def scores(
 ) -> np.ndarray:
     """Score documents: how much likelier the release finds each than its starting weights do.
 
-    Of each domain, the mean is taken away: all of its documents share a template.
-
-    Args:
-        base: the model with the starting weights, or None where there are none to compare with.
-
-    Returns:
-        fp64 (N,); a document without a finite score gets the least.
+    Of each domain, the mean is taken away: all of its documents share a template. `base` is None
+    where there are no starting weights to compare with. Returns fp64 (N,); a document without a
+    finite score gets the least.
     """
     found = log_likelihoods(model, ids)
     if base is not None:
@@ -185,7 +175,7 @@ def scores(
 
 @torch.no_grad()
 def extracted(
-    model: Any, canaries: list[TextCanary], tokenizer: Tokenizer, *, seed: int = 0
+    model: Any, canaries: list[TextCanary], tokenizer: Tokenizer
 ) -> dict[str, list[bool]]:
     """Let the model go on from each prompt, and look for the secret.
 
@@ -193,7 +183,7 @@ def extracted(
         by canary, "greedy": the most likely tokens spell it; "sampled": one of `SAMPLED`
         generations does.
     """
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     found: dict[str, list[bool]] = {"greedy": [], "sampled": []}
     bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     for canary in canaries:
@@ -222,8 +212,3 @@ def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
     ids = tokenizer.encode(text)
     assert ids is not None  # checked with the documents
     return ids.tolist()
-
-
-def _batches(ids: list[np.ndarray]) -> Iterator[list[np.ndarray]]:
-    for start in range(0, len(ids), _ROWS):
-        yield ids[start : start + _ROWS]

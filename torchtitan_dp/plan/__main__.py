@@ -23,22 +23,17 @@ from torchtitan_dp.plan.recommend import refuse
 from torchtitan_dp.plan.report import for_programs, make_report, show
 
 
-def parse(argv: list[str], description: str) -> tuple[argparse.Namespace, list[str]]:
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parse the plan's own options, and leave the configuration's command line."""
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan_dp.plan",
-        description=description,
+        description=(__doc__ or "").splitlines()[0],
         epilog="Any --section.key value of the configuration is taken too.",
         allow_abbrev=False,
     )
     for name, kind, metavar, says in (
         ("--world_size", int, "N", "processes; default: NGPU, else 1"),
-        (
-            "--ranks_here",
-            int,
-            "R",
-            "of them that start here: exit with code 2 if the host is too small",
-        ),
+        ("--ranks_here", int, "R", "that start here: exit with code 2 if the host is too small"),
         ("--units", int, "N", "plan for so many records or units, before there are any"),
         ("--memory_gib", float, "G", "of a GPU: exit with code 2 if the run does not fit"),
         ("--json", str, "FILE", "write the plan there; - is stdout"),
@@ -55,11 +50,7 @@ def parse(argv: list[str], description: str) -> tuple[argparse.Namespace, list[s
 
 
 def world_size_of(options: argparse.Namespace) -> int:
-    """Check the options, and return the number of processes.
-
-    Raises:
-        ValueError: one line for the user.
-    """
+    """Return the number of processes, the options checked; ValueError, one line."""
     for name, unit in (("memory_gib", "GiB"), ("tflops", "TFLOP/s")):
         value = getattr(options, name)
         if value is not None and not (value > 0 and math.isfinite(value)):
@@ -79,7 +70,7 @@ def world_size_of(options: argparse.Namespace) -> int:
 
 
 def main(argv: list[str]) -> None:
-    options, overrides = parse(argv, (__doc__ or "").splitlines()[0])
+    options, overrides = parse(argv)
     with exit_on_mistake():
         world_size = world_size_of(options)
         config = load_config(overrides, world_size)

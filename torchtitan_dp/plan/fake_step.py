@@ -77,10 +77,7 @@ class Step:
     """Lays a model over the mesh of a default process group and takes its step, tracked."""
 
     def __init__(self, config: JobConfig, args: ModelArgs, tracker: MemoryTracker) -> None:
-        """
-        Args:
-            config: checked, for the process group's world size.
-            tracker: entered already.
+        """Build it within an entered `tracker`, of a configuration for the group's world size.
 
         Updates and microbatches may come in any order; the first update makes AdamW's state.
         """

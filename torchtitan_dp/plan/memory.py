@@ -124,12 +124,9 @@ def predicting(
 ) -> Iterator[Callable[[], MemoryPlan]]:
     """Predict, while the block runs, the memory of rank 0, which has as much as any other.
 
-    Args:
-        overrides: `--job.config_file FILE` and any `--section.key value`, without a mistake.
-        memory_gib: of one device.
-        longest: also seek the longest samples that fit.
-
-    Yields a function that waits for the prediction, and returns it or raises RuntimeError; once.
+    `overrides` are a command line without a mistake, `memory_gib` is of one device; `longest` also
+    seeks the longest samples that fit. Yields a function that waits for the prediction, and
+    returns it or raises RuntimeError; once.
     """
     task = json.dumps([overrides, world_size, memory_gib, longest])
     # Without an accelerator in sight everything is laid out on the CPU; fake tensors are as large.
@@ -180,14 +177,8 @@ def _show_progress(doing: str) -> None:
 
 
 def show_memory(memory: MemoryPlan, config: JobConfig, *, limited: bool) -> None:
-    """Print the table on stderr, and what would fit if this does not.
-
-    Args:
-        limited: the user said how much memory there is.
-
-    Raises:
-        ValueError: one line for the user, if `limited` and it does not fit.
-    """
+    """Print the table on stderr, and what would fit if this does not; ValueError, one line, in
+    that case if the user has `limited` the memory."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(
         verdict(memory), Padding.indent(table(memory), 6), *advice(memory, config), sep="\n"

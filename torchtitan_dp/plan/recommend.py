@@ -21,13 +21,7 @@ from torchtitan_dp.ledger import RunLog
 from torchtitan_dp.ledger.spending import before
 from torchtitan_dp.models.families import ModelArgs, trained_count, without_lora
 from torchtitan_dp.models.lora import LoRA
-from torchtitan_dp.plan.signal import (
-    DROWNS,
-    FEWEST_STEPS,
-    Rows,
-    Target,
-    rows_of,
-)
+from torchtitan_dp.plan.signal import DROWNS, FEWEST_STEPS, Rows, Target, rows_of
 
 _LOG_WIDTH = 160  # where there is no terminal that a table could be too wide for
 _TITLE = (  # a table's own is cut to its width
@@ -276,12 +270,7 @@ def _with_rank(config: JobConfig, args: ModelArgs, rank: int) -> ModelArgs:
 
 
 def weigh_bands(config: JobConfig, plan: Plan, trained: int) -> Bands | None:
-    """Weigh bands at the batch and steps asked for; None where noise cannot be correlated.
-
-    Args:
-        config: one that `recommend.refuse` lets pass.
-        trained: the number of trained parameters.
-    """
+    """Weigh bands at the batch and steps asked for; None where noise cannot be correlated."""
     privacy, settings = config.privacy, plan.settings
     if privacy.secure_noise or settings.mechanism.largest_share > 1:
         return None

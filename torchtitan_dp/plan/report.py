@@ -18,13 +18,7 @@ from torchtitan_dp.plan.cost import StepCost, step_cost
 from torchtitan_dp.plan.memory import MemoryPlan
 from torchtitan_dp.plan.recommend import Recommendation, recommend
 from torchtitan_dp.plan.signal import Noise, noise_of_run
-from torchtitan_dp.preflight.check import (
-    Checked,
-    check_run,
-    notices,
-    show_records,
-    tokenizer_lines,
-)
+from torchtitan_dp.preflight.check import Checked, check_run, notices, show_records, tokenizer_lines
 from torchtitan_dp.preflight.machine import NodeMemory, predict_host_memory, refuse_lack
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.mechanism import PoissonGaussian
@@ -64,16 +58,9 @@ def make_report(
     tflops: float | None = None,
     recommends: bool = False,
 ) -> Report:
-    """Check a run, and compute what it will spend.
+    """Check a run, and compute what it will spend, by the plan's options; ValueError, one line.
 
-    Args:
-        ranks_here: that start on this machine, which must have their memory.
-        units: a number of them, before there are any records.
-        tflops: what a device sustains, in TFLOP/s.
-        recommends: also weigh other batches, steps and adapters.
-
-    Raises:
-        ValueError: one line for the user.
+    This machine must have the memory of `ranks_here`; `tflops` is in TFLOP/s a device.
     """
     left = available_bytes()  # before records are indexed
     checked = check_run(config, units=units)

@@ -134,8 +134,7 @@ class Row:
         return self.sample_rate * self.steps
 
     @property
-    def within_bounds(self) -> bool:
-        """Whether it has enough steps, and draws few enough of the units, to recommend it."""
+    def within_bounds(self) -> bool:  # to recommend it
         return self.steps >= FEWEST_STEPS and self.sample_rate <= LARGEST_RATE
 
     def noise(self, trained: int) -> Noise:
@@ -164,13 +163,9 @@ def rows_of(target: Target, *, batch: int, steps: int, noise_multiplier: float) 
     has the largest batch that is within bounds, and that is worth doubling to. A smaller batch than
     the one asked for is best only where that is out of bounds.
 
-    Args:
-        batch, steps: those asked for.
-        noise_multiplier: their sigma. Where estimated norms need a larger one, that of other rows
-            is scaled alike, which is quick, and close.
-
-    Raises:
-        ValueError: one line; the target is out of the accountant's range.
+    `noise_multiplier` is the sigma of the row asked for. Where estimated norms need a larger one,
+    that of other rows is scaled alike, which is quick, and close. Raises ValueError, one line, if
+    the target is out of the accountant's range.
     """
     asked = Row(batch, steps, batch / target.units, noise_multiplier)
     scale = noise_multiplier / target.noise_multiplier(batch, steps)

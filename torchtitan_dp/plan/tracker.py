@@ -82,27 +82,20 @@ class LocalOperators(TorchDispatchMode):
 class MemoryTracker(LocalOperators):
     """Keeps, as a mode, the current and the peak bytes of each label."""
 
-    def __init__(
-        self,
-        label: str,
-        workspace: Callable[[Any, Any], int] | None = None,
-        *,
-        apart: str | None = None,
-    ) -> None:
+    def __init__(self, label: str, workspace: Callable[[Any, Any], int] | None = None) -> None:
         """
         Args:
             label: of storages that are made outside any `labelled` block; `base` changes it.
             workspace: the bytes that an operator's kernel takes and frees, by its arguments.
-            apart: a label that `peak_bytes_without` leaves out.
         """
         super().__init__()
         self.base, self._labels = label, list[str]()
-        self._workspace, self._apart = workspace, apart
+        self._workspace = workspace
         self._total = self._peak_of_stretch = 0
         self.current: dict[str, int] = {}
         self.peak: dict[str, int] = {}
         self.peak_bytes = 0  # the most that were alive at once; `peak` has them by label
-        self.peak_bytes_without = 0  # the same, the label `apart` left out
+        self.peak_bytes_without = 0  # the same without `GATHERED`
         self.stretches: dict[str, int] = {}  # the most in each, by the name of `end_stretch`
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], str, int]] = {}
 
@@ -202,15 +195,11 @@ class MemoryTracker(LocalOperators):
 
     @property
     def _without(self) -> int:
-        return self._total - self.current.get(self._apart or "", 0)
+        return self._total - self.current.get(GATHERED, 0)
 
 
 def wrapped(owner: Any, name: str, around: Callable[..., Any]) -> Any:
-    """Patch a function to run within the context manager `around(*its arguments)`.
-
-    Args:
-        owner: the class or module whose attribute `name` is the function.
-    """
+    """Patch a function of `owner` to run within the context manager `around(*its arguments)`."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -223,13 +212,10 @@ def wrapped(owner: Any, name: str, around: Callable[..., Any]) -> Any:
 
 @contextlib.contextmanager
 def tracking(*, like_cuda: bool = True) -> Iterator[MemoryTracker]:
-    """Enter a tracker that labels storages by `memory.CATEGORIES`, and `GATHERED`.
-
-    Args:
-        like_cuda: count the workspaces of CUDA's kernels.
-    """
+    """Enter a tracker that labels storages by `memory.CATEGORIES`, and `GATHERED`; `like_cuda`
+    counts the workspaces of CUDA's kernels too."""
     workspace = _flash_workspace if like_cuda else None
-    tracker = MemoryTracker("activations", workspace, apart=GATHERED)
+    tracker = MemoryTracker("activations", workspace)
 
     def made(label: str) -> Any:
         """Label what a call makes."""

@@ -75,16 +75,10 @@ def release(
     average: bool | None = None,
     names: PublicNames = NO_NAMES,
 ) -> dict[str, Any]:
-    """Write OUT whole or not at all; return its `privacy.json`.
+    """Write OUT whole or not at all; return its `privacy.json`; ValueError, one line.
 
-    Args:
-        merge: write whole weights where adapters were trained, as `lora.export = "merged"` does.
-        stop_not_from_results, lost_steps_not_seen: statements of the owner, for `claims.claims`.
-        average: whether the average of weights is written; None: if the checkpoint has one.
-        names: those that the owner publishes.
-
-    Raises:
-        ValueError: one line for the user, who gave a run or a folder that cannot be used.
+    `merge` writes whole weights where adapters were trained, as `lora.export = "merged"` does;
+    `average` None the average of weights where the checkpoint has one.
     """
     run, out = os.path.abspath(run), os.path.abspath(out)
     _check_folders(run, out)
@@ -203,14 +197,8 @@ def _takes_average(checkpoint: str, wanted: bool | None) -> bool:
 
 
 def load_weights(folder: str, model: nn.Module, *, average: bool = False) -> None:
-    """Read the weights, and nothing else, of the checkpoint in `folder` into `model`, in place.
-
-    Args:
-        average: read the average of the trained weights in place of those after the last step.
-
-    Raises:
-        ValueError: if they are of another model, or are not finite.
-    """
+    """Read the weights (or the average of those trained), and nothing else, of a checkpoint into
+    `model`, in place; ValueError if they are of another model, or are not finite."""
     held = {
         average_name(name) if average and parameter.requires_grad else name: parameter.data
         for name, parameter in model.named_parameters()

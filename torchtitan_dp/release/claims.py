@@ -39,18 +39,9 @@ def claims(
 ) -> dict[str, Any]:
     """Return the `privacy.json` of the weights in the folder `checkpoint`.
 
-    Args:
-        run: the folder with `privacy.json` and the executed steps.
-        checkpoint: named `step-N`.
-        lineage: that of the checkpoint.
-        stop_not_from_results: the owner states of a run that stopped before its planned steps that
-            neither results nor a clock decided when; epsilon then leaves out the planned steps that
-            were not taken.
-        lost_steps_not_seen: the owner states that nobody saw anything of lost steps; epsilon then
-            leaves them out.
-
-    Raises:
-        ValueError: one line for the user; the run is not private, or its files disagree.
+    `lineage` is that of the checkpoint. The two options are the owner's statements `STOP_STATED`
+    and `LOST_STATED`: epsilon leaves out planned steps that were not taken, and lost ones. Raises
+    ValueError, one line, if the run is not private or its files disagree.
     """
     published = read_published_fields(run)
     if published is None:

@@ -13,40 +13,19 @@ import os
 import sys
 from pathlib import Path
 
-import jinja2
-
 from torchtitan_dp.config.load import exit_on_mistake
-from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import write_atomically
-from torchtitan_dp.release import card
+from torchtitan_dp.release.card import templates
 from torchtitan_dp.report.content import private_content, public_content
 from torchtitan_dp.report.run_folder import as_text, open_run, status_rows
 
 
 def report(folder: str, *, public: bool = False) -> str:
-    """Return the page on a run.
-
-    Args:
-        public: leave only what may be published.
-
-    Raises:
-        ValueError: one line for the user: there is no run, or nothing may be published.
-    """
+    """Return the page on a run; ValueError, one line, if there is none, or nothing to publish."""
     run = open_run(folder)
     content = public_content(run) if public else private_content(run)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([Path(__file__).parent, Path(card.__file__).parent]),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {
-        "up": rounded_up,
-        "exact": card.exact,
-        "sentence": lambda text: f"{text[:1].upper()}{text[1:]}.",
-    }
-    return environment.get_template("page.html.j2").render(content)
+    pages = templates(Path(__file__).parent, html=True)
+    return pages.get_template("page.html.j2").render(content)
 
 
 def main(argv: list[str]) -> None:

@@ -256,17 +256,10 @@ def _log_ticks(low: float, high: float) -> list[float]:
     >>> _log_ticks(-1.1, 1)
     [0.1, 1.0, 10.0]
     """
-    for mantissas in ((1,), (1, 3), (1, 2, 5), range(1, 10)):
-        powers = range(math.floor(low), math.ceil(high) + 1)
-        found = [float(f"{m}e{p}") for p in powers for m in mantissas]
-        found = [tick for tick in found if low - 1e-9 <= math.log10(tick) <= high + 1e-9]
-        if len(found) >= 3:
-            break
-    apart: list[float] = []
-    for tick in reversed(found):  # ticks lie the closer, the larger their mantissa
-        if not apart or math.log10(apart[-1] / tick) > (high - low) / 9:
-            apart.append(tick)
-    return apart[::-1]
+    mantissas = (1,) if high - low > 2 else (1, 2, 3, 5, 7)
+    powers = range(math.floor(low), math.ceil(high) + 1)
+    found = [float(f"{m}e{p}") for p in powers for m in mantissas]
+    return [tick for tick in found if low - 1e-9 <= math.log10(tick) <= high + 1e-9]
 
 
 def _short(value: float) -> str:

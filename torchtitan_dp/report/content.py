@@ -26,7 +26,6 @@ from torchtitan_dp.report.run_folder import Row, RunFolder, epsilon_rows, status
 
 _POINTS = 24  # of a curve of epsilon, as in torchtitan_dp.ledger
 _COLOURS = ("c1", "c2", "c3")
-_MFU = "mfu(%)"
 
 PUBLIC_SETTINGS = {
     "training": "seq_len local_batch_size global_batch_size steps mixed_precision_param "
@@ -103,7 +102,6 @@ def private_content(run: RunFolder) -> dict[str, Any]:
         "faults": run.faults,
         "notes": run.notes,
         "records": run.records,
-        "others": _others(run),
         "outputs": _outputs(run),
         "run": str(run.path),
         "date": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M UTC}",
@@ -202,7 +200,6 @@ _CHARTS = (
     _OfRecords("Gradient norms", "of samples, before clipping", _NORMS, _BOUND, False, True),
     _OfRecords("Realized batch", "samples", _COUNTS, _EXPECTED),
     _OfRecords("Throughput", "tokens/s a device", {"throughput(tps)": "tokens/s"}),
-    _OfRecords("MFU", "%", {_MFU: "MFU"}),
     _OfRecords("Memory", "GiB", _MEMORY),
     _OfRecords("Time a step", "s, saves and validation included", {SECONDS: "seconds"}),
 )
@@ -213,8 +210,6 @@ def _charts_of_records(run: RunFolder) -> list[Chart]:
     for chart in _CHARTS:
         scalars = [(name, run.scalars.of(key)) for key, name in chart.names.items()]
         lines = _lines([(name, scalar) for name, scalar in scalars if scalar.kept])
-        if _MFU in chart.names and not any(p.value for p in run.scalars.of(_MFU).kept):
-            continue  # the device's peak is not known
         if chart.reference and lines and run.with_privacy:
             last = max(x for line in lines for x, _ in line.points)
             name, term = chart.reference
@@ -233,18 +228,6 @@ def _lines(scalars: list[tuple[str, Scalar]]) -> list[Line]:
     ]
     lost = [[(p.step, p.value) for p in part] for _, scalar in scalars for part in scalar.lost]
     return [*lines, *(Line("" if n else "lost steps", part, "lost") for n, part in enumerate(lost))]
-
-
-def _others(run: RunFolder) -> list[tuple[str, int, str, str]]:
-    """List the scalars that no chart has: name, last step, first and last value."""
-    drawn = {"lr", "epsilon", "epsilon_planned", "noise_multiplier"}.union(
-        *(chart.names for chart in _CHARTS)
-    )
-    return [
-        (name, scalar.kept[-1].step, f"{scalar.kept[0].value:.4g}", _last(scalar.kept))
-        for name, scalar in sorted(run.scalars.by_name.items())
-        if name not in drawn and scalar.kept
-    ]
 
 
 def _last(points: Any) -> str:

@@ -105,13 +105,8 @@ class LabelledMetricsProcessor(MetricsProcessor):
         self._planned: dict[str, float] = {}
 
     def begin(self, step: int, *, private: bool, epsilon_planned: float | None = None) -> None:
-        """Open the sinks, after loading.
-
-        Args:
-            step: the last that was taken.
-            private: whether the run is.
-            epsilon_planned: at the last planned step, where this rank knows it.
-        """
+        """Open the sinks, after loading; `step` is the last that was taken, and `epsilon_planned`
+        that at the last planned one, where this rank knows it."""
         self._planned = {} if epsilon_planned is None else {"epsilon_planned": epsilon_planned}
         self.logger = open_outlets(self.job_config, step, private=private)
         if self.job_config.metrics.enable_tensorboard:
@@ -163,13 +158,8 @@ class PrivateMetricsProcessor(LabelledMetricsProcessor):
         statistics: dict[str, float],
         beside_epsilon: str = "",
     ) -> None:
-        """Log one step.
-
-        Args:
-            public: the public scalars of `outlets.SCALARS`; nothing computed from records.
-            statistics: scalars that are not private, by name.
-            beside_epsilon: words after epsilon in the console line.
-        """
+        """Log one step: the `public` scalars of `outlets.SCALARS`, with nothing computed from
+        records, the `statistics` that are not private, and words for the console line."""
         scalars = {**public, **self._planned, **statistics, **self._measured()}
         self.logger.log(scalars, step)
         self._logged = scalars
@@ -256,11 +246,7 @@ def pace_words(pace: Pace) -> str:
 
 
 def bar_words(pace: Pace, scalars: dict[str, float]) -> tuple[str, str]:
-    """Write epsilon, and speed and memory, as short as a terminal's width asks for.
-
-    Args:
-        scalars: of the newest step that was logged, if any.
-    """
+    """Write epsilon, and speed and memory, of the newest logged step, as short as a line asks."""
     shown = [] if pace.seconds_per_step is None else [f"{pace.seconds_per_step:.3g} s/step"]
     if not scalars:
         return "", "  ".join(shown)

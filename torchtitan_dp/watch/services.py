@@ -20,13 +20,9 @@ from torchtitan_dp.process import Fault, write_atomically
 
 
 class WandB:
-    """One W&B run for all starts of the run in a folder.
+    """One W&B run for all starts of the run in a folder; Fault where it cannot be reached.
 
-    Args:
-        time_of_all: in place of the times of steps, which are not private; None: these.
-
-    Raises:
-        Fault: W&B cannot be reached, or knows no key of the user's.
+    `time_of_all` stands in place of the times of steps, which are not private; None: these do.
     """
 
     def __init__(self, folder: str, *, time_of_all: float | None) -> None:
