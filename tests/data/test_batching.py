@@ -148,9 +148,7 @@ def sums(root: str, degrees: tuple[int, int, int], overrides: tuple[str, ...]) -
                 loss_B = built.losses(part.tokens_BT, part.labels_BT)
                 clip = built.gradients.accumulate_clipped(loss_B, part.valid_B)
                 norms[-1].extend(clip.norm_B[part.valid_B].tolist())
-        total = built.gradients.clipped_sum.take()
-        wholes.append({name: built.whole(name, flat).clone() for name, flat in total.items()})
-        built.gradients.clipped_sum.reset()
+        wholes.append(built.total())
     padded, bucketed = wholes
     error = build.relative_error(bucketed, padded)
     return {"error": error, "norms": norms, "shapes": set(shapes), "rungs": set(rungs)}
