@@ -58,7 +58,8 @@ def model_card(
         given=given or any(caveat.endswith(PUBLIC) for caveat in terms["caveats"]),
         reads_bytes=isinstance(load_tokenizer(config.model.hf_assets_path), ByteTokenizer),
         decay=decay,
-        training=config.training,
+        seq_len=config.training.seq_len,
+        dtypes=(config.training.mixed_precision_param, config.training.mixed_precision_reduce),
         optimizer=config.optimizer,
         schedule=config.lr_scheduler,
     )
