@@ -9,7 +9,6 @@ from tests import build
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.checkpoint.start import Start, own_checkpoint, refuse_another_optimizer
 from torchtitan_dp.optimizer import MomentumSGD
-from torchtitan_dp.release import card
 
 LR, NOISE_STD = 0.02, 0.3
 
@@ -99,8 +98,3 @@ def test_a_run_goes_on_with_the_optimizer_that_it_began_with(tmp_path, earlier, 
 def test_without_noise_there_is_no_unit(without):
     with pytest.raises(ValueError, match=r"^optimizer.name = 'MomentumSGD': .* use 'AdamW'$"):
         build.config("--optimizer.name=MomentumSGD", without)
-
-
-def test_the_card_names_the_settings_that_count():
-    settings = build.config("--optimizer.name=MomentumSGD", "--optimizer.beta1=0.8").optimizer
-    assert card._state(settings) == "momentum 0.8"
