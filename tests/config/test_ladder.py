@@ -45,12 +45,12 @@ def test_rungs_on_an_accelerator_fill_the_tiles_of_attention(
     assert ladder(configured(seq_len=1024)) == alone
 
 
-def test_the_default_command_on_two_gpus_takes_no_unaligned_part(
+def test_samples_of_512_tokens_on_two_gpus_take_no_unaligned_part(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Both of a rank's parts fill whole tiles of attention, at every length of the ladder."""
     monkeypatch.setattr(derived, "has_accelerator", lambda: True)
-    config = load_config(["--job.config_file", str(CONFIG)], 2)
+    config = load_config(["--job.config_file", str(CONFIG), "--training.seq_len=512"], 2)
     cp = config.parallelism.context_parallel_degree
     assert (cp, config.training.mixed_precision_param) == (2, "float32")
     assert ring_is_aligned(config)
