@@ -61,7 +61,7 @@ def test_groups_to_clip_are_those_of_the_small_model():
     assert own.args.n_layers == 2
     # Attention is checked at the ladder's rungs.
     assert given_terms([*DEBUG], 2)[0].lengths == (4, 8, 16, 32, 64, 128, 256)
-    assert given_terms([*DEBUG, "--data.no-length_buckets"], 2)[0].lengths == (512,)
+    assert given_terms([*DEBUG, "--data.no-length_buckets"], 2)[0].lengths == (256,)
     with pytest.raises(ValueError, match=r"'layer\.1\.\*' has no trained parameter"):
         given_terms([*options, "--privacy.clipping_groups=layer.1.*,*"], 1)
     with pytest.raises(ValueError, match=r"privacy\.enable = false.*set it to true"):
