@@ -15,7 +15,7 @@ treats them alike; medians of the rounds, and medians of the rounds' ratios. Eve
 arm has exactly M microbatches: a private arm's Poisson draws are replaced, in these processes, by
 draws of that fixed size. For timing only; norms, clipping and noise are real. Memory and bytes:
 each arm alone in fresh processes; on CPU the process's resident set (with freed memory given back
-at once), on CUDA its tensors. The paper's tables (2 to 5, by number) are told in
+at once), on CUDA its tensors. The paper's tables (2 to 5, by number) are those of
 benchmarking/paper.py; `crossover` takes ever longer samples at equal tokens a step.
 
 What `--json` names is written anew after each arm. A run that was cut off goes on where it was, by

@@ -11,7 +11,7 @@ from tests.processes import forks
 # The longest first, so that the workers end together; the fixtures of a file are made once.
 LONGEST = (
     "tests/test_examples.py",
-    "tests/test_benchmark.py",
+    "tests/hazards/test_clocks.py",
     "tests/hazards/test_mutants.py",
     "tests/test_meshes.py",
     "tests/hazards/test_run.py",

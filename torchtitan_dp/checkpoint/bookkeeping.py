@@ -1,11 +1,12 @@
 """A private run's bookkeeping: its ledger and logs, what it has spent, its keys and its draws.
 
 Guarantee:
-    Before the first draw all ranks agree on the records, the terms and whatever else noise and
-    draws depend on. A line in the log is durable before its step's update, and before the noise of
-    its held-out loss. Each key serves once, for one step: keys are drawn at each start and at each
-    load, lie in memory alone, and leave this process for the other ranks only. A published loss is
-    the mean of clipped losses with noise added once, which `privacy.published_loss` bounds.
+    Before the first draw all ranks agree on the records, the terms and all else that noise and
+    draws depend on. On rank 0, without which nothing is saved, a line in the log is durable before
+    its step's update, and before the noise of its held-out loss. Each key serves once, for one
+    step: keys are drawn at each start and at each load, lie in memory alone, and leave this process
+    for the other ranks only. A published loss is the mean of clipped losses with noise added once,
+    which `privacy.published_loss` bounds.
 """
 
 import dataclasses

@@ -2,8 +2,8 @@
 
 Guarantee, with `data.length_buckets`:
     A sample's padded length is a public function of its own number of tokens (of several windows,
-    the longest's), whatever else is drawn and on whatever mesh. That number depends on the unit and
-    its own random choices alone. Only padding behind the last token is left out, which a causal
+    the longest's), and of no other draw or mesh. That number depends on the unit and its own random
+    choices alone. Only padding behind the last token is left out, which a causal
     model's earlier positions never see and whose labels are ignored: the gradient is that of the
     sample padded to T, up to rounding, and epsilon does not change. A step's duration, its number
     of microbatches and their order of summation do depend on the lengths of drawn records: timing

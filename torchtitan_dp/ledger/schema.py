@@ -22,7 +22,7 @@ from torchtitan_dp.privacy.segments import Mechanism
 
 
 class Origin(enum.Enum):
-    """Where the value of a key comes from."""
+    """The source of a key's value."""
 
     SETTINGS = "an attribute of the run's `Settings`"
     MECHANISM = "one of its mechanism's own `keys`; files of other mechanisms lack it"
@@ -153,7 +153,7 @@ class PrivacyFile:
     which does not."""
 
     samples_per_rank: Annotated[int | None, _SETTINGS]
-    """A number of samples that one rank hardly ever exceeds in a step, whatever is drawn."""
+    """A number of samples that hardly any draw exceeds on one rank in a step."""
 
     ranks_added_up: Annotated[int, _SETTINGS]
     """The number of ranks whose sums of gradients are added up."""

@@ -51,7 +51,7 @@ class Settings:
     trained: str = "all weights"
     rope: str = "as given"
     units: int | None = None  # where their number is public
-    samples_per_rank: int | None = None  # hardly ever exceeded in a step, whatever is drawn
+    samples_per_rank: int | None = None  # hardly any draw exceeds it in a step
     ranks_added_up: int = 1  # the data-parallel ranks whose sums are added up
 
     def spending(self, steps: int) -> Segment:
