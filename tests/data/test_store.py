@@ -108,14 +108,21 @@ def test_names_sizes_and_removal(tmp_path: Path, place: Path) -> None:
     assert left == ["mine", "mine.txt"]
 
 
-@pytest.mark.parametrize("lacking", ["unnamed", "dtype", "records", "tokens", "arrays", "terms"])
-def test_a_store_that_another_version_wrote_is_prepared_again(tmp_path: Path, lacking: str) -> None:
+KEYS = ["unnamed", "dtype", "records", "tokens", "arrays", "terms", "lacks", "they", "a new one"]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_store_that_another_version_wrote_is_prepared_again(tmp_path: Path, key: str) -> None:
+    """One whose facts, or why records have no ids, lack the key, or have one more."""
     first = store_of(ROWS, tmp_path)
-    root, path = first.facts["path"], Path(first.folder, stores.FACTS)
-    facts = {key: value for key, value in first.facts.items() if key != lacking}
+    path = Path(first.folder, stores.FACTS)
+    facts = json.loads(path.read_text())
+    part = facts if key in facts else facts["lacks"][0]
+    part.pop(key) if key in part else part.update({key: 1})
+    del facts["digest"]
     path.write_text(json.dumps({**facts, "digest": stores._digest(facts)}))
     assert stores.load(first.folder) is None
-    again = store_of(root, tmp_path, "jsonl")
+    again = store_of(first.facts["path"], tmp_path, "jsonl")
     assert (again.facts, stored(again)) == (first.facts, stored(first))
 
 

@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_dp.data.console import listed
+from torchtitan_dp.data.console import Lack, listed
 from torchtitan_dp.data.prepare import Source, prepared
-from torchtitan_dp.data.reading import Lack
 from torchtitan_dp.data.samples import Samples
 from torchtitan_dp.data.store import Store
 from torchtitan_dp.data.units import Units, split, word

@@ -23,10 +23,10 @@ import numpy as np
 
 from torchtitan_dp.data import store as stores
 from torchtitan_dp.data.chat_template import Piece
-from torchtitan_dp.data.console import MOST_CHARACTERS, MOST_NAMES, Progress, amount, say
+from torchtitan_dp.data.console import MOST_CHARACTERS, MOST_NAMES, Lack, Progress, amount, say
 from torchtitan_dp.data.files import Files, list_files, locate
 from torchtitan_dp.data.formats import FOLDER, Format, format_named, unit_name
-from torchtitan_dp.data.reading import MOST_PART, THEIR_FIELDS, Assembler, Lack, Reading, split
+from torchtitan_dp.data.reading import MOST_PART, THEIR_FIELDS, Assembler, Reading, split
 from torchtitan_dp.data.store import Store
 from torchtitan_dp.data.tokenizer import Tokenizer
 from torchtitan_dp.data.units import folder_of, group, record_hash, singles, unit_hash

@@ -16,12 +16,11 @@ by itself, as a model that is asked finds the prompt's tokens before it writes i
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from torchtitan_dp.data.chat_template import ASSISTANT, ChatTemplate, Piece
-from torchtitan_dp.data.console import listed
+from torchtitan_dp.data.console import Lack
 from torchtitan_dp.data.files import MOST_ITEMS, Fields
 from torchtitan_dp.data.tokenizer import (
     SETTINGS,
@@ -34,24 +33,6 @@ from torchtitan_dp.data.tokenizer import (
 
 MOST_PART = 2**18  # characters that are tokenized in one piece
 MOST_MESSAGES = MOST_ITEMS  # that are looked at: the time to render a conversation is bounded
-
-
-class Lack(NamedTuple):
-    """Why records have nothing to learn. PRIVATE, for their owner: it names what they have."""
-
-    setting: str  # that does not fit them
-    what: str  # they are or have, in the plural
-    remedy: str = ""  # empty: that of the format (`Format.explain`)
-    they: str = ""  # a phrase for what the names are of
-    names: tuple[str, ...] = ()  # of fields, roles or types that they have instead
-    is_undecodable: bool = True  # or else readable, and without an answer
-    file: str = ""  # of one of these records
-    number: int = 0  # of them
-
-    def explain(self) -> str:
-        """Describe them, with the setting."""
-        named = f": {self.they} {listed(self.names)}" if self.names else ""
-        return f"{self.number:,} {self.what} ({self.setting}{named})"
 
 
 REFUSED = Lack(

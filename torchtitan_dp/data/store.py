@@ -31,7 +31,7 @@ from typing import IO, Any
 import filelock
 import numpy as np
 
-from torchtitan_dp.data.console import say
+from torchtitan_dp.data.console import Lack, say
 from torchtitan_dp.data.files import Files
 from torchtitan_dp.data.units import Units
 
@@ -122,7 +122,8 @@ def load(folder: str) -> Store | None:
             data, facts = files[1].read(), json.load(files[2])
             if (facts.pop("digest"), facts["arrays"]) != (_digest(facts), _hash([data])):
                 return None
-            if not facts.keys() >= _FACTS:
+            is_known = [lack.keys() == {*Lack._fields} for lack in facts["lacks"]]
+            if not (facts.keys() >= _FACTS and all(is_known)):
                 return None  # of another version of the program
             found = [os.fstat(file.fileno()) for file in files]
             stamps = tuple((s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for s in found)
