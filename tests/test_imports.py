@@ -36,7 +36,7 @@ STAGES = [  # of data/: each imports from itself and from those before
     {"tables", "chat_template", "store"},
     {"formats", "reading", "samples"},
     {"prepare", "batching"},
-    {"dataset", "feed"},
+    {"dataset"},
 ]
 WITHOUT_TORCHTITAN = {"privacy", "process", "data", "gradients", "optimizer", "ledger"}
 WITHOUT_COLLECTIVES = {"privacy", "process", "config", "ledger"}

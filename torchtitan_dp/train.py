@@ -36,8 +36,7 @@ from torchtitan_dp.checkpoint.start import Start, decision
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import ladder, mesh_degrees
 from torchtitan_dp.config.load import fail, load_config
-from torchtitan_dp.data.batching import Microbatch
-from torchtitan_dp.data.feed import Feed
+from torchtitan_dp.data.batching import Feed, Microbatch
 from torchtitan_dp.distributed.devices import require_usable_devices
 from torchtitan_dp.distributed.stop import StopRequest, lost_ranks_as_faults, shorten_timeouts
 from torchtitan_dp.gradients.fsdp import ReductionGroups
@@ -135,7 +134,7 @@ class DPTrainer(RunTrainer):
 
         It is also rehearsed: every part of a step that needs memory or a kernel belongs here.
         """
-        for part in microbatch.to(self.device).split(self.gradients.batch_size):
+        for part in microbatch.split(self.gradients.batch_size):
             *earlier, last = part.windows()
             earlier_B: torch.Tensor | float = 0.0
             for window in earlier:  # as many on every rank, also where fewer were dealt

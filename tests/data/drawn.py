@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.data.stores import store_of
+from tests.data.stores import records_of, store_of
 from torchtitan_dp.data.batching import Draw, Microbatch, RecordLoader
 from torchtitan_dp.data.samples import IGNORE_INDEX, Samples
 from torchtitan_dp.data.tokenizer import ByteTokenizer, Tokenizer
@@ -61,7 +61,7 @@ def samples_of(
     rows = sorted((i, name, text) for name, texts in units.items() for i, text in enumerate(texts))
     lines = [{"who": name, "text": text} for _, name, text in rows]
     store = store_of(lines, root, unit_field="who", tokenizer=tokenizer)
-    names = [rows[int(store.units.records(unit)[0])][1] for unit in range(len(store.units))]
+    names = [rows[of[0]][1] for of in records_of(store.units)]
     return Samples(store, seq_len, **how), [names.index(name) for name in units]
 
 
@@ -98,6 +98,14 @@ def loader(samples: Samples, ranks: int = 1, rank: int = 0, **terms: Any) -> Rec
     """Make a loader of all units, whose positions are not their numbers."""
     units = np.arange(len(samples.units))[::-1].copy()
     return RecordLoader(samples, units, ranks=ranks, rank=rank, **{"batch_size": 1, **terms})
+
+
+def microbatches(
+    loader: RecordLoader, draw: Draw, ladder: tuple[int, ...] | None = None
+) -> list[Microbatch]:
+    """Make a rank's share of a draw, padded to the whole length without a ladder."""
+    every = loader.deal(draw, ladder or (loader.samples.seq_len,))
+    return [loader.microbatch(dealt, draw.key) for dealt in every]
 
 
 def draws(count: int, rates: Sequence[float] = (0.5, 0.0, 1.0, 0.05, 0.5)) -> list[Draw]:

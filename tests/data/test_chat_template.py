@@ -7,8 +7,7 @@ import pytest
 
 from tests.data.chats import MARKED, PLAIN, REWRITES, chat, folder
 from torchtitan_dp.data import chat_template
-from torchtitan_dp.data.chat_template import ChatTemplate, Piece
-from torchtitan_dp.data.reading import load_chat_template
+from torchtitan_dp.data.chat_template import ChatTemplate, Piece, load_chat_template
 
 MARKS = {"bos_token": "<|begin_of_text|>"}
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.data.drawn import HOW, IGNORED, UNITS, T, draws, loader, same, samples_of
+from tests.data.drawn import HOW, IGNORED, UNITS, T, draws, loader, microbatches, same, samples_of
 from tests.processes.ranks import on_ranks
-from torchtitan_dp.data.batching import Draw, Microbatch
-from torchtitan_dp.data.feed import Feed, require_same_step
+from torchtitan_dp.data.batching import Draw, Feed, Microbatch, require_same_step
 from torchtitan_dp.data.samples import NOTHING, Samples
 from torchtitan_dp.process import Fault
 
@@ -36,7 +35,7 @@ def test_row19_a_step_is_fed_what_the_loader_makes(
         it = Feed(one, ladder, CPU)
         for draw, following in zip(steps, [*steps[1:], None], strict=True):
             found = list(it.microbatches(draw, following if ahead else None))
-            assert same(found, list(one.microbatches(draw, ladder)))
+            assert same(found, microbatches(one, draw, ladder))
 
 
 def test_row17_padding_has_as_many_windows(tmp_path: Path) -> None:
@@ -190,7 +189,7 @@ def test_samples_reach_a_device_without_a_wait(tmp_path: Path) -> None:
     one, draw = loader(samples(tmp_path)), Draw(np.arange(12))
     it = Feed(one, LADDERS[1], torch.device("cuda"))
     found = [Microbatch(*(t.cpu() for t in m)) for m in it.microbatches(draw, draw)]
-    assert same(found, list(one.microbatches(draw, LADDERS[1])))
+    assert same(found, microbatches(one, draw, LADDERS[1]))
     torch.cuda.set_sync_debug_mode("error")
     try:
         for number, _ in enumerate(it.microbatches(draw, draw)):

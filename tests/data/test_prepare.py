@@ -193,7 +193,7 @@ def open_store(connection: Connection, root: str, place: str, log: str) -> None:
         real(*args)
 
     said: list[str] = []
-    stores.write, stores.say, stores._FIRST_LINE_S = writing, said.append, 0.0  # type: ignore
+    stores.write, stores.say, stores.FIRST_LINE_S = writing, said.append, 0.0  # type: ignore
     connection.send("started")
     store = prepared(source(root, "jsonl"), place)
     connection.send((store.fingerprint, texts(store), said))

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from tests.data.chats import END, MARKED, PLAIN, START, chat, folder
-from tests.data.drawn import BOS, EOS, IGNORED, NoMarks, T, loader, rng, sample
+from tests.data.drawn import BOS, EOS, IGNORED, NoMarks, T, loader, microbatches, rng, sample
 from tests.data.stores import store_of, stored
 from torchtitan_dp.data.batching import Draw
-from torchtitan_dp.data.reading import MOST_MESSAGES, REFUSED, reading
+from torchtitan_dp.data.files import MOST_ITEMS
+from torchtitan_dp.data.reading import REFUSED, reading
 from torchtitan_dp.data.samples import Samples
 from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
 
@@ -112,7 +113,7 @@ BAD: list[tuple[dict[str, str], Any, str]] = [
     (MESSAGES, {"messages": [{"role": "user", "content": "\ud800"}, ANSWER]}, NO_CHAT),
     (MESSAGES, {"messages": []}, NO_TURN),
     (MESSAGES, {"messages": chat("only a prompt")}, NO_TURN),
-    (MESSAGES, {"messages": chat("q")[:1] * MOST_MESSAGES + chat("q", "too late")}, NO_TURN),
+    (MESSAGES, {"messages": chat("q")[:1] * MOST_ITEMS + chat("q", "too late")}, NO_TURN),
     (MESSAGES, {"messages": chat("What?", " \n")}, NO_TURN.replace("no turn", "only empty turns")),
     (MESSAGES, {"messages": [{"role": "judge", "content": "a"}, ANSWER]}, NO_TOKENS),
 ]
@@ -128,8 +129,7 @@ def test_row42_a_record_without_an_answer_contributes_nothing_and_stays(
     first, bad, last = stored(samples.store)
     assert (bad.ids, bad.reason) == ((), reason)
     assert first.ids == last.ids != ()
-    one = loader(samples)
-    drawn = list(one.microbatches(Draw(np.arange(3))))
+    drawn = microbatches(loader(samples), Draw(np.arange(3)))
     assert [bool(microbatch.valid_B) for microbatch in drawn] == [True] * 3
     learned = [bool((microbatch.labels_BT != IGNORED).any()) for microbatch in drawn]
     assert learned == [True, False, True]
@@ -206,7 +206,7 @@ def test_a_units_records_come_one_after_the_other(tmp_path: Path) -> None:
         {"who": "ann", "prompt": "r", "text": "w"},
     ]
     samples = answers(tmp_path, rows, unit_field="who", **PROMPTS)
-    ann = int(len(samples.units.records(0)) == 1)
+    ann = int(samples.units.starts[1] == 1)
     tokens, found = shown(samples, ann)
     assert tokens[:9] == [BOS, *b"pxy", EOS, BOS, *b"rw", EOS]
     assert found == [2, 3, 4, 7, 8]

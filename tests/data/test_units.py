@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.stores import Row, as_jsonl, source, store_of, texts, write
+from tests.data.stores import Row, as_jsonl, records_of, source, store_of, texts, write
 from tests.processes import forks
 from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.data.store import Store
@@ -26,7 +26,7 @@ def named(*names: Any) -> list[Row]:
 
 def members(store: Store) -> set[tuple[int, ...]]:
     """List each unit's records; every record is in exactly one, in rising order."""
-    rows = [store.units.records(unit).tolist() for unit in range(len(store.units))]
+    rows = records_of(store.units)
     assert sorted(record for row in rows for record in row) == list(range(len(store)))
     assert all(row == sorted(row) for row in rows)
     assert store.units.hashes.tolist() == sorted(store.units.hashes.tolist())
@@ -105,8 +105,7 @@ def test_many_records_are_grouped_by_all_of_their_hash() -> None:
     for record, one in enumerate(hashes.tolist()):
         expected.setdefault(tuple(one), []).append(record)
     units = group(hashes)
-    found = [units.records(unit).tolist() for unit in range(len(units))]
-    assert found == [expected[key] for key in sorted(expected)]
+    assert records_of(units) == [expected[key] for key in sorted(expected)]
     assert units.hashes.tolist() == [key[0] for key in sorted(expected)]
 
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torchtitan_dp.audit import texts
 from torchtitan_dp.checkpoint.start import Start, Weights
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.data.feed import Feed
+from torchtitan_dp.data.batching import Feed
 from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.distributed.agreement import broadcast_from_rank0, shared_root_key
 from torchtitan_dp.ledger.spending import own

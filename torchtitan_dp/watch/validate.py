@@ -24,8 +24,7 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import heldout_units
-from torchtitan_dp.data.batching import Draw, RecordLoader
-from torchtitan_dp.data.feed import Feed
+from torchtitan_dp.data.batching import Draw, Feed, RecordLoader
 from torchtitan_dp.gradients.fsdp import free_gathered
 from torchtitan_dp.ledger.settings import NoisedLoss
 from torchtitan_dp.models.ema import WeightAverage
