@@ -25,11 +25,17 @@ UNITS: dict[str, Sequence[str | None]] = {
 UNITS["nobody"] = [None, None]
 
 
-class Words(ByteTokenizer):
-    """A word is a token, its number of letters; no marks. A blank line is 0."""
+class NoMarks(ByteTokenizer):
+    """Bytes without marks of beginning and end."""
 
     bos_id: int | None = None
     eos_id: int | None = None
+    identity = "no marks"
+
+
+class Words(NoMarks):
+    """A word is a token, its number of letters; no marks. A blank line is 0."""
+
     identity = "words"
 
     def encode(self, text: str) -> np.ndarray:
@@ -38,14 +44,6 @@ class Words(ByteTokenizer):
 
     def get_vocab_size(self) -> int:
         return 2**20
-
-
-class NoMarks(ByteTokenizer):
-    """Bytes without marks of beginning and end."""
-
-    bos_id: int | None = None
-    eos_id: int | None = None
-    identity = "no marks"
 
 
 def samples_of(
@@ -100,12 +98,12 @@ def loader(samples: Samples, ranks: int = 1, rank: int = 0, **terms: Any) -> Rec
     return RecordLoader(samples, units, ranks=ranks, rank=rank, **{"batch_size": 1, **terms})
 
 
-def microbatches(
+def dealt(
     loader: RecordLoader, draw: Draw, ladder: tuple[int, ...] | None = None
 ) -> list[Microbatch]:
     """Make a rank's share of a draw, padded to the whole length without a ladder."""
     every = loader.deal(draw, ladder or (loader.samples.seq_len,))
-    return [loader.microbatch(dealt, draw.key) for dealt in every]
+    return [loader.microbatch(one, draw.key) for one in every]
 
 
 def draws(count: int, rates: Sequence[float] = (0.5, 0.0, 1.0, 0.05, 0.5)) -> list[Draw]:

@@ -27,18 +27,14 @@ def source(
     path: str | os.PathLike[str],
     format: str = "text",
     *,
-    text_field: str = "text",
-    prompt_field: str | None = None,
-    messages_field: str | None = None,
     unit_field: str | None = None,
     tokenizer: Tokenizer | None = None,
     template: str = PLAIN,
+    **fields: str | None,
 ) -> Source:
     """Describe files and how they are read: of bytes by default, chats by a Jinja template."""
-    how = Reading(text_field, prompt_field)
-    if messages_field is not None:
-        chats = ChatTemplate(template, {"bos_token": "<|begin_of_text|>"})
-        how = Reading(messages_field=messages_field, template=chats)
+    chats = ChatTemplate(template, {"bos_token": "<|begin_of_text|>"})
+    how = Reading(**fields, template=chats if fields.get("messages_field") else None)
     return Source(format, str(path), how, tokenizer or ByteTokenizer(), unit_field)
 
 

@@ -57,9 +57,6 @@ def test_a_text_no_longer_than_a_sample_is_taken_whole(tmp_path: Path) -> None:
             assert ids(sample(windows, unit, rng=rng(seed))) == ids(sample(heads, unit))
 
 
-# Several windows of a unit.
-
-
 def several(samples: Samples, unit: int, seed: int) -> list[list[int]]:
     return [ids(sample(samples, unit, None, rng(seed), k, K)) for k in range(K)]
 
