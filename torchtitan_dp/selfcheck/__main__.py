@@ -16,7 +16,6 @@ import itertools
 import math
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -27,16 +26,10 @@ import torch.distributed as dist
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import exit_on_mistake, fail, write_json
+from torchtitan_dp.distributed import devices
 from torchtitan_dp.distributed.agreement import shared_root_key
 from torchtitan_dp.distributed.attention import RotateMethod
 from torchtitan_dp.distributed.cpu import has_accelerator
-from torchtitan_dp.distributed.devices import (
-    capability,
-    cuda_devices,
-    device_name,
-    libraries,
-    memory_bytes,
-)
 from torchtitan_dp.distributed.host_memory import available_bytes
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger import versions
@@ -44,14 +37,14 @@ from torchtitan_dp.process import die_with_parent
 from torchtitan_dp.selfcheck.parts import attention, norm_estimates
 from torchtitan_dp.selfcheck.run import Check, Measured, Outcome, Ranks, run, start
 from torchtitan_dp.selfcheck.small import WAYS, Terms, default_terms, given_terms
-from torchtitan_dp.selfcheck.steps import Loops, checkpoint, clipped_sum, noise, updates
+from torchtitan_dp.selfcheck.steps import checkpoint, clipped_sum, noise, updates
 
 _DO_NOT_TRAIN = "do not train here: epsilon would not hold"
 _GIB = 2**30
 
 
 def main(argv: list[str]) -> None:
-    options, overrides = parse(argv, (__doc__ or "").splitlines()[0])
+    options, overrides = parse(argv)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     with exit_on_mistake():
         terms = given_terms(overrides, world_size) if overrides else default_terms(world_size)
@@ -61,7 +54,7 @@ def main(argv: list[str]) -> None:
     ranks = start(options.backend)
     nodes = world_size // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     place = checkpoint_place(terms[0].config if overrides else None, nodes)
-    device, found = device_name(ranks.device), facts(ranks.device)
+    device, found = devices.device_name(ranks.device), facts(ranks.device)
 
     def say(line: str) -> None:
         if ranks.rank == 0:
@@ -83,11 +76,11 @@ def main(argv: list[str]) -> None:
     dist.destroy_process_group()
 
 
-def parse(argv: list[str], description: str) -> tuple[argparse.Namespace, list[str]]:
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parse selfcheck's own options, and return the configuration's command line too, if any."""
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan_dp.selfcheck",
-        description=description,
+        description=(__doc__ or "").splitlines()[0],
         epilog="With --config any --section.key value of the configuration is taken too.",
         allow_abbrev=False,
     )
@@ -119,28 +112,18 @@ def checkpoint_place(config: JobConfig | None, nodes: int) -> str:
 def facts(device: torch.device) -> dict[str, str]:
     """Collect what a bug report needs to state of the machine, in the order of the table."""
     found = {"free memory": f"{free_memory_gib(device)[0]:.1f} GiB a rank"}
-    if (compute := capability(device)) is not None:
+    if (compute := devices.capability(device)) is not None:
         found["compute capability"] = ".".join(map(str, compute))
-        found["driver"] = _driver()
-    found |= libraries(device)
+        found["driver"] = devices.driver_version()
+    found |= devices.libraries(device)
     found |= {name: version for name, version in versions().items() if version != "unknown"}
     return found | {"python": platform.python_version(), "host": platform.platform()}
-
-
-def _driver() -> str:
-    """Return the NVIDIA driver's version."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return "unknown (nvidia-smi does not answer)"
-    return done.stdout.split("\n")[0].strip()
 
 
 def free_memory_gib(device: torch.device) -> tuple[float, float]:
     """Return how much memory is free to a rank, and how much should be: of its device, or host."""
     if device.type == "cuda":
-        free, total = memory_bytes(device)
+        free, total = devices.memory_bytes(device)
         return free / _GIB, 0.9 * total / _GIB  # a CUDA context takes a few percent
     available = available_bytes()
     assert available is not None, "Linux has /proc/meminfo"
@@ -149,12 +132,16 @@ def free_memory_gib(device: torch.device) -> tuple[float, float]:
 
 def for_programs(device: str, facts: dict[str, str], outcomes: list[Outcome]) -> dict[str, Any]:
     """Return the content of `--json`; JSON has no NaN."""
+
+    def finite(number: float) -> float | None:
+        return number if math.isfinite(number) else None
+
     checks = [
         {
             "name": one.name,
             "passed": one.passed,
-            "value": one.value if math.isfinite(one.value or 0.0) else None,
-            "bound": one.bound,
+            "value": finite(one.value),
+            "bound": finite(one.bound),
         }
         for one in outcomes
     ]
@@ -167,35 +154,36 @@ def for_programs(device: str, facts: dict[str, str], outcomes: list[Outcome]) ->
 
 def machine_checks(ranks: Ranks) -> list[Check]:
     """List the checks of the machine, which do not depend on what is trained."""
+
+    def unusable() -> float:  # the run would be on the CPU
+        return 0 if has_accelerator() else devices.cuda_devices()
+
+    def missing() -> float:
+        free, needed = free_memory_gib(ranks.device)
+        return max(needed - free, 0.0)
+
+    def environments() -> float:
+        return ranks.differing((versions(), torch.__version__, platform.python_version()))
+
+    def root_keys() -> float:
+        """Draw and broadcast one as for a run; compare a hash of a key derived from it."""
+        key = shared_root_key(ranks.device, None).stream("coin").take(1)
+        return ranks.differing(hashlib.sha256(key).digest())
+
     update = "the driver is too old for this torch, or broken: update it"
     free = "other programs hold it: end them, or choose other devices (CUDA_VISIBLE_DEVICES)"
     install = "install one environment on all nodes (scripts/setup.sh)"
     network = f"{_DO_NOT_TRAIN}; broadcasts between these ranks are wrong (NCCL, the network)"
-
-    def unusable() -> Measured:  # the run would be on the CPU
-        return Measured("present but unusable", 0 if has_accelerator() else cuda_devices(), 0)
-
-    def missing() -> Measured:
-        free, needed = free_memory_gib(ranks.device)
-        return Measured("missing GiB", max(needed - free, 0.0), 0.0)
-
-    def differ(mine: Callable[[], object]) -> Measured:
-        found = ranks.gather(mine())
-        return Measured("ranks that differ", sum(one != found[0] for one in found), 0)
-
-    def environment() -> object:
-        return versions(), torch.__version__, platform.python_version()
-
-    def root_key() -> object:
-        """Drawn and broadcast as for a run; a hash of a key derived from it is compared."""
-        return hashlib.sha256(shared_root_key(ranks.device, None).stream("coin").take(1)).digest()
-
     return [
-        Check("devices", update, lambda: (unusable(),)),
-        Check("memory", free, lambda: (missing(),)),
-        Check("versions", install, lambda: (differ(environment),)),
-        Check("root key", network, lambda: (differ(root_key),)),
+        Check("devices", update, lambda: [Measured("present but unusable", unusable(), 0)]),
+        Check("memory", free, lambda: [Measured("missing GiB", missing(), 0)]),
+        Check("versions", install, lambda: [Measured("ranks that differ", environments(), 0)]),
+        Check("root key", network, lambda: [Measured("ranks that differ", root_keys(), 0)]),
     ]
+
+
+Case = tuple[str, str, Callable[..., Sequence[Measured]], tuple[object, ...]]
+"""A check's name and remedy, its measurement, and what this takes besides the ranks."""
 
 
 def checks_of(
@@ -203,69 +191,56 @@ def checks_of(
 ) -> Iterator[Check]:
     """List the checks on some terms, each statement once; `every` adds what the terms do not ask
     for: all balancers and rotations of the ring, other ways of a method, secure noise."""
-    loops = Loops()
     met = set()
     for terms in all_terms:
-        check = functools.partial(_check, ranks, terms)
-        first = (terms.dtype, terms.degrees) not in met
+        cases = [_sum_cases(terms, every)]
+        if (terms.dtype, terms.degrees) not in met:  # these depend on no gradient method
+            cases = [_attention_cases(terms, every), _noise_cases(terms, place, every), *cases]
         met.add((terms.dtype, terms.degrees))
-        if first:  # these depend on no gradient method
-            yield from _attention_checks(ranks, terms, every)
-        if first and terms.dtype == torch.float32:
-            yield check("noise", _DO_NOT_TRAIN, noise)
-            if every:
-                secure = terms.but(secure_noise=True)
-                yield _check(ranks, secure, "secure noise", _DO_NOT_TRAIN, noise)
-            remedy = (
-                f"checkpoints cannot be trusted where they were tried ({place}): another "
-                "job.dump_folder, on a file system that all nodes share"
-            )
-            yield check("checkpoint", remedy, checkpoint, place)
-        yield from _sum_checks(ranks, terms, loops, every)
+        for name, remedy, measure, of in itertools.chain(*cases):
+            yield Check(f"{name}, {terms.place}", remedy, functools.partial(measure, ranks, *of))
 
 
-def _check(
-    ranks: Ranks,
-    terms: Terms,
-    name: str,
-    remedy: str,
-    measure: Callable[..., Sequence[Measured]],
-    *arguments: object,
-) -> Check:
-    bound = functools.partial(measure, ranks, terms, *arguments)
-    return Check(f"{name}, {terms.place}", remedy, bound)
-
-
-def _attention_checks(ranks: Ranks, terms: Terms, every: bool) -> Iterator[Check]:
-    parallelism = terms.config.parallelism
+def _attention_cases(terms: Terms, every: bool) -> Iterator[Case]:
+    parallelism, ring = terms.config.parallelism, terms.degrees[2] > 1
     balancers = [parallelism.context_parallel_load_balancer]
     rotations = [parallelism.context_parallel_rotate_method]
-    if terms.degrees[2] == 1:
-        remedy = f"{_DO_NOT_TRAIN}; another training.mixed_precision_param or torch may pass"
-        cases = {"attention": (balancers[0], rotations[0], False)}
-        apart = "attention, heads apart"
-    else:
+    remedy = f"{_DO_NOT_TRAIN}; another training.mixed_precision_param or torch may pass"
+    if ring:
         remedy = (
             "another parallelism.context_parallel_load_balancer, context_parallel_rotate_method or "
             "torch may pass; else train with context_parallel_degree = 1"
         )
-        if every:
-            balancers, rotations = ["headtail", None], list(get_args(RotateMethod))
-        pairs = itertools.product(balancers, rotations)
-        cases = {f"ring attention, {b}, {rotate}": (b, rotate, False) for b, rotate in pairs}
-        apart = f"ring attention, {balancers[0]}, {rotations[0]}, heads apart"
+    if ring and every:
+        balancers, rotations = ["headtail", None], list(get_args(RotateMethod))
+    cases = [(*pair, False) for pair in itertools.product(balancers, rotations)]
     if every or terms.heads_apart:
-        cases[apart] = (balancers[0], rotations[0], True)
-    for name, case in cases.items():
-        yield _check(ranks, terms, name, remedy, attention, *case)
+        cases.append((balancers[0], rotations[0], True))
+    for balancer, rotate, apart in cases:
+        name = f"ring attention, {balancer}, {rotate}" if ring else "attention"
+        name = f"{name}, heads apart" if apart else name
+        yield name, remedy, attention, (terms, balancer, rotate, apart)
 
 
-def _sum_checks(ranks: Ranks, terms: Terms, loops: Loops, every: bool) -> Iterator[Check]:
+def _noise_cases(terms: Terms, place: str, every: bool) -> Iterator[Case]:
+    if terms.dtype != torch.float32:
+        return
+    yield "noise", _DO_NOT_TRAIN, noise, (terms,)
+    if every:
+        yield "secure noise", _DO_NOT_TRAIN, noise, (terms.but(secure_noise=True),)
+    remedy = (
+        f"checkpoints cannot be trusted where they were tried ({place}): another "
+        "job.dump_folder, on a file system that all nodes share"
+    )
+    yield "checkpoint", remedy, checkpoint, (terms, place)
+
+
+def _sum_cases(terms: Terms, every: bool) -> Iterator[Case]:
     method: str = terms.config.privacy.gradient_method
     kind = method
     if METHODS[method].estimates_norms:
         remedy = f"{_DO_NOT_TRAIN}; privacy.gradient_method = 'ghost' has exact norms"
-        yield _check(ranks, terms, "norm estimates", remedy, norm_estimates)
+        yield "norm estimates", remedy, norm_estimates, (terms,)
         # The loop's norms are exact: the rest of the method is compared with it.
         kind, terms = f"{method} with exact norms", terms.but(gradient_method="ghost")
     kinds = {kind: terms}
@@ -276,13 +251,13 @@ def _sum_checks(ranks: Ranks, terms: Terms, loops: Loops, every: bool) -> Iterat
         "does, look at reductions (NCCL, the network)"
     )
     for of_kind, of in kinds.items():
-        yield _check(ranks, of, f"clipped sum, {of_kind}", remedy, clipped_sum, loops)
+        yield f"clipped sum, {of_kind}", remedy, clipped_sum, (of,)
     if terms.dtype == torch.float32:
         remedy = (
             f"{_DO_NOT_TRAIN}; if it passes with optimizer.implementation = 'for-loop', the fused "
             "optimizer is at fault"
         )
-        yield _check(ranks, terms, f"update, {kind}", remedy, updates, loops)
+        yield f"update, {kind}", remedy, updates, (terms,)
 
 
 if __name__ == "__main__":

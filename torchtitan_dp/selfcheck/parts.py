@@ -1,14 +1,13 @@
 """Parts of a step, each against the textbook's: attention, and estimates of norms."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed.context_parallel import cp_shard
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
@@ -21,7 +20,6 @@ from torchtitan_dp.distributed.attention import (
     mesh_of_this_rank,
     use_efficient_attention,
 )
-from torchtitan_dp.gradients.ghost import GhostGradients
 from torchtitan_dp.gradients.operands import Products
 from torchtitan_dp.gradients.randomized_norm import RandomizedNorms, first_number
 from torchtitan_dp.privacy.noise import standard_normal
@@ -31,11 +29,7 @@ from torchtitan_dp.selfcheck.small import Small, Terms, mesh
 
 
 def attention(
-    ranks: Ranks,
-    terms: Terms,
-    balancer: LoadBalancer,
-    rotate: RotateMethod,
-    heads_apart: bool = False,
+    ranks: Ranks, terms: Terms, balancer: LoadBalancer, rotate: RotateMethod, heads_apart: bool
 ) -> Sequence[Measured]:
     """Compare output and gradients with those of attention over the whole sequence in fp64."""
     holder = nn.ModuleList([ScaledDotProductAttentionWrapper()])
@@ -48,10 +42,17 @@ def attention(
         apply_ring_attention([*holder], cp_mesh, cudnn=terms.cudnn)
     elif ranks.device.type != "cpu":  # as in training
         use_efficient_attention(holder)
+
+    def local(*tensors: Tensor) -> tuple[Tensor, ...]:
+        moved = tuple(x.to(ranks.device) for x in tensors)
+        if cp_mesh is None:
+            return moved
+        return cp_shard(cp_mesh, moved, None, balancer, input_seq_dim=2)[0]
+
     errors = []
     for length in terms.lengths:
         try:
-            errors.append(_attention_error(holder[0], cp_mesh, ranks, terms, balancer, length))
+            errors += _attention_errors(holder[0], local, terms, length)
         except RuntimeError as error:  # for example, no kernel takes this length
             raise RuntimeError(f"samples of {length} tokens: {error}") from error
     lengths = " to ".join(map(str, dict.fromkeys((terms.lengths[0], terms.lengths[-1]))))
@@ -59,16 +60,11 @@ def attention(
     return (Measured(f"{lengths} tokens", worst(errors), 4 * rounding(terms.dtype)),)
 
 
-def _attention_error(
-    kernel: nn.Module,
-    cp_mesh: DeviceMesh | None,
-    ranks: Ranks,
-    terms: Terms,
-    balancer: LoadBalancer,
-    length: int,
-) -> float:
-    """Return the largest error of any row of the output, or of a gradient, on this rank, as a share
-    of the row's norm plus rows' mean: early rows are larger than late ones."""
+def _attention_errors(
+    kernel: nn.Module, local: Callable[..., tuple[Tensor, ...]], terms: Terms, length: int
+) -> list[float]:
+    """Return the largest error of any row of the output, and of each gradient, on this rank, as a
+    share of the row's norm plus rows' mean: early rows are larger than late ones."""
     heads, kv_heads = terms.heads
     generator = torch.Generator().manual_seed(length)
     # q, k, v and the gradient of the output, rounded to the dtype before either side computes
@@ -80,12 +76,6 @@ def _attention_error(
     true_out = _textbook_attention(*true)
     true_grads = torch.autograd.grad(true_out, true, g.double())
 
-    def local(*tensors: Tensor) -> tuple[Tensor, ...]:
-        moved = tuple(x.to(ranks.device) for x in tensors)
-        if cp_mesh is None:
-            return moved
-        return cp_shard(cp_mesh, moved, None, balancer, input_seq_dim=2)[0]
-
     def heads_last(x: Tensor) -> Tensor:  # in memory, as the layers around have them
         return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
@@ -96,7 +86,7 @@ def _attention_error(
     for a, e in zip(actual, local(true_out.detach(), *true_grads), strict=True):
         off, size = (a.double() - e).norm(dim=-1), e.norm(dim=-1)
         errors.append((off / (size + size.mean())).max().item())
-    return worst(errors)
+    return errors
 
 
 def _textbook_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -110,32 +100,25 @@ def _textbook_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def norm_estimates(ranks: Ranks, terms: Terms) -> Sequence[Measured]:
     """Compare Hutchinson's estimates with a reference's, and with the true norms on average.
 
-    The reference multiplies whole gradients by the same random matrices.
-
-    Collective over the world, and over cp.
+    The reference multiplies whole gradients by the same random matrices. Collective over the world.
     """
     samples, apart = 64, 1_000_003  # as many positions lie between two units of a large data set
-    key = bytes(range(32))
+    key, generator = bytes(range(32)), torch.Generator().manual_seed(0)
     small = Small(terms.but(norm_estimator="hutchinson"), ranks.device, max_grad_norm=1.0)
-    method, groups = small.gradients, small.groups
-    assert isinstance(method, GhostGradients)
-    norms = method.norms
+    groups, norms = small.groups, small.gradients.norms  # type: ignore[attr-defined]
     assert isinstance(norms, RandomizedNorms)
     k, rank = norms.k, dist.get_rank(groups.cp) if groups.cp else 0
     size = 4 * k
-    tokens = -(-size // groups.cp_size)  # of a rank, of samples as long as that on any mesh
-    generator = torch.Generator().manual_seed(0)
-    shape = (samples, tokens * groups.cp_size, size)
-    left_BTP, right_BTD = (
-        torch.randn(shape, generator=generator).to(ranks.device) for _ in range(2)
-    )
-    mine = slice(rank * tokens, (rank + 1) * tokens)
+    T, shape = -(-size // groups.cp_size) * groups.cp_size, torch.Size((size, size))
+    left_BTP, right_BTD = sides = [
+        torch.randn(samples, T, size, generator=generator).to(ranks.device) for _ in range(2)
+    ]
     positions = range(0, samples * apart, apart)
     norms.start_step(key)
     norms.start_microbatch(positions)
-    assert norms.estimates(tokens * groups.cp_size, torch.Size((size, size)))
-    factors = Products(left_BTP[:, mine].contiguous(), right_BTD[:, mine].contiguous())
-    found_B = norms.squared_norms("selfcheck", torch.Size((size, size)), [factors])
+    assert norms.estimates(T, shape)
+    mine = (side.chunk(groups.cp_size, dim=1)[rank].contiguous() for side in sides)
+    found_B = norms.squared_norms("selfcheck", shape, [Products(*mine)])
     if groups.cp is not None:
         dist.all_reduce(found_B, group=groups.cp)
     starts = [first_number(position, size * k) for position in positions]

@@ -15,10 +15,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-
-import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
-
-# isort: split
 from torchtitan.components.loss import IGNORE_INDEX
 
 from torchtitan_dp.models.families import ModelArgs, family_of
@@ -27,6 +23,37 @@ from torchtitan_dp.models.parameters import trainable_parameters
 
 Gradient = dict[str, Tensor]
 """A whole gradient, by canonical name of its parameters."""
+
+Samples = tuple[Tensor, Tensor, Tensor]
+"""A step's N samples of T tokens, the same on all ranks: int64 (N, T) tokens and labels, and the
+fp32 weight of each sample's loss."""
+
+
+class Reference(NamedTuple):
+    """Made-up samples and the loop's results on them, in fp64 on the CPU."""
+
+    samples: Samples
+    norms: list[float]  # of each sample's whole gradient; NaN where its loss is
+    max_grad_norm: float  # C, such that some samples are clipped and some are not
+    total: Gradient  # the clipped sum
+
+
+_known: dict[str, Reference] = {}  # shared by all methods that must agree with one
+
+
+def reference_of(args: ModelArgs, count: int, privacy: Any) -> Reference:
+    """Return the results on `count` samples, clipped as the section `[privacy]` has it."""
+    how = privacy.clipping, privacy.clipping_groups, privacy.clip_function
+    key = repr((args, count, how))
+    if key not in _known:
+        samples = make_samples(args, count)
+        loop = reference_model(args).double(), *samples
+        # Twice, because the gradients of all samples together are many times the model.
+        norms = [norm(gradient) for gradient in reference_gradients(*loop)]
+        C, group_of = 1.5 * norms[0], group_names(*how[:2])
+        total = reference_sum(reference_gradients(*loop), C, group_of, privacy.clip_function)
+        _known[key] = Reference(samples, norms, C, total)
+    return _known[key]
 
 
 def reference_model(args: ModelArgs) -> Any:
@@ -78,15 +105,9 @@ def reference_sum(
     group_of: Callable[[str], str] = lambda _: "all",
     clip_function: str = "vanilla",
 ) -> Gradient:
-    """Clip each sample's gradient and add them up, in fp64.
-
-    A gradient whose norm is not finite counts as 0.
-
-    Args:
-        max_grad_norm: C.
-        group_of: names the clip group of a parameter. M groups are clipped to C / sqrt(M) each.
-        clip_function: `privacy.clip_function`: min(1, C / norm) ("vanilla") or C / (norm + 0.01).
-    """
+    """Clip each sample's gradient and add them up, in fp64; one whose norm is not finite counts as
+    0. M groups, which `group_of` names, are clipped to C / sqrt(M) each, by min(1, C / norm)
+    ("vanilla") or C / (norm + 0.01)."""
     total: Gradient = {}
     for gradient in gradients:
         if not math.isfinite(norm(gradient)):
@@ -119,14 +140,6 @@ def rounding(dtype: torch.dtype) -> float:
     return {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}[dtype]
 
 
-class Samples(NamedTuple):
-    """A step's samples: N of T tokens, the same on all ranks."""
-
-    tokens_NT: Tensor
-    labels_NT: Tensor
-    weight_N: Tensor  # fp32: of each sample's loss
-
-
 # The first sample is not clipped, the second is, the third is small, the fourth is NaN (it must
 # count as 0), and the rest are as they come.
 _WEIGHTS = (1.0, 8.0, 0.125, math.nan, 1.0, 2.0)
@@ -143,8 +156,7 @@ def make_samples(args: ModelArgs, count: int, seed: int = 0) -> Samples:
     for row in range(count):
         start, end = targets[row % len(targets)]
         labels_NT[row, :start] = labels_NT[row, end:] = IGNORE_INDEX
-    weights = (_WEIGHTS + (1.0,) * count)[:count]
-    return Samples(tokens_NT, labels_NT, torch.tensor(weights))
+    return tokens_NT, labels_NT, torch.tensor((_WEIGHTS + (1.0,) * count)[:count])
 
 
 def take(tokens_NT: Tensor, labels_NT: Tensor, slot_B: Tensor) -> tuple[Tensor, Tensor]:

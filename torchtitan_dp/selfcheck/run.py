@@ -11,10 +11,6 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-
-import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
-
-# isort: split
 from torchtitan.tools.utils import device_type
 
 from torchtitan_dp.distributed.devices import cuda_devices
@@ -37,6 +33,10 @@ class Measured:
     bound: float
 
 
+Found = Sequence[Measured] | str
+"""What a rank's check found, or the error that it raised."""
+
+
 @dataclass(frozen=True)
 class Check:
     """A statement about this machine, its measurement, and what to do where it is wrong."""
@@ -52,29 +52,23 @@ class Outcome:
     """One measurement over all ranks: its worst value on any of them."""
 
     name: str
-    value: float | None  # None where a rank could not measure
-    bound: float | None
+    value: float  # NaN where a rank could not measure
+    bound: float
     remedy: str
     error: str = ""  # why it could not
 
     @property
     def passed(self) -> bool:
-        if self.value is None or self.bound is None:
-            return False
         return self.value <= self.bound  # NaN is not
 
     def row(self) -> str:
         """Format it as a line of the table."""
-        line = f"  {'ok' if self.passed else 'FAILED':6}  {self.name:80}  "
-        if self.value is None or self.bound is None:
-            return line + self.error
-        return f"{line}{self.value:9.3g}  <= {self.bound:.3g}"
+        found = self.error or f"{self.value:9.3g}  <= {self.bound:.3g}"
+        return f"  {'ok' if self.passed else 'FAILED':6}  {self.name:80}  {found}"
 
     def failure(self) -> str:
         """Return one line: what failed, and what to do."""
-        found = self.error
-        if self.value is not None:
-            found = f"{self.value:.3g} (the limit is {self.bound:.3g})"
+        found = self.error or f"{self.value:.3g} (the limit is {self.bound:.3g})"
         return f"FAILED: {self.name}: {found}; {self.remedy}"
 
 
@@ -96,21 +90,23 @@ class Ranks:
         dist.all_gather_object(found, mine, group=self.group)
         return found
 
+    def differing(self, mine: object) -> int:
+        """Count the ranks that have another value than rank 0. Collective over the world."""
+        found = self.gather(mine)
+        return sum(one != found[0] for one in found)
+
 
 def start(backend: str | None) -> Ranks:
     """Join torchrun's process group, or start one of this process; None is the device's backend."""
-    device = torch.device("cpu")
+    device, alone = torch.device("cpu"), dict[str, Any]()
     if device_type != "cpu":
         index = int(os.environ.get("LOCAL_RANK", "0")) % cuda_devices()
         torch.accelerator.set_device_index(index)
         device = torch.device(device_type, index)
-    timeout = datetime.timedelta(seconds=_COLLECTIVE_S)
-    if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
+    if "WORLD_SIZE" not in os.environ:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-        store = dist.HashStore()
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=_COLLECTIVE_S), **alone)
     waits = datetime.timedelta(seconds=_AGREEMENT_S)
     return Ranks(device, dist.new_group(backend="gloo", timeout=waits))
 
@@ -126,7 +122,7 @@ def run(
     """
     outcomes: list[Outcome] = []
     for check in checks:
-        mine: Sequence[Measured] | str
+        mine: Found
         try:
             mine = tuple(check.measure())
         except (Exception, SystemExit) as error:  # a `Fault` is a SystemExit
@@ -135,27 +131,23 @@ def run(
         for outcome in merged(check, found):
             outcomes.append(outcome)
             report(outcome)
-        errors = sum(isinstance(one, str) for one in found)
-        if 0 < errors < len(found):
+        if 0 < sum(isinstance(one, str) for one in found) < len(found):
             break
     return outcomes
 
 
-def _gather_or_end(
-    ranks: Ranks, check: Check, mine: Sequence[Measured] | str
-) -> list[Sequence[Measured] | str]:
+def _gather_or_end(ranks: Ranks, check: Check, mine: Found) -> list[Found]:
     """Gather every rank's measurements, or end this process if the others do not answer: briefly if
     its own check failed, since they may hang in one of its collectives."""
-    failed = isinstance(mine, str)
 
     def end() -> NoReturn:
-        line = mine if failed else "another rank has ended"
+        line = mine if isinstance(mine, str) else "another rank has ended"
         print(f"selfcheck: rank {ranks.rank}: {check.name}: {line}", file=sys.stderr, flush=True)
         os._exit(1)
 
     timer = threading.Timer(_GRACE_S, end)
     timer.daemon = True
-    if failed:
+    if isinstance(mine, str):
         timer.start()
     try:
         return ranks.gather(mine)
@@ -170,12 +162,13 @@ def worst(values: Sequence[float]) -> float:
     return math.nan if any(map(math.isnan, values)) else max(values, default=0.0)
 
 
-def merged(check: Check, ranks: Sequence[Sequence[Measured] | str]) -> list[Outcome]:
-    """Return outcomes with the worst value of any rank; a string is a rank's error."""
+def merged(check: Check, ranks: Sequence[Found]) -> list[Outcome]:
+    """Return outcomes with the worst value of any rank."""
     lists: list[Sequence[Measured]] = []
     for rank, one in enumerate(ranks):
         if isinstance(one, str):
-            return [Outcome(check.name, None, None, check.remedy, f"rank {rank}: {one}")]
+            error = f"rank {rank}: {one}"
+            return [Outcome(check.name, math.nan, math.nan, check.remedy, error)]
         lists.append(one)
     assert len({tuple(m.what for m in one) for one in lists}) == 1, "ranks measured other things"
     outcomes = []

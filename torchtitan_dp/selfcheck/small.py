@@ -31,7 +31,7 @@ from torchtitan_dp.distributed.attention import HEADS_APART_FROM
 from torchtitan_dp.distributed.cpu import has_accelerator
 from torchtitan_dp.gradients.fsdp import ReductionGroups
 from torchtitan_dp.gradients.methods import METHODS, build_step
-from torchtitan_dp.models.families import ModelArgs, family_of, on_meta
+from torchtitan_dp.models.families import ModelArgs, on_meta
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.lora import fill_adapters
 from torchtitan_dp.models.loss import SampleLosses
@@ -41,7 +41,7 @@ from torchtitan_dp.optimizer import as_gradient_of
 from torchtitan_dp.preflight.check import check_clipping
 from torchtitan_dp.privacy.clipping import patterns_in_use
 from torchtitan_dp.privacy.sampling import deal
-from torchtitan_dp.selfcheck.reference import Gradient, take
+from torchtitan_dp.selfcheck.reference import Gradient, Reference, reference_of, take
 
 _VOCABULARY = 1009  # a prime, so that no mesh divides it
 _TOKENS = 64  # of a sample of the small model on CPU, for each cp rank
@@ -88,6 +88,10 @@ class Terms:
         """The number of a step's samples: odd, so that a microbatch is padded."""
         replicate, shard, _ = self.degrees
         return 7 + replicate * shard // 2 * 2
+
+    def reference(self) -> Reference:
+        """Return samples for these terms, and the plain loop's results on them."""
+        return reference_of(self.args, self.samples, self.config.privacy)
 
     def but(self, *, in_tiles: bool = False, **privacy: Any) -> "Terms":
         """Return the same terms with other settings of `[privacy]`, or a feed-forward in three
@@ -155,8 +159,7 @@ def default_terms(world_size: int) -> list[Terms]:
 
 def _scaled(config: JobConfig, args: ModelArgs) -> Terms:
     """Scale a checked configuration down."""
-    cp = config.parallelism.context_parallel_degree
-    scaled = copy.deepcopy(config)
+    cp, scaled = config.parallelism.context_parallel_degree, copy.deepcopy(config)
     training = scaled.training
     tokens = _MOST_TOKENS if has_accelerator() else _TOKENS  # enough for every kernel of attention
     training.seq_len = min(training.seq_len, tokens * cp)
@@ -213,12 +216,10 @@ class Small:
     ) -> None:
         """Build the model, and `prepare` it before it is parallelized. Collective over the
         world."""
-        config = terms.config
-        self.terms, self.device = terms, device
+        self.terms, self.device, config = terms, device, terms.config
         self.batch_size = config.training.local_batch_size
         self.dims, self.groups = mesh(device.type, terms.degrees)
-        with torch.device("meta"):
-            self.model = family_of(terms.args).model(copy.deepcopy(terms.args))
+        self.model = on_meta(terms.args)
         prepare(self.model)
         parallelize(self.model, self.dims, config)
         self.model.to_empty(device=device)
@@ -229,13 +230,6 @@ class Small:
         self.step = build_step(config.privacy, *of_model, self.groups, max_grad_norm=max_grad_norm)
         self.gradients = self.step.gradients
         self.losses = SampleLosses.on(self.model, device, self.dims, config)
-
-    def slots(self, drawn: np.ndarray) -> list[int]:
-        """List the samples dealt to this data-parallel rank, in order; -1 is padding."""
-        replicate, shard, cp = self.terms.degrees
-        ranks, rank = replicate * shard, dist.get_rank() // cp
-        dealt = deal(drawn, ranks=ranks, rank=rank, batch_size=self.batch_size)
-        return [slot for slots in dealt for slot in slots.tolist()]
 
     def accumulate(
         self,
@@ -249,10 +243,15 @@ class Small:
         return this data-parallel rank's samples with their gradients' norms before clipping."""
         norms: dict[int, float] = {}
         self.gradients.start_step(key)
-        dealt = self.slots(np.arange(len(tokens_NT)) if drawn is None else drawn)
-        at_once = self.gradients.batch_size or self.batch_size
-        for start in range(0, len(dealt), at_once):
-            slot_B = torch.tensor(dealt[start : start + at_once])
+        (replicate, shard, cp), all_samples = self.terms.degrees, np.arange(len(tokens_NT))
+        dealt = deal(
+            all_samples if drawn is None else drawn,
+            ranks=replicate * shard,
+            rank=dist.get_rank() // cp,
+            batch_size=self.batch_size,
+        )
+        slots = torch.from_numpy(np.concatenate(dealt))
+        for slot_B in slots.split(self.gradients.batch_size or self.batch_size):
             valid_B = slot_B >= 0
             loss_B = self.losses(*take(tokens_NT, labels_NT, slot_B))
             if weight_N is not None:
@@ -279,8 +278,8 @@ class Small:
         return found
 
 
-def whole(tensor: Tensor) -> Tensor:
+def whole(tensor: Tensor | None) -> Tensor:
     """Copy a whole tensor to the CPU. Collective: an all-gather over dp_shard x cp."""
-    tensor = tensor.detach()
     assert isinstance(tensor, DTensor)
-    return tensor.full_tensor().cpu().clone()
+    found: Tensor = tensor.full_tensor()
+    return found.detach().cpu().clone()
