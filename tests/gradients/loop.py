@@ -32,9 +32,9 @@ def excess_on_this_rank(
     terms = Terms(build.config(*overrides, degrees=degrees), args)
     room = tolerance or 0.0
     return {
-        one.what: one.value
-        for one in clipped_sum(Ranks(torch.device("cpu")), terms)
-        if not one.value <= max(one.bound, room + 1e-5)
+        what: value
+        for what, (value, bound) in clipped_sum(Ranks(torch.device("cpu")), terms).items()
+        if not value <= max(bound, room + 1e-5)
     }
 
 

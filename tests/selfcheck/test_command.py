@@ -110,7 +110,7 @@ SCRIPT = """
     real = command.noise
 
     def broken(here, terms):
-        if here.rank == 1:
+        if dist.get_rank() == 1:
             {fault}
         {others}
         return real(here, terms)
@@ -126,10 +126,10 @@ RAISES, NOISE = "raise RuntimeError('no kernel')", "noise, float32, mesh 1 x 1 x
 @pytest.mark.parametrize(
     ("fault", "others", "line"),
     [
-        (RAISES, "return ()", f"FAILED: {NOISE}: rank 1: RuntimeError: no kernel; do not train"),
+        (RAISES, "return {}", f"FAILED: {NOISE}: rank 1: RuntimeError: no kernel; do not train"),
         (RAISES, "dist.barrier()", f"selfcheck: rank 1: {NOISE}: RuntimeError: no kernel"),
         ("os._exit(3)", "", "rank 1 failed with exit code 3"),
-        ("os._exit(0)", "return ()", f"selfcheck: rank 0: {NOISE}: another"),
+        ("os._exit(0)", "return {}", f"selfcheck: rank 0: {NOISE}: another"),
     ],
     ids=["raises", "leaves the others waiting", "dies", "is gone"],
 )

@@ -10,7 +10,7 @@ a temporary checkpoint. Exit code 1 if a check fails, in one line each; 2 for a 
 """
 
 import argparse
-import functools
+import dataclasses
 import hashlib
 import itertools
 import math
@@ -18,7 +18,7 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
 import torch
@@ -57,18 +57,18 @@ def main(argv: list[str]) -> None:
     device, found = devices.device_name(ranks.device), facts(ranks.device)
 
     def say(line: str) -> None:
-        if ranks.rank == 0:
+        if dist.get_rank() == 0:
             print(line, file=sys.stderr, flush=True)
 
     say(f"selfcheck: {world_size} x {device}")
     for name, value in found.items():
         say(f"  {name}: {value}")
-    checks = [*machine_checks(ranks), *checks_of(ranks, terms, place, every=not overrides)]
+    checks = [*machine_checks(), *checks_of(terms, place, every=not overrides)]
     outcomes = run(ranks, checks, lambda outcome: say(outcome.row()))
     failed = [outcome for outcome in outcomes if not outcome.passed]
     for outcome in failed:
         say(outcome.failure())
-    if options.json and ranks.rank == 0:
+    if options.json and dist.get_rank() == 0:
         write_json(options.json, for_programs(device, found, outcomes))
     say(f"selfcheck: {len(outcomes) - len(failed)} of {len(outcomes)} passed")
     if failed:
@@ -84,12 +84,11 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         epilog="With --config any --section.key value of the configuration is taken too.",
         allow_abbrev=False,
     )
-    of_config = "the TOML of a run: check what it would use (default: every gradient method)"
-    of_backend = "of the process group, for ranks that share a device: cpu:gloo,cuda:gloo"
-    names = "--config", "--job.config_file"
-    parser.add_argument(*names, dest="config", metavar="FILE", help=of_config)
+    given = "the TOML of a run: check what it would use (default: every gradient method)"
+    shared = "of the process group, for ranks that share a device: cpu:gloo,cuda:gloo"
+    parser.add_argument("--config", "--job.config_file", dest="config", metavar="FILE", help=given)
     parser.add_argument("--json", metavar="FILE", help="write the result there; - is stdout")
-    parser.add_argument("--backend", metavar="NAME", help=of_backend)
+    parser.add_argument("--backend", metavar="NAME", help=shared)
     options, overrides = parser.parse_known_args(argv)
     if options.config is not None:
         return options, ["--job.config_file", options.config, *overrides]
@@ -111,7 +110,7 @@ def checkpoint_place(config: JobConfig | None, nodes: int) -> str:
 
 def facts(device: torch.device) -> dict[str, str]:
     """Collect what a bug report needs to state of the machine, in the order of the table."""
-    found = {"free memory": f"{free_memory_gib(device)[0]:.1f} GiB a rank"}
+    found = {"free memory": f"{memory_gib(device)[0]:.1f} GiB a rank"}
     if (compute := devices.capability(device)) is not None:
         found["compute capability"] = ".".join(map(str, compute))
         found["driver"] = devices.driver_version()
@@ -120,31 +119,24 @@ def facts(device: torch.device) -> dict[str, str]:
     return found | {"python": platform.python_version(), "host": platform.platform()}
 
 
-def free_memory_gib(device: torch.device) -> tuple[float, float]:
-    """Return how much memory is free to a rank, and how much should be: of its device, or host."""
+def memory_gib(device: torch.device) -> tuple[float, float]:
+    """Return how much memory is free to a rank, of its device or host, and how much is missing."""
     if device.type == "cuda":
         free, total = devices.memory_bytes(device)
-        return free / _GIB, 0.9 * total / _GIB  # a CUDA context takes a few percent
+        return free / _GIB, max(0.9 * total - free, 0) / _GIB  # a CUDA context takes a few percent
     available = available_bytes()
     assert available is not None, "Linux has /proc/meminfo"
-    return available / _GIB / int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1.0  # these checks' own
+    gib = available / _GIB / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return gib, max(1 - gib, 0)  # these checks take one
 
 
 def for_programs(device: str, facts: dict[str, str], outcomes: list[Outcome]) -> dict[str, Any]:
     """Return the content of `--json`; JSON has no NaN."""
-
-    def finite(number: float) -> float | None:
-        return number if math.isfinite(number) else None
-
-    checks = [
-        {
-            "name": one.name,
-            "passed": one.passed,
-            "value": finite(one.value),
-            "bound": finite(one.bound),
-        }
-        for one in outcomes
-    ]
+    checks = []
+    for one in outcomes:
+        value = one.value if math.isfinite(one.value) else None
+        bound = None if one.error else one.bound
+        checks.append({"name": one.name, "passed": one.passed, "value": value, "bound": bound})
     passed = all(outcome.passed for outcome in outcomes)
     return {"device": device, "facts": facts, "passed": passed, "checks": checks}
 
@@ -152,56 +144,42 @@ def for_programs(device: str, facts: dict[str, str], outcomes: list[Outcome]) ->
 # All checks, in order: those that are quick and explain others come first.
 
 
-def machine_checks(ranks: Ranks) -> list[Check]:
+def machine_checks() -> list[Check]:
     """List the checks of the machine, which do not depend on what is trained."""
 
-    def unusable() -> float:  # the run would be on the CPU
-        return 0 if has_accelerator() else devices.cuda_devices()
-
-    def missing() -> float:
-        free, needed = free_memory_gib(ranks.device)
-        return max(needed - free, 0.0)
-
-    def environments() -> float:
-        return ranks.differing((versions(), torch.__version__, platform.python_version()))
-
-    def root_keys() -> float:
+    def root_key(ranks: Ranks) -> Measured:
         """Draw and broadcast one as for a run; compare a hash of a key derived from it."""
         key = shared_root_key(ranks.device, None).stream("coin").take(1)
-        return ranks.differing(hashlib.sha256(key).digest())
+        return {"ranks that differ": (ranks.differing(hashlib.sha256(key).digest()), 0)}
 
+    unusable = 0 if has_accelerator() else devices.cuda_devices()  # the run would be on the CPU
+    environment = versions(), torch.__version__, platform.python_version()
     update = "the driver is too old for this torch, or broken: update it"
     free = "other programs hold it: end them, or choose other devices (CUDA_VISIBLE_DEVICES)"
     install = "install one environment on all nodes (scripts/setup.sh)"
     network = f"{_DO_NOT_TRAIN}; broadcasts between these ranks are wrong (NCCL, the network)"
     return [
-        Check("devices", update, lambda: [Measured("present but unusable", unusable(), 0)]),
-        Check("memory", free, lambda: [Measured("missing GiB", missing(), 0)]),
-        Check("versions", install, lambda: [Measured("ranks that differ", environments(), 0)]),
-        Check("root key", network, lambda: [Measured("ranks that differ", root_keys(), 0)]),
+        Check("devices", update, lambda ranks: {"present but unusable": (unusable, 0)}),
+        Check("memory", free, lambda ranks: {"missing GiB": (memory_gib(ranks.device)[1], 0)}),
+        Check("versions", install, lambda r: {"ranks that differ": (r.differing(environment), 0)}),
+        Check("root key", network, root_key),
     ]
 
 
-Case = tuple[str, str, Callable[..., Sequence[Measured]], tuple[object, ...]]
-"""A check's name and remedy, its measurement, and what this takes besides the ranks."""
-
-
-def checks_of(
-    ranks: Ranks, all_terms: Sequence[Terms], place: str, *, every: bool
-) -> Iterator[Check]:
+def checks_of(all_terms: Sequence[Terms], place: str, *, every: bool) -> Iterator[Check]:
     """List the checks on some terms, each statement once; `every` adds what the terms do not ask
     for: all balancers and rotations of the ring, other ways of a method, secure noise."""
     met = set()
     for terms in all_terms:
-        cases = [_sum_cases(terms, every)]
+        checks = [_of_sums(terms, every)]
         if (terms.dtype, terms.degrees) not in met:  # these depend on no gradient method
-            cases = [_attention_cases(terms, every), _noise_cases(terms, place, every), *cases]
+            checks = [_of_attention(terms, every), _of_noise(terms, place, every), *checks]
         met.add((terms.dtype, terms.degrees))
-        for name, remedy, measure, of in itertools.chain(*cases):
-            yield Check(f"{name}, {terms.place}", remedy, functools.partial(measure, ranks, *of))
+        for check in itertools.chain(*checks):
+            yield dataclasses.replace(check, name=f"{check.name}, {terms.place}")
 
 
-def _attention_cases(terms: Terms, every: bool) -> Iterator[Case]:
+def _of_attention(terms: Terms, every: bool) -> Iterator[Check]:
     parallelism, ring = terms.config.parallelism, terms.degrees[2] > 1
     balancers = [parallelism.context_parallel_load_balancer]
     rotations = [parallelism.context_parallel_rotate_method]
@@ -219,45 +197,45 @@ def _attention_cases(terms: Terms, every: bool) -> Iterator[Case]:
     for balancer, rotate, apart in cases:
         name = f"ring attention, {balancer}, {rotate}" if ring else "attention"
         name = f"{name}, heads apart" if apart else name
-        yield name, remedy, attention, (terms, balancer, rotate, apart)
+        yield Check(name, remedy, attention, (terms, balancer, rotate, apart))
 
 
-def _noise_cases(terms: Terms, place: str, every: bool) -> Iterator[Case]:
+def _of_noise(terms: Terms, place: str, every: bool) -> Iterator[Check]:
     if terms.dtype != torch.float32:
         return
-    yield "noise", _DO_NOT_TRAIN, noise, (terms,)
+    yield Check("noise", _DO_NOT_TRAIN, noise, (terms,))
     if every:
-        yield "secure noise", _DO_NOT_TRAIN, noise, (terms.but(secure_noise=True),)
+        secure = terms.but(secure_noise=True)
+        yield Check("secure noise", _DO_NOT_TRAIN, noise, (secure,))
     remedy = (
         f"checkpoints cannot be trusted where they were tried ({place}): another "
         "job.dump_folder, on a file system that all nodes share"
     )
-    yield "checkpoint", remedy, checkpoint, (terms, place)
+    yield Check("checkpoint", remedy, checkpoint, (terms, place))
 
 
-def _sum_cases(terms: Terms, every: bool) -> Iterator[Case]:
+def _of_sums(terms: Terms, every: bool) -> Iterator[Check]:
     method: str = terms.config.privacy.gradient_method
     kind = method
     if METHODS[method].estimates_norms:
         remedy = f"{_DO_NOT_TRAIN}; privacy.gradient_method = 'ghost' has exact norms"
-        yield "norm estimates", remedy, norm_estimates, (terms,)
+        yield Check("norm estimates", remedy, norm_estimates, (terms,))
         # The loop's norms are exact: the rest of the method is compared with it.
         kind, terms = f"{method} with exact norms", terms.but(gradient_method="ghost")
-    kinds = {kind: terms}
-    if every:
-        kinds |= {f"{method}, {way}": terms.but(**of) for way, of in WAYS.get(method, {}).items()}
+    ways = WAYS.get(method, {}) if every else {}
+    kinds = {kind: terms} | {f"{method}, {way}": terms.but(**of) for way, of in ways.items()}
     remedy = (
         f"{_DO_NOT_TRAIN}; another privacy.gradient_method or dtype may pass; where ring attention "
         "does, look at reductions (NCCL, the network)"
     )
     for of_kind, of in kinds.items():
-        yield f"clipped sum, {of_kind}", remedy, clipped_sum, (of,)
+        yield Check(f"clipped sum, {of_kind}", remedy, clipped_sum, (of,))
     if terms.dtype == torch.float32:
         remedy = (
             f"{_DO_NOT_TRAIN}; if it passes with optimizer.implementation = 'for-loop', the fused "
             "optimizer is at fault"
         )
-        yield f"update, {kind}", remedy, updates, (terms,)
+        yield Check(f"update, {kind}", remedy, updates, (terms,))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Parts of a step, each against the textbook's: attention, and estimates of norms."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -11,15 +11,7 @@ from torch import Tensor
 from torchtitan.distributed.context_parallel import cp_shard
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
-from torchtitan_dp.distributed.attention import (
-    HEADS_APART_FROM,
-    LoadBalancer,
-    RotateMethod,
-    apply_ring_attention,
-    configure_ring,
-    mesh_of_this_rank,
-    use_efficient_attention,
-)
+from torchtitan_dp.distributed import attention as ring
 from torchtitan_dp.gradients.operands import Products
 from torchtitan_dp.gradients.randomized_norm import RandomizedNorms, first_number
 from torchtitan_dp.privacy.noise import standard_normal
@@ -29,19 +21,19 @@ from torchtitan_dp.selfcheck.small import Small, Terms, mesh
 
 
 def attention(
-    ranks: Ranks, terms: Terms, balancer: LoadBalancer, rotate: RotateMethod, heads_apart: bool
-) -> Sequence[Measured]:
+    ranks: Ranks, terms: Terms, balancer: ring.LoadBalancer, rotate: ring.RotateMethod, apart: bool
+) -> Measured:
     """Compare output and gradients with those of attention over the whole sequence in fp64."""
     holder = nn.ModuleList([ScaledDotProductAttentionWrapper()])
     cp_mesh = mesh(ranks.device.type, terms.degrees)[0].get_optional_mesh("cp")
-    if cp_mesh is None and heads_apart:
-        cp_mesh, balancer = mesh_of_this_rank(ranks.device.type, "cp"), None
+    if cp_mesh is None and apart:
+        cp_mesh, balancer = ring.mesh_of_this_rank(ranks.device.type, "cp"), None
     if cp_mesh is not None:
-        apart_from = 1 if heads_apart else HEADS_APART_FROM
-        configure_ring(load_balancer=balancer, rotate_method=rotate, heads_apart_from=apart_from)
-        apply_ring_attention([*holder], cp_mesh, cudnn=terms.cudnn)
+        at = 1 if apart else ring.HEADS_APART_FROM
+        ring.configure_ring(load_balancer=balancer, rotate_method=rotate, heads_apart_from=at)
+        ring.apply_ring_attention([*holder], cp_mesh, cudnn=terms.cudnn)
     elif ranks.device.type != "cpu":  # as in training
-        use_efficient_attention(holder)
+        ring.use_efficient_attention(holder)
 
     def local(*tensors: Tensor) -> tuple[Tensor, ...]:
         moved = tuple(x.to(ranks.device) for x in tensors)
@@ -57,7 +49,7 @@ def attention(
             raise RuntimeError(f"samples of {length} tokens: {error}") from error
     lengths = " to ".join(map(str, dict.fromkeys((terms.lengths[0], terms.lengths[-1]))))
     # Four times a whole tensor's: it is the worst row's, and ranks' partial results are rounded.
-    return (Measured(f"{lengths} tokens", worst(errors), 4 * rounding(terms.dtype)),)
+    return {f"{lengths} tokens": (worst(errors), 4 * rounding(terms.dtype))}
 
 
 def _attention_errors(
@@ -97,7 +89,7 @@ def _textbook_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.softmax(scores, dim=-1) @ v
 
 
-def norm_estimates(ranks: Ranks, terms: Terms) -> Sequence[Measured]:
+def norm_estimates(ranks: Ranks, terms: Terms) -> Measured:
     """Compare Hutchinson's estimates with a reference's, and with the true norms on average.
 
     The reference multiplies whole gradients by the same random matrices. Collective over the world.
@@ -121,18 +113,16 @@ def norm_estimates(ranks: Ranks, terms: Terms) -> Sequence[Measured]:
     found_B = norms.squared_norms("selfcheck", shape, [Products(*mine)])
     if groups.cp is not None:
         dist.all_reduce(found_B, group=groups.cp)
-    starts = [first_number(position, size * k) for position in positions]
-    drawn_BN = torch.stack(
-        [standard_normal(key, "selfcheck/tail", at, size * k, ranks.device) for at in starts]
-    )
-    drawn_BPK = drawn_BN.view(samples, size, k).double() / math.sqrt(k)
+    starts = (first_number(position, size * k) for position in positions)
+    drawn = (standard_normal(key, "selfcheck/tail", at, size * k, ranks.device) for at in starts)
+    drawn_BPK = torch.stack([*drawn]).view(samples, size, k).double() / math.sqrt(k)
     gradient_BPD = left_BTP.double().mT @ right_BTD.double()
     expected_B = (gradient_BPD.mT @ drawn_BPK).flatten(1).square().sum(1)
     true_B = gradient_BPD.flatten(1).square().sum(1)
     # The variance of each is 2 |G^T G|^2 / (k |G|^4).
     spread_B = (gradient_BPD.mT @ gradient_BPD).flatten(1).norm(dim=1) / true_B * (2 / k) ** 0.5
     off = (found_B / true_B - 1).sum() / spread_B.square().sum().sqrt()
-    return (
-        Measured("the estimates", worst((found_B / expected_B - 1).abs().tolist()), 1e-5),
-        Measured("their mean, in standard errors", abs(off.item()), DEVIATIONS),
-    )
+    return {
+        "the estimates": (worst((found_B / expected_B - 1).abs().tolist()), 1e-5),
+        "their mean, in standard errors": (abs(off.item()), DEVIATIONS),
+    }

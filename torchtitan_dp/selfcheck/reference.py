@@ -58,27 +58,25 @@ def reference_of(args: ModelArgs, count: int, privacy: Any) -> Reference:
 
 def reference_model(args: ModelArgs) -> Any:
     """Build the model in one process, on the CPU, with the weights that it has on any mesh."""
-    with torch.device("cpu"):
-        model = family_of(args).model(copy.deepcopy(args))
-        model.init_weights()
-        fill_adapters(model)
+    model = family_of(args).model(copy.deepcopy(args))
+    model.init_weights()
+    fill_adapters(model)
     return model
 
 
 def reference_gradients(
-    model: nn.Module, tokens_NT: Tensor, labels_NT: Tensor, weight_N: Tensor | None = None
+    model: nn.Module, tokens_NT: Tensor, labels_NT: Tensor, weight_N: Tensor
 ) -> Iterator[Gradient]:
     """Backpropagate one sample after the other: its mean loss over its targets, times its weight.
 
     Yields N gradients in the model's dtype; 0 of a sample without a target.
     """
     parameters = trainable_parameters(model)
-    for sample, (tokens_T, labels_T) in enumerate(zip(tokens_NT, labels_NT, strict=True)):
+    for tokens_T, labels_T, weight in zip(tokens_NT, labels_NT, weight_N, strict=True):
         model.zero_grad()
         if (labels_T != IGNORE_INDEX).any():
             loss = F.cross_entropy(model(tokens_T[None])[0], labels_T, ignore_index=IGNORE_INDEX)
-            weight = 1.0 if weight_N is None else weight_N[sample].item()
-            (weight * loss).backward()
+            (weight.item() * loss).backward()
         yield {
             name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
             for name, p in parameters.items()
@@ -157,10 +155,3 @@ def make_samples(args: ModelArgs, count: int, seed: int = 0) -> Samples:
         start, end = targets[row % len(targets)]
         labels_NT[row, :start] = labels_NT[row, end:] = IGNORE_INDEX
     return tokens_NT, labels_NT, torch.tensor((_WEIGHTS + (1.0,) * count)[:count])
-
-
-def take(tokens_NT: Tensor, labels_NT: Tensor, slot_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Return tokens and labels of a microbatch; slot -1 is padding."""
-    padding_B1 = (slot_B < 0)[:, None]
-    tokens_BT = tokens_NT[slot_B].masked_fill(padding_B1, 0)
-    return tokens_BT, labels_NT[slot_B].masked_fill(padding_B1, IGNORE_INDEX)

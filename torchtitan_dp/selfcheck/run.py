@@ -23,18 +23,8 @@ _GRACE_S = 20  # how long a rank whose check failed waits before it ends all of 
 # both sides. Keys are fixed and public, so that a machine that passes goes on passing.
 DEVIATIONS = 5.0
 
-
-@dataclass(frozen=True)
-class Measured:
-    """A number that a check measured on this rank, with its limit `bound`."""
-
-    what: str
-    value: float
-    bound: float
-
-
-Found = Sequence[Measured] | str
-"""What a rank's check found, or the error that it raised."""
+Measured = dict[str, tuple[float, float]]
+"""What a check measured on this rank: by name, the value and its limit."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +33,9 @@ class Check:
 
     name: str
     remedy: str
-    measure: Callable[[], Sequence[Measured]]
-    """Collective over the world; each rank returns the same `what`s in the same order."""
+    measure: Callable[..., Measured]
+    """Takes the ranks and `of`. Collective over the world; each rank returns the same names."""
+    of: tuple[object, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,10 +70,6 @@ class Ranks:
     device: torch.device
     group: dist.ProcessGroup | None = None
     """On gloo, for measurements alone: a check that hangs does not block it. None: the default."""
-
-    @property
-    def rank(self) -> int:
-        return dist.get_rank()
 
     def gather(self, mine: Any) -> list[Any]:
         """Return every rank's object, by rank. Collective over the world."""
@@ -122,9 +109,9 @@ def run(
     """
     outcomes: list[Outcome] = []
     for check in checks:
-        mine: Found
+        mine: Measured | str
         try:
-            mine = tuple(check.measure())
+            mine = check.measure(ranks, *check.of)
         except (Exception, SystemExit) as error:  # a `Fault` is a SystemExit
             mine = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         found = _gather_or_end(ranks, check, mine)
@@ -136,13 +123,14 @@ def run(
     return outcomes
 
 
-def _gather_or_end(ranks: Ranks, check: Check, mine: Found) -> list[Found]:
+def _gather_or_end(ranks: Ranks, check: Check, mine: Measured | str) -> list[Measured | str]:
     """Gather every rank's measurements, or end this process if the others do not answer: briefly if
     its own check failed, since they may hang in one of its collectives."""
 
     def end() -> NoReturn:
         line = mine if isinstance(mine, str) else "another rank has ended"
-        print(f"selfcheck: rank {ranks.rank}: {check.name}: {line}", file=sys.stderr, flush=True)
+        who = f"selfcheck: rank {dist.get_rank()}: {check.name}"
+        print(f"{who}: {line}", file=sys.stderr, flush=True)
         os._exit(1)
 
     timer = threading.Timer(_GRACE_S, end)
@@ -162,17 +150,18 @@ def worst(values: Sequence[float]) -> float:
     return math.nan if any(map(math.isnan, values)) else max(values, default=0.0)
 
 
-def merged(check: Check, ranks: Sequence[Found]) -> list[Outcome]:
-    """Return outcomes with the worst value of any rank."""
-    lists: list[Sequence[Measured]] = []
+def merged(check: Check, ranks: Sequence[Measured | str]) -> list[Outcome]:
+    """Return outcomes with the worst value of any rank; a string is a rank's error."""
+    found: dict[str, list[tuple[float, float]]] = {}
     for rank, one in enumerate(ranks):
         if isinstance(one, str):
             error = f"rank {rank}: {one}"
             return [Outcome(check.name, math.nan, math.nan, check.remedy, error)]
-        lists.append(one)
-    assert len({tuple(m.what for m in one) for one in lists}) == 1, "ranks measured other things"
+        for what, numbers in one.items():
+            found.setdefault(what, []).append(numbers)
+    assert {len(of) for of in found.values()} == {len(ranks)}, "ranks measured other things"
     outcomes = []
-    for measured in zip(*lists, strict=True):
-        value, bound = worst([m.value for m in measured]), min(m.bound for m in measured)
-        outcomes.append(Outcome(f"{check.name}: {measured[0].what}", value, bound, check.remedy))
+    for what, of in found.items():
+        value, bound = worst([value for value, _ in of]), min(bound for _, bound in of)
+        outcomes.append(Outcome(f"{check.name}: {what}", value, bound, check.remedy))
     return outcomes

@@ -5,9 +5,9 @@ import hashlib
 import math
 import shutil
 import tempfile
-from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from torch import Tensor
@@ -27,50 +27,39 @@ from torchtitan_dp.train_spec import build_optimizers
 _SAFETY = 1e-5
 
 
-def clipped_sum(ranks: Ranks, terms: Terms) -> Sequence[Measured]:
+def clipped_sum(ranks: Ranks, terms: Terms) -> Measured:
     """Compare the sum of clipped gradients, and their norms, with the loop's."""
     reference = terms.reference()
     small = Small(terms, ranks.device, max_grad_norm=reference.max_grad_norm)
-    total, norms = small.clipped_sum(*reference.samples)
-    off = [_norm_error(found, reference.norms[sample]) for sample, found in norms.items()]
-    bound = rounding(terms.dtype)
-    return (
-        Measured("the sum", relative_error(total, reference.total), bound + _SAFETY),
-        Measured("the norms", worst(off), bound),
-    )
-
-
-def _norm_error(found: float, true: float) -> float:
-    """Return a norm's relative error; where the loss is NaN, 1 if the norm is finite."""
-    if math.isnan(true):
-        return float(math.isfinite(found))
-    return abs(found - true) / true if true else found
+    norms, total = small.accumulate(*reference.samples), small.total()
+    off, bound = [], rounding(terms.dtype)
+    for sample, found in norms.items():
+        true = reference.norms[sample]
+        off.append(abs(found - true) / (true or 1.0))
+        if math.isnan(true):  # as the loss: the norm must not be finite
+            off[-1] = float(math.isfinite(found))
+    return {
+        "the sum": (relative_error(total, reference.total), bound + _SAFETY),
+        "the norms": (worst(off), bound),
+    }
 
 
 class Trained(Small):
     """A small model that the run's optimizer updates, with noise of sigma C over `batch`."""
 
-    def __init__(
-        self, terms: Terms, device: torch.device, C: float, sigma: float, batch: float
-    ) -> None:
-        super().__init__(terms, device, max_grad_norm=C)
-        self.sum_std, self.batch, self._handed = sigma * C, batch, Gradient()
+    def __init__(self, terms: Terms, ranks: Ranks, C: float, sigma: float, batch: float) -> None:
+        super().__init__(terms, ranks.device, max_grad_norm=C)
+        self.sum_std, self.batch = sigma * C, batch
         self.optimizers = build_optimizers([self.model], terms.config.optimizer, self.dims)
-        (self._inner,) = self.optimizers
-        self._inner.register_step_pre_hook(self._record)
         self._noised = self.step.optimizer(
             self.optimizers, noise_multiplier=sigma, expected_batch_size=batch
         )
 
-    def _record(self, *_: object) -> None:
-        self._handed = {name: whole(p.grad) for name, p in self.parameters.items()}
-
     def update(self, key: bytes) -> Gradient:
-        """Take a step on the sum; return the whole gradient that the optimizer got, by name, on the
-        CPU."""
-        self._noised.step(self.step.clipped_sum.take(), [(key, 1.0)])
-        self.step.clipped_sum.reset()
-        return self._handed
+        """Take a step on the sum; return the whole gradient that the optimizer got, on the CPU."""
+        taken = self.step.clipped_sum.take()
+        self._noised.step(taken, [(key, 1.0)])  # overwrites it by that
+        return self.total(taken)
 
     def noise(self, name: str, key: bytes) -> Tensor:
         """Draw one parameter's noise as a single rank with all of it would; to the CPU."""
@@ -86,37 +75,33 @@ class Trained(Small):
 
     def state(self) -> dict[str, Tensor]:
         """Return this rank's shards of the weights and of the optimizer's state, by name."""
+        (inner,) = self.optimizers
         return {
             f"{name}/{key}": local_part(value.detach())
             for name, parameter in self.parameters.items()
-            for key, value in {"weight": parameter, **self._inner.state[parameter]}.items()
+            for key, value in {"weight": parameter, **inner.state[parameter]}.items()
         }
 
 
-def noise(ranks: Ranks, terms: Terms) -> Sequence[Measured]:
+def noise(ranks: Ranks, terms: Terms) -> Measured:
     """Measure two steps of noise alone: moments, tails, repeats, and its values on other meshes."""
-    trained = Trained(terms, ranks.device, C=0.5, sigma=1.5, batch=4.0)
-    keys = RootKey.from_debug_seed(2).stream("noise")
+    trained = Trained(terms, ranks, C=0.5, sigma=1.5, batch=4.0)
     differ, values = 0, []
-    for step in range(2):
-        key = keys.take(step)
+    for key in map(RootKey.from_debug_seed(2).stream("noise").take, range(2)):
         for name, drawn in trained.update(key).items():
             differ += int((drawn != trained.noise(name, key)).sum())
             values.append(drawn.flatten())
     z = torch.cat(values).double() / (trained.sum_std / trained.batch)
-    moments = [_off(z**k, mean, var) for k, mean, var in _MOMENTS]
+    powers = ((1, 0.0, 1.0), (2, 1.0, 2.0), (3, 0.0, 15.0), (4, 3.0, 96.0))  # k; of z^k, of N(0, 1)
+    moments = [_off(z**k, mean, variance) for k, mean, variance in powers]
     beyond = {edge: math.erfc(edge / 2**0.5) for edge in (1.0, 2.0, 3.0, 4.0)}
     tails = [_off((z.abs() > edge).double(), p, p * (1 - p)) for edge, p in beyond.items()]
-    return (
-        Measured("moments", worst(moments), DEVIATIONS),
-        Measured("tails", worst(tails), DEVIATIONS),
-        Measured("repeated stretches", _repeats(torch.cat(values)), 0),
-        Measured("values that differ from another mesh", differ, 0),
-    )
-
-
-# Powers of N(0, 1): the exponent, the mean, and the variance that its deviation is measured in.
-_MOMENTS = ((1, 0.0, 1.0), (2, 1.0, 2.0), (3, 0.0, 15.0), (4, 3.0, 96.0))
+    return {
+        "moments": (worst(moments), DEVIATIONS),
+        "tails": (worst(tails), DEVIATIONS),
+        "repeated stretches": (_repeats(torch.cat(values)), 0),
+        "values that differ from another mesh": (differ, 0),
+    }
 
 
 def _off(values: Tensor, mean: float, variance: float) -> float:
@@ -135,16 +120,15 @@ def _repeats(values: Tensor) -> int:
     return len(mixed) - len(torch.unique(mixed))
 
 
-def updates(ranks: Ranks, terms: Terms) -> Sequence[Measured]:
+def updates(ranks: Ranks, terms: Terms) -> Measured:
     """Compare noisy steps with the loop's: the optimizer's gradients, and the new weights.
 
     The noise is as large as the sum, so that a fault of either shows.
     """
     reference, batch = terms.reference(), 5  # the divisor is no number of samples here
     sigma = sum(g.numel() for g in reference.total.values()) ** -0.5
-    trained = Trained(terms, ranks.device, reference.max_grad_norm, sigma, batch)
-    stream = RootKey.from_debug_seed(1).stream("noise")
-    keys = [stream.take(step) for step in range(3)]
+    trained = Trained(terms, ranks, reference.max_grad_norm, sigma, batch)
+    keys = [*map(RootKey.from_debug_seed(1).stream("noise").take, range(3))]
     before, handed = trained.weights(), []
     for key in keys:
         trained.accumulate(*reference.samples)
@@ -155,17 +139,14 @@ def updates(ranks: Ranks, terms: Terms) -> Sequence[Measured]:
     moved = {name: weights[name].double() - before[name].double() for name in expected}
     should = {name: by_hand[name] - before[name].double() for name in expected}
     content = b"".join(weights[name].contiguous().numpy().tobytes() for name in sorted(weights))
-    frozen = weights.keys() - expected.keys()
-    changed = sum(not torch.equal(weights[name], before[name]) for name in frozen)
-    return (
-        Measured("sum + noise", relative_error(handed[0], expected), 1e-5 + _SAFETY),
+    changed = sum(not torch.equal(weights[n], before[n]) for n in weights.keys() - expected.keys())
+    return {
+        "sum + noise": (relative_error(handed[0], expected), 1e-5 + _SAFETY),
         # The weights are rounded to fp32: 6e-8 of 1, over a change of 1e-2.
-        Measured("updated weights", relative_error(moved, should), 1e-4),
-        Measured(
-            "ranks whose weights differ", ranks.differing(hashlib.sha256(content).digest()), 0
-        ),
-        Measured("frozen weights that changed", changed, 0),
-    )
+        "updated weights": (relative_error(moved, should), 1e-4),
+        "ranks whose weights differ": (ranks.differing(hashlib.sha256(content).digest()), 0),
+        "frozen weights that changed": (changed, 0),
+    }
 
 
 def _stepped(weights: Gradient, gradients: list[Gradient], trained: Trained) -> Gradient:
@@ -182,14 +163,14 @@ def _stepped(weights: Gradient, gradients: list[Gradient], trained: Trained) -> 
     return {name: weight.detach() for name, weight in by_hand.items()}
 
 
-def checkpoint(ranks: Ranks, terms: Terms, place: str) -> Sequence[Measured]:
+def checkpoint(ranks: Ranks, terms: Terms, place: str) -> Measured:
     """Save weights and optimizer state in `place`, overwrite and load them; count what differs."""
-    trained = Trained(terms, ranks.device, C=1.0, sigma=1.0, batch=1.0)
+    trained = Trained(terms, ranks, C=1.0, sigma=1.0, batch=1.0)
     trained.accumulate(*terms.reference().samples)
     trained.update(RootKey.from_debug_seed(3).stream("noise").take(1))
     kept = {name: tensor.clone() for name, tensor in trained.state().items()}
     states = {**trained.model.state_dict(), "optimizer": trained.optimizers}
-    made = tempfile.mkdtemp(prefix="selfcheck-", dir=place) if ranks.rank == 0 else ""
+    made = tempfile.mkdtemp(prefix="selfcheck-", dir=place) if dist.get_rank() == 0 else ""
     folder = ranks.gather(made)[0]
     try:
         dcp.save(states, checkpoint_id=folder)
@@ -199,8 +180,8 @@ def checkpoint(ranks: Ranks, terms: Terms, place: str) -> Sequence[Measured]:
         safe_load.load(states, folder)
         ranks.gather(None)  # all have read it
     finally:
-        if ranks.rank == 0:
+        if dist.get_rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
     loaded = trained.state()
     lost = sum(not torch.equal(loaded[name], tensor) for name, tensor in kept.items())
-    return (Measured("tensors that changed", lost, 0),)
+    return {"tensors that changed": (lost, 0)}
