@@ -107,7 +107,7 @@ SCRIPT = """
     import torch.distributed as dist
     from torchtitan_dp.selfcheck import __main__ as command, run
 
-    real = command.noise
+    real = command.steps.noise
 
     def broken(here, terms):
         if dist.get_rank() == 1:
@@ -115,7 +115,7 @@ SCRIPT = """
         {others}
         return real(here, terms)
 
-    with mock.patch.object(command, "noise", broken), mock.patch.object(run, "_GRACE_S", 1):
+    with mock.patch.object(command.steps, "noise", broken), mock.patch.object(run, "_GRACE_S", 1):
         command.main(sys.argv[1:])
 """
 

@@ -34,10 +34,9 @@ from torchtitan_dp.distributed.host_memory import available_bytes
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger import versions
 from torchtitan_dp.process import die_with_parent
-from torchtitan_dp.selfcheck.parts import attention, norm_estimates
+from torchtitan_dp.selfcheck import steps
 from torchtitan_dp.selfcheck.run import Check, Measured, Outcome, Ranks, run, start
 from torchtitan_dp.selfcheck.small import WAYS, Terms, default_terms, given_terms
-from torchtitan_dp.selfcheck.steps import checkpoint, clipped_sum, noise, updates
 
 _DO_NOT_TRAIN = "do not train here: epsilon would not hold"
 _GIB = 2**30
@@ -90,11 +89,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--json", metavar="FILE", help="write the result there; - is stdout")
     parser.add_argument("--backend", metavar="NAME", help=shared)
     options, overrides = parser.parse_known_args(argv)
-    if options.config is not None:
-        return options, ["--job.config_file", options.config, *overrides]
-    if overrides:
+    if overrides and options.config is None:
         fail(f"{overrides[0]}: without --config there is nothing to override; name a TOML")
-    return options, []
+    config = [] if options.config is None else ["--job.config_file", options.config]
+    return options, [*config, *overrides]
 
 
 def checkpoint_place(config: JobConfig | None, nodes: int) -> str:
@@ -110,12 +108,9 @@ def checkpoint_place(config: JobConfig | None, nodes: int) -> str:
 
 def facts(device: torch.device) -> dict[str, str]:
     """Collect what a bug report needs to state of the machine, in the order of the table."""
-    found = {"free memory": f"{memory_gib(device)[0]:.1f} GiB a rank"}
-    if (compute := devices.capability(device)) is not None:
-        found["compute capability"] = ".".join(map(str, compute))
-        found["driver"] = devices.driver_version()
-    found |= devices.libraries(device)
-    found |= {name: version for name, version in versions().items() if version != "unknown"}
+    free = {"free memory": f"{memory_gib(device)[0]:.1f} GiB a rank"}
+    known = {name: version for name, version in versions().items() if version != "unknown"}
+    found = free | devices.libraries(device) | known
     return found | {"python": platform.python_version(), "host": platform.platform()}
 
 
@@ -141,11 +136,8 @@ def for_programs(device: str, facts: dict[str, str], outcomes: list[Outcome]) ->
     return {"device": device, "facts": facts, "passed": passed, "checks": checks}
 
 
-# All checks, in order: those that are quick and explain others come first.
-
-
 def machine_checks() -> list[Check]:
-    """List the checks of the machine, which do not depend on what is trained."""
+    """List the checks of the machine, which are quick and explain others: they come first."""
 
     def root_key(ranks: Ranks) -> Measured:
         """Draw and broadcast one as for a run; compare a hash of a key derived from it."""
@@ -197,21 +189,20 @@ def _of_attention(terms: Terms, every: bool) -> Iterator[Check]:
     for balancer, rotate, apart in cases:
         name = f"ring attention, {balancer}, {rotate}" if ring else "attention"
         name = f"{name}, heads apart" if apart else name
-        yield Check(name, remedy, attention, (terms, balancer, rotate, apart))
+        yield Check(name, remedy, steps.attention, (terms, balancer, rotate, apart))
 
 
 def _of_noise(terms: Terms, place: str, every: bool) -> Iterator[Check]:
     if terms.dtype != torch.float32:
         return
-    yield Check("noise", _DO_NOT_TRAIN, noise, (terms,))
+    yield Check("noise", _DO_NOT_TRAIN, steps.noise, (terms,))
     if every:
-        secure = terms.but(secure_noise=True)
-        yield Check("secure noise", _DO_NOT_TRAIN, noise, (secure,))
+        yield Check("secure noise", _DO_NOT_TRAIN, steps.noise, (terms.but(secure_noise=True),))
     remedy = (
         f"checkpoints cannot be trusted where they were tried ({place}): another "
         "job.dump_folder, on a file system that all nodes share"
     )
-    yield Check("checkpoint", remedy, checkpoint, (terms, place))
+    yield Check("checkpoint", remedy, steps.checkpoint, (terms, place))
 
 
 def _of_sums(terms: Terms, every: bool) -> Iterator[Check]:
@@ -219,7 +210,7 @@ def _of_sums(terms: Terms, every: bool) -> Iterator[Check]:
     kind = method
     if METHODS[method].estimates_norms:
         remedy = f"{_DO_NOT_TRAIN}; privacy.gradient_method = 'ghost' has exact norms"
-        yield Check("norm estimates", remedy, norm_estimates, (terms,))
+        yield Check("norm estimates", remedy, steps.norm_estimates, (terms,))
         # The loop's norms are exact: the rest of the method is compared with it.
         kind, terms = f"{method} with exact norms", terms.but(gradient_method="ghost")
     ways = WAYS.get(method, {}) if every else {}
@@ -229,13 +220,13 @@ def _of_sums(terms: Terms, every: bool) -> Iterator[Check]:
         "does, look at reductions (NCCL, the network)"
     )
     for of_kind, of in kinds.items():
-        yield Check(f"clipped sum, {of_kind}", remedy, clipped_sum, (of,))
+        yield Check(f"clipped sum, {of_kind}", remedy, steps.clipped_sum, (of,))
     if terms.dtype == torch.float32:
         remedy = (
             f"{_DO_NOT_TRAIN}; if it passes with optimizer.implementation = 'for-loop', the fused "
             "optimizer is at fault"
         )
-        yield Check(f"update, {kind}", remedy, updates, (terms,))
+        yield Check(f"update, {kind}", remedy, steps.updates, (terms,))
 
 
 if __name__ == "__main__":

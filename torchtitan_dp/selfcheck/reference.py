@@ -67,20 +67,14 @@ def reference_model(args: ModelArgs) -> Any:
 def reference_gradients(
     model: nn.Module, tokens_NT: Tensor, labels_NT: Tensor, weight_N: Tensor
 ) -> Iterator[Gradient]:
-    """Backpropagate one sample after the other: its mean loss over its targets, times its weight.
-
-    Yields N gradients in the model's dtype; 0 of a sample without a target.
-    """
+    """Yield N gradients, in the model's dtype: of each sample's mean loss over its targets, times
+    its weight; 0 of one without a target."""
     parameters = trainable_parameters(model)
     for tokens_T, labels_T, weight in zip(tokens_NT, labels_NT, weight_N, strict=True):
-        model.zero_grad()
-        if (labels_T != IGNORE_INDEX).any():
-            loss = F.cross_entropy(model(tokens_T[None])[0], labels_T, ignore_index=IGNORE_INDEX)
-            (weight.item() * loss).backward()
-        yield {
-            name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-            for name, p in parameters.items()
-        }
+        logits_TV, targets = model(tokens_T[None])[0], (labels_T != IGNORE_INDEX).sum().clamp(min=1)
+        loss = F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORE_INDEX, reduction="sum")
+        grads = torch.autograd.grad(weight.item() * loss / targets, [*parameters.values()])
+        yield dict(zip(parameters, grads, strict=True))
 
 
 def norm(gradient: Gradient) -> float:
@@ -130,11 +124,9 @@ def relative_error(actual: Gradient, expected: Gradient) -> float:
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """Return the largest share by which a step in `dtype` may differ from one in fp64.
-
-    fp32: 1e-5, a hundred times its rounding. bf16: 2^-6, four times the distance of two of its
-    numbers (2^-8), since each of the dozen products of a layer rounds to it.
-    """
+    """Return the largest share by which a step in `dtype` may differ from one in fp64: in fp32 a
+    hundred times its rounding; in bf16 four times the distance of two of its numbers (2^-8), since
+    each of the dozen products of a layer rounds to it."""
     return {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}[dtype]
 
 

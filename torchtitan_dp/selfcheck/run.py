@@ -15,8 +15,8 @@ from torchtitan.tools.utils import device_type
 
 from torchtitan_dp.distributed.devices import cuda_devices
 
-_COLLECTIVE_S = 60  # the time-out of a check's collectives
-_AGREEMENT_S = 150  # how long a rank waits for the others' measurements
+_COLLECTIVE = datetime.timedelta(seconds=60)  # the time-out of a check's collectives
+_AGREEMENT = datetime.timedelta(seconds=150)  # how long a rank waits for the others' measurements
 _GRACE_S = 20  # how long a rank whose check failed waits before it ends all of them
 
 # The bound of statistics that are nearly normal, in standard deviations: 6e-7 lies beyond 5, on
@@ -29,12 +29,12 @@ Measured = dict[str, tuple[float, float]]
 
 @dataclass(frozen=True)
 class Check:
-    """A statement about this machine, its measurement, and what to do where it is wrong."""
+    """A statement about this machine, what to do where it is wrong, and its measurement: of the
+    ranks and `of`, collective over the world, with the same names on each rank."""
 
     name: str
     remedy: str
     measure: Callable[..., Measured]
-    """Takes the ranks and `of`. Collective over the world; each rank returns the same names."""
     of: tuple[object, ...] = ()
 
 
@@ -93,20 +93,16 @@ def start(backend: str | None) -> Ranks:
     if "WORLD_SIZE" not in os.environ:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
         alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=_COLLECTIVE_S), **alone)
-    waits = datetime.timedelta(seconds=_AGREEMENT_S)
-    return Ranks(device, dist.new_group(backend="gloo", timeout=waits))
+    dist.init_process_group(backend, timeout=_COLLECTIVE, **alone)
+    return Ranks(device, dist.new_group(backend="gloo", timeout=_AGREEMENT))
 
 
 def run(
     ranks: Ranks, checks: Iterable[Check], report: Callable[[Outcome], None] = lambda _: None
 ) -> list[Outcome]:
-    """Run each check, `report` each outcome on all ranks, and return all. Collective over the
-    world.
-
-    A check that raises has failed. If it raised on some ranks only, the others may still be in one
-    of its collectives: it is the last.
-    """
+    """Run each check, `report` each outcome on all ranks, and return all. A check that raises has
+    failed; if on some ranks only, the others may still be in one of its collectives: it is the
+    last. Collective over the world."""
     outcomes: list[Outcome] = []
     for check in checks:
         mine: Measured | str
@@ -129,12 +125,10 @@ def _gather_or_end(ranks: Ranks, check: Check, mine: Measured | str) -> list[Mea
 
     def end() -> NoReturn:
         line = mine if isinstance(mine, str) else "another rank has ended"
-        who = f"selfcheck: rank {dist.get_rank()}: {check.name}"
-        print(f"{who}: {line}", file=sys.stderr, flush=True)
+        print(f"selfcheck: rank {dist.get_rank()}: {check.name}: {line}", file=sys.stderr)
         os._exit(1)
 
     timer = threading.Timer(_GRACE_S, end)
-    timer.daemon = True
     if isinstance(mine, str):
         timer.start()
     try:

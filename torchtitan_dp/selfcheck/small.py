@@ -57,7 +57,7 @@ WAYS: dict[str, dict[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Terms:
-    """A scaled-down configuration, its small model, and the shapes to check attention with."""
+    """A scaled-down configuration, its small model, and how to check attention."""
 
     config: JobConfig
     args: ModelArgs
@@ -98,11 +98,9 @@ class Terms:
 
 
 def given_terms(overrides: list[str], world_size: int) -> list[Terms]:
-    """Return the terms of a configuration and, if it rounds or compiles, the same in plain fp32.
-
-    Rounding to bf16 hides a fault of some thousandths. In fp32 query heads share no keys: CUDA has
-    no such kernel on a ring. Raises ValueError, one line for the user.
-    """
+    """Return the terms of a configuration and, if it rounds or compiles, the same in plain fp32:
+    rounding to bf16 hides a fault of some thousandths. There query heads share no keys, for which
+    CUDA has no kernel on a ring. Raises ValueError, one line for the user."""
     config = load_config(overrides, world_size)
     if not config.privacy.enable:
         raise ValueError("privacy.enable = false: selfcheck is of private steps; set it to true")
@@ -119,12 +117,9 @@ def given_terms(overrides: list[str], world_size: int) -> list[Terms]:
 
 
 def default_terms(world_size: int) -> list[Terms]:
-    """Return terms for every gradient method, on a mesh of all ranks as cp.
-
-    From 4 ranks on, an even number, also on a mesh of dp_shard 2 x cp. Weights are tied, the loss
-    is in chunks; per-sample layers have whole logits in fp32, where two layers of one weight are
-    summed over cp at once.
-    """
+    """Return terms for every gradient method, on a mesh of all ranks as cp; from 4 ranks on, an
+    even number, also of dp_shard 2 x cp. Weights are tied, the loss is in chunks; per-sample layers
+    have whole logits in fp32, where two layers of one weight are summed over cp at once."""
     found = []
     meshes = (1, 2) if world_size >= 4 and world_size % 2 == 0 else (1,)
     for shards, dtype, method in itertools.product(meshes, ("float32", "bfloat16"), METHODS):
@@ -210,9 +205,8 @@ class Small:
     def accumulate(
         self, *samples: Tensor, drawn: np.ndarray | None = None, key: bytes = bytes(32)
     ) -> dict[int, float]:
-        """Deal the samples out, all or those drawn, and add their clipped gradients to the sum;
-        return this data-parallel rank's samples with their gradients' norms before clipping.
-        `samples` are `Samples`; without weights these are 1."""
+        """Deal out `Samples`, whose weights are 1 by default, or those drawn; add their clipped
+        gradients to the sum; return this data-parallel rank's with their norms before clipping."""
         (tokens_NT, labels_NT, *weights), norms = samples, dict[int, float]()
         self.gradients.start_step(key)
         drawn = np.arange(len(tokens_NT)) if drawn is None else drawn
@@ -244,5 +238,4 @@ class Small:
 def whole(tensor: Tensor) -> Tensor:
     """Copy a whole tensor to the CPU. Collective: an all-gather over dp_shard x cp."""
     assert isinstance(tensor, DTensor)
-    found: Tensor = tensor.full_tensor()
-    return found.detach().cpu().clone()
+    return tensor.full_tensor().detach().cpu().clone()
