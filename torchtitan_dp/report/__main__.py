@@ -34,7 +34,10 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("run", metavar="RUN", help="the job.dump_folder of a run")
     parser.add_argument(
-        "--output", metavar="FILE.html", help="default: report.html or report_public.html in RUN"
+        "--output",
+        type=os.path.expanduser,
+        metavar="FILE.html",
+        help="default: report.html or report_public.html in RUN",
     )
     parser.add_argument(
         "--public", action="store_true", help="leave only what may be published with the weights"
