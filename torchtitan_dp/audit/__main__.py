@@ -55,7 +55,14 @@ _OPTIONS: tuple[tuple[str, Any, str, Any, str, str], ...] = (
     ("canaries", int, "N", 1000, "text", "how many"),
     # The default share is near the best for claims from 3 to 12.
     ("guesses", float, "F", 0.2, "text", "the share to guess at"),
-    ("folder", os.path.expanduser, "DIR", None, "text", "of the audited run (<job.dump_folder>_audit)"),
+    (
+        "folder",
+        os.path.expanduser,
+        "DIR",
+        None,
+        "text",
+        "of the audited run (<job.dump_folder>_audit)",
+    ),
 )
 """Of one instrument: name, type, metavar, default, instrument and meaning."""
 # A correct step meets a game's claim exactly; a bound from one run is far below a true claim.

@@ -1,7 +1,7 @@
 """The operands of a layer's per-sample gradients, and how these are written in FSDP2's layout.
 
 A layer's backward has two factors, which at short contexts are far smaller than the gradients: its
-input and its output's gradient. A `layers.Sink` has the gradients written at once, or later, or
+input and its output's gradient. A gradient method has the gradients written at once, or later, or
 finds their norms without them (`ghost_norm`).
 
 A weight's gradient sums over thousands of tokens. Rounding it to 16 bits and copying it would take
