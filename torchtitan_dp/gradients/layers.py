@@ -96,7 +96,6 @@ class PerSampleLayer(nn.Module):
         return cast(Tensor, function(self, *inputs, *parameters))
 
     def plain_forward(self, *inputs: Tensor) -> Tensor:
-        """Run the layer's own forward."""
         return cast(Tensor, self.rule_type.forward(self, *inputs))
 
 

@@ -79,7 +79,6 @@ class Rows:
     factor_B: Tensor | None = None  # fp32; None for 1
 
     def __call__(self, layout: RowLayout, whole: Tensor, samples: slice) -> None:
-        """Write them."""
         position_BT = layout.positions(self.left[samples])
         rows_ND = whole.zero_().view(-1, whole.shape[-1])
         source_ND = self.right[samples].reshape(-1, whole.shape[-1])
@@ -99,7 +98,6 @@ class Existing:
     gradients: Tensor
 
     def __call__(self, layout: RowLayout, whole: Tensor, samples: slice) -> None:
-        """Write them."""
         for rows, out in layout.chunks(whole):
             out.copy_(self.gradients[samples, rows])
 
