@@ -18,7 +18,7 @@ from tests.processes.runs import said
 PACKAGE = Path(__file__).parents[1] / "torchtitan_dp"
 FLOORS = [
     {"privacy", "process", "collectives"},
-    {"distributed", "optimizer"},
+    {"distributed", "optimizer", "templates"},
     {"data", "gradients", "ledger"},
     {"config"},
     {"models"},

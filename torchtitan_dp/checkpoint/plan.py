@@ -133,27 +133,25 @@ def _refuse_delta(config: JobConfig, units: int) -> list[str]:
     delta, rate = config.privacy.delta, config.privacy.sample_rate
     assert delta is not None
     word = unit_word(config)
-    counted = f"1 / number of training {word}s ({1 / units:.2g})"
-    if rate is None:
-        most, source = 1 / units, counted
-    else:
-        most = rate / config.training.global_batch_size
-        source = (
-            f"privacy.sample_rate / training.global_batch_size ({most:.2g}), about 1 / number of "
-            f"{word}s"
-        )
-    if _reaches(delta, most):
-        raise ValueError(f"privacy.delta = {delta:g}: at least {source}, {_outright(word)}")
-    warnings = []
-    if not _reaches(most / 10, delta):
-        warnings.append(f"privacy.delta = {delta:g}: above a tenth of {source}, {_chance(delta)}")
+    bounds = [("", 1 / units, f"1 / number of training {word}s ({1 / units:.2g})")]
     if rate is not None:
-        if _reaches(delta, 1 / units):
-            problem = f"at least {counted}, {_outright(word)}"
-            warnings.append(f"not private: privacy.delta = {delta:g}: {problem}")
-        elif not warnings and not _reaches(1 / units / 10, delta):
-            problem = f"above a tenth of {counted}, {_chance(delta)}"
-            warnings.append(f"not private: privacy.delta = {delta:g}: {problem}")
+        most = rate / config.training.global_batch_size
+        source = "privacy.sample_rate / training.global_batch_size"
+        public = ("", most, f"{source} ({most:.2g}), about 1 / number of {word}s")
+        bounds = [public, ("not private: ", *bounds[0][1:])]
+    warnings: list[str] = []
+    for label, most, source in bounds:
+        given, less = f"{label}privacy.delta = {delta:g}", "use a tenth of that or less"
+        if _reaches(delta, most):
+            mistake = (
+                f"{given}: at least {source}, which allows publishing a {word} outright; {less}"
+            )
+            if not label:
+                raise ValueError(mistake)
+            warnings.append(mistake)
+        elif not warnings and not _reaches(most / 10, delta):
+            chance = f"so epsilon may fail with a probability of 1 in {1 / delta:,.0f}"
+            warnings.append(f"{given}: above a tenth of {source}, {chance}; {less}")
     return warnings
 
 
@@ -164,17 +162,6 @@ def _reaches(value: float, bound: float) -> bool:
     (True, False)
     """
     return value >= bound * (1 - 1e-9)
-
-
-def _outright(word: str) -> str:
-    return f"which allows publishing a {word} outright; use a tenth of that or less"
-
-
-def _chance(delta: float) -> str:
-    return (
-        f"so epsilon may fail with a probability of 1 in {1 / delta:,.0f}; use a tenth of that "
-        "or less"
-    )
 
 
 def refuse_overspending(config: JobConfig, ledger: Lineage) -> float:

@@ -270,20 +270,15 @@ def plan_start(config: JobConfig, units: int, start: Start, account: Lineage | N
     """
     if account is not None:
         _refuse_to_leave_checkpoints(config, start)
-        _refuse_another_run(start, account)
+        # The folder's own lost steps and held-out losses would count on another run's terms.
+        if start.resumed is not None and start.resumed.run != account.run:
+            raise ValueError(
+                f"{start.key}: '{start.place}' is of run {start.resumed.run}, and steps of run "
+                f"{account.run} were begun in this job.dump_folder; move the checkpoint away, or "
+                "name it as checkpoint.initial_load_path in another job.dump_folder"
+            )
     resumed = (start.resumed or account) if start.resumes else None
     return make_plan(config, units, account, resumed, start.initial)
-
-
-def _refuse_another_run(start: Start, account: Lineage) -> None:
-    """Raise ValueError for a checkpoint of another run than the folder's, on whose terms the
-    folder's own lost steps and held-out losses would count."""
-    if start.resumed is not None and start.resumed.run != account.run:
-        raise ValueError(
-            f"{start.key}: '{start.place}' is of run {start.resumed.run}, and steps of run "
-            f"{account.run} were begun in this job.dump_folder; move the checkpoint away, or name "
-            "it as checkpoint.initial_load_path in another job.dump_folder"
-        )
 
 
 def check_records(folder: str, fingerprint: str, settings: Mapping[str, object]) -> None:

@@ -135,7 +135,7 @@ def choose_noise(
     elif before is not None:
         bands = before.settings.bands
     else:
-        bands = best_bands(config, units, spent)
+        bands = best_of(noise_by_bands(config, units, spent))
     if privacy.noise_multiplier is not None:
         return privacy.noise_multiplier, bands
     if before is not None:
@@ -177,13 +177,9 @@ def noise_by_bands(
     return found
 
 
-def best_bands(config: JobConfig, units: int, spent: list[Segment]) -> int:
-    """Return the bands of the least noise in the sum of all updates, or fewer that are as good."""
-    return best_of(noise_by_bands(config, units, spent))
-
-
 def best_of(found: dict[int, tuple[float, float, float]]) -> int:
-    """Return the best bands of `noise_by_bands`."""
+    """Return the bands of `noise_by_bands` with the least noise in the sum of all updates, or fewer
+    that are as good."""
     least = min(in_sum for _, _, in_sum in found.values())
     return min(bands for bands, (*_, in_sum) in found.items() if in_sum <= AS_GOOD * least)
 

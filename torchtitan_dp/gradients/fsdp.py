@@ -48,13 +48,6 @@ class ReductionGroups:
     def cp_size(self) -> int:
         return dist.get_world_size(self.cp) if self.cp else 1
 
-    @property
-    def dp_rank(self) -> int:
-        """This rank's index among ranks with different samples, in the order of the mesh."""
-        groups = self.dp_replicate, self.dp_shard
-        replicate, shard = (dist.get_rank(group) if group else 0 for group in groups)
-        return replicate * self.dp_shard_size + shard
-
     @classmethod
     def build(cls, device_type: str, degrees: tuple[int, int, int]) -> "ReductionGroups":
         """Make the groups for degrees of (dp_replicate, dp_shard, cp), with TorchTitan's row-major

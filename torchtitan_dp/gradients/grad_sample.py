@@ -81,9 +81,6 @@ class GradSampleGradients(LayerGradients):
         """Write a layer's per-sample gradients within backward, and start their sum over cp."""
         self.add(name, self.form(name, batch_size, write))
 
-    def keeps_outputs(self, name: str, tokens: int) -> bool:
-        return False
-
     def form(self, name: str, batch_size: int, write: Write) -> Formed:
         """Write a layer's per-sample gradients and start their sum over cp, without adding them.
 

@@ -1,7 +1,7 @@
 """The operands of a layer's per-sample gradients, and how these are written in FSDP2's layout.
 
 A layer's backward has two factors, which at short contexts are far smaller than the gradients: its
-input and its output's gradient. A `layers.Sink` has the gradients written at once, or later, or
+input and its output's gradient. A gradient method has the gradients written at once, or later, or
 finds their norms without them (`ghost_norm`).
 
 A weight's gradient sums over thousands of tokens. Rounding it to 16 bits and copying it would take
@@ -79,7 +79,6 @@ class Rows:
     factor_B: Tensor | None = None  # fp32; None for 1
 
     def __call__(self, layout: RowLayout, whole: Tensor, samples: slice) -> None:
-        """Write them."""
         position_BT = layout.positions(self.left[samples])
         rows_ND = whole.zero_().view(-1, whole.shape[-1])
         source_ND = self.right[samples].reshape(-1, whole.shape[-1])
@@ -99,7 +98,6 @@ class Existing:
     gradients: Tensor
 
     def __call__(self, layout: RowLayout, whole: Tensor, samples: slice) -> None:
-        """Write them."""
         for rows, out in layout.chunks(whole):
             out.copy_(self.gradients[samples, rows])
 

@@ -124,7 +124,7 @@ def heldout_epsilon(lineage: Lineage, delta: float | None = None) -> float:
     )
 
 
-_OF_EVERY_RUN = (
+_ASSUMPTIONS = (
     "the owner of the records ran the training: the guarantee is towards everybody who gets the "
     "weights",
     "machine failures do not depend on the content of records: a run that does not fit its memory, "
@@ -134,18 +134,14 @@ _OF_EVERY_RUN = (
     "all draws and all noise, from counter-based generators with secret 128-bit keys of the "
     "operating system, are indistinguishable from random",
     "the program is correct: it is tested, not proven",
-)
-_FIXED = (
     "the model, the terms of each step and the numbers of steps and runs were not chosen by "
-    "earlier results on the same records; several runs compose (python -m torchtitan_dp.ledger)"
+    "earlier results on the same records; several runs compose (python -m torchtitan_dp.ledger)",
 )
 
 
 def assumptions(lineage: Lineage) -> list[str]:
     """Return the assumptions of every run; none where there is no epsilon."""
-    if not lineage.composes:
-        return []
-    return [*_OF_EVERY_RUN, _FIXED]
+    return list(_ASSUMPTIONS) if lineage.composes else []
 
 
 _EARLY = "not all planned steps were taken: "
