@@ -11,7 +11,7 @@ from torchtitan_dp.config.derived import feed_forward_chunk, heldout_units, mesh
 from torchtitan_dp.distributed.host_memory import available_bytes
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger.account import explain
-from torchtitan_dp.ledger.spending import before, own
+from torchtitan_dp.ledger.spending import initial_steps, own_steps
 from torchtitan_dp.models.families import parameter_count, trained_count
 from torchtitan_dp.models.hugging_face import describe
 from torchtitan_dp.plan.cost import StepCost, step_cost
@@ -27,20 +27,20 @@ from torchtitan_dp.process import lock_folder
 
 @dataclass(frozen=True)
 class Spent:
-    """What a run with privacy spends and takes."""
+    """The spending, noise and cost of a run with privacy."""
 
     plan: Plan
     trained: int  # parameters
     noise: Noise
     cost: StepCost
     meaning: tuple[str, ...]  # of epsilon, for one person: sentences
-    notes: tuple[str, ...]  # on what this run has besides: correlated noise, lost steps, …
+    notes: tuple[str, ...]  # on correlated noise, lost steps and the like, if there are any
     recommended: Recommendation | None  # where it is asked for
 
 
 @dataclass(frozen=True)
 class Report:
-    """All that a plan says but a GPU's memory, which takes longer to predict."""
+    """All of a plan but a GPU's memory, which takes longer to predict."""
 
     config: JobConfig
     world_size: int
@@ -81,7 +81,7 @@ def _spent(
     args, settings, ledger = checked.args, plan.settings, plan.ledger
     count, batch = settings.implied_units, settings.expected_batch_size
     mechanism, trained = settings.mechanism, trained_count(args)
-    segments = [*before(ledger), *own(ledger, plan.steps)]
+    segments = [*initial_steps(ledger), *own_steps(ledger, plan.steps)]
     meaning = explain(ledger, segments, plan.epsilon)
     return Spent(
         plan=plan,
@@ -181,7 +181,7 @@ def _estimated(config: JobConfig, plan: Plan) -> list[str]:
 
 
 def _correlated(plan: Plan) -> list[str]:
-    """Return a line on correlated noise, where it is."""
+    """Return a line on noise that is correlated over steps, if it is."""
     mechanism = plan.settings.mechanism
     if not mechanism.noise:
         return []

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchtitan_dp.checkpoint.folder import newest_whole_checkpoint, step_folder
+from torchtitan_dp.checkpoint.folder import newest_finished_checkpoint, step_folder
 from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import RUN_CONFIG_FILE, read_config
@@ -93,7 +93,7 @@ def open_run(folder: str) -> RunFolder:
     notes: list[str] = []
     config, settings = _settings(folder, notes)
     checkpoints = path / (config.checkpoint.folder if config else "checkpoint")
-    newest = newest_whole_checkpoint(str(checkpoints))
+    newest = newest_finished_checkpoint(str(checkpoints))
     tensorboard = path / (config.metrics.save_tb_folder if config else "tb")
     scalars = read_scalars(tensorboard)
     if not scalars.by_name:

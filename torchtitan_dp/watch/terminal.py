@@ -81,7 +81,7 @@ class Screen:
 
     @classmethod
     def of_launcher(cls) -> "Screen":
-        """Build that of this process."""
+        """Build this process's screen, which the launcher draws if this is rank 0."""
         return cls(os.environ.get(SOCKET) if os.environ.get("RANK") == "0" else None)
 
     def show(self, pace: Pace, part: float, public: str, private: str) -> None:
