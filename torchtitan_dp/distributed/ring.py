@@ -30,8 +30,8 @@ from torchtitan_dp.collectives import Pending, gather, pass_on
 
 
 class PassedAround:
-    """Passes a flat buffer on to the next rank of the ring, and receives that of the one before:
-    holds one other rank's buffer at a time."""
+    """Passes a flat buffer on to the next rank of the ring, and receives the previous rank's: one
+    other rank's buffer is here at a time."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

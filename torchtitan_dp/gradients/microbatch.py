@@ -60,7 +60,7 @@ class MicrobatchGradients(GradientMethod):
     def _with_held(self, shards: list[Tensor]) -> list[Tensor]:
         """Add the held gradients, and release them."""
         held, self._held = self._held, []
-        for earlier, shard_1DN in zip(held, shards, strict=bool(held)):
+        for earlier, shard_1DN in zip(held, shards, strict=bool(held)):  # none with one window
             shard_1DN.add_(earlier)
         return shards
 

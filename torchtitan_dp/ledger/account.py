@@ -77,7 +77,7 @@ class Account:
         """
         taken, executed, planned = self._epsilons(lineage)
         steps = spending(lineage, lost=True, planned=True)
-        content = described(lineage, (taken, executed, planned), taken, steps, planned)
+        content = described(lineage, (taken, executed, planned), steps, planned, claimed=taken)
         write_published(folder, content)
         return content
 
@@ -134,29 +134,29 @@ def released(
         stated: the owner's statements, which become caveats.
     """
     taken = epsilon_of(lineage) if lineage.composes else math.inf
-    return described(lineage, (taken, *begun), epsilon, steps, epsilon, stated, counts=counts)
+    return described(lineage, (taken, *begun), steps, epsilon, stated=stated, counts=counts)
 
 
 def described(
     lineage: Lineage,
     epsilons: tuple[float, float, float],
-    claimed: float,
     steps: list[Segment],
     epsilon: float,
-    stated: Sequence[str] = (),
     *,
+    claimed: float | None = None,
+    stated: Sequence[str] = (),
     counts: str | None = None,
 ) -> dict[str, Any]:
     """Return the content of a `privacy.json`; epsilons are infinite where there is no privacy.
 
     Args:
         epsilons: of the steps taken, of all executed, and of all planned ones.
-        claimed: the value of the key `epsilon`.
         steps, epsilon: the steps behind `meaning` and `dp_event`, and their epsilon.
+        claimed: the value of the key `epsilon`, if it is not that one.
         counts: for a release alone, as in `released`.
     """
     taken, executed, planned = epsilons
-    found = explain(lineage, steps, epsilon)
+    found, claimed = explain(lineage, steps, epsilon), epsilon if claimed is None else claimed
     values = {
         "epsilon": claimed if lineage.private else None,
         "epsilon_planned": planned if lineage.composes else None,
@@ -178,7 +178,7 @@ def described(
 
 def without_privacy(lineage: Lineage) -> dict[str, Any]:
     """Return the `privacy.json` of a run without privacy."""
-    return described(lineage, (math.inf, math.inf, math.inf), math.inf, [], math.inf)
+    return described(lineage, (math.inf, math.inf, math.inf), [], math.inf)
 
 
 def published_heldout_epsilon(lineage: Lineage) -> float | None:
