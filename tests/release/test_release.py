@@ -36,7 +36,7 @@ from torchtitan_dp.config.load import read_config, write_config
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 from torchtitan_dp.ledger import Lineage, Settings, schema
 from torchtitan_dp.ledger.lineage import Ancestor
-from torchtitan_dp.ledger.spending import before
+from torchtitan_dp.ledger.spending import initial_steps
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.llama3.model import Llama
 from torchtitan_dp.privacy.accounting import rounded_up
@@ -254,7 +254,7 @@ def test_a_release_brings_its_ledger_along_as_initial_weights(released, tmp_path
     ledger = with_initial(ledger, config, decide_start(config).initial)
     (ancestor,) = ledger.ancestors
     assert ancestor.run == privacy(released)["run"]
-    assert sum(segment.steps for segment in before(ledger)) == 4
+    assert sum(segment.steps for segment in initial_steps(ledger)) == 4
 
 
 def test_what_only_the_owner_knows_is_listed_at_the_end(made, capfd):

@@ -54,14 +54,14 @@ def require_usable_devices() -> None:
 
 
 def kind(device: torch.device) -> tuple[object, ...]:
-    """Return what must be equal on all ranks for equal bits: type, name, compute capability."""
+    """Return type, name and compute capability, which must be equal on all ranks for equal bits."""
     if device.type != "cuda":
         return (device.type,)
     return (device.type, device_name(device), capability(device))
 
 
 def device_name(device: torch.device) -> str:
-    """Return what a device is called by its maker."""
+    """Return the name that a device has from its maker."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU ({platform.processor() or platform.machine()})"

@@ -82,10 +82,10 @@ class LayerGradients(GradientMethod):
 
 
 class PerSampleLayer(nn.Module):
-    """The class that `per_sample_layers` adds to a layer's own."""
+    """The class that `per_sample_layers` mixes into a layer's own."""
 
     sink: LayerGradients
-    rule_type: type[nn.Module]  # whose per-sample rule holds
+    rule_type: type[nn.Module]  # the layer's own class, by which its per-sample rule is found
     parameter_names: dict[str, str]  # attribute -> canonical name; a tied weight has one
 
     def forward(self, *inputs: Tensor) -> Tensor:
@@ -127,9 +127,9 @@ def per_sample_layers(model: nn.Module) -> None:
                 "them to train it with privacy"
             )
         layer.__class__ = type(f"PerSample{kind.__name__}", (PerSampleLayer, kind), {})
-        turned = cast(PerSampleLayer, layer)
-        turned.rule_type = kind
-        turned.parameter_names = {attribute: names[id(p)] for attribute, p in own.items()}
+        converted = cast(PerSampleLayer, layer)
+        converted.rule_type = kind
+        converted.parameter_names = {attribute: names[id(p)] for attribute, p in own.items()}
 
 
 def register_per_sample(kind: type[nn.Module], function: Callable[..., Any]) -> None:
@@ -240,7 +240,8 @@ class _RMSNorm(_OwnForward):
 def _rms_norm_grad(
     layer: Any, x: Tensor, grad_y: Tensor, weight_needed: bool
 ) -> tuple[Tensor, ...]:
-    """Run the layer again on one sample, and return the gradients of its input and weight."""
+    """Run the layer again on one sample, and return the gradients of its input and, if needed, of
+    its weight; else the weight takes that place."""
     with torch.enable_grad():
         x_again = x.detach().requires_grad_()
         weight = layer.weight.detach().requires_grad_(weight_needed)

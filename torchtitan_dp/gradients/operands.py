@@ -6,8 +6,8 @@ finds their norms without them (`ghost_norm`).
 
 A weight's gradient sums over thousands of tokens. Rounding it to 16 bits and copying it would take
 3 times the memory traffic and sum rounded terms, so products of 16-bit factors have fp32 results,
-without temporaries. They are operators, so that a count of operations is that of CUDA: one GEMM,
-which reads its factors and writes (or adds to) its fp32 result.
+without temporaries. They are custom operators, so that FLOP counters see on any device what CUDA
+runs: one GEMM, which reads its factors and writes (or adds to) its fp32 result.
 
 Guarantee:
     The gradient written for sample b depends on row b of the tensors alone.
@@ -37,8 +37,7 @@ def tiles(tokens: int, size: int) -> Iterator[slice]:
 
 def add_to(gradients: dict[str, Tensor], name: str, more: Tensor) -> None:
     """Add, in place, the gradients of another layer that shares the parameter: those of a tied
-    weight's layers sum to one sample's gradient.
-    """
+    weight's layers sum to one sample's gradient."""
     if name in gradients:
         gradients[name].add_(more)
     else:

@@ -7,6 +7,7 @@ Nouns of this room, also in the documentation:
     step name: A random public name of one step, which does not show the start that took it.
     executed step: A step whose line is in the log, written just before its update.
     lineage: The steps that made some weights, without those of starts whose weights were lost.
+    ledger: The value `Lineage`: a lineage, its settings, and the marks that weights keep.
     lost step: An executed step that is not of the lineage, since a crash or a branch abandoned it.
     ancestor: A run that initial weights come from, with the steps that made them.
 

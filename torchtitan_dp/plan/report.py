@@ -12,7 +12,7 @@ from torchtitan_dp.config.derived import feed_forward_chunk, heldout_units, mesh
 from torchtitan_dp.distributed.host_memory import available_bytes
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger.account import explain
-from torchtitan_dp.ledger.spending import before, own
+from torchtitan_dp.ledger.spending import initial_steps, own_steps
 from torchtitan_dp.models.families import parameter_count, trained_count
 from torchtitan_dp.models.hugging_face import describe
 from torchtitan_dp.plan.cost import StepCost, step_cost
@@ -39,7 +39,7 @@ class Losses(NamedTuple):
 
 @dataclass(frozen=True)
 class Spent:
-    """What a run with privacy spends and takes."""
+    """The spending, noise and cost of a run with privacy."""
 
     plan: Plan
     trained: int  # parameters
@@ -54,7 +54,7 @@ class Spent:
 
 @dataclass(frozen=True)
 class Report:
-    """All that a plan says but a GPU's memory, which takes longer to predict."""
+    """All of a plan but a GPU's memory, which takes longer to predict."""
 
     config: JobConfig
     world_size: int
@@ -95,7 +95,7 @@ def _spent(
     args, settings, ledger = checked.args, plan.settings, plan.ledger
     count, batch = settings.implied_units, settings.expected_batch_size
     mechanism, trained = settings.mechanism, trained_count(args)
-    segments = [*before(ledger), *own(ledger, plan.steps)]
+    segments = [*initial_steps(ledger), *own_steps(ledger, plan.steps)]
     meaning = explain(ledger, segments, plan.epsilon)
     if_capped = None
     if mechanism.largest_share > 1:

@@ -31,7 +31,7 @@ from torchtitan_dp.models.ema import WeightAverage
 from torchtitan_dp.models.loss import SampleLosses
 
 Publish = Callable[[np.ndarray, int], NoisedLoss]
-"""Adds noise to the mean of these losses, clipped, after a step, and accounts for it."""
+"""Takes each unit's loss, and the step; adds noise to the clipped mean, and accounts for it."""
 
 
 class HeldOut(NamedTuple):
@@ -59,7 +59,7 @@ class HeldOutValidator:
         self._average: WeightAverage | None = None
         self._publish: Publish | None = None
         self._is_private: Callable[[], bool] = bool
-        self._validated = 0  # the last step that was
+        self._validated = 0  # the last step after which it was
         self._buckets = buckets(job_config.training.seq_len)
 
     def compare(self, average: WeightAverage | None) -> None:
