@@ -1,7 +1,6 @@
 """Parts of a step and whole ones, each against the textbook's or the plain loop's: attention,
 estimates of norms, clipped sums, noise, updates, and a checkpoint."""
 
-import dataclasses
 import hashlib
 import math
 import shutil
@@ -230,8 +229,7 @@ def _repeats(values: Tensor) -> int:
 
 
 def updates(ranks: Ranks, terms: Terms) -> Measured:
-    """Compare noisy steps with the loop's: the optimizer's gradients, and the new weights. Noise is
-    as large as the sum, so that a fault of either shows."""
+    """Compare noisy steps with the loop's, with noise as large as the sum: either's fault shows."""
     reference, batch = terms.reference(), 5  # the divisor is no number of samples here
     sigma = sum(g.numel() for g in reference.total.values()) ** -0.5
     trained = Trained(terms, ranks, reference.max_grad_norm, sigma, batch)
@@ -258,11 +256,13 @@ def updates(ranks: Ranks, terms: Terms) -> Measured:
 
 def _stepped(weights: Gradient, gradients: list[Gradient], trained: Trained) -> Gradient:
     """Take the optimizer's steps in fp64 on the CPU."""
-    by_hand = {name: nn.Parameter(weights[name].double()) for name in gradients[0]}
-    config = dataclasses.replace(trained.terms.config.optimizer, implementation="for-loop")
-    (inner,) = build_optimizers([nn.ParameterList(by_hand.values())], config, trained.dims)
-    if isinstance(inner, MomentumSGD):
-        inner.noise_std = trained.sum_std / trained.batch
+    by_hand = {name: weights[name].double().requires_grad_() for name in gradients[0]}
+    config = trained.terms.config.optimizer
+    make, own = getattr(torch.optim, config.name, MomentumSGD), {"eps": config.eps}
+    if make is MomentumSGD:
+        own = {"noise_std": trained.sum_std / trained.batch}
+    betas, decay = (config.beta1, config.beta2), config.weight_decay
+    inner = make(by_hand.values(), lr=config.lr, betas=betas, weight_decay=decay, **own)
     for gradient in gradients:
         for name, weight in by_hand.items():
             weight.grad = gradient[name].double()
