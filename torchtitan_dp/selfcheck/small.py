@@ -212,8 +212,8 @@ class Small:
         drawn = np.arange(len(tokens_NT)) if drawn is None else drawn
         ranks, rank = self.dims.dp_replicate * self.dims.dp_shard, dist.get_rank() // self.dims.cp
         dealt = deal(drawn, ranks=ranks, rank=rank, batch_size=self.batch_size)
-        slots = torch.from_numpy(np.concatenate(dealt))
-        for slot_B in slots.split(self.gradients.batch_size or self.batch_size):
+        at_once = self.gradients.batch_size or self.batch_size
+        for slot_B in (part for slots in dealt for part in torch.from_numpy(slots).split(at_once)):
             valid_B = slot_B >= 0
             tokens_BT = tokens_NT[slot_B].masked_fill(~valid_B[:, None], 0)
             labels_BT = labels_NT[slot_B].masked_fill(~valid_B[:, None], IGNORE_INDEX)
