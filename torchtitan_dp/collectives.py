@@ -76,7 +76,7 @@ def pass_on(buffer: torch.Tensor, group: dist.ProcessGroup) -> Pending:
     return _functional(lambda: ft_c.permute_tensor(buffer, to, group), buffer)
 
 
-def gather(buffer: torch.Tensor, group: dist.ProcessGroup) -> Pending:
+def begin_all_gather(buffer: torch.Tensor, group: dist.ProcessGroup) -> Pending:
     """Begin to all-gather flat buffers, on the terms of `pass_on`: `(ranks * size,)`."""
     return _functional(lambda: _all_gather_traced(buffer, 0, group), buffer)
 
@@ -96,8 +96,8 @@ def reduce_scatter_sum(output: torch.Tensor, input: torch.Tensor, group: dist.Pr
     _reduce_scatter(output.view(-1), input.view(-1), op=dist.ReduceOp.SUM, group=group)
 
 
-def gather_from_all(input: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Gather a tensor of one shape: `(ranks, *input.shape)`. Collective: over the group."""
+def all_gather(input: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """All-gather a tensor of one shape: `(ranks, *input.shape)`. Collective: over the group."""
     gathered = input.new_empty((dist.get_world_size(group), *input.shape))
     _all_gather(gathered.view(-1), input.contiguous().view(-1), group=group)
     return gathered

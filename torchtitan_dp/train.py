@@ -138,10 +138,10 @@ class DPTrainer(RunTrainer):
             *earlier, last = part.windows()
             earlier_B: torch.Tensor | float = 0.0
             for window in earlier:  # equally many on all ranks, also for units that have fewer
-                loss_B = window.of_mean(self.sample_losses(window.tokens_BT, window.labels_BT))
+                loss_B = window.scale_losses(self.sample_losses(window.tokens_BT, window.labels_BT))
                 self.gradients.hold(loss_B)
                 earlier_B = earlier_B + loss_B.detach()
-            loss_B = last.of_mean(self.sample_losses(last.tokens_BT, last.labels_BT))
+            loss_B = last.scale_losses(self.sample_losses(last.tokens_BT, last.labels_BT))
             clip = self.gradients.accumulate_clipped(
                 loss_B, part.valid_B, part.positions_B.tolist()
             )

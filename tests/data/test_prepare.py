@@ -194,7 +194,7 @@ def test_of_several_processes_one_writes_and_each_that_waits_writes_a_line(tmp_p
     folder = Path(store_of(root, tmp_path, "jsonl").folder)
     stores.delete(str(folder))
     arguments = str(root), str(place), str(log)
-    with stores.alone(str(folder)):  # until all of them wait for it
+    with stores.writing_lock(str(folder)):  # until all of them wait for it
         processes = [forks.Process(open_store, *arguments) for _ in range(3)]
         assert [one.connection.recv() for one in processes] == ["started"] * 3
         time.sleep(0.3)

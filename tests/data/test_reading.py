@@ -198,7 +198,7 @@ def test_row69_the_first_id_of_a_sample_is_no_answer(tmp_path: Path) -> None:
     rows += [{"who": "bob", "messages": other}, {"who": "cyd", "messages": [one]}]
     template = bare + "{% endif %}{% endfor %}"
     samples = answers(tmp_path, rows, unit_field="who", template=template, **MESSAGES)
-    learned = samples.learned(np.arange(3)).tolist()
+    learned = samples.has_target(np.arange(3)).tolist()
     assert [bool(shown(samples, unit)[1]) for unit in range(3)] == learned
     firsts = samples.units.members[samples.units.starts[:3]].tolist()
     assert dict(zip(firsts, learned, strict=True)) == {0: True, 1: False, 3: False}

@@ -68,11 +68,11 @@ def test_one_record_is_each_equally_often_whole_and_alone(tmp_path: Path) -> Non
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("tokenizer", [None, Words()], ids=["marks", "none"])
 def test_counts_are_those_of_samples(tmp_path: Path, how: Any, tokenizer: Words | None) -> None:
-    """`tokens` and `learned` do not read the samples that they describe."""
+    """`tokens` and `has_target` do not read the samples that they describe."""
     odd: Any = {"one word": ["x"], "blank": ["", "x", None], "long": ["ab " * 40, "c"]}
     samples, _ = samples_of(tmp_path, {**UNITS, **odd}, tokenizer=tokenizer, **how)
     every = np.arange(len(samples.units))
-    learned = samples.learned(every)
+    learned = samples.has_target(every)
     for unit in every.tolist():
         counts = []
         for seed in range(30):

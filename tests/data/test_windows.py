@@ -105,7 +105,7 @@ def test_row05_a_units_share_is_of_its_own_windows() -> None:
         assert window.tokens_BT[:, 0].tolist() == [2 * k, 2 * k + 6, 2 * k + 12]
         assert window.share_B is not None
         assert window.share_B.tolist() == pytest.approx([1 / 3, 1, 1])
-        assert window.of_mean(torch.ones(3)).tolist() == pytest.approx([1 / 3, 1, 1])
+        assert window.scale_losses(torch.ones(3)).tolist() == pytest.approx([1 / 3, 1, 1])
     first, last = microbatch.split(2)
     assert first.tokens_BT.shape == (6, 2)
     assert [part.positions_B.tolist() for part in (first, last)] == [[4, 2], [-1]]

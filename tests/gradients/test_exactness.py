@@ -18,7 +18,7 @@ import pytest
 from tests.gradients.loop import excess_on_this_rank
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.models.lora import LoRA
-from torchtitan_dp.selfcheck.small import WAYS
+from torchtitan_dp.selfcheck.small import VARIANTS
 
 Cell = dict[str, str]
 TILES = "microbatch, feed-forward in tiles"
@@ -30,12 +30,12 @@ OF_SETTING = {
 
 
 def methods() -> dict[str, list[str]]:
-    """Each way of a method with exact norms, the selfcheck's, -> its options."""
+    """Each variant of a method with exact norms, the selfcheck's, -> its options."""
     found = {}
-    for method, ways in WAYS.items():
+    for method, variants in VARIANTS.items():
         found[method] = own = [f"--privacy.gradient_method={method}"]
-        for way, settings in ways.items():
-            found[f"{method}, {way}"] = own + [OF_SETTING[one] for one in settings.items()]
+        for variant, settings in variants.items():
+            found[f"{method}, {variant}"] = own + [OF_SETTING[one] for one in settings.items()]
     return found
 
 

@@ -105,14 +105,14 @@ def over_cp(kinds, block_elements):
             true = true + gradient(part)
             if other == rank:
                 mine.append(part)
-    sizes, gather = [0], ghost_norm.gather_from_all
+    sizes, gather = [0], ghost_norm.all_gather
 
     def watched(input, group):
         gathered = gather(input, group)
         sizes.append(gathered.numel())
         return gathered
 
-    with mock.patch.object(ghost_norm, "gather_from_all", watched):
+    with mock.patch.object(ghost_norm, "all_gather", watched):
         found = squared_norms(mine, dist.group.WORLD, block_elements=block_elements)
     dist.all_reduce(found)
     return found, true.flatten(1).square().sum(1), max(sizes)

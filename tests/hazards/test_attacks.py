@@ -55,7 +55,7 @@ def test_figures_count_all_tokens_of_answers(tmp_path):
 
 
 def test_a_plan_of_one_unit(tmp_path):
-    assert len(Records.of_number(source(tmp_path, "jsonl"), 1, 0.0).train) == 1
+    assert len(Records.empty(source(tmp_path, "jsonl"), 1, 0.0).train) == 1
 
 
 def test_messages_whose_texts_are_codes_are_refused(tmp_path):

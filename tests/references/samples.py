@@ -20,7 +20,7 @@ import tokenizers
 from tests.data import chats
 from tests.data.drawn import sample
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.data.batching import EVER_SAME
+from torchtitan_dp.data.batching import FIXED_KEY
 from torchtitan_dp.preflight.check import build_samples, open_records
 from torchtitan_dp.privacy.sampling import choices
 
@@ -173,7 +173,7 @@ def digest(case: str, folder: Path) -> str:
         found.update(f"{which} {len(positions)}".encode())
         for position, unit in enumerate(positions.tolist()):
             for window in range(windows):
-                rng = choices(EVER_SAME, position, secure=False) if samples.is_random else None
+                rng = choices(FIXED_KEY, position, secure=False) if samples.is_random else None
                 tokens_T, labels_T = sample(samples, unit, None, rng, window, windows)
                 for part in (tokens_T, labels_T):
                     found.update(part.numpy().astype("<i8").tobytes())

@@ -63,7 +63,7 @@ _OPTIONS: tuple[tuple[str, Any, str, Any, str, str], ...] = (
         "of the audited run (<job.dump_folder>_audit)",
     ),
 )
-"""Of one instrument: name, type, metavar, default, instrument and meaning."""
+"""Options of one instrument alone: name, type, metavar, default, instrument and meaning."""
 # A correct step meets a game's claim exactly; a bound from one run is far below a true claim.
 _CONFIDENCE = {"game": 0.999, "text": 0.95}
 
@@ -72,31 +72,29 @@ def main(argv: list[str]) -> None:
     options, overrides = parse(argv)
     forbid_core_dumps()
     os.umask(0o077)
-    plays = options.instrument == "game"
+    is_game = options.instrument == "game"
     with exit_on_mistake():
         check(options)
         config = load_config(overrides, int(os.environ.get("WORLD_SIZE", "1")))
         if not config.privacy.enable:
             raise ValueError("privacy.enable = false: nothing is claimed; set it to true")
-        if not plays:
+        if not is_game:
             prepare_run(config, options.folder or config.job.dump_folder.rstrip("/") + "_audit")
         decide = decision(config)
         check_model(config, decide())
         records = open_records(config)
         plan = plan_start(config, len(records.train), decide(), None)
-        if plays:
+        if is_game:
             check_power(plan.settings.mechanism, options.trials, options.confidence)
     _start_ranks()
-    attacked = None
-    if plays:
+    if is_game:
         root = shared_root_key(torch.device(device_type), config.privacy.debug_seed)
         terms = {"trials": options.trials, "confidence": options.confidence}
         result = game_of(config, plan, root).play_all(**terms, delta=plan.settings.delta)
     else:
-        attacked = attack_texts(options, config, decide)
-        result = attacked.result
+        result = attack_texts(options, config, decide).result
     if dist.get_rank() == 0:
-        if attacked:
+        if not is_game:
             _publish(config.job.dump_folder, result)
         print(describe(result), end="", file=sys.stderr)
         if options.json:
@@ -210,8 +208,8 @@ def prepare_run(config: JobConfig, folder: str) -> None:
     config.metrics.enable_tensorboard = False
     config.metrics.enable_wandb = config.metrics.enable_mlflow = False
     config.profiling.enable_profiling = config.profiling.enable_memory_snapshot = False
-    loads = config.checkpoint.initial_load_path or config.checkpoint.initial_load_in_hf
-    config.checkpoint.enable = bool(loads)
+    initial = config.checkpoint.initial_load_path or config.checkpoint.initial_load_in_hf
+    config.checkpoint.enable = bool(initial)
     config.checkpoint.last_save_in_hf = False
 
 

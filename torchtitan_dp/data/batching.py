@@ -33,7 +33,7 @@ from torchtitan_dp.privacy.sampling import Choices, choices, deal, groups_of
 from torchtitan_dp.process import Fault
 
 NO_DRAW = 0  # the fingerprint where no step follows
-EVER_SAME = bytes(32)  # a key for the same records and windows each time, to compare losses
+FIXED_KEY = bytes(32)  # a key for the same records and windows each time, to compare losses
 
 
 class Window(NamedTuple):
@@ -41,9 +41,9 @@ class Window(NamedTuple):
 
     tokens_BT: torch.Tensor  # int64
     labels_BT: torch.Tensor  # int64, shifted
-    share_B: torch.Tensor | None  # fp32: of the unit's mean, 1 / its windows; None: it has one
+    share_B: torch.Tensor | None  # fp32: 1 / the unit's windows that have a target; None if K is 1
 
-    def of_mean(self, loss_B: torch.Tensor) -> torch.Tensor:
+    def scale_losses(self, loss_B: torch.Tensor) -> torch.Tensor:
         """Scale these windows' losses, so that a unit's add up to their mean."""
         return loss_B if self.share_B is None else loss_B * self.share_B
 
@@ -81,7 +81,7 @@ class Draw(NamedTuple):
     """The units that one step draws, the same on all ranks."""
 
     positions: np.ndarray  # int64 (n,), in the loader's `units`
-    key: bytes = EVER_SAME  # 32 bytes, for the choice of records and windows
+    key: bytes = FIXED_KEY  # 32 bytes, for the choice of records and windows
 
     def fingerprint(self) -> int:
         """Hash the draw to 62 bits, under its key, so that equal draws of two steps differ. SECRET:
@@ -90,8 +90,8 @@ class Draw(NamedTuple):
         return int.from_bytes(hashed.digest(), "little") >> 2
 
 
-class Dealt(NamedTuple):
-    """One microbatch of one rank: its padded length, and its units."""
+class DealtMicrobatch(NamedTuple):
+    """One microbatch of one rank, before it is read: its padded length, and its units."""
 
     length: int
     slots: np.ndarray  # int64 (B K,): in the loader's `units`, each K times in a row; -1: padding
@@ -101,7 +101,7 @@ class Dealt(NamedTuple):
 class RecordLoader:
     """Samples of the training units, for one data-parallel rank.
 
-    Stateless: each step's units are drawn afresh from secrets, so that a checkpoint contains none.
+    Stateless: each step's units are drawn afresh, from keys that no checkpoint contains.
     """
 
     samples: Samples
@@ -112,8 +112,8 @@ class RecordLoader:
     batch_size: int  # B, units in a microbatch
     windows: int = 1  # K, samples of each unit
     fingerprint: str = ""  # hash of the data and its split; private
-    settings: Mapping[str, object] = field(default_factory=dict)  # that it depends on, by key
-    describe: Callable[[], Sequence[str]] = list  # writes lines about the records; private
+    settings: Mapping[str, object] = field(default_factory=dict)  # in the fingerprint, by key
+    describe: Callable[[], Sequence[str]] = list  # lines about the records; private
     shuffle_seed: int = 0  # for the baseline without privacy
     secure_draws: bool = False  # whether choices are from a cryptographic generator
     _groups: dict[int, list[np.ndarray]] = field(default_factory=dict, init=False)
@@ -140,7 +140,7 @@ class RecordLoader:
         is_needed = self.samples.is_random and position >= 0
         return choices(key, int(position), secure=self.secure_draws) if is_needed else None
 
-    def deal(self, draw: Draw, ladder: tuple[int, ...]) -> list[Dealt]:
+    def deal(self, draw: Draw, ladder: tuple[int, ...]) -> list[DealtMicrobatch]:
         """Return this rank's microbatches of a draw, padded to lengths of a rising ladder.
 
         Every rank gets as many microbatches of the same lengths in the same order, filled up with
@@ -151,10 +151,10 @@ class RecordLoader:
         terms = {"ranks": self.ranks, "rank": self.rank, "batch_size": self.batch_size}
         for length in np.unique(lengths)[::-1]:
             for slots in deal(draw.positions[lengths == length], **terms):
-                dealt.append(Dealt(int(length), np.repeat(slots, self.windows)))
+                dealt.append(DealtMicrobatch(int(length), np.repeat(slots, self.windows)))
         return dealt
 
-    def microbatch(self, dealt: Dealt, key: bytes = EVER_SAME) -> Microbatch:
+    def microbatch(self, dealt: DealtMicrobatch, key: bytes = FIXED_KEY) -> Microbatch:
         """Make a microbatch on the CPU, with the step's key; raise OSError if the disk failed."""
         rngs = [self.rng(key, slot) for slot in dealt.slots]
         units = np.where(dealt.slots >= 0, self.units[dealt.slots], -1)
@@ -196,10 +196,10 @@ class Feed:
     def padding(self, length: int) -> Microbatch:
         """Make a microbatch of padding, without reading a record."""
         slots = np.full(self.loader.batch_size * self.loader.windows, -1)
-        return self._on_device(self.loader.microbatch(Dealt(length, slots)))
+        return self._on_device(self.loader.microbatch(DealtMicrobatch(length, slots)))
 
     def microbatches(self, draw: Draw, following: Draw | None = None) -> Iterator[Microbatch]:
-        """Yield this rank's share of a draw: of the previous step's `following`, if there was one.
+        """Yield this rank's share of `draw`: the previous call's `following`, where it had one.
 
         Collective, on every rank alike, over the world: three numbers (`require_same_step`) before
         the last microbatch is yielded, and before the first of a draw that was no `following`.
@@ -210,12 +210,12 @@ class Feed:
         for dealt in every[:-1]:
             yield self._made(dealt, draw.key)
         last = [self._made(dealt, draw.key) for dealt in every[-1:]]
-        drawn = NO_DRAW if following is None else following.fingerprint()
-        require_same_step(self._failure, drawn, self.device)
+        fingerprint = NO_DRAW if following is None else following.fingerprint()
+        require_same_step(self._failure, fingerprint, self.device)
         self._agreed = following
         yield from last
 
-    def _made(self, dealt: Dealt, key: bytes) -> Microbatch:
+    def _made(self, dealt: DealtMicrobatch, key: bytes) -> Microbatch:
         try:
             return self._on_device(self.loader.microbatch(dealt, key))
         except OSError as error:
@@ -230,19 +230,19 @@ class Feed:
         return Microbatch._make([*copies, made.positions_B])
 
 
-def require_same_step(failure: BaseException | None, drawn: int, device: torch.device) -> None:
+def require_same_step(failure: OSError | None, fingerprint: int, device: torch.device) -> None:
     """Refuse the step on all ranks, by Fault, if one of them failed to read a sample, or if they
-    drew different units for the next one: `drawn` is its `Draw.fingerprint` (SECRET), or `NO_DRAW`.
+    drew different units for the next one, by its `Draw.fingerprint` (SECRET), or `NO_DRAW`.
 
     Collective: an all-reduce of three int64 over the world, if there is a process group; read at
     once, since the sizes of the next collectives depend on the draw.
 
     Guarantee:
-        If no rank raises, all hold the same draw (different ones pass with probability 2^-62), each
-        of whose units is dealt out once: numpy's binomial, whose logarithms are each machine's own
-        libm's, need not be equal. Exact: the largest must equal minus the largest negated one.
+        If no rank raises, all hold the same draw, each of whose units is dealt out once. (Different
+        ones pass with probability 2^-62. They occur: numpy's binomial uses each machine's libm.)
     """
-    mine = torch.tensor([failure is not None, drawn, -drawn], dtype=torch.int64, device=device)
+    numbers = [failure is not None, fingerprint, -fingerprint]
+    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
     if dist.is_initialized():
         dist.all_reduce(mine, op=dist.ReduceOp.MAX)
     failed, highest, negated_lowest = mine.tolist()
@@ -253,7 +253,7 @@ def require_same_step(failure: BaseException | None, drawn: int, device: torch.d
         raise Fault(f"a sample could not be read (not private: {reason})") from failure
     if failed:
         raise Fault("a sample could not be read on another rank, whose own line says why")
-    if highest != -negated_lowest:
+    if highest != -negated_lowest:  # exact: integers
         raise Fault(
             "the ranks drew different units from one key, so their machines compute random numbers "
             "differently (another CPU, libm or numpy), and the step was not taken: train on "

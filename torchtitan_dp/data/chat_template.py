@@ -1,4 +1,4 @@
-"""A tokenizer's own chat template: from messages to text, and which of it the assistant wrote.
+"""A tokenizer's own chat template: from messages to text, and which parts the assistant wrote.
 
 The template, public like its tokenizer, is rendered in jinja2's sandbox with the names that Hugging
 Face's `apply_chat_template` gives it, but for the clock (`strftime_now`), chance (`random`,
@@ -48,7 +48,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, marks: Mapping[str, str]) -> None:
         """Compile Jinja, with `marks`: names of special tokens (`bos_token`, …) and their texts;
-        raise ValueError, for the end of a message that names the file."""
+        raise ValueError, whose text ends a message that names the file."""
         blocks = {"trim_blocks": True, "lstrip_blocks": True}
         extensions = [_Generation, "jinja2.ext.loopcontrols"]
         environment = ImmutableSandboxedEnvironment(**blocks, extensions=extensions)
@@ -67,10 +67,10 @@ class ChatTemplate:
         self.trial = self._try_out()  # pieces of a conversation that is no record
 
     def write(self, messages: Sequence[Message]) -> list[Piece] | None:
-        """Write a conversation whose last turn is the assistant's, in parts that are its or not.
+        """Write a conversation whose last turn is the assistant's, split into its text and others'.
 
-        A template without marks is rendered for each turn anew, until `MOST_COST` is spent. None if
-        it refuses the conversation or turns cannot be separated, whatever messages have.
+        A template without marks is rendered for each turn anew, until `MOST_COST` is spent. Returns
+        None, whatever the messages are, if it refuses them, or turns cannot be separated.
         """
         if any(_EITHER.search(message["role"] + message["content"]) for message in messages):
             return None
@@ -101,8 +101,8 @@ class ChatTemplate:
             after = self._render(messages[:end])
             if not (before.startswith(done) and after.startswith(before)):
                 return None
+            # An answer is what follows its opening. An empty one would teach to say nothing.
             pieces.append(Piece(before[len(done) :], False))
-            # An empty answer would teach to say nothing.
             pieces.append(Piece(after[len(before) :], message["content"].strip() != ""))
             done = after
             cost += _cost(before, messages[: end - 1]) + _cost(after, messages[:end])

@@ -42,14 +42,15 @@ def listed(names: Iterable[str]) -> str:
 class Lack(NamedTuple):
     """Why records have nothing to learn. PRIVATE, for their owner: it names what they have."""
 
-    setting: str  # that does not fit them
-    what: str  # they are or have, in the plural
-    remedy: str = ""  # empty: that of the format (`Format.explain`)
-    they: str = ""  # a phrase for what the names are of
-    names: tuple[str, ...] = ()  # of fields, roles or types that they have instead
-    is_undecodable: bool = True  # or else readable, and without an answer
-    file: str = ""  # of one of these records
-    number: int = 0  # of them
+    # As "7 have no text there (data.text_field = 'body': they hold a number)":
+    setting: str  # data.text_field = 'body'
+    what: str  # have no text there
+    remedy: str = ""  # name the JSON field with it; empty: the format's (`Format.explain`)
+    they: str = ""  # they hold
+    names: tuple[str, ...] = ()  # a number; fields, roles or types of these records
+    is_undecodable: bool = True  # false: readable, but nothing to learn
+    file: str = ""  # one that has such a record
+    number: int = 0  # 7
 
     def explain(self) -> str:
         """Describe them, with the setting."""

@@ -48,27 +48,27 @@ class Records:
     def open(
         cls,
         source: Source,
-        place: str | None = None,
+        data_store: str | None = None,
         *,
         heldout_fraction: float = 0.0,
         needs_heldout: bool = False,  # none held out is an error; a warning if number_is_secret
         number_is_secret: bool = False,  # neighbours differ in it: a public privacy.sample_rate
         in_groups: bool = False,  # units take turns, by a hash of their names
     ) -> "Records":
-        """Tokenize records unless that was done, in `data.store`, and hold some units out, by a
-        hash of their names. Raises ValueError, one line, also if there is nothing to train on."""
+        """Open the records' tokens in `data.store`, made first if they are missing, and hold some
+        units out, by a hash of their names. Raises ValueError, one line, also if none is left."""
         if not source.path:
             remedy = "give a file, a directory or a glob ('python-stdlib' to try)"
             raise ValueError(f"training.dataset_path is not set: {remedy}")
         if number_is_secret and source.unit_field is None and source.facts.named_by_position:
             _refuse_names_by_position(source, heldout_fraction, in_groups)
-        store = prepared(source, place)
-        lack = _require_units(source, store)
+        store = prepared(source, data_store)
+        unnamed = _require_units(source, store)
         train, heldout = split(store.units.hashes, heldout_fraction)
         warnings = []
         if store.facts["unnamed"]:
             warnings.append(
-                f"{lack}: each is a unit of its own that contributes nothing, and counts in the "
+                f"{unnamed}: each is a unit of its own that contributes nothing, and counts in the "
                 f"number of units, so that q and the delta check are against {len(train)} units"
             )
         if needs_heldout and len(heldout) == 0:
@@ -94,8 +94,8 @@ class Records:
         return cls(source, store, train, heldout, fingerprint, settings, tuple(warnings))
 
     @classmethod
-    def of_number(cls, source: Source, count: int, heldout_fraction: float) -> "Records":
-        """Return the data of so many units, for a plan before there are any: all are empty."""
+    def empty(cls, source: Source, count: int, heldout_fraction: float) -> "Records":
+        """Return `count` units without tokens, for a plan before there are records."""
         hashes = np.arange(count, dtype=np.uint64) * np.uint64((2**64 - 1) // max(count, 1))
         nothing, places = np.zeros(count, dtype=np.int64), np.arange(count + 1)
         units = Units(places[:-1], places, hashes)
@@ -104,14 +104,14 @@ class Records:
 
     def check_targets(self, samples: Samples) -> tuple[str, ...]:
         """Describe units whose samples have no target, NOT PRIVATE; ValueError if no unit has."""
-        learned, name = samples.learned(self.train), word(self.source.unit_field)
-        lacks = self._lacks(self.train[~learned])
-        if not learned.any():
+        has_target, name = samples.has_target(self.train), word(self.source.unit_field)
+        lacks = self._lacks(self.train[~has_target])
+        if not has_target.any():
             raise ValueError(self._refusal(lacks, samples.seq_len))
-        if learned.all():
+        if has_target.all():
             return ()
         why = f" (records: {'; '.join(lack.explain() for lack in lacks)})" if lacks else ""
-        some = f"{int((~learned).sum()):,} of {len(self.train):,} {name}s"
+        some = f"{int((~has_target).sum()):,} of {len(self.train):,} {name}s"
         return (f"{some} have no target and contribute nothing{why}",)
 
     def _refusal(self, lacks: list[Lack], seq_len: int) -> str:
@@ -154,7 +154,7 @@ class Records:
             "train_units": len(self.train),
             "heldout_units": len(self.heldout),
             "undecodable_records": self.undecodable(),
-            "empty_units": int((~samples.learned(self.train)).sum()),
+            "empty_units": int((~samples.has_target(self.train)).sum()),
             "tokens": int(tokens_N.sum()),
             "tokens_quantiles": {str(q): int(np.percentile(tokens_N, q)) for q in _QUANTILES},
             "seq_len": samples.seq_len,

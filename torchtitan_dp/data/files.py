@@ -45,8 +45,8 @@ def locate(
 ) -> tuple[str, list[str]]:
     """Find the files that a path names: a root, and their sorted names below it.
 
-    It is a file, a glob, a folder, of which files match a pattern `below` it, or, `has_stdlib`,
-    Python's own sources. Raises ValueError, one line, if there is no such place.
+    A path is a file, a glob, a folder (its files that match a pattern of `below`) or, with
+    `has_stdlib`, Python's own sources. Raises ValueError, one line, if there is no such path.
     """
     if has_stdlib and path == PYTHON_STDLIB:
         root = sysconfig.get_path("stdlib")
@@ -74,11 +74,11 @@ def _walk(root: str, patterns: Sequence[str], skipped: Sequence[str] = ()) -> li
     names: dict[tuple[int, int], tuple[bool, bytes]] = {}  # of each file, its best one
     while waiting:
         is_linked, folder = heapq.heappop(waiting)
-        place = os.path.join(os.fsencode(root), folder)
-        if (identity := _identity(os.stat(place))) in entered:
+        path = os.path.join(os.fsencode(root), folder)
+        if (identity := _identity(os.stat(path))) in entered:
             continue
         entered.add(identity)
-        for entry in os.scandir(place):
+        for entry in os.scandir(path):
             name, below = os.fsdecode(entry.name), os.path.join(folder, entry.name)
             if name.startswith(".") or name.endswith(".pyc") or name in ("__pycache__", *skipped):
                 continue
@@ -108,6 +108,6 @@ def _matches(parts: list[str], patterns: Sequence[str]) -> bool:
 
 
 def _may_hold(parts: list[str], patterns: Sequence[str]) -> bool:
-    """Check whether a match can lie in a folder, which a beginning of the pattern matches."""
+    """Check whether a match can lie in a folder: a beginning of the pattern matches it."""
     count = len(patterns) + (patterns[-1] == "**")
     return any(_matches(parts, patterns[:n]) for n in range(1, count))

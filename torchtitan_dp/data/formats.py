@@ -44,7 +44,7 @@ class Format:
     signs: tuple[Sign, ...] = ()  # of other formats
     fields: str | None = None  # a phrase for named fields; without any, only folders are units
     columns: Callable[[str], Columns] | None = None  # of all rows; ValueError for a damaged file
-    named_by_position: bool = True  # whether a record's name, and its side, depend on other records
+    named_by_position: bool = True  # whether names, and so who is held out, depend on other records
     has_lists: bool = True  # whether a field may be a list, as of messages
 
     def check(self, path: str, keys: Mapping[str, str]) -> None:
@@ -121,7 +121,7 @@ def _parsed(line: bytes) -> Fields | None:
 
 def csv_rows(path: str, fields: Sequence[str]) -> Iterator[Fields | None]:
     """Yield the rows behind the first, which names the columns, as texts; None for a row with
-    another number of values. What is not UTF-8 cannot be encoded. ValueError for an open quote."""
+    another number of values. Bytes other than UTF-8 are surrogates. ValueError: an open quote."""
     csv.field_size_limit(sys.maxsize)
     size = 0  # of the row that is being read
 
@@ -141,9 +141,9 @@ def csv_rows(path: str, fields: Sequence[str]) -> Iterator[Fields | None]:
                 yield dict(zip(names, values, strict=True)) if fits else None
                 size = 0
         except csv.Error as error:
-            place = f"training.dataset_path: {path}, line {rows.line_num} (not private)"
+            where = f"training.dataset_path: {path}, line {rows.line_num} (not private)"
             remedy = "write it again, with each text in quotes and quotes in it doubled"
-            raise ValueError(f"{place}: {error}; {remedy}") from None
+            raise ValueError(f"{where}: {error}; {remedy}") from None
 
 
 def csv_columns(path: str) -> Columns:

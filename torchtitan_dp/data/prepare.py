@@ -1,7 +1,7 @@
 """One pass over the files of a data set: each record is tokenized once, into a store.
 
 Guarantee:
-    A record's ids, its unit, and the reason why it has none are a function of that record, its
+    A record's ids or the reason why it has none, and its unit, are a function of that record, its
     file's name and its row's number alone (`formats`, `reading`); each row has its place in the
     store (hazard row 42). No record's content stops the pass; how long it takes, and how much room,
     follow from all of them, and are not private.
@@ -58,7 +58,7 @@ class Source:
 
     @property
     def terms(self) -> dict[str, object]:
-        """What ids and units depend on besides the files."""
+        """The terms, besides the files, that decide ids and units."""
         template = self.reading.template.identity if self.reading.template else ""
         read = {"format": self.format, "fields": self.reading.keys, "unit_field": self.unit_field}
         return {**read, "tokenizer": self.tokenizer.identity, "template": template}
@@ -86,31 +86,31 @@ class Source:
                 raise ValueError(f"{key} = {name!r}: {mistake}")
 
 
-def prepared(source: Source, place: str | None = None) -> Store:
+def prepared(source: Source, data_store: str | None = None) -> Store:
     """Open the store of a source in `data.store`, written unless there is one that fits.
 
     Raises ValueError, one line: an unknown format, a field that it has not, a path that is missing
-    or without records, files that fail or change meanwhile, a place that fails or has no room.
+    or without records, files that fail or change meanwhile, a folder that fails or has no room.
     """
     source.check()
-    folder = stores.private_folder(place)
+    folder = stores.private_folder(data_store)
     try:
         facts = source.facts
         files = list_files(*locate(source.path, facts.below, has_stdlib=not facts.fields))
         if not files.names:
             raise _no_record(source)
         target = os.path.join(folder, stores.key_of(files, source.terms))
-        if (store := stores.seen(target, files)) is not None:
+        if (store := stores.load_if_seen(target, files)) is not None:
             return store
-        can_write = os.access(folder, os.W_OK)  # or else a store may serve that is there
-        with stores.alone(target) if can_write else contextlib.nullcontext():
-            if (store := _kept(target, files, source)) is None:
+        can_write = os.access(folder, os.W_OK)  # if not, a store that is there may do
+        with stores.writing_lock(target) if can_write else contextlib.nullcontext():
+            if (store := _reusable_store(target, files, source)) is None:
                 if not can_write:
                     raise OSError(errno.EROFS, os.strerror(errno.EROFS), folder)
                 for path in files.paths:  # those of a store that is there were checked
                     facts.check(path, source.keys)
                 _require_room(folder, files, source)
-                stores.write(target, lambda place: _make(place, files, source))
+                stores.write(target, lambda temporary: _make(temporary, files, source))
                 store = stores.load(target)
                 assert store is not None, "a store that was just written is whole"
             stores.mark_seen(store, files)
@@ -128,9 +128,9 @@ def _no_record(source: Source) -> ValueError:
     return ValueError(f"{none} {source.facts.found_in} ({globs})")
 
 
-def _kept(target: str, files: Files, source: Source) -> Store | None:
+def _reusable_store(target: str, files: Files, source: Source) -> Store | None:
     """Return a store that is there, if it is whole and of these files; else None."""
-    if (store := stores.seen(target, files)) is not None:  # of a process that was waited for
+    if (store := stores.load_if_seen(target, files)) is not None:  # of a process just waited for
         return store
     store, terms = stores.load(target), json.loads(json.dumps(source.terms))
     if store is None or store.facts["terms"] != terms or not stores.is_intact(store):
@@ -146,9 +146,9 @@ def _kept(target: str, files: Files, source: Source) -> Store | None:
 
 
 def _require_room(folder: str, files: Files, source: Source) -> None:
-    """Announce what will be written; refuse a disk that is too small, and a place of records."""
+    """Announce what will be written; refuse a disk that is too small, and a folder of records."""
     below = os.path.relpath(os.path.realpath(folder), files.root).split(os.sep)
-    is_hidden = any(part.startswith(".") for part in below)  # as "..": outside
+    is_hidden = any(part.startswith(".") for part in below)  # also by "..", which leads outside
     if not (source.facts.fields or is_hidden or os.path.isfile(os.path.expanduser(source.path))):
         lies = f"{folder!r} lies within training.dataset_path = {source.path!r}"
         raise ValueError(f"data.store: {lies}, whose files are records; name a folder elsewhere")
@@ -170,7 +170,7 @@ def _rows_bytes(files: Files) -> int:
 
 
 def _make(folder: str, files: Files, source: Source) -> tuple[bytes, dict[str, Any]]:
-    """Write the tokens of all records, of files that do not change meanwhile."""
+    """Write the tokens of all records; refuse files that change meanwhile."""
     with open(os.path.join(folder, stores.TOKENS), "xb", opener=stores.private) as output:
         made = _tokenize(output, files, source)
     now = list_files(files.root, files.names).stamps
@@ -187,13 +187,13 @@ class _Row(NamedTuple):
     path: str
     unit: bytes  # hash
     has_unit: bool  # or else it is one by itself that contributes nothing
-    pieces: Sequence[Piece] = (Piece("", False),)  # a text, lest many rows without one wait
+    pieces: Sequence[Piece] = (Piece("", False),)  # not empty, which bounds a batch's rows
     lack: Lack | None = None  # why it has no text
 
 
 def _tokenize(output: IO[bytes], files: Files, source: Source) -> tuple[bytes, dict[str, Any]]:
     """Tokenize all records, and return the arrays and facts of their store."""
-    put = Assembler(source.tokenizer, source.reading)
+    assembler = Assembler(source.tokenizer, source.reading)
     ends, firsts, reasons, hashes = array("q", [0]), array("q"), bytearray(), bytearray()
     lacks: dict[Lack, Lack] = {}  # by what does not differ between their records
     contents: list[str] = []
@@ -202,10 +202,10 @@ def _tokenize(output: IO[bytes], files: Files, source: Source) -> tuple[bytes, d
     encoded = _ids(source.tokenizer, (piece.text for row in ahead for piece in row.pieces))
     for row in rows:
         ids_of = [next(encoded) for _ in row.pieces]
-        found = row.lack or put.record(row.pieces, ids_of)
-        ids, first = (put.between[:0], 0) if isinstance(found, Lack) else found
+        found = row.lack or assembler.record(row.pieces, ids_of)
+        ids, first = (assembler.between[:0], 0) if isinstance(found, Lack) else found
         output.write(ids.astype(source.dtype).data)
-        reasons.append(_count(lacks, found, row.path) if isinstance(found, Lack) else 0)
+        reasons.append(_count_by_reason(lacks, found, row.path) if isinstance(found, Lack) else 0)
         firsts.append(first)
         ends.append(ends[-1] + len(ids))
         hashes.extend(row.unit)
@@ -222,14 +222,14 @@ def _tokenize(output: IO[bytes], files: Files, source: Source) -> tuple[bytes, d
         "units": len(units),
         "unnamed": unnamed,
         "dtype": source.dtype.str,
-        "between": len(put.between),
+        "between": len(assembler.between),
         "contents": stores.contents_hash(contents),
         "lacks": [lack._asdict() for lack in lacks.values()],
     }
 
 
-def _count(lacks: dict[Lack, Lack], lack: Lack, path: str) -> int:
-    """Count a record that has nothing to learn, and return the number of the reason."""
+def _count_by_reason(lacks: dict[Lack, Lack], lack: Lack, path: str) -> int:
+    """Count a record that has nothing to learn, and return 1 + the index of its reason."""
     kind = lack._replace(names=())
     known = lacks.get(kind, kind._replace(file=path))
     names = dict.fromkeys([*known.names, *(name[:MOST_CHARACTERS] for name in lack.names)])
@@ -260,7 +260,7 @@ def _batch(texts: Iterator[str]) -> list[str]:
 
 
 def _rows(files: Files, source: Source, hashes: list[str]) -> Iterator[_Row]:
-    """Yield the records of all files, each of which is hashed before."""
+    """Yield the records of all files; hash each file before its records."""
     facts, by = source.facts, source.unit_field
     broken = Lack("training.dataset_path", f"are no {facts.content}s")
     what = "have no usable one" if facts.fields else "lie in no folder of training.dataset_path"
@@ -268,7 +268,7 @@ def _rows(files: Files, source: Source, hashes: list[str]) -> Iterator[_Row]:
     progress = Progress("tokenizing training.dataset_path", _rows_bytes(files))
     for name, path in zip(files.names, files.paths, strict=True):
         hashes.append(stores.file_hash(path, skip_unreadable=not facts.fields))
-        for number, fields in enumerate(_named(path, facts.rows(path, [*source.keys])), start=1):
+        for number, fields in enumerate(_naming_file(path, facts.rows(path, [*source.keys])), 1):
             record = f"{name}:{number}" if facts.fields else name
             found: list[Piece] | Lack = broken
             if fields is not None:
@@ -290,7 +290,7 @@ def _rows(files: Files, source: Source, hashes: list[str]) -> Iterator[_Row]:
     progress.end()
 
 
-def _named(path: str, rows: Iterator[Fields | None]) -> Iterator[Fields | None]:
+def _naming_file(path: str, rows: Iterator[Fields | None]) -> Iterator[Fields | None]:
     """Name the file in the error of one that ends early, or cannot be read."""
     from pyarrow import ArrowException
 

@@ -1,4 +1,4 @@
-"""What of a record the model learns to write: all of its text, or answers alone.
+"""The parts of a record that the model learns to write: all of its text, or answers alone.
 
 Answers stand beside a prompt (`data.prompt_field`) or are the assistant's turns of a chat.
 
@@ -25,7 +25,6 @@ from torchtitan_dp.data.tokenizer import TOKENIZER, Tokenizer, text_of
 
 MOST_PART = 2**18  # characters that are tokenized in one piece
 
-
 REFUSED = Lack(
     "training.dataset_path",
     "are refused by the chat template or the tokenizer of model.hf_assets_path",
@@ -50,8 +49,8 @@ def _misfit(key: str, field: str, fields: Fields, word: str, instead: str) -> La
 
 @dataclass(frozen=True)
 class Reading:
-    """How a text is read, all of which is learned; or an answer behind its prompt; or a chat, a
-    list of `{"role": …, "content": …}`, by a template."""
+    """How records are read: a text, all of which is learned; an answer behind its prompt; or, by a
+    template, a chat, a list of `{"role": …, "content": …}`."""
 
     text_field: str = "text"
     prompt_field: str | None = None
@@ -72,7 +71,7 @@ class Reading:
         return {self.text_field: "data.text_field", **prompt}
 
     def pieces(self, fields: Fields, word: str) -> list[Piece] | Lack:
-        """Return the parts of a record's text, or why it has none; `word` is for a field."""
+        """Return the parts of a record's text, or why it has none; `word` names a field."""
         if self.template is not None:
             return self._turns(self.template, fields, word)
         parts = []
@@ -154,7 +153,7 @@ def _kind_of(value: object) -> str:
 
 
 class Assembler:
-    """Puts the ids of a record together from those of its pieces. Those that are no targets are
+    """Puts the ids of a record together from those of its pieces. Ids that are no targets are
     stored as their bitwise complement, which is negative."""
 
     def __init__(self, tokenizer: Tokenizer, how: Reading) -> None:
@@ -171,8 +170,8 @@ class Assembler:
     def record(
         self, pieces: Sequence[Piece], encoded: Sequence[np.ndarray | None]
     ) -> tuple[np.ndarray, int] | Lack:
-        """Put ids of pieces, None where the tokenizer refused one, together behind `between`; find
-        the first target that is not the first id, counted without those; 0 if there is none."""
+        """Put a record's ids together behind `between`; None is a piece that the tokenizer refused.
+        Return also the index of the first target after the first id, without `between`, or 0."""
         found = []
         for piece, ids in zip(pieces, encoded, strict=True):
             if ids is None:

@@ -44,8 +44,8 @@ class Samples:
         assert not (self.window and self.has_answers)
         self.units, self.is_random = self.store.units, self.one_record or self.window
         self._between, limit = self.store.between, self.seq_len + 1
-        # Of each record's ids a sample may take those from a cut on; they are in the row of all
-        # units' records, where they end.
+        # By place (`Units.places`): where the ids that samples take of a record begin in it, and
+        # where they end, if those of all records lie in a row.
         lengths = self.store.lengths()[self.units.members]
         self._cuts = np.zeros_like(lengths)
         if self.has_answers:
@@ -55,17 +55,17 @@ class Samples:
             lengths = np.minimum(lengths, limit + self._between)
         self._ends = np.concatenate([[0], np.cumsum(lengths)])
 
-    def learned(self, units: np.ndarray) -> np.ndarray:
+    def has_target(self, units: np.ndarray) -> np.ndarray:
         """Return which units have a target: bool, like `units`. Nothing predicts the first id."""
         starts, ends, begins = self.units.starts, self._ends[1:], self._ends[:-1]
         first = begins if self.one_record else np.repeat(begins[starts[:-1]], np.diff(starts))
-        # Places among the ids of a sample: of each record's last id, or of its first target.
-        places = ends - 1 - first - self._between
+        # Indices in the ids of a sample: of each record's last id, or of its first target.
+        indices = ends - 1 - first - self._between
         if self.has_answers:
             targets = self.store.firsts[self.units.members] - self._cuts
-            places = np.where(ends > begins, begins - first + targets, 0)
-            places[places > self.seq_len] = 0
-        return np.logical_or.reduceat(places > 0, starts[:-1])[units]
+            indices = np.where(ends > begins, begins - first + targets, 0)
+            indices[indices > self.seq_len] = 0
+        return np.logical_or.reduceat(indices > 0, starts[:-1])[units]
 
     def tokens(self, unit: int, rng: Choices | None = None, windows: int = 1) -> int:
         """Count the tokens of the longest of a unit's samples (`ids`), without padding."""
@@ -78,9 +78,9 @@ class Samples:
         """Read the ids of one sample, int64, at most seq_len + 1; those that are no targets as
         their complement. Raises OSError if the disk failed.
 
-        Unit -1 is padding, without ids. `rng`, of this unit and this draw, like new, is needed if
-        `is_random`. The unit's `windows` of one long text begin in different ones of as many equal
-        parts of it; the last have no ids for a text that fits one sample, and for too few records.
+        Unit -1 is padding, without ids. `rng`, a fresh generator of this unit and draw, is needed
+        if `is_random`. The `windows` of a long text begin in different ones of as many equal parts
+        of it. A text that fits one sample, or too few records, leave later windows without ids.
         """
         if unit == -1:
             return NOTHING
@@ -92,12 +92,12 @@ class Samples:
         if not self.window or length < limit:
             return self._read(places, 0) if self.one_record or window == 0 else NOTHING
         assert rng is not None
-        place = float(rng.random(windows)[window])
+        share = float(rng.random(windows)[window])
         if not self.one_record:
-            place = (window + place) / windows
+            share = (window + share) / windows
         # From a window before the first id to the last, and then moved inside: ids near both ends
         # are taken up to twice as often as others, none never.
-        start = int(place * (length + limit)) - limit
+        start = int(share * (length + limit)) - limit
         return self._read(places, min(max(start, 0), length - limit))
 
     def _chosen(self, unit: int, rng: Choices | None, windows: int) -> list[range]:

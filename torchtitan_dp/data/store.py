@@ -4,13 +4,13 @@ A store is a folder with `tokens` (the ids of all records, one after the other; 
 targets as their bitwise complement, which is negative), `arrays` (where each record ends, and its
 unit), `facts.json` (what was tokenized and how, and hashes of the other two), and `seen`, names of
 machines and files that it was compared with. Its name follows from format, fields, tokenizer,
-template, and the files' relative names and sizes, so that runs and nodes share it, and copies.
+template, and the files' relative names and sizes, so that runs, nodes and copies share it.
 
 Guarantee:
     A store that is opened has the tokens that `prepare` makes of the files as they are: both are
     compared by hash when a machine opens it for the first time, and once a size, a time or an inode
     of them differs (not after a failing disk's change, which keeps all three). Folders are 0700 and
-    files 0600. It is written under another name and renamed, by one process at a time.
+    files 0600. A store is written under another name and renamed, by one process at a time.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from torchtitan_dp.data.units import Units
 
 VERSION = 2  # of the form of the files and of how rows become ids: another is another store
 TOKENS, ARRAYS, FACTS, SEEN = "tokens", "arrays", "facts.json", "seen"
-RECORD_BYTES = 41  # of `arrays`, for each
+RECORD_BYTES = 41  # of `arrays`, for each record
 _FACTS = {"terms", "path", "records", "units", "unnamed", "dtype", "between", "contents", "lacks"}
 
 
@@ -47,11 +47,11 @@ class Store:
 
     folder: str
     ends: np.ndarray  # int64 (records,): where each record's ids end in `tokens`
-    firsts: np.ndarray  # int64 (records,): the place of its first target behind its first id
+    firsts: np.ndarray  # int64 (records,): the index of its first target after its first id
     reasons: np.ndarray  # uint8 (records,): 1 + the index in `facts["lacks"]`; 0 if it has ids
     units: Units
     facts: Mapping[str, Any]
-    between: int = 0  # ids that stand before each record, between it and one before it
+    between: int = 0  # how many ids separate records; they are stored before each
     fingerprint: str = ""  # a hash of all tokens, and of the units that they are of
     contents: str = ""  # a hash of the contents of the files that were tokenized
     handle: int = -1  # of the open `tokens`: a store that takes this one's place has another file
@@ -89,12 +89,12 @@ def key_of(files: Files, terms: Mapping[str, object]) -> str:
     return hashed.hexdigest()[:32]
 
 
-def private_folder(place: str | None) -> str:
+def private_folder(data_store: str | None) -> str:
     """Create the folder of all stores, mode 0700: `data.store`, by default in $XDG_CACHE_HOME or
     ~/.cache. Raises ValueError, one line, if it cannot be written."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     default = os.path.join(cache, "torchtitan_dp", "prepared")
-    folder = os.path.abspath(default if place is None else os.path.expanduser(place))
+    folder = os.path.abspath(default if data_store is None else os.path.expanduser(data_store))
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)  # the mode is of the last one alone
         os.listdir(folder)
@@ -102,19 +102,19 @@ def private_folder(place: str | None) -> str:
     except OSError as error:
         cannot = "the tokens of training.dataset_path cannot be written to"
         why = f"{cannot} {folder!r} ({error.strerror}); name a folder that you can write"
-        raise ValueError(f"data.store = {place!r}: {why}") from error
+        raise ValueError(f"data.store = {data_store!r}: {why}") from error
 
 
 def load(folder: str) -> Store | None:
     """Open a store, unless there is none, or its arrays or facts are damaged."""
     with contextlib.ExitStack() as stack:
         try:
-            place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-            stack.callback(os.close, place)
-            if os.fstat(place).st_uid not in (os.geteuid(), 0):
+            directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            stack.callback(os.close, directory)
+            if os.fstat(directory).st_uid not in (os.geteuid(), 0):
                 return None  # planted by somebody else
-            # All are of one store, if another takes its place meanwhile.
-            opener = functools.partial(os.open, dir_fd=place)
+            # All three are one store's, even if another takes its place meanwhile.
+            opener = functools.partial(os.open, dir_fd=directory)
             names = TOKENS, ARRAYS, FACTS
             files = [stack.enter_context(open(name, "rb", opener=opener)) for name in names]
             data, facts = files[1].read(), json.load(files[2])
@@ -156,12 +156,12 @@ def is_intact(store: Store) -> bool:
 
 
 def write(folder: str, make: Callable[[str], tuple[bytes, dict[str, Any]]]) -> None:
-    """Write a store as a whole or not at all, by the one process that is `alone`.
+    """Write a store as a whole or not at all, by the process with the `writing_lock`.
 
     `make` writes `tokens` into a folder, and returns the arrays (`pack`) and facts of the store.
     """
-    beside, name = os.path.split(folder)
-    temporary = os.path.join(beside, f".{name}")
+    parent, name = os.path.split(folder)
+    temporary = os.path.join(parent, f".{name}")
     shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
     try:
         os.mkdir(temporary, mode=0o700)
@@ -211,7 +211,7 @@ def _blocks(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def file_hash(path: str, *, skip_unreadable: bool) -> str:
-    """Hash what a file has; one that cannot be read may stand for one without content."""
+    """Hash a file's content; "" for one that cannot be read, if it is to be skipped."""
     try:
         with open(path, "rb", buffering=0) as file:
             return _hash(_blocks(file), b"file")
@@ -227,13 +227,13 @@ def contents_hash(hashes: Iterable[str]) -> str:
 
 
 def _mark(store: Store, files: Files) -> str:
-    """Name a file that stands for these files and this store, as they are on this machine."""
+    """Return the path of the mark that this machine compared this store with these files."""
     # Two machines may share a store, and each have an image with the same inodes and times.
-    place = repr((platform.node(), files.root, store.stamps)).encode()
-    return os.path.join(store.folder, SEEN, _hash([place, *files.stamps]))
+    terms = repr((platform.node(), files.root, store.stamps)).encode()
+    return os.path.join(store.folder, SEEN, _hash([terms, *files.stamps]))
 
 
-def seen(folder: str, files: Files) -> Store | None:
+def load_if_seen(folder: str, files: Files) -> Store | None:
     """Open a store that this machine has compared with these files, as both are now."""
     store = load(folder)
     return store if store is not None and os.path.exists(_mark(store, files)) else None
@@ -246,8 +246,8 @@ def mark_seen(store: Store, files: Files) -> None:
 
 
 @contextlib.contextmanager
-def alone(folder: str) -> Iterator[None]:
-    """Keep other processes from writing a store; the kernel lets them if this one dies."""
+def writing_lock(folder: str) -> Iterator[None]:
+    """Keep other processes from writing a store; the kernel unlocks it if this one dies."""
     lock = filelock.FileLock(f"{folder}.lock", mode=0o600)
     try:
         lock.acquire(timeout=FIRST_LINE_S)
@@ -267,6 +267,6 @@ def names(folder: str) -> list[str]:
 
 def delete(folder: str) -> None:
     """Remove a store."""
-    beside, name = os.path.split(folder)
-    with alone(os.path.join(beside, name.lstrip("."))):  # not while it is written
-        shutil.rmtree(folder)  # a part of one is opened by nobody
+    parent, name = os.path.split(folder)
+    with writing_lock(os.path.join(parent, name.lstrip("."))):  # not while it is written
+        shutil.rmtree(folder)  # in any order: nobody opens a part of one

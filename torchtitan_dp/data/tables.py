@@ -26,8 +26,8 @@ _ERRORS = (OSError, ValueError, KeyError, OverflowError, RuntimeError, TypeError
 
 
 def parquet_rows(path: str, columns: Sequence[str]) -> Iterator[Fields | None]:
-    """Yield the rows of a Parquet file: as many are decoded at once as have room if all had the
-    largest value, since one that pages repeat as a number takes its whole size in each row."""
+    """Yield the rows of a Parquet file. As many are decoded at once as fit if each has the largest
+    value: a page may hold it once and repeat its number, but each row takes its whole size."""
     footer, starts = _read_footer(path), tuple(f"{name}." for name in columns)
     how: dict[str, Any] = {"binary_type": pa.large_binary(), "list_type": pa.LargeListType}
     with pq.ParquetFile(path, metadata=footer, buffer_size=2**20, **how) as file:
@@ -99,14 +99,14 @@ def _is_list(kind: Any) -> bool:
 
 
 def _is_message(kind: Any) -> bool:
-    """Return whether it is a struct, whose texts are not numbers of a dictionary."""
+    """Return whether it is a struct without fields that are encoded by a dictionary."""
     if not is_.is_struct(kind):
         return bool(is_.is_null(kind))
     return not any(is_.is_dictionary(kind.field(i).type) for i in range(kind.num_fields))
 
 
 def _rows_at_once(size: int) -> int:
-    """Choose how many rows to decode at once, of values that take `size` bytes, once each."""
+    """Choose how many rows to decode at once, if each takes `size` bytes at most."""
     return max(1, min(MOST_ROW_BYTES // max(size, 1), _MOST_ROWS))
 
 
@@ -142,7 +142,7 @@ def _values(column: Any) -> list[object]:
 
 
 def _is_whole(column: Any) -> bool:
-    """Return whether values, of a list its items, are UTF-8 and lie where their offsets lead."""
+    """Return whether values (a list's items) are UTF-8 and their offsets lead to them."""
     kind = column.type
     if is_.is_dictionary(kind):
         return False  # row by row, since other rows' values lie in one place

@@ -43,7 +43,7 @@ class ByteTokenizer:
 
 class HFTokenizer:
     """A tokenizer.json without its truncation, padding, dropout and special-token templates.
-    `identity` is what ids depend on besides the text, equal for equal tokenizers."""
+    `identity` names all that decides ids besides the text, equal for equal tokenizers."""
 
     def __init__(self, backend: tokenizers.Tokenizer, bos_id: int | None, eos_id: int | None):
         backend.no_truncation()  # both would otherwise hide the true length of a record
@@ -193,7 +193,7 @@ def read_settings(assets_path: str, name: str) -> dict[str, Any]:
 
 
 def read_text(assets_path: str, name: str) -> str | None:
-    """Read a file in the folder of a tokenizer; None if there is none, ValueError for another."""
+    """Read a file in the folder of a tokenizer; None if it is missing, ValueError if broken."""
     try:
         with open(os.path.join(assets_path, name), encoding="utf-8") as file:
             return file.read()

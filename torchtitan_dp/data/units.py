@@ -65,8 +65,8 @@ def singles(hashes_R2: np.ndarray) -> Units:
 def split(hashes: np.ndarray, heldout_fraction: float) -> tuple[np.ndarray, np.ndarray]:
     """Split units into those to train on and to hold out, two sorted int64 arrays of positions.
 
-    A unit's side depends on its name and the fraction alone: held out are hashes, uint64 (units,),
-    below it; a larger fraction holds out a superset. Raises ValueError if it leaves no unit.
+    It depends on a unit's name and the fraction alone: units whose `hashes`, uint64 (units,), are
+    below it are held out; a larger one holds out a superset. Raises ValueError if none is left.
     """
     mask = hashes < np.uint64(int(heldout_fraction * 2**64))
     if mask.all():

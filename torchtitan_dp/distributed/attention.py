@@ -191,8 +191,8 @@ def _ring(mesh: DeviceMesh, heads_apart: bool) -> Ring:
     if mesh.size() == 1:
         return Ring(*place, heads_apart, None, None)
     at_once = options.rotate_method == torch_ring._RotateMethod.ALL_GATHER
-    of_keys = (GatheredAtOnce if at_once else PassedAround)(group)
-    return Ring(*place, heads_apart, of_keys, PassedAround(group))
+    key_transport = (GatheredAtOnce if at_once else PassedAround)(group)
+    return Ring(*place, heads_apart, key_transport, PassedAround(group))
 
 
 def _on_ring(mesh: DeviceMesh, *local_tensors: Tensor) -> tuple[DTensor, ...]:

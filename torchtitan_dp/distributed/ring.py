@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_dp.collectives import Pending, gather, pass_on
+from torchtitan_dp.collectives import Pending, begin_all_gather, pass_on
 
 
 class PassedAround:
@@ -57,7 +57,7 @@ class GatheredAtOnce(PassedAround):
 
     def send(self, buffer: Tensor) -> None:
         if self._gathered is None:
-            self._gathered = gather(buffer, self._group)
+            self._gathered = begin_all_gather(buffer, self._group)
 
     def receive(self) -> Tensor:
         assert self._gathered is not None
@@ -107,10 +107,10 @@ class Ring:
     heads_apart: bool
     """Whether a kernel runs on one key head at a time."""
 
-    of_keys: PassedAround | None
+    key_transport: PassedAround | None
     """Passes on keys and values; None in a ring of one rank."""
 
-    of_gradients: PassedAround | None
+    gradient_transport: PassedAround | None
     """Passes on the gradients of keys and values; None in a ring of one rank."""
 
     def block(self, step: int, tokens: int, is_causal: bool) -> Block | None:
@@ -152,7 +152,7 @@ class Ring:
             The output (B, H, T, F) in the dtype of `query`, the logsumexp in the kernel's shape and
             dtype, and what the kernel returned beside them for its last block.
 
-        Collectives: those of `of_keys`, ranks - 1 times.
+        Collectives: those of `key_transport`, ranks - 1 times.
         """
         dtype = query.dtype if self.size == 1 else torch.float32
         out = _heads_last(query, (*query.shape[:3], value.shape[3]), dtype)
@@ -200,8 +200,8 @@ class Ring:
             The three gradients in the dtypes of `query`, `key` and `value`, and what the kernel
             returned beside them for its last block.
 
-        Collectives: those of `of_keys`, ranks - 1 times, and of `of_gradients`, as often as there
-        are ranks.
+        Collectives: those of `key_transport`, ranks - 1 times, and of `gradient_transport`, as
+        often as there are ranks.
         """
         query = of_queries["query"]
         dtype = query.dtype if self.size == 1 else torch.float32
@@ -231,26 +231,26 @@ class Ring:
                 rest = of_keys_values[2:]
                 del here, of_query, of_keys_values
             # The sum of the ranks before has travelled while this block was computed.
-            if self.of_gradients is not None and step > 0:
-                gradients = self.of_gradients.receive().view(gradients.shape)
+            if self.gradient_transport is not None and step > 0:
+                gradients = self.gradient_transport.receive().view(gradients.shape)
             _add_to(gradients, formed)
-            if self.of_gradients is not None:
-                self.of_gradients.send(gradients.view(-1))
-        if self.of_gradients is not None:  # back at the keys' own rank
-            gradients = self.of_gradients.receive().view(gradients.shape)
+            if self.gradient_transport is not None:
+                self.gradient_transport.send(gradients.view(-1))
+        if self.gradient_transport is not None:  # back at the keys' own rank
+            gradients = self.gradient_transport.receive().view(gradients.shape)
         return grad_query.to(query.dtype), *gradients.to(key.dtype), *rest
 
     def _passed_around(self, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the keys and values of all ranks: this rank's, then those of the one before."""
-        if self.of_keys is None:
+        if self.key_transport is None:
             yield key, value
             return
         flat = torch.cat([key.flatten(), value.flatten()])
         for step in range(self.size):
             if step > 0:
-                flat = self.of_keys.receive()
+                flat = self.key_transport.receive()
             if step < self.size - 1:
-                self.of_keys.send(flat)
+                self.key_transport.send(flat)
             of_key, of_value = flat.split((key.numel(), value.numel()))
             yield of_key.view(key.shape), of_value.view(value.shape)
 

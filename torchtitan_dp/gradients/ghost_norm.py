@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_dp.collectives import gather_from_all
+from torchtitan_dp.collectives import all_gather
 from torchtitan_dp.gradients.operands import Products, Rows, accumulates_wide, tiles, write_product_
 
 Factors = Products | Rows
@@ -142,10 +142,10 @@ def _from_all_ranks(
     ranks, (samples, tokens) = dist.get_world_size(cp), factors.left.shape[:2]
     a_token = ranks * samples * sum(x[0, 0].numel() for x in (factors.left, factors.right))
     own = factors.factor_B
-    scales = [None] * ranks if own is None else gather_from_all(own, cp)
+    scales = [None] * ranks if own is None else all_gather(own, cp)
     for block in tiles(tokens, max(block_elements // a_token, 1)):
         here = some_tokens(factors, block)
-        lefts, rights = gather_from_all(here.left, cp), gather_from_all(here.right, cp)
+        lefts, rights = all_gather(here.left, cp), all_gather(here.right, cp)
         for rank in range(ranks):
             yield replace(here, left=lefts[rank], right=rights[rank], factor_B=scales[rank])
 

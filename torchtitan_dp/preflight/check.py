@@ -95,7 +95,7 @@ def check_run(config: JobConfig, *, units: int | None = None) -> Checked:
         records = dataclasses.replace(records, warnings=records.warnings + found)
     else:
         fraction = config.data.heldout_fraction
-        records = Records.of_number(source_of(config), units, fraction)
+        records = Records.empty(source_of(config), units, fraction)
         samples = build_samples(records, config)
     if config.data.on_undecodable == "error" and (bad := records.undecodable()):
         raise ValueError(

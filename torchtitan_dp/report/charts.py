@@ -36,7 +36,7 @@ class Point:
 
 
 @dataclass
-class Scalar:
+class ScalarHistory:
     """One scalar over all starts."""
 
     kept: list[Point] = field(default_factory=list)
@@ -59,12 +59,12 @@ class Scalar:
 class Scalars:
     """All scalars of a run, by name without its section."""
 
-    by_name: dict[str, Scalar] = field(default_factory=dict)
+    by_name: dict[str, ScalarHistory] = field(default_factory=dict)
     starts: list[int] = field(default_factory=list)  # the first logged step of each start
 
-    def of(self, name: str) -> Scalar:
+    def of(self, name: str) -> ScalarHistory:
         """Return a scalar; without points if it was never logged."""
-        return self.by_name.get(name, Scalar())
+        return self.by_name.get(name, ScalarHistory())
 
 
 def read_scalars(folder: Path) -> Scalars:
@@ -79,7 +79,7 @@ def read_scalars(folder: Path) -> Scalars:
             scalar.take_back(first)
         start[SECONDS] = _seconds(start.get("loss", []))
         for name, points in start.items():
-            found.by_name.setdefault(name, Scalar()).kept += points
+            found.by_name.setdefault(name, ScalarHistory()).kept += points
         found.starts.append(first)
     return found
 

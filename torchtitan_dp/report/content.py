@@ -21,7 +21,7 @@ from torchtitan_dp.plan.signal import DROWNS, Noise, noise_of_run
 from torchtitan_dp.privacy.accounting import rounded_down, rounded_up
 from torchtitan_dp.privacy.meaning import Meaning
 from torchtitan_dp.release.card import guarantee
-from torchtitan_dp.report.charts import SECONDS, Chart, Line, Points, Scalar
+from torchtitan_dp.report.charts import SECONDS, Chart, Line, Points, ScalarHistory
 from torchtitan_dp.report.run_folder import Row, RunFolder, epsilon_rows, status_rows
 
 _POINTS = 24  # of a curve of epsilon, as in torchtitan_dp.ledger
@@ -220,7 +220,7 @@ def _charts_of_records(run: RunFolder) -> list[Chart]:
     return charts
 
 
-def _lines(scalars: list[tuple[str, Scalar]]) -> list[Line]:
+def _lines(scalars: list[tuple[str, ScalarHistory]]) -> list[Line]:
     """Draw what was kept of scalars, and what was lost."""
     lines = [
         Line(name, [(p.step, p.value) for p in scalar.kept], colour, _last(scalar.kept))

@@ -36,7 +36,7 @@ from torchtitan_dp.ledger import versions
 from torchtitan_dp.process import die_with_parent
 from torchtitan_dp.selfcheck import steps
 from torchtitan_dp.selfcheck.run import Check, Measured, Outcome, Ranks, run, start
-from torchtitan_dp.selfcheck.small import WAYS, Terms, default_terms, given_terms
+from torchtitan_dp.selfcheck.small import VARIANTS, Terms, default_terms, given_terms
 
 _DO_NOT_TRAIN = "do not train here: epsilon would not hold"
 _GIB = 2**30
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> None:
     os.umask(0o077)
     ranks = start(options.backend)
     nodes = world_size // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    place = checkpoint_place(terms[0].config if overrides else None, nodes)
+    folder = checkpoint_folder(terms[0].config if overrides else None, nodes)
     device, found = devices.device_name(ranks.device), facts(ranks.device)
 
     def say(line: str) -> None:
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> None:
     say(f"selfcheck: {world_size} x {device}")
     for name, value in found.items():
         say(f"  {name}: {value}")
-    checks = [*machine_checks(), *checks_of(terms, place, every=not overrides)]
+    checks = [*machine_checks(), *checks_of(terms, folder, every=not overrides)]
     outcomes = run(ranks, checks, lambda outcome: say(outcome.row()))
     failed = [outcome for outcome in outcomes if not outcome.passed]
     for outcome in failed:
@@ -95,9 +95,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, [*config, *overrides]
 
 
-def checkpoint_place(config: JobConfig | None, nodes: int) -> str:
-    """Return the folder to try checkpoints in: where the run's will lie, if that is known; a shared
-    one for several machines."""
+def checkpoint_folder(config: JobConfig | None, nodes: int) -> str:
+    """Return the folder to try checkpoints in: where the run's will lie, if that is known; else a
+    temporary one, or the working folder, which several machines share."""
     if config is None:
         return os.getcwd() if nodes > 1 else tempfile.gettempdir()
     folder = os.path.abspath(config.job.dump_folder)
@@ -107,7 +107,7 @@ def checkpoint_place(config: JobConfig | None, nodes: int) -> str:
 
 
 def facts(device: torch.device) -> dict[str, str]:
-    """Collect what a bug report needs to state of the machine, in the order of the table."""
+    """Collect the facts about the machine for a bug report, in the order of the table."""
     free = {"free memory": f"{memory_gib(device)[0]:.1f} GiB a rank"}
     known = {name: version for name, version in versions().items() if version != "unknown"}
     found = free | devices.libraries(device) | known
@@ -122,7 +122,7 @@ def memory_gib(device: torch.device) -> tuple[float, float]:
     available = available_bytes()
     assert available is not None, "Linux has /proc/meminfo"
     gib = available / _GIB / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return gib, max(1 - gib, 0)  # these checks take one
+    return gib, max(1 - gib, 0)  # these checks need one
 
 
 def for_programs(device: str, facts: dict[str, str], outcomes: list[Outcome]) -> dict[str, Any]:
@@ -158,17 +158,17 @@ def machine_checks() -> list[Check]:
     ]
 
 
-def checks_of(all_terms: Sequence[Terms], place: str, *, every: bool) -> Iterator[Check]:
+def checks_of(all_terms: Sequence[Terms], folder: str, *, every: bool) -> Iterator[Check]:
     """List the checks on some terms, each statement once; `every` adds what the terms do not ask
-    for: all balancers and rotations of the ring, other ways of a method, secure noise."""
+    for: all balancers and rotations of the ring, variants of a method, secure noise."""
     met = set()
     for terms in all_terms:
         checks = [_of_sums(terms, every)]
         if (terms.dtype, terms.degrees) not in met:  # these depend on no gradient method
-            checks = [_of_attention(terms, every), _of_noise(terms, place, every), *checks]
+            checks = [_of_attention(terms, every), _of_noise(terms, folder, every), *checks]
         met.add((terms.dtype, terms.degrees))
         for check in itertools.chain(*checks):
-            yield dataclasses.replace(check, name=f"{check.name}, {terms.place}")
+            yield dataclasses.replace(check, name=f"{check.name}, {terms.label}")
 
 
 def _of_attention(terms: Terms, every: bool) -> Iterator[Check]:
@@ -192,17 +192,17 @@ def _of_attention(terms: Terms, every: bool) -> Iterator[Check]:
         yield Check(name, remedy, steps.attention, (terms, balancer, rotate, apart))
 
 
-def _of_noise(terms: Terms, place: str, every: bool) -> Iterator[Check]:
+def _of_noise(terms: Terms, folder: str, every: bool) -> Iterator[Check]:
     if terms.dtype != torch.float32:
         return
     yield Check("noise", _DO_NOT_TRAIN, steps.noise, (terms,))
     if every:
         yield Check("secure noise", _DO_NOT_TRAIN, steps.noise, (terms.but(secure_noise=True),))
     remedy = (
-        f"checkpoints cannot be trusted where they were tried ({place}): another "
+        f"checkpoints cannot be trusted where they were tried ({folder}): another "
         "job.dump_folder, on a file system that all nodes share"
     )
-    yield Check("checkpoint", remedy, steps.checkpoint, (terms, place))
+    yield Check("checkpoint", remedy, steps.checkpoint, (terms, folder))
 
 
 def _of_sums(terms: Terms, every: bool) -> Iterator[Check]:
@@ -213,8 +213,8 @@ def _of_sums(terms: Terms, every: bool) -> Iterator[Check]:
         yield Check("norm estimates", remedy, steps.norm_estimates, (terms,))
         # The loop's norms are exact: the rest of the method is compared with it.
         kind, terms = f"{method} with exact norms", terms.but(gradient_method="ghost")
-    ways = WAYS.get(method, {}) if every else {}
-    kinds = {kind: terms} | {f"{method}, {way}": terms.but(**of) for way, of in ways.items()}
+    kinds, variants = {kind: terms}, VARIANTS.get(method, {}) if every else {}
+    kinds |= {f"{method}, {name}": terms.but(**of) for name, of in variants.items()}
     remedy = (
         f"{_DO_NOT_TRAIN}; another privacy.gradient_method or dtype may pass; where ring attention "
         "does, look at reductions (NCCL, the network)"

@@ -1,4 +1,4 @@
-"""Runs checks on all ranks, which agree on the outcome of each measurement."""
+"""Runs checks on all ranks, and has them agree on the outcome of each."""
 
 import datetime
 import math
@@ -30,12 +30,12 @@ Measured = dict[str, tuple[float, float]]
 @dataclass(frozen=True)
 class Check:
     """A statement about this machine, what to do where it is wrong, and its measurement: of the
-    ranks and `of`, collective over the world, with the same names on each rank."""
+    ranks and `args`, collective over the world, with the same names on each rank."""
 
     name: str
     remedy: str
     measure: Callable[..., Measured]
-    of: tuple[object, ...] = ()
+    args: tuple[object, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that check together, seen from one of them."""
+    """This rank's device, and the group of all that check together."""
 
     device: torch.device
     group: dist.ProcessGroup | None = None
@@ -107,7 +107,7 @@ def run(
     for check in checks:
         mine: Measured | str
         try:
-            mine = check.measure(ranks, *check.of)
+            mine = check.measure(ranks, *check.args)
         except (Exception, SystemExit) as error:  # a `Fault` is a SystemExit
             mine = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         found = _gather_or_end(ranks, check, mine)
@@ -120,7 +120,7 @@ def run(
 
 
 def _gather_or_end(ranks: Ranks, check: Check, mine: Measured | str) -> list[Measured | str]:
-    """Gather every rank's measurements, or end this process if the others do not answer: briefly if
+    """Gather every rank's measurements, or end this process if the others do not answer: soon if
     its own check failed, since they may hang in one of its collectives."""
 
     def end() -> NoReturn:

@@ -47,12 +47,12 @@ _TOKENS = 64  # of a sample of the small model on CPU, for each cp rank
 _MOST_TOKENS = 2 * ALIGNED_TOKENS  # of a sample that attention is checked on, for each cp rank
 _MOST_SAMPLES = 4  # of a microbatch
 
-WAYS: dict[str, dict[str, dict[str, Any]]] = {
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "microbatch": {"feed-forward in tiles": {"in_tiles": True}},
-    "grad_sample": {"whole": {"shard_grad_samples": False}},
+    "grad_sample": {"unsharded": {"shard_grad_samples": False}},
     "ghost": {"two passes": {"ghost_passes": "two"}},
 }
-"""Other ways of a gradient method: its name -> a way -> its settings (`Terms.but`)."""
+"""Variants of a gradient method: its name -> the variant's -> its settings (`Terms.but`)."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Terms:
         return TORCH_DTYPE_MAP[self.config.training.mixed_precision_param]
 
     @property
-    def place(self) -> str:
+    def label(self) -> str:
         """Dtype and mesh, for people."""
         mesh = " x ".join(map(str, self.degrees))
         compiled = " compiled" if self.config.compile.enable else ""
@@ -99,8 +99,8 @@ class Terms:
 
 def given_terms(overrides: list[str], world_size: int) -> list[Terms]:
     """Return the terms of a configuration and, if it rounds or compiles, the same in plain fp32:
-    rounding to bf16 hides a fault of some thousandths. There query heads share no keys, for which
-    CUDA has no kernel on a ring. Raises ValueError, one line for the user."""
+    rounding to bf16 hides a fault of some thousandths. In fp32 no query heads share keys: on a ring
+    CUDA has no kernel for that. Raises ValueError, one line for the user."""
     config = load_config(overrides, world_size)
     if not config.privacy.enable:
         raise ValueError("privacy.enable = false: selfcheck is of private steps; set it to true")
@@ -205,8 +205,8 @@ class Small:
     def accumulate(
         self, *samples: Tensor, drawn: np.ndarray | None = None, key: bytes = bytes(32)
     ) -> dict[int, float]:
-        """Deal out `Samples`, whose weights are 1 by default, or those drawn; add their clipped
-        gradients to the sum; return this data-parallel rank's with their norms before clipping."""
+        """Deal out `Samples` (weights are 1 by default), or the `drawn` ones; add their clipped
+        gradients to the sum; return this data-parallel rank's norms before clipping, by index."""
         (tokens_NT, labels_NT, *weights), norms = samples, dict[int, float]()
         self.gradients.start_step(key)
         drawn = np.arange(len(tokens_NT)) if drawn is None else drawn
@@ -227,8 +227,8 @@ class Small:
         return norms
 
     def total(self, taken: dict[str, Tensor] | None = None) -> Gradient:
-        """Return the step's sum over all ranks, or what a step made of it, whole, on the CPU, and
-        start the next. Collectives: `ClippedSum.take`'s, and an all-gather over dp_shard x cp."""
+        """Return the step's sum over all ranks, or `taken`, made of it, whole on the CPU; begin the
+        next step. Collectives: `ClippedSum.take`'s, and an all-gather over dp_shard x cp."""
         taken = self.step.clipped_sum.take() if taken is None else taken
         found = {n: whole(as_gradient_of(self.parameters[n], flat)) for n, flat in taken.items()}
         self.step.clipped_sum.reset()

@@ -1,4 +1,4 @@
-"""Parts of a step and whole ones, each against the textbook's or the plain loop's: attention,
+"""Checks of a step and of its parts against the textbook or the plain loop: attention,
 estimates of norms, clipped sums, noise, updates, and a checkpoint."""
 
 import hashlib
@@ -17,7 +17,7 @@ from torchtitan.distributed.context_parallel import cp_shard
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
 from torchtitan_dp.checkpoint import safe_load
-from torchtitan_dp.distributed import attention as ring
+from torchtitan_dp.distributed import attention as attn
 from torchtitan_dp.gradients.operands import Products
 from torchtitan_dp.gradients.randomized_norm import RandomizedNorms, first_number
 from torchtitan_dp.models.parameters import canonical_name, local_part
@@ -35,19 +35,19 @@ _SAFETY = 1e-5
 
 
 def attention(
-    ranks: Ranks, terms: Terms, balancer: ring.LoadBalancer, rotate: ring.RotateMethod, apart: bool
+    ranks: Ranks, terms: Terms, balancer: attn.LoadBalancer, rotate: attn.RotateMethod, apart: bool
 ) -> Measured:
     """Compare output and gradients with those of attention over the whole sequence in fp64."""
     holder = nn.ModuleList([ScaledDotProductAttentionWrapper()])
     cp_mesh = mesh(ranks.device.type, terms.degrees)[0].get_optional_mesh("cp")
     if cp_mesh is None and apart:
-        cp_mesh, balancer = ring.mesh_of_this_rank(ranks.device.type, "cp"), None
+        cp_mesh, balancer = attn.mesh_of_this_rank(ranks.device.type, "cp"), None
     if cp_mesh is not None:
-        at = 1 if apart else ring.HEADS_APART_FROM
-        ring.configure_ring(load_balancer=balancer, rotate_method=rotate, heads_apart_from=at)
-        ring.apply_ring_attention([*holder], cp_mesh, cudnn=terms.cudnn)
+        at = 1 if apart else attn.HEADS_APART_FROM
+        attn.configure_ring(load_balancer=balancer, rotate_method=rotate, heads_apart_from=at)
+        attn.apply_ring_attention([*holder], cp_mesh, cudnn=terms.cudnn)
     elif ranks.device.type != "cpu":  # as in training
-        ring.use_efficient_attention(holder)
+        attn.use_efficient_attention(holder)
 
     def local(*tensors: Tensor) -> tuple[Tensor, ...]:
         on = tuple(x.to(ranks.device) for x in tensors)
@@ -104,7 +104,7 @@ def _textbook_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def norm_estimates(ranks: Ranks, terms: Terms) -> Measured:
     """Compare Hutchinson's estimates with the norms of whole gradients times the same random
     matrices, and with the true norms on average. Collective over the world."""
-    samples, apart = 64, 1_000_003  # as many positions lie between two units of a large data set
+    samples, apart = 64, 1_000_003  # the distance of two units' positions in a large data set
     key, generator = bytes(range(32)), torch.Generator().manual_seed(0)
     small = Small(terms.but(norm_estimator="hutchinson"), ranks.device, max_grad_norm=1.0)
     groups, norms = small.groups, small.gradients.norms  # type: ignore[attr-defined]
@@ -161,14 +161,14 @@ class Trained(Small):
         super().__init__(terms, ranks.device, max_grad_norm=C)
         self.sum_std, self.batch = sigma * C, batch
         self.optimizers = build_optimizers([self.model], terms.config.optimizer, self.dims)
-        self._noised = self.step.optimizer(
+        self._dp_optimizer = self.step.optimizer(
             self.optimizers, noise_multiplier=sigma, expected_batch_size=batch
         )
 
     def update(self, key: bytes) -> Gradient:
         """Take a step on the sum; return the whole gradient that the optimizer got, on the CPU."""
         taken = self.step.clipped_sum.take()
-        self._noised.step(taken, [(key, 1.0)])  # overwrites it by that
+        self._dp_optimizer.step(taken, [(key, 1.0)])  # overwrites `taken`
         return self.total(taken)
 
     def noise(self, name: str, key: bytes) -> Tensor:
@@ -270,14 +270,14 @@ def _stepped(weights: Gradient, gradients: list[Gradient], trained: Trained) -> 
     return {name: weight.detach() for name, weight in by_hand.items()}
 
 
-def checkpoint(ranks: Ranks, terms: Terms, place: str) -> Measured:
-    """Save weights and optimizer state in `place`, overwrite and load them; count what differs."""
+def checkpoint(ranks: Ranks, terms: Terms, parent: str) -> Measured:
+    """Save weights and optimizer state in `parent`, overwrite and load them; count what differs."""
     trained = Trained(terms, ranks, C=1.0, sigma=1.0, batch=1.0)
     trained.accumulate(*terms.reference().samples)
     trained.update(RootKey.from_debug_seed(3).stream("noise").take(1))
     kept = {name: tensor.clone() for name, tensor in trained.state().items()}
     states = {**trained.model.state_dict(), "optimizer": trained.optimizers}
-    made = tempfile.mkdtemp(prefix="selfcheck-", dir=place) if dist.get_rank() == 0 else ""
+    made = tempfile.mkdtemp(prefix="selfcheck-", dir=parent) if dist.get_rank() == 0 else ""
     folder = ranks.gather(made)[0]
     try:
         dcp.save(states, checkpoint_id=folder)
