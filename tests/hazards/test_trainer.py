@@ -100,7 +100,7 @@ class Step:
         trainer.gradients.batch_size = 1
         trainer.sample_losses.side_effect = lambda tokens, _: torch.full((len(tokens),), loss)
         trainer.gradients.accumulate_clipped.side_effect = self._accumulate
-        self.books.log.begin.side_effect = self._begin
+        self.books.log.begin_step.side_effect = self._begin
         trainer.clipped_sum.reset.side_effect = lambda: self.did.append("reset")
         trainer.dp_optimizer.step.side_effect = self._update
         trainer.average.update.side_effect = lambda: self.did.append("average")
@@ -189,7 +189,7 @@ def test_row61_a_step_of_ranks_that_drew_otherwise_is_not_begun(monkeypatch, at)
     assert len(step.draws[0]) > 2
     assert set(step.did) <= {"sample"}
     assert ("sample" in step.did) == (at == "the next one")
-    assert not step.books.log.begin.called
+    assert not step.books.log.begin_step.called
     assert not step.trainer.dp_optimizer.step.called
 
 

@@ -132,7 +132,7 @@ def test_lengths_and_validation_stay_within_the_limit_of_graphs():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_copies_of_a_weight(dtype):
     norm = nn.RMSNorm(4, eps=1e-5, dtype=dtype)
-    with pytest.raises(AssertionError, match="was not turned"):
+    with pytest.raises(AssertionError, match="was not converted"):
         sample_copies(norm, "weight", 2)
     model = nn.Sequential(norm)
     per_sample_layers(model)
