@@ -3,9 +3,9 @@
 import dataclasses
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.data.units import word
 from torchtitan_dp.distributed.cpu import has_accelerator
 from torchtitan_dp.gradients.methods import METHODS, automatic
+from torchtitan_dp.privacy import settings
 
 ALL, AS_GIVEN = "all weights", "as given"
 
@@ -64,7 +64,7 @@ def _has_answers(config: JobConfig) -> bool:
 
 def unit_word(config: JobConfig) -> str:
     """Return the one-word name of the privacy unit: record, patient, …"""
-    return word(config.data.unit_field)
+    return settings.unit_word(config.data.unit_field)
 
 
 def never_trained(config: JobConfig) -> str | None:

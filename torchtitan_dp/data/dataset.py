@@ -18,7 +18,8 @@ from torchtitan_dp.data.console import Lack, listed
 from torchtitan_dp.data.prepare import Source, prepared
 from torchtitan_dp.data.samples import Samples
 from torchtitan_dp.data.store import Store
-from torchtitan_dp.data.units import Units, split, word
+from torchtitan_dp.data.units import Units, split
+from torchtitan_dp.privacy.settings import unit_word
 
 _QUANTILES = (0, 1, 10, 25, 50, 75, 90, 99, 100)
 _WORDS = {"0": "least", "50": "median", "100": "most"}
@@ -74,7 +75,7 @@ class Records:
         if needs_heldout and len(heldout) == 0:
             none = (
                 f"data.heldout_fraction = {heldout_fraction}: holds out none of "
-                f"{len(store.units)} {word(source.unit_field)}s, but validation.enable = true"
+                f"{len(store.units)} {unit_word(source.unit_field)}s, but validation.enable = true"
             )
             if not number_is_secret:
                 raise ValueError(f"{none}; raise it")
@@ -104,7 +105,7 @@ class Records:
 
     def check_targets(self, samples: Samples) -> tuple[str, ...]:
         """Describe units whose samples have no target, NOT PRIVATE; ValueError if no unit has."""
-        has_target, name = samples.has_target(self.train), word(self.source.unit_field)
+        has_target, name = samples.has_target(self.train), unit_word(self.source.unit_field)
         lacks = self._lacks(self.train[~has_target])
         if not has_target.any():
             raise ValueError(self._refusal(lacks, samples.seq_len))
@@ -115,7 +116,7 @@ class Records:
         return (f"{some} have no target and contribute nothing{why}",)
 
     def _refusal(self, lacks: list[Lack], seq_len: int) -> str:
-        source, name = self.source, word(self.source.unit_field)
+        source, name = self.source, unit_word(self.source.unit_field)
         none = f"none of the {len(self.train):,} {name}s has a target to learn"
         if not lacks:
             return f"training.seq_len = {seq_len}: {none} within it; raise it, or take longer texts"

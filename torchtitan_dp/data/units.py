@@ -23,11 +23,6 @@ import numpy as np
 HASH_BYTES = 16
 
 
-def word(unit_field: str | None) -> str:
-    """Return the word for the privacy unit, which is drawn, clipped and protected."""
-    return "record" if unit_field is None else "unit"
-
-
 @dataclass(frozen=True)
 class Units:
     """Units by position, 0 <= unit < len(units). Their records lie in a row, unit by unit."""
