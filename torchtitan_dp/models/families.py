@@ -13,6 +13,8 @@ import torch.nn as nn
 
 from torchtitan_dp.data.tokenizer import Tokenizer
 from torchtitan_dp.models import qwen3
+from torchtitan_dp.models.causal_lm import model as causal_lm
+from torchtitan_dp.models.causal_lm import settings
 from torchtitan_dp.models.llama3 import model as llama3
 from torchtitan_dp.models.lora import LoRA
 from torchtitan_dp.models.rope import Scaling
@@ -75,6 +77,15 @@ def _of(module: Any, title: str, args: type, model: type) -> Family:
 FAMILIES: dict[str, Family] = {
     "llama3": _of(llama3, "Llama", llama3.LlamaArgs, llama3.Llama),
     "qwen3": _of(qwen3, "Qwen3", qwen3.QwenArgs, qwen3.Qwen),
+    "transformers": Family(
+        "causal LM of transformers",
+        settings.CausalLMArgs,
+        causal_lm.CausalLM,
+        {},
+        causal_lm.HuggingFaceAdapter,
+        settings.read_args,
+        settings.new_settings,
+    ),
 }
 
 

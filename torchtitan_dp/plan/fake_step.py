@@ -182,7 +182,7 @@ def end_stretches_at_blocks(model: nn.Module, tracker: MemoryTracker) -> None:
     Blocks are named by their distance from either end, as those of a deeper model are: the
     last and the one before it, the first and the one after it, and all others.
     """
-    blocks = list(model.layers.values())  # type: ignore[operator, union-attr]
+    blocks = list(model.layers.children())  # type: ignore[operator, union-attr]
     names = ["between"] * len(blocks)
     names[-2:], names[:2] = ["before last", "last"], ["first", "second"]
     if len(blocks) < 4:
