@@ -23,6 +23,7 @@ from torchtitan_dp.config.derived import (
     weights_folder,
 )
 from torchtitan_dp.data.tokenizer import load_tokenizer
+from torchtitan_dp.models.causal_lm.settings import CausalLMArgs
 from torchtitan_dp.models.families import (
     FAMILIES,
     Family,
@@ -147,7 +148,7 @@ def describe(config: JobConfig, args: ModelArgs) -> str:
     else:
         drawn = f"drawn from debug.seed = {config.debug.seed or 0}"
         start = config.checkpoint.initial_load_path or drawn
-    if config.model.name == TRANSFORMERS:
+    if isinstance(args, CausalLMArgs):
         more += f", a {args.settings['model_type']} of transformers without dropout"
     return (
         f"model: {parameter_count(args):,} parameters ({args.n_layers} layers of {args.dim:,}, "

@@ -250,7 +250,7 @@ def tracking(*, like_cuda: bool = True) -> Iterator[MemoryTracker]:
         (ClippedSum, "add_group", becomes(shards, lambda _, __, parts, *___: parts.values())),
         (ClippedSum, "lay_out", made("accumulator")),
         *((kind, name, forming) for kind in kinds for name in kind.makes_gradients),
-        (loss_head, "_chunk", made("loss_head")),
+        (LossHead, "chunk", made("loss_head")),
     )
     with contextlib.ExitStack() as stack:
         for owner, name, context in around:

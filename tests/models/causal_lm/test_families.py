@@ -6,7 +6,6 @@ import pytest
 from tests.build import data, reference_gradients, relative_error
 from tests.models.causal_lm.families import FAMILIES, T, arguments, eager, small
 from tests.processes.ranks import on_ranks
-from torchtitan_dp.models.lora import LoRA
 
 BOUND = 1e-5
 FULL = "--activation_checkpoint.mode=full"

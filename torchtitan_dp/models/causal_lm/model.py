@@ -27,9 +27,9 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 from torchtitan_dp.distributed.windows import Shard
 from torchtitan_dp.models.causal_lm.attention import NAME, Sample, register
-from torchtitan_dp.models.causal_lm.settings import CausalLMArgs
-from torchtitan_dp.models.loss_head import LossHead
+from torchtitan_dp.models.causal_lm.settings import LONGER, CausalLMArgs
 from torchtitan_dp.models.lora import LoRALinear
+from torchtitan_dp.models.loss_head import LossHead
 from torchtitan_dp.models.private import PrivateAdapter, PrivateModel
 
 _PREFIX = "model."  # of transformers' own names in ours
@@ -226,7 +226,7 @@ def _one_sequence() -> AbstractContextManager[Any]:
     positions jump between the two parts of its sequence."""
     from transformers import masking_utils
 
-    return mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None)
+    return mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
 
 
 def _freed_of_past_lengths(model: nn.Module) -> list[Callable[[int], None]]:
@@ -235,31 +235,27 @@ def _freed_of_past_lengths(model: nn.Module) -> list[Callable[[int], None]]:
     transformers takes the largest position that this rank has, and one kind keeps frequencies of
     the longest sample so far. Returns what sets the length for each kind of layer.
     """
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    found = []
+    found: list[Callable[[int], None]] = []
     for rotary in model.modules():
-        types = getattr(rotary, "rope_type", None)
-        for layer, kind in types.items() if isinstance(types, dict) else [(None, types)]:
-            if kind not in ("longrope", "dynamic"):
-                continue
+        types: Any = getattr(rotary, "rope_type", None)
+        kinds = types if isinstance(types, dict) else {None: types}
+        changing = {layer: kind for layer, kind in kinds.items() if kind in LONGER}
+        if changing:
             forward = torch.no_grad()(inspect.unwrap(type(rotary).forward))
             rotary.forward = functools.partial(forward, rotary)
-            name = "inv_freq" if layer is None else f"{layer}_inv_freq"
-
-            def set_frequencies(
-                tokens: int,
-                rotary: Any = rotary,
-                layer: Any = layer,
-                kind: str = kind,
-                name: str = name,
-            ) -> None:
-                buffer = getattr(rotary, name)
-                how = {"seq_len": tokens, "layer_type": layer}
-                buffer.copy_(ROPE_INIT_FUNCTIONS[kind](rotary.config, buffer.device, **how)[0])
-
-            found.append(set_frequencies)
+            found.append(functools.partial(_set_frequencies, rotary, changing))
     return found
+
+
+@torch.no_grad()
+def _set_frequencies(rotary: Any, kinds: dict[str | None, str], tokens: int) -> None:
+    """Set the frequencies of samples of so many tokens, for each kind of layer."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    for layer, kind in kinds.items():
+        buffer = getattr(rotary, "inv_freq" if layer is None else f"{layer}_inv_freq")
+        how = {"seq_len": tokens, "layer_type": layer}
+        buffer.copy_(ROPE_INIT_FUNCTIONS[kind](rotary.config, buffer.device, **how)[0])
 
 
 class _Head:
@@ -309,7 +305,8 @@ def _tied_names(args: CausalLMArgs) -> dict[str, str]:
     """Return the names of tied parameters, with those of whose tensors they are."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    tied: dict[str, str] = MODEL_FOR_CAUSAL_LM_MAPPING[type(args.config())]._tied_weights_keys
+    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(args.config())]
+    tied: dict[str, str] = model._tied_weights_keys
     return tied
 
 

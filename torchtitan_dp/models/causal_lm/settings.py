@@ -17,11 +17,11 @@ from torchtitan_dp.models.private import PrivateArgs
 _INSTALL = "pip install 'torchtitan-dp[transformers]'"
 _LAYERS = ("full_attention", "sliding_attention")
 # Of the file and of what is generated, not of the model.
-_NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
-_NOT_OF_THE_MODEL += ("architectures", "output_router_logits", "_attn_implementation")
+_NOT_OF_THE_MODEL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
+_NOT_OF_THE_MODEL |= {"architectures", "output_router_logits", "_attn_implementation"}
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _FEED_FORWARDS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
-_LONGER = ("longrope", "dynamic")
+LONGER = ("longrope", "dynamic")
 """Rotary embeddings whose frequencies depend on the length of the sample."""
 
 _SUPPORTED = (
@@ -105,7 +105,7 @@ class CausalLMArgs(PrivateArgs, BaseModelArgs):
                 settings[key] = min(settings[key], 2 * settings["num_experts_per_tok"])
         if settings.get("sliding_window"):
             settings["sliding_window"] = min(settings["sliding_window"], max(tokens // 3, 1))
-        longer = [rope for rope in _ropes(settings) if rope.get("rope_type") in _LONGER]
+        longer = [rope for rope in _ropes(settings) if rope.get("rope_type") in LONGER]
         if longer:
             settings["max_position_embeddings"] = tokens // 2
         for rope in longer:
@@ -177,10 +177,11 @@ def read_args(settings: dict[str, Any], path: str, key: str) -> CausalLMArgs:
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     except ImportError:
         raise ValueError(
-            f"{key}: {path} is of a model that transformers has, and it is not installed; {_INSTALL}"
+            f"{key}: {path} is of a model that transformers computes, which is not installed; "
+            + _INSTALL
         ) from None
     read = Reader(settings, path, key, _SUPPORTED)
-    kind = settings.get("model_type")
+    kind = str(settings.get("model_type"))
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
     if kind not in CONFIG_MAPPING or name is None:
         read.refuse("model_type", kind, "this version of transformers has no such causal LM")
