@@ -201,9 +201,10 @@ def check_weights(problem: str, folder: str, args: ModelArgs) -> None:
     expected = family_of(args).adapter(args, None).to_hf(on_meta(args).state_dict())
     for name, tensor in expected.items():
         if name not in found:
-            raise ValueError(
-                f"{problem}: {name} is in none of its *.safetensors; take all files of one model"
-            )
+            remedy = "take all files of one model"
+            if isinstance(args, CausalLMArgs) and args.share_of_experts < 1:
+                remedy += ", with all experts in one tensor, not a key for each"
+            raise ValueError(f"{problem}: {name} is in none of its *.safetensors; {remedy}")
         size, dtype = found[name]
         if size != tuple(tensor.shape):
             raise ValueError(

@@ -28,7 +28,7 @@ from torchtitan_dp.distributed import ring
 from torchtitan_dp.gradients.clipped_sum import ClippedSum, GradientMethod
 from torchtitan_dp.gradients.fsdp import ReduceScatterOverCP, RowLayout
 from torchtitan_dp.gradients.methods import METHODS
-from torchtitan_dp.models import loss_head
+from torchtitan_dp.models.loss_head import LossHead
 from torchtitan_dp.models.parameters import local_part
 
 GATHERED = "gathered"  # the label of weights that FSDP2 has gathered

@@ -92,6 +92,8 @@ def attention(
     if window is None and softcap is None and s_aux is None:
         grouped = query.shape[1] != key.shape[1]
         out = sample.full(query, key, value, scale=scaling, enable_gqa=grouped)
+    elif key.shape != value.shape:
+        raise ValueError(f"config.json: {kind} has windows, caps or sinks on keys of another size")
     else:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         more: dict[str, Any] = {"window": window, "softcap": softcap, "sinks_H": s_aux}

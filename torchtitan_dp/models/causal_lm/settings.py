@@ -141,6 +141,14 @@ class CausalLMArgs(PrivateArgs, BaseModelArgs):
         scores = 12 * self.n_layers * self.n_heads * self.head_dim * seq_len
         return total, int(active) + scores
 
+    def windows(self) -> list[int | None]:
+        """List the tokens that each layer attends to; None for all."""
+        window = self.settings.get("sliding_window")
+        kinds = self.config().to_dict().get("layer_types")
+        if not kinds:
+            return [window] * self.n_layers
+        return [window if kind == "sliding_attention" else None for kind in kinds]
+
     @property
     def share_of_experts(self) -> float:
         """The share of the experts that a token is computed by; 1 without experts."""
