@@ -46,6 +46,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "phi3",
         dict(rope_parameters=_LONG, original_max_position_embeddings=32),
     ),
+    "llama, dynamic": (
+        "llama",
+        dict(
+            max_position_embeddings=32,
+            rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=4.0),
+        ),
+    ),
+    "llama, dropout": ("llama", dict(attention_dropout=0.5)),
     "gemma2": ("gemma2", _GEMMA),
     "gemma3": (
         "gemma3_text",
@@ -68,6 +76,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": (
         "cohere2",
         dict(sliding_window=WINDOW, layer_types=_BOTH, tie_word_embeddings=True),
+    ),
+    "qwen2_moe, whose window only the mask has": (
+        "qwen2_moe",
+        dict(
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=48,
+            shared_expert_intermediate_size=48,
+            sliding_window=WINDOW,
+            use_sliding_window=True,
+            max_window_layers=1,
+        ),
     ),
     "mixtral": ("mixtral", dict(num_local_experts=4, num_experts_per_tok=2)),
     "gpt_oss": (
