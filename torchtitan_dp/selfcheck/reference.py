@@ -31,8 +31,9 @@ Gradient = dict[str, Tensor]
 
 def reference_model(args: ModelArgs) -> Any:
     """Build the model in one process, on the CPU, with the weights that it has on any mesh."""
+    family = family_of(args)
     with torch.device("cpu"):
-        model = family_of(args).model(copy.deepcopy(args))
+        model = (family.reference or family.model)(copy.deepcopy(args))
         model.init_weights()
         fill_adapters(model)
     return model
