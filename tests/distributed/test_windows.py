@@ -7,12 +7,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.distributed import attention, kernels, windows
 from torchtitan_dp.distributed.windows import Shard, attend, check_softcap
+from torchtitan_dp.plan.fake_step import fake_world
 
 SCALE = 0.3
 CASES = {  # options of attention
@@ -219,16 +219,14 @@ def test_capped_scores_of_a_tile_are_bounded(softcap):
         assert max(errors(None, False, 30, options)) < 2e-6
 
 
+@pytest.mark.parametrize("balanced", [True, False])
 @pytest.mark.parametrize("case", CASES)
-def test_it_runs_on_fake_tensors(case):
-    """As `plan.fake_step` does: shapes alone."""
+def test_the_plan_runs_it_without_values_or_ranks(case, balanced):
     options = dict(CASES[case])
     sinks = options.pop("sinks", False)
-    inputs, gradient = problem(TOKENS, sinks=sinks)
-    mode = FakeTensorMode()
-    fake = [mode.from_tensor(x) for x in inputs]
-    with mode:
-        found = attended(fake, mode.from_tensor(gradient), Shard(None, False), **options)
+    with fake_world(4), mock.patch.object(windows, "_TILE", (2, 2)):
+        inputs, gradient = problem(TOKENS, sinks=sinks)
+        found = attended(inputs, gradient, Shard(dist.group.WORLD, balanced), **options)
     assert [x.shape for x in found] == [x.shape for x in (inputs[0], *inputs)]
 
 
