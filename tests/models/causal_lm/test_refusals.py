@@ -52,7 +52,7 @@ def test_settings(changes, said):
 def test_models_that_mix_tokens_beside_attention(kind):
     given = settings(kind)
     given.pop("time_step_limit", None)  # infinite in JSON
-    with pytest.raises(ValueError, match='layer_types = "(linear_attention|hybrid)"'):
+    with pytest.raises(ValueError, match=r'layer_types = "(linear_attention|hybrid)"'):
         read_args(given, "config.json", "model.hf_assets_path")
 
 
