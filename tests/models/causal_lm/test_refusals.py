@@ -21,7 +21,6 @@ def settings(kind="llama", **changes):
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({"auto_map": {"AutoModelForCausalLM": "x.Y"}}, "auto_map = .*never run"),
         ({"quantization_config": {"bits": 4}}, "quantization_config = .*unquantized"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder = true"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention = true"),
@@ -29,7 +28,8 @@ def settings(kind="llama", **changes):
         ({"vision_config": {}}, "vision_config = {}"),
         ({"text_config": {}}, "text_config = {}"),
         ({"model_type": "bert_of_mine"}, 'model_type = "bert_of_mine".*no such causal LM'),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "only LlamaForCausalLM"),
+        ({"model_type": "new", "auto_map": {"AutoModelForCausalLM": "x.Y"}}, "is never run"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "it must be LlamaForCausalLM"),
         ({"vocab_size": -3}, "vocab_size = -3: must be a whole number"),
         ({"hidden_size": "wide"}, "hidden_size = "),
         (
