@@ -81,6 +81,14 @@ def begin_all_gather(buffer: torch.Tensor, group: dist.ProcessGroup) -> Pending:
     return _functional(lambda: _all_gather_traced(buffer, 0, group), buffer)
 
 
+def exchange(
+    buffer: torch.Tensor, to_each: list[int], from_each: list[int], group: dist.ProcessGroup
+) -> Pending:
+    """Begin to send the parts of a flat buffer to all ranks, and to receive such parts: so many
+    elements to, and from, each rank. As `pass_on` otherwise."""
+    return _functional(lambda: ft_c.all_to_all_single(buffer, from_each, to_each, group), buffer)
+
+
 def _functional(begin: Callable[[], torch.Tensor], input: torch.Tensor) -> Pending:
     """Begin a functional collective. A traced one is waited for already."""
     output = begin()

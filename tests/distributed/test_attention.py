@@ -244,10 +244,10 @@ def test_one_block_of_cudas_efficient_kernel(rows, causal):
     grads = torch.autograd.grad(expected, (q, k, v), g)
     terms = {"attn_bias": None, "dropout_p": 0.0, "is_causal": causal, "scale": None}
     with torch.no_grad():
-        out, logsumexp, seed, offset = attention._attend_unpadded(
+        out, logsumexp, seed, offset = attention.attend_unpadded(
             q, k, v, compute_log_sumexp=True, **terms
         )
-        actual = attention._backward_padded(
+        actual = attention.backward_padded(
             **dict(grad_out=g, query=q, key=k, value=v, out=out, logsumexp=logsumexp),
             **dict(philox_seed=seed, philox_offset=offset),
             **terms,

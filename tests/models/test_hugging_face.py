@@ -151,7 +151,7 @@ def test_without_scaling_rope_is_exact(tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.flavors])
 def test_a_flavor_comes_out_too(family, tmp_path):
     """The debug model, of bytes: config.json is made from the flavor."""
     out = f"--job.dump_folder={tmp_path}", "--checkpoint.export_dtype=float32"
@@ -191,7 +191,6 @@ def test_what_the_folder_holds(tmp_path):
 
 BAD_CONFIGS: dict[str, dict[str, dict]] = {  # what is said -> what `config.json` has
     "llama3": {
-        'model_type = "mistral"': {"model_type": "mistral"},
         "architectures = [": {"architectures": ["LlamaForSequenceClassification"]},
         "attention_bias = true: biases are not built": {"attention_bias": True},
         "mlp_bias = true": {"mlp_bias": True},

@@ -9,7 +9,13 @@ import os
 from collections.abc import Iterator
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.derived import DEGREES, mesh_degrees
+from torchtitan_dp.config.derived import (
+    AS_GIVEN,
+    DEGREES,
+    TRANSFORMERS,
+    mesh_degrees,
+    rope_in_words,
+)
 from torchtitan_dp.config.supported import Row, out_of_range, refuse, unsupported
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.privacy.mechanism import mechanism_of
@@ -20,7 +26,7 @@ def check(config: JobConfig, world_size: int) -> None:
     together. `config` has degrees, sampling and the gradient method resolved."""
     refuse(config, out_of_range(config))
     refuse(config, _mesh(config, world_size))
-    for rows in (_optimizer, _length, _memory, _heldout, _weights, _samples, _rope):
+    for rows in (_optimizer, _length, _memory, _heldout, _weights, _samples, _rope, _family):
         refuse(config, rows(config))
     if config.privacy.enable:
         for rows in (_privacy, unsupported, _methods):
@@ -99,6 +105,29 @@ def _memory(config: JobConfig) -> Iterator[Row]:
         store is not None and _is_within(store, config.job.dump_folder),
         f"data.store: lies within job.dump_folder = '{config.job.dump_folder}', parts of which "
         "may be published; name a folder elsewhere",
+    )
+
+
+def _family(config: JobConfig) -> Iterator[Row]:
+    """Yield the rows of models of transformers."""
+    theirs, privacy = config.model.name == TRANSFORMERS, config.privacy
+    yield (
+        theirs and privacy.enable and METHODS[privacy.gradient_method].per_sample_layers,
+        "privacy.gradient_method: layers of transformers have no per-sample gradients; set it to "
+        "'microbatch'",
+    )
+    yield (
+        theirs and config.training.feed_forward_chunk not in ("auto", 0),
+        "training.feed_forward_chunk: blocks of transformers have no tiles; set it to 'auto'",
+    )
+    yield (
+        theirs and config.compile.enable,
+        "compile.enable: models of transformers are not compiled; set it to false",
+    )
+    yield (
+        theirs and rope_in_words(config) != AS_GIVEN,
+        "model.name: [rope] is for our own families; remove it, and edit rope_parameters in "
+        "config.json",
     )
 
 

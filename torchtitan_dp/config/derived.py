@@ -1,6 +1,8 @@
 """Facts that follow from a configuration: the mesh, how samples are made, and terms in words."""
 
 import dataclasses
+import json
+import os
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.distributed.cpu import has_accelerator
@@ -8,6 +10,14 @@ from torchtitan_dp.gradients.methods import METHODS, automatic
 from torchtitan_dp.privacy import settings
 
 ALL, AS_GIVEN = "all weights", "as given"
+CONFIG_FILE = "config.json"
+
+TRANSFORMERS = "transformers"
+"""The family, by `model.name`, of every causal LM that is none of ours."""
+
+_DEFAULT_NAME = "llama3"  # TorchTitan's
+OWN_TYPES = ("llama", "qwen3")  # of `config.json`, with a family of their own
+_ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 # The keys of `mesh_degrees` in [parallelism].
 DEGREES = (
@@ -34,8 +44,35 @@ def mesh_degrees(config: JobConfig) -> tuple[int, int, int]:
     return replicate, shard, cp
 
 
+def config_file(config: JobConfig) -> tuple[str, str] | None:
+    """Find the `config.json` with the shape, and the key of its folder; None if there is none."""
+    folders = [(config.model.hf_assets_path, "model.hf_assets_path")]
+    if config.checkpoint.initial_load_in_hf:
+        folders.append(weights_folder(config))
+    for folder, key in folders:
+        path = os.path.join(folder, CONFIG_FILE)
+        if folder and os.path.isfile(path):
+            return path, key
+    return None
+
+
+def _family(config: JobConfig) -> str:
+    """Return `model.name`, or that of any model of transformers if it is at its default and
+    `config.json` is of no family of ours."""
+    source = config_file(config)
+    if config.model.name != _DEFAULT_NAME or source is None:
+        return config.model.name
+    try:
+        with open(source[0], encoding="utf-8") as file:
+            kind = json.load(file)["model_type"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return config.model.name  # which refuses it
+    return config.model.name if kind in OWN_TYPES else TRANSFORMERS
+
+
 def resolve(config: JobConfig, world_size: int) -> None:
-    """Replace degrees of -1, and `auto`, by what they stand for, in place.
+    """Replace degrees of -1, `auto`, and a family that is not named, by what they stand for, in
+    place.
 
     cp takes all of `world_size` ranks that the other degrees leave, then dp_shard takes the rest.
     The gradient method depends on MBS alone. Most units are longer than one sample, so over many
@@ -48,8 +85,13 @@ def resolve(config: JobConfig, world_size: int) -> None:
     if shard == -1:
         shard = max(world_size // max(replicate * cp, 1), 1)
     parallelism.context_parallel_degree, parallelism.data_parallel_shard_degree = cp, shard
+    config.model.name = _family(config)
+    theirs = config.model.name == TRANSFORMERS
+    if theirs and config.lora.targets == JobConfig().lora.targets:
+        config.lora.targets = list(_ALL_LINEAR)
     if config.privacy.gradient_method == "auto":
-        config.privacy.gradient_method = automatic(config.training.local_batch_size)
+        batch_size = 1 if theirs else config.training.local_batch_size
+        config.privacy.gradient_method = automatic(batch_size)
     data, has_answers = config.data, _has_answers(config)
     is_grouped = data.unit_field is not None
     if data.unit_sampling == "auto":
@@ -129,7 +171,7 @@ def feed_forward_chunk(config: JobConfig) -> int:
     first product of each tile would be computed twice.
     """
     chunk = config.training.feed_forward_chunk
-    if not config.privacy.enable:
+    if not config.privacy.enable or config.model.name == TRANSFORMERS:
         return 0
     if chunk != "auto":
         return chunk

@@ -149,7 +149,7 @@ def _ring_forward(
     mesh, terms = _named(op, args, kwargs)
     if "compute_log_sumexp" in terms:
         terms["compute_log_sumexp"] = True  # the merge needs it, whether or not a gradient does
-    kernel = _attend_unpadded if op is _efficient_op else op
+    kernel = attend_unpadded if op is _efficient_op else op
     heads_apart = terms["query"].shape[_SEQ_DIM] >= heads_apart_from
     out, logsumexp, *rest = _ring(mesh, heads_apart).attend(kernel, **terms)
     return (*_on_ring(mesh, out, logsumexp), *rest)
@@ -160,7 +160,7 @@ def _ring_backward(
 ) -> tuple[Any, ...]:
     mesh, terms = _named(op, args, kwargs)
     padded = op is _efficient_backward_op
-    kernel = _backward_padded if padded else functools.partial(_backward, op)
+    kernel = backward_padded if padded else functools.partial(_backward, op)
     of_queries = {name: terms.pop(name) for name in ("grad_out", "query", "out", "logsumexp")}
     heads_apart = of_queries["query"].shape[_SEQ_DIM] >= heads_apart_from
     gradients = _ring(mesh, heads_apart).attend_backward(kernel, of_queries, **terms)
@@ -185,12 +185,16 @@ def _named(
 
 
 def _ring(mesh: DeviceMesh, heads_apart: bool) -> Ring:
-    """Return the ring as configured; gradients go from rank to rank, since each adds to them."""
-    group, options = mesh.get_group(), torch_ring._cp_options
-    place = dist.get_rank(group), dist.get_world_size(group), options.enable_load_balance
-    if mesh.size() == 1:
-        return Ring(*place, heads_apart, None, None)
-    at_once = options.rotate_method == torch_ring._RotateMethod.ALL_GATHER
+    return ring_of(mesh.get_group(), torch_ring._cp_options.enable_load_balance, heads_apart)
+
+
+def ring_of(group: dist.ProcessGroup | None, balanced: bool, heads_apart: bool) -> Ring:
+    """Return the ring of a group, None for this rank alone, that passes keys as configured;
+    gradients go from rank to rank, since each adds to them."""
+    if group is None or dist.get_world_size(group) == 1:
+        return Ring(0, 1, balanced, heads_apart, None, None)
+    place = dist.get_rank(group), dist.get_world_size(group), balanced
+    at_once = torch_ring._cp_options.rotate_method == torch_ring._RotateMethod.ALL_GATHER
     key_transport = (GatheredAtOnce if at_once else PassedAround)(group)
     return Ring(*place, heads_apart, key_transport, PassedAround(group))
 
@@ -202,7 +206,7 @@ def _on_ring(mesh: DeviceMesh, *local_tensors: Tensor) -> tuple[DTensor, ...]:
     )
 
 
-def _attend_unpadded(query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+def attend_unpadded(query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """Attend to one block by the memory-efficient kernel, and cut the padding off logsumexp."""
     out, logsumexp, *rest = _efficient_op(query, *args, **kwargs)
     return out, logsumexp[..., : query.shape[_SEQ_DIM]], *rest
@@ -216,7 +220,7 @@ def _backward(op: Any, *, query: Tensor, key: Tensor, **kwargs: Any) -> tuple[Te
     return gradients
 
 
-def _backward_padded(*, grad_out: Tensor, logsumexp: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
+def backward_padded(*, grad_out: Tensor, logsumexp: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
     """Compute one block's gradients, with logsumexp padded as by the forward kernel: by infinity,
     so that padded rows have probabilities of 0."""
     missing = -logsumexp.shape[_SEQ_DIM] % _ALIGNED_ROWS

@@ -13,6 +13,8 @@ import torch.nn as nn
 
 from torchtitan_dp.data.tokenizer import Tokenizer
 from torchtitan_dp.models import qwen3
+from torchtitan_dp.models.causal_lm import model as causal_lm
+from torchtitan_dp.models.causal_lm import settings
 from torchtitan_dp.models.llama3 import model as llama3
 from torchtitan_dp.models.lora import LoRA
 from torchtitan_dp.models.rope import Scaling
@@ -55,6 +57,8 @@ class Family:
         adapter: converts its state dict to Hugging Face's and back.
         read_args: from a `config.json`, its path and the key that names it; refuses in one line.
         new_settings: the `config.json` of its arguments and a tokenizer.
+        reference: builds a model of the same names that gradients are held against; None for
+            `model` itself, in one process.
     """
 
     title: str
@@ -64,6 +68,7 @@ class Family:
     adapter: type
     read_args: Callable[[dict[str, Any], str, str], ModelArgs]
     new_settings: Callable[[Any, Tokenizer], dict[str, Any]]
+    reference: Callable[[Any], Any] | None = None
 
 
 def _of(module: Any, title: str, args: type, model: type) -> Family:
@@ -75,12 +80,29 @@ def _of(module: Any, title: str, args: type, model: type) -> Family:
 FAMILIES: dict[str, Family] = {
     "llama3": _of(llama3, "Llama", llama3.LlamaArgs, llama3.Llama),
     "qwen3": _of(qwen3, "Qwen3", qwen3.QwenArgs, qwen3.Qwen),
+    "transformers": Family(
+        "causal LM of transformers",
+        settings.CausalLMArgs,
+        causal_lm.CausalLM,
+        {},
+        causal_lm.HuggingFaceAdapter,
+        settings.read_args,
+        settings.new_settings,
+        causal_lm.Eager,
+    ),
 }
 
 
 def family_of(args: ModelArgs) -> Family:
     """Return the family whose arguments these are."""
     return next(family for family in FAMILIES.values() if type(args) is family.args)
+
+
+def title_of(args: ModelArgs) -> str:
+    """Return the name of a model's family for people; of transformers' models, its own."""
+    if isinstance(args, settings.CausalLMArgs):
+        return str(args.settings["model_type"])
+    return family_of(args).title
 
 
 def on_meta(args: ModelArgs) -> Any:

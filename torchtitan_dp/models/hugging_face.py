@@ -13,8 +13,17 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.derived import AS_GIVEN, rope_in_words, trained, weights_folder
+from torchtitan_dp.config.derived import (
+    AS_GIVEN,
+    CONFIG_FILE,
+    TRANSFORMERS,
+    config_file,
+    rope_in_words,
+    trained,
+    weights_folder,
+)
 from torchtitan_dp.data.tokenizer import load_tokenizer
+from torchtitan_dp.models.causal_lm.settings import CausalLMArgs
 from torchtitan_dp.models.families import (
     FAMILIES,
     Family,
@@ -27,22 +36,9 @@ from torchtitan_dp.models.families import (
 from torchtitan_dp.models.lora import lora_of
 from torchtitan_dp.models.rope import scaling_of
 
-CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 _TRAINED_DTYPES = ("F32", "BF16", "F16")
-
-
-def config_file(config: JobConfig) -> tuple[str, str] | None:
-    """Find the `config.json` with the shape, and the key of its folder; None if there is none."""
-    folders = [(config.model.hf_assets_path, "model.hf_assets_path")]
-    if config.checkpoint.initial_load_in_hf:
-        folders.append(weights_folder(config))
-    for folder, key in folders:
-        path = os.path.join(folder, CONFIG_FILE)
-        if folder and os.path.isfile(path):
-            return path, key
-    return None
 
 
 def shape(config: JobConfig) -> ModelArgs:
@@ -76,10 +72,17 @@ def _given_shape(config: JobConfig) -> ModelArgs:
     """Return the arguments without adapters."""
     source = config_file(config)
     family = FAMILIES.get(config.model.name)
+    if source is None and config.model.name == TRANSFORMERS:
+        raise ValueError(
+            f"model.hf_assets_path = '{config.model.hf_assets_path}': model.name = "
+            f"'{TRANSFORMERS}' takes the model of a {CONFIG_FILE}, which is not there; name a "
+            "Hugging Face folder"
+        )
     if family is None or (source is None and config.model.flavor not in family.flavors):
         built = "; or ".join(
             f"name '{name}' and one of the flavors {', '.join(one.flavors)}"
             for name, one in FAMILIES.items()
+            if one.flavors
         )
         raise ValueError(f"model = {config.model.name} {config.model.flavor}: use {built}")
     if source is None:
@@ -87,7 +90,7 @@ def _given_shape(config: JobConfig) -> ModelArgs:
     path, key = source
     settings = read_settings(path, key)
     theirs = settings.get("model_type")
-    if theirs != config.model.name and theirs in FAMILIES:
+    if theirs != config.model.name != TRANSFORMERS and theirs in FAMILIES:
         raise ValueError(
             f"model.name = '{config.model.name}': {path} describes a {theirs}; set model.name = "
             f"'{theirs}'"
@@ -145,6 +148,8 @@ def describe(config: JobConfig, args: ModelArgs) -> str:
     else:
         drawn = f"drawn from debug.seed = {config.debug.seed or 0}"
         start = config.checkpoint.initial_load_path or drawn
+    if isinstance(args, CausalLMArgs):
+        more += f", a {args.settings['model_type']} of transformers without dropout"
     return (
         f"model: {parameter_count(args):,} parameters ({args.n_layers} layers of {args.dim:,}, "
         f"{args.n_heads} heads, vocabulary {args.vocab_size:,}{more}), from {origin(config)}; "
@@ -196,9 +201,10 @@ def check_weights(problem: str, folder: str, args: ModelArgs) -> None:
     expected = family_of(args).adapter(args, None).to_hf(on_meta(args).state_dict())
     for name, tensor in expected.items():
         if name not in found:
-            raise ValueError(
-                f"{problem}: {name} is in none of its *.safetensors; take all files of one model"
-            )
+            remedy = "take all files of one model"
+            if isinstance(args, CausalLMArgs) and args.share_of_experts < 1:
+                remedy += ", with all experts in one tensor, not a key for each"
+            raise ValueError(f"{problem}: {name} is in none of its *.safetensors; {remedy}")
         size, dtype = found[name]
         if size != tuple(tensor.shape):
             raise ValueError(

@@ -68,9 +68,9 @@ class LoRALinear(nn.Linear):
     @classmethod
     def over(cls, layer: nn.Linear, lora: LoRA) -> "LoRALinear":
         """Make a layer that takes the place of `layer`, with its weight and factors beside it."""
-        assert layer.bias is None
-        adapted = cls(layer.in_features, layer.out_features, bias=False, device="meta")
-        adapted.weight = layer.weight
+        has_bias = layer.bias is not None
+        adapted = cls(layer.in_features, layer.out_features, bias=has_bias, device="meta")
+        adapted.weight, adapted.bias = layer.weight, layer.bias
         there = layer.weight.device
         adapted.lora_a = nn.Linear(layer.in_features, lora.rank, bias=False, device=there)
         adapted.lora_b = nn.Linear(lora.rank, layer.out_features, bias=False, device=there)

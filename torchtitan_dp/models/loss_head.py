@@ -14,7 +14,7 @@ Guarantee:
     Loss b, and the gradient formed for it, depend on sample b alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,11 +32,17 @@ class LossHead(nn.Linear):
     """An output layer that, given labels, returns losses in place of logits (see `models.loss`)."""
 
     chunk_tokens: int
+    transform: Callable[[Tensor], Tensor] | None = None
+    """What a family makes of the products (N, V), such as a soft cap; None for nothing."""
 
     @classmethod
     def over(cls, output: nn.Linear, chunk_tokens: int) -> "LossHead":
         """Make a loss head that takes the place of `output`, with its weight."""
-        assert output.bias is None
+        if output.bias is not None:
+            raise ValueError(
+                "training.loss_chunk_tokens: the model's output layer has a bias, which is not "
+                "built in chunks; set it to 0"
+            )
         head = cls(output.in_features, output.out_features, bias=False, device="meta")
         head.weight = output.weight
         head.chunk_tokens = chunk_tokens
@@ -50,29 +56,35 @@ class LossHead(nn.Linear):
         if labels_BT is None:
             return super().forward(h_BTD)
         if targets_B is None:
-            return _token_losses(h_BTD, labels_BT, self.weight, self.chunk_tokens)
+            return self._token_losses(h_BTD, labels_BT)
         return _OneSample.apply(  # type: ignore[no-any-return]
-            h_BTD, labels_BT, targets_B, self.weight, self.chunk_tokens, torch.is_grad_enabled()
+            h_BTD, labels_BT, targets_B, self.weight, self, torch.is_grad_enabled()
         )
 
+    def chunk(
+        self, h_ND: Tensor, labels_N: Tensor, weight_VD: Tensor, scale_N: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the fp32 losses of some tokens, times fp32 scales, and the gradient of their
+        products with the weight in the products' dtype."""
+        products_NV = h_ND @ weight_VD.T
+        if self.transform is None:
+            return losses_to_gradients_(products_NV, labels_N, scale_N), products_NV
+        with torch.enable_grad():
+            products_NV.requires_grad_()
+            logits_NV = self.transform(products_NV)
+        grad_NV = logits_NV.detach().clone()
+        loss_N = losses_to_gradients_(grad_NV, labels_N, scale_N)
+        return loss_N, torch.autograd.grad(logits_NV, products_NV, grad_NV)[0]
 
-def _chunk(
-    h_ND: Tensor, labels_N: Tensor, weight_VD: Tensor, scale_N: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Compute the fp32 losses of some tokens, times fp32 scales, and the gradient of their logits
-    in the logits' dtype."""
-    logits_NV = h_ND @ weight_VD.T
-    return losses_to_gradients_(logits_NV, labels_N, scale_N), logits_NV
-
-
-def _token_losses(h_BTD: Tensor, labels_BT: Tensor, weight_VD: Tensor, chunk_tokens: int) -> Tensor:
-    assert not torch.is_grad_enabled(), "a token's loss has no gradient here"
-    loss_BT = torch.empty_like(labels_BT, dtype=torch.float32)
-    for loss_T, h_TD, labels_T in zip(loss_BT, h_BTD, labels_BT, strict=True):
-        for tokens in tiles(len(h_TD), chunk_tokens):
-            scale_N = torch.ones_like(loss_T[tokens])
-            loss_T[tokens], _ = _chunk(h_TD[tokens], labels_T[tokens], weight_VD, scale_N)
-    return loss_BT
+    def _token_losses(self, h_BTD: Tensor, labels_BT: Tensor) -> Tensor:
+        assert not torch.is_grad_enabled(), "a token's loss has no gradient here"
+        loss_BT = torch.empty_like(labels_BT, dtype=torch.float32)
+        for loss_T, h_TD, labels_T in zip(loss_BT, h_BTD, labels_BT, strict=True):
+            for tokens in tiles(len(h_TD), self.chunk_tokens):
+                scale_N = torch.ones_like(loss_T[tokens])
+                of_tokens = h_TD[tokens], labels_T[tokens], self.weight, scale_N
+                loss_T[tokens], _ = self.chunk(*of_tokens)
+        return loss_BT
 
 
 def _scales(targets_B: Tensor) -> Tensor:
@@ -88,7 +100,7 @@ class _Samples:
     labels_BT: Tensor
     weight_VD: Tensor
     scale_B: Tensor  # fp32 factors of the samples' losses
-    chunk_tokens: int
+    head: LossHead
     grad_h_BTD: Tensor | None  # is written to; None if it is not needed
 
     def loss(self, sample: int, grad_weights: Sequence[tuple[slice, Tensor]]) -> Tensor:
@@ -100,9 +112,10 @@ class _Samples:
         h_TD, labels_T, scale = self.h_BTD[sample], self.labels_BT[sample], self.scale_B[sample]
         assert len(h_TD) > 0, "without tokens no gradient would be written"
         loss = torch.zeros_like(scale)
-        for tokens in tiles(len(h_TD), self.chunk_tokens):
+        for tokens in tiles(len(h_TD), self.head.chunk_tokens):
             scale_N = scale.expand(tokens.stop - tokens.start)
-            loss_N, grad_NV = _chunk(h_TD[tokens], labels_T[tokens], self.weight_VD, scale_N)
+            of_tokens = h_TD[tokens], labels_T[tokens], self.weight_VD, scale_N
+            loss_N, grad_NV = self.head.chunk(*of_tokens)
             loss += loss_N.sum()
             if self.grad_h_BTD is not None:
                 torch.mm(grad_NV, self.weight_VD, out=self.grad_h_BTD[sample][tokens])
@@ -123,7 +136,7 @@ class _OneSample(torch.autograd.Function):
         labels_BT: Tensor,
         targets_B: Tensor,
         weight_VD: Tensor,
-        chunk_tokens: int,
+        head: LossHead,
         differentiate: bool,
     ) -> Tensor:
         h_needed, _, _, weight_needed, _, _ = ctx.needs_input_grad
@@ -135,12 +148,12 @@ class _OneSample(torch.autograd.Function):
         if differentiate and weight_needed:
             grad_weight_VD = torch.empty_like(weight_VD, dtype=torch.float32)
             grad_weights = [(slice(0, len(weight_VD)), grad_weight_VD)]
-        samples = _Samples(h_BTD, labels_BT, weight_VD, scale_B, chunk_tokens, grad_h_BTD)
+        samples = _Samples(h_BTD, labels_BT, weight_VD, scale_B, head, grad_h_BTD)
         losses = [samples.loss(sample, grad_weights) for sample in range(len(h_BTD))]
         ctx.gradients = grad_h_BTD, grad_weight_VD
         ctx.weight_dtype = weight_VD.dtype
         if grad_h_BTD is not None and not weight_needed:
-            ctx.chunk_tokens = chunk_tokens
+            ctx.head = head
             ctx.save_for_backward(h_BTD, labels_BT, weight_VD, scale_B)
         return torch.stack(losses)
 
@@ -159,7 +172,7 @@ def _input_gradients(ctx: Any) -> Tensor:
     """Compute the gradient of the loss head's input again."""
     h_BTD, labels_BT, weight_VD, scale_B = ctx.saved_tensors
     grad_h_BTD = torch.empty_like(h_BTD)
-    samples = _Samples(h_BTD, labels_BT, weight_VD, scale_B, ctx.chunk_tokens, grad_h_BTD)
+    samples = _Samples(h_BTD, labels_BT, weight_VD, scale_B, ctx.head, grad_h_BTD)
     for sample in range(len(h_BTD)):
         samples.loss(sample, ())
     return grad_h_BTD
@@ -182,7 +195,7 @@ class _SeveralSamples(torch.autograd.Function):
         scale_B = _scales(targets_B)
         grad_h_BTD = torch.empty_like(h_BTD) if ctx.needs_input_grad[1] else None
         loss_B = torch.empty_like(scale_B)
-        head = _Samples(h_BTD, labels_BT, weight_VD, scale_B, layer.chunk_tokens, grad_h_BTD)
+        head = _Samples(h_BTD, labels_BT, weight_VD, scale_B, layer, grad_h_BTD)
 
         def write(layout: RowLayout, whole: Tensor, samples: slice) -> None:
             chunks = list(layout.chunks(whole))

@@ -35,11 +35,11 @@ from torchtitan_dp.gradients.fsdp import fsdp_modules, keep_gathered
 from torchtitan_dp.gradients.layers import per_sample_layers
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.models import rms_norm
+from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.families import ModelArgs
 from torchtitan_dp.models.feed_forward import Tiling, use_tiles
 from torchtitan_dp.models.llama3.regions import compiled, use_regions
 from torchtitan_dp.models.lora import store_frozen
-from torchtitan_dp.models.loss_head import LossHead
 from torchtitan_dp.models.private import PrivateModel
 
 
@@ -53,7 +53,7 @@ def parallelize(
     bf16 and fp32 mean the same on every mesh. Where `privacy.gradient_method` needs per-sample
     layers, layers form per-sample gradients instead.
     """
-    parallelism = job_config.parallelism
+    parallelism, not_torchtitans = job_config.parallelism, isinstance(model, CausalLM)
     if job_config.training.mixed_precision_param == "float16":
         # Where cuBLAS splits a product over many tokens, it would add the parts in fp16, which
         # overflows.
@@ -69,11 +69,18 @@ def parallelize(
         store_frozen(model, TORCH_DTYPE_MAP[job_config.training.mixed_precision_param])
     if job_config.privacy.enable:
         _apply_parts(model, parallel_dims, fsdp_mesh(parallel_dims), job_config)
-    elif model.model_args.tie_embeddings and parallel_dims.fsdp_enabled:
+    elif parallel_dims.fsdp_enabled and (model.model_args.tie_embeddings or not_torchtitans):
         # TorchTitan's own grouping would untie the weight.
         replicated = ["dp_replicate"] if parallel_dims.dp_replicate_enabled else []
         mesh = parallel_dims.get_mesh([*replicated, "fsdp"])
         _apply_parts(model, parallel_dims, mesh, job_config)
+    elif not_torchtitans:
+        if parallel_dims.dp_replicate_enabled:
+            raise ValueError(
+                "parallelism.data_parallel_replicate_degree: without privacy this model is "
+                "sharded; set data_parallel_shard_degree to 2 or more as well"
+            )
+        _apply_parts(model, parallel_dims, fsdp_mesh(parallel_dims), job_config)
     else:
         torchtitan_llama.parallelize_llama(model, parallel_dims, job_config)
     if device_type == "cpu":
@@ -87,15 +94,18 @@ def _apply_parts(
     parallelism = job_config.parallelism
     if job_config.privacy.enable:
         if job_config.training.loss_chunk_tokens:
-            model.output = LossHead.over(model.output, job_config.training.loss_chunk_tokens)
+            model.use_loss_head(job_config.training.loss_chunk_tokens)
         if device_type == "cpu":
             rms_norm.use_lean_norms(model)
         if METHODS[job_config.privacy.gradient_method].per_sample_layers:
             per_sample_layers(model)
     ring = _ring_mesh(parallel_dims, job_config)
     if ring is not None:
-        kernels = [block.attention.inner_attention for block in model.layers.values()]
-        apply_ring_attention(kernels, ring, cudnn=takes_cudnn(job_config, model.model_args))
+        cudnn = takes_cudnn(job_config, model.model_args)
+        apply_ring_attention(model.attention_modules(), ring, cudnn=cudnn)
+    if parallel_dims.cp_enabled:
+        balanced = parallelism.context_parallel_load_balancer == "headtail"
+        model.share_samples(parallel_dims.get_mesh("cp"), balanced)
     compile_model = job_config.compile.enable and "model" in job_config.compile.components
     chunk = feed_forward_chunk(job_config)
     if chunk:
@@ -115,7 +125,7 @@ def _apply_parts(
         )
         if job_config.activation_checkpoint.offload_inputs:
             longest = job_config.training.seq_len // parallelism.context_parallel_degree
-            model.around_block = InputsOnHost(longest)
+            model.offload(InputsOnHost(longest))
     if compile_model and not by_regions and not chunk:  # one graph would hold every tile
         torchtitan_llama.apply_compile(model, job_config.compile)
     _apply_fsdp(model, mesh, job_config)
@@ -164,11 +174,11 @@ def fsdp_mesh(parallel_dims: ParallelDims) -> DeviceMesh:
 
 def fsdp_groups(model: PrivateModel) -> list[list[nn.Module]]:
     """List the modules that are gathered and reduced together, in order of use."""
-    blocks = [[block] for block in model.layers.values()]
+    blocks = [[block] for block in model.layers.children()]
     if model.model_args.tie_embeddings:
         # One group: a tied weight in two would be untied (silently on torch 2.11).
-        return [[model.tok_embeddings, model.norm, model.output], *blocks]
-    return [[model.tok_embeddings], *blocks, [model.norm, model.output]]
+        return [[model.tok_embeddings, *model.outer(), model.output], *blocks]
+    return [[model.tok_embeddings], *blocks, [*model.outer(), model.output]]
 
 
 def trained_fsdp_modules(model: PrivateModel) -> list[FSDPModule]:

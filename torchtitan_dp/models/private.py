@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torchtitan_dp.models.feed_forward import TiledBlock
@@ -96,6 +97,8 @@ class PrivateModel(nn.Module):
     tiled_block: type[TiledBlock] = TiledBlock
     """The class of blocks whose feed-forward, at least, is in tiles."""
     layers: Any  # the blocks, an nn.ModuleDict
+    draws_at_once: int | None = None
+    """Threads of `init_weights`; None for PyTorch's number."""
     norm: nn.Module
     output: nn.Linear
 
@@ -141,10 +144,33 @@ class PrivateModel(nn.Module):
         h_BTD = self.norm(h_BTD)
         if isinstance(self.output, LossHead):
             return self.output(h_BTD, labels, targets)
-        logits_BTV = self.output(h_BTD)
+        return self.losses(self.output(h_BTD), labels, targets)
+
+    def losses(self, logits_BTV: Tensor, labels: Tensor, targets: Tensor | None) -> Tensor:
+        """Return losses of whole logits, as `forward` does."""
         if targets is None:
             return token_losses(logits_BTV, labels)
         return per_sample_loss(logits_BTV, labels, targets)
+
+    def outer(self) -> list[nn.Module]:
+        """List what has parameters beside blocks, embedding and output layer."""
+        return [self.norm]
+
+    def attention_modules(self) -> list[nn.Module]:
+        """List TorchTitan's modules of attention, on which a ring acts."""
+        return [block.attention.inner_attention for block in self.layers.values()]
+
+    def share_samples(self, mesh: DeviceMesh, balanced: bool) -> None:
+        """Prepare what is not attention for samples that the ranks of `mesh` share; `balanced` is
+        how they are dealt out."""
+
+    def use_loss_head(self, chunk_tokens: int) -> None:
+        """Compute losses by `LossHead`, in place."""
+        self.output = LossHead.over(self.output, chunk_tokens)
+
+    def offload(self, around: Callable[[Tensor], AbstractContextManager[None]]) -> None:
+        """Call each block, checkpointed or not, within `around` of its input."""
+        self.around_block = around
 
     def compute_rotary(self, device: torch.device | None = None) -> None:
         """Set the buffer of rotary embeddings, on its own device by default."""
@@ -169,7 +195,8 @@ class PrivateModel(nn.Module):
             else:
                 parameter.fill_(torch.nan)
         draws = [functools.partial(self._drawn, name, p.shape) for name, p in drawn.items()]
-        for parameter, whole in zip(drawn.values(), in_threads(draws), strict=True):
+        wholes = in_threads(draws, self.draws_at_once)
+        for parameter, whole in zip(drawn.values(), wholes, strict=True):
             copy_slice_(parameter, whole)
 
     @torch.no_grad()  # which a thread does not inherit
@@ -181,16 +208,16 @@ class PrivateModel(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         if is_adapter(name):
             draw_factor_(whole, name, generator)
-        elif "norm" in name:
-            whole.fill_(1.0)
         else:
             self._initialize_(whole, name, generator)
         return whole
 
     def _initialize_(self, whole: Tensor, name: str, generator: torch.Generator) -> None:
-        """Draw a whole matrix, in place, from TorchTitan's distribution."""
+        """Draw a whole parameter, in place, from TorchTitan's distribution."""
         args = self.model_args
-        if name == "output.weight" or (args.tie_embeddings and name == "tok_embeddings.weight"):
+        if "norm" in name:
+            whole.fill_(1.0)
+        elif name == "output.weight" or (args.tie_embeddings and name == "tok_embeddings.weight"):
             std = args.dim**-0.5
             nn.init.trunc_normal_(whole, std=std, a=-3 * std, b=3 * std, generator=generator)
         elif name == "tok_embeddings.weight":

@@ -14,6 +14,7 @@ import torch.nn as nn
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import mesh_degrees
+from torchtitan_dp.models.causal_lm.settings import CausalLMArgs
 from torchtitan_dp.models.families import ModelArgs, on_meta
 
 
@@ -109,8 +110,11 @@ def flops_of(config: JobConfig, args: ModelArgs) -> SampleFlops:
     tokens, again = config.training.seq_len, 1 if _recomputes(config) else 0
     of_blocks = (4 + 2 * again) * blocks.all + 2 * blocks.trained
     of_output = 4 * output.all + 2 * output.trained
-    one_product = 2 * args.n_heads * args.head_size * tokens**2 / 2
-    attention = args.n_layers * one_product * (2 * (1 + again) + 5)
+    scores = args.n_layers * tokens**2 / 2
+    if isinstance(args, CausalLMArgs):  # a window of w: w scores of each query but the first w
+        seen = (min(window or tokens, tokens) for window in args.windows())
+        scores = sum(w * (tokens - w / 2) for w in seen)
+    attention = 2 * args.n_heads * args.head_size * scores * (2 * (1 + again) + 5)
     return SampleFlops(tokens * (of_blocks + of_output), attention)
 
 
@@ -123,10 +127,14 @@ def weights_of(args: ModelArgs) -> tuple[Weights, Weights]:
     are looked up, which takes no product."""
     model = on_meta(args)
 
+    # Experts are matrices in one tensor, of which a token takes some.
+    shares = {2: 1.0, 3: args.share_of_experts if isinstance(args, CausalLMArgs) else 1.0}
+
     def count(parameters: Iterable[nn.Parameter]) -> Weights:
-        matrices = [p for p in parameters if p.dim() == 2]
-        trained = sum(p.numel() for p in matrices if p.requires_grad)
-        return Weights(trained, sum(p.numel() for p in matrices) - trained)
+        matrices = [p for p in parameters if p.dim() in shares]
+        sizes = [(int(shares[p.dim()] * p.numel()), p.requires_grad) for p in matrices]
+        trained = sum(size for size, is_trained in sizes if is_trained)
+        return Weights(trained, sum(size for size, _ in sizes) - trained)
 
     return count(model.layers.parameters()), count([model.output.weight])
 

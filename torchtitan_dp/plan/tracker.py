@@ -24,11 +24,11 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from torchtitan_dp.distributed import ring
+from torchtitan_dp.distributed import ring, windows
 from torchtitan_dp.gradients.clipped_sum import ClippedSum, GradientMethod
 from torchtitan_dp.gradients.fsdp import ReduceScatterOverCP, RowLayout
 from torchtitan_dp.gradients.methods import METHODS
-from torchtitan_dp.models import loss_head
+from torchtitan_dp.models.loss_head import LossHead
 from torchtitan_dp.models.parameters import local_part
 
 GATHERED = "gathered"  # the label of weights that FSDP2 has gathered
@@ -244,13 +244,14 @@ def tracking(*, like_cuda: bool = True) -> Iterator[MemoryTracker]:
         (FSDPParamGroup, "post_backward", becomes(communication, _whole_gradients)),
         (ring.PassedAround, "send", made(communication)),
         (ring.GatheredAtOnce, "send", made(communication)),
+        (windows, "exchange", made(communication)),
         (RowLayout, "allocate", made(communication)),
         (ReduceScatterOverCP, "__call__", becomes(shards, _of_one_sample)),
         (ClippedSum, "add", becomes(shards, added)),
         (ClippedSum, "add_group", becomes(shards, lambda _, __, parts, *___: parts.values())),
         (ClippedSum, "lay_out", made("accumulator")),
         *((kind, name, forming) for kind in kinds for name in kind.makes_gradients),
-        (loss_head, "_chunk", made("loss_head")),
+        (LossHead, "chunk", made("loss_head")),
     )
     with contextlib.ExitStack() as stack:
         for owner, name, context in around:

@@ -23,7 +23,9 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import mesh_degrees, most_tokens
 from torchtitan_dp.distributed.cpu import has_accelerator
 from torchtitan_dp.distributed.host_memory import available_bytes, page_locked_bytes
+from torchtitan_dp.distributed.windows import check_softcap
 from torchtitan_dp.gradients.methods import METHODS
+from torchtitan_dp.models.causal_lm.settings import CausalLMArgs
 from torchtitan_dp.models.families import ModelArgs, parameter_count, trained_count
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.optimizer import MomentumSGD
@@ -46,6 +48,9 @@ def check_attention(config: JobConfig, args: ModelArgs) -> None:
             f"{args.n_heads} heads that share {args.n_kv_heads} keys no kernel for this device "
             "attends in 32 bits; set it to 'bfloat16', or parallelism.context_parallel_degree to 1"
         )
+    if isinstance(args, CausalLMArgs) and args.settings.get("attn_logit_softcapping"):
+        for window in set(args.windows()):
+            check_softcap(config.training.seq_len, window)
 
 
 def check_norms(config: JobConfig, args: ModelArgs) -> None:

@@ -1,0 +1,338 @@
+"""Windows, sinks and soft caps equal explicit attention in fp64, on any number of ranks, and what
+windows send and compute does not grow with the sequence."""
+
+import itertools
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.processes.ranks import on_ranks
+from torchtitan_dp.distributed import attention, kernels, windows
+from torchtitan_dp.distributed.windows import Shard, attend, check_softcap
+from torchtitan_dp.plan.fake_step import fake_world
+
+SCALE = 0.3
+CASES = {  # options of attention
+    "window 1": {"window": 1},
+    "window": {"window": 5},
+    "a window longer than a shard": {"window": 13},
+    "a window of all": {"window": 24, "sinks": True},
+    "a longer window": {"window": 99, "softcap": 2.0},
+    "sinks in a window": {"window": 5, "sinks": True},
+    "sinks": {"sinks": True},
+    "a soft cap": {"softcap": 2.0},
+    "a soft cap in a window": {"window": 7, "softcap": 2.0},
+    "both": {"window": 7, "softcap": 2.0, "sinks": True},
+}
+TOKENS = 24
+
+
+def explicit(q, k, v, sinks=None, *, window=None, softcap=None):
+    """Attention over the whole sequence, score by score."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.mT * SCALE
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    distance = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
+    unseen = (distance < 0) | (distance >= (window or q.shape[2]))
+    scores = scores.masked_fill(unseen, -torch.inf)
+    if sinks is not None:
+        sink = sinks[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    return scores.softmax(-1)[..., : q.shape[2]] @ v
+
+
+def problem(tokens, heads=(4, 2), batch=2, size=8, dtype=torch.float32, sinks=False):
+    """Queries, keys, values, and sinks if asked for; and the output's gradient."""
+    torch.manual_seed(0)
+    of_tensors = [heads[0], heads[1], heads[1], heads[0]]
+    *whole, gradient = (torch.randn(batch, n, tokens, size).to(dtype) for n in of_tensors)
+    return [*whole, *([torch.randn(heads[0]).to(dtype)] if sinks else [])], gradient
+
+
+def own(x, balanced):
+    """This rank's part of a tensor, by the definition."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    chunks = x.chunk(size * (1 + balanced), dim=2)
+    return torch.cat([chunks[rank], chunks[-1 - rank]], dim=2) if balanced else chunks[rank]
+
+
+def whole(parts, balanced):
+    """The tensor of all ranks' parts."""
+    if not balanced:
+        return torch.cat(parts, dim=2)
+    heads, tails = zip(*(part.chunk(2, dim=2) for part in parts), strict=True)
+    return torch.cat([*heads, *reversed(tails)], dim=2)
+
+
+def attended(inputs, gradient, shard, **options):
+    """Output and gradients, as from a model: heads lie within tokens."""
+    mine = [x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() == 4 else x for x in inputs]
+    mine = [x.detach().requires_grad_() for x in mine]
+    sinks = mine[3] if len(mine) > 3 else None
+    out = attend(*mine[:3], shard=shard, scale=SCALE, sinks_H=sinks, **options)
+    out.backward(gradient)
+    return [out.detach(), *(x.grad for x in mine)]
+
+
+def on_shard(balanced, rotate, tokens, terms, options, tile):
+    """Output and gradients on this rank."""
+    attention.configure_ring(load_balancer=None, rotate_method=rotate)
+    inputs, gradient = problem(tokens, **terms)
+    mine = [own(x, balanced) if x.dim() == 4 else x for x in inputs]
+    group = dist.group.WORLD
+    with mock.patch.object(windows, "_TILE", tile):
+        return attended(mine, own(gradient, balanced), Shard(group, balanced), **options)
+
+
+def errors(ranks, balanced, tokens, options, tile=(4, 8), rotate="alltoall", **terms):
+    """The largest differences of output and gradients from fp64, over the largest value or 1."""
+    options = dict(options)
+    terms["sinks"] = options.pop("sinks", False)
+    inputs, gradient = problem(tokens, **terms)
+    if ranks is None:
+        with mock.patch.object(windows, "_TILE", tile):
+            found = attended(inputs, gradient, Shard(None, balanced), **options)
+    else:
+        by_rank = on_ranks(ranks, on_shard, balanced, rotate, tokens, terms, options, tile)
+        found = [
+            whole(parts, balanced) if parts[0].dim() == 4 else sum(parts)
+            for parts in zip(*by_rank, strict=True)
+        ]
+    exact = [x.double().requires_grad_() for x in inputs]
+    out = explicit(*exact, **options)
+    out.backward(gradient.double())
+    expected = [out.detach(), *(x.grad for x in exact)]
+    assert [x.dtype for x in found] == [inputs[0].dtype] * len(found)
+    return [
+        ((a - e).abs().max() / e.abs().max().clamp(min=1)).item()
+        for a, e in zip(found, expected, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("balanced", [True, False])
+@pytest.mark.parametrize("ranks", [None, 1, 2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_attention_is_exact(case, ranks, balanced):
+    assert max(errors(ranks, balanced, TOKENS, CASES[case])) < 2e-6
+
+
+@pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
+def test_sinks_go_round_as_configured(rotate):
+    assert max(errors(4, True, TOKENS, CASES["sinks"], rotate=rotate)) < 2e-6
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("heads", [(3, 3), (4, 1)])
+def test_heads_and_their_sizes(heads, case):
+    # Of window 1 the gradients of scores are differences of equal sums, over a head's size.
+    assert max(errors(None, False, 19, CASES[case], heads=heads, size=64, batch=1)) < 2e-5
+    assert max(errors(2, False, 38, CASES[case], heads=heads, size=256, batch=1)) < 2e-5
+
+
+@pytest.mark.parametrize("tokens", [300, 1100])
+@pytest.mark.parametrize("window", [100, 300, 1050])
+def test_tiles_of_their_real_size(window, tokens):
+    options = {"window": window, "sinks": True}
+    assert max(errors(None, False, tokens, options, windows._TILE, heads=(1, 1))) < 5e-6
+    assert max(errors(2, True, 4 * tokens // 4, options, windows._TILE, heads=(1, 1))) < 5e-6
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_16_bits_round_no_sum(case):
+    """Key gradients are rounded once, whichever tiles and ranks they come from."""
+    alone = errors(None, False, 64, CASES[case], dtype=torch.bfloat16)
+    shared = errors(4, True, 64, CASES[case], dtype=torch.bfloat16)
+    assert max(alone) < 0.02
+    # Each rank's part of a sink's gradient is rounded, to be reduced in fp32.
+    for one, of_ranks in zip(alone[:4], shared[:4], strict=True):
+        assert of_ranks < 1.5 * one + 1e-3
+
+
+class Calls(TorchDispatchMode):
+    """Counts the products of a kernel's calls: queries times keys."""
+
+    def __init__(self):
+        super().__init__()
+        self.scores, self.largest = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "attention" in func.name():
+            names = [one.name for one in func._schema.arguments]
+            named = dict(zip(names, args, strict=False)) | (kwargs or {})
+            scores = named["query"].shape[2] * named["key"].shape[2]
+            self.scores += scores
+            self.largest = max(self.largest, scores)
+        return func(*args, **(kwargs or {}))
+
+
+def work(balanced, tokens, window):
+    """What this rank sends to others, in bytes, and the scores that it computes for a query."""
+    sent = []
+
+    def looked_at(buffer, to_each, from_each, group):
+        others = sum(to_each) - to_each[dist.get_rank()]
+        sent.append(others * buffer.element_size())
+        return exchange(buffer, to_each, from_each, group)
+
+    exchange = windows.exchange
+    calls = Calls()
+    with mock.patch.object(windows, "exchange", looked_at), calls:
+        on_shard(balanced, "alltoall", tokens, {"batch": 1}, {"window": window}, (4, 8))
+    assert len(sent) == 2
+    return sum(sent), calls.scores / (tokens // dist.get_world_size()), calls.largest
+
+
+@pytest.mark.parametrize("balanced", [True, False])
+def test_neither_bytes_nor_work_for_a_query_grow(balanced):
+    window, ranks = 8, 4
+    (short, middle, long) = (
+        on_ranks(ranks, work, balanced, n * window, window) for n in (8, 16, 32)
+    )
+    for first, *others in zip(short, middle, long, strict=True):
+        for sent, scores, largest in others:
+            assert sent <= first[0]
+            assert largest == first[2] == window * (2 * window - 1)
+            # Forward and backward, (2 window - 1) keys for each query, but for the first.
+            assert scores <= 2 * (2 * window - 1)
+    rows = (1 + balanced) * (window - 1)
+    assert long[1][0] == rows * 2 * 2 * 8 * (4 + 4)  # of keys and values; there and back
+
+
+def test_soft_caps_are_refused_above_a_length():
+    longest = windows.CAPPED_KEYS
+    check_softcap(longest, None)
+    check_softcap(4 * longest, 4096)
+    with pytest.raises(ValueError, match=r"may see 32,768 keys, not 32,769"):
+        check_softcap(longest + 1, None)
+    with pytest.raises(ValueError, match=r"not 32,769"):
+        check_softcap(4 * longest, longest + 1)
+    q = torch.zeros(1, 1, longest + 1, 1)
+    with pytest.raises(ValueError, match="soft cap"):
+        attend(q, q, q, shard=Shard(None, False), scale=1.0, softcap=1.0)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_capped_scores_of_a_tile_are_bounded(softcap):
+    with mock.patch.object(windows, "_CAPPED_SCORES", 64):
+        options = {"softcap": softcap, "window": 12}
+        assert max(errors(None, False, 30, options)) < 2e-6
+
+
+@pytest.mark.parametrize("balanced", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_the_plan_runs_it_without_values_or_ranks(case, balanced):
+    options = dict(CASES[case])
+    sinks = options.pop("sinks", False)
+    with fake_world(4), mock.patch.object(windows, "_TILE", (2, 2)):
+        inputs, gradient = problem(TOKENS, sinks=sinks)
+        found = attended(inputs, gradient, Shard(dist.group.WORLD, balanced), **options)
+    assert [x.shape for x in found] == [x.shape for x in (inputs[0], *inputs)]
+
+
+# What CUDA's kernel is given. It does not run on a CPU.
+
+
+def imitate_efficient_kernels():
+    """Offer CUDA's memory-efficient kernels on CPU, with their demands; hold the result."""
+    forward_op, backward_op = kernels._cpu_op, kernels._cpu_backward_op
+
+    def check(query, key, value, bias):
+        assert key.shape[1] == value.shape[1] == query.shape[1], "no grouped queries"
+        assert all(x.stride(-1) == 1 for x in (query, key, value))
+        if bias is not None:
+            assert bias.shape == (*query.shape[:3], key.shape[2])
+            assert bias.dtype == query.dtype
+            assert bias.stride(-1) == 1
+            assert all(stride % 16 == 0 for stride in bias.stride()[:-1])
+            assert bias.storage_offset() == 0
+
+    def forward(q, k, v, bias, needs_logsumexp, dropout=0.0, causal=False, *, scale=None):
+        check(q, k, v, bias)
+        assert needs_logsumexp
+        out, logsumexp = forward_op(q, k, v, dropout, causal, attn_mask=bias, scale=scale)
+        rows = -logsumexp.shape[2] % 32
+        padded = torch.nn.functional.pad(logsumexp, (0, rows), value=torch.inf)
+        return out, padded, torch.tensor(1), torch.tensor(2)
+
+    def backward(
+        grad,
+        q,
+        k,
+        v,
+        bias,
+        out,
+        logsumexp,
+        seed,
+        offset,
+        dropout,
+        mask,
+        causal=False,
+        *,
+        scale=None,
+    ):
+        check(q, k, v, bias)
+        assert (seed, offset, list(mask)) == (1, 2, [True, True, True, False])
+        assert logsumexp.shape[2] % 32 == 0
+        assert logsumexp.is_contiguous()
+        logsumexp = logsumexp[..., : q.shape[2]].contiguous()
+        terms = {"attn_mask": bias, "scale": scale}
+        grads = backward_op(grad, q, k, v, out, logsumexp, dropout, causal, **terms)
+        return *grads, q.new_empty(0)
+
+    library = torch.library.Library("aten", "IMPL", "CPU")
+    library.impl("_scaled_dot_product_efficient_attention", forward)
+    library.impl("_scaled_dot_product_efficient_attention_backward", backward)
+    return library
+
+
+def imitated(balanced, options, terms):
+    library = imitate_efficient_kernels()
+    try:
+        with mock.patch.object(kernels, "_CPU", kernels._CUDA):
+            return on_shard(balanced, "alltoall", TOKENS, terms, options, (4, 8))
+    finally:
+        library._destroy()
+
+
+@pytest.mark.parametrize("case", ["window", "sinks in a window", "sinks"])
+def test_cudas_kernel_is_called_as_it_demands(case):
+    options = dict(CASES[case])
+    terms = {"sinks": options.pop("sinks", False)}
+    here = on_ranks(2, on_shard, True, "alltoall", TOKENS, terms, options, (4, 8))
+    there = on_ranks(2, imitated, True, options, terms)
+    for of_cpu, of_cuda in itertools.chain(*map(zip, here, there)):
+        torch.testing.assert_close(of_cpu, of_cuda, atol=2e-6, rtol=1e-5)
+
+
+def test_the_schemas_of_kernels():
+    aten = torch.ops.aten
+    of = {
+        name: str(getattr(aten, f"_scaled_dot_product_{name}").default._schema).partition("(")[2]
+        for name in (
+            "flash_attention_for_cpu",
+            "flash_attention_for_cpu_backward",
+            "efficient_attention",
+            "efficient_attention_backward",
+        )
+    }
+    assert of == {
+        "flash_attention_for_cpu": "Tensor query, Tensor key, Tensor value, float dropout_p=0., "
+        "bool is_causal=False, *, Tensor? attn_mask=None, float? scale=None) "
+        "-> (Tensor output, Tensor logsumexp)",
+        "flash_attention_for_cpu_backward": "Tensor grad_out, Tensor query, Tensor key, "
+        "Tensor value, Tensor out, Tensor logsumexp, float dropout_p, bool is_causal, *, "
+        "Tensor? attn_mask=None, float? scale=None) "
+        "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
+        "efficient_attention": "Tensor query, Tensor key, Tensor value, Tensor? attn_bias, "
+        "bool compute_log_sumexp, float dropout_p=0., bool is_causal=False, *, "
+        "float? scale=None) -> (Tensor output, Tensor log_sumexp, Tensor philox_seed, "
+        "Tensor philox_offset)",
+        "efficient_attention_backward": "Tensor grad_out_, Tensor query, Tensor key, "
+        "Tensor value, Tensor attn_bias, Tensor out, Tensor logsumexp, Tensor philox_seed, "
+        "Tensor philox_offset, float dropout_p, bool[4] grad_input_mask, "
+        "bool is_causal=False, *, float? scale=None) -> (Tensor, Tensor, Tensor, Tensor)",
+    }

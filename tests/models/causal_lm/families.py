@@ -1,0 +1,148 @@
+"""Tiny models of several families, with random weights of which none is trivial."""
+
+import zlib
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from tests import build
+from torchtitan_dp.models.causal_lm.model import Eager
+from torchtitan_dp.models.causal_lm.settings import CausalLMArgs
+from torchtitan_dp.models.lora import LoRA
+from torchtitan_dp.models.parameters import canonical_name, copy_slice_
+from torchtitan_dp.selfcheck.small import Small, Terms
+
+WINDOW, T = 20, 64
+_SIZES: dict[str, Any] = dict(
+    vocab_size=97,  # no mesh divides it
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    pad_token_id=None,
+    bos_token_id=1,
+    eos_token_id=2,
+    tie_word_embeddings=False,
+)
+_BOTH = ["sliding_attention", "full_attention"]
+_GEMMA = dict(head_dim=32, sliding_window=WINDOW, query_pre_attn_scalar=32)
+_GEMMA |= dict(tie_word_embeddings=True)  # type: ignore[dict-item]
+_LONG = dict(
+    rope_type="longrope",
+    rope_theta=1e4,
+    short_factor=[1.0] * 8,
+    long_factor=[1.0 + i for i in range(8)],
+    original_max_position_embeddings=32,
+)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "qwen2, biases, tied": ("qwen2", dict(tie_word_embeddings=True)),
+    "mistral": ("mistral", dict(sliding_window=WINDOW)),
+    "phi3": ("phi3", dict(partial_rotary_factor=0.5)),
+    "phi3, longrope": (
+        "phi3",
+        dict(rope_parameters=_LONG, original_max_position_embeddings=32),
+    ),
+    "llama, dynamic": (
+        "llama",
+        dict(
+            max_position_embeddings=32,
+            rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=4.0),
+        ),
+    ),
+    "llama, dropout": ("llama", dict(attention_dropout=0.5)),
+    "gemma2": ("gemma2", _GEMMA),
+    "gemma3": (
+        "gemma3_text",
+        {**_GEMMA, "num_hidden_layers": 3, "layer_types": ["sliding_attention", *_BOTH]},
+    ),
+    "smollm3": (
+        "smollm3",
+        dict(num_hidden_layers=4, no_rope_layers=[1, 1, 1, 0], tie_word_embeddings=True),
+    ),
+    "olmo2": ("olmo2", {}),
+    "granite": (
+        "granite",
+        dict(
+            embedding_multiplier=3.0,
+            logits_scaling=2.0,
+            residual_multiplier=0.5,
+            attention_multiplier=0.2,
+        ),
+    ),
+    "cohere2": (
+        "cohere2",
+        dict(sliding_window=WINDOW, layer_types=_BOTH, tie_word_embeddings=True),
+    ),
+    "qwen2_moe, whose window only the mask has": (
+        "qwen2_moe",
+        dict(
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=48,
+            shared_expert_intermediate_size=48,
+            sliding_window=WINDOW,
+            use_sliding_window=True,
+            max_window_layers=1,
+        ),
+    ),
+    "mixtral": ("mixtral", dict(num_local_experts=4, num_experts_per_tok=2)),
+    "gpt_oss": (
+        "gpt_oss",
+        dict(
+            head_dim=16,
+            sliding_window=WINDOW,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            layer_types=_BOTH,
+        ),
+    ),
+}
+TRANSFORMERS = ("--model.name=transformers", "--training.loss_chunk_tokens=0")
+
+
+def configuration(kind: str, **changes: Any) -> Any:
+    """A tiny configuration of transformers."""
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[kind](**{**_SIZES, **changes})
+
+
+def arguments(name: str, tokens: int = T, lora: LoRA | None = None, **changes: Any) -> CausalLMArgs:
+    """The arguments of a family, for samples of so many tokens."""
+    kind, own = FAMILIES[name]
+    args = CausalLMArgs.of(configuration(kind, **{**own, **changes}))
+    args.max_seq_len, args.lora = tokens, lora
+    return args
+
+
+@torch.no_grad()
+def fill(model: nn.Module) -> None:
+    """Give each parameter values of its name alone, none of which is 0 or 1."""
+    for name, parameter in model.named_parameters():
+        generator = torch.Generator().manual_seed(zlib.crc32(canonical_name(name).encode()))
+        whole = 0.08 * torch.randn(parameter.shape, generator=generator)
+        if "norm" in name and name.endswith("weight"):
+            whole += 1.0
+        copy_slice_(parameter, whole)
+
+
+def eager(args: CausalLMArgs) -> Eager:
+    """transformers' own model in fp64, with the values of `fill`."""
+    with torch.device("cpu"):
+        model = Eager(args)
+        fill(model)
+    return model.double()
+
+
+def small(
+    args: CausalLMArgs, degrees: tuple[int, int, int], *overrides: str, max_grad_norm: float = 1e6
+) -> Small:
+    """Our model on a mesh, with the values of `fill`."""
+    config = build.config(*TRANSFORMERS, *overrides, degrees=degrees)
+    ours = Small(Terms(config, args), torch.device("cpu"), max_grad_norm=max_grad_norm)
+    fill(ours.model)
+    return ours

@@ -1,0 +1,82 @@
+"""Each sample's gradient is that of transformers' eager model in fp64, one sample at a time."""
+
+import numpy as np
+import pytest
+
+from tests.build import data, reference_gradients, relative_error
+from tests.models.causal_lm.families import FAMILIES, T, arguments, eager, small
+from tests.processes.ranks import on_ranks
+from torchtitan_dp.models.lora import LoRA
+
+BOUND = 1e-5
+FULL = "--activation_checkpoint.mode=full"
+CHUNKS = "--training.loss_chunk_tokens=7"
+CONTIGUOUS = "--parallelism.context_parallel_load_balancer=None"
+MESHES = {"one": (1, 1, 1), "cp 2": (1, 1, 2), "dp_shard 2 x cp 2": (1, 2, 2)}
+
+
+def worst_error(degrees, overrides, name, tokens, lora, changes):
+    """The largest relative error of a sample's gradient, unclipped."""
+    args = arguments(name, tokens, lora, **changes)
+    tokens_NT, labels_NT = data(3, args=args)
+    expected = reference_gradients(eager(args), tokens_NT, labels_NT)
+    ours, worst = small(args, degrees, *overrides), 0.0
+    for sample, gradient in enumerate(expected):
+        found, _ = ours.clipped_sum(tokens_NT, labels_NT, drawn=np.array([sample]))
+        worst = max(worst, relative_error(found, gradient))
+    return worst
+
+
+def check(name, mesh, *overrides, tokens=T, lora=None, **changes):
+    degrees = MESHES[mesh]
+    case = degrees, overrides, name, tokens, lora, changes
+    assert max(on_ranks(int(np.prod(degrees)), worst_error, *case)) < BOUND
+
+
+@pytest.mark.thorough_cases("*-one", "*-cp 2")
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gradients(name, mesh):
+    check(name, mesh)
+
+
+@pytest.mark.thorough_cases("llama*", "phi3*", "smollm3", "olmo2", "cohere2", "mi*", "qwen2_*")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_checkpointed_and_in_chunks_on_contiguous_shards(name):
+    """Also soft caps and scales of logits, which the chunks must know."""
+    check(name, "cp 2", FULL, CHUNKS, CONTIGUOUS)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "gpt_oss"])
+def test_samples_shorter_than_the_window(name):
+    check(name, "cp 2", tokens=16)
+
+
+@pytest.mark.parametrize(
+    "name, targets",
+    [
+        ("qwen2, biases, tied", ("q_proj", "down_proj")),
+        ("phi3", ("qkv_proj", "gate_up_proj")),
+        ("gemma2", ("o_proj",)),
+        ("gpt_oss", ("q_proj", "v_proj")),  # beside frozen experts and sinks
+    ],
+)
+def test_adapters(name, targets):
+    check(name, "cp 2", FULL, CHUNKS, lora=LoRA(3, 6.0, targets))
+
+
+def test_rotary_embeddings_depend_on_no_other_sample():
+    """transformers keeps the frequencies of the longest sample so far."""
+    ((before, after),) = on_ranks(1, _before_and_after)
+    assert relative_error(after, before) < 1e-6
+
+
+def _before_and_after():
+    args = arguments("llama, dynamic", 48)
+    ours = small(args, (1, 1, 1))
+    samples, longer = data(2, args=args), data(2, args=arguments("llama, dynamic", 64))
+    found = []
+    for _ in range(2):
+        found.append(ours.clipped_sum(*samples, drawn=np.array([1]))[0])
+        ours.clipped_sum(*longer, drawn=np.array([1]))
+    return found

@@ -1,0 +1,186 @@
+"""What a model of transformers would lose in silence is refused in one line that names the key."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from tests.build import config
+from tests.models.causal_lm.families import FAMILIES, TRANSFORMERS, arguments, configuration
+from torchtitan_dp.models.causal_lm.attention import Band, Sample, attention, band
+from torchtitan_dp.models.causal_lm.settings import read_args
+from torchtitan_dp.models.families import on_meta
+from torchtitan_dp.models.hugging_face import check_weights
+
+
+def settings(kind="llama", **changes):
+    return json.loads(configuration(kind).to_json_string(use_diff=False)) | changes
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"quantization_config": {"bits": 4}}, "quantization_config = .*unquantized"),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder = true"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention = true"),
+        ({"attention_chunk_size": 8}, "attention_chunk_size = 8"),
+        ({"vision_config": {}}, "vision_config = {}"),
+        ({"text_config": {}}, "text_config = {}"),
+        ({"model_type": "bert_of_mine"}, 'model_type = "bert_of_mine".*no such causal LM'),
+        ({"model_type": "new", "auto_map": {"AutoModelForCausalLM": "x.Y"}}, "is never run"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "it must be LlamaForCausalLM"),
+        ({"vocab_size": -3}, "vocab_size = -3: must be a whole number"),
+        ({"hidden_size": "wide"}, "hidden_size = "),
+        (
+            {"layer_types": ["full_attention", "linear_attention"], "model_type": "qwen3_next"},
+            'layer_types = "linear_attention"',
+        ),
+        (
+            {"layer_types": ["full_attention", "linear_attention"], "model_type": "minimax"},
+            'layer_types = "linear_attention"',
+        ),
+    ],
+)
+def test_settings(changes, said):
+    with pytest.raises(ValueError, match=said) as refused:
+        read_args(settings(**changes), "there/config.json", "model.hf_assets_path")
+    assert str(refused.value).startswith("model.hf_assets_path: there/config.json has ")
+
+
+@pytest.mark.parametrize("kind", ["mamba", "jamba", "falcon_h1"])
+def test_models_that_mix_tokens_beside_attention(kind):
+    given = settings(kind)
+    given.pop("time_step_limit", None)  # infinite in JSON
+    with pytest.raises(ValueError, match=r'layer_types = "(linear_attention|hybrid)"'):
+        read_args(given, "config.json", "model.hf_assets_path")
+
+
+@pytest.mark.parametrize("kind", ["Conv1d", "BatchNorm1d"])
+def test_modules_that_mix_tokens_or_samples(kind, monkeypatch):
+    from transformers.models.llama import modeling_llama
+
+    class Mixing(modeling_llama.LlamaMLP):
+        def __init__(self, config):
+            super().__init__(config)
+            sizes = (8, 8, 1) if kind == "Conv1d" else (8,)
+            self.mixed = getattr(torch.nn, kind)(*sizes)
+
+    monkeypatch.setattr(modeling_llama, "LlamaMLP", Mixing)
+    with pytest.raises(ValueError, match=f"mlp.mixed is a {kind}, which mixes samples or tokens"):
+        on_meta(arguments("llama"))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_small_model_has_a_layer_of_each_kind_and_smaller_windows(name):
+    """On which selfcheck tries the settings of a large one."""
+    given = arguments(name, num_hidden_layers=8, layer_types=None, no_rope_layers=None)
+    small = given.with_heads(4, 2, n_layers=2, vocab_size=1009, max_seq_len=32)
+    model = on_meta(small)
+    assert len(model.layers) == small.n_layers <= 4
+    assert set(small.windows()) == {w and 10 for w in given.windows()}
+    assert small.vocab_size == model.tok_embeddings.num_embeddings == 1009
+    assert (small.head_size, small.tie_embeddings) == (given.head_size, given.tie_embeddings)
+    for key in ("max_position_embeddings", "original_max_position_embeddings"):
+        if "dynamic" in name or "longrope" in name:
+            assert small.settings.get(key, 16) == 16  # below the small model's samples
+
+
+def attend(**terms):
+    query, key = (torch.randn(1, heads, 4, 8) for heads in (4, 2))
+    mask = terms.pop("mask", Band(None))
+    return attention(torch.nn.Module(), query, key, key, mask, **terms)
+
+
+@pytest.mark.parametrize(
+    "terms, said",
+    [
+        ({"position_bias": torch.ones(1)}, "position_bias, unknown here"),
+        ({"is_causal": False}, "not causal"),
+        ({"dropout": 0.1}, "dropout"),
+        ({"mask": torch.ones(1, 1, 4, 4)}, "a mask of its own"),
+        ({"mask": None}, "a mask of its own"),
+        ({"sample": None}, "a mask of its own"),
+        ({"mask": Band(2), "sliding_window": 3}, "windows of 3 and 2"),
+    ],
+)
+def test_what_attention_is_asked_for(terms, said):
+    sample = Sample(4, None, None)
+    with pytest.raises(ValueError, match=said):
+        attend(**{"sample": sample, **terms})
+    assert sample.calls == 0
+
+
+@pytest.mark.parametrize("terms", [{"use_vmap": True}, {"allow_is_bidirectional_skip": True}])
+def test_masks_that_are_more_than_a_window(terms):
+    with pytest.raises(ValueError, match="more than a window"):
+        band(**terms)
+
+
+def test_a_family_whose_attention_is_not_transformers():
+    """Its own attention would see this rank's tokens alone."""
+    with torch.device("cpu"):
+        model = on_meta(arguments("llama")).__class__(arguments("llama"))
+    for layer in model.layers:
+        layer.self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+    with pytest.raises(ValueError, match="calls the attention of transformers 0 times in 2 layers"):
+        model(torch.zeros(1, 8, dtype=torch.int64))
+
+
+def test_modules_stay_in_eval_mode():
+    model = on_meta(arguments("llama, dropout"))
+    model.train()
+    assert not any(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    "override, said",
+    [
+        ("--privacy.gradient_method=ghost", "set it to 'microbatch'"),
+        ("--training.feed_forward_chunk=8", "set it to 'auto'"),
+        ("--compile.enable", "set it to false"),
+        ("--rope.theta=1e6", r"edit rope_parameters in config.json"),
+    ],
+)
+def test_settings_of_a_run(override, said):
+    with pytest.raises(ValueError, match=said):
+        config(*TRANSFORMERS, override)
+
+
+def test_without_a_config_json():
+    from torchtitan_dp.models.hugging_face import shape
+
+    with pytest.raises(ValueError, match="name a Hugging Face folder"):
+        shape(config(*TRANSFORMERS))
+
+
+def test_the_family_is_chosen_by_the_file(tmp_path):
+    kinds = {"llama": "llama3", "qwen3": "llama3", "mistral": "transformers", "x": "transformers"}
+    for kind, name in kinds.items():
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        assert config(f"--model.hf_assets_path={tmp_path}").model.name == name
+
+
+def test_files_with_a_key_for_each_expert(tmp_path):
+    """As transformers itself saves a Mixtral."""
+    from transformers import AutoModelForCausalLM
+
+    args = arguments("mixtral")
+    AutoModelForCausalLM.from_config(args.config()).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="with all experts in one tensor, not a key for each"):
+        check_weights("there", str(tmp_path), args)
+
+
+def test_adapters_of_experts():
+    from torchtitan_dp.models.lora import LoRA
+
+    with pytest.raises(ValueError, match=re.escape("no linear layer 'experts'; use some of")):
+        on_meta(arguments("gpt_oss", lora=LoRA(2, 2.0, ("experts",))))
+
+
+def test_a_soft_cap_of_scores_in_longer_samples():
+    from torchtitan_dp.preflight.machine import check_attention
+
+    long = config("--training.seq_len=65536")
+    with pytest.raises(ValueError, match="soft cap"):
+        check_attention(long, arguments("gemma2", layer_types=["full_attention"] * 2))

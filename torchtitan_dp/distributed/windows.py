@@ -1,0 +1,325 @@
+"""Attention that the plain ring does not have: windows, sinks, soft caps of scores.
+
+Query i sees keys j with 0 <= i - j < window. A chunk of the sequence (one for each rank, or two
+where the load is balanced) needs the `window - 1` tokens before it: ranks send them to each other
+at once, and send their gradients back, in fp32. Then tiles of queries attend to the keys that they
+reach. Neither what a rank sends nor the work for a query grows with the sequence.
+
+A sink is one more score of each head, without a value. With logsumexp' = logaddexp(logsumexp, sink)
+and out' = out * exp(logsumexp - logsumexp'), the kernels' own backward is right. So sinks work on
+tiles and, without a window, on the ring.
+
+A soft cap has no kernel that runs everywhere (the backward of flex attention needs CUDA): a tile's
+scores are all there. Without a window, each rank has the keys of all tokens before its own; hence
+`check_softcap`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchtitan_dp.collectives import exchange
+from torchtitan_dp.distributed.attention import HEADS_APART_FROM, ring_of
+from torchtitan_dp.distributed.kernels import Kernel, kernel_of, row_sums, sum_dtype
+from torchtitan_dp.distributed.ring import Ring
+
+CAPPED_KEYS = 2**15
+"""The most keys of a query with a soft cap of scores."""
+
+_TILE = 256, 1024  # the bounds of a tile's queries, otherwise as many as a window has
+_CAPPED_SCORES = 2**21  # of a tile and head: 8 MiB in fp32
+_ALIGNED_KEYS = 16  # CUDA's kernel reads so many elements of a mask's row at once
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's part of a sample's sequence."""
+
+    group: dist.ProcessGroup | None
+    """The ranks that share it; None for the whole sequence."""
+
+    balanced: bool
+    """Whether rank r of n has chunks r and 2n - 1 - r; otherwise it has chunk r of n."""
+
+
+def check_softcap(tokens: int, window: int | None) -> None:
+    """Refuse a soft cap of scores in sequences of so many tokens, if queries see too many."""
+    keys = tokens if window is None else min(window, tokens)
+    if keys > CAPPED_KEYS:
+        raise ValueError(
+            f"attention with a soft cap of scores has no kernel: a query may see {CAPPED_KEYS:,} "
+            f"keys, not {keys:,}"
+        )
+
+
+def attend(
+    q_BHTF: Tensor,
+    k_BKTF: Tensor,
+    v_BKTF: Tensor,
+    *,
+    shard: Shard,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Return causal attention (B, H, T, F) of this rank's tokens.
+
+    Args:
+        q_BHTF, k_BKTF, v_BKTF: of this rank's tokens, equally many on all ranks.
+        window: the tokens that a query sees, its own among them; None for all.
+        softcap: replaces scores by softcap * tanh(scores / softcap).
+        sinks_H: one more score of each head, without a value.
+
+    Collectives: over the shard's group, in forward and in backward.
+    """
+    size, T = _place(shard.group)[1], q_BHTF.shape[2]
+    assert k_BKTF.shape == v_BKTF.shape, "keys and values travel together"
+    kernel = kernel_of(q_BHTF.device, softcap)
+    way: _Whole | _Windowed
+    if softcap is None and (window is None or window >= size * T):
+        way = _Whole(kernel, scale, shard)
+    else:
+        window = size * T if window is None else min(window, size * T)
+        tile = min(max(window, _TILE[0]), _TILE[1])
+        if softcap is not None:
+            check_softcap(size * T, window)
+            tile = min(tile, _CAPPED_SCORES // window)
+        balanced = shard.balanced and size > 1  # one rank's two chunks are the whole
+        assert T % (1 + balanced) == 0, "the two chunks are equally long"
+        halo = _Halo(shard.group, balanced, window, T // (1 + balanced))
+        way = _Windowed(kernel, scale, tile, halo)
+    out: Tensor = _Attention.apply(q_BHTF, k_BKTF, v_BKTF, sinks_H, way)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Attention(torch.autograd.Function):
+    """Attention on the ring or in tiles, and the sinks."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor | None, way: "_Whole | _Windowed"
+    ) -> Tensor:
+        keys_values = way.reached(k, v)
+        out, logsumexp, *more = way.attend(q, keys_values)
+        if sinks_H is not None:
+            with_sink = torch.logaddexp(logsumexp, sinks_H[:, None].to(logsumexp.dtype))
+            out.mul_((logsumexp - with_sink).exp_().unsqueeze(-1))
+            logsumexp = with_sink
+        ctx.way, ctx.parts = way, len(keys_values)
+        ctx.save_for_backward(q, out, logsumexp, sinks_H, *keys_values, *more)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, out, logsumexp, sinks_H, *rest = ctx.saved_tensors
+        grad_out = grad_out.transpose(1, 2).contiguous().transpose(1, 2)  # as the ring has it
+        grad_sinks = None
+        if sinks_H is not None:
+            of_sink = (sinks_H[:, None].to(logsumexp.dtype) - logsumexp).exp_()
+            grad_sinks = -(of_sink * row_sums(grad_out, out)).sum((0, 2)).to(sinks_H.dtype)
+        of_queries = {"query": q, "out": out, "logsumexp": logsumexp, "grad_out": grad_out}
+        keys_values, more = rest[: ctx.parts], rest[ctx.parts :]
+        return *ctx.way.attend_backward(of_queries, keys_values, more), grad_sinks, None
+
+
+class _Whole(NamedTuple):
+    """Attention to all tokens before, on a ring."""
+
+    kernel: Kernel
+    scale: float
+    shard: Shard
+
+    def reached(self, k: Tensor, v: Tensor) -> list[Tensor]:
+        """Return what backward needs of keys and values."""
+        return [k, v]
+
+    def attend(self, q: Tensor, keys_values: list[Tensor]) -> tuple[Any, ...]:
+        """Return the output, its logsumexp, and more that backward needs."""
+        terms: dict[str, Any] = {"is_causal": True, "bias": None, "scale": self.scale}
+        return self._ring(q).attend(self.kernel.forward, q, *keys_values, **terms)
+
+    def attend_backward(
+        self, of_queries: dict[str, Tensor], keys_values: list[Tensor], more: list[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Return the gradients of queries, keys and values."""
+        terms: dict[str, Any] = {"is_causal": True, "bias": None, "scale": self.scale, "more": more}
+        ring = self._ring(of_queries["query"])
+        return ring.attend_backward(self.kernel.backward, of_queries, *keys_values, **terms)[:3]
+
+    def _ring(self, q: Tensor) -> Ring:
+        """Return a ring for one round of keys."""
+        heads_apart = q.shape[2] >= HEADS_APART_FROM
+        return ring_of(self.shard.group, self.shard.balanced, heads_apart)
+
+
+class _Windowed(NamedTuple):
+    """Attention to the tokens of a window, in tiles of queries."""
+
+    kernel: Kernel
+    scale: float
+    tile: int
+    halo: "_Halo"
+
+    def reached(self, k: Tensor, v: Tensor) -> list[Tensor]:
+        """Return the keys and values (2, B, K, keys, F) that each chunk reaches."""
+        return self.halo.collect(torch.stack((k, v)))
+
+    def attend(self, q: Tensor, keys_values: list[Tensor]) -> tuple[Any, ...]:
+        """Return the output, its logsumexp, and more that backward needs."""
+        out, more = torch.empty_like(q), []
+        logsumexp = torch.empty(q.shape[:3], dtype=sum_dtype(q), device=q.device)
+        for chunk, queries, keys, bias in self._tiles(q, keys_values):
+            here = q[:, :, queries], *keys_values[chunk][..., keys, :]
+            terms: dict[str, Any] = {"is_causal": False, "bias": bias, "scale": self.scale}
+            out[:, :, queries], logsumexp[:, :, queries], *more = self.kernel.forward(
+                *here, **terms
+            )
+        return out, logsumexp, *more
+
+    def attend_backward(
+        self, of_queries: dict[str, Tensor], keys_values: list[Tensor], more: list[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Return the gradients of queries, keys and values."""
+        q = of_queries["query"]
+        grad_query = torch.empty_like(q)
+        # Tiles and ranks add to a key's gradient.
+        sums = [torch.zeros_like(part, dtype=sum_dtype(part)) for part in keys_values]
+        for chunk, queries, keys, bias in self._tiles(q, keys_values):
+            here = {name: tensor[:, :, queries] for name, tensor in of_queries.items()}
+            here["logsumexp"] = here["logsumexp"].contiguous()  # kernels assume its strides
+            here["key"], here["value"] = keys_values[chunk][..., keys, :]
+            terms = {"is_causal": False, "bias": bias, "scale": self.scale, "more": more}
+            grad_query[:, :, queries], *of_keys = self.kernel.backward(**here, **terms)
+            for total, part in zip(sums[chunk][..., keys, :], of_keys[:2], strict=True):
+                total += part
+        return grad_query, *self.halo.give_back(sums).to(q.dtype)
+
+    def _tiles(
+        self, q: Tensor, keys_values: Sequence[Tensor]
+    ) -> Iterator[tuple[int, slice, slice, Tensor]]:
+        """Yield each tile's chunk, queries, keys among those that it reaches, and bias."""
+        tokens, window, bias = self.halo.tokens, self.halo.window, q.new_empty((0, 0))
+        for chunk, part in enumerate(keys_values):
+            before = part.shape[-2] - tokens
+            for tile in tiles(tokens, self.tile):
+                start, end = max(0, before + tile.start - window + 1), before + tile.stop
+                shape = tile.stop - tile.start, end - start
+                if bias.shape != shape:  # it is the same for most tiles
+                    bias = _band(*shape, window, q)
+                first = chunk * tokens
+                yield chunk, slice(first + tile.start, first + tile.stop), slice(start, end), bias
+
+
+def tiles(tokens: int, size: int) -> Iterator[slice]:
+    """Cut a chunk into tiles, of which the last may be shorter."""
+    for start in range(0, tokens, size):
+        yield slice(start, min(start + size, tokens))
+
+
+def _band(queries: int, keys: int, window: int, like: Tensor) -> Tensor:
+    """Return a bias of 0 for the keys that a query sees, -inf for others; the last query is at the
+    last key."""
+    at_keys = torch.arange(keys + -keys % _ALIGNED_KEYS, device=like.device)
+    distance = torch.arange(keys - queries, keys, device=like.device)[:, None] - at_keys
+    bias = torch.zeros_like(distance, dtype=like.dtype)
+    return bias.masked_fill_((distance < 0) | (distance >= window), -torch.inf)[:, :keys]
+
+
+_ByRank = list[list[Tensor]]
+
+
+class _Route(NamedTuple):
+    """Tokens of one rank that a chunk of another, or of its own, reaches."""
+
+    rows: slice  # among those of the first
+    chunk: int  # of the second
+    before: slice  # among those before this chunk
+
+
+@dataclass(frozen=True)
+class _Halo:
+    """The tokens before each chunk that it reaches, and how they travel."""
+
+    group: dist.ProcessGroup | None
+    balanced: bool
+    window: int
+    tokens: int
+    """T of a chunk."""
+
+    def collect(self, own: Tensor) -> list[Tensor]:
+        """Return what each chunk reaches, (…, before and own, F), of ranks' tensors (…, T, F).
+
+        Collective: over the group.
+        """
+        numbers = self._numbers(_place(self.group)[0])
+        chunks = zip(numbers, own.split(self.tokens, dim=-2), strict=True)
+        reached = [F.pad(chunk, (0, 0, self._before(number), 0)) for number, chunk in chunks]
+        sent, wanted = self._views(own, reached)
+        self._exchange(sent, wanted, Tensor.copy_)
+        return reached
+
+    def give_back(self, sums: list[Tensor]) -> Tensor:
+        """Return the gradient of `collect`'s argument, by those of its results.
+
+        Collective: over the group.
+        """
+        own = torch.cat(
+            [one.narrow(-2, one.shape[-2] - self.tokens, self.tokens) for one in sums], dim=-2
+        )
+        wanted, sent = self._views(own, sums)
+        self._exchange(sent, wanted, Tensor.add_)
+        return own
+
+    def _numbers(self, rank: int) -> list[int]:
+        """Return the places of a rank's chunks in the sequence."""
+        return [rank, 2 * _place(self.group)[1] - 1 - rank] if self.balanced else [rank]
+
+    def _before(self, number: int) -> int:
+        return min(self.window - 1, number * self.tokens)
+
+    def _routes(self, source: int, target: int) -> Iterator[_Route]:
+        """Yield what a rank's chunks reach of a source's."""
+        for chunk, number in enumerate(self._numbers(target)):
+            first = number * self.tokens - self._before(number)
+            for place, other in enumerate(self._numbers(source)):
+                start, end = max(first, other * self.tokens), (other + 1) * self.tokens
+                if other < number and start < end:
+                    shift = (place - other) * self.tokens
+                    rows = slice(start + shift, end + shift)
+                    yield _Route(rows, chunk, slice(start - first, end - first))
+
+    def _views(self, own: Tensor, reached: list[Tensor]) -> tuple[_ByRank, _ByRank]:
+        """Return the tokens that travel: what ranks reach here, and what is reached of theirs."""
+        rank, size = _place(self.group)
+        here = [[own[..., one.rows, :] for one in self._routes(rank, to)] for to in range(size)]
+        there = [
+            [reached[one.chunk][..., one.before, :] for one in self._routes(of, rank)]
+            for of in range(size)
+        ]
+        return here, there
+
+    def _exchange(
+        self, sent: _ByRank, wanted: _ByRank, put: Callable[[Tensor, Tensor], Tensor]
+    ) -> None:
+        """Send tensors to the ranks, and put what they send into what is wanted of them."""
+        if self.group is None or dist.get_world_size(self.group) == 1 or self.window == 1:
+            return
+        to_each, from_each = ([sum(x.numel() for x in xs) for xs in way] for way in (sent, wanted))
+        flat_sent, flat_wanted = ([x for xs in way for x in xs] for way in (sent, wanted))
+        empty = (flat_sent or flat_wanted)[0].new_empty(0)  # the last chunk is reached by none
+        buffer = torch.cat([empty, *(x.flatten() for x in flat_sent)])
+        arrived = exchange(buffer, to_each, from_each, self.group).wait()
+        parts = arrived.split([x.numel() for x in flat_wanted])
+        for x, part in zip(flat_wanted, parts, strict=True):
+            put(x, part.view(x.shape))
+
+
+def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """Return this rank's place in a group, and its size."""
+    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))

@@ -1,0 +1,110 @@
+"""Attention of transformers' modules to samples whose tokens lie on several ranks.
+
+transformers hands attention and masks out by name. Ours are registered under `NAME`: full attention
+is TorchTitan's module, on which the ring acts; windows, soft caps and sinks are those of
+`distributed.windows`. What a family asks for beside these is refused: in silence it would be lost.
+"""
+
+from typing import Any
+
+import torch.nn as nn
+from torch import Tensor
+
+from torchtitan_dp.distributed.windows import Shard, attend
+
+NAME = "torchtitan_dp"
+_OF_THE_CALL = {"position_ids", "use_cache"} | {
+    f"output_{what}" for what in ("attentions", "hidden_states", "router_logits")
+}
+"""Keyword arguments that reach attention and mean nothing to it."""
+
+
+class Sample:
+    """The samples of one call of the model, on this rank, and how often attention was called.
+
+    It reaches attention as a keyword argument of every module between. FSDP2 makes new ones of
+    dataclasses, dicts and tuples there, so it is none of these.
+    """
+
+    def __init__(self, tokens: int, shard: Shard, full: nn.Module) -> None:
+        """Take the length of whole samples, and the module of full attention."""
+        self.tokens, self.shard, self.full = tokens, shard, full
+        self.calls = 0
+
+
+class Band:
+    """What a family asks of a mask: causal, and within so many tokens (None: all)."""
+
+    def __init__(self, window: int | None) -> None:
+        self.window = window
+
+
+def band(*_: Any, local_size: int | None = None, use_vmap: bool = False, **terms: Any) -> Band:
+    """Return the mask that a model makes for some layers, in the place of transformers' tensor.
+
+    Raises:
+        ValueError: it has more than a window, or is not causal.
+    """
+    if use_vmap or "allow_is_bidirectional_skip" in terms:
+        raise ValueError("config.json: the model's attention is masked by more than a window")
+    return Band(local_size)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *,
+    sample: Sample | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attend as transformers' attention functions do; query (B, H, T, F), result (B, T, H, F).
+
+    The mask decides on the window, as it does where transformers has no kernel: some families give
+    it to the mask alone.
+
+    Raises:
+        ValueError: the family asks for something else.
+    """
+    kind = type(module).__name__
+    unknown = [name for name, value in others.items() if value is not None]
+    if unknown := sorted(set(unknown) - _OF_THE_CALL):
+        raise ValueError(f"config.json: {kind} gives attention {', '.join(unknown)}, unknown here")
+    if sample is None or not isinstance(attention_mask, Band):
+        raise ValueError(f"config.json: {kind} makes a mask of its own, unknown here")
+    window = attention_mask.window
+    if sliding_window is not None and window is not None and sliding_window != window:
+        raise ValueError(f"config.json: {kind} has windows of {sliding_window} and {window}")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if dropout or not causal:
+        raise ValueError(f"config.json: {kind} has dropout, or is not causal")
+    sample.calls += 1
+    if window is not None and window >= sample.tokens:
+        window = None
+    if window is None and softcap is None and s_aux is None:
+        grouped = query.shape[1] != key.shape[1]
+        out = sample.full(query, key, value, scale=scaling, enable_gqa=grouped)
+    elif key.shape != value.shape:
+        raise ValueError(f"config.json: {kind} has windows, caps or sinks on keys of another size")
+    else:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        more: dict[str, Any] = {"window": window, "softcap": softcap, "sinks_H": s_aux}
+        out = attend(query, key, value, shard=sample.shard, scale=scale, **more)
+    return out.transpose(1, 2), None
+
+
+def register() -> None:
+    """Register attention and masks with transformers."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, band)

@@ -1,0 +1,313 @@
+"""A causal LM of transformers with the interface of our own families.
+
+At one sample a microbatch, the gradient that FSDP2 reduces over the ranks of a sample is that
+sample's gradient, whatever the modules between compute. So they are transformers' own, and only
+attention, masks, the loss and what depends on a sample's length are ours.
+
+Modules are in eval mode, always: dropout, and routers that draw, would add noise that no account
+of privacy knows of. Auxiliary losses of routers are off: they multiply means over tokens, which do
+not add up over the ranks of a sample.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.models.attention import ScaledDotProductAttentionWrapper
+from torchtitan.protocols.model import ModelProtocol
+from torchtitan.protocols.state_dict_adapter import StateDictAdapter
+
+from torchtitan_dp.distributed.windows import Shard
+from torchtitan_dp.models.causal_lm.attention import NAME, Sample, register
+from torchtitan_dp.models.causal_lm.settings import LONGER, CausalLMArgs
+from torchtitan_dp.models.loss_head import LossHead
+from torchtitan_dp.models.private import PrivateAdapter, PrivateModel
+
+_PREFIX = "model."  # of transformers' own names in ours
+
+
+class _Theirs(ModelProtocol):
+    """transformers' module, and where it has what the package looks for."""
+
+    attention = NAME
+
+    def __init__(self, args: CausalLMArgs) -> None:
+        super().__init__(args)
+        from transformers import AutoModelForCausalLM
+
+        register()
+        config = args.config()
+        config.use_cache = config.output_router_logits = False
+        how: dict[str, Any] = {"attn_implementation": self.attention, "dtype": torch.float32}
+        if self.attention != NAME:
+            how["experts_implementation"] = self.attention
+        with _buffers_computed():
+            self.model = AutoModelForCausalLM.from_config(config, **how).eval()
+        self.buffers_at_start = {n: b.clone() for n, b in self.model.named_buffers()}
+        self.full_attention = ScaledDotProductAttentionWrapper()
+
+    @property
+    def tok_embeddings(self) -> nn.Embedding:
+        return self.model.get_input_embeddings()
+
+    @property
+    def output(self) -> nn.Linear:
+        return self.model.get_output_embeddings()
+
+    @functools.cached_property
+    def _path_of_layers(self) -> str:
+        for path, module in self.model.named_modules():
+            if isinstance(module, nn.ModuleList) and len(module) == self.model_args.n_layers:
+                return path
+        raise ValueError("config.json: the model has no list of its layers")
+
+    @property
+    def layers(self) -> Any:
+        """The blocks, an nn.ModuleList."""
+        return self.model.get_submodule(self._path_of_layers)
+
+
+class CausalLM(PrivateModel, _Theirs):  # type: ignore[misc]
+    """A causal LM of transformers, for private training."""
+
+    model_args: CausalLMArgs
+
+    def __init__(self, model_args: CausalLMArgs) -> None:
+        super().__init__(model_args)
+        self.shard = Shard(None, False)
+        for path, module in self.named_modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm | nn.Conv1d):
+                raise ValueError(
+                    f"config.json: {path} is a {type(module).__name__}, which mixes samples or "
+                    "tokens; use a model of attention alone"
+                )
+        self._by_length = [] if self.attention != NAME else _freed_of_past_lengths(self.model)
+
+    def train(self, mode: bool = True) -> "CausalLM":
+        """Stay in eval mode."""
+        return super().train(False)
+
+    def outer(self) -> list[nn.Module]:
+        """List what has parameters beside blocks, embedding and output layer: the last norm."""
+        apart = {*self.layers.modules(), self.tok_embeddings, *self.output.modules()}
+        return [
+            module
+            for module in self.model.modules()
+            if module not in apart and any(True for _ in module.parameters(recurse=False))
+        ]
+
+    def attention_modules(self) -> list[nn.Module]:
+        return [self.full_attention]
+
+    def share_samples(self, mesh: DeviceMesh, balanced: bool) -> None:
+        self.shard = Shard(mesh.get_group(), balanced)
+
+    def use_loss_head(self, chunk_tokens: int) -> None:
+        head = LossHead.over(self.output, chunk_tokens)
+        head.transform = self._own_transform()
+        self.model.set_output_embeddings(head)
+
+    def offload(self, around: Callable[[Tensor], AbstractContextManager[None]]) -> None:
+        super().offload(around)
+
+        def within(forward: Callable[..., Any], h_BTD: Tensor, *args: Any, **terms: Any) -> Any:
+            with around(h_BTD):
+                return forward(h_BTD, *args, **terms)
+
+        for block in self.layers:
+            block.forward = functools.partial(within, block.forward)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        attention_masks: None = None,
+        positions: Tensor | None = None,
+        labels: Tensor | None = None,
+        targets: Tensor | None = None,
+    ) -> Any:
+        ranks = 1 if self.shard.group is None else self.shard.group.size()
+        sample = Sample(tokens.shape[1] * ranks, self.shard, self.full_attention)
+        for set_frequencies in self._by_length:
+            set_frequencies(sample.tokens)
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        terms = {"input_ids": tokens, "position_ids": positions[:1], "use_cache": False}
+        in_chunks = labels is not None and isinstance(self.output, LossHead)
+        with _one_sequence():
+            model = self.model.base_model if in_chunks else self.model
+            made = model(**terms, sample=sample)
+        if sample.calls != self.model_args.n_layers:
+            raise ValueError(
+                f"config.json: {type(self.model).__name__} calls the attention of transformers "
+                f"{sample.calls} times in {self.model_args.n_layers} layers; use a model of "
+                "attention alone"
+            )
+        if in_chunks:
+            return self.output(made.last_hidden_state, labels, targets)
+        return made.logits if labels is None else self.losses(made.logits, labels, targets)
+
+    def compute_rotary(self, device: torch.device | None = None) -> None:
+        """Set all buffers as the constructor computed them."""
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(self.buffers_at_start[name])
+
+    def _initialize_(self, whole: Tensor, name: str, generator: torch.Generator) -> None:
+        """Draw a whole parameter, in place, as its family does."""
+        path, _, last = name.rpartition(".")
+        module = self.get_submodule(path)
+        # The same module with this parameter whole, and without the others.
+        alone: Any = object.__new__(type(module))
+        alone.__dict__.update(module.__dict__)
+        alone._parameters = {
+            attribute: None if value is None else torch.empty(value.shape, device="meta")
+            for attribute, value in module._parameters.items()
+        }
+        alone._parameters[last] = nn.Parameter(whole)
+        whole.fill_(torch.nan)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(generator.initial_seed())
+            self.model._init_weights(alone)
+        if whole.isnan().any():  # its family has no rule for it
+            whole.normal_(std=0.02, generator=generator)
+
+    draws_at_once = 1  # `_init_weights` draws from the process's own generator
+
+    def _own_transform(self) -> Callable[[Tensor], Tensor] | None:
+        """Return what the family's own forward makes of the output layer's products; None for
+        nothing."""
+        transform = functools.partial(_own_logits, self.model)
+        with torch.device("cpu"), torch.no_grad():
+            raw_NV = torch.linspace(-90, 90, 33).view(3, 11)
+            same = torch.equal(transform(raw_NV), raw_NV)
+        return None if same else transform
+
+
+class Eager(CausalLM):
+    """The same model as transformers alone computes it, in one process: what ours is held
+    against."""
+
+    attention = "eager"
+
+    def forward(self, tokens: Tensor, *_: Any, **__: Any) -> Any:
+        """Return logits (B, T, V)."""
+        return self.model(input_ids=tokens, use_cache=False).logits
+
+
+@contextlib.contextmanager
+def _buffers_computed() -> Iterator[None]:
+    """On the meta device, build modules whose buffers (rotary frequencies, scales) have values, and
+    parameters none."""
+    if torch.get_default_device().type != "meta":
+        yield
+        return
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    with torch.device("cpu"), mock.patch.object(nn.Module, "register_parameter", on_meta):
+        yield
+
+
+def _one_sequence() -> AbstractContextManager[Any]:
+    """Spare masks a search for several sequences in one, which waits for the device: a rank's
+    positions jump between the two parts of its sequence."""
+    from transformers import masking_utils
+
+    return mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
+
+
+def _freed_of_past_lengths(model: nn.Module) -> list[Callable[[int], None]]:
+    """Have rotary embeddings that depend on a sample's length take it as it is set, in place.
+
+    transformers takes the largest position that this rank has, and one kind keeps frequencies of
+    the longest sample so far. Returns what sets the length for each kind of layer.
+    """
+    found: list[Callable[[int], None]] = []
+    for rotary in model.modules():
+        types: Any = getattr(rotary, "rope_type", None)
+        kinds = types if isinstance(types, dict) else {None: types}
+        changing = {layer: kind for layer, kind in kinds.items() if kind in LONGER}
+        if changing:
+            forward = torch.no_grad()(inspect.unwrap(type(rotary).forward))
+            rotary.forward = functools.partial(forward, rotary)
+            found.append(functools.partial(_set_frequencies, rotary, changing))
+    return found
+
+
+@torch.no_grad()
+def _set_frequencies(rotary: Any, kinds: dict[str | None, str], tokens: int) -> None:
+    """Set the frequencies of samples of so many tokens, for each kind of layer."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    for layer, kind in kinds.items():
+        buffer = getattr(rotary, "inv_freq" if layer is None else f"{layer}_inv_freq")
+        how = {"seq_len": tokens, "layer_type": layer}
+        buffer.copy_(ROPE_INIT_FUNCTIONS[kind](rotary.config, buffer.device, **how)[0])
+
+
+class _Head:
+    """A stand-in for `self` in a family's forward, whose output layer has raw logits already."""
+
+    def __init__(self, model: Any, raw_NV: Tensor) -> None:
+        from transformers.modeling_outputs import MoeModelOutputWithPast
+
+        output = model.get_output_embeddings()
+        name = next(name for name, module in model.named_children() if module is output)
+        made = MoeModelOutputWithPast(last_hidden_state=raw_NV[None])
+        self.__dict__ |= {"_model": model, name: lambda raw: raw}
+        self.__dict__[model.base_model_prefix] = lambda *_, **__: made
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def _own_logits(model: Any, raw_NV: Tensor) -> Tensor:
+    """Return the logits that a family's own forward makes of the output layer's products."""
+    forward = type(model).forward
+    logits: Tensor = forward(_Head(model, raw_NV), input_ids=None, use_cache=False).logits[0]
+    return logits
+
+
+class _Names(StateDictAdapter):
+    """Names of transformers, as in files of Hugging Face, and ours."""
+
+    model_args: CausalLMArgs
+
+    def __init__(self, model_args: CausalLMArgs, hf_assets_path: str | None) -> None:
+        super().__init__(model_args, hf_assets_path)
+        self._tied = _tied_names(model_args) if model_args.tie_embeddings else {}
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        named = {name.removeprefix(_PREFIX): value for name, value in state_dict.items()}
+        return {name: value for name, value in named.items() if name not in self._tied}
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Convert from Hugging Face's; a tied output layer is the embedding's tensor."""
+        found = dict(hf_state_dict)
+        found |= {one: found[same] for one, same in self._tied.items() if same in found}
+        return {_PREFIX + name: value for name, value in found.items()}
+
+
+def _tied_names(args: CausalLMArgs) -> dict[str, str]:
+    """Return the names of tied parameters, with those of whose tensors they are."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(args.config())]
+    tied: dict[str, str] = model._tied_weights_keys
+    return tied
+
+
+class HuggingFaceAdapter(PrivateAdapter, _Names):
+    """Converts to the names in files, without a tied output layer and LoRA's factors, and back."""

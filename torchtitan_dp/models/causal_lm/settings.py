@@ -1,0 +1,216 @@
+"""The arguments of a causal LM of transformers: its `config.json`.
+
+A setting that would be computed otherwise than transformers does is refused by its key.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.nn as nn
+from torchtitan.protocols.model import BaseModelArgs
+
+from torchtitan_dp.data.tokenizer import Tokenizer
+from torchtitan_dp.models.config_json import Reader
+from torchtitan_dp.models.private import PrivateArgs
+
+_INSTALL = "pip install 'torchtitan-dp[transformers]'"
+_LAYERS = ("full_attention", "sliding_attention")
+# Of the file and of what is generated, not of the model.
+_NOT_OF_THE_MODEL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
+_NOT_OF_THE_MODEL |= {"architectures", "output_router_logits", "_attn_implementation"}
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_FEED_FORWARDS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+LONGER = ("longrope", "dynamic")
+"""Rotary embeddings whose frequencies depend on the length of the sample."""
+
+_SUPPORTED = (
+    ("quantization_config", (None,), "weights must be floating point; take the unquantized ones"),
+    ("is_encoder_decoder", (None, False), "only models that predict tokens from those before"),
+    ("is_causal", (None, True), "only models that predict tokens from those before"),
+    ("use_bidirectional_attention", (None, False), "only causal attention is built"),
+    ("attention_chunk_size", (None,), "attention within chunks is not built"),
+    ("text_config", (None,), "only models of text alone are built"),
+    ("vision_config", (None,), "only models of text alone are built"),
+)
+
+
+@dataclass
+class CausalLMArgs(PrivateArgs, BaseModelArgs):
+    """A `config.json`, all defaults filled in, and the sizes in it that the package reads."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    dim: int = 0
+    n_layers: int = 0
+    n_heads: int = 0
+    n_kv_heads: int | None = None
+    head_dim: int = 0
+    vocab_size: int = 0
+    max_seq_len: int = 0
+    rope_theta: float = 0.0  # of `[rope]`, which this family does not take
+
+    @classmethod
+    def of(cls, config: Any) -> "CausalLMArgs":
+        """Return the arguments of a configuration of transformers."""
+        heads = config.num_attention_heads
+        return cls(
+            settings={k: v for k, v in config.to_dict().items() if k not in _NOT_OF_THE_MODEL},
+            dim=config.hidden_size,
+            n_layers=config.num_hidden_layers,
+            n_heads=heads,
+            n_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            vocab_size=config.vocab_size,
+            max_seq_len=config.max_position_embeddings,
+            tie_embeddings=bool(config.tie_word_embeddings),
+        )
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim
+
+    def config(self) -> Any:
+        """Return a new configuration of transformers."""
+        sizes = {
+            "num_hidden_layers": self.n_layers,
+            "num_key_value_heads": self.n_kv_heads,
+            "vocab_size": self.vocab_size,
+            "tie_word_embeddings": self.tie_embeddings,
+        }
+        layers, settings = self.settings["num_hidden_layers"], dict(self.settings)
+        for key in _by_layer(settings):
+            settings[key] = (settings[key] * -(-self.n_layers // layers))[: self.n_layers]
+        known = {key: value for key, value in sizes.items() if key in settings}
+        return _configuration(settings | known)
+
+    def with_heads(self, heads: int, kv_heads: int, **changes: Any) -> Any:
+        """Return the arguments of a small model of the same class and settings, of so many heads.
+
+        It has a layer of each kind, and windows and trained lengths below its `max_seq_len`.
+        """
+        settings = dict(self.settings)
+        tokens, vocabulary = changes["max_seq_len"], changes["vocab_size"]
+        kinds = list(zip(*(settings[key] for key in _by_layer(settings)), strict=True))
+        chosen = sorted({kinds.index(kind) for kind in kinds})
+        chosen += [i for i in range(self.n_layers) if i not in chosen]
+        chosen = sorted(chosen[: max(changes["n_layers"], len(set(kinds)))])
+        for key in _by_layer(settings):
+            settings[key] = [settings[key][layer] for layer in chosen]
+        for key in _FEED_FORWARDS:
+            if settings.get(key):
+                settings[key] = max(2, settings[key] * heads // self.n_heads // 2 * 2)
+        for key in _EXPERTS:
+            if settings.get(key):
+                settings[key] = min(settings[key], 2 * settings["num_experts_per_tok"])
+        if settings.get("sliding_window"):
+            settings["sliding_window"] = min(settings["sliding_window"], max(tokens // 3, 1))
+        longer = [rope for rope in _ropes(settings) if rope.get("rope_type") in LONGER]
+        if longer:
+            settings["max_position_embeddings"] = tokens // 2
+        for rope in longer:
+            if "original_max_position_embeddings" in rope:
+                rope["original_max_position_embeddings"] = tokens // 2
+        if settings.get("original_max_position_embeddings"):
+            settings["original_max_position_embeddings"] = tokens // 2
+        for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            if key in settings:
+                settings[key] = None
+        sizes = {
+            "num_hidden_layers": len(chosen),
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_size": self.head_dim * heads,
+            "vocab_size": vocabulary,
+        }
+        small = CausalLMArgs.of(
+            _configuration(settings | {k: v for k, v in sizes.items() if k in settings})
+        )
+        small.max_seq_len, small.lora, small.init_seed = tokens, self.lora, self.init_seed
+        return small
+
+    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+        """Count parameters, and a token's FLOPs as TorchTitan does; of experts, those it takes."""
+        active, total = 0.0, 0
+        for name, parameter in model.named_parameters():
+            share = self.share_of_experts if parameter.dim() == 3 else 1.0
+            if "embed_tokens" not in name or self.tie_embeddings:
+                active += share * parameter.numel() * (6 if parameter.requires_grad else 4)
+            total += parameter.numel()
+        scores = 12 * self.n_layers * self.n_heads * self.head_dim * seq_len
+        return total, int(active) + scores
+
+    def windows(self) -> list[int | None]:
+        """List the tokens that each layer attends to; None for all."""
+        window = self.settings.get("sliding_window")
+        kinds = self.config().to_dict().get("layer_types")
+        if not kinds:
+            return [window] * self.n_layers
+        return [window if kind == "sliding_attention" else None for kind in kinds]
+
+    @property
+    def share_of_experts(self) -> float:
+        """The share of the experts that a token is computed by; 1 without experts."""
+        experts = next((self.settings[k] for k in _EXPERTS if self.settings.get(k)), 0)
+        return self.settings["num_experts_per_tok"] / experts if experts else 1.0
+
+
+def _by_layer(settings: dict[str, Any]) -> list[str]:
+    """List the keys that have a value for each layer."""
+    layers = settings["num_hidden_layers"]
+    return [k for k, v in settings.items() if isinstance(v, list) and len(v) == layers]
+
+
+def _ropes(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the settings of rotary embeddings: of all layers, or for each kind of layer."""
+    found = settings.get("rope_parameters") or {}
+    if any(isinstance(value, dict) for value in found.values()):
+        yield from (value for value in found.values() if isinstance(value, dict))
+    else:
+        yield found
+
+
+def _configuration(settings: dict[str, Any]) -> Any:
+    """Build transformers' configuration of a `config.json`."""
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
+
+
+def read_args(settings: dict[str, Any], path: str, key: str) -> CausalLMArgs:
+    """Return the arguments of the model of a `config.json`; arguments and errors as `Reader`."""
+    try:
+        from transformers import CONFIG_MAPPING
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    except ImportError:
+        raise ValueError(
+            f"{key}: {path} is of a model that transformers computes, which is not installed; "
+            + _INSTALL
+        ) from None
+    read = Reader(settings, path, key, _SUPPORTED)
+    kind = str(settings.get("model_type"))
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    if kind not in CONFIG_MAPPING or name is None:
+        none = "this version of transformers has no such causal LM"
+        code = " (and code beside the weights is never run)" if "auto_map" in settings else ""
+        read.refuse("model_type", kind, none + code)
+    if settings.get("architectures") not in (None, [name]):
+        read.refuse("architectures", settings["architectures"], f"it must be {name}")
+    for size in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+        if size in settings:
+            read.size(size)
+    try:
+        config = _configuration(settings)
+        args = CausalLMArgs.of(config)
+    except Exception as error:  # whatever a class makes of settings that are not its own
+        read.refuse("model_type", kind, f"transformers cannot read it ({error})")
+    for layer in getattr(config, "layer_types", None) or ():
+        if layer not in _LAYERS:
+            read.refuse("layer_types", layer, f"only {' and '.join(_LAYERS)} are built")
+    return args
+
+
+def new_settings(args: CausalLMArgs, _: Tokenizer) -> dict[str, Any]:
+    """Return the `config.json` of a model."""
+    settings: dict[str, Any] = args.config().to_dict()
+    return settings
