@@ -129,7 +129,7 @@ def refuse_another_model(step: str, state_dict: Mapping[str, torch.Tensor], orig
     """
     saved = safe_load.shapes(safe_load.read_metadata(step))
     given = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
-    layers = {name for name in saved if re.match(r"layers\.|[^.]*\.weight$", name)}
+    layers = {name for name in saved if re.match(r"(model|layers)\.|[^.]*\.weight$", name)}
     for name in sorted(given.keys() | layers):
         if saved.get(name) != given.get(name):
             here, there = (list(s[name]) if name in s else "none" for s in (given, saved))

@@ -45,7 +45,8 @@ def band(*_: Any, local_size: int | None = None, use_vmap: bool = False, **terms
     Raises:
         ValueError: it has more than a window, or is not causal.
     """
-    if use_vmap or "allow_is_bidirectional_skip" in terms:
+    plain = terms.get("allow_is_causal_skip", True)  # no blocks of tokens that see each other
+    if use_vmap or not plain or "allow_is_bidirectional_skip" in terms:
         raise ValueError("config.json: the model's attention is masked by more than a window")
     return Band(local_size)
 

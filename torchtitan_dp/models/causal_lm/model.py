@@ -29,6 +29,7 @@ from torchtitan_dp.distributed.windows import Shard
 from torchtitan_dp.models.causal_lm.attention import NAME, Sample, register
 from torchtitan_dp.models.causal_lm.settings import LONGER, CausalLMArgs
 from torchtitan_dp.models.loss_head import LossHead
+from torchtitan_dp.models.parameters import canonical_name
 from torchtitan_dp.models.private import PrivateAdapter, PrivateModel
 
 _PREFIX = "model."  # of transformers' own names in ours
@@ -158,7 +159,7 @@ class CausalLM(PrivateModel, _Theirs):  # type: ignore[misc]
         """Set all buffers as the constructor computed them."""
         with torch.no_grad():
             for name, buffer in self.model.named_buffers():
-                buffer.copy_(self.buffers_at_start[name])
+                buffer.copy_(self.buffers_at_start[canonical_name(name)])
 
     def _initialize_(self, whole: Tensor, name: str, generator: torch.Generator) -> None:
         """Draw a whole parameter, in place, as its family does."""
