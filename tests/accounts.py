@@ -38,7 +38,7 @@ def ended(lineage: Lineage, folder: Any, steps: int = 0) -> Lineage:
 def taken(lineage: Lineage, log: RunLog, steps: int) -> Lineage:
     """The account after so many further steps of a start."""
     for _ in range(steps):
-        log.begin(lineage.steps + 1)
+        log.begin_step(lineage.steps + 1)
         lineage = dataclasses.replace(lineage, steps=lineage.steps + 1)
     return lineage
 

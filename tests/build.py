@@ -4,6 +4,7 @@ Import it in worker processes only (it builds process groups), except for `refer
 """
 
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -11,14 +12,13 @@ import torch.nn as nn
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.models.families import ModelArgs
+from torchtitan_dp.models.families import ModelArgs, on_meta
 from torchtitan_dp.models.llama3.model import LlamaArgs
 from torchtitan_dp.models.qwen3 import QwenArgs
-from torchtitan_dp.selfcheck import reference
+from torchtitan_dp.selfcheck import reference, small
 from torchtitan_dp.selfcheck.reference import norm as norm
 from torchtitan_dp.selfcheck.reference import reference_sum as reference_sum
 from torchtitan_dp.selfcheck.reference import relative_error as relative_error
-from torchtitan_dp.selfcheck.reference import take as take
 from torchtitan_dp.selfcheck.small import Small, Terms
 from torchtitan_dp.selfcheck.small import mesh as mesh
 
@@ -58,13 +58,16 @@ def build(
         frozen: parameters whose name contains this are not trained.
     """
 
-    def freeze(model: nn.Module) -> None:
+    def partly_frozen(args: ModelArgs) -> nn.Module:
+        model: nn.Module = on_meta(args)
         for name, parameter in model.named_parameters():
             if frozen is not None and frozen in name:
                 parameter.requires_grad_(False)
+        return model
 
     terms = Terms(config(*overrides, degrees=degrees), args)
-    return Small(terms, torch.device("cpu"), max_grad_norm=max_grad_norm, prepare=freeze)
+    with mock.patch.object(small, "on_meta", partly_frozen):
+        return Small(terms, torch.device("cpu"), max_grad_norm=max_grad_norm)
 
 
 def data(
@@ -83,4 +86,13 @@ def reference_gradients(
     model: nn.Module, tokens_NT: torch.Tensor, labels_NT: torch.Tensor
 ) -> list[dict[str, torch.Tensor]]:
     """Each sample's whole gradient, by name, of selfcheck's one-process loop."""
-    return list(reference.reference_gradients(model, tokens_NT, labels_NT))
+    weights_N = torch.ones(len(tokens_NT))
+    return list(reference.reference_gradients(model, tokens_NT, labels_NT, weights_N))
+
+
+def clipped_sum(
+    built: Small, *samples: torch.Tensor, **options: Any
+) -> tuple[reference.Gradient, dict[int, float]]:
+    """The step's sum and the norms, of samples that are accumulated (`total`, `accumulate`)."""
+    norms = built.accumulate(*samples, **options)
+    return built.total(), norms

@@ -51,13 +51,6 @@ def test_mistakes_exit_with_2(argv, line, monkeypatch, capsys) -> None:
     assert capsys.readouterr().err.startswith(f"error: {line}")
 
 
-def test_the_home_folder_is_expanded_in_a_commands_own_options(monkeypatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
-    assert command._expanded("--json=~/plan.json") == "--json=/home/me/plan.json"
-    for word in ("--json=plan.json", "--data.text_field=~", "~/x"):
-        assert command._expanded(word) == word
-
-
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_reader_that_leaves_ends_a_command_without_a_traceback(unbuffered: str) -> None:
     reader, writer = os.pipe()

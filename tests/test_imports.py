@@ -18,7 +18,7 @@ from tests.processes.runs import said
 PACKAGE = Path(__file__).parents[1] / "torchtitan_dp"
 FLOORS = [
     {"privacy", "process", "collectives"},
-    {"distributed", "optimizer"},
+    {"distributed", "optimizer", "templates"},
     {"data", "gradients", "ledger"},
     {"config"},
     {"models"},
@@ -36,7 +36,7 @@ STAGES = [  # of data/: each imports from itself and from those before
     {"tables", "chat_template", "store"},
     {"formats", "reading", "samples"},
     {"prepare", "batching"},
-    {"dataset", "feed"},
+    {"dataset"},
 ]
 WITHOUT_TORCHTITAN = {"privacy", "process", "data", "gradients", "optimizer", "ledger"}
 WITHOUT_COLLECTIVES = {"privacy", "process", "config", "ledger"}

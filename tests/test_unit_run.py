@@ -24,7 +24,7 @@ NOTES = 40  # of each user
 def main(argv):
     """Training; of each microbatch a hash goes to a line of $SAMPLES_<rank>."""
     import torchtitan_dp.train as train
-    from torchtitan_dp.data.feed import Feed
+    from torchtitan_dp.data.batching import Feed
 
     real = Feed.microbatches
 

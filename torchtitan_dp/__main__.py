@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
     module = "data" if command == "prepare" else command
     if command == "train":
         module, rest = ("plan", ["--help"]) if {"-h", "--help"} & {*rest} else _training(rest)
-    sys.argv = [f"torchtitan_dp.{module}", *map(_expanded, rest)]
+    sys.argv = [f"torchtitan_dp.{module}", *rest]
     runpy.run_module(f"torchtitan_dp.{module}", run_name="__main__", alter_sys=True)
 
 
@@ -100,14 +100,6 @@ def _training(rest: list[str]) -> tuple[str, list[str]]:
         *("--local-ranks-filter", os.environ.get("LOG_RANK", "0"), "--role", "rank"),
         *("--tee", "3", "-m", "torchtitan_dp.train", *rest),
     ]
-
-
-def _expanded(word: str) -> str:
-    """Expand the home folder in `--json=~/plan.json`, which shells leave alone; keys of a
-    configuration are expanded where it is loaded."""
-    option, equals, value = word.partition("=")
-    is_own = option.startswith("--") and "." not in option
-    return f"{option}{equals}{os.path.expanduser(value)}" if is_own else word
 
 
 def _refuse(mistake: str) -> NoReturn:

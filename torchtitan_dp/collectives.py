@@ -29,7 +29,7 @@ class Pending:
     """
 
     def __init__(self, output: torch.Tensor) -> None:
-        # Complete, but for what `reduce_scatter` will write, and this object's alone.
+        # This object's alone; complete but for the parts that collectives are to write.
         self._unfinished: torch.Tensor | None = output
         self._running: deque[tuple[Any, torch.Tensor]] = deque()  # work and input
 
@@ -67,17 +67,17 @@ class Pending:
 
 
 def pass_on(buffer: torch.Tensor, group: dist.ProcessGroup) -> Pending:
-    """Begin to send a flat buffer to the next rank, and to receive that of the one before.
+    """Begin to send a flat buffer to the next rank, and to receive the previous rank's.
 
-    It has one size on all ranks, and is unchanged until the result is waited for. Collective: over
-    the group.
+    Buffers have one size on all ranks; callers leave theirs unchanged until the result is waited
+    for. Collective: over the group.
     """
     to = [*range(1, dist.get_world_size(group)), 0]
     return _functional(lambda: ft_c.permute_tensor(buffer, to, group), buffer)
 
 
 def gather(buffer: torch.Tensor, group: dist.ProcessGroup) -> Pending:
-    """Begin to gather flat buffers of one size: `(ranks * size,)`. As `pass_on` otherwise."""
+    """Begin to all-gather flat buffers, on the terms of `pass_on`: `(ranks * size,)`."""
     return _functional(lambda: _all_gather_traced(buffer, 0, group), buffer)
 
 
@@ -100,8 +100,7 @@ def _functional(begin: Callable[[], torch.Tensor], input: torch.Tensor) -> Pendi
 
 def reduce_scatter_sum(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Sum `input` over the group, and write this rank's share to `output`; shares are equal and
-    contiguous. Collective: over the group.
-    """
+    contiguous. Collective: over the group."""
     _reduce_scatter(output.view(-1), input.view(-1), op=dist.ReduceOp.SUM, group=group)
 
 

@@ -39,11 +39,11 @@ def main(argv: list[str]) -> None:
     processes, argv = _processes(argv)
     if processes is not None:
         _say("checking the configuration and the data…")
-        argv, signals.saves = _checked(processes, argv)
+        argv, signals.folder = _checked(processes, argv)
     if not sys.stdout.isatty():
         os.environ.setdefault("NO_COLOR", "1")  # workers, whose output is copied, cannot see it
     signals.checked = True
-    if _run(argv, signals.saves) or signals.asked:
+    if _run(argv, signals.folder) or signals.asked:
         raise SystemExit(EXIT_STOPPED)
 
 
@@ -51,7 +51,7 @@ class Signals:
     """Answers signals: workers that listen are asked to stop; before one does, all end at once."""
 
     def __init__(self) -> None:
-        self.asked, self.checked, self.saves = False, False, ""
+        self.asked, self.checked, self.folder = False, False, ""
         self._pressed = False
 
     def handle(self) -> None:
@@ -78,18 +78,18 @@ class Signals:
         """Say what Ctrl-C does; pressed again, it ends all at once."""
         again, self._pressed = self._pressed, True
         if again:
-            _say(f"\nCtrl-C: stopped at once; {_goes_on(self.saves)}")
+            _say(f"\nCtrl-C: stopped at once; {_goes_on(self.folder)}")
             _end(workers, 128 + signal.SIGINT)
         if listening:
             _say(
                 "\nCtrl-C: finishing the step and saving; press it again to stop at once (loses "
-                f"the steps since {_newest(self.saves) or 'the start'})"
+                f"the steps since {_newest(self.folder) or 'the start'})"
             )
         else:
-            _say(f"\nCtrl-C: stopped; {_goes_on(self.saves)}" if workers else "\nCtrl-C: stopped")
+            _say(f"\nCtrl-C: stopped; {_goes_on(self.folder)}" if workers else "\nCtrl-C: stopped")
 
 
-def _run(argv: list[str], saves: str) -> bool:
+def _run(argv: list[str], folder: str) -> bool:
     """Run torchrun; return whether a worker, of any node, was asked to stop, and did."""
     # Imported here, after the first line is printed: importing PyTorch takes seconds.
     from torch.distributed import DistNetworkError, DistStoreError, run
@@ -104,7 +104,7 @@ def _run(argv: list[str], saves: str) -> bool:
     except ChildFailedError as error:
         _say(str(error))  # which worker failed; a traceback of torchrun's adds nothing
         if error.get_first_failure()[1].exitcode < 0:  # killed: no fault of the run's
-            _say(_goes_on(saves))
+            _say(_goes_on(folder))
         raise SystemExit(1) from None
     except (RendezvousError, DistNetworkError, DistStoreError) as error:
         raise Fault(
@@ -149,12 +149,12 @@ def _checked(processes: str, argv: list[str]) -> tuple[list[str], str]:
     here = ["--world_size", processes, "--ranks_here", processes]
     _run_plan([*here, *argv[module + 2 :]])
     os.environ[PLANNED] = "1"
-    saves = checkpoint_folder(load_config(argv[module + 2 :], int(processes)))
+    folder = checkpoint_folder(load_config(argv[module + 2 :], int(processes)))
     cores, workers = len(os.sched_getaffinity(0)), int(processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))
     where = "" if cuda_devices() else " on the CPU"
     _say(f"starting {workers} process{'es' if workers > 1 else ''}{where}…")
-    return ["--nproc_per_node", processes, *argv], saves
+    return ["--nproc_per_node", processes, *argv], folder
 
 
 def _run_plan(argv: list[str]) -> None:
@@ -164,19 +164,19 @@ def _run_plan(argv: list[str]) -> None:
     main(argv)
 
 
-def _newest(saves: str) -> str:
+def _newest(folder: str) -> str:
     """Name the newest whole checkpoint in a folder, "" if there is none; where no plan was run, the
     folder is not known."""
-    if not saves:
+    if not folder:
         return "the newest checkpoint"
-    from torchtitan_dp.checkpoint.folder import newest_whole_checkpoint
+    from torchtitan_dp.checkpoint.folder import newest_finished_checkpoint
 
-    step = newest_whole_checkpoint(saves)
+    step = newest_finished_checkpoint(folder)
     return f"step-{step}" if step >= 0 else ""
 
 
-def _goes_on(saves: str) -> str:
-    newest = _newest(saves)
+def _goes_on(folder: str) -> str:
+    newest = _newest(folder)
     return f"the same command resumes from {newest}" if newest else "the same command starts again"
 
 
@@ -190,7 +190,7 @@ def _end(workers: list[int], code: int) -> NoReturn:
 
 
 def _do_without_lost_terminal() -> None:
-    """Send what would be written to a terminal that is gone, where each write fails, nowhere."""
+    """Redirect streams of a terminal that is gone to /dev/null: each write to it would fail."""
     for stream in range(3):
         try:
             termios.tcgetattr(stream)

@@ -45,7 +45,8 @@ class DPOptimizer:
         Args:
             optimizer: over exactly `parameters`.
             parameters: DTensors sharded on dim 0, by canonical name.
-            noise_multiplier: the noise of a key of weight 1 over C: `Mechanism.noise_of_step`.
+            noise_multiplier: the standard deviation over C of the noise of a key of weight 1: sigma
+                or, with correlated noise, `Mechanism.noise_of_step`.
             secure_noise: add noise that resists attacks on its low bits.
             free_gathered: frees gathered parameters, which the update would leave stale.
         """
@@ -99,7 +100,7 @@ class DPOptimizer:
             )
 
     def _prepare(self, clipped_sum: dict[str, Tensor], keys: Sequence[WeightedKey]) -> None:
-        """Free what an update would make stale, and set the noised gradients."""
+        """Free gathered weights, which an update makes stale, and set the noised gradients."""
         if self._free_gathered is not None:
             self._free_gathered()
         for name, parameter in self._parameters.items():
@@ -121,7 +122,7 @@ class DPOptimizer:
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Return those in TorchTitan's container, or an optimizer that is none."""
+    """Return the optimizers in TorchTitan's container, or the optimizer itself if it is none."""
     return getattr(optimizer, "optimizers", [optimizer])
 
 

@@ -22,7 +22,7 @@ PLANNED = "TORCHTITAN_DP_PLANNED"
 """Set in the environment of workers whose launcher has printed the plan."""
 STOPPED_FILE = "TORCHTITAN_DP_STOPPED_FILE"
 """The variable with the path of a file into which a worker that stops early writes, for its
-launcher: another node's may have been the one that was asked."""
+launcher: the request may have reached another node's."""
 _PR_SET_PDEATHSIG = 1
 _CORE_FILTER = "/proc/self/coredump_filter"
 
@@ -86,7 +86,8 @@ def require_environment() -> None:
 
 
 def protect() -> None:
-    """Do what each worker does first: keep its outputs its owner's alone, and outlive nobody."""
+    """Do what each worker does first: keep its outputs for its owner alone, and die with its
+    launcher."""
     die_with_parent()
     forbid_core_dumps()
     pass_over_closed_files()
@@ -97,8 +98,8 @@ def die_with_parent() -> None:
     """Have the kernel kill this process when its launcher dies (Linux).
 
     torchrun's workers are in sessions of their own: killing the launcher would leave them writing
-    checkpoints beside a resumed run. By the launcher's process id in the environment one that died
-    while this process was still importing is noticed too.
+    checkpoints beside a resumed run. The launcher's process id in the environment shows whether it
+    died while this process was still importing.
     """
     if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError("prctl(PR_SET_PDEATHSIG) failed")
@@ -110,9 +111,9 @@ def die_with_parent() -> None:
 def forbid_core_dumps() -> None:
     """Forbid core dumps: a core file would contain the run's secrets and its records.
 
-    A limit of 0 keeps Linux from writing files alone, not from piping cores to a program; for pipes
-    the limit of 1 is the one that is heeded, and a file of one byte is none (fs/coredump.c). Where
-    neither is heeded the filter leaves registers alone, no memory. PR_SET_DUMPABLE would also take
+    A limit of 0 keeps Linux from writing core files, but not from piping cores to a program; a
+    limit of 1 stops pipes, and is too small for a file (fs/coredump.c). Where neither is heeded,
+    the filter leaves registers in a core, and no memory. PR_SET_DUMPABLE would also take
     debuggers, profilers and shared GPU memory from a user who can read the records anyway.
     """
     hard = resource.getrlimit(resource.RLIMIT_CORE)[1]

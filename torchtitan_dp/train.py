@@ -36,8 +36,7 @@ from torchtitan_dp.checkpoint.start import Start, decision
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import ladder, mesh_degrees
 from torchtitan_dp.config.load import fail, load_config
-from torchtitan_dp.data.batching import Microbatch
-from torchtitan_dp.data.feed import Feed
+from torchtitan_dp.data.batching import Feed, Microbatch
 from torchtitan_dp.distributed.devices import require_usable_devices
 from torchtitan_dp.distributed.stop import StopRequest, lost_ranks_as_faults, shorten_timeouts
 from torchtitan_dp.gradients.fsdp import ReductionGroups
@@ -107,7 +106,7 @@ class DPTrainer(RunTrainer):
 
     @property
     def ledger(self) -> Lineage:
-        """The account of the present weights."""
+        """The ledger of the present weights."""
         return self.books.ledger
 
     def train_step(self, feed: Feed) -> None:
@@ -135,10 +134,10 @@ class DPTrainer(RunTrainer):
 
         It is also rehearsed: every part of a step that needs memory or a kernel belongs here.
         """
-        for part in microbatch.to(self.device).split(self.gradients.batch_size):
+        for part in microbatch.split(self.gradients.batch_size):
             *earlier, last = part.windows()
             earlier_B: torch.Tensor | float = 0.0
-            for window in earlier:  # as many on every rank, also where fewer were dealt
+            for window in earlier:  # equally many on all ranks, also for units that have fewer
                 loss_B = window.of_mean(self.sample_losses(window.tokens_BT, window.labels_BT))
                 self.gradients.hold(loss_B)
                 earlier_B = earlier_B + loss_B.detach()
@@ -175,7 +174,7 @@ class DPTrainer(RunTrainer):
             self.books.end_start()
 
     def batch_generator(self, data_iterable: Any) -> Any:
-        """Prepare the first step, after loading; the steps are fed ahead of time."""
+        """Prepare the first step, after loading, and return the feed of all steps."""
         if self.checkpointer.start.resumes:
             self.books.require_loaded()
             self.dp_optimizer.require_steps(self.step)
@@ -185,7 +184,7 @@ class DPTrainer(RunTrainer):
         if self.step < self.job_config.training.steps:
             rehearse(self)
             self.books.begin_start()
-            self.checkpointer.saved = self.books.saved
+            self.checkpointer.on_saved = self.books.saved
         published = self.books.publish()
         self.metrics_processor.begin(
             self.step,
@@ -241,7 +240,7 @@ def build_trainer(config: JobConfig, decide: Callable[[], Start]) -> RunTrainer:
 
 
 def _require_launcher() -> None:
-    """End with code 2 where nothing has started this process as one of its ranks."""
+    """Exit with code 2 unless a launcher has started this process as a rank."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         if name not in os.environ:
             fail(
@@ -269,7 +268,7 @@ def main(argv: list[str]) -> None:
         lock = lock_folder(config.job.dump_folder) if os.environ["RANK"] == "0" else None
     logger.info(describe(config, shape(config)))
     decide = decision(config)
-    # Without privacy nothing would find a weight that was neither drawn nor loaded.
+    # The baseline draws all weights, whichever of them it then loads.
     register(config, checked.records, decide if config.privacy.enable else None)
     # Not TorchTitan's: in checkpoint/ it would be taken for one to resume from.
     exports, config.checkpoint.last_save_in_hf = config.checkpoint.last_save_in_hf, False

@@ -1,6 +1,5 @@
-"""TorchTitan's parts and ours: the TrainSpecs, under the names of the families; its Trainer, as
-every run has it and as the baseline without privacy; and which lines of its console are shown.
-"""
+"""The wiring with TorchTitan: a TrainSpec for each family, its Trainer with our parts, for all runs
+and for the baseline without privacy, and a filter of its console's lines."""
 
 import contextlib
 import dataclasses

@@ -77,7 +77,8 @@ class OpacusTrainer:
         records = self._config.training.global_batch_size
         population = len(self._loader.units)
         draw = self._rng.choice(population, records, replace=records > population)
-        microbatches = list(self._loader.microbatches(Draw(draw)))
+        every = self._loader.deal(Draw(draw), (self._config.training.seq_len,))
+        microbatches = [self._loader.microbatch(dealt) for dealt in every]
         for i, (tokens_BT, labels_BT, *_) in enumerate(microbatches):
             self._optimizer.signal_skip_step(do_skip=i + 1 < len(microbatches))
             self._optimizer.zero_grad(set_to_none=True)

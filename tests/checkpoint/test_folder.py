@@ -4,7 +4,7 @@ import os
 
 import torch.distributed.checkpoint as dcp
 
-from torchtitan_dp.checkpoint.folder import drop_unfinished, newest_whole_checkpoint, set_aside
+from torchtitan_dp.checkpoint.folder import drop_unfinished, newest_finished_checkpoint, set_aside
 from torchtitan_dp.checkpoint.safe_load import load
 
 
@@ -12,7 +12,7 @@ def test_only_unfinished_checkpoints_are_dropped(tmp_path):
     folder = tmp_path / "checkpoint"
     assert not drop_unfinished(str(folder))
     (folder / "step-2").mkdir(parents=True)
-    assert newest_whole_checkpoint(str(folder)) == -1
+    assert newest_finished_checkpoint(str(folder)) == -1
     (folder / "lost+found").mkdir()  # of a mount
     assert drop_unfinished(str(folder))
     assert os.listdir(folder) == ["lost+found"]
@@ -22,7 +22,7 @@ def test_only_unfinished_checkpoints_are_dropped(tmp_path):
         (folder / f"step-{step}" / ".metadata").touch()
         (folder / "step-7").mkdir(exist_ok=True)
         assert not drop_unfinished(str(folder))
-        assert newest_whole_checkpoint(str(folder)) == step
+        assert newest_finished_checkpoint(str(folder)) == step
 
 
 def test_setting_aside_never_overwrites(tmp_path):

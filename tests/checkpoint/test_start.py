@@ -56,7 +56,12 @@ def test_weights_are_drawn_where_nothing_is_there(tmp_path):
     own(tmp_path, 9, 10)
     assert decide_start(config(tmp_path)).step == 10  # the largest number, not the last word
     start = decide_start(build.config("--checkpoint.no-enable", f"--job.dump_folder={tmp_path}"))
-    assert (start.loads, start.resumes, start.resumed, start.initial) == (False, False, None, None)
+    assert (start.loads, start.resumes, start.own_ledger, start.initial) == (
+        False,
+        False,
+        None,
+        None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,7 +83,7 @@ def test_a_checkpoint_of_its_own_comes_before_initial_weights(tmp_path):
     own(tmp_path, 2, 4)
     start = decide_start(config(tmp_path, "--checkpoint.initial_load_path=/nowhere"))
     assert (start.weights, start.step) == (Weights.OWN, 4)
-    assert start.resumed == ledger(tmp_path, 4)
+    assert start.own_ledger == ledger(tmp_path, 4)
     assert start.initial is None
     check_start(start, META, "here")
     with pytest.raises(ValueError, match=r"^here: its weight is \[9\]"):
@@ -89,7 +94,7 @@ def test_the_newest_is_taken_whose_files_have_their_sizes(tmp_path):
     own(tmp_path, 2, 4)
     truncate(tmp_path / "checkpoint" / "step-4")
     start = decide_start(config(tmp_path))
-    assert (start.step, start.resumed) == (2, ledger(tmp_path, 2))
+    assert (start.step, start.own_ledger) == (2, ledger(tmp_path, 2))
     truncate(tmp_path / "checkpoint" / "step-2")
     start = decide_start(config(tmp_path))
     assert start.resumes  # not from the beginning, as if there were none
@@ -115,7 +120,7 @@ def test_an_unreadable_ledger_leaves_the_plan_to_the_folders_account(tmp_path):
     """The load, which refuses it, is yet to come; until then the terms are those of the folder."""
     save(tmp_path / "checkpoint" / "step-3", "{")
     start, account = decide_start(config(tmp_path)), ledger(tmp_path, 3)
-    assert (start.resumes, start.resumed) == (True, None)
+    assert (start.resumes, start.own_ledger) == (True, None)
     assert plan_start(config(tmp_path), UNITS, start, account).ledger.steps == 3
 
 
@@ -153,7 +158,7 @@ def test_a_checkpoint_is_reported_as_saved_once_it_is_on_disk(monkeypatch, mode,
     one = object.__new__(manager.Checkpointer)
     one.enable, one.load_only, one.interval = True, False, 2
     one.enable_first_step_checkpoint = False
-    one.async_mode, one._under_way, one.saved = manager.AsyncMode[mode], None, saved.append
+    one.async_mode, one._under_way, one.on_saved = manager.AsyncMode[mode], None, saved.append
     one.require_finite = lambda step: None
     for step in range(1, 6):
         one.save(step, last_step=step == 5)

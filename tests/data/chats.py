@@ -9,35 +9,22 @@ from torchtitan_dp.release.byte_tokenizer import byte_tokenizer_files
 
 START, END = "<|start|>", "<|end|>"
 # As the templates of Llama 3 and ChatML are made: an end mark, trimmed contents, roles.
+EACH, ROLE = "{% for message in messages %}", "{{ '<|start|>' + message['role'] + '\n' }}"
+LAST = "{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
 PLAIN = (
-    "{{ bos_token }}"
-    "{% for message in messages %}"
-    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{ bos_token }}" + EACH + "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
     "{{ raise_exception('no such role: ' + message['role']) }}"
     "{% endif %}"
-    "{{ '<|start|>' + message['role'] + '\n' + message['content'] | trim + '<|end|>\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
+    "{{ '<|start|>' + message['role'] + '\n' + message['content'] | trim + '<|end|>\n' }}" + LAST
 )
 MARKED = (
-    "{{ bos_token }}"
-    "{% for message in messages %}"
-    "{{ '<|start|>' + message['role'] + '\n' }}"
-    "{% if message['role'] == 'assistant' %}"
+    "{{ bos_token }}" + EACH + ROLE + "{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] | trim }}{{ '<|end|>' }}{% endgeneration %}"
-    "{% else %}{{ message['content'] | trim }}{{ '<|end|>' }}{% endif %}"
-    "{{ '\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
+    "{% else %}{{ message['content'] | trim }}{{ '<|end|>' }}{% endif %}{{ '\n' }}" + LAST
 )
 # Shows the thoughts of the last turn only: what it wrote of a turn changes with the next.
-REWRITES = (
-    "{% for message in messages %}"
-    "{{ '<|start|>' + message['role'] + '\n' }}"
-    "{{ message['content'] if loop.last else message['content'][:2] }}"
-    "{{ '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
-)
+SHOWN = "{{ message['content'] if loop.last else message['content'][:2] }}{{ '<|end|>' }}"
+REWRITES = EACH + ROLE + SHOWN + LAST
 
 
 def folder(path: Path, template: str | None = PLAIN) -> str:

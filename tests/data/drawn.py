@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.data.stores import store_of
+from tests.data.stores import records_of, store_of
 from torchtitan_dp.data.batching import Draw, Microbatch, RecordLoader
 from torchtitan_dp.data.samples import IGNORE_INDEX, Samples
 from torchtitan_dp.data.tokenizer import ByteTokenizer, Tokenizer
@@ -25,11 +25,17 @@ UNITS: dict[str, Sequence[str | None]] = {
 UNITS["nobody"] = [None, None]
 
 
-class Words(ByteTokenizer):
-    """A word is a token, its number of letters; no marks. A blank line is 0."""
+class NoMarks(ByteTokenizer):
+    """Bytes without marks of beginning and end."""
 
     bos_id: int | None = None
     eos_id: int | None = None
+    identity = "no marks"
+
+
+class Words(NoMarks):
+    """A word is a token, its number of letters; no marks. A blank line is 0."""
+
     identity = "words"
 
     def encode(self, text: str) -> np.ndarray:
@@ -38,14 +44,6 @@ class Words(ByteTokenizer):
 
     def get_vocab_size(self) -> int:
         return 2**20
-
-
-class NoMarks(ByteTokenizer):
-    """Bytes without marks of beginning and end."""
-
-    bos_id: int | None = None
-    eos_id: int | None = None
-    identity = "no marks"
 
 
 def samples_of(
@@ -61,7 +59,7 @@ def samples_of(
     rows = sorted((i, name, text) for name, texts in units.items() for i, text in enumerate(texts))
     lines = [{"who": name, "text": text} for _, name, text in rows]
     store = store_of(lines, root, unit_field="who", tokenizer=tokenizer)
-    names = [rows[int(store.units.records(unit)[0])][1] for unit in range(len(store.units))]
+    names = [rows[of[0]][1] for of in records_of(store.units)]
     return Samples(store, seq_len, **how), [names.index(name) for name in units]
 
 
@@ -98,6 +96,14 @@ def loader(samples: Samples, ranks: int = 1, rank: int = 0, **terms: Any) -> Rec
     """Make a loader of all units, whose positions are not their numbers."""
     units = np.arange(len(samples.units))[::-1].copy()
     return RecordLoader(samples, units, ranks=ranks, rank=rank, **{"batch_size": 1, **terms})
+
+
+def dealt(
+    loader: RecordLoader, draw: Draw, ladder: tuple[int, ...] | None = None
+) -> list[Microbatch]:
+    """Make a rank's share of a draw, padded to the whole length without a ladder."""
+    every = loader.deal(draw, ladder or (loader.samples.seq_len,))
+    return [loader.microbatch(one, draw.key) for one in every]
 
 
 def draws(count: int, rates: Sequence[float] = (0.5, 0.0, 1.0, 0.05, 0.5)) -> list[Draw]:

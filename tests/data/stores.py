@@ -18,6 +18,7 @@ from torchtitan_dp.data.prepare import Source, prepared
 from torchtitan_dp.data.reading import Reading
 from torchtitan_dp.data.store import Store
 from torchtitan_dp.data.tokenizer import ByteTokenizer, Tokenizer
+from torchtitan_dp.data.units import Units
 
 Row = str | bytes | dict[str, Any]
 
@@ -26,18 +27,14 @@ def source(
     path: str | os.PathLike[str],
     format: str = "text",
     *,
-    text_field: str = "text",
-    prompt_field: str | None = None,
-    messages_field: str | None = None,
     unit_field: str | None = None,
     tokenizer: Tokenizer | None = None,
     template: str = PLAIN,
+    **fields: str | None,
 ) -> Source:
     """Describe files and how they are read: of bytes by default, chats by a Jinja template."""
-    how = Reading(text_field, prompt_field)
-    if messages_field is not None:
-        chats = ChatTemplate(template, {"bos_token": "<|begin_of_text|>"})
-        how = Reading(messages_field=messages_field, template=chats)
+    chats = ChatTemplate(template, {"bos_token": "<|begin_of_text|>"})
+    how = Reading(**fields, template=chats if fields.get("messages_field") else None)
     return Source(format, str(path), how, tokenizer or ByteTokenizer(), unit_field)
 
 
@@ -66,14 +63,19 @@ class Stored(NamedTuple):
 
 def stored(store: Store) -> list[Stored]:
     """List the records of a store."""
-    counts = [len(store.units.records(unit)) for unit in range(len(store.units))]
-    units = np.repeat(store.units.hashes, counts)[np.argsort(store.units.members)].tolist()
+    of = store.units
+    units = np.repeat(of.hashes, np.diff(of.starts))[np.argsort(of.members)].tolist()
     reasons = [None, *(f"{lack['setting']}: {lack['what']}" for lack in store.facts["lacks"])]
     found = []
     for i, unit in enumerate(units):
         ids = tuple(store.ids(i, 0, store.length(i)).tolist())
         found.append(Stored(ids, int(store.firsts[i]), unit, reasons[int(store.reasons[i])]))
     return found
+
+
+def records_of(units: Units) -> list[list[int]]:
+    """List the records of each unit."""
+    return [of.tolist() for of in np.split(units.members, units.starts[1:-1])]
 
 
 def texts(store: Store, tokenizer: Tokenizer | None = None) -> list[str | None]:

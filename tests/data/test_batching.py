@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data.drawn import HOW, UNITS, draws, ids, loader, same, sample, samples_of
+from tests.data.drawn import HOW, UNITS, dealt, draws, ids, loader, same, sample, samples_of
 from tests.data.stores import store_of, write
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.config.derived import ladder
@@ -54,14 +54,14 @@ def test_row19_what_is_drawn_is_processed_at_a_length_of_its_own(
     terms = {"batch_size": batch_size, "windows": windows if how else 1}
     loaders = [loader(samples, ranks, rank, **terms) for rank in range(ranks)]
     for draw in draws(len(UNITS), [0.02, 0.3, 1.0] * 4):
-        drawn = [list(one.microbatches(draw, LADDER)) for one in loaders]
+        drawn = [dealt(one, draw, LADDER) for one in loaders]
         shapes = [[m.labels_BT.shape for m in of_rank] for of_rank in drawn]
         assert all(shape == shapes[0] for shape in shapes)
         assert [s[1] for s in shapes[0]] == sorted((s[1] for s in shapes[0]), reverse=True)
         seen = {}
         for m in (m for of_rank in drawn for m in of_rank):
             assert torch.equal(m.valid_B, m.positions_B >= 0)
-            assert (len(m.valid_B), m.windows_per_unit) == tuple(terms.values())
+            assert (len(m.valid_B), len(m.windows())) == tuple(terms.values())
             rows = zip(m.tokens_BT, m.labels_BT, strict=True)
             found = [(len(row[0]), ids(row)) for row in rows]
             for slot, position in enumerate(m.positions_B.tolist()):
@@ -85,8 +85,8 @@ def test_choices_are_other_ones_at_each_step_and_the_same_in_evaluation(tmp_path
     samples, _ = samples_of(tmp_path, UNITS, one_record=True, window=True)
     one, every = loader(samples), np.arange(len(UNITS))
     steps = [Draw(every, draw.key) for draw in draws(len(UNITS))]
-    assert len({str([m.labels_BT.tolist() for m in one.microbatches(d)]) for d in steps}) == 5
-    assert same(*(list(one.microbatches(Draw(every))) for _ in range(2)))
+    assert len({str([m.labels_BT.tolist() for m in dealt(one, d)]) for d in steps}) == 5
+    assert same(*(dealt(one, Draw(every)) for _ in range(2)))
 
 
 def test_one_length_needs_no_counts(samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +94,7 @@ def test_one_length_needs_no_counts(samples: Samples, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Samples, "tokens", None)
     made = [sample(samples, int(one.units[position]))[1] for position in (3, 9, 4)]
     for rungs in (None, (T,)):
-        found = list(one.microbatches(draw, rungs))
+        found = dealt(one, draw, rungs)
         assert [int(m.positions_B) for m in found] == [3, 9, 4]
         assert torch.equal(torch.cat([m.labels_BT for m in found]), torch.stack(made))
 
@@ -142,15 +142,14 @@ def sums(root: str, degrees: tuple[int, int, int], overrides: tuple[str, ...]) -
     norms: list[list[float]] = []
     for lengths in (None, rungs):
         norms.append([])
-        for microbatch in one.microbatches(draw, lengths):
+        for microbatch in dealt(one, draw, lengths):
             shapes.append(microbatch.labels_BT.shape[1])
             for part in microbatch.split(built.gradients.batch_size):
                 loss_B = built.losses(part.tokens_BT, part.labels_BT)
                 clip = built.gradients.accumulate_clipped(loss_B, part.valid_B)
                 norms[-1].extend(clip.norm_B[part.valid_B].tolist())
         wholes.append(built.total())
-    padded, bucketed = wholes
-    error = build.relative_error(bucketed, padded)
+    error = build.relative_error(*wholes[::-1])
     return {"error": error, "norms": norms, "shapes": set(shapes), "rungs": set(rungs)}
 
 

@@ -7,8 +7,7 @@ import pytest
 
 from tests.data.chats import MARKED, PLAIN, REWRITES, chat, folder
 from torchtitan_dp.data import chat_template
-from torchtitan_dp.data.chat_template import ChatTemplate, Piece
-from torchtitan_dp.data.reading import load_chat_template
+from torchtitan_dp.data.chat_template import ChatTemplate, Piece, load_chat_template
 
 MARKS = {"bos_token": "<|begin_of_text|>"}
 
@@ -30,9 +29,7 @@ def test_the_assistants_turns_are_what_the_template_adds_for_them() -> None:
     assert targets(PLAIN, CHAT) == ["That.<|end|>\n", "Because.<|end|>\n"]
     assert targets(PLAIN, chat("What?", "", "So?", "That.")) == ["That.<|end|>\n"]
     assert targets(MARKED, CHAT) == ["That.<|end|>", "Because.<|end|>"]
-    whole, marked = (
-        "".join(text for text, _ in pieces(template, CHAT) or ()) for template in (PLAIN, MARKED)
-    )
+    whole, marked = ("".join(text for text, _ in pieces(t, CHAT) or ()) for t in (PLAIN, MARKED))
     assert whole == marked
     assert whole.startswith("<|begin_of_text|><|start|>system\nBe short.<|end|>\n<|start|>user\n")
 
@@ -49,14 +46,11 @@ def test_text_that_could_stand_for_a_mark_is_refused(content: str) -> None:
     assert pieces(MARKED, [{"role": content, "content": "a"}, *chat("What?", "No.")]) is None
 
 
-@pytest.mark.parametrize(
-    "what", ["{{ lipsum() }}", "{{ cycler }}{{ message.content.upper }}", "{{ joiner() }}"]
-)
+@pytest.mark.parametrize("what", ["lipsum()", "cycler ~ message.content.upper", "joiner()"])
 def test_text_is_a_function_of_the_conversation(what: str) -> None:
     """Also in a branch that the trial never takes; an address that a message has is text."""
-    late = PLAIN.replace(
-        "{% endfor %}", "{% if 'x' in message.content %}" + what + "{% endif %}{% endfor %}"
-    )
+    shown = "{% if 'x' in message.content %}{{ " + what + " }}{% endif %}"
+    late = PLAIN.replace("{% endfor %}", shown + "{% endfor %}")
     assert pieces(late, CHAT) == pieces(PLAIN, CHAT)
     assert pieces(late, chat("x", "y")) is None
     assert targets(PLAIN, chat("?", "f at 0x7f00>.")) == ["f at 0x7f00>.<|end|>\n"]
@@ -104,10 +98,8 @@ def test_turns_that_would_cost_too_much_are_left_out(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_what_cannot_be_used_is_refused(tmp_path: Path, template: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message) as refusal:
+    with pytest.raises(ValueError, match=rf"^model\.hf_assets_path = .*{message}.*\Z"):
         load_chat_template(folder(tmp_path, template))
-    assert str(refusal.value).startswith("model.hf_assets_path = ")
-    assert "\n" not in str(refusal.value)
 
 
 def test_where_a_template_lies(tmp_path: Path) -> None:

@@ -8,10 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.data.drawn import HOW, IGNORED, UNITS, T, draws, loader, same, samples_of
+from tests.data.drawn import HOW, IGNORED, UNITS, T, dealt, draws, loader, same, samples_of
 from tests.processes.ranks import on_ranks
-from torchtitan_dp.data.batching import Draw, Microbatch
-from torchtitan_dp.data.feed import Feed, require_same_step
+from torchtitan_dp.data.batching import Draw, Feed, Microbatch, require_same_step
 from torchtitan_dp.data.samples import NOTHING, Samples
 from torchtitan_dp.process import Fault
 
@@ -36,7 +35,7 @@ def test_row19_a_step_is_fed_what_the_loader_makes(
         it = Feed(one, ladder, CPU)
         for draw, following in zip(steps, [*steps[1:], None], strict=True):
             found = list(it.microbatches(draw, following if ahead else None))
-            assert same(found, list(one.microbatches(draw, ladder)))
+            assert same(found, dealt(one, draw, ladder))
 
 
 def test_row17_padding_has_as_many_windows(tmp_path: Path) -> None:
@@ -79,9 +78,6 @@ def test_a_step_makes_one_collective(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert seen == expected
 
 
-# What fails.
-
-
 def ended(
     root: str, ladder: tuple[int, ...], mine: list[list[list[int]]], broken: int | None = None
 ) -> tuple[str, int]:
@@ -96,15 +92,14 @@ def ended(
 
     it = Feed(loader(samples(root), 2, rank), ladder, CPU)
     steps = [Draw(np.array(drawn, dtype=np.int64)) for drawn in mine[rank]]
-    Samples.ids = read  # type: ignore[method-assign, assignment]
-    try:
-        for draw, following in zip(steps, [*steps[1:], None], strict=True):
-            for _ in it.microbatches(draw, following):
-                given += 1
-    except Fault as fault:
-        return str(fault), given
-    finally:
-        Samples.ids = ids  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Samples, "ids", read)
+        try:
+            for draw, following in zip(steps, [*steps[1:], None], strict=True):
+                for _ in it.microbatches(draw, following):
+                    given += 1
+        except Fault as fault:
+            return str(fault), given
     return "fed", given
 
 
@@ -141,15 +136,14 @@ def test_what_is_no_failing_disk_is_no_fault(tmp_path: Path, monkeypatch: Any) -
         next(Feed(loader(of), (T,), CPU).microbatches(Draw(np.arange(3))))
 
 
-@pytest.mark.parametrize(
-    "others",
-    [
-        [[0, 1, 2, 3, 4, 6], [7, 8]],  # the first draw, as many units
-        [[0, 1, 2, 3, 4, 5], [7, 9]],  # the next one, before this step's last microbatch
-        [[0, 1, 2, 3, 4, 5], []],
-    ],
-    ids=["first", "next", "empty"],
-)
+OTHERS = {
+    "first": [[0, 1, 2, 3, 4, 6], [7, 8]],  # the first draw, as many units
+    "next": [[0, 1, 2, 3, 4, 5], [7, 9]],  # before this step's last microbatch
+    "empty": [[0, 1, 2, 3, 4, 5], []],
+}
+
+
+@pytest.mark.parametrize("others", OTHERS.values(), ids=OTHERS)
 @pytest.mark.parametrize("ladder", LADDERS, ids=["whole", "buckets"])
 def test_row61_ranks_that_draw_different_units_all_refuse_the_step(
     tmp_path: Path, ladder: tuple[int, ...], others: list[list[int]]
@@ -190,7 +184,7 @@ def test_samples_reach_a_device_without_a_wait(tmp_path: Path) -> None:
     one, draw = loader(samples(tmp_path)), Draw(np.arange(12))
     it = Feed(one, LADDERS[1], torch.device("cuda"))
     found = [Microbatch(*(t.cpu() for t in m)) for m in it.microbatches(draw, draw)]
-    assert same(found, list(one.microbatches(draw, LADDERS[1])))
+    assert same(found, dealt(one, draw, LADDERS[1]))
     torch.cuda.set_sync_debug_mode("error")
     try:
         for number, _ in enumerate(it.microbatches(draw, draw)):

@@ -1,6 +1,5 @@
 """The readers of each format: what a row is read as, and which files are refused."""
 
-import gzip
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -21,12 +20,10 @@ TABLES = ["parquet", "arrow", "hf"]
 FILE = {"parquet": "a.parquet", "arrow": "a.arrow", "hf": "data-00000-of-00001.arrow"}
 
 
-def refusal(path: Path, format: str, match: str, **how: Any) -> str:
-    """Return the one line that a path is refused with."""
-    with pytest.raises(ValueError, match=match) as caught:
+def refuse(path: Path, format: str, match: str, **how: Any) -> None:
+    """Require that a path is refused in one line."""
+    with pytest.raises(ValueError, match=rf"^{match}.*\Z"):
         prepared(source(path, format, **how), str(path.parent / "store"))
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 @pytest.fixture
@@ -35,8 +32,6 @@ def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (formats, tables):
         monkeypatch.setattr(module, "MOST_ROW_BYTES", 1000)
 
-
-# Texts and lines
 
 TEXTS = [
     ("ünï ☃\r\n".encode(), "ünï ☃\r\n"),
@@ -96,12 +91,8 @@ LINES = [
 
 
 def packed(data: bytes, codec: str) -> bytes:
-    if codec != ".zst":
-        return gzip.compress(data, mtime=0) if codec else data
-    output = pa.BufferOutputStream()
-    with pa.CompressedOutputStream(output, "zstd") as file:
-        file.write(data)
-    return output.getvalue().to_pybytes()
+    codecs = {".gz": "gzip", ".zst": "zstd"}
+    return pa.compress(data, codecs[codec], asbytes=True) if codec else data
 
 
 @pytest.mark.usefixtures("small_limits")
@@ -134,7 +125,7 @@ def test_compressed_files_are_read_to_their_end_or_refused(tmp_path: Path, codec
     damaged = data[:-1], data[: len(data) // 2], data[:20] + b"\xff" * 100 + data[120:], lines
     for one in damaged:
         write(root, {name: one})
-        refusal(root, "jsonl", r"^training\.dataset_path: .* cannot be read to its end")
+        refuse(root, "jsonl", r"training\.dataset_path: .* cannot be read to its end")
         assert [path for path in (tmp_path / "store").iterdir() if path.suffix != ".lock"] == []
 
 
@@ -143,10 +134,8 @@ def test_a_stream_that_ends_early_is_named(tmp_path: Path, missing: int) -> None
     """pyarrow's own error gets out, of several kinds."""
     root = WRITERS["hf"](tmp_path / "d", [{"text": text} for text in ROWS])
     write(root, {FILE["hf"]: (root / FILE["hf"]).read_bytes()[:-missing]})
-    refusal(root, "hf", rf"^training\.dataset_path.*{FILE['hf']}")
+    refuse(root, "hf", rf"training\.dataset_path.*{FILE['hf']}")
 
-
-# CSV
 
 CSV = [
     (b'1,"two\nlines\r\n"\r\n', "two\nlines\r\n"),
@@ -173,9 +162,6 @@ def test_csv_rows_keep_their_places(tmp_path: Path) -> None:
     assert texts(store_of(root, tmp_path, "csv")) == [text for _, text in CSV]
 
 
-# Tables
-
-
 def binary(data: Iterable[bytes | None]) -> Any:
     """Make a column of texts, which need not be UTF-8."""
     return pa.array(data, pa.binary()).view(pa.string())
@@ -199,9 +185,9 @@ COLUMNS: list[tuple[Callable[[], Any], list[str | None]]] = [
 
 @pytest.mark.usefixtures("small_limits")
 @pytest.mark.parametrize("format", TABLES)
-@pytest.mark.parametrize("column", range(len(COLUMNS)))
-def test_every_value_keeps_its_row_and_unit(tmp_path: Path, format: str, column: int) -> None:
-    make, expected = COLUMNS[column]
+@pytest.mark.parametrize("column", COLUMNS)
+def test_every_value_keeps_its_row_and_unit(tmp_path: Path, format: str, column: Any) -> None:
+    make, expected = column
     who = list(range(len(expected)))
     root = WRITERS[format](tmp_path / "d", pa.table({"text": make(), "who": who}))
     store = store_of(root, tmp_path, format, unit_field="who")
@@ -221,35 +207,28 @@ def test_offsets_out_of_a_file_break_two_values_alone(tmp_path: Path, format: st
 
 
 @pytest.mark.parametrize("format", TABLES)
-@pytest.mark.parametrize(
-    "key, columns, needed",
-    [
-        ("text_field", [[1], [b"a"], [["a"]]], "texts"),
-        ("unit_field", [[1.5]], "texts or whole numbers"),
-        ("messages_field", [["a"], [["a"]]], "lists of structs with a role"),
-    ],
-)
-def test_a_column_of_the_wrong_type_is_refused(
-    tmp_path: Path, format: str, key: str, columns: list[Any], needed: str
-) -> None:
-    for column in columns:
-        root = WRITERS[format](tmp_path / "d", pa.table({"text": ["a"], "x": column}))
-        match = rf"^data\.{key} = 'x': .* has it as .*; name a column of {needed}"
-        refusal(root, format, match, **{key: "x"})
+def test_a_column_of_the_wrong_type_is_refused(tmp_path: Path, format: str) -> None:
+    for key, values, needed in (
+        ("text_field", [1, b"a", ["a"]], "texts"),
+        ("unit_field", [1.5], "texts or whole numbers"),
+        ("messages_field", ["a", ["a"]], "lists of structs with a role"),
+    ):
+        for value in values:
+            root = WRITERS[format](tmp_path / "d", pa.table({"text": ["a"], "x": [value]}))
+            match = rf"data\.{key} = 'x': .* has it as .*; name a column of {needed}"
+            refuse(root, format, match, **{key: "x"})
 
 
 @pytest.mark.parametrize("format", [*TABLES, "csv"])
 def test_columns_that_are_missing_or_there_twice_are_refused(tmp_path: Path, format: str) -> None:
     root = WRITERS[format](tmp_path / "d", [{"who": "a", "text": "b"}])
     for key in ("text_field", "unit_field", "prompt_field"):
-        match = rf"^data\.{key} = 'nope': .* has no such column; its columns are who, text"
-        refusal(root, format, match, **{key: "nope"})
-    if format == "csv":
-        write(root, {"a.csv": b"text,text\na,b\n"})
-    else:
-        arrays = [pa.array(["a"]), pa.array(["b"])]
-        WRITERS[format](root, pa.Table.from_arrays(arrays, names=["text", "text"]))
-    refusal(root, format, r"^data\.text_field = 'text': .* has 2 such columns")
+        match = rf"data\.{key} = 'nope': .* has no such column; its columns are who, text"
+        refuse(root, format, match, **{key: "nope"})
+    write(root, {"a.csv": b"text,text\na,b\n"})
+    if format != "csv":
+        WRITERS[format](root, pa.Table.from_arrays([pa.array(["a"])] * 2, names=["text", "text"]))
+    refuse(root, format, r"data\.text_field = 'text': .* has 2 such columns")
 
 
 def test_arrow_files_may_be_streams_and_compressed(tmp_path: Path) -> None:
@@ -296,9 +275,7 @@ def test_a_folder_that_datasets_saved_is_read(tmp_path: Path) -> None:
     assert texts(store_of(tmp_path / "d", tmp_path, "hf")) == expected
 
 
-# Files of another format, and mistakes
-
-PACKED = gzip.compress(b"words\n", mtime=0)
+PACKED = packed(b"words\n", ".gz")
 
 
 @pytest.mark.parametrize(
@@ -322,8 +299,7 @@ def test_a_file_of_another_format_is_explained(
 ) -> None:
     write(tmp_path, {name: data})
     explanation = FORMATS[format].explain(str(tmp_path / name), "note")
-    assert "\n" not in explanation
-    assert re.search(message, explanation)
+    assert re.fullmatch(f".*{message}.*", explanation)
 
 
 OTHER = b"something else, and long enough to be looked at"
@@ -352,20 +328,15 @@ COMMAS = "its columns must be separated by commas"
 def test_files_that_cannot_be_read_are_refused_in_one_line(
     tmp_path: Path, format: str, name: str, data: bytes, message: str
 ) -> None:
-    refusal(write(tmp_path / "d", {name: data}), format, f"^{message}")
+    refuse(write(tmp_path / "d", {name: data}), format, message)
 
 
-@pytest.mark.parametrize(
-    "format, key, value, message",
-    [
+def test_mistakes_name_key_value_and_remedy(tmp_path: Path) -> None:
+    for format, key, value, message in (
         ("jsonl", "text_field", "", "name the JSON field"),
         ("jsonl", "unit_field", "", "name the JSON field"),
         ("text", "unit_field", "who", "text files have no fields"),
         ("text", "prompt_field", "q", "text files have no fields"),
         ("csv", "messages_field", "m", "csv files have no fields with lists"),
-    ],
-)
-def test_mistakes_name_key_value_and_remedy(
-    tmp_path: Path, format: str, key: str, value: str, message: str
-) -> None:
-    refusal(tmp_path, format, rf"^data\.{key} = '{value}': {message}", **{key: value})
+    ):
+        refuse(tmp_path, format, rf"data\.{key} = '{value}': {message}", **{key: value})

@@ -79,11 +79,6 @@ class Stops(ByteTokenizer):
         return super().encode_each(texts)
 
 
-@pytest.fixture
-def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "_BATCH_TEXTS", 5)
-
-
 def fail(error: BaseException) -> Any:
     def stop(*_: Any, **__: Any) -> None:
         raise error
@@ -91,8 +86,8 @@ def fail(error: BaseException) -> Any:
     return stop
 
 
-@pytest.mark.usefixtures("small_batches")
-def test_ctrl_c_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
+def test_ctrl_c_in_the_middle_leaves_nothing(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(prepare, "_BATCH_TEXTS", 5)
     root = as_jsonl(tmp_path / "d", ROWS)
     with pytest.raises(KeyboardInterrupt):
         store_of(root, tmp_path, "jsonl", tokenizer=Stops(fail(KeyboardInterrupt())))
@@ -115,11 +110,11 @@ def test_a_disk_that_fails_is_one_line_with_the_remedy(
     root = as_jsonl(tmp_path / "d", ROWS)
     (tmp_path / "store").mkdir()
     monkeypatch.setattr(place, name, instead)
-    with pytest.raises(ValueError, match=r"^training\.dataset_path = .* data\.store$") as caught:
+    why = "(No space|Read-only|Quota|of the data)"
+    match = rf"^training\.dataset_path = .*{why}.* data\.store\Z"
+    with pytest.raises(ValueError, match=match):
         store_of(root, tmp_path, "jsonl")
     monkeypatch.undo()
-    assert re.search("No space|Read-only|Quota|of the data", str(caught.value))
-    assert "\n" not in str(caught.value)
     assert left(tmp_path / "store") == []
 
 
@@ -142,33 +137,27 @@ def test_a_place_that_cannot_be_a_folder(tmp_path: Path, place: str) -> None:
 
 def change_file(path: Path, change: str) -> None:
     data = path.read_bytes()
-    if change == "is deleted":
+    if change in ("is deleted", "is replaced"):
         path.unlink()
-    elif change == "is replaced":
-        write(path.parent, {".b": data[::-1]})
-        os.utime(path.parent / ".b", ns=(1, 1))
-        os.replace(path.parent / ".b", path)
-    else:
-        changed = {"grows": data + b"\n", "shrinks": data[:21], "is rewritten": data[::-1]}
-        path.write_bytes(changed[change])
+    if change != "is deleted":
+        path.write_bytes({"grows": data + b"\n", "shrinks": data[:21]}.get(change, data[::-1]))
         os.utime(path, ns=(1, 1))
 
 
-@pytest.mark.usefixtures("small_batches")
 @pytest.mark.parametrize("name", ["a.jsonl", "first.jsonl"])
 @pytest.mark.parametrize(
     "change", ["grows", "shrinks", "is rewritten", "is replaced", "is deleted"]
 )
 def test_a_file_that_changes_while_it_is_read_is_refused(
-    tmp_path: Path, change: str, name: str
+    tmp_path: Path, monkeypatch: Any, change: str, name: str
 ) -> None:
+    monkeypatch.setattr(prepare, "_BATCH_TEXTS", 5)
     root = as_jsonl(tmp_path / "d", ROWS)
     write(root, {"first.jsonl": (root / "a.jsonl").read_bytes()})
     os.utime(root / name, ns=(1, 1))
     stop = Stops(lambda: change_file(root / name, change))
-    with pytest.raises(ValueError, match=rf"training\.dataset_path.*{name}.*: ") as caught:
+    with pytest.raises(ValueError, match=rf"^training\.dataset_path.*{name}.*: .*\Z"):
         store_of(root, tmp_path, "jsonl", tokenizer=stop)
-    assert "\n" not in str(caught.value)
     assert left(tmp_path / "store") == []
 
 
@@ -193,7 +182,7 @@ def open_store(connection: Connection, root: str, place: str, log: str) -> None:
         real(*args)
 
     said: list[str] = []
-    stores.write, stores.say, stores._FIRST_LINE_S = writing, said.append, 0.0  # type: ignore
+    stores.write, stores.say, stores.FIRST_LINE_S = writing, said.append, 0.0  # type: ignore
     connection.send("started")
     store = prepared(source(root, "jsonl"), place)
     connection.send((store.fingerprint, texts(store), said))
@@ -220,10 +209,10 @@ def test_of_several_processes_one_writes_and_each_that_waits_writes_a_line(tmp_p
     assert left(place) == [folder.name]
 
 
-LINES = [f"line {i} " * (i % 9) for i in range(3000)]
+LINES = [f"line {i} " * (i % 9) for i in range(20)]
 
 
-def killed_at(connection: Connection, root: str, place: str, number: int | None) -> None:
+def killed_at(connection: Connection, root: str, place: str, number: int) -> None:
     """Prepare, and die at the `number`-th file operation below a place."""
     count = 0
 
@@ -245,8 +234,9 @@ _OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil
 @pytest.mark.slow
 @pytest.mark.parametrize("is_stale", [False, True], ids=["written", "replaced"])
 def test_a_kill_at_any_file_operation_leaves_no_half_store(tmp_path: Path, is_stale: bool) -> None:
+    """Nor at any other time: between two of them only a file that the next start removes grows."""
     place = tmp_path / "store"
-    root = as_jsonl(tmp_path / "d", LINES[:20])
+    root = as_jsonl(tmp_path / "d", LINES)
     expected = store_of(root, tmp_path, "jsonl")
     key = Path(expected.folder).name
     number, code = 0, -signal.SIGKILL
@@ -254,9 +244,9 @@ def test_a_kill_at_any_file_operation_leaves_no_half_store(tmp_path: Path, is_st
         number += 1
         stores.delete(expected.folder)
         if is_stale:
-            as_jsonl(root, LINES[:20][::-1])
+            as_jsonl(root, LINES[::-1])
             store_of(root, tmp_path, "jsonl")
-            as_jsonl(root, LINES[:20])
+            as_jsonl(root, LINES)
         process = forks.Process(killed_at, str(root), str(place), number)
         process.connection.recv()
         code = process.wait(60)
@@ -264,25 +254,6 @@ def test_a_kill_at_any_file_operation_leaves_no_half_store(tmp_path: Path, is_st
         assert left(place) in ([key], sorted([key, f"{key}.lock"]))
     assert code == 0
     assert number > 12
-
-
-@pytest.mark.slow
-@pytest.mark.thorough_cases("[67]", "[89]", "1?")
-@pytest.mark.parametrize("moment", range(20))
-def test_a_kill_at_any_time_leaves_no_half_store(tmp_path: Path, moment: int) -> None:
-    root = as_jsonl(tmp_path / "d", LINES)
-    begin = time.monotonic()
-    expected = store_of(root, tmp_path, "jsonl")
-    duration = time.monotonic() - begin
-    stores.delete(expected.folder)
-    process = forks.Process(killed_at, str(root), str(tmp_path / "store"), None)
-    process.connection.recv()
-    time.sleep(duration * ((moment * 7) % 20 + 0.5) / 20)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait(60) in (0, -signal.SIGKILL)
-    again = store_of(root, tmp_path, "jsonl")
-    assert again.fingerprint == expected.fingerprint
-    assert [name for name in left(tmp_path / "store") if name[0] == "."] == []
 
 
 def test_progress_has_sizes_alone(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:

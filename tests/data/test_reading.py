@@ -1,5 +1,6 @@
 """Texts, prompts and chats: which ids are targets, what of long records is cut, and reasons."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +8,11 @@ import numpy as np
 import pytest
 
 from tests.data.chats import END, MARKED, PLAIN, START, chat, folder
-from tests.data.drawn import BOS, EOS, IGNORED, NoMarks, T, loader, rng, sample
+from tests.data.drawn import BOS, EOS, IGNORED, NoMarks, T, dealt, loader, rng, sample
 from tests.data.stores import store_of, stored
 from torchtitan_dp.data.batching import Draw
-from torchtitan_dp.data.reading import MOST_MESSAGES, REFUSED, reading
+from torchtitan_dp.data.files import MOST_ITEMS
+from torchtitan_dp.data.reading import REFUSED, reading
 from torchtitan_dp.data.samples import Samples
 from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
 
@@ -39,9 +41,6 @@ def targets(samples: Samples, unit: int) -> bytes:
     return bytes(label for label in labels_T.tolist() if 0 <= label < 256)
 
 
-# What is stored.
-
-
 def test_row06_only_the_answer_and_its_end_are_targets(tmp_path: Path) -> None:
     samples = answers(tmp_path, [{"prompt": "ab", "text": "xyz"}], **PROMPTS)
     (one,) = stored(samples.store)
@@ -64,9 +63,7 @@ def test_without_marks_a_blank_line_separates_records_and_is_no_target(tmp_path:
 
 
 @pytest.mark.parametrize(("template", "end"), [(PLAIN, b"\n"), (MARKED, b"")])
-def test_row06_only_the_assistants_turns_are_targets(
-    tmp_path: Path, template: str, end: bytes
-) -> None:
+def test_row06_only_assistants_turns_are_targets(tmp_path: Path, template: str, end: bytes) -> None:
     tokenizer = load_tokenizer(folder(tmp_path / "tokenizer"))
     rows = [{"messages": chat("What?", "That.", "Why?", "Because.", system="Be short.")}]
     samples = answers(tmp_path, rows, 200, tokenizer=tokenizer, template=template, **MESSAGES)
@@ -87,7 +84,14 @@ def test_what_comes_after_the_last_answer_is_left_out(tmp_path: Path, template: 
     assert all(other.ids == one.ids for other in others)
 
 
-# Records without anything to learn.
+class Picky(ByteTokenizer):
+    """Has no tokens for texts with "!"."""
+
+    identity = "picky"
+
+    def encode(self, text: str) -> Any:
+        return None if "!" in text else super().encode(text)
+
 
 NO_TEXT = "data.text_field = 'text': have no text there"
 NO_PROMPT = "data.prompt_field = 'prompt': have no text there"
@@ -112,47 +116,28 @@ BAD: list[tuple[dict[str, str], Any, str]] = [
     (MESSAGES, {"messages": [{"role": "user", "content": "\ud800"}, ANSWER]}, NO_CHAT),
     (MESSAGES, {"messages": []}, NO_TURN),
     (MESSAGES, {"messages": chat("only a prompt")}, NO_TURN),
-    (MESSAGES, {"messages": chat("q")[:1] * MOST_MESSAGES + chat("q", "too late")}, NO_TURN),
+    (MESSAGES, {"messages": chat("q")[:1] * MOST_ITEMS + chat("q", "too late")}, NO_TURN),
     (MESSAGES, {"messages": chat("What?", " \n")}, NO_TURN.replace("no turn", "only empty turns")),
     (MESSAGES, {"messages": [{"role": "judge", "content": "a"}, ANSWER]}, NO_TOKENS),
+    ({}, {"text": "!"}, NO_TOKENS),
+    (PROMPTS, {"prompt": "!", "text": "a"}, NO_TOKENS),
+    (MESSAGES, {"messages": chat("!", "a")}, NO_TOKENS),
 ]
 
 
-@pytest.mark.parametrize("place", range(len(BAD)))
-def test_row42_a_record_without_an_answer_contributes_nothing_and_stays(
-    tmp_path: Path, place: int
+@pytest.mark.parametrize("how, row, reason", BAD)
+def test_row22_and_42_a_record_without_an_answer_contributes_nothing_and_stays(
+    tmp_path: Path, how: dict[str, str], row: Any, reason: str
 ) -> None:
-    how, row, reason = BAD[place]
     good = {"text": "a", "prompt": "p", "messages": chat("What?", "That.")}
-    samples = answers(tmp_path, [good, row, good], 64, **how)
+    samples = answers(tmp_path, [good, row, good], 64, tokenizer=Picky(), **how)
     first, bad, last = stored(samples.store)
     assert (bad.ids, bad.reason) == ((), reason)
     assert first.ids == last.ids != ()
-    one = loader(samples)
-    drawn = list(one.microbatches(Draw(np.arange(3))))
+    drawn = dealt(loader(samples), Draw(np.arange(3)))
     assert [bool(microbatch.valid_B) for microbatch in drawn] == [True] * 3
     learned = [bool((microbatch.labels_BT != IGNORED).any()) for microbatch in drawn]
     assert learned == [True, False, True]
-
-
-class Picky(ByteTokenizer):
-    """Has no tokens for texts with "!"."""
-
-    identity = "picky"
-
-    def encode(self, text: str) -> Any:
-        return None if "!" in text else super().encode(text)
-
-
-@pytest.mark.parametrize("how", [{}, PROMPTS, MESSAGES])
-def test_row22_a_record_that_the_tokenizer_refuses_is_left_out(tmp_path: Path, how: Any) -> None:
-    rows = [{"text": one, "prompt": one, "messages": chat(one, "x")} for one in "!x"]
-    bad, good = stored(store_of(rows, tmp_path, tokenizer=Picky(), **how))
-    assert (bad.ids, bad.reason) == ((), NO_TOKENS)
-    assert good.reason is None
-
-
-# Records longer than a sample.
 
 
 def by_hand(ids: tuple[int, ...], seq_len: int) -> tuple[list[int], list[int]]:
@@ -165,30 +150,18 @@ def by_hand(ids: tuple[int, ...], seq_len: int) -> tuple[list[int], list[int]]:
 
 
 LONG = "abcdefgh" * 40
-SIZES = [(p, a) for p in (0, 1, 3, 7, 12, 30, 100) for a in (1, 2, 5, 13, 50)]
-CHATS = [
-    chat(LONG, "That."),
-    chat("What?", LONG.upper()),
-    chat(LONG, "That.", "Why?", "Because."),
-    chat("Who?", "I.", LONG, "That."),
-    chat("a", "b", system=LONG),
-    [{"role": "user", "content": "x"}] * 3 + chat(LONG, "That."),
-]
+SIZES = itertools.product((0, 1, 3, 7, 12, 30, 100), (1, 2, 5, 13, 50))
+PAIRS = [{"prompt": LONG[:p], "text": LONG[:a].upper()} for p, a in SIZES]
+TURNS = (LONG, "That."), ("What?", LONG.upper()), (LONG, "That.", "Why?", "Because.")
+CHATS = [{"messages": chat(*turns)} for turns in (*TURNS, ("Who?", "I.", LONG, "That."))]
+CHATS.append({"messages": chat("a", "b", system=LONG)})
+CHATS.append({"messages": [{"role": "user", "content": "x"}] * 3 + chat(LONG, "That.")})
 
 
-@pytest.mark.parametrize(
-    ("how", "rows"),
-    [
-        (PROMPTS, [{"prompt": LONG[:p], "text": LONG[:a].upper()} for p, a in SIZES]),
-        (MESSAGES, [{"messages": turns} for turns in CHATS]),
-    ],
-    ids=["prompts", "chats"],
-)
+@pytest.mark.parametrize("how", [PROMPTS, MESSAGES], ids=["prompts", "chats"])
 @pytest.mark.parametrize("seq_len", [2, 3, 8, 16, 40, 500])
-def test_a_long_prompt_loses_its_beginning(
-    tmp_path: Path, how: dict[str, Any], rows: list[Any], seq_len: int
-) -> None:
-    samples = answers(tmp_path, rows, seq_len, **how)
+def test_a_long_prompt_loses_its_beginning(tmp_path: Path, how: Any, seq_len: int) -> None:
+    samples = answers(tmp_path, PAIRS if how == PROMPTS else CHATS, seq_len, **how)
     for unit, one in enumerate(stored(samples.store)):
         read, wanted = by_hand(one.ids, seq_len)
         tokens, found = shown(samples, unit)
@@ -206,7 +179,7 @@ def test_a_units_records_come_one_after_the_other(tmp_path: Path) -> None:
         {"who": "ann", "prompt": "r", "text": "w"},
     ]
     samples = answers(tmp_path, rows, unit_field="who", **PROMPTS)
-    ann = int(len(samples.units.records(0)) == 1)
+    ann = int(samples.units.starts[1] == 1)
     tokens, found = shown(samples, ann)
     assert tokens[:9] == [BOS, *b"pxy", EOS, BOS, *b"rw", EOS]
     assert found == [2, 3, 4, 7, 8]
@@ -229,9 +202,6 @@ def test_row69_the_first_id_of_a_sample_is_no_answer(tmp_path: Path) -> None:
     assert [bool(shown(samples, unit)[1]) for unit in range(3)] == learned
     firsts = samples.units.members[samples.units.starts[:3]].tolist()
     assert dict(zip(firsts, learned, strict=True)) == {0: True, 1: False, 3: False}
-
-
-# Readings that are refused.
 
 
 def test_chats_need_a_template(tmp_path: Path) -> None:

@@ -9,20 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data.drawn import (
-    BOS,
-    EOS,
-    HOW,
-    IGNORED,
-    UNITS,
-    T,
-    Words,
-    ids,
-    marked,
-    rng,
-    sample,
-    samples_of,
-)
+from tests.data.drawn import HOW, IGNORED, UNITS, T, Words, ids, marked, rng, sample, samples_of
 from tests.data.stores import store_of
 from torchtitan_dp.data.samples import Samples
 from torchtitan_dp.data.store import Store
@@ -35,24 +22,18 @@ def made(root: Path, text: str, seq_len: int, tokenizer: Any = None) -> tuple[An
     return tokens_T.tolist(), labels_T.tolist()
 
 
-@pytest.mark.parametrize(
-    "seq_len, tokens, labels",
-    [
-        (6, [BOS, 97, 98, 99, 9, 9], [97, 98, 99, EOS, IGNORED, IGNORED]),
-        (4, [BOS, 97, 98, 99], [97, 98, 99, EOS]),
-        (3, [BOS, 97, 98], [97, 98, 99]),
-        (1, [BOS], [97]),
-    ],
-)
-def test_row06_labels_are_the_next_tokens_and_padding_is_ignored(
-    tmp_path: Path, seq_len: int, tokens: list[int], labels: list[int]
-) -> None:
-    assert made(tmp_path, "abc", seq_len) == (tokens, labels)
+def test_row06_labels_are_the_next_tokens_and_padding_is_ignored(tmp_path: Path) -> None:
+    bos, *rest = marked("abc")
+    tokens, labels = [bos, *b"abc", 9, 9], [*rest, IGNORED, IGNORED]
+    for seq_len in (6, 4, 3, 1):
+        assert made(tmp_path, "abc", seq_len) == (tokens[:seq_len], labels[:seq_len])
 
 
 def test_without_marks_the_first_id_is_no_target(tmp_path: Path) -> None:
     assert made(tmp_path, "a bb ccc", 3, Words()) == ([1, 2, 9], [2, 3, IGNORED])
     assert made(tmp_path, "a", 2, Words()) == ([9, 9], [IGNORED, IGNORED])
+    samples, (ann,) = samples_of(tmp_path, {"ann": ["w ww", None, "www"]}, tokenizer=Words())
+    assert ids(sample(samples, ann)) == [1, 2, 0, 3]  # a blank line between them
 
 
 def test_padding_reads_nothing_and_others_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
@@ -64,23 +45,14 @@ def test_padding_reads_nothing_and_others_are_refused(tmp_path: Path, monkeypatc
     assert sample(samples, -1)[1].tolist() == [IGNORED] * T
 
 
-def test_all_records_of_a_unit_follow_each_other_without_empty_ones(tmp_path: Path) -> None:
-    units: dict[str, list[str | None]] = {"ann": ["a1", "", None, "a2"], "bob": ["b" * 9, "c"]}
-    samples, (ann, bob) = samples_of(tmp_path, units)
-    assert ids(sample(samples, ann)) == marked("a1", "a2")
-    assert ids(sample(samples, bob)) == marked("b" * 9, "c")
-    assert [samples.tokens(unit) for unit in (ann, bob)] == [7, 13]
-    words, (ann,) = samples_of(tmp_path, {"ann": ["w ww", None, "www"]}, tokenizer=Words())
-    assert ids(sample(words, ann)) == [1, 2, 0, 3]  # a blank line between them
-
-
 @pytest.mark.parametrize("seq_len", range(1, 14))
-def test_a_unit_is_cut_at_seq_len(tmp_path: Path, seq_len: int) -> None:
-    texts = ["abc", "de", "", "fgh"]
-    samples, (ann,) = samples_of(tmp_path, {"ann": texts}, seq_len)
-    whole = marked("abc", "de", "fgh")
-    assert ids(sample(samples, ann)) == whole[: seq_len + 1]
-    assert samples.tokens(ann) == min(len(whole) - 1, seq_len)
+def test_a_units_records_follow_each_other_up_to_seq_len(tmp_path: Path, seq_len: int) -> None:
+    """Without empty ones, and without another unit's, which lie between them."""
+    units = {"ann": ["abc", "de", "", None, "fgh"], "bob": ["b" * 9, "c"]}
+    samples, order = samples_of(tmp_path, units, seq_len)
+    for unit, whole in zip(order, (marked("abc", "de", "fgh"), marked("b" * 9, "c")), strict=True):
+        assert ids(sample(samples, unit)) == whole[: seq_len + 1]
+        assert samples.tokens(unit) == min(len(whole) - 1, seq_len)
 
 
 def test_one_record_is_each_equally_often_whole_and_alone(tmp_path: Path) -> None:

@@ -18,13 +18,6 @@ from torchtitan_dp.data import store as stores
 from torchtitan_dp.data.prepare import prepared
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 
-
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """The folder of all stores, as `store_of` has it."""
-    return tmp_path / "store"
-
-
 ROWS: list[Row] = ["first", "", b"no JSON", "☃ last"]
 
 
@@ -71,8 +64,8 @@ def modes(place: Path) -> list[str]:
     return sorted(f"{stat.S_IMODE(path.stat().st_mode):o} {path.is_dir()}" for path in every)
 
 
-def test_all_of_it_is_its_owners_only_at_all_times(tmp_path: Path, place: Path) -> None:
-    found: list[str] = []
+def test_all_of_it_is_its_owners_only_at_all_times(tmp_path: Path) -> None:
+    place, found = tmp_path / "store", list[str]()
 
     class Spy(ByteTokenizer):
         def encode_each(self, texts: Sequence[str]) -> list[np.ndarray | None]:
@@ -96,7 +89,8 @@ def test_by_default_it_lies_in_the_cache(tmp_path: Path, monkeypatch: pytest.Mon
     assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
 
 
-def test_names_sizes_and_removal(tmp_path: Path, place: Path) -> None:
+def test_names_sizes_and_removal(tmp_path: Path) -> None:
+    place = tmp_path / "store"
     one, two = (store_of([text], tmp_path) for text in ("a" * 1000, "b"))
     names = sorted(Path(store.folder).name for store in (one, two))
     (place / f".{names[0]}").mkdir()
@@ -108,14 +102,21 @@ def test_names_sizes_and_removal(tmp_path: Path, place: Path) -> None:
     assert left == ["mine", "mine.txt"]
 
 
-@pytest.mark.parametrize("lacking", ["unnamed", "dtype", "records", "tokens", "arrays", "terms"])
-def test_a_store_that_another_version_wrote_is_prepared_again(tmp_path: Path, lacking: str) -> None:
+KEYS = ["unnamed", "dtype", "records", "tokens", "arrays", "terms", "lacks", "they", "a new one"]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_store_that_another_version_wrote_is_prepared_again(tmp_path: Path, key: str) -> None:
+    """One whose facts, or why records have no ids, lack the key, or have one more."""
     first = store_of(ROWS, tmp_path)
-    root, path = first.facts["path"], Path(first.folder, stores.FACTS)
-    facts = {key: value for key, value in first.facts.items() if key != lacking}
+    path = Path(first.folder, stores.FACTS)
+    facts = json.loads(path.read_text())
+    part = facts if key in facts else facts["lacks"][0]
+    part.pop(key) if key in part else part.update({key: 1})
+    del facts["digest"]
     path.write_text(json.dumps({**facts, "digest": stores._digest(facts)}))
     assert stores.load(first.folder) is None
-    again = store_of(root, tmp_path, "jsonl")
+    again = store_of(first.facts["path"], tmp_path, "jsonl")
     assert (again.facts, stored(again)) == (first.facts, stored(first))
 
 

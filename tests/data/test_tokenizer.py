@@ -56,16 +56,11 @@ def test_a_model_of_bytes_alone_is_read_without_tokenizer_json(tmp_path: Path, n
         load_tokenizer(str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        models.WordLevel({"a": 0}),
-        models.WordPiece({"a": 0}, unk_token="?"),
-        models.Unigram([("a", -1.0)], None, False),
-        models.BPE({"a": 0}, [], unk_token="?"),
-    ],
-    ids=lambda model: type(model).__name__,
-)
+MODELS = [models.WordLevel({"a": 0}), models.WordPiece({"a": 0}, unk_token="?")]
+MODELS += [models.Unigram([("a", -1.0)], None, False), models.BPE({"a": 0}, [], unk_token="?")]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: type(model).__name__)
 def test_a_text_that_it_has_no_tokens_for_is_none(tmp_path: Path, model: Any) -> None:
     tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(str(tmp_path))
@@ -112,11 +107,8 @@ def test_a_text_that_the_library_fails_on_is_none_and_touches_no_other(error: An
         expected = [None if text == "worst" else list(text.encode()) for text in texts]
         assert encoded(tokenizer, *texts) == expected
         assert backend.calls < 15  # not one by one
-
-
-def test_other_errors_of_the_process_are_raised() -> None:
     tokenizer = HFTokenizer(Backend(KeyboardInterrupt), None, None)  # type: ignore[arg-type]
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt):  # the process's own
         tokenizer.encode_each(["text", "worst"])
 
 
@@ -181,15 +173,11 @@ def test_marks(tmp_path: Path, files: dict[str, Any], expected: tuple[int | None
         ("special_tokens_map.json", '{"bos_token": 3}', r"bos_token 3, which"),
     ],
 )
-def test_broken_files(tmp_path: Path, name: str, content: str, message: str) -> None:
+def test_broken_files_and_no_folder(tmp_path: Path, name: str, content: str, message: str) -> None:
     path = save_tokenizer(tmp_path)
     (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=r"^model\.hf_assets_path = .*" + message) as caught:
+    with pytest.raises(ValueError, match=rf"^model\.hf_assets_path = .*{message}.*\Z"):
         load_tokenizer(path)
-    assert "\n" not in str(caught.value)
-
-
-def test_missing_folder(tmp_path: Path) -> None:
-    for path in (tmp_path / "nowhere", Path(save_tokenizer(tmp_path)) / "tokenizer.json"):
-        with pytest.raises(ValueError, match=r"model\.hf_assets_path = .* is not an existing"):
-            load_tokenizer(str(path))
+    for place in (tmp_path / "nowhere", tmp_path / name):
+        with pytest.raises(ValueError, match=r"^model\.hf_assets_path = .* is not an existing"):
+            load_tokenizer(str(place))

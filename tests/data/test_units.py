@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.stores import Row, as_jsonl, source, store_of, texts, write
+from tests.data.stores import Row, as_jsonl, records_of, source, store_of, texts, write
 from tests.processes import forks
 from torchtitan_dp.data.dataset import Records
+from torchtitan_dp.data.prepare import prepared
 from torchtitan_dp.data.store import Store
 from torchtitan_dp.data.units import group, record_hash, singles, split
 
@@ -26,7 +27,7 @@ def named(*names: Any) -> list[Row]:
 
 def members(store: Store) -> set[tuple[int, ...]]:
     """List each unit's records; every record is in exactly one, in rising order."""
-    rows = [store.units.records(unit).tolist() for unit in range(len(store.units))]
+    rows = records_of(store.units)
     assert sorted(record for row in rows for record in row) == list(range(len(store)))
     assert all(row == sorted(row) for row in rows)
     assert store.units.hashes.tolist() == sorted(store.units.hashes.tolist())
@@ -105,12 +106,9 @@ def test_many_records_are_grouped_by_all_of_their_hash() -> None:
     for record, one in enumerate(hashes.tolist()):
         expected.setdefault(tuple(one), []).append(record)
     units = group(hashes)
-    found = [units.records(unit).tolist() for unit in range(len(units))]
-    assert found == [expected[key] for key in sorted(expected)]
+    assert records_of(units) == [expected[key] for key in sorted(expected)]
     assert units.hashes.tolist() == [key[0] for key in sorted(expected)]
 
-
-# The split
 
 NAMES = [f"folder/{i}.txt" for i in range(20_000)]
 
@@ -134,26 +132,23 @@ def test_a_fraction_that_leaves_nothing_is_refused() -> None:
         heldout(["a", "b"], 0.9999)
 
 
-SIDES = """
-import json, os, sys
-from tests.data.stores import source
-from torchtitan_dp.data.prepare import prepared
-from torchtitan_dp.data.units import split
+def print_sides(root: str, place: str) -> None:
+    """Print the encoding of this process, and what each way of reading finds."""
+    found: list[object] = [sys.getfilesystemencoding()]
+    for format, field in (("text", None), ("text", "folder"), ("jsonl", None)):
+        store = prepared(source(root, format, unit_field=field), place)
+        sides = [side.tolist() for side in split(store.units.hashes, 0.5)]
+        found.append([store.fingerprint, store.contents, sides])
+    print(json.dumps(found))
 
-root, place = sys.argv[1:]
-found = [sys.getfilesystemencoding()]
-for format, field in (("text", None), ("text", "folder"), ("jsonl", None)):
-    store = prepared(source(root, format, unit_field=field), place)
-    sides = [side.tolist() for side in split(store.units.hashes, 0.5)]
-    found.append([store.fingerprint, store.contents, sides])
-print(json.dumps(found))
-"""
+
 BYTES = (b"\xc3\xa9", b"\xe9", b"\xff", b"\x80", "\ufffd".encode(), "😀".encode(), b"a", b"\xc3")
 
 
 def in_locale(root: Path, place: Path, **settings: str) -> list[object]:
     """Prepare in a process of that locale, and return its encoding and what it found."""
-    command = [sys.executable, "-c", SIDES, str(root), str(place)]
+    program = "import sys; from tests.data import test_units as t; t.print_sides(*sys.argv[1:])"
+    command = [sys.executable, "-c", program, str(root), str(place)]
     env = {**os.environ, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", **settings}
     return json.loads(subprocess.run(command, env=env, stdout=subprocess.PIPE, check=True).stdout)
 

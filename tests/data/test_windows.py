@@ -57,9 +57,6 @@ def test_a_text_no_longer_than_a_sample_is_taken_whole(tmp_path: Path) -> None:
             assert ids(sample(windows, unit, rng=rng(seed))) == ids(sample(heads, unit))
 
 
-# Several windows of a unit.
-
-
 def several(samples: Samples, unit: int, seed: int) -> list[list[int]]:
     return [ids(sample(samples, unit, None, rng(seed), k, K)) for k in range(K)]
 
@@ -103,7 +100,7 @@ def test_row05_a_units_share_is_of_its_own_windows() -> None:
     valid_B, positions_B = torch.tensor([True, True, False]), torch.tensor([4, 2, -1])
     microbatch = Microbatch(torch.arange(18).view(9, 2), labels_BT, valid_B, positions_B)
     windows = microbatch.windows()
-    assert len(windows) == microbatch.windows_per_unit == 3
+    assert len(windows) == 3
     for k, window in enumerate(windows):
         assert window.tokens_BT[:, 0].tolist() == [2 * k, 2 * k + 6, 2 * k + 12]
         assert window.share_B is not None

@@ -21,7 +21,7 @@ from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.distributed import attention
-from torchtitan_dp.distributed.attention import ring, use_efficient_attention
+from torchtitan_dp.distributed.attention import torch_ring, use_efficient_attention
 
 
 @pytest.mark.parametrize(
@@ -264,9 +264,9 @@ def of_pytorch(op, args, kwargs):
     terms.pop("dropout_p", None)
     group = mesh.get_group()
     if "grad_out" not in terms:
-        results = ring._templated_ring_attention(group, 2, op, **terms)
+        results = torch_ring._templated_ring_attention(group, 2, op, **terms)
     else:
-        results = ring._templated_ring_attention_backward(
+        results = torch_ring._templated_ring_attention_backward(
             group, 2, op, grad_out_name="grad_out", dropout_p=0.0, **terms
         )
     return attention._on_ring(mesh, *results)
@@ -279,7 +279,7 @@ def ring_results(balancer, rotate, theirs, apart):
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     changed = {kernels.default: of_pytorch, backward.default: of_pytorch} if theirs else {}
     module = apply_ring(problem.mesh, balancer, rotate, apart)
-    with mock.patch.dict(ring.custom_ops, changed):
+    with mock.patch.dict(torch_ring.custom_ops, changed):
         return problem.ring(functools.partial(module, enable_gqa=True))
 
 

@@ -178,7 +178,7 @@ def with_wrong_norms(degrees, passes, scale, again):
         mock.patch.object(module, "squared_norms", lambda *a, **k: norms(*a, **k) * scale),
         mock.patch.object(ghost.GhostGradients, "_form_some", formed),
     ):
-        return build.norm(built.clipped_sum(tokens_NT[1:], labels_NT[1:])[0]) / 0.5
+        return build.norm(build.clipped_sum(built, tokens_NT[1:], labels_NT[1:])[0]) / 0.5
 
 
 @both_passes

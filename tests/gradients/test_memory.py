@@ -177,7 +177,7 @@ def most_held(degrees):
     add_group = gradients.clipped_sum.add_group
 
     def watched(group, parts, valid_B):
-        nbytes = [storage.nbytes() for storage in gradients.held()]
+        nbytes = [storage.nbytes() for storage in gradients.storages()]
         held.append(sum(map(torch.Tensor.numel, parts.values())) + sum(nbytes) // 4)
         return add_group(group, parts, valid_B)
 

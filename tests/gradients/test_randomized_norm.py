@@ -85,7 +85,7 @@ def errors(degrees, method, changes, C=1.0):
 
     built, key = built_for(degrees, method, changes, C), bytes(range(32))
     tokens_NT, labels_NT = data(5, built)  # the last microbatches are padded
-    actual, found = built.clipped_sum(tokens_NT, labels_NT, key=key)
+    actual, found = build.clipped_sum(built, tokens_NT, labels_NT, key=key)
     model = build.reference_model(built.terms.args)
     expected, off, seen = {}, 0.0, {}
     for sample, gradient in enumerate(build.reference_gradients(model, tokens_NT, labels_NT)):
@@ -130,10 +130,12 @@ def test_every_mesh(degrees, samples, changes, estimator, passes, cap):
 
 def of_draws(degrees, batch_size, draws, estimator, empty=()):
     """For each draw from the same data set, the sum, and the norms of this rank's samples."""
+    from tests import build
+
     built = built_for(degrees, randomized(batch_size, "one", estimator, errors=CAPPED), C=0.5)
     tokens_NT, labels_NT = data(4, built)
     labels_NT[list(empty)] = -100
-    found = [built.clipped_sum(tokens_NT, labels_NT, drawn=np.array(draw)) for draw in draws]
+    found = [build.clipped_sum(built, tokens_NT, labels_NT, drawn=np.array(draw)) for draw in draws]
     assert len(built.gradients.norms._estimated) >= 6
     return found
 
@@ -327,7 +329,7 @@ def with_wrong_norms(scale, underestimates):
     exact = norms.squared_norms
     norms.squared_norms = lambda *a: exact(*a) * scale
     tokens_NT, labels_NT = data(2, built)
-    return build.norm(built.clipped_sum(tokens_NT[1:], labels_NT[1:])[0]) / 0.1
+    return build.norm(build.clipped_sum(built, tokens_NT[1:], labels_NT[1:])[0]) / 0.1
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-6, 0.0])
@@ -383,7 +385,7 @@ def shrunk(k, estimator):
         built = build.build((1, 1, 1), *options, args=args, max_grad_norm=1e-3)
         for sample in range(8):
             one = tokens_NT[sample : sample + 1]
-            total, _ = built.clipped_sum(one, one.roll(-1, 1), key=bytes([sample]) * 32)
+            total, _ = build.clipped_sum(built, one, one.roll(-1, 1), key=bytes([sample]) * 32)
             found.append(torch.cat([g.flatten().double() for g in total.values()]))
     lengths = [one.norm().item() / 1e-3 for one in added]
     cosines = [

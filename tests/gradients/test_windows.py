@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data.drawn import sample, samples_of
+from tests.data.drawn import dealt, sample, samples_of
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.data.batching import Draw, RecordLoader
 from torchtitan_dp.data.samples import IGNORE_INDEX, Samples
@@ -75,7 +75,7 @@ def accumulated(degrees, options, C, drawn) -> tuple[float, float, list[float]]:
         trainer = SimpleNamespace(
             device=torch.device("cpu"), gradients=built.gradients, sample_losses=built.losses
         )
-        for microbatch in loader.microbatches(draw, rungs):
+        for microbatch in dealt(loader, draw, rungs):
             DPTrainer.accumulate(trainer, microbatch, SampleStatistics())  # type: ignore[arg-type]
         means = mean_gradients(samples, build.reference_model(args), np.array(units))
     whole = built.total()

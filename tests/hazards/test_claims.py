@@ -153,7 +153,7 @@ def test_row53_an_audit_adds_to_what_runs_spend(tmp_path):
     assert told["epsilon_executed"] == pytest.approx(SETTINGS.epsilon(40))
     assert told["audit"] == {"canaries": 100, "otherwise_private": True}
     runs = [verify(str(tmp_path / name)) for name in ("run", "audit")]
-    spent = compose([SETTINGS.spending(80)], delta=SETTINGS.delta, accountant=SETTINGS.accountant)
+    spent = compose([SETTINGS.segment(80)], delta=SETTINGS.delta, accountant=SETTINGS.accountant)
     assert total(runs).epsilon == pytest.approx(spent)
     assert not any(run.faults for run in runs)
     with pytest.raises(ValueError, match="is that of an audited run"):  # no place for a run
@@ -187,7 +187,7 @@ def test_row54_runs_on_overlapping_records_can_be_added_up(tmp_path, capsys):
     runs = [verify(folder) for folder in folders]
     with pytest.raises(ValueError, match=r"not on the same records: .* pays both: say --overlapp"):
         total(runs)
-    spent = compose([SETTINGS.spending(80)], delta=SETTINGS.delta, accountant=SETTINGS.accountant)
+    spent = compose([SETTINGS.segment(80)], delta=SETTINGS.delta, accountant=SETTINGS.accountant)
     assert total(runs, overlapping=True).epsilon == pytest.approx(spent)
     with pytest.raises(SystemExit) as stop:
         command(folders)

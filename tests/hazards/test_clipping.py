@@ -207,7 +207,7 @@ def small_adds(degrees, method):
     tokens_NT, labels_NT = build.data(samples=2)
     bf16 = "--training.mixed_precision_param=bfloat16"
     built = built_for(method, degrees, bf16, max_grad_norm=1 / 320)
-    built.clipped_sum(tokens_NT, labels_NT)
+    build.clipped_sum(built, tokens_NT, labels_NT)
     same_B = [1] * built.batch_size
     for _ in range(320 // built.batch_size):
         loss_B = built.losses(tokens_NT[same_B], labels_NT[same_B])
@@ -238,7 +238,7 @@ def uneven_draws(degrees, counts, method):
     errors = []
     for count in counts:
         tokens_NT, labels_NT = build.data(samples=count)
-        total, norms = built.clipped_sum(tokens_NT, labels_NT)
+        total, norms = build.clipped_sum(built, tokens_NT, labels_NT)
         if count == 0:
             assert not norms
             errors.append(build.norm(total))

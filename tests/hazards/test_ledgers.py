@@ -22,7 +22,7 @@ from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.ledger import Lineage
 from torchtitan_dp.ledger.lineage import Ancestor
 from torchtitan_dp.ledger.settings import step_names
-from torchtitan_dp.ledger.spending import before
+from torchtitan_dp.ledger.spending import initial_steps
 from torchtitan_dp.optimizer import DPOptimizer
 from torchtitan_dp.train import DPTrainer
 
@@ -213,8 +213,8 @@ def test_row45_initial_weights_bring_all_that_they_spent(tmp_path):
     louder = with_terms(SETTINGS, noise_multiplier=4.0)
     first = Ancestor("first", louder, " ".join(step_names("f", 7)))
     stopped_after_a_step(tmp_path, Lineage(SETTINGS, steps=STEP, ancestors=(first,)))
-    spent = before(starting_from(tmp_path))
-    assert set(spent) == {louder.spending(7), SETTINGS.spending(STEP)}
+    spent = initial_steps(starting_from(tmp_path))
+    assert set(spent) == {louder.segment(7), SETTINGS.segment(STEP)}
 
 
 def test_row45_what_initial_weights_showed_and_their_units_are_assumptions(tmp_path):

@@ -103,16 +103,18 @@ def test_row69_no_checkpoint_is_written_of_such_weights(monkeypatch, last):
     vars(fake).update(vars(checkpointer(model, _config=build.config(), start=Start())))
     fake.enable, fake.interval, fake.load_only = not last, 2, False
     fake.enable_first_step_checkpoint, fake._async_wait = False, lambda: None
-    fake.async_mode, fake._under_way, fake.saved = manager.AsyncMode.DISABLED, None, MagicMock()
+    fake.async_mode, fake._under_way, fake.on_saved = manager.AsyncMode.DISABLED, None, MagicMock()
     fake.save(2, last_step=last)
     assert saved.call_count == 1
-    assert fake.saved.call_args_list == ([] if last else [call(2)])  # without checkpoints, or with
+    assert fake.on_saved.call_args_list == (
+        [] if last else [call(2)]
+    )  # without checkpoints, or with
     with torch.no_grad():
         model.bias[0] = torch.nan
     with pytest.raises(Fault, match="after step 2 the weights are not finite"):
         fake.save(2, last_step=last)
     assert saved.call_count == 1
-    assert fake.saved.call_count == (not last)
+    assert fake.on_saved.call_count == (not last)
     fake.enable = False
 
 

@@ -47,7 +47,7 @@ def accounted_and_drawn(options):
         (
             mechanism.projections,
             mechanism.norm_estimator,
-            settings.spending(7).mechanism.projections,
+            settings.segment(7).mechanism.projections,
         ),
         (norms.k, norms.estimator),
     )

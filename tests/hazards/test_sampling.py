@@ -9,8 +9,8 @@ import os
 import numpy as np
 import pytest
 
-from tests.data.drawn import sample
-from tests.data.stores import WRITERS, source, store_of, stored, texts, write
+from tests.data.drawn import dealt, sample
+from tests.data.stores import WRITERS, records_of, source, store_of, stored, texts, write
 from tests.processes.runs import arguments
 from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.config.load import load_config
@@ -38,7 +38,7 @@ def test_row42_bad_records_stay_in_the_store_and_have_no_targets(store):
     assert len(store) == RECORDS
     samples, every = Samples(store, 4, pad_id=257), np.arange(RECORDS)
     loader = RecordLoader(samples, every, ranks=1, rank=0, batch_size=2)
-    (batch,) = loader.microbatches(Draw(np.array([7, 8])))
+    (batch,) = dealt(loader, Draw(np.array([7, 8])))
     assert batch.valid_B.all()  # drawn like any other
     assert (batch.labels_BT == -100).all()
 
@@ -96,7 +96,7 @@ def test_row43_one_sample_a_unit_and_draw(users, unit_sampling, long_records):
         draw = poisson_draw(keys.take(step), len(records.train), 0.2)
         key, seen = choices.take(step), []
         for one in loaders:
-            for microbatch in one.microbatches(Draw(draw, key)):
+            for microbatch in dealt(one, Draw(draw, key)):
                 for labels_T in microbatch.labels_BT[microbatch.valid_B]:
                     users_of = set(labels_T[(labels_T >= 65) & (labels_T < 65 + USERS)].tolist())
                     assert len(users_of) == 1  # no other unit's text in it
@@ -150,7 +150,7 @@ def test_row60_a_file_in_no_folder_reads_as_nothing(tmp_path):
     units = records.store.units
     assert len(units) == len(records.train) == 3
     assert texts(records.store) == ["one", "two", "three", None]
-    (loose,) = (unit for unit in range(3) if units.records(unit).tolist() == [3])
+    loose = records_of(units).index([3])
     samples = build_samples(records, config)
     read = [
         (sample(samples, unit, rng=np.random.default_rng(0))[1] != -100).any() for unit in range(3)

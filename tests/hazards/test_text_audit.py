@@ -222,6 +222,7 @@ NO_NOISE = ("--privacy.target_epsilon=None", "--privacy.noise_multiplier=0")
         ("text", (), ["--canaries=0"], "--canaries = 0"),
         ("text", (), ["--guesses=1.5"], "--guesses = 1.5"),
         ("text", (), ["--folder={used}"], "--folder"),
+        ("text", (), ["--folder=~/used"], "--folder"),
         ("text", ("transformers",), [], "pip install transformers"),
         ("text", ("peft",), ["--lora.rank=4"], "lora.export = 'adapter'"),
         ("game", (), ["--privacy.no-enable"], "privacy.enable"),
@@ -239,6 +240,7 @@ def test_a_mistake_is_one_line_and_code_2(
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name in missing else found(name)
     )
+    monkeypatch.setenv("HOME", str(tmp_path))
     used = tmp_path / "used"
     used.mkdir()
     (used / "steps_executed.log").write_text("1 a\n")

@@ -27,9 +27,8 @@ from tests.processes.runs import write_records
 from torchtitan_dp import process, train, train_spec
 from torchtitan_dp.checkpoint import bookkeeping as module
 from torchtitan_dp.checkpoint.plan import make_plan
-from torchtitan_dp.data import feed as feeds
-from torchtitan_dp.data.batching import RecordLoader
-from torchtitan_dp.data.feed import Feed
+from torchtitan_dp.data import batching
+from torchtitan_dp.data.batching import Feed, RecordLoader
 from torchtitan_dp.data.samples import Samples
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 from torchtitan_dp.distributed import agreement
@@ -179,7 +178,7 @@ def test_row61_a_step_of_ranks_that_drew_otherwise_is_not_begun(monkeypatch, at)
     world = SimpleNamespace(
         is_initialized=lambda: True, all_reduce=with_another_rank, ReduceOp=MagicMock()
     )
-    monkeypatch.setattr(feeds, "dist", world)
+    monkeypatch.setattr(batching, "dist", world)
 
     class Stopped(Step):
         def __init__(self, *args, **options):

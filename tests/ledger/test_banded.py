@@ -12,7 +12,7 @@ from torchtitan_dp.ledger import Lineage, RunLog, Settings, schema
 from torchtitan_dp.ledger.files import read_published
 from torchtitan_dp.ledger.lineage import resumed
 from torchtitan_dp.ledger.settings import union
-from torchtitan_dp.ledger.spending import epsilon, own, spending
+from torchtitan_dp.ledger.spending import epsilon, own_steps, spending
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.mechanism import BandedGaussian, PoissonGaussian
 from torchtitan_dp.privacy.segments import Segment, composition, steps_in_a_row
@@ -40,7 +40,7 @@ def by_dp_accounting(rounds):
 def test_steps_in_a_row_are_rounds(steps, count):
     assert rounds([Segment(MECHANISM, steps)]) == count
     assert rounds(steps_in_a_row(MECHANISM, 1, steps, "run")) == count
-    assert rounds(own(Lineage(SETTINGS, steps=steps))) == count
+    assert rounds(own_steps(Lineage(SETTINGS, steps=steps))) == count
 
 
 def test_epsilon_is_that_of_the_rounds():

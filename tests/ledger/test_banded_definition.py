@@ -28,7 +28,7 @@ from torchtitan_dp.ledger import Account, Lineage, RunLog
 from torchtitan_dp.ledger.files import read_published
 from torchtitan_dp.ledger.lineage import of_weights, resumed, rewound
 from torchtitan_dp.ledger.runs import Run, total
-from torchtitan_dp.ledger.spending import before, own, spending
+from torchtitan_dp.ledger.spending import initial_steps, own_steps, spending
 from torchtitan_dp.privacy.rdp import rdp_epsilon
 from torchtitan_dp.privacy.segments import GaussianSteps, composition
 
@@ -196,7 +196,7 @@ class Folder:
             step = ledger.steps + 1
             if step > STEPS or unsaved == self.interval:
                 break
-            log.begin(step)
+            log.begin_step(step)
             chain.steps.append(step)
             self.seen = both([self.seen, {chain: len(chain.steps)}])
             unsaved += 1
@@ -222,7 +222,7 @@ class Folder:
 
     def look(self, ledger: Lineage, lineage: Seen) -> None:
         """Compare everything that is stated at this moment."""
-        check([*before(ledger), *own(ledger)], lineage)
+        check([*initial_steps(ledger), *own_steps(ledger)], lineage)
         for planned in (False, True):
             check(spending(ledger, lost=False, planned=planned), lineage)
             check(spending(ledger, lost=True, planned=planned), both([lineage, self.seen]))

@@ -18,7 +18,7 @@ from torchtitan_dp.ledger import Lineage, write_fingerprint
 from torchtitan_dp.ledger.__main__ import main
 from torchtitan_dp.ledger.runs import total
 from torchtitan_dp.ledger.settings import step_names
-from torchtitan_dp.ledger.spending import before
+from torchtitan_dp.ledger.spending import initial_steps
 from torchtitan_dp.privacy import accounting
 
 SIGMA, DELTA = 1.0, 1e-3
@@ -206,7 +206,7 @@ def test_hazard_45_weights_of_any_records_spend_on(tmp_path, copy):
     write_fingerprint(str(tmp_path), "theirs", {})
     later = starting_from(hf, PUBLIC_OPTION)
     assert [ancestor.run for ancestor in later.ancestors] == [kept.run]
-    assert before(later) == [steps_of(SIGMA, RATE, 4)]
+    assert initial_steps(later) == [steps_of(SIGMA, RATE, 4)]
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_weights_within_a_run_without_a_ledger_are_charged_all_that_was_begun(fi
     for place in (run / "hf", run / "checkpoint" / "step-9", tmp_path / "link"):
         later = starting_from(place, PUBLIC_OPTION)
         spent = [steps_of(SIGMA, RATE, steps) for steps in (4, 2)]
-        assert before(later) == spent, place
+        assert initial_steps(later) == spent, place
 
 
 def test_hazard_45_initial_weights_count_where_a_run_lost_its_own(first, data, tmp_path):

@@ -9,14 +9,14 @@ from torchtitan_dp.ledger.lineage import Ancestor
 from torchtitan_dp.ledger.runs import Run, total
 from torchtitan_dp.ledger.settings import HeldOutLosses, NoisedLoss, scheduled
 from torchtitan_dp.ledger.spending import (
-    before,
     caveats,
     compose,
     epsilon,
     evaluations,
     heldout_epsilon,
+    initial_steps,
     most_evaluations,
-    own,
+    own_steps,
     spending,
 )
 from torchtitan_dp.privacy import accounting
@@ -74,7 +74,7 @@ def test_weights_that_losses_may_have_chosen_bring_them_along():
     """To a unit that was held out there, and is trained on here, or held out in both."""
     earlier = after(20)
     plain, child = after(STEPS), after(STEPS, ancestors=(behind(earlier),))
-    chosen = compose(child, [*before(child), *own(child), evaluations(earlier)])
+    chosen = compose(child, [*initial_steps(child), *own_steps(child), evaluations(earlier)])
     assert everything(child) == chosen > epsilon(child)
     for planned in (True, False):
         assert compose(child, spending(child, lost=False, planned=planned)) == chosen
@@ -103,7 +103,7 @@ def test_held_out_losses_of_several_runs_add_up():
     losses = [evaluations(first), evaluations(second)]
     assert both.heldout_epsilon == accounting.compose(losses, delta=1e-5, accountant="pld")
     # A unit is on the same side in both, unless their records, or the share held out, differ.
-    steps = [*own(first), *own(second)]
+    steps = [*own_steps(first), *own_steps(second)]
     assert both.epsilon == compose(first, steps)
     apart = total(runs(first, second, fingerprints=("a", "b")), overlapping=True)
     assert apart.heldout_epsilon is None
@@ -131,7 +131,12 @@ def test_an_ancestor_that_is_known_twice_counts_as_it_counts_most():
         children = [after(STEPS, ancestors=(behind(one),)) for one in order]
         for found in (total(runs(child)), total(runs(*children))):
             assert found.heldout_epsilon >= heldout_epsilon(child) * (1 - 1e-9)
-        steps = [*before(children[0]), *own(children[0]), *own(children[1]), evaluations(more)]
+        steps = [
+            *initial_steps(children[0]),
+            *own_steps(children[0]),
+            *own_steps(children[1]),
+            evaluations(more),
+        ]
         assert total(runs(*children)).epsilon == compose(children[0], steps)
 
 
@@ -144,7 +149,7 @@ def test_held_out_losses_of_several_runs_count_what_their_ancestors_still_planne
     assert both.heldout_epsilon == accounting.compose(
         [
             *(evaluations(one) for one in (first, second, earlier)),
-            *before(first),
+            *initial_steps(first),
             Segment(TERMS.mechanism, 1980),
         ],
         delta=1e-5,

@@ -91,7 +91,7 @@ class Start:
     def step(self) -> None:
         """Take a step, evaluate and save where that is due."""
         number = self.lineage.steps + 1
-        self.log.begin(number)
+        self.log.begin_step(number)
         taken = replace(self.lineage, steps=number)
         name = taken.names()[-1]
         self.folder.begun[name] = number
@@ -103,7 +103,7 @@ class Start:
             self.log.begin_evaluation()
             self.folder.evaluated.add((name, number))
             self.fail(0.04)
-            losses = losses.kept(*losses.losses, NoisedLoss(number, 1.0, 0.1))
+            losses = losses.with_losses(*losses.losses, NoisedLoss(number, 1.0, 0.1))
             self.lineage = replace(self.lineage, heldout_losses=losses)
         self.folder.check(self.lineage)
         if number % self.interval == 0 and self.saves:

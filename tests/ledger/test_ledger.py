@@ -17,7 +17,14 @@ from torchtitan_dp.ledger.files import read_fingerprint
 from torchtitan_dp.ledger.lineage import Ancestor, inherited, of_weights, resumed, rewound
 from torchtitan_dp.ledger.runs import Run, total
 from torchtitan_dp.ledger.settings import NamedStep, name_steps, new_name, step_names, union
-from torchtitan_dp.ledger.spending import before, caveats, compose, epsilon, own, spending
+from torchtitan_dp.ledger.spending import (
+    caveats,
+    compose,
+    epsilon,
+    initial_steps,
+    own_steps,
+    spending,
+)
 
 SETTINGS = Settings(
     mechanism(1.0, 0.01),
@@ -255,10 +262,13 @@ def test_a_lineage_keeps_its_steps_through_a_resume_and_goes_back():
     first = Lineage(SETTINGS, steps=4)
     second = replace(resumed(Lineage(SETTINGS), first), steps=9)
     assert second.names() == [*step_names(first.start, 4), *step_names(second.start, 5)]
-    assert union([*first.taken(), *second.taken()]) == [SETTINGS.spending(9)]
+    assert union([*first.taken(), *second.taken()]) == [SETTINGS.segment(9)]
     assert of_weights(second, first).taken() == first.taken()
     assert (rewound(second).steps, rewound(second).taken()) == (0, [])
-    assert (epsilon(second, 4), own(second, 4)) == (SETTINGS.epsilon(4), [SETTINGS.spending(4)])
+    assert (epsilon(second, 4), own_steps(second, 4)) == (
+        SETTINGS.epsilon(4),
+        [SETTINGS.segment(4)],
+    )
 
 
 def test_a_step_counts_once_and_others_add_up():
@@ -268,9 +278,9 @@ def test_a_step_counts_once_and_others_add_up():
         for start, steps in (("a", 5), ("a", 8), ("b", 5))
     )
     assert name_steps(SETTINGS, step_names("a", 5), "run") == one
-    assert union([*one, *more, *other]) == [SETTINGS.spending(13)]
+    assert union([*one, *more, *other]) == [SETTINGS.segment(13)]
     elsewhere = NamedStep(one[0].name, mechanism(2.0, 0.01))  # on other terms it is another
-    assert union([*one, elsewhere]) == [SETTINGS.spending(5), steps_of(2.0, 0.01, 1)]
+    assert union([*one, elsewhere]) == [SETTINGS.segment(5), steps_of(2.0, 0.01, 1)]
 
 
 def test_names_hide_the_start_and_are_each_their_own():
@@ -303,7 +313,7 @@ def test_a_descendant_counts_and_hides_the_steps_that_its_ancestor_lost(tmp_path
         child = Lineage(with_terms(SETTINGS, noise_multiplier=8.0), ancestors=(of_run, of_run))
         child = Lineage.from_json(child.to_json())
         # Weights without a ledger of their own may be of any step that was begun there.
-        assert before(child) == [SETTINGS.spending(100)] + [SETTINGS.spending(50)] * (
+        assert initial_steps(child) == [SETTINGS.segment(100)] + [SETTINGS.segment(50)] * (
             place == "weights"
         )
         for planned in (True, False):

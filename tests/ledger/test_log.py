@@ -38,9 +38,9 @@ def test_a_step_is_on_disk_before_its_update(tmp_path, monkeypatch):
     lineage = opened(RUN, of_run)
     of_run.begin_start(lineage, Losable(2, 2))
     monkeypatch.setattr(log.os, "fsync", sync)
-    of_run.begin(1)
+    of_run.begin_step(1)
     assert synced == [f"1 {lineage.start}\n".encode(), "folder"]  # whose entry is new
-    of_run.begin(2)
+    of_run.begin_step(2)
     assert len(synced) == 3
 
 
@@ -81,10 +81,10 @@ def test_a_log_that_another_run_writes_to_is_not_written_on(tmp_path):
     one.begin_start(opened(RUN, one), Losable(3, 3))
     with pytest.raises(Fault, match=r"starts\.log .* another run"):
         other.begin_start(opened(RUN, other), Losable(3, 3))
-    one.begin(1)
+    one.begin_step(1)
     os.remove(tmp_path / "steps_executed.log")
     with pytest.raises(Fault, match="another run"):
-        one.begin(2)
+        one.begin_step(2)
 
 
 def test_the_log_and_the_lineage_name_a_step_alike(tmp_path):
@@ -148,12 +148,12 @@ def test_a_step_beyond_what_a_crash_may_lose_is_refused(tmp_path):
     of_run.begin_start(lineage, Losable(2, 2))
     lineage = taken(lineage, of_run, 2)
     with pytest.raises(Fault, match=r"step 3 is not taken: .* of step 0, .* lose 3, .* most 2"):
-        of_run.begin(3)
+        of_run.begin_step(3)
     assert RunLog(str(tmp_path)).count == 2
     of_run.saved(1)
-    of_run.begin(3)
+    of_run.begin_step(3)
     with pytest.raises(Fault, match="step 4 is not taken"):
-        of_run.begin(4)
+        of_run.begin_step(4)
 
 
 @pytest.mark.parametrize("torn", ["b", "begin", "begin 0f3", "en", "begin 0f3 0 0 10 0"])

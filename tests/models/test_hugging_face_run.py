@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM
 import torchtitan_dp.plan.__main__ as plan
 from tests.models.hugging_face import SCALED, transformers_logits, write_llama
 from tests.processes.runs import arguments, load, privacy, train, with_sigma, write_records
-from torchtitan_dp.checkpoint.folder import newest_whole_checkpoint
+from torchtitan_dp.checkpoint.folder import newest_finished_checkpoint
 from torchtitan_dp.ledger.spending import recorded
 
 FROM_HF = (
@@ -55,7 +55,7 @@ def test_a_step_at_lr_0_changes_nothing(tied, tmp_path):
     assert f"Hugging Face folder: {exported}/" in output
     expected = transformers_logits(tied)
     assert (transformers_logits(exported) - expected).abs().max() < 1e-4
-    assert newest_whole_checkpoint(str(tmp_path / "out" / "checkpoint")) == 1  # it can go on
+    assert newest_finished_checkpoint(str(tmp_path / "out" / "checkpoint")) == 1  # it can go on
     assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["lost+found", "step-1"]
     spent = privacy(tmp_path / "out")
     assert spent["private"] is True

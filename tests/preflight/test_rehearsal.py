@@ -307,7 +307,8 @@ def traces(argv: list[str]) -> list[tuple[int, int, bool]]:
 
     def full(padding: Microbatch) -> Microbatch:
         tokens, labels = (
-            torch.randint(0, 256, padding.tokens_BT.shape, generator=generator) for _ in range(2)
+            torch.randint(0, 256, padding.tokens_BT.shape, generator=generator).to(trainer.device)
+            for _ in range(2)
         )
         return Microbatch(tokens, labels, torch.ones_like(padding.valid_B), padding.positions_B)
 

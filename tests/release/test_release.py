@@ -17,7 +17,7 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torchtitan_dp.release.__main__ as release_module
-import torchtitan_dp.release.card as card_module
+import torchtitan_dp.templates as templates_module
 from tests.accounts import begun, publish
 from tests.build import config as small_config
 from tests.models.hugging_face import (
@@ -36,7 +36,7 @@ from torchtitan_dp.config.load import read_config, write_config
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 from torchtitan_dp.ledger import Lineage, Settings, schema
 from torchtitan_dp.ledger.lineage import Ancestor
-from torchtitan_dp.ledger.spending import before
+from torchtitan_dp.ledger.spending import initial_steps
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.llama3.model import Llama
 from torchtitan_dp.privacy.accounting import rounded_up
@@ -254,7 +254,7 @@ def test_a_release_brings_its_ledger_along_as_initial_weights(released, tmp_path
     ledger = with_initial(ledger, config, decide_start(config).initial)
     (ancestor,) = ledger.ancestors
     assert ancestor.run == privacy(released)["run"]
-    assert sum(segment.steps for segment in before(ledger)) == 4
+    assert sum(segment.steps for segment in initial_steps(ledger)) == 4
 
 
 def test_what_only_the_owner_knows_is_listed_at_the_end(made, capfd):
@@ -307,7 +307,7 @@ def test_rounding_is_never_down():
     for epsilon in (1.00001, 7.96124, 0.000123456, 1e-9, 99999.5, 8.0, 1 / 3):
         assert epsilon <= float(rounded_up(epsilon)) <= epsilon * 1.0002
     assert (_factor(0.95555), _factor(8.0), _factor(40.0)) == ("2.61", "2990", "10^18")
-    assert doctest.testmod(card_module).failed == 0
+    assert doctest.testmod(templates_module).failed == 0
 
 
 def test_no_claim_of_a_card_is_rounded_in_its_own_favour(card, released):

@@ -74,6 +74,14 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
+def test_the_page_is_written_below_the_home_folder(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    main([str(run), "--output=~/page.html"])
+    assert (tmp_path / "page.html").is_file()
+
+
 def test_the_owners_page_is_one_file_with_labels(run: Path) -> None:
     """It loads nothing, and what follows from records is labelled in words."""
     page = report(str(run))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torchtitan_dp import optimizer
 from torchtitan_dp.checkpoint import safe_load
 from torchtitan_dp.distributed import ring
-from torchtitan_dp.distributed.attention import ring as of_pytorch
+from torchtitan_dp.distributed.attention import torch_ring as of_pytorch
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import ReduceScatterOverCP
 from torchtitan_dp.models import feed_forward, loss_head

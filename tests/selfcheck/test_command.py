@@ -107,15 +107,15 @@ SCRIPT = """
     import torch.distributed as dist
     from torchtitan_dp.selfcheck import __main__ as command, run
 
-    real = command.noise
+    real = command.steps.noise
 
     def broken(here, terms):
-        if here.rank == 1:
+        if dist.get_rank() == 1:
             {fault}
         {others}
         return real(here, terms)
 
-    with mock.patch.object(command, "noise", broken), mock.patch.object(run, "_GRACE_S", 1):
+    with mock.patch.object(command.steps, "noise", broken), mock.patch.object(run, "_GRACE_S", 1):
         command.main(sys.argv[1:])
 """
 
@@ -126,10 +126,10 @@ RAISES, NOISE = "raise RuntimeError('no kernel')", "noise, float32, mesh 1 x 1 x
 @pytest.mark.parametrize(
     ("fault", "others", "line"),
     [
-        (RAISES, "return ()", f"FAILED: {NOISE}: rank 1: RuntimeError: no kernel; do not train"),
+        (RAISES, "return {}", f"FAILED: {NOISE}: rank 1: RuntimeError: no kernel; do not train"),
         (RAISES, "dist.barrier()", f"selfcheck: rank 1: {NOISE}: RuntimeError: no kernel"),
         ("os._exit(3)", "", "rank 1 failed with exit code 3"),
-        ("os._exit(0)", "return ()", f"selfcheck: rank 0: {NOISE}: another"),
+        ("os._exit(0)", "return {}", f"selfcheck: rank 0: {NOISE}: another"),
     ],
     ids=["raises", "leaves the others waiting", "dies", "is gone"],
 )

@@ -6,13 +6,13 @@ import math
 import pytest
 
 from torchtitan_dp.selfcheck.__main__ import for_programs
-from torchtitan_dp.selfcheck.run import Check, Measured, Outcome, merged
+from torchtitan_dp.selfcheck.run import Check, Outcome, merged
 
-CHECK = Check("noise", "do not train", lambda: ())
+CHECK = Check("noise", "do not train", lambda: {})
 
 
 def measured(*values, bound=1.0):
-    return [Measured(what, value, bound) for what, value in zip("ab", values, strict=False)]
+    return {what: (value, bound) for what, value in zip("ab", values, strict=False)}
 
 
 @pytest.mark.parametrize("bad", [2.0, math.nan, math.inf])

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 from tests.build import ARGS, build, config, reference_model
-from tests.data.drawn import UNITS, loader, same, samples_of
+from tests.data.drawn import UNITS, dealt, loader, same, samples_of
 from tests.data.stores import store_of
 from tests.hazards.test_trainer import SETTINGS, bookkeeping
 from tests.processes.ranks import on_ranks
@@ -153,9 +153,9 @@ def test_it_takes_the_first_microbatches_alike_on_all_ranks(tmp_path: Path) -> N
         )
         nothing: Any = None
         positions = HeldOutValidator(one, settings, nothing, nothing, nothing)._positions()
-        found = list(one.microbatches(Draw(positions)))
+        found = dealt(one, Draw(positions))
         assert len(found) == count
-        assert same(found, list(one.microbatches(Draw(np.arange(21))))[:count])
+        assert same(found, dealt(one, Draw(np.arange(21)))[:count])
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,12 @@ own, on the records and on canaries of text, and attacks nothing but the exporte
 import argparse
 import importlib.util
 import json
-import math
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import torch
 import torch.distributed as dist
 
@@ -47,6 +45,7 @@ from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.lower_bounds import expected_mu
 from torchtitan_dp.privacy.segments import Mechanism
 from torchtitan_dp.process import forbid_core_dumps, lock_folder, write_atomically
+from torchtitan_dp.templates import templates
 from torchtitan_dp.train_spec import quiet, register
 
 RESULT_FILE = "audit.json"
@@ -55,7 +54,14 @@ _OPTIONS: tuple[tuple[str, Any, str, Any, str, str], ...] = (
     ("canaries", int, "N", 1000, "text", "how many"),
     # The default share is near the best for claims from 3 to 12.
     ("guesses", float, "F", 0.2, "text", "the share to guess at"),
-    ("folder", str, "DIR", None, "text", "of the audited run (<job.dump_folder>_audit)"),
+    (
+        "folder",
+        os.path.expanduser,
+        "DIR",
+        None,
+        "text",
+        "of the audited run (<job.dump_folder>_audit)",
+    ),
 )
 """Of one instrument: name, type, metavar, default, instrument and meaning."""
 # A correct step meets a game's claim exactly; a bound from one run is far below a true claim.
@@ -92,7 +98,7 @@ def main(argv: list[str]) -> None:
     if dist.get_rank() == 0:
         if attacked:
             _publish(config.job.dump_folder, result)
-        print(describe(result), file=sys.stderr)
+        print(describe(result), end="", file=sys.stderr)
         if options.json:
             write_json(options.json, result)
     dist.destroy_process_group()
@@ -267,26 +273,9 @@ def _publish(folder: str, result: dict[str, Any]) -> None:
     )
 
 
-def _down(lower_bound: float, decimals: int) -> str:
-    """Format a lower bound, rounded down: never more than was shown."""
-    return f"{math.floor(lower_bound * 10**decimals) / 10**decimals:.{decimals}f}"
-
-
-def _claim(value: float | None) -> str:
-    return "nothing" if value is None else rounded_up(value, digits=3)
-
-
 def describe(result: dict[str, Any]) -> str:
     """Write a result, the content of `--json`, for a terminal."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        undefined=jinja2.StrictUndefined,
-        autoescape=False,  # plain text
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"down": _down, "claim": _claim, "percent": "{:.1%}".format}
-    return environment.get_template("result.txt.j2").render(result)
+    return templates(Path(__file__).parent).get_template("result.txt.j2").render(result)
 
 
 if __name__ == "__main__":

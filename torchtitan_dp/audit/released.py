@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torchtitan_dp.audit import texts
 from torchtitan_dp.checkpoint.start import Start, Weights
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.data.feed import Feed
+from torchtitan_dp.data.batching import Feed
 from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.distributed.agreement import broadcast_from_rank0, shared_root_key
-from torchtitan_dp.ledger.spending import own
+from torchtitan_dp.ledger.spending import own_steps
 from torchtitan_dp.privacy.lower_bounds import one_run_epsilon, one_run_mu, rate_upper_bound
 from torchtitan_dp.privacy.meaning import meaning
 from torchtitan_dp.privacy.sampling import coins
@@ -163,7 +163,7 @@ def _bounds(
     """Bound epsilon and mu from below, each at this confidence, beside what is claimed."""
     settings = trainer.ledger.settings
     claimed = settings.epsilon(trainer.step)
-    promised = meaning(own(trainer.ledger, trainer.step), settings.delta)
+    promised = meaning(own_steps(trainer.ledger, trainer.step), settings.delta)
     terms = {key: result[key] for key in ("canaries", "guesses")} | {"confidence": confidence}
     bound = one_run_epsilon(**terms, correct=correct, delta=settings.delta)
     mu, most = (

@@ -52,7 +52,7 @@ class Bookkeeping:
     """The ledger, log, account and keys of one start. All ranks have the same; rank 0 writes."""
 
     ledger: Lineage
-    """The account of the present weights, replaced as steps are taken."""
+    """The ledger of the present weights, replaced as steps are taken."""
 
     def __init__(
         self, config: JobConfig, loader: RecordLoader, start: Start, device: torch.device
@@ -103,7 +103,7 @@ class Bookkeeping:
         """Record, durably, that a step's update is about to happen; raise Fault if more are unsaved
         then than this start declared that it can lose."""
         if dist.get_rank() == 0:
-            self.log.begin(step)
+            self.log.begin_step(step)
 
     def end_step(self, step: int) -> None:
         """Count a step whose update has happened."""
@@ -181,7 +181,7 @@ class Bookkeeping:
         loss = float(broadcast_from_rank0(found))
         deviation = terms.noise.standard_deviation(clip=terms.clip, units=len(loss_N))
         noised = NoisedLoss(step, loss, deviation)
-        losses = terms.kept(*terms.losses, noised)
+        losses = terms.with_losses(*terms.losses, noised)
         self.ledger = dataclasses.replace(self.ledger, heldout_losses=losses)
         return noised
 
@@ -216,10 +216,10 @@ class Bookkeeping:
         config, folder, units = self._config, self._folder, loader.units
         check_records(folder, loader.fingerprint, loader.settings)
         ledger = plan_start(config, len(units), start, earlier_ledger(folder)).ledger
-        dealt = hashlib.sha256(units.tobytes()).hexdigest()
+        split = hashlib.sha256(units.tobytes()).hexdigest()
         require_agreement(
             {
-                "the records": (loader.fingerprint, dealt),
+                "the records": (loader.fingerprint, split),
                 "the tokens": loader.samples.store.fingerprint,
                 "the privacy settings": ledger.settings,
                 "the configuration": ledger.config_hash,

@@ -38,7 +38,7 @@ def finished_checkpoints(folder: str) -> list[int]:
     return sorted((int(step.rpartition("-")[2]) for step in whole), reverse=True)
 
 
-def newest_whole_checkpoint(folder: str) -> int:
+def newest_finished_checkpoint(folder: str) -> int:
     """Return the newest step that was saved completely; -1 if there is none."""
     return next(iter(finished_checkpoints(folder)), -1)
 
@@ -60,7 +60,7 @@ def drop_unfinished(folder: str) -> bool:
 
     The folder stays, with anything else in it: it may be a link or a mount.
     """
-    if newest_whole_checkpoint(folder) >= 0:
+    if newest_finished_checkpoint(folder) >= 0:
         return False
     unfinished = _steps(folder)
     for step in unfinished:
@@ -71,7 +71,7 @@ def drop_unfinished(folder: str) -> bool:
 def damage(step: str) -> str:
     """Return the damage that metadata and file sizes show in a checkpoint's folder, or ""."""
     try:
-        _sizes(step, safe_load.read_metadata(step))
+        _check_sizes(step, safe_load.read_metadata(step))
     except ValueError as error:
         return str(error)
     return ""
@@ -84,7 +84,7 @@ def damaged_entry(step: str, rank: int, ranks: int) -> str:
     """
     try:
         metadata = safe_load.read_metadata(step)
-        _sizes(step, metadata)
+        _check_sizes(step, metadata)
         share = sorted(safe_load.entries(metadata))[rank::ranks]
         for name in dict.fromkeys(entry.file for entry in share):
             with open(os.path.join(step, name), "rb") as file:
@@ -96,7 +96,7 @@ def damaged_entry(step: str, rank: int, ranks: int) -> str:
     return ""
 
 
-def _sizes(step: str, metadata: Metadata) -> None:
+def _check_sizes(step: str, metadata: Metadata) -> None:
     """Raise ValueError if a file is missing, or shorter than its entries need."""
     ends: dict[str, int] = {}
     for entry in safe_load.entries(metadata):

@@ -35,7 +35,7 @@ class InitialWeights:
 
 
 def with_initial(lineage: Lineage, config: JobConfig, initial: InitialWeights | None) -> Lineage:
-    """Return a run's account with the entries of its initial weights, which it keeps forever.
+    """Return a run's ledger with the entries of its initial weights, which it keeps forever.
 
     Raises:
         ValueError: one line for the user; the weights have no ledger, or no epsilon of this run

@@ -28,7 +28,7 @@ from torchtitan_dp.checkpoint.folder import (
     AVERAGE,
     DECAY,
     has_average,
-    newest_whole_checkpoint,
+    newest_finished_checkpoint,
     refuse_another_model,
     states_to_save,
 )
@@ -64,7 +64,7 @@ class Checkpointer(CheckpointManager):
     folder: str
     """Of this run's checkpoints."""
 
-    saved: Callable[[int], None]
+    on_saved: Callable[[int], None]
     """Called on each rank with the step of a checkpoint, once all ranks' parts are on disk."""
 
     def __init__(
@@ -93,7 +93,7 @@ class Checkpointer(CheckpointManager):
         self.start, self._origin, self._config = start, origin, config
         self._named = [p for part in trainer.model_parts for p in part.named_parameters()]
         self._average = average
-        self.saved: Callable[[int], None] = lambda step: None
+        self.on_saved: Callable[[int], None] = lambda step: None
         self._under_way: int | None = None  # the step of a background save
 
     def load(self, step: int = -1) -> bool:
@@ -132,8 +132,8 @@ class Checkpointer(CheckpointManager):
         return loaded
 
     def _follow_configuration(self, configured: list[list[dict[str, Any]]]) -> None:
-        """Put the configuration's settings, which each optimizer had before the load, and schedule
-        in force, in place of the checkpoint's."""
+        """Undo the load of settings and schedule: restore each optimizer's `configured` settings,
+        and build the configuration's schedule anew."""
         if self.start.step >= self._config.training.steps:
             return  # no step is left, and a schedule may have no rate for later ones
         for optimizer, groups in zip(self.states[OPTIMIZER], configured, strict=True):
@@ -176,7 +176,7 @@ class Checkpointer(CheckpointManager):
         newest = -1
         if self.enable:
             self._async_wait()  # an earlier one may be under way
-            newest = newest_whole_checkpoint(self.folder)
+            newest = newest_finished_checkpoint(self.folder)
         place = f"goes on from step-{newest}" if newest >= 0 else "starts again"
         raise Fault(
             f"optimizer.lr = {self._config.optimizer.lr:g}: after step {step} the weights are not "
@@ -207,7 +207,7 @@ class Checkpointer(CheckpointManager):
             safe_load.load(state_dict, checkpoint_id)
         except CheckpointException as error:
             raise Fault(
-                f"checkpoint {checkpoint_id} cannot be loaded ({_first_line(error)}): move it "
+                f"checkpoint {checkpoint_id} cannot be loaded ({_in_one_line(error)}): move it "
                 "away, and the run resumes from the one before"
             ) from error
         # As TorchTitan does: the model's states were flattened.
@@ -227,12 +227,12 @@ class Checkpointer(CheckpointManager):
             self._report(curr_step, not last_step and self.async_mode != AsyncMode.DISABLED)
 
     def _report(self, step: int, in_background: bool = False) -> None:
-        """Report a checkpoint on disk: one in the background when the next has waited for it."""
+        """Report a checkpoint to `on_saved`; a background save once the next has waited for it."""
         if self._under_way not in (None, step):
-            self.saved(self._under_way)
+            self.on_saved(self._under_way)
         self._under_way = step if in_background else None
         if not in_background:
-            self.saved(step)
+            self.on_saved(step)
 
     @torch.no_grad()
     def stop_at(self, step: int, steps: int) -> bool:
@@ -260,12 +260,12 @@ class Checkpointer(CheckpointManager):
 
     def _raise_unsaved(self, step: int, error: BaseException) -> None:
         """Raise Fault with the free space and the last whole checkpoint."""
-        newest = newest_whole_checkpoint(self.folder)
+        newest = newest_finished_checkpoint(self.folder)
         whole = f"step-{newest}" if newest >= 0 else "none"
         free = shutil.disk_usage(self.folder).free / 2**30
         raise Fault(
             f"checkpoint step-{step} was not saved in {self.folder}, where {free:.2f} GiB are free "
-            f"({_first_line(error)}): fix this and run the same command; the last complete one is "
+            f"({_in_one_line(error)}): fix this and run the same command; the last complete one is "
             f"{whole}"
         ) from error
 
@@ -283,16 +283,16 @@ class Checkpointer(CheckpointManager):
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return what an optimizer's groups have besides their parameters: rates, decay, betas, …"""
+    """Return the settings of an optimizer's groups, without parameters: rates, decay, betas, …"""
     return [
         {key: value for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
 
 
-def _first_line(error: BaseException) -> str:
-    """Return in one line why a checkpoint was not written or read: of several ranks' errors one of
-    the operating system, the most specific."""
+def _in_one_line(error: BaseException) -> str:
+    """Return an error in one line; of several ranks' errors an OSError, the most specific, if there
+    is one."""
     if isinstance(error, CheckpointException):
         failures = [failure for failure, _ in error.failures.values()]
         error = min(failures, key=lambda failure: not isinstance(failure, OSError))

@@ -27,7 +27,7 @@ from torchtitan_dp.ledger.log import (
     RunLog,
 )
 from torchtitan_dp.ledger.settings import Settings
-from torchtitan_dp.ledger.spending import before, compose, spending
+from torchtitan_dp.ledger.spending import compose, initial_steps, spending
 from torchtitan_dp.ledger.spending import epsilon as epsilon_of
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.segments import steps_in_a_row
@@ -57,7 +57,7 @@ class Plan:
 def make_plan(
     config: JobConfig,
     units: int,
-    account: Lineage | None = None,
+    earlier: Lineage | None = None,
     weights: Lineage | None = None,
     initial: InitialWeights | None = None,
 ) -> Plan:
@@ -65,8 +65,8 @@ def make_plan(
 
     Args:
         units: number of training units.
-        account: the ledger of this folder's earlier steps, whose terms are kept.
-        weights: ledger of the weights to resume from, which may be older than `account`; None if
+        earlier: the ledger of this folder's earlier steps, whose terms are kept.
+        weights: ledger of the weights to resume from, which may be older than `earlier`; None if
             the run has no weights yet.
         initial: the weights of another run that this one starts from, if any.
 
@@ -74,23 +74,23 @@ def make_plan(
         ValueError: one line for the user.
     """
     privacy, steps = config.privacy, config.training.steps
-    warnings = _refuse_delta(config, units)
-    if weights is None and account is not None:  # they are lost: terms stay, steps start anew
-        weights = rewound(account)
+    warnings = _check_delta(config, units)
+    if weights is None and earlier is not None:  # they are lost: terms stay, steps start anew
+        weights = rewound(earlier)
     start = Lineage(
         settings_of(config, units, 0.0, 1), planned_steps=steps, config_hash=config_hash(config)
     )
-    ledger = start if account is None else inherited(start, account)
+    ledger = start if earlier is None else inherited(start, earlier)
     ledger = with_initial(ledger, config, initial)
-    sigma, bands = choose_noise(config, units, before(ledger), weights)
+    sigma, bands = choose_noise(config, units, initial_steps(ledger), weights)
     ledger = replace(
         ledger,
         settings=settings_of(config, units, sigma, bands),
-        heldout_losses=choose_losses(config, account or weights),
+        heldout_losses=choose_losses(config, earlier or weights),
     )
     if weights is not None:
         ledger = resumed(ledger, weights)
-    if account is not None:
+    if earlier is not None:
         ledger = RunLog(config.job.dump_folder).enter_lost(ledger)
     refuse_more_losses(config, ledger)
     epsilon = refuse_overspending(config, ledger)
@@ -121,7 +121,7 @@ def steps_within(plan: Plan, target_epsilon: float) -> int | None:
     return tried[found - 1] if found else None
 
 
-def _refuse_delta(config: JobConfig, units: int) -> list[str]:
+def _check_delta(config: JobConfig, units: int) -> list[str]:
     """Refuse a delta that allows publishing whole units, and warn of one above a tenth of that.
 
     Where the number of units is private, the public estimate of it decides, and the number itself
@@ -133,27 +133,25 @@ def _refuse_delta(config: JobConfig, units: int) -> list[str]:
     delta, rate = config.privacy.delta, config.privacy.sample_rate
     assert delta is not None
     word = unit_word(config)
-    counted = f"1 / number of training {word}s ({1 / units:.2g})"
-    if rate is None:
-        most, source = 1 / units, counted
-    else:
-        most = rate / config.training.global_batch_size
-        source = (
-            f"privacy.sample_rate / training.global_batch_size ({most:.2g}), about 1 / number of "
-            f"{word}s"
-        )
-    if _reaches(delta, most):
-        raise ValueError(f"privacy.delta = {delta:g}: at least {source}, {_outright(word)}")
-    warnings = []
-    if not _reaches(most / 10, delta):
-        warnings.append(f"privacy.delta = {delta:g}: above a tenth of {source}, {_chance(delta)}")
+    bounds = [("", 1 / units, f"1 / number of training {word}s ({1 / units:.2g})")]
     if rate is not None:
-        if _reaches(delta, 1 / units):
-            problem = f"at least {counted}, {_outright(word)}"
-            warnings.append(f"not private: privacy.delta = {delta:g}: {problem}")
-        elif not warnings and not _reaches(1 / units / 10, delta):
-            problem = f"above a tenth of {counted}, {_chance(delta)}"
-            warnings.append(f"not private: privacy.delta = {delta:g}: {problem}")
+        most = rate / config.training.global_batch_size
+        source = "privacy.sample_rate / training.global_batch_size"
+        public = ("", most, f"{source} ({most:.2g}), about 1 / number of {word}s")
+        bounds = [public, ("not private: ", *bounds[0][1:])]
+    warnings: list[str] = []
+    for label, most, source in bounds:
+        given, less = f"{label}privacy.delta = {delta:g}", "use a tenth of that or less"
+        if _reaches(delta, most):
+            mistake = (
+                f"{given}: at least {source}, which allows publishing a {word} outright; {less}"
+            )
+            if not label:
+                raise ValueError(mistake)
+            warnings.append(mistake)
+        elif not warnings and not _reaches(most / 10, delta):
+            chance = f"so epsilon may fail with a probability of 1 in {1 / delta:,.0f}"
+            warnings.append(f"{given}: above a tenth of {source}, {chance}; {less}")
     return warnings
 
 
@@ -164,17 +162,6 @@ def _reaches(value: float, bound: float) -> bool:
     (True, False)
     """
     return value >= bound * (1 - 1e-9)
-
-
-def _outright(word: str) -> str:
-    return f"which allows publishing a {word} outright; use a tenth of that or less"
-
-
-def _chance(delta: float) -> str:
-    return (
-        f"so epsilon may fail with a probability of 1 in {1 / delta:,.0f}; use a tenth of that "
-        "or less"
-    )
 
 
 def refuse_overspending(config: JobConfig, ledger: Lineage) -> float:

@@ -57,7 +57,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 
 class Entry(NamedTuple):
-    """The place in a file of the `torch.save` archive of a chunk or a value."""
+    """The `torch.save` archive of a chunk or a value: its place in a file."""
 
     file: str
     offset: int
@@ -70,8 +70,8 @@ class _MetadataUnpickler(pickle._Unpickler):
     """An unpickler of the records in `_ALLOWED` alone, in memory in proportion to the file's size.
 
     In Python: the implementation in C reserves the size that a damaged byte names (24 GiB). A
-    pickle may name what it made before in two bytes, so what calls and records copy is counted:
-    items and characters, no more than the file has bytes.
+    pickle can refer in two bytes to an object that it has made, so the items and characters that
+    calls and records copy are counted: no more than the file has bytes.
     """
 
     def __init__(self, content: bytes) -> None:

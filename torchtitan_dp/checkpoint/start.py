@@ -67,7 +67,7 @@ class Start:
 
     weights: Weights = Weights.DRAWN
     place: str = ""  # their folder
-    key: str = ""  # of the configuration, with that folder
+    key: str = ""  # the key of the configuration that names that folder
     step: int = 0  # of this run's own checkpoint
 
     @property
@@ -81,7 +81,7 @@ class Start:
         return self.weights is not Weights.DRAWN
 
     @functools.cached_property
-    def resumed(self) -> Lineage | None:
+    def own_ledger(self) -> Lineage | None:
         """The ledger of this run's own weights; None if there are none, or if their checkpoint
         cannot be read, which the load detects."""
         if not self.resumes:
@@ -124,8 +124,8 @@ def decide_start(config: JobConfig) -> Start:
 
 
 def decision(config: JobConfig) -> Callable[[], Start]:
-    """Return a function that decides how a run starts, once, at its first call: with the model,
-    when rank 0 has the folder's lock, so that no other run changes the folder."""
+    """Return a function that decides how a run starts, once, at its first call: as the model is
+    built, when rank 0 has locked the folder, so that no other run changes it."""
     return functools.cache(functools.partial(decide_start, config))
 
 
@@ -188,7 +188,7 @@ def _damage_on_any_rank(checkpoint: str) -> str:
 
 
 def of_any_rank(found: str) -> str:
-    """Return what the first rank that found something did, on all ranks, or "". Collective."""
+    """Return, on all ranks, the first rank's text that is not empty, or "". Collective."""
     texts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(texts, found)
     return next(filter(None, texts), "")
@@ -262,26 +262,26 @@ def refuse_another_optimizer(config: JobConfig, start: Start) -> None:
         )
 
 
-def plan_start(config: JobConfig, units: int, start: Start, account: Lineage | None) -> Plan:
+def plan_start(config: JobConfig, units: int, start: Start, earlier: Lineage | None) -> Plan:
     """Plan the privacy budget of a run with this start, as `make_plan` does.
 
     Args:
-        account: ledger of the earlier runs in its folder (`checkpoint.plan.earlier_ledger`).
+        earlier: ledger of the earlier runs in its folder (`checkpoint.plan.earlier_ledger`).
     """
-    if account is not None:
+    if earlier is not None:
         _refuse_to_leave_checkpoints(config, start)
-        _refuse_another_run(start, account)
-    resumed = (start.resumed or account) if start.resumes else None
-    return make_plan(config, units, account, resumed, start.initial)
+        _refuse_another_run(start, earlier)
+    resumed = (start.own_ledger or earlier) if start.resumes else None
+    return make_plan(config, units, earlier, resumed, start.initial)
 
 
-def _refuse_another_run(start: Start, account: Lineage) -> None:
+def _refuse_another_run(start: Start, earlier: Lineage) -> None:
     """Raise ValueError for a checkpoint of another run than the folder's, on whose terms the
     folder's own lost steps and held-out losses would count."""
-    if start.resumed is not None and start.resumed.run != account.run:
+    if start.own_ledger is not None and start.own_ledger.run != earlier.run:
         raise ValueError(
-            f"{start.key}: '{start.place}' is of run {start.resumed.run}, and steps of run "
-            f"{account.run} were begun in this job.dump_folder; move the checkpoint away, or name "
+            f"{start.key}: '{start.place}' is of run {start.own_ledger.run}, and steps of run "
+            f"{earlier.run} were begun in this job.dump_folder; move the checkpoint away, or name "
             "it as checkpoint.initial_load_path in another job.dump_folder"
         )
 

@@ -118,28 +118,28 @@ AS_GOOD = 1.02
 
 
 def choose_noise(
-    config: JobConfig, units: int, spent: list[Segment], before: Lineage | None
+    config: JobConfig, units: int, spent: list[Segment], earlier: Lineage | None
 ) -> tuple[float, int]:
     """Return the configuration's noise, the resumed run's, or the least that meets the target; and
     its bands.
 
     Args:
         spent: all steps behind the initial weights, which count as well.
-        before: the account of this run's earlier steps, if there is one.
+        earlier: the ledger of this run's earlier steps, if there is one.
     """
     privacy = config.privacy
     if privacy.noise == "independent":
         bands = 1
     elif privacy.bands != "auto":
         bands = privacy.bands
-    elif before is not None:
-        bands = before.settings.bands
+    elif earlier is not None:
+        bands = earlier.settings.bands
     else:
-        bands = best_bands(config, units, spent)
+        bands = best_of(noise_by_bands(config, units, spent))
     if privacy.noise_multiplier is not None:
         return privacy.noise_multiplier, bands
-    if before is not None:
-        return before.settings.mechanism.noise_multiplier, bands
+    if earlier is not None:
+        return earlier.settings.mechanism.noise_multiplier, bands
     return _least_noise(config, units, bands, spent, config.training.steps), bands
 
 
@@ -177,13 +177,9 @@ def noise_by_bands(
     return found
 
 
-def best_bands(config: JobConfig, units: int, spent: list[Segment]) -> int:
-    """Return the bands of the least noise in the sum of all updates, or fewer that are as good."""
-    return best_of(noise_by_bands(config, units, spent))
-
-
 def best_of(found: dict[int, tuple[float, float, float]]) -> int:
-    """Return the best bands of `noise_by_bands`."""
+    """Return the bands of `noise_by_bands` with the least noise in the sum of all updates, or fewer
+    that are as good."""
     least = min(in_sum for _, _, in_sum in found.values())
     return min(bands for bands, (*_, in_sum) in found.items() if in_sum <= AS_GOOD * least)
 

@@ -81,12 +81,6 @@ class Data:
     large as the text, about. Unset: `torchtitan_dp/prepared` in `$XDG_CACHE_HOME` or ~/.cache. Not
     within `job.dump_folder`. `torchtitan-dp prepare` fills, lists and erases it."""
 
-    verify_records: Literal["contents"] = "contents"
-    """How ranks ensure that they have the same records under the same indices; else one person
-    could be drawn twice. Files and tokens are hashed where a machine first opens a store, and again
-    once they changed; other contents or tokens on another node, or other contents on resume, are
-    refused. Assumed: nobody writes to the files while they are tokenized."""
-
     length_buckets: bool = True
     """With privacy: pad each sample to the smallest of a few public lengths that fits (a power of
     two times 2 x `context_parallel_degree`, at least T / 128, at most T = `training.seq_len`)

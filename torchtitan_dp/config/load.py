@@ -163,12 +163,12 @@ def parse_known(
 
 
 def write_json(path: str, content: dict[str, Any]) -> None:
-    """Write a tool's JSON output; `-` is stdout."""
+    """Write a tool's JSON output; `-` is stdout. Shells leave the `~` of `--json=~/FILE` alone."""
     text = json.dumps(content, indent=2) + "\n"
     if path == "-":
         sys.stdout.write(text)
     else:
-        with open(path, "w", encoding="utf-8") as file:
+        with open(os.path.expanduser(path), "w", encoding="utf-8") as file:
             file.write(text)
 
 

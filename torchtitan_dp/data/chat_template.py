@@ -2,14 +2,12 @@
 
 The template, public like its tokenizer, is rendered in jinja2's sandbox with the names that Hugging
 Face's `apply_chat_template` gives it, but for the clock (`strftime_now`), chance (`random`,
-`lipsum`) and addresses of memory: text that changes with the day or the process would not be a
-function of the record.
+`lipsum`) and addresses of memory: text that differs by day or process is no function of a record.
 
 A template with `{% generation %}` blocks marks the assistant's text: what is within them. Any other
 is rendered turn by turn: what an answer adds to the messages before it and its opening
 (`add_generation_prompt`) is the assistant's, end mark included, so that prompts at inference look
-as they did in training. Each text must begin with the one before: templates and conversations that
-rewrite earlier turns are refused.
+as they did in training. Templates and conversations that rewrite earlier turns are refused.
 """
 
 import hashlib
@@ -24,18 +22,17 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from torchtitan_dp.data.tokenizer import SETTINGS, read_settings, read_text
+
 ASSISTANT = "assistant"
 # Unicode's noncharacters, which no text should have: one that has is refused.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _EITHER = re.compile(f"([{_OPEN}{_CLOSE}])")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+>")  # as Python writes a function, or a generator
 _GLOBALS = ("range", "dict", "cycler", "joiner", "namespace")  # jinja2's own, without chance
-MESSAGE_COST = 1000  # characters: about as many are copied while a template looks at a message
 MOST_COST = 2**26  # characters that are rendered for one conversation, over all renderings
 _REMEDY = "mark them with {% generation %}"
 _PROBE = (("user", "What?"), (ASSISTANT, "That."), ("user", "Why?"), (ASSISTANT, "Because."))
-
-
 Message = Mapping[str, str]  # "role" and "content"
 
 
@@ -73,8 +70,7 @@ class ChatTemplate:
         """Write a conversation whose last turn is the assistant's, in parts that are its or not.
 
         A template without marks is rendered for each turn anew, until `MOST_COST` is spent. None if
-        it refuses the conversation or turns cannot be separated; never raises for what messages
-        have.
+        it refuses the conversation or turns cannot be separated, whatever messages have.
         """
         if any(_EITHER.search(message["role"] + message["content"]) for message in messages):
             return None
@@ -151,9 +147,33 @@ class ChatTemplate:
         return None if ends.strip() else f"{where}: the model never learns to stop"
 
 
+def load_chat_template(assets_path: str) -> ChatTemplate | None:
+    """Load the chat template of the folder `model.hf_assets_path`; None if it has none.
+
+    It is `chat_template.jinja`, else `chat_template` in `tokenizer_config.json`: one, or several
+    with names, of which "default" is taken. Raises ValueError, one line, if it cannot be used.
+    """
+    name, own = SETTINGS, "chat_template.jinja"
+    settings = read_settings(assets_path, name)
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+        template = named.get("default")
+    if (text := read_text(assets_path, own)) is not None:
+        name, template = own, text
+    if not isinstance(template, str):
+        return None
+    marks = {k: v for k, v in settings.items() if k.endswith("_token") and isinstance(v, str)}
+    try:
+        return ChatTemplate(template, marks)
+    except ValueError as error:
+        where = f"model.hf_assets_path = {assets_path!r}: the chat template in its {name}"
+        raise ValueError(f"{where} {error}") from None
+
+
 def _cost(text: str, messages: Sequence[Message]) -> int:
     read = sum(len(message["content"]) for message in messages)
-    return max(len(text), read) + MESSAGE_COST * len(messages)
+    return max(len(text), read) + 1000 * len(messages)  # copied while a template looks at each
 
 
 def _texts(pieces: Sequence[Piece], is_target: bool) -> str:

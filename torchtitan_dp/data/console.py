@@ -7,6 +7,7 @@ no file that may be published contains any of them.
 import sys
 import time
 from collections.abc import Iterable
+from typing import NamedTuple
 
 FIRST_LINE_S = INTERVAL_S = 5.0
 MOST_NAMES, MOST_CHARACTERS = 20, 60  # that are listed, and of each name
@@ -36,6 +37,24 @@ def listed(names: Iterable[str]) -> str:
     several = list(dict.fromkeys(printable(name[:MOST_CHARACTERS]) for name in names))
     more = ", …" if len(several) > MOST_NAMES else ""
     return ", ".join(sorted(several[:MOST_NAMES])) + more
+
+
+class Lack(NamedTuple):
+    """Why records have nothing to learn. PRIVATE, for their owner: it names what they have."""
+
+    setting: str  # that does not fit them
+    what: str  # they are or have, in the plural
+    remedy: str = ""  # empty: that of the format (`Format.explain`)
+    they: str = ""  # a phrase for what the names are of
+    names: tuple[str, ...] = ()  # of fields, roles or types that they have instead
+    is_undecodable: bool = True  # or else readable, and without an answer
+    file: str = ""  # of one of these records
+    number: int = 0  # of them
+
+    def explain(self) -> str:
+        """Describe them, with the setting."""
+        named = f": {self.they} {listed(self.names)}" if self.names else ""
+        return f"{self.number:,} {self.what} ({self.setting}{named})"
 
 
 class Progress:

@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_dp.data.console import listed
+from torchtitan_dp.data.console import Lack, listed
 from torchtitan_dp.data.prepare import Source, prepared
-from torchtitan_dp.data.reading import Lack
 from torchtitan_dp.data.samples import Samples
 from torchtitan_dp.data.store import Store
 from torchtitan_dp.data.units import Units, split, word
@@ -37,8 +36,6 @@ _OF_LENGTH = (
 
 @dataclass(frozen=True)
 class Records:
-    """The data of a run: its store of tokens, units, and their split."""
-
     source: Source
     store: Store
     train: np.ndarray
@@ -106,8 +103,7 @@ class Records:
         return cls(source, store, *split(hashes, heldout_fraction), "", {}, ())
 
     def check_targets(self, samples: Samples) -> tuple[str, ...]:
-        """Describe units whose samples have no target, NOT PRIVATE; refuse a data set of such units
-        alone, by ValueError in one line."""
+        """Describe units whose samples have no target, NOT PRIVATE; ValueError if no unit has."""
         learned, name = samples.learned(self.train), word(self.source.unit_field)
         lacks = self._lacks(self.train[~learned])
         if not learned.any():
@@ -170,8 +166,7 @@ class Records:
         return sum(lack.number for lack in self._lacks(self.train) if lack.is_undecodable)
 
     def _lacks(self, units: np.ndarray) -> list[Lack]:
-        """List why records of these units have no ids, with their number, the most frequent first;
-        names are of all records."""
+        """Count why these units' records have no ids, the most frequent first; names are of all."""
         starts, members = self.store.units.starts, self.store.units.members
         is_chosen = np.zeros(len(starts) - 1, dtype=bool)
         is_chosen[units] = True

@@ -2,7 +2,6 @@
 
 import fnmatch
 import glob
-import hashlib
 import heapq
 import os
 import struct
@@ -23,7 +22,7 @@ class Files(NamedTuple):
     root: str
     names: list[str]  # below the root
     sizes: list[int]  # bytes
-    stamps: list[bytes]  # a hash of each file's size, times, and inode, since times can be set
+    stamps: list[bytes]  # each file's size, times, and inode, since times can be set
 
     @property
     def paths(self) -> list[str]:
@@ -36,13 +35,9 @@ def list_files(root: str, names: Iterable[str]) -> Files:
     found = [os.stat(os.path.join(root, name)) for name in kept]
     # By its real path: to point a link at the root elsewhere moves no open run to other files.
     sizes = [status.st_size for status in found]
-    return Files(os.path.realpath(root), kept, sizes, list(map(_stamp, found)))
-
-
-def _stamp(status: os.stat_result) -> bytes:
-    times = status.st_mtime_ns, status.st_ctime_ns
-    identity = status.st_ino, status.st_dev
-    return hashlib.sha256(struct.pack("=qqqQQ", status.st_size, *times, *identity)).digest()
+    every = ((s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, s.st_dev) for s in found)
+    stamps = [struct.pack("=qqqQQ", *stamp) for stamp in every]
+    return Files(os.path.realpath(root), kept, sizes, stamps)
 
 
 def locate(
@@ -113,10 +108,6 @@ def _matches(parts: list[str], patterns: Sequence[str]) -> bool:
 
 
 def _may_hold(parts: list[str], patterns: Sequence[str]) -> bool:
-    """Check whether a match can lie in a folder."""
-    for part, pattern in zip(parts, patterns, strict=False):
-        if pattern == "**":
-            return True
-        if not fnmatch.fnmatchcase(part, pattern):
-            return False
-    return len(parts) < len(patterns)
+    """Check whether a match can lie in a folder, which a beginning of the pattern matches."""
+    count = len(patterns) + (patterns[-1] == "**")
+    return any(_matches(parts, patterns[:n]) for n in range(1, count))

@@ -121,8 +121,7 @@ def _parsed(line: bytes) -> Fields | None:
 
 def csv_rows(path: str, fields: Sequence[str]) -> Iterator[Fields | None]:
     """Yield the rows behind the first, which names the columns, as texts; None for a row with
-    another number of values. What is not UTF-8 cannot be encoded (`text_of`). Raises ValueError if
-    quotes do not close."""
+    another number of values. What is not UTF-8 cannot be encoded. ValueError for an open quote."""
     csv.field_size_limit(sys.maxsize)
     size = 0  # of the row that is being read
 

@@ -17,16 +17,16 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
 from torchtitan_dp.data import store as stores
 from torchtitan_dp.data.chat_template import Piece
-from torchtitan_dp.data.console import MOST_CHARACTERS, MOST_NAMES, Progress, amount, say
-from torchtitan_dp.data.files import Files, list_files, locate
+from torchtitan_dp.data.console import MOST_CHARACTERS, MOST_NAMES, Lack, Progress, amount, say
+from torchtitan_dp.data.files import Fields, Files, list_files, locate
 from torchtitan_dp.data.formats import FOLDER, Format, format_named, unit_name
-from torchtitan_dp.data.reading import MOST_PART, THEIR_FIELDS, Assembler, Lack, Reading, split
+from torchtitan_dp.data.reading import MOST_PART, THEIR_FIELDS, Assembler, Reading, split
 from torchtitan_dp.data.store import Store
 from torchtitan_dp.data.tokenizer import Tokenizer
 from torchtitan_dp.data.units import folder_of, group, record_hash, singles, unit_hash
@@ -34,9 +34,6 @@ from torchtitan_dp.data.units import folder_of, group, record_hash, singles, uni
 # Of one call: the tokenizer takes some 100 bytes a token, and a part goes to one core.
 _BATCH_CHARACTERS, _BATCH_TEXTS = MOST_PART * min(max(os.cpu_count() or 1, 8), 32), 2**14
 _UNPACKED = {".gz": 4, ".zst": 4, ".parquet": 2}  # bytes of rows to a byte of a file, about
-NO_TEXT = (Piece("", False),)  # counts as a text, lest too many rows without one wait
-T = TypeVar("T")
-Encoded = list[np.ndarray | None]  # None: the tokenizer refused it
 
 
 @dataclass(frozen=True)
@@ -92,9 +89,8 @@ class Source:
 def prepared(source: Source, place: str | None = None) -> Store:
     """Open the store of a source in `data.store`, written unless there is one that fits.
 
-    Raises ValueError, one line: an unknown format, a field that the format has not, a path that is
-    missing or without records, files that cannot be read or change meanwhile, a place that cannot
-    be written or has too little room.
+    Raises ValueError, one line: an unknown format, a field that it has not, a path that is missing
+    or without records, files that fail or change meanwhile, a place that fails or has no room.
     """
     source.check()
     folder = stores.private_folder(place)
@@ -191,7 +187,7 @@ class _Row(NamedTuple):
     path: str
     unit: bytes  # hash
     has_unit: bool  # or else it is one by itself that contributes nothing
-    pieces: Sequence[Piece] = NO_TEXT
+    pieces: Sequence[Piece] = (Piece("", False),)  # a text, lest many rows without one wait
     lack: Lack | None = None  # why it has no text
 
 
@@ -202,8 +198,11 @@ def _tokenize(output: IO[bytes], files: Files, source: Source) -> tuple[bytes, d
     lacks: dict[Lack, Lack] = {}  # by what does not differ between their records
     contents: list[str] = []
     unnamed = 0
-    for row, encoded in _encoded(_rows(files, source, contents), source.tokenizer):
-        found = row.lack or put.record(row.pieces, encoded)
+    rows, ahead = itertools.tee(_rows(files, source, contents))
+    encoded = _ids(source.tokenizer, (piece.text for row in ahead for piece in row.pieces))
+    for row in rows:
+        ids_of = [next(encoded) for _ in row.pieces]
+        found = row.lack or put.record(row.pieces, ids_of)
         ids, first = (put.between[:0], 0) if isinstance(found, Lack) else found
         output.write(ids.astype(source.dtype).data)
         reasons.append(_count(lacks, found, row.path) if isinstance(found, Lack) else 0)
@@ -238,16 +237,9 @@ def _count(lacks: dict[Lack, Lack], lack: Lack, path: str) -> int:
     return min(list(lacks).index(kind) + 1, 255)
 
 
-def _encoded(rows: Iterator[_Row], tokenizer: Tokenizer) -> Iterator[tuple[_Row, Encoded]]:
-    rows, ahead = itertools.tee(rows)
-    ids = _ids(tokenizer, (piece.text for row in ahead for piece in row.pieces))
-    for row in rows:
-        yield row, [next(ids) for _ in row.pieces]
-
-
 def _ids(tokenizer: Tokenizer, texts: Iterator[str]) -> Iterator[np.ndarray | None]:
     """Tokenize texts in batches, of which one is read while another is tokenized."""
-    ahead: deque[Future[Encoded]] = deque()
+    ahead: deque[Future[list[np.ndarray | None]]] = deque()
     with ThreadPoolExecutor(1, thread_name_prefix="tokens") as pool:
         while batch := _batch(texts):
             ahead.append(pool.submit(tokenizer.encode_each, batch))
@@ -298,7 +290,7 @@ def _rows(files: Files, source: Source, hashes: list[str]) -> Iterator[_Row]:
     progress.end()
 
 
-def _named(path: str, rows: Iterator[T]) -> Iterator[T]:
+def _named(path: str, rows: Iterator[Fields | None]) -> Iterator[Fields | None]:
     """Name the file in the error of one that ends early, or cannot be read."""
     from pyarrow import ArrowException
 

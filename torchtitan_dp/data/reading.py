@@ -1,7 +1,6 @@
 """What of a record the model learns to write: all of its text, or answers alone.
 
-Answers stand beside a prompt (`data.prompt_field`) or are the assistant's turns of a chat; all else
-of these records is never predicted.
+Answers stand beside a prompt (`data.prompt_field`) or are the assistant's turns of a chat.
 
 Guarantee:
     The pieces of a record are a function of that record alone, and so is the reason why it has
@@ -16,42 +15,15 @@ by itself, as a model that is asked finds the prompt's tokens before it writes i
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-from torchtitan_dp.data.chat_template import ASSISTANT, ChatTemplate, Piece
-from torchtitan_dp.data.console import listed
+from torchtitan_dp.data.chat_template import ASSISTANT, ChatTemplate, Piece, load_chat_template
+from torchtitan_dp.data.console import Lack
 from torchtitan_dp.data.files import MOST_ITEMS, Fields
-from torchtitan_dp.data.tokenizer import (
-    SETTINGS,
-    TOKENIZER,
-    Tokenizer,
-    read_settings,
-    read_text,
-    text_of,
-)
+from torchtitan_dp.data.tokenizer import TOKENIZER, Tokenizer, text_of
 
 MOST_PART = 2**18  # characters that are tokenized in one piece
-MOST_MESSAGES = MOST_ITEMS  # that are looked at: the time to render a conversation is bounded
-
-
-class Lack(NamedTuple):
-    """Why records have nothing to learn. PRIVATE, for their owner: it names what they have."""
-
-    setting: str  # that does not fit them
-    what: str  # they are or have, in the plural
-    remedy: str = ""  # empty: that of the format (`Format.explain`)
-    they: str = ""  # a phrase for what the names are of
-    names: tuple[str, ...] = ()  # of fields, roles or types that they have instead
-    is_undecodable: bool = True  # or else readable, and without an answer
-    file: str = ""  # of one of these records
-    number: int = 0  # of them
-
-    def explain(self) -> str:
-        """Describe them, with the setting."""
-        named = f": {self.they} {listed(self.names)}" if self.names else ""
-        return f"{self.number:,} {self.what} ({self.setting}{named})"
 
 
 REFUSED = Lack(
@@ -157,37 +129,12 @@ def reading(
     return Reading(messages_field=messages_field, template=template)
 
 
-def load_chat_template(assets_path: str) -> ChatTemplate | None:
-    """Load the chat template of the folder `model.hf_assets_path`; None if it has none.
-
-    It is `chat_template.jinja`, else `chat_template` in `tokenizer_config.json`: one template, or
-    several with names, of which "default" is taken. Raises ValueError, one line, for one that
-    cannot be used.
-    """
-    name, own = SETTINGS, "chat_template.jinja"
-    settings = read_settings(assets_path, name)
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
-        template = named.get("default")
-    if (text := read_text(assets_path, own)) is not None:
-        name, template = own, text
-    if not isinstance(template, str):
-        return None
-    marks = {k: v for k, v in settings.items() if k.endswith("_token") and isinstance(v, str)}
-    try:
-        return ChatTemplate(template, marks)
-    except ValueError as error:
-        where = f"model.hf_assets_path = {assets_path!r}: the chat template in its {name}"
-        raise ValueError(f"{where} {error}") from None
-
-
 def _messages_of(value: object) -> list[dict[str, str]] | str:
     """Return the first messages, or what is there instead, by types and names of keys."""
     if not isinstance(value, list):
         return _kind_of(value)
     found = []
-    for one in value[:MOST_MESSAGES]:
+    for one in value[:MOST_ITEMS]:  # the time to render a conversation is bounded
         if not isinstance(one, dict):
             return f"a list with {_kind_of(one)}"
         if not one.keys() >= {"role", "content"}:
@@ -224,9 +171,8 @@ class Assembler:
     def record(
         self, pieces: Sequence[Piece], encoded: Sequence[np.ndarray | None]
     ) -> tuple[np.ndarray, int] | Lack:
-        """Put ids of pieces together, of which None is one that the tokenizer refused: behind those
-        of `between`, and the place of the first target that is not the first id, counted without
-        them; 0 if there is none."""
+        """Put ids of pieces, None where the tokenizer refused one, together behind `between`; find
+        the first target that is not the first id, counted without those; 0 if there is none."""
         found = []
         for piece, ids in zip(pieces, encoded, strict=True):
             if ids is None:

@@ -80,8 +80,7 @@ class Samples:
 
         Unit -1 is padding, without ids. `rng`, of this unit and this draw, like new, is needed if
         `is_random`. The unit's `windows` of one long text begin in different ones of as many equal
-        parts of it; a text no longer than one sample, and a unit with fewer records, has no ids for
-        the last ones.
+        parts of it; the last have no ids for a text that fits one sample, and for too few records.
         """
         if unit == -1:
             return NOTHING

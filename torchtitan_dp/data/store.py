@@ -31,7 +31,7 @@ from typing import IO, Any
 import filelock
 import numpy as np
 
-from torchtitan_dp.data.console import say
+from torchtitan_dp.data.console import FIRST_LINE_S, Lack, say
 from torchtitan_dp.data.files import Files
 from torchtitan_dp.data.units import Units
 
@@ -39,7 +39,6 @@ VERSION = 2  # of the form of the files and of how rows become ids: another is a
 TOKENS, ARRAYS, FACTS, SEEN = "tokens", "arrays", "facts.json", "seen"
 RECORD_BYTES = 41  # of `arrays`, for each
 _FACTS = {"terms", "path", "records", "units", "unnamed", "dtype", "between", "contents", "lacks"}
-_FIRST_LINE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,7 @@ class Store:
         return int(self.ends[record] - (self.ends[record - 1] if record > 0 else 0))
 
     def ids(self, record: int, start: int, count: int) -> np.ndarray:
-        """Read at most `count` ids of a record from `start` on, int64; raise OSError if the disk
-        failed."""
+        """Read up to `count` ids of a record from `start` on, int64; OSError if the disk failed."""
         length = self.length(record)
         begin, count = int(self.ends[record]) - length, max(min(count, length - start), 0)
         kind = np.dtype(self.facts["dtype"])
@@ -122,7 +120,8 @@ def load(folder: str) -> Store | None:
             data, facts = files[1].read(), json.load(files[2])
             if (facts.pop("digest"), facts["arrays"]) != (_digest(facts), _hash([data])):
                 return None
-            if not facts.keys() >= _FACTS:
+            is_known = [lack.keys() == {*Lack._fields} for lack in facts["lacks"]]
+            if not (facts.keys() >= _FACTS and all(is_known)):
                 return None  # of another version of the program
             found = [os.fstat(file.fileno()) for file in files]
             stamps = tuple((s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for s in found)
@@ -251,7 +250,7 @@ def alone(folder: str) -> Iterator[None]:
     """Keep other processes from writing a store; the kernel lets them if this one dies."""
     lock = filelock.FileLock(f"{folder}.lock", mode=0o600)
     try:
-        lock.acquire(timeout=_FIRST_LINE_S)
+        lock.acquire(timeout=FIRST_LINE_S)
     except filelock.Timeout:
         say("waiting for another process, which prepares the same training.dataset_path")
         lock.acquire()

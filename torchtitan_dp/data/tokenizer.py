@@ -193,8 +193,7 @@ def read_settings(assets_path: str, name: str) -> dict[str, Any]:
 
 
 def read_text(assets_path: str, name: str) -> str | None:
-    """Read a file in the folder of a tokenizer, None if there is none; raise ValueError, one line,
-    for one that cannot be read."""
+    """Read a file in the folder of a tokenizer; None if there is none, ValueError for another."""
     try:
         with open(os.path.join(assets_path, name), encoding="utf-8") as file:
             return file.read()

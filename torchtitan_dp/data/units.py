@@ -32,7 +32,7 @@ def word(unit_field: str | None) -> str:
 class Units:
     """Units by position, 0 <= unit < len(units). Their records lie in a row, unit by unit."""
 
-    members: np.ndarray  # int64 (records,): the record at each place in that row
+    members: np.ndarray  # int64 (records,): the record at each place there, rising in a unit
     starts: np.ndarray  # int64 (units + 1,): where each unit begins in it
     hashes: np.ndarray  # uint64 (units,): of each unit's name
 
@@ -44,11 +44,6 @@ class Units:
         if not 0 <= unit < len(self):
             raise IndexError(f"unit {unit} of {len(self)}")
         return range(int(self.starts[unit]), int(self.starts[unit + 1]))
-
-    def records(self, unit: int) -> np.ndarray:
-        """List a unit's records, int64, rising: files by name, then rows."""
-        places = self.places(unit)
-        return self.members[places.start : places.stop]
 
 
 def group(hashes_R2: np.ndarray) -> Units:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import _attention as public_names
-from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+from torch.distributed.tensor.experimental._context_parallel import _attention as torch_ring
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchtitan.distributed.context_parallel import apply_cp_to_attention_module
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
@@ -83,7 +83,7 @@ def configure_ring(
             "alltoall" passes them around, holding one other rank's at a time (long context).
             TorchTitan 0.2.2 reads this setting and does not apply it.
     """
-    ring._cp_options.enable_load_balance = load_balancer == "headtail"
+    torch_ring._cp_options.enable_load_balance = load_balancer == "headtail"
     public_names.set_rotate_method(rotate_method)
     _register_kernels(heads_apart_from)
 
@@ -140,7 +140,7 @@ def _register_kernels(heads_apart_from: int) -> None:
         backward = getattr(aten, f"{kernel._qualified_op_name.removeprefix('aten::')}_backward")
         for operator, handler in ((kernel, _ring_forward), (backward, _ring_backward)):
             handle: Any = functools.partial(handler, heads_apart_from)
-            ring.custom_ops[operator.default] = handle
+            torch_ring.custom_ops[operator.default] = handle
 
 
 def _ring_forward(
@@ -185,7 +185,7 @@ def _named(
 
 
 def _ring(mesh: DeviceMesh, heads_apart: bool) -> Ring:
-    return ring_of(mesh.get_group(), ring._cp_options.enable_load_balance, heads_apart)
+    return ring_of(mesh.get_group(), torch_ring._cp_options.enable_load_balance, heads_apart)
 
 
 def ring_of(group: dist.ProcessGroup | None, balanced: bool, heads_apart: bool) -> Ring:
@@ -194,7 +194,7 @@ def ring_of(group: dist.ProcessGroup | None, balanced: bool, heads_apart: bool) 
     if group is None or dist.get_world_size(group) == 1:
         return Ring(0, 1, balanced, heads_apart, None, None)
     place = dist.get_rank(group), dist.get_world_size(group), balanced
-    at_once = ring._cp_options.rotate_method == ring._RotateMethod.ALL_GATHER
+    at_once = torch_ring._cp_options.rotate_method == torch_ring._RotateMethod.ALL_GATHER
     of_keys = (GatheredAtOnce if at_once else PassedAround)(group)
     return Ring(*place, heads_apart, of_keys, PassedAround(group))
 

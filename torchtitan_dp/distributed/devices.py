@@ -54,14 +54,14 @@ def require_usable_devices() -> None:
 
 
 def kind(device: torch.device) -> tuple[object, ...]:
-    """Return what must be equal on all ranks for equal bits: type, name, compute capability."""
+    """Return type, name and compute capability, which must be equal on all ranks for equal bits."""
     if device.type != "cuda":
         return (device.type,)
     return (device.type, device_name(device), capability(device))
 
 
 def device_name(device: torch.device) -> str:
-    """Return what a device is called by its maker."""
+    """Return the name that a device has from its maker."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU ({platform.processor() or platform.machine()})"
@@ -82,10 +82,12 @@ def cudnn_versions() -> list[tuple[int, int, int]]:
 
 
 def libraries(device: torch.device) -> dict[str, str]:
-    """Return the versions of the libraries that a CUDA device is used by; none of another."""
-    if device.type != "cuda":
+    """Return a CUDA device's capability, and the versions of its driver and of the libraries that
+    use it; none of another."""
+    if (compute := capability(device)) is None:
         return {}
-    found = {"CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version())}
+    found = {"compute capability": ".".join(map(str, compute)), "driver": driver_version()}
+    found |= {"CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version())}
     if dist.is_nccl_available():
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found

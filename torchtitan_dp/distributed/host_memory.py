@@ -1,10 +1,10 @@
 """The host's memory: how much a process may still take of it (Linux), and page-locked buffers.
 
-What may be taken is the least of what the kernel has available (`MemAvailable`) and of what each
-cgroup around this process leaves, in both versions of cgroups: a scheduler's job and a container
-have their limits there, and the limits of all ancestors apply. Memory that only caches files counts
-as free, as in `MemAvailable`: it is dropped when memory is needed. For ancestors that a container
-does not see, version 1 reports the limit; version 2 does not.
+A process may take the least of the kernel's `MemAvailable` and of the rest that each cgroup around
+it leaves, in both versions of cgroups: a scheduler's job and a container have their limits there,
+and the limits of all ancestors apply. Memory that only caches files counts as free, as in
+`MemAvailable`: it is dropped when memory is needed. For ancestors that a container does not see,
+version 1 reports the limit; version 2 does not.
 
 Of page-locked memory, for copies that do not block, PyTorch's allocator takes the next power of two
 of bytes: nothing is wasted on 4,096 values a token, a third on 3,072 and six tenths on 5,120. Where
@@ -29,10 +29,10 @@ EXACT_FROM = 1 << 20
 
 def available_bytes(proc: Path = Path("/proc")) -> int | None:
     """Return how many bytes this process may still take; None if it is unknown."""
-    return min([*_kernels(proc), *_cgroups(proc)], default=None)
+    return min([*_of_kernel(proc), *_of_cgroups(proc)], default=None)
 
 
-def _kernels(proc: Path) -> Iterator[int]:
+def _of_kernel(proc: Path) -> Iterator[int]:
     """Yield the kernel's `MemAvailable`, in bytes."""
     for line in _lines(proc / "meminfo"):
         name, _, value = line.partition(":")
@@ -40,7 +40,7 @@ def _kernels(proc: Path) -> Iterator[int]:
             yield int(value.split()[0]) * 1024
 
 
-def _cgroups(proc: Path) -> Iterator[int]:
+def _of_cgroups(proc: Path) -> Iterator[int]:
     """Yield what each cgroup around this process leaves, in bytes."""
     own = {}
     for line in _lines(proc / "self" / "cgroup"):
@@ -61,8 +61,8 @@ def _cgroups(proc: Path) -> Iterator[int]:
 
 
 def _ancestors(mount: Path, below: str) -> Iterator[Path]:
-    """Yield the folder `below` a mount and all above it, to the mount; only that for one
-    elsewhere."""
+    """Yield the folder `below` a mount and its parents up to the mount; for a folder that lies
+    elsewhere the mount alone."""
     parts = Path(below).parts
     if ".." in parts:
         parts = ()

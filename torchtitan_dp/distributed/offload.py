@@ -70,7 +70,7 @@ class InputsOnHost:
 
     def copy(self, to: Tensor, source: Tensor, on_device: Tensor) -> None:
         """Begin to copy, on the copy stream, after all work queued on the current stream;
-        `on_device` is that of the two tensors which `settle` drops."""
+        `on_device` is the one of the two tensors that `settle` drops."""
         streams = torch.get_device_module(on_device.device)
         if self._side is None:
             self._side = streams.Stream()

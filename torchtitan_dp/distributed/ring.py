@@ -30,8 +30,8 @@ from torchtitan_dp.collectives import Pending, gather, pass_on
 
 
 class PassedAround:
-    """Passes a flat buffer on to the next rank of the ring, and receives that of the one before:
-    holds one other rank's buffer at a time."""
+    """Passes a flat buffer on to the next rank of the ring, and receives the previous rank's: one
+    other rank's buffer is here at a time."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -114,8 +114,8 @@ class Ring:
     """Passes on the gradients of keys and values; None in a ring of one rank."""
 
     def block(self, step: int, tokens: int, is_causal: bool) -> Block | None:
-        """Return what to compute with the keys of the rank `step` before this one; None for
-        nothing.
+        """Return the scores to compute with the keys of the rank `step` places before this one;
+        None where all are masked.
 
         Args:
             tokens: T of this rank, even where `balanced`.
@@ -126,7 +126,7 @@ class Ring:
         before = step <= self.rank  # the keys' rank is earlier in the order of ranks
         if not self.balanced:
             return Block(whole, whole, False) if before else None
-        # Every query sees the head of a rank before; the tail's queries see all of one after.
+        # Every query sees the head of an earlier rank; of a later one the tail's queries see all.
         if before:
             return Block(whole, slice(0, half), False)
         return Block(slice(half, tokens), whole, False)
@@ -233,7 +233,7 @@ class Ring:
             # The sum of the ranks before has travelled while this block was computed.
             if self.of_gradients is not None and step > 0:
                 gradients = self.of_gradients.receive().view(gradients.shape)
-            _add(formed, gradients)
+            _add_to(gradients, formed)
             if self.of_gradients is not None:
                 self.of_gradients.send(gradients.view(-1))
         if self.of_gradients is not None:  # back at the keys' own rank
@@ -255,16 +255,15 @@ class Ring:
             yield of_key.view(key.shape), of_value.view(value.shape)
 
 
-def _merge(out: Tensor, logsumexp: Tensor, part: Tensor, its: Tensor) -> None:
+def _merge(out: Tensor, logsumexp: Tensor, part: Tensor, part_logsumexp: Tensor) -> None:
     """Merge a block's output and logsumexp into those so far, in place, in fp32; stable, as
     PyTorch's `_SDPAMerger`: sigmoid and logsigmoid are of differences."""
-    its = its.float()
-    difference = out - part
-    out.sub_(difference.mul_(torch.sigmoid(its - logsumexp).unsqueeze(-1)))
-    logsumexp.sub_(F.logsigmoid(logsumexp - its))
+    more, difference = part_logsumexp.float() - logsumexp, out - part
+    out.sub_(difference.mul_(torch.sigmoid(more).unsqueeze(-1)))
+    logsumexp.sub_(F.logsigmoid(-more))
 
 
-def _add(formed: list[tuple[Any, list[Tensor]]], gradients: Tensor) -> None:
+def _add_to(gradients: Tensor, formed: list[tuple[Any, list[Tensor]]]) -> None:
     """Add a block's gradients of keys and values, by heads, to both sums in place."""
     for keys, parts in formed:
         for gradient, part in zip(gradients, parts, strict=True):

@@ -136,12 +136,12 @@ class ClippedSum:
         if self.policy.is_flat:
             squares_GB = torch.stack([squared_norm(s.flatten(1)) for s in shards]).sum(0)[None]
         else:
-            squares_GB = self.over_groups(
+            squares_GB = self.by_group(
                 {name: squared_norm(self.part(shards, name)).sum(1) for name in self.parameters}
             )
         return self._over_cp(squares_GB)
 
-    def over_groups(self, squares: dict[str, Tensor]) -> Tensor:
+    def by_group(self, squares: dict[str, Tensor]) -> Tensor:
         """Sum squared norms within each clip group: {name: (B,)} -> (G, B)."""
         members = self.policy.members
         of_groups = (torch.stack([squares[name] for name in names]) for names in members)
@@ -229,16 +229,16 @@ class GradientMethod:
     """The way from per-sample losses to a `ClippedSum`."""
 
     makes_gradients: ClassVar[tuple[str, ...]]
-    """The methods that allocate per-sample gradients, whose memory the plan counts apart."""
+    """The names of this class's functions that allocate per-sample gradients, for the plan."""
 
     batch_size: ClassVar[int | None] = None
-    """The number of samples of one call; None if any."""
+    """The number of samples that one `accumulate_clipped` takes; None for any number."""
 
     clipped_sum: ClippedSum
 
-    def held(self) -> list[torch.UntypedStorage]:
-        """List the memory of the per-sample gradients that it holds between calls that allocate
-        them."""
+    def storages(self) -> list[torch.UntypedStorage]:
+        """List the memory of the per-sample gradients that are alive between calls of
+        `makes_gradients`."""
         return []
 
     def start_step(self, key: bytes) -> None:
@@ -246,8 +246,8 @@ class GradientMethod:
         same on all ranks, of this step alone. Here nothing is random."""
 
     def hold(self, loss_B: Tensor) -> None:
-        """Backpropagate an earlier window of the next call's units, whose gradients are added to
-        that call's before clipping, where the method `averages_windows`."""
+        """Backpropagate an earlier window of the units that the next `accumulate_clipped` clips,
+        which adds up a unit's gradients first, where the method `averages_windows`."""
         raise AssertionError("refused with the configuration: data.windows_per_draw")
 
     def accumulate_clipped(

@@ -1,4 +1,4 @@
-"""FSDP2 as samples need it: gradients reduced over cp only, rows, and gathered weights.
+"""FSDP2 for per-sample gradients: reductions over cp only, layouts of rows, gathered weights.
 
 The ranks of a context-parallel group hold parts of the same sample, so their gradients are summed
 in backward, overlapped by FSDP2 as always. Ranks that differ in `dp_shard` or `dp_replicate` hold
@@ -48,13 +48,6 @@ class ReductionGroups:
     def cp_size(self) -> int:
         return dist.get_world_size(self.cp) if self.cp else 1
 
-    @property
-    def dp_rank(self) -> int:
-        """This rank's index among ranks with different samples, in the order of the mesh."""
-        groups = self.dp_replicate, self.dp_shard
-        replicate, shard = (dist.get_rank(group) if group else 0 for group in groups)
-        return replicate * self.dp_shard_size + shard
-
     @classmethod
     def build(cls, device_type: str, degrees: tuple[int, int, int]) -> "ReductionGroups":
         """Make the groups for degrees of (dp_replicate, dp_shard, cp), with TorchTitan's row-major
@@ -86,14 +79,14 @@ def sum_together_over_cp(
 
 
 class ReduceScatterOverCP:
-    """A replacement of one FSDP2 group's reduce-scatter over `dp_shard x cp`, over cp only.
+    """One FSDP2 group's reduce-scatter, over cp only in place of `dp_shard x cp`.
 
     FSDP2 lays its input out as (fsdp rank, chunk), and fsdp rank = dp_shard rank * cp + cp rank.
     Seen as (dp_shard, cp, chunk) and summed over cp, this rank keeps `(dp_shard, chunk)`: the
     part of ONE sample's gradient that belongs to its cp rank, for every dp_shard rank.
 
-    The contract is FSDP2's public `set_custom_reduce_scatter`. A one-rank FSDP group never calls
-    it: it copies between two buffers from `allocate`, so there it gets the same one twice.
+    The contract is FSDP2's public `set_custom_reduce_scatter`. FSDP2 never calls it for a group of
+    one rank, but copies between two buffers from `allocate`, which returns the same one twice.
 
     Streams: FSDP2 reduces on a stream R of its own; a sample's gradient is read on backward's
     stream C. Every buffer is allocated on C, even if requested on R. R waits for C between
@@ -160,8 +153,7 @@ class ReduceScatterOverCP:
     def take(self) -> tuple[Tensor, Tensor]:
         """Return the last backward's result, to be read on that backward's stream: FSDP2's output
         buffer, whose views are `.grad`, and this sample's fp32 gradient shard (dp_shard, chunk),
-        which shares the buffer's memory where dp_shard is 1.
-        """
+        which shares the buffer's memory where dp_shard is 1."""
         assert self._output is not None, "no gradient was reduced: is a whole group unused?"
         output, shard_DN = self._output, self._shard_DN
         assert (shard_DN is not None) == self._is_called, "FSDP2 reduced by other means"

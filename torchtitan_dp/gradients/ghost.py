@@ -177,7 +177,7 @@ class GhostGradients(LayerGradients):
         """Find the remaining norms, sum squares over cp, and clip."""
         self._kept |= sum_together_over_cp(self._vectors, self._cp)
         self._vectors.clear()
-        for name in self._kept.keys() & self._writes.keys():  # layers of which one is not ghost
+        for name in self._kept.keys() & self._writes.keys():  # tied, and one layer's was formed
             add_to(self._kept, name, self._form(name, self._writes.pop(name)))
         for name, shard_BDN in self._kept.items():
             self._squares[name] = squared_norm(shard_BDN.flatten(1))
@@ -192,7 +192,7 @@ class GhostGradients(LayerGradients):
             dist.all_reduce(squares_LB, group=self._cp)
         squares_LB.clamp_(min=0)  # rounding can leave ghost norms below; NaN stays
         self._squares = dict(zip(self._layouts, squares_LB, strict=True))
-        return self.clipped_sum.policy.clip(self.clipped_sum.over_groups(self._squares), valid_B)
+        return self.clipped_sum.policy.clip(self.clipped_sum.by_group(self._squares), valid_B)
 
     def _of_group(self, name: str, clip: Clip) -> tuple[Tensor, Tensor]:
         """Return factors and rejections of a parameter's clip group."""
@@ -224,7 +224,7 @@ class GhostGradients(LayerGradients):
             cap_B = torch.where(formed_B > found_B, (found_B / formed_B).sqrt(), 1.0)
             factor_B, rejected_B = self._of_group(name, self._clip)
             factor_B = (factor_B[samples] * cap_B).float()
-            # As in `clip`: fp32 rounds what is no normal number by more than there is room for.
+            # As in `clip`: a subnormal factor is rounded by more than `_SAFETY` leaves room for.
             subnormal_B = factor_B < torch.finfo(torch.float32).tiny
             rejected_B = rejected_B[samples] | ~torch.isfinite(formed_B) | subnormal_B
             self.clipped_sum.accumulate_part(name, shard_BDN, factor_B, rejected_B)

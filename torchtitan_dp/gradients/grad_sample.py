@@ -48,9 +48,9 @@ class GradSampleGradients(LayerGradients):
         self._shard = shard_grad_samples
         self._shards: dict[str, _Layers] = {}  # (B, dp_shard, rows, …), summed over cp
         self._wholes: dict[str, Tensor] = {}  # (cp, B, dp_shard, rows, …), not yet summed
-        self._in_flight: deque[Pending] = deque()  # each as often as it began a sum
+        self._in_flight: deque[Pending] = deque()  # one entry for each sum over cp that was begun
         early = shard_grad_samples and not clipped_sum.policy.is_flat
-        self._early = _WholeGroups(model, clipped_sum) if early else None
+        self._early = _CompleteGroups(model, clipped_sum) if early else None
         self._valid_B = torch.empty(0)  # of this microbatch
         self._clips: list[Clip] = []  # of groups that were added within backward
 
@@ -68,7 +68,7 @@ class GradSampleGradients(LayerGradients):
         self._valid_B = valid_B
         loss_B.sum().backward()
         self._require_no_sum()
-        self._gather()
+        self._sum_over_cp()
         if self._early is None:
             shards = [self._shards.pop(name).take().flatten(2) for name in self._layouts]
             return self.clipped_sum.add(shards, valid_B)
@@ -80,9 +80,6 @@ class GradSampleGradients(LayerGradients):
     def form_grad_samples(self, name: str, batch_size: int, write: Write) -> None:
         """Write a layer's per-sample gradients within backward, and start their sum over cp."""
         self.add(name, self.form(name, batch_size, write))
-
-    def keeps_outputs(self, name: str, tokens: int) -> bool:
-        return False
 
     def form(self, name: str, batch_size: int, write: Write) -> Formed:
         """Write a layer's per-sample gradients and start their sum over cp, without adding them.
@@ -104,7 +101,7 @@ class GradSampleGradients(LayerGradients):
         shape = (batch_size, layout.dp_shard, layout.rows, *layout.shape[1:])
         shard = Pending(torch.empty(shape, dtype=torch.float32, device=self._device))
         for samples in parts:
-            while len(self._in_flight) > 1:  # one goes on beside what is written now
+            while len(self._in_flight) > 1:  # one runs on while the next part is written
                 self._in_flight.popleft().wait_for_first()
             whole = layout.allocate(samples.stop - samples.start, self._device)
             write(layout, whole, samples)
@@ -134,14 +131,14 @@ class GradSampleGradients(LayerGradients):
         parts = {name: self._shards.pop(name).take().flatten(2) for name in names}
         self._clips.append(self.clipped_sum.add_group(group, parts, self._valid_B))
 
-    def held(self) -> list[torch.UntypedStorage]:
+    def storages(self) -> list[torch.UntypedStorage]:
         """List the memory of the per-sample gradients that this backward has formed so far."""
         shards = [storage for layers in self._shards.values() for storage in layers.storages()]
         return shards + [whole.untyped_storage() for whole in self._wholes.values()]
 
-    def _gather(self) -> None:
-        """Sum over cp what is still whole, so that `_shards` has all that is not added yet."""
-        self._in_flight.clear()  # what runs is in `_shards`
+    def _sum_over_cp(self) -> None:
+        """Sum the gradients in `_wholes` over cp: `_shards` then has all that are not added yet."""
+        self._in_flight.clear()  # `_shards` waits for those that run
         summed = sum_together_over_cp if self._shard else _sum_each_over_cp
         for name, shard in summed(self._wholes, self._cp).items():
             self._shards.setdefault(name, _Layers()).add(Pending(shard), None)
@@ -153,8 +150,7 @@ class GradSampleGradients(LayerGradients):
 
 class _Layers:
     """The per-sample gradients of one parameter: the sum of its layers' (a tied weight has
-    several), and the newest layer's, whose sum over cp may be running.
-    """
+    several), and the newest layer's, whose sum over cp may be running."""
 
     def __init__(self) -> None:
         self._sum: Tensor | None = None
@@ -195,9 +191,9 @@ def _sum_each_over_cp(wholes: dict[str, Tensor], cp: dist.ProcessGroup | None) -
     return {name: whole[dist.get_rank(cp)] for name, whole in wholes.items()}
 
 
-class _WholeGroups:
-    """The clip groups whose gradients are complete, while backward continues; one with a vector is
-    so at the end, since vectors wait for each other."""
+class _CompleteGroups:
+    """The clip groups that are complete while backward continues: all of their layers have formed
+    gradients. One with a vector is complete at the end, since vectors wait for each other."""
 
     def __init__(self, model: nn.Module, clipped_sum: ClippedSum) -> None:
         self._members = clipped_sum.policy.members
@@ -208,7 +204,7 @@ class _WholeGroups:
 
     def _start(self) -> None:
         self._formed: Counter[int] = Counter()  # layers, by group
-        self._whole: list[int] = []
+        self._complete: list[int] = []
         self._taken: list[int] = []
 
     @property
@@ -218,13 +214,12 @@ class _WholeGroups:
 
     def take(self, name: str) -> list[int]:
         """Count one more layer's gradients of `name`, and return the groups that were complete
-        before: this layer's sum over cp has only just begun.
-        """
-        before, self._whole = self._whole, []
+        before: this layer's sum over cp has only just begun."""
+        before, self._complete = self._complete, []
         group = self._group[name]
         self._formed[group] += 1
         if self._formed[group] == self._layers[group]:
-            self._whole = [group]
+            self._complete = [group]
         self._taken += before
         return before
 

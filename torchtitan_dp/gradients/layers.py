@@ -14,7 +14,7 @@ Guarantee:
 import copy
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn as nn
@@ -34,27 +34,9 @@ class Formed(NamedTuple):
     whole: Tensor | None = None  # (cp, B, dp_shard, rows, …), not yet summed
 
 
-class Sink(Protocol):
-    """A receiver of per-sample gradients, from within backward."""
-
-    def form_grad_samples(self, name: str, batch_size: int, write: Write) -> None:
-        """Add what `write` will write to the gradients of the parameter `name`."""
-
-    def keeps_outputs(self, name: str, tokens: int) -> bool:
-        """Return whether the loss head should pass its logits' gradients, of `tokens` tokens a
-        sample, to `form_grad_samples`; otherwise it forms its weight's gradients in chunks.
-        """
-
-    def form(self, name: str, batch_size: int, write: Write) -> "Formed":
-        """Write gradients of the parameter `name`, before or within backward."""
-
-    def add(self, name: str, formed: "Formed", factor_B: Tensor | None = None) -> None:
-        """Add formed gradients, within backward, each sample multiplied by its factor."""
-
-
-class LayerGradients(GradientMethod, Sink):
-    """A sink of all layers, in a bundle for each parameter: what the methods of several samples
-    share."""
+class LayerGradients(GradientMethod):
+    """The receiver of all layers' per-sample gradients, from within backward, in a bundle for each
+    parameter: what the methods of several samples share."""
 
     def __init__(self, model: nn.Module, clipped_sum: ClippedSum, transient_bytes: int) -> None:
         """
@@ -70,6 +52,23 @@ class LayerGradients(GradientMethod, Sink):
         self._device = next(iter(clipped_sum.parameters.values())).device
         self._layouts = clipped_sum.lay_out_parameters()
 
+    def form_grad_samples(self, name: str, batch_size: int, write: Write) -> None:
+        """Add what `write` will write to the gradients of the parameter `name`."""
+        raise NotImplementedError
+
+    def keeps_outputs(self, name: str, tokens: int) -> bool:
+        """Return whether the loss head should pass its logits' gradients, of `tokens` tokens a
+        sample, to `form_grad_samples`; otherwise it forms its weight's gradients in chunks."""
+        return False
+
+    def form(self, name: str, batch_size: int, write: Write) -> Formed:
+        """Write gradients of the parameter `name`, before or within backward."""
+        raise NotImplementedError
+
+    def add(self, name: str, formed: Formed, factor_B: Tensor | None = None) -> None:
+        """Add formed gradients, within backward, each sample multiplied by its factor."""
+        raise NotImplementedError
+
     def _slices_of(self, name: str, samples: int) -> list[slice]:
         """Cut a microbatch into slices of samples whose gradients are formed at once."""
         fits = 4 * self._layouts[name].shape.numel() * samples <= self._transient_bytes
@@ -83,10 +82,10 @@ class LayerGradients(GradientMethod, Sink):
 
 
 class PerSampleLayer(nn.Module):
-    """The class that `per_sample_layers` adds to a layer's own."""
+    """The class that `per_sample_layers` mixes into a layer's own."""
 
-    sink: Sink
-    rule_type: type[nn.Module]  # whose per-sample rule holds
+    sink: LayerGradients
+    rule_type: type[nn.Module]  # the layer's own class, by which its per-sample rule is found
     parameter_names: dict[str, str]  # attribute -> canonical name; a tied weight has one
 
     def forward(self, *inputs: Tensor) -> Tensor:
@@ -97,7 +96,6 @@ class PerSampleLayer(nn.Module):
         return cast(Tensor, function(self, *inputs, *parameters))
 
     def plain_forward(self, *inputs: Tensor) -> Tensor:
-        """Run the layer's own forward."""
         return cast(Tensor, self.rule_type.forward(self, *inputs))
 
 
@@ -129,9 +127,9 @@ def per_sample_layers(model: nn.Module) -> None:
                 "them to train it with privacy"
             )
         layer.__class__ = type(f"PerSample{kind.__name__}", (PerSampleLayer, kind), {})
-        turned = cast(PerSampleLayer, layer)
-        turned.rule_type = kind
-        turned.parameter_names = {attribute: names[id(p)] for attribute, p in own.items()}
+        converted = cast(PerSampleLayer, layer)
+        converted.rule_type = kind
+        converted.parameter_names = {attribute: names[id(p)] for attribute, p in own.items()}
 
 
 def register_per_sample(kind: type[nn.Module], function: Callable[..., Any]) -> None:
@@ -144,7 +142,7 @@ def register_per_sample(kind: type[nn.Module], function: Callable[..., Any]) -> 
     _FUNCTIONS[kind] = function
 
 
-def connect(model: nn.Module, sink: Sink) -> set[str]:
+def connect(model: nn.Module, sink: LayerGradients) -> set[str]:
     """Send the layers' gradients to `sink`, and return the names of their parameters."""
     for layer in model.modules():
         if isinstance(layer, PerSampleLayer):
@@ -242,7 +240,8 @@ class _RMSNorm(_OwnForward):
 def _rms_norm_grad(
     layer: Any, x: Tensor, grad_y: Tensor, weight_needed: bool
 ) -> tuple[Tensor, ...]:
-    """Run the layer again on one sample, and return the gradients of its input and weight."""
+    """Run the layer again on one sample, and return the gradients of its input and, if needed, of
+    its weight; else the weight takes that place."""
     with torch.enable_grad():
         x_again = x.detach().requires_grad_()
         weight = layer.weight.detach().requires_grad_(weight_needed)

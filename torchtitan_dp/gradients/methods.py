@@ -162,8 +162,8 @@ class PrivateStep:
             inner: the optimizer that `DPOptimizer` wraps, over exactly `parameters`.
             noise_multiplier: sigma; `MomentumSGD` steps in multiples of its noise.
             expected_batch_size: the divisor of the sum, fixed and public.
-            noise_of_step: the noise of a key of weight 1 over C, if not sigma, as
-                `Mechanism.noise_of_step` has it.
+            noise_of_step: `Mechanism.noise_of_step`, for noise that is correlated over steps; by
+                default sigma.
         """
         noise_std = (noise_multiplier or 1.0) * self.max_grad_norm / expected_batch_size
         for optimizer in inner_optimizers(inner):
@@ -198,7 +198,7 @@ def build_step(
         fsdp_modules: one module of each FSDP2 group that holds a trainable parameter.
         groups: the mesh's process groups.
         max_grad_norm: C; the ledger's, if there is one.
-        clipped_sum_type: the plan passes one that takes its memory at once.
+        clipped_sum_type: the plan passes one that allocates its memory up front.
     """
     policy = clip_policy(parameters, privacy, max_grad_norm=max_grad_norm)
     clipped_sum = clipped_sum_type(parameters, groups, policy)

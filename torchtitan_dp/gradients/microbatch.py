@@ -37,7 +37,7 @@ class MicrobatchGradients(GradientMethod):
         self._reductions = [ReduceScatterOverCP(clipped_sum.groups) for _ in fsdp_modules]
         for module, reduction in zip(fsdp_modules, self._reductions, strict=True):
             module.set_custom_reduce_scatter(reduction)  # type: ignore[arg-type]
-        self._held: list[Tensor] = []  # of the unit's earlier windows, as `shards`
+        self._held: list[Tensor] = []  # sums over a unit's earlier windows, laid out as `shards`
 
     def hold(self, loss_B: Tensor) -> None:
         """Backpropagate the loss, shape (1,), of one of a unit's windows, and keep its unclipped
@@ -60,7 +60,7 @@ class MicrobatchGradients(GradientMethod):
     def _with_held(self, shards: list[Tensor]) -> list[Tensor]:
         """Add the held gradients, and release them."""
         held, self._held = self._held, []
-        for earlier, shard_1DN in zip(held, shards, strict=bool(held)):
+        for earlier, shard_1DN in zip(held, shards, strict=bool(held)):  # none with one window
             shard_1DN.add_(earlier)
         return shards
 

@@ -1,13 +1,13 @@
 """The operands of a layer's per-sample gradients, and how these are written in FSDP2's layout.
 
 A layer's backward has two factors, which at short contexts are far smaller than the gradients: its
-input and its output's gradient. A `layers.Sink` has the gradients written at once, or later, or
+input and its output's gradient. A gradient method has the gradients written at once, or later, or
 finds their norms without them (`ghost_norm`).
 
 A weight's gradient sums over thousands of tokens. Rounding it to 16 bits and copying it would take
 3 times the memory traffic and sum rounded terms, so products of 16-bit factors have fp32 results,
-without temporaries. They are operators, so that a count of operations is that of CUDA: one GEMM,
-which reads its factors and writes (or adds to) its fp32 result.
+without temporaries. They are custom operators, so that FLOP counters see on any device what CUDA
+runs: one GEMM, which reads its factors and writes (or adds to) its fp32 result.
 
 Guarantee:
     The gradient written for sample b depends on row b of the tensors alone.
@@ -37,8 +37,7 @@ def tiles(tokens: int, size: int) -> Iterator[slice]:
 
 def add_to(gradients: dict[str, Tensor], name: str, more: Tensor) -> None:
     """Add, in place, the gradients of another layer that shares the parameter: those of a tied
-    weight's layers sum to one sample's gradient.
-    """
+    weight's layers sum to one sample's gradient."""
     if name in gradients:
         gradients[name].add_(more)
     else:
@@ -79,7 +78,6 @@ class Rows:
     factor_B: Tensor | None = None  # fp32; None for 1
 
     def __call__(self, layout: RowLayout, whole: Tensor, samples: slice) -> None:
-        """Write them."""
         position_BT = layout.positions(self.left[samples])
         rows_ND = whole.zero_().view(-1, whole.shape[-1])
         source_ND = self.right[samples].reshape(-1, whole.shape[-1])
@@ -99,7 +97,6 @@ class Existing:
     gradients: Tensor
 
     def __call__(self, layout: RowLayout, whole: Tensor, samples: slice) -> None:
-        """Write them."""
         for rows, out in layout.chunks(whole):
             out.copy_(self.gradients[samples, rows])
 

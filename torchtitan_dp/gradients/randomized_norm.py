@@ -81,18 +81,18 @@ class RandomizedNorms(ExactNorms):
         self._cp_size = 1 if cp is None else dist.get_world_size(cp)
         self._key: bytes | None = None
         self._positions: Sequence[int] | None = None  # of the microbatch's units
-        self._met: set[int] = set()  # all units' of this rank, in this step
+        self._seen: set[int] = set()  # positions of this rank's units in this step
 
     def start_step(self, key: bytes) -> None:
         assert len(key) == 32
         self._key = key
-        self._met.clear()
+        self._seen.clear()
 
     def start_microbatch(self, positions: Sequence[int] | None) -> None:
         units = [position for position in positions or () if position >= 0]
-        count = len(self._met) + len(units)
-        self._met.update(units)
-        assert len(self._met) == count, "a unit came twice in a step: it would share projections"
+        count = len(self._seen) + len(units)
+        self._seen.update(units)
+        assert len(self._seen) == count, "a unit came twice in a step: it would share projections"
         self._positions = positions
         self._estimated.clear()
 
@@ -136,7 +136,7 @@ class RandomizedNorms(ExactNorms):
         assert self._positions is not None, "whose samples these are is not known"
         samples, k, stream = factors[0].left, self.k, f"{name}/{purpose}"
         # Rows begin whole blocks apart, so that a compiled kernel finds each of them aligned.
-        shape = len(samples), places(rows * k)
+        shape = len(samples), in_whole_blocks(rows * k)
         drawn_BN = torch.zeros(shape, dtype=torch.float32, device=samples.device)[:, : rows * k]
         for one_N, position in zip(drawn_BN, self._positions, strict=True):
             if self._secure:
@@ -161,11 +161,11 @@ def first_number(position: int, count: int) -> int:
     Each begins a block of the generator, so that none is drawn in vain; padding, at -1, has the
     first place. Starts are below 2^63 for fewer than 2^32 units of 2^31 numbers.
     """
-    return (position + 1) * places(count)
+    return (position + 1) * in_whole_blocks(count)
 
 
-def places(count: int) -> int:
-    """Round up to whole blocks of the generator."""
+def in_whole_blocks(count: int) -> int:
+    """Round a count of numbers up to whole blocks of the generator."""
     return -(-count // BLOCK) * BLOCK
 
 

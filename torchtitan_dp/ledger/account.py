@@ -22,12 +22,12 @@ from torchtitan_dp.ledger import schema
 from torchtitan_dp.ledger.files import write_published
 from torchtitan_dp.ledger.lineage import Lineage
 from torchtitan_dp.ledger.spending import (
+    all_but_own,
     assumptions,
-    before,
-    beside_own,
     caveats,
     compose,
     heldout_epsilon,
+    initial_steps,
     spending,
 )
 from torchtitan_dp.ledger.spending import epsilon as epsilon_of
@@ -38,7 +38,7 @@ from torchtitan_dp.privacy.segments import Segment, composition, dp_event
 
 
 class Account:
-    """Compute the spending of the steps after one start, which go on to `total_steps`."""
+    """The epsilons of a run while it trains, from one start or load on to `total_steps`."""
 
     def __init__(self, lineage: Lineage, total_steps: int) -> None:
         """
@@ -77,7 +77,7 @@ class Account:
         """
         taken, executed, planned = self._epsilons(lineage)
         steps = spending(lineage, lost=True, planned=True)
-        content = described(lineage, (taken, executed, planned), taken, steps, planned)
+        content = described(lineage, (taken, executed, planned), steps, planned, claimed=taken)
         write_published(folder, content)
         return content
 
@@ -95,12 +95,12 @@ class Account:
 
     @functools.cached_property
     def _taken(self) -> EpsilonCurve:
-        return self._curve(before(self._first))
+        return self._curve(initial_steps(self._first))
 
     @functools.cached_property
     def _executed(self) -> EpsilonCurve:
-        begun = beside_own(self._first)
-        return self._taken if begun == before(self._first) else self._curve(begun)
+        begun = all_but_own(self._first)
+        return self._taken if begun == initial_steps(self._first) else self._curve(begun)
 
     def _curve(self, beside: list[Segment]) -> EpsilonCurve:
         """Return a curve over this run's steps beside others. Its points follow from the number of
@@ -125,37 +125,38 @@ def released(
     epsilon: float,
     stated: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return the `privacy.json` that leaves with weights.
+    """Return the `privacy.json` of weights that are released or exported.
 
     Args:
         begun: the epsilon of all executed steps, and of all planned ones.
-        counts, steps, epsilon: the steps that are claimed: their name in the schema, and epsilon.
-        stated: by the owner.
+        counts: the schema's name of the steps that the release claims.
+        steps, epsilon: those steps, and their epsilon.
+        stated: the owner's statements, which become caveats.
     """
     taken = epsilon_of(lineage) if lineage.composes else math.inf
-    return described(lineage, (taken, *begun), epsilon, steps, epsilon, stated, counts=counts)
+    return described(lineage, (taken, *begun), steps, epsilon, stated=stated, counts=counts)
 
 
 def described(
     lineage: Lineage,
     epsilons: tuple[float, float, float],
-    claimed: float,
     steps: list[Segment],
     epsilon: float,
-    stated: Sequence[str] = (),
     *,
+    claimed: float | None = None,
+    stated: Sequence[str] = (),
     counts: str | None = None,
 ) -> dict[str, Any]:
     """Return the content of a `privacy.json`; epsilons are infinite where there is no privacy.
 
     Args:
         epsilons: of the steps taken, of all executed, and of all planned ones.
-        claimed: the file's own `epsilon`.
-        steps, epsilon: that the file explains.
-        counts: of a release, the name of the steps that are claimed.
+        steps, epsilon: the steps behind `meaning` and `dp_event`, and their epsilon.
+        claimed: the value of the key `epsilon`, if it is not that one.
+        counts: for a release alone, as in `released`.
     """
     taken, executed, planned = epsilons
-    found = explain(lineage, steps, epsilon)
+    found, claimed = explain(lineage, steps, epsilon), epsilon if claimed is None else claimed
     values = {
         "epsilon": claimed if lineage.private else None,
         "epsilon_planned": planned if lineage.composes else None,
@@ -177,7 +178,7 @@ def described(
 
 def without_privacy(lineage: Lineage) -> dict[str, Any]:
     """Return the `privacy.json` of a run without privacy."""
-    return described(lineage, (math.inf, math.inf, math.inf), math.inf, [], math.inf)
+    return described(lineage, (math.inf, math.inf, math.inf), [], math.inf)
 
 
 def published_heldout_epsilon(lineage: Lineage) -> float | None:

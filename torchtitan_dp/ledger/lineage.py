@@ -28,7 +28,7 @@ class Audit:
     """The mark of an audited run: its weights saw canaries, so they are not private."""
 
     canaries: int
-    otherwise_private: bool  # so that publishing the audit's result spends what its steps do
+    otherwise_private: bool  # but for the canaries: publishing the result then has an epsilon
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Ancestor:
 
 @dataclass(frozen=True)
 class Lineage:
-    """The account of one lineage of weights; a trainer holds that of its present weights."""
+    """The ledger of one lineage of weights; a trainer has that of its present weights."""
 
     settings: Settings
     steps: int = 0  # of this run
@@ -192,10 +192,11 @@ class Lineage:
 
 
 def of_weights(lineage: Lineage, weights: Lineage) -> Lineage:
-    """Return the account of other weights of the same run: its terms and marks, their steps."""
+    """Return the ledger of other weights of the same run: its terms and marks, their steps."""
     losses = lineage.heldout_losses
     if losses is not None:
-        losses = losses.kept(*(weights.heldout_losses.losses if weights.heldout_losses else ()))
+        loaded = weights.heldout_losses
+        losses = losses.with_losses(*(loaded.losses if loaded else ()))
     return replace(
         lineage,
         steps=weights.steps,
@@ -206,12 +207,12 @@ def of_weights(lineage: Lineage, weights: Lineage) -> Lineage:
 
 
 def rewound(lineage: Lineage) -> Lineage:
-    """Return the account of weights that no step of this run has changed yet."""
+    """Return the ledger of weights that no step of this run has changed yet."""
     return of_weights(lineage, Lineage(lineage.settings, start=lineage.start))
 
 
 def inherited(now: Lineage, earlier: Lineage) -> Lineage:
-    """Return a start's account with all marks of the run's earlier one, which are kept forever."""
+    """Return a start's ledger with all marks of the run's earlier one, which are kept forever."""
     caveats = earlier.caveats
     if now.planned_steps > earlier.planned_steps > 0:
         caveats += (
@@ -229,7 +230,7 @@ def inherited(now: Lineage, earlier: Lineage) -> Lineage:
 
 
 def resumed(now: Lineage, loaded: Lineage) -> Lineage:
-    """Return the account of weights that were loaded, to be trained on by this start.
+    """Return the ledger of weights that were loaded, to be trained on by this start.
 
     Raises:
         ValueError: the terms differ.

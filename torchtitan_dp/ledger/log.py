@@ -10,7 +10,7 @@
 Guarantee:
     Lost steps follow from public events alone: starts, checkpoints, crashes. A start that did not
     end counts as the number that it declared; a load from step b after a checkpoint of step a > b
-    counts as a - b, in whole intervals; `begin` refuses a step beyond the declared number since the
+    counts as a - b, in whole intervals; `begin_step` refuses more steps than declared since the
     last durable checkpoint, before its noise is drawn. So steps and lost ones are never fewer than
     those begun: of starts that began at b_1 = 0, b_2, … and last saved a_1, a_2, …, each took at
     most a_i - b_i and what it declared, and b_k + sum(a_i - b_(i+1)) = sum(a_i - b_i), whatever was
@@ -73,7 +73,7 @@ class _Start:
     ended: bool = False  # with all of its steps kept
 
     def behind(self, at: Tally) -> Tally:
-        """Return what a load from `at` leaves behind, in whole intervals."""
+        """Return the tally that a load from `at` loses, in whole intervals."""
         intervals = max(0, -(-(self.saved.steps - at.steps) // self.interval.steps))
         return Tally(
             intervals * self.interval.steps,
@@ -82,8 +82,8 @@ class _Start:
 
 
 class AppendOnly:
-    """A private file of lines, each synced before what it announces. A crash may tear the last one:
-    what it announces did not happen, and it neither swallows the next nor passes for whole."""
+    """A private file of lines, each synced before the event that it announces. A crash may tear the
+    last line: its event did not happen, and it neither swallows the next nor passes for whole."""
 
     def __init__(self, path: str, parse: Callable[[list[str]], None]) -> None:
         """Read the file, if there is one.
@@ -191,7 +191,7 @@ class RunLog:
             self._keep("end", step)
             self._starts[self._start].ended = True
 
-    def begin(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """Record that `step`'s update is about to happen.
 
         Raises:
@@ -254,7 +254,7 @@ class RunLog:
         return ""
 
     def opened(self, lineage: Lineage) -> Lineage:
-        """Return the account of a start that loaded these weights; steps that the logs lack were
+        """Return the ledger of a start that loaded these weights; steps that the logs lack were
         taken elsewhere, and are entered."""
         if any(self.missing(lineage)):
             lineage = lineage.with_caveats(STEPS_ELSEWHERE)

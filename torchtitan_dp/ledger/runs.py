@@ -114,11 +114,11 @@ def total(runs: Sequence[Run], delta: float | None = None, *, overlapping: bool 
     if delta is None:
         delta = min(one.settings.delta for one in ledgers)
     # By their published number, or it would show how many steps a crash lost.
-    lost = [one.settings.spending(one.lost) for one in ledgers]
+    lost = [one.settings.segment(one.lost) for one in ledgers]
     taken = union(step for one in ledgers for step in one.taken())
     steps = sum(segment.steps for segment in (*taken, *lost))
     relation = max(one.settings.neighbouring_relation for one in ledgers)
-    assert relation in ("add_remove", "zero_out")  # a unit that may be left out may be emptied
+    assert relation in ("add_remove", "zero_out")  # max: the weaker; what may leave may be emptied
     if not all(one.composes for one in ledgers):
         return Total(None, None, delta, "none", steps, relation)
     ancestors = [ancestor for one in ledgers for ancestor in one.ancestors]

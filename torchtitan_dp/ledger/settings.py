@@ -54,7 +54,7 @@ class Settings:
     samples_per_rank: int | None = None  # hardly any draw exceeds it in a step
     ranks_added_up: int = 1  # the data-parallel ranks whose sums are added up
 
-    def spending(self, steps: int) -> Segment:
+    def segment(self, steps: int) -> Segment:
         """Return `steps` steps in a row on these terms for an accountant."""
         return Segment(self.mechanism, steps)
 
@@ -81,7 +81,7 @@ class Settings:
     def epsilon(self, steps: int) -> float:
         """Compute the epsilon of `steps` optimizer steps alone; it is infinite without noise."""
         return accounting.compose(
-            [self.spending(steps)], delta=self.delta, accountant=self.accountant
+            [self.segment(steps)], delta=self.delta, accountant=self.accountant
         )
 
     def changed(self, since: "Settings") -> str:
@@ -177,7 +177,7 @@ class HeldOutLosses:
         """Return the most evaluations that are lost with so many steps in a row."""
         return steps if self.freq == 1 else 1 + steps // self.freq
 
-    def kept(self, *losses: NoisedLoss) -> "HeldOutLosses":
+    def with_losses(self, *losses: NoisedLoss) -> "HeldOutLosses":
         """Return the same terms with these results."""
         return dataclasses.replace(self, losses=tuple(losses))
 

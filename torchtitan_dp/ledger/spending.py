@@ -19,13 +19,13 @@ from torchtitan_dp.privacy.mechanism import MECHANISMS
 from torchtitan_dp.privacy.segments import Mechanism, Segment, steps_in_a_row
 
 
-def own(lineage: Lineage, steps: int | None = None) -> list[Segment]:
+def own_steps(lineage: Lineage, steps: int | None = None) -> list[Segment]:
     """Return this run's first steps, by default those that were taken."""
     count = lineage.steps if steps is None else steps
     return steps_in_a_row(lineage.settings.mechanism, 1, count, lineage.run)
 
 
-def before(lineage: Lineage) -> list[Segment]:
+def initial_steps(lineage: Lineage) -> list[Segment]:
     """Return all steps that may have made the initial weights, each once."""
     taken = union(step for ancestor in lineage.ancestors for step in ancestor.taken())
     return [*taken, *lost_by(a for a in lineage.ancestors if a.any_begun)]
@@ -40,9 +40,9 @@ def spending(lineage: Lineage, *, lost: bool, planned: bool) -> list[Segment]:
             not take.
     """
     if lost:
-        found = [*own(lineage), *beside_own(lineage)]
+        found = [*own_steps(lineage), *all_but_own(lineage)]
     else:
-        found = [*own(lineage), *before(lineage), *most_evaluations(lineage.ancestors)]
+        found = [*own_steps(lineage), *initial_steps(lineage), *most_evaluations(lineage.ancestors)]
     if planned:
         terms = lineage.settings.mechanism
         found += steps_in_a_row(terms, lineage.steps + 1, lineage.left, lineage.run)
@@ -50,10 +50,10 @@ def spending(lineage: Lineage, *, lost: bool, planned: bool) -> list[Segment]:
     return found
 
 
-def beside_own(lineage: Lineage) -> list[Segment]:
+def all_but_own(lineage: Lineage) -> list[Segment]:
     """Return all that was ever begun, as published, beside this run's lineage: its lost steps, and
     all steps and held-out losses behind the initial weights."""
-    lost = [lineage.settings.spending(lineage.lost)] if lineage.lost else []
+    lost = [lineage.settings.segment(lineage.lost)] if lineage.lost else []
     return [*lost, *_behind(lineage)]
 
 
@@ -61,7 +61,7 @@ def _behind(lineage: Lineage) -> list[Segment]:
     """Return all steps and held-out losses, as published, of runs behind the initial weights."""
     ancestors = lineage.ancestors
     others = lost_by(a for a in ancestors if not a.any_begun)
-    return [*before(lineage), *others, *most_evaluations(ancestors)]
+    return [*initial_steps(lineage), *others, *most_evaluations(ancestors)]
 
 
 def lost_by(ancestors: Iterable[Ancestor]) -> list[Segment]:
@@ -101,7 +101,7 @@ def compose(lineage: Lineage, segments: list[Segment]) -> float:
 
 def epsilon(lineage: Lineage, steps: int | None = None) -> float:
     """Return the epsilon of weights after so many steps of this run, by default those taken."""
-    return compose(lineage, [*before(lineage), *own(lineage, steps)])
+    return compose(lineage, [*initial_steps(lineage), *own_steps(lineage, steps)])
 
 
 def evaluations(lineage: Lineage) -> Segment | None:
@@ -124,7 +124,7 @@ def heldout_epsilon(lineage: Lineage, delta: float | None = None) -> float:
     )
 
 
-_OF_EVERY_RUN = (
+_ASSUMPTIONS = (
     "the owner of the records ran the training: the guarantee is towards everybody who gets the "
     "weights",
     "machine failures do not depend on the content of records: a run that does not fit its memory, "
@@ -134,18 +134,14 @@ _OF_EVERY_RUN = (
     "all draws and all noise, from counter-based generators with secret 128-bit keys of the "
     "operating system, are indistinguishable from random",
     "the program is correct: it is tested, not proven",
-)
-_FIXED = (
     "the model, the terms of each step and the numbers of steps and runs were not chosen by "
-    "earlier results on the same records; several runs compose (python -m torchtitan_dp.ledger)"
+    "earlier results on the same records; several runs compose (python -m torchtitan_dp.ledger)",
 )
 
 
 def assumptions(lineage: Lineage) -> list[str]:
     """Return the assumptions of every run; none where there is no epsilon."""
-    if not lineage.composes:
-        return []
-    return [*_OF_EVERY_RUN, _FIXED]
+    return list(_ASSUMPTIONS) if lineage.composes else []
 
 
 _EARLY = "not all planned steps were taken: "
@@ -200,7 +196,7 @@ def caveats(lineage: Lineage, epsilon: float, epsilon_planned: float) -> list[st
 
 
 def recorded(found: Iterable[str]) -> list[str]:
-    """Return the caveats that weights inherit which go on from these."""
+    """Return the caveats that weights trained on from these inherit: those not computed anew."""
     computed_anew = (_EARLY, _LOST, _ROUNDED, *(kind.caveat for kind in MECHANISMS if kind.caveat))
     return [caveat for caveat in found if not caveat.startswith(computed_anew)]
 

@@ -90,7 +90,7 @@ class WeightAverage:
             average.copy_(held)
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """List each parameter's average and itself, on this rank."""
+        """Yield this rank's parts of each average and of its parameter."""
         for name, parameter in self._parameters.items():
             yield local_part(self._averages[name]), local_part(parameter.detach())
 

@@ -111,7 +111,7 @@ def trained_count(args: ModelArgs) -> int:
 
 
 def without_lora(args: ModelArgs) -> ModelArgs:
-    """Return the arguments of the model that adapters are beside, which a merge has too."""
+    """Return the arguments of the model without adapters, which are also those of a merged one."""
     args = copy.deepcopy(args)
     args.lora = None
     return args

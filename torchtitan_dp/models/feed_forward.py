@@ -56,7 +56,7 @@ class Tiling:
 
 
 class TiledFeedForward(nn.Module):
-    """The class that `use_tiles` adds to a feed-forward's own."""
+    """The class that `use_tiles` mixes into a feed-forward's own."""
 
     tiling: Tiling
 
@@ -66,10 +66,10 @@ class TiledFeedForward(nn.Module):
 
 
 class TiledBlock(nn.Module):
-    """The class that `use_tiles` adds to a block's own: attention, then a feed-forward in tiles."""
+    """The class that `use_tiles` mixes into a block's: attention, then a feed-forward in tiles."""
 
     parts: ClassVar[dict[str, type[nn.Module]]] = {"feed_forward": TiledFeedForward}
-    """Classes to add to the block's modules; each has a `tiling`."""
+    """Classes to mix into the block's modules; each has a `tiling`."""
     attention_norm: nn.RMSNorm
     attention: nn.Module
     ffn_norm: nn.RMSNorm
@@ -116,8 +116,8 @@ def feed_forward_in_tiles(
 
     `w1`, `w2`, `w3` may have LoRA's factors; B is 1 where a parameter is trained.
     """
-    of_order = [getattr(feed_forward, name) for name in ("w1", "w3", "w2")]
-    layers, parameters = NormedLayers.of(norm, of_order, len(h_BTD))
+    in_order = [getattr(feed_forward, name) for name in ("w1", "w3", "w2")]
+    layers, parameters = NormedLayers.of(norm, in_order, len(h_BTD))
     body = _Body(tiling, layers)
     kept_BTD = _Inputs.apply(h_BTD, body, *parameters)
     return cast(Tensor, _Output.apply(kept_BTD, body, [p.detach() for p in parameters]))
@@ -161,7 +161,7 @@ class _Body:
 
 
 class _Inputs(torch.autograd.Function):
-    """Saves the input and the parameters; its backward is that of the whole."""
+    """Saves the input and the parameters; its backward computes all gradients of `_Body`."""
 
     @staticmethod
     def forward(ctx: Any, h_BTD: Tensor, body: _Body, *parameters: Tensor) -> Tensor:  # type: ignore[override]

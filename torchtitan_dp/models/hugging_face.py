@@ -52,12 +52,12 @@ def shape(config: JobConfig) -> ModelArgs:
     """
     args = _given_shape(config)
     args.lora = lora_of(config)
-    _extend(args, config)
+    _set_rope(args, config)
     return args
 
 
-def _extend(args: ModelArgs, config: JobConfig) -> None:
-    """Replace rotary embeddings by those of `[rope]`."""
+def _set_rope(args: ModelArgs, config: JobConfig) -> None:
+    """Set the rotary embeddings of `[rope]`, in place, and the window that follows."""
     if rope_in_words(config) == AS_GIVEN:
         return
     args.rope_theta = config.rope.theta or args.rope_theta
@@ -168,7 +168,7 @@ def export_settings(config: JobConfig, args: ModelArgs) -> dict[str, Any]:
     if source is None or changed:
         tokenizer = load_tokenizer(config.model.hf_assets_path)
         new = FAMILIES[config.model.name].new_settings(args, tokenizer)
-        settings = new if source is None else _with_rope_of(new, settings)
+        settings = new if source is None else _with_rope_of(settings, new)
     named = [key for key in ("dtype", "torch_dtype") if key in settings] or ["torch_dtype"]
     dtype = config.checkpoint.export_dtype
     if dtype == "float32" and settings.get(named[0]) == "bfloat16":
@@ -179,8 +179,8 @@ def export_settings(config: JobConfig, args: ModelArgs) -> dict[str, Any]:
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "max_position_embeddings")
 
 
-def _with_rope_of(new: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """Return a `config.json` with the rotary embeddings of another one of ours."""
+def _with_rope_of(settings: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Return the given `config.json` with the rotary embeddings of the `new` one."""
     older = ("rope_parameters", "original_max_position_embeddings")
     kept = {key: value for key, value in settings.items() if key not in older}
     return {**kept, **{key: new[key] for key in _ROPE_KEYS}}

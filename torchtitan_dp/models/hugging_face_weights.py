@@ -1,7 +1,7 @@
 """The export of a model, or of its adapters, as a folder of Hugging Face's files.
 
-PEFT, Hugging Face's library of adapters, has LoRA's A and B apart from the model, under the model's
-names in `transformers`, beside an `adapter_config.json` with r, alpha and targets.
+PEFT, Hugging Face's library of adapters, stores LoRA's A and B apart from the model, under the
+model's names in `transformers`, beside an `adapter_config.json` with r, alpha and targets.
 """
 
 import json

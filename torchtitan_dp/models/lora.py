@@ -34,7 +34,7 @@ def is_adapter(name: str) -> bool:
 
 
 def without_adapters(state_dict: Mapping[str, _Value]) -> dict[str, _Value]:
-    """Return the model that adapters are beside, without LoRA's factors."""
+    """Return a state dict without LoRA's factors."""
     return {name: value for name, value in state_dict.items() if not is_adapter(name)}
 
 

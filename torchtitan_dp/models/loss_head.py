@@ -267,10 +267,10 @@ def _losses_and_outputs(
     return torch.stack(losses), grad_BTV
 
 
-def _as_the_sink_asks(layer: PerSampleLayer, h_BTD: Tensor, *others: Tensor) -> Any:
-    """Run the function for what the layer's sink takes."""
+def _apply_for_sink(layer: PerSampleLayer, h_BTD: Tensor, *others: Tensor) -> Any:
+    """Apply the function whose gradients the layer's sink takes."""
     kept = layer.sink.keeps_outputs(layer.parameter_names["weight"], h_BTD.shape[1])
     return (_OutputsKept if kept else _SeveralSamples).apply(layer, h_BTD, *others)
 
 
-register_per_sample(LossHead, _as_the_sink_asks)
+register_per_sample(LossHead, _apply_for_sink)

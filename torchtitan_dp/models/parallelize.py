@@ -144,8 +144,8 @@ def _ops_to_save() -> set[torch._ops.OpOverload]:
 
 
 def _ring_mesh(parallel_dims: ParallelDims, job_config: JobConfig) -> DeviceMesh | None:
-    """Return the mesh that shares a sequence: of this rank alone, if a long one has one rank, for
-    attention with heads apart; None for a short one."""
+    """Return the mesh for ring attention: cp, or for a long sequence on one rank a mesh of it
+    alone, configured here, since a ring takes heads apart; None for a short one."""
     if parallel_dims.cp_enabled:
         return parallel_dims.get_mesh("cp")
     training = job_config.training

@@ -37,7 +37,7 @@ class LinearScaling:
         return 1.0 / _positions_per_radian(theta, head_size) / self.factor
 
     def window(self, given: int) -> int:
-        """Return the longest sample, of a model whose own is `given`."""
+        """Return the window after scaling, of a model whose own is `given`."""
         return round(self.factor * given)
 
     def settings(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class Yarn:
         return head_size * math.log(wavelength) / (2 * math.log(theta))
 
     def window(self, given: int) -> int:
-        """Return the longest sample."""
+        """Return the window after scaling; that before is `original`, not `given`."""
         return round(self.factor * self.original)
 
     def settings(self) -> dict[str, Any]:

@@ -5,10 +5,9 @@
 
 Checks everything that one process can check: `run_train.sh` runs it first. A user's mistake is one
 line and exit code 2. A prediction of memory (`memory`) takes longer, and is made with
-`--memory_gib` (then a run that does not fit is a mistake too), or `--json`. The share of
-noise in an update is always shown (`signal`); `--recommend` compares batches and steps. So is the
-memory of hosts, if much is kept there; `--ranks_here`, which each start gives, compares it with
-this machine's.
+`--memory_gib` (then a run that does not fit is a mistake too), or `--json`. The share of noise in
+an update is always shown (`signal`), and the memory of hosts if it is large; `--ranks_here`, which
+each start gives, compares that with this machine's. `--recommend` compares batches and steps.
 """
 
 import argparse

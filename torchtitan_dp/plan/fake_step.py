@@ -47,7 +47,7 @@ from torchtitan_dp.plan.tracker import MemoryTracker
 
 
 class _RoomyClippedSum(ClippedSum):
-    """A sum that takes its room before a method has laid it out: the first microbatch is as any."""
+    """Allocates the accumulator up front, so that the first microbatch is measured as any other."""
 
     def __init__(self, *args: Any, **terms: Any) -> None:
         super().__init__(*args, **terms)
@@ -61,7 +61,7 @@ class _RoomyClippedSum(ClippedSum):
         super().lay_out(*args)
 
     def take(self) -> dict[str, torch.Tensor]:
-        """Take what an empty step leaves, as large as that of another."""
+        """Return sums as large as any step's, also after a step without a microbatch."""
         if self._room is None:
             return super().take()
         chunk_N = self._room[0]
@@ -177,7 +177,7 @@ class Step:
 
 
 def end_stretches_at_blocks(model: nn.Module, tracker: MemoryTracker) -> None:
-    """Part a microbatch: forward and loss head, each block's backward, clip and add.
+    """End a stretch of the microbatch after the loss head and after each block's backward.
 
     Blocks are named by their distance from either end, as those of a deeper model are: the
     last and the one before it, the first and the one after it, and all others.
@@ -211,7 +211,7 @@ def parallel_dims(config: JobConfig) -> tuple[ParallelDims, tuple[int, int, int]
 def fake_world(
     world_size: int, *, like_cuda: bool = True, every_tile: bool = False
 ) -> Iterator[None]:
-    """Be rank 0 of `world_size`, none of which exist, with tensors that hold nothing.
+    """Simulate rank 0 of `world_size` on fake tensors.
 
     Args:
         like_cuda: keep what CUDA's kernels keep.

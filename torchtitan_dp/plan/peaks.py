@@ -3,8 +3,8 @@
 Layers are alike, so what is alive in a stretch of the step (the loss head's, the last block's
 backward, the first one's) grows by the same bytes with each, and so it does with each token: two
 models of few layers, at two lengths, determine any. The peak is that of the highest stretch, which
-need not be the highest of few layers or tokens. What comes close to the limit, and what is shorter,
-is predicted with all layers.
+need not be the highest of few layers or tokens. Lengths whose estimate is close to the limit, and
+short ones (below `LONG`), are predicted with all layers.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ CLOSE = 0.03  # of the limit: nearer to it, an extrapolation does not decide
 class Microbatch(NamedTuple):
     """The predicted memory of a microbatch."""
 
-    peak: tuple[int, dict[str, int]]  # bytes, and what they are of
+    peak: tuple[int, dict[str, int]]  # bytes, in all and by category
     bytes_without_gathered: int  # at the peak of all but gathered weights
     stretches: dict[str, int]  # the peak bytes of each
 
@@ -70,12 +70,12 @@ class Model:
         return self.microbatch(seq_len).stretches | {"update": self.update[0]}
 
     def at(self, seq_len: int) -> tuple[int, dict[str, int]]:
-        """Predict the peak of both, and what it is of."""
+        """Predict the peak of microbatch and update, in all and by category."""
         return max(self.update, self.microbatch(seq_len).peak, key=lambda found: found[0])
 
     def kept_gathered(self, seq_len: int) -> int:
-        """Bound the peak of both, were the weights kept gathered within a step, as if the buffers
-        of the last gather were there all the time."""
+        """Bound that peak, were the weights kept gathered within a step, as if the buffers of the
+        last gather were there all the time."""
         without = self.microbatch(seq_len).bytes_without_gathered
         return max(self.update[0], without + self._step.gathered_bytes)
 
@@ -112,7 +112,7 @@ class Whole:
         return self._update
 
     def estimate(self, *lengths: int) -> list[float]:
-        """Return peaks to go by."""
+        """Return the peaks, or close estimates of them."""
         if wanted := [length for length in lengths if length not in self.known]:
             model = Model(self.config, self.args, self.mode)
             self._update = model.update[0]
@@ -121,17 +121,17 @@ class Whole:
         return [self.known[length] for length in lengths]
 
     def decide(self, seq_len: int) -> float:
-        """Return a peak to compare with the limit."""
+        """Return the peak, estimated only where it is far from the limit."""
         return self.estimate(seq_len)[0]
 
 
 class Extrapolated:
-    """The same from few layers and two lengths; what is close to the limit, with all layers."""
+    """The same from few layers and two lengths; lengths close to the limit with all layers."""
 
     def __init__(self, whole: Whole, limit: int, unit: int) -> None:
         self._whole, self._limit = whole, limit
         self.short = LONG * whole.config.parallelism.context_parallel_degree
-        self._lengths = line(unit)
+        self._lengths = two_lengths(unit)
         self._corners: dict[str, tuple[list[int], ...]] = {}
 
     def update(self) -> float:
@@ -183,10 +183,10 @@ def of_layers(n_layers: int, few: float, more: float) -> float:
 
 
 def shortest(config: JobConfig) -> int:
-    """Return the length that divides all: context parallelism cuts it in two for each rank."""
+    """Return the length that divides all others, since cp cuts one into two parts a rank."""
     return 2 * config.parallelism.context_parallel_degree
 
 
-def line(unit: int) -> tuple[int, int]:
+def two_lengths(unit: int) -> tuple[int, int]:
     """Return the two lengths to extrapolate from."""
     return unit * 2**13, unit * 2**14

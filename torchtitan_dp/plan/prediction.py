@@ -28,11 +28,11 @@ from torchtitan_dp.plan.memory import (
     communicators,
     limit_bytes,
 )
-from torchtitan_dp.plan.peaks import Extrapolated, Model, Peaks, Whole, line, shortest
+from torchtitan_dp.plan.peaks import Extrapolated, Model, Peaks, Whole, shortest, two_lengths
 
-ENOUGH_LAYERS = 8  # of a model: fewer are as quickly predicted themselves
+ENOUGH_LAYERS = 8  # up to so many, a prediction with all layers is as quick
 _NICER = 5
-TOLERANCE = 0.005  # of a peak: as much as an extrapolation may be off where it is held against
+TOLERANCE = 0.005  # of a peak: the most that an extrapolation may differ from the whole model's
 Say = Callable[[str], None]
 Found = tuple[int | None, float | None]
 
@@ -43,7 +43,7 @@ def longest(peaks: Peaks, limit: int, unit: int) -> int | None:
     From some thousand tokens a rank on, memory is a line in T: two predictions give the line, and
     where it meets the limit is predicted too.
     """
-    short, long = line(unit)
+    short, long = two_lengths(unit)
     below, above = peaks.estimate(short, long)
     if peaks.update() > limit:
         return None

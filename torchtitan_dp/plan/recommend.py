@@ -18,7 +18,7 @@ from torchtitan_dp.checkpoint.terms import best_of, noise_by_bands
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import unit_word
 from torchtitan_dp.ledger import RunLog
-from torchtitan_dp.ledger.spending import before
+from torchtitan_dp.ledger.spending import initial_steps
 from torchtitan_dp.models.families import ModelArgs, trained_count, without_lora
 from torchtitan_dp.models.lora import LoRA
 from torchtitan_dp.plan.signal import DROWNS, FEWEST_STEPS, Rows, Target, rows_of
@@ -243,7 +243,8 @@ def recommend(config: JobConfig, plan: Plan, args: ModelArgs, start: Start) -> R
     settings, epsilon = plan.settings, config.privacy.target_epsilon
     assert epsilon is not None
     units = settings.implied_units
-    target = Target(epsilon, settings.delta, settings.accountant, units, tuple(before(plan.ledger)))
+    terms = settings.delta, settings.accountant, units
+    target = Target(epsilon, *terms, tuple(initial_steps(plan.ledger)))
     rows = rows_of(
         target,
         batch=settings.expected_batch_size,
@@ -274,7 +275,7 @@ def weigh_bands(config: JobConfig, plan: Plan, trained: int) -> Bands | None:
     privacy, settings = config.privacy, plan.settings
     if privacy.secure_noise or settings.mechanism.largest_share > 1:
         return None
-    rows = noise_by_bands(config, settings.implied_units, before(plan.ledger))
+    rows = noise_by_bands(config, settings.implied_units, initial_steps(plan.ledger))
     if settings.bands not in rows:
         sigma = settings.mechanism.noise_multiplier
         rows[settings.bands] = (sigma, *settings.mechanism.noise_of_run(plan.steps))

@@ -3,7 +3,8 @@
 import dataclasses
 import sys
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from torchtitan_dp.checkpoint.plan import Plan, steps_within
 from torchtitan_dp.config import JobConfig
@@ -11,7 +12,7 @@ from torchtitan_dp.config.derived import feed_forward_chunk, heldout_units, mesh
 from torchtitan_dp.distributed.host_memory import available_bytes
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger.account import explain
-from torchtitan_dp.ledger.spending import before, own
+from torchtitan_dp.ledger.spending import initial_steps, own_steps
 from torchtitan_dp.models.families import parameter_count, trained_count
 from torchtitan_dp.models.hugging_face import describe
 from torchtitan_dp.plan.cost import StepCost, step_cost
@@ -20,27 +21,40 @@ from torchtitan_dp.plan.recommend import Recommendation, recommend
 from torchtitan_dp.plan.signal import Noise, noise_of_run
 from torchtitan_dp.preflight.check import Checked, check_run, notices, show_records, tokenizer_lines
 from torchtitan_dp.preflight.machine import NodeMemory, predict_host_memory, refuse_lack
-from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.mechanism import PoissonGaussian
 from torchtitan_dp.process import lock_folder
+from torchtitan_dp.templates import templates
+
+_TEXT = templates(Path(__file__).parent).get_template("plan.txt.j2")
+
+
+class Losses(NamedTuple):
+    """The held-out losses that may be published."""
+
+    evaluations: int
+    units: int  # of each
+    deviation: float  # of the noise of each, in nats
+    epsilon: float  # of all
 
 
 @dataclass(frozen=True)
 class Spent:
-    """What a run with privacy spends and takes."""
+    """The spending, noise and cost of a run with privacy."""
 
     plan: Plan
     trained: int  # parameters
     noise: Noise
     cost: StepCost
     meaning: tuple[str, ...]  # of epsilon, for one person: sentences
-    notes: tuple[str, ...]  # on what this run has besides: correlated noise, lost steps, …
+    if_capped: float | None  # epsilon, were estimated norms capped; None where they are
+    losses: Losses | None  # None where none are published
+    within: int | None  # the most steps that keep the target, where lost ones exceed it
     recommended: Recommendation | None  # where it is asked for
 
 
 @dataclass(frozen=True)
 class Report:
-    """All that a plan says but a GPU's memory, which takes longer to predict."""
+    """All of a plan but a GPU's memory, which takes longer to predict."""
 
     config: JobConfig
     world_size: int
@@ -81,154 +95,57 @@ def _spent(
     args, settings, ledger = checked.args, plan.settings, plan.ledger
     count, batch = settings.implied_units, settings.expected_batch_size
     mechanism, trained = settings.mechanism, trained_count(args)
-    segments = [*before(ledger), *own(ledger, plan.steps)]
+    segments = [*initial_steps(ledger), *own_steps(ledger, plan.steps)]
     meaning = explain(ledger, segments, plan.epsilon)
+    if_capped = None
+    if mechanism.largest_share > 1:
+        exact = PoissonGaussian(mechanism.noise_multiplier, mechanism.sample_rate)
+        if_capped = dataclasses.replace(settings, mechanism=exact).epsilon(plan.steps)
+    target, within = config.privacy.target_epsilon, None
+    if ledger.lost and plan.private and target is not None and plan.epsilon_stated > target:
+        within = steps_within(plan, target)
     return Spent(
         plan=plan,
         trained=trained,
         noise=noise_of_run(mechanism, trained=trained, batch=batch, steps=plan.steps),
         cost=step_cost(config, args, records=count, rate=mechanism.sample_rate, tflops=tflops),
         meaning=tuple(meaning.sentences(ledger.settings.unit)) if meaning else (),
-        notes=(
-            *_estimated(config, plan),
-            *_correlated(plan),
-            *_published_losses(config, plan, len(checked.records.heldout)),
-            *_lost_steps(config, plan),
-        ),
+        if_capped=if_capped,
+        losses=_losses(config, plan, len(checked.records.heldout)),
+        within=within,
         recommended=recommend(config, plan, args, checked.start) if recommends else None,
     )
 
 
-def show(report: Report) -> None:
-    """Print a report for people, on stderr."""
-    show_records(report.config, report.checked)
-    print("\n".join(_text(report)), file=sys.stderr)
-    if report.spent and report.spent.recommended:
-        report.spent.recommended.show()
-
-
-def _text(report: Report) -> list[str]:
-    config, checked, spent = report.config, report.checked, report.spent
-    model = [describe(config, checked.args), *filter(None, [report.host.describe()])]
-    if spent is None:
-        return ["plan: without privacy (privacy.enable = false)", *_indented(model)]
-    plan = spent.plan
-    resumes = f"resuming after step {checked.start.step} of {plan.steps}"
-    warnings = filter(None, (*plan.warnings, spent.noise.warning()))
-    heading, *terms = _terms(report, plan)
-    return [
-        *(f"warning: {warning}" for warning in warnings),
-        *([resumes] if checked.start.resumes else []),
-        heading,
-        *_indented(
-            [
-                *terms,
-                *spent.notes,
-                *tokenizer_lines(config, checked.records.source),
-                *notices(config),
-                *(f"caveat: {caveat}" for caveat in plan.ledger.caveats),
-                *model,
-                spent.noise.describe(spent.trained, plan.settings.clipping),
-                spent.cost.describe(),
-                *spent.meaning,
-            ]
-        ),
-    ]
-
-
-def _indented(lines: list[str]) -> list[str]:
-    return [f"      {line}" for line in lines]
-
-
-def _terms(report: Report, plan: Plan) -> list[str]:
-    config, records, settings = report.config, report.checked.records, plan.settings
-    windows, tile = settings.windows_per_draw, feed_forward_chunk(config)
-    averaged = "" if windows == 1 else f"{windows} averaged windows of "
-    spent = f"epsilon = {rounded_up(plan.epsilon)}" if plan.private else "NOT private"
-    secret = "" if settings.neighbouring_relation == "zero_out" else "not private: "
-    method = config.privacy.gradient_method
-    return [
-        f"plan: {spent} at delta = {settings.delta:g} after {plan.steps} steps "
-        f"({settings.accountant}; unit: one {settings.privacy_unit}; "
-        f"neighbours: {settings.neighbouring_relation})",
-        f"sigma = {settings.mechanism.noise_multiplier:.4g}, C = {settings.max_grad_norm:g}, "
-        f"q = {settings.mechanism.sample_rate:.4g} from {settings.sample_rate_source}",
-        f"{secret}{len(records.train):,} training {unit_word(config)}s, "
-        f"{len(records.heldout):,} held out; "
-        f"{settings.expected_batch_size} per step on average, "
-        f"{averaged}at most {config.training.seq_len:,} tokens each; "
-        f"targets: {settings.targets}",
-        f"gradient method: {method} ({METHODS[method].chosen_for}); "
-        f"clipping: {settings.clipping}"
-        f"{f'; blocks in tiles of {tile:,} tokens' if tile else ''}",
-    ]
-
-
-def _estimated(config: JobConfig, plan: Plan) -> list[str]:
-    """Return a line on the errors of estimated norms, where norms are estimated."""
-    if not METHODS[config.privacy.gradient_method].estimates_norms:
-        return []
-    settings, mechanism = plan.settings, plan.settings.mechanism
-    norms = f"norms: estimated by {config.privacy.norm_estimator} ({mechanism.norms})"
-    if mechanism.largest_share == 1:
-        return [f"{norms}; longer gradients are scaled down to their estimate: at most C"]
-    exact = PoissonGaussian(mechanism.noise_multiplier, mechanism.sample_rate)
-    capped = dataclasses.replace(settings, mechanism=exact).epsilon(plan.steps)
-    return [
-        f"{norms}; a clipped gradient may reach {rounded_up(mechanism.largest_share, digits=3)} C; "
-        f"privacy.underestimates = 'capped' would spend epsilon = {rounded_up(capped)}",
-    ]
-
-
-def _correlated(plan: Plan) -> list[str]:
-    """Return a line on correlated noise, where it is."""
-    mechanism = plan.settings.mechanism
-    if not mechanism.noise:
-        return []
-    bands, one = mechanism.period, mechanism.noise_multiplier
-    in_step, in_sum = (noise / one for noise in mechanism.noise_of_run(max(plan.steps, 1)))
-    return [
-        f"{mechanism.noise}: each of {bands} groups of units is drawn from at every {bands}th "
-        f"step, with probability {mechanism.draw_rate:.3g}; noise in a step {in_step:.3g} times, "
-        f"in the sum of all steps {in_sum:.3g} times that of independent noise of this sigma"
-    ]
-
-
-def _published_losses(config: JobConfig, plan: Plan, heldout: int) -> list[str]:
-    """Return a line on held-out losses that may be published, with their error bar."""
+def _losses(config: JobConfig, plan: Plan, heldout: int) -> Losses | None:
     losses = plan.ledger.heldout_losses
     if losses is None:
-        return []
+        return None
     replicate, shard, _ = mesh_degrees(config)
     at_once = replicate * shard * config.training.local_batch_size
     units = heldout_units(heldout, config.validation.steps, at_once)
     count = losses.evaluations(plan.ledger.steps + 1, plan.steps)
-    bar = losses.noise.standard_deviation(clip=losses.clip, units=units)
-    spent = losses.noise.epsilon(count, delta=losses.delta)
-    return [
-        f"held-out loss to publish: {count} evaluations of {units:,} {unit_word(config)}s, "
-        f"clipped to {losses.clip:g} nats, {losses.noise.kind.capitalize()} noise of standard "
-        f"deviation {bar:.2g} nats; together epsilon = {rounded_up(spent)} at delta = "
-        f"{losses.delta:g} for each of these, which are not trained on"
-    ]
+    deviation = losses.noise.standard_deviation(clip=losses.clip, units=units)
+    return Losses(count, units, deviation, losses.noise.epsilon(count, delta=losses.delta))
 
 
-def _lost_steps(config: JobConfig, plan: Plan) -> list[str]:
-    """Say which epsilon a release will state, where crashes lost steps, and what keeps a target."""
-    target, lost = config.privacy.target_epsilon, plan.ledger.lost
-    if not (lost and plan.private):
-        return []
-    stated = f"a release will state epsilon = {rounded_up(plan.epsilon_stated)}"
-    lines = [f"steps lost in crashes, counted as {lost}: {stated}"]
-    if target is not None and plan.epsilon_stated > target:
-        steps = steps_within(plan, target)
-        shorter = f"training.steps = {steps} and release --stop_not_from_results, or "
-        lines.append(
-            f"above privacy.target_epsilon = {target:g}; to keep that: "
-            f"{'' if steps is None else shorter}release --lost_steps_not_seen, if nobody saw "
-            "anything of the lost steps"
-        )
-    return lines
+def show(report: Report) -> None:
+    """Print a report for people, on stderr."""
+    config, checked, spent = report.config, report.checked, report.spent
+    show_records(config, checked)
+    text = _TEXT.render(
+        **vars(checked),
+        config=config,
+        spent=spent,
+        unit=unit_word(config),
+        method=METHODS[config.privacy.gradient_method],
+        tile=feed_forward_chunk(config),
+        notices=[*tokenizer_lines(config, checked.records.source), *notices(config)],
+        model=[describe(config, checked.args), *filter(None, [report.host.describe()])],
+    )
+    print(text, end="", file=sys.stderr)
+    if spent and spent.recommended:
+        spent.recommended.show()
 
 
 def for_programs(report: Report, spent: Spent, memory: MemoryPlan | None) -> dict[str, Any]:

@@ -36,7 +36,7 @@ M = TypeVar("M", bound="LocalOperators")
 
 
 class LocalOperators(TorchDispatchMode):
-    """Shows, as a mode, each operator that runs on local tensors to `ran`."""
+    """A dispatch mode that calls `ran` after each operator on local tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class LocalOperators(TorchDispatchMode):
 
 
 class MemoryTracker(LocalOperators):
-    """Keeps, as a mode, the current and the peak bytes of each label."""
+    """A dispatch mode that counts the current and the peak bytes of each label."""
 
     def __init__(self, label: str, workspace: Callable[[Any, Any], int] | None = None) -> None:
         """
@@ -282,7 +282,7 @@ def _forming(
     """Label what a method's call makes, and what it holds afterwards."""
     with tracker.labelled("per_sample_shards"):
         yield
-    tracker.relabel_storages(gradients.held(), "per_sample_shards")
+    tracker.relabel_storages(gradients.storages(), "per_sample_shards")
 
 
 def _flash_workspace(operator: Any, args: Any) -> int:

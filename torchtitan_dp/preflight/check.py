@@ -81,7 +81,7 @@ def source_of(config: JobConfig) -> Source:
 def check_run(config: JobConfig, *, units: int | None = None) -> Checked:
     """Check all of a run that one plain process can, and write nothing but the store of tokens.
 
-    Raises ValueError, one line. `units` is their number, for a plan that comes before records.
+    Raises ValueError, one line. `units` is the number of units, for a plan without records.
     """
     check_packages(config)
     start = decide_start(config)

@@ -1,11 +1,10 @@
-"""What a run needs of its machine: kernels for its model, and its hosts' memory, known before it
-starts; a node that has less refuses.
+"""Checks of the machine before a run: kernels for its model, and enough memory on its hosts.
 
-The memory follows from the configuration and the model alone. Counted is what is large: the inputs
-of blocks that `activation_checkpoint.offload_inputs` keeps there, and the copy of a rank's state
-while a checkpoint is written beside the run (`checkpoint.async_mode`). Not counted is what every
-process takes by itself (libraries, the CUDA context, communication: some GiB a rank), what is read
-of records and weights, one sample or tensor at a time, and the state of a run that trains on CPUs.
+The memory follows from the configuration and the model alone. Counted are the large parts: the
+inputs of blocks that `activation_checkpoint.offload_inputs` keeps there, and the copy of a rank's
+state while a checkpoint is written beside the run (`checkpoint.async_mode`). Not counted are each
+process's own (libraries, the CUDA context, communication: some GiB a rank), samples and tensors
+that are read one at a time, and the state of a run that trains on CPUs.
 
 Guarantee:
     Whether a run is refused depends on its configuration and on the memory that its machine has

@@ -71,12 +71,12 @@ def rehearse(trainer: Any) -> None:
     passed = 0
     # The first lays out the accumulator, the update makes the optimizer's state: all others run
     # beside both.
-    for place, length in enumerate((rungs[0], *rungs)):
+    for number, length in enumerate((rungs[0], *rungs)):
         with _failing_in_one_line(_microbatch(config, length), config, passed):
             trainer.accumulate(feed.padding(length), statistics)
             _wait_for(trainer.device)
         passed = length
-        if place == 0:
+        if number == 0:
             with _failing_in_one_line("an update (noise and optimizer)", config, None):
                 trainer.dp_optimizer.rehearse(trainer.clipped_sum.take())
                 _wait_for(trainer.device)
@@ -91,7 +91,7 @@ def rehearse(trainer: Any) -> None:
 
 
 def _check_device(trainer: Any, length: int, statistics: SampleStatistics) -> None:
-    """Refuse a time-out that a device may exceed which lags behind its host; a CPU never lags.
+    """Refuse a time-out that a device may exceed as it lags behind its host; a CPU never lags.
 
     NCCL counts from the launch of a collective, and the host is some microbatches ahead. The timed
     padding has run before, so nothing is compiled, and its time is public, like its length.
@@ -139,7 +139,7 @@ def _failing_in_one_line(what: str, config: JobConfig, fits: int | None) -> Iter
 
 
 def _short_of(error: Exception) -> str | None:
-    """Name the memory that ran out, if that went wrong: a RuntimeError on a CPU."""
+    """Name the memory that ran out; None for another error. On a CPU it is a RuntimeError."""
     text = str(error).strip().lower()
     if text in _NO_THREAD:
         return "memory for a thread, or over the limit on threads, ulimit -u"

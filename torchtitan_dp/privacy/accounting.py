@@ -72,13 +72,13 @@ def compose(segments: Sequence[Segment], *, delta: float, accountant: Accountant
         raise ValueError(
             f"privacy.accountant = {accountant!r} is unknown; choose one of {get_args(Accountant)}"
         )
-    fewest = composition(segments)
-    if not fewest:
+    merged = composition(segments)
+    if not merged:
         return 0.0
-    if fewest[0].noise_multiplier == 0:  # they are sorted
+    if merged[0].noise_multiplier == 0:  # they are sorted
         return math.inf
-    bound = rdp_epsilon(fewest, delta)
-    return min(bound, pld_epsilon(fewest, delta)) if accountant == "pld" else bound
+    bound = rdp_epsilon(merged, delta)
+    return min(bound, pld_epsilon(merged, delta)) if accountant == "pld" else bound
 
 
 def noise_for(
@@ -208,8 +208,8 @@ class EpsilonCurve:
         Args:
             before: planned segments that ran on the same data; they count from step 0.
             mechanism, total_steps: of the segment to come.
-            first_step: of the queries. Computed points do not depend on it, but those before it
-                are left out.
+            first_step: the smallest number of steps to be asked for. Earlier points are left out;
+                the others do not depend on it.
             points: the number of evenly spaced points that are computed now, `total_steps` the
                 last. The default takes a few seconds at most.
         """

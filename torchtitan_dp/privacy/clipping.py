@@ -150,7 +150,7 @@ class ClipPolicy:
         Args:
             squared_norm_GB: fp64, of each group's part of the gradients, alike on all cp ranks.
             valid_B: bool; False for padding samples.
-            group: the one that `squared_norm_GB`, then of shape (1, B), is of; None: all, in order.
+            group: the only group in `squared_norm_GB`, then (1, B); None for all, in order.
         """
         bounds = self.bounds if group is None else self.bounds[group : group + 1]
         assert len(squared_norm_GB) == len(bounds), (squared_norm_GB.shape, len(bounds))
@@ -237,7 +237,7 @@ def add_clipped_(accumulator: Tensor, gradient: Tensor, factor: Tensor, rejected
 
 @torch.library.custom_op("torchtitan_dp::add_scaled_", mutates_args=("accumulator",))
 def _add_scaled_(accumulator: Tensor, gradient: Tensor, factor: Tensor, rejected: Tensor) -> None:
-    """Do it in one kernel on CUDA and on CPU; one operator, so that operations can be counted."""
+    """Add in one kernel, on CUDA and on CPU; one operator, so that operations can be counted."""
     if accumulator.device.type == "cpu":
         if rejected:  # the same operation, on zeros: nothing of the sample is read
             gradient = factor = gradient.new_zeros(())

@@ -10,7 +10,7 @@ import torch
 
 # Positions in a block. No more than torch's parallel grain size: an operation stays on its thread.
 BLOCK = 2**15
-_A_THREADS_LEAST = 4  # blocks; starting a thread takes as long as some of them
+_LEAST_BLOCKS = 4  # for a thread, whose start takes as long as some of them
 
 LAYOUTS = 64
 """More graphs than the layouts of a kernel's arguments: contiguous vectors differ in whether their
@@ -21,7 +21,7 @@ _HAS_LIMIT = "recompile_limit" in inspect.signature(torch.compile).parameters
 
 def on_threads(work: Callable[[range], None], blocks: range) -> None:
     """Deal `blocks` out to torch's number of threads, or to fewer if there are few blocks."""
-    threads = min(torch.get_num_threads(), len(blocks) // _A_THREADS_LEAST)
+    threads = min(torch.get_num_threads(), len(blocks) // _LEAST_BLOCKS)
     if threads <= 1:
         work(blocks)
         return

@@ -6,7 +6,7 @@ If the audited program is (epsilon, delta)-DP for the attacked units, `one_run_e
 than epsilon with probability at most 1 - confidence, whatever the attack. If it is mu-Gaussian-DP
 but for a probability, `one_run_mu` returns more than mu as rarely. If it is mu-Gaussian-DP,
 `gaussian_mu` returns more than mu with probability at most 1 - confidence. If it is one step of
-estimated norms, of all units, that holds of `mixture_mu`, which is of the same trials. So a bound
+estimated norms, at sampling rate 1, `gaussian_mu` returns more than `mixture_mu` as rarely. A bound
 above the claim is evidence of a fault; one below it proves nothing: a better attack may exist.
 
 Assumptions: for `one_run_epsilon` and `one_run_mu`, each canary's coin is fair, independent of all

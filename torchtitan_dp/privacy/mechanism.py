@@ -1,4 +1,4 @@
-"""The mechanisms of one optimizer step that there are.
+"""The mechanisms of an optimizer step: one class each.
 
 A new one is one class here, its entry in `MECHANISMS`, a line in `mechanism_of`, and a proof that
 its `composition` dominates a run of its steps.
@@ -155,8 +155,8 @@ class BandedGaussian(PoissonGaussian):
 
 @dataclass(frozen=True)
 class EstimatedNorms(Mechanism):
-    """The same, of gradients clipped by estimates of their norms: a drawn unit adds C times the
-    ratio of true to estimated norm, a random number (`randomized`, with its proof).
+    """`PoissonGaussian` with estimated norms: a drawn unit adds C times the ratio of true to
+    estimated norm, a random number (`randomized`, with its proof).
 
     Args:
         projections: k, the random projections that a norm is estimated from.

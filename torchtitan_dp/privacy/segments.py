@@ -1,7 +1,7 @@
-"""The steps of a run: of a mechanism, one frozen value, and as accountants see them.
+"""The steps of a run: as a `Mechanism`, a frozen value, and as the Gaussians that dominate them.
 
 Ledger, plan, card, `privacy.json`, audit and resume treat a mechanism as opaque; `mechanism` has
-those there are. Accountants see Poisson-subsampled Gaussians, and nothing else.
+its classes. Accountants see Poisson-subsampled Gaussians, and nothing else.
 
 Guarantee
 ---------
@@ -130,7 +130,8 @@ class Mechanism(ABC):
 
     @property
     def group(self) -> int | None:
-        """The number, modulo b, of the one step that this is; None: of any step."""
+        """The group of units that this mechanism's one step draws from: the step's number modulo b;
+        None for steps in a row."""
         return None
 
     @property
@@ -149,11 +150,11 @@ class Mechanism(ABC):
         return self.noise_multiplier, self.noise_multiplier
 
     def at(self, step: int) -> "Mechanism":
-        """Return it for the one step of this number."""
+        """Return the mechanism of the one step with this number."""
         return self
 
     def at_any(self) -> "Mechanism":
-        """Return it for steps in a row, whatever step it is of."""
+        """Return the mechanism of steps in a row, of which `at` returned this one."""
         return self
 
     def with_noise(self, noise_multiplier: float) -> "Mechanism":
@@ -212,7 +213,8 @@ class Segment:
     """`steps` optimizer steps of one mechanism: of one group, or in a row.
 
     Args:
-        run: of a group, the run whose groups these are: in another, a unit may be of another.
+        run: for steps of one group, the run that divided units into groups: another run may put a
+            unit into another group.
 
     Raises:
         ValueError: their number is negative.
@@ -238,7 +240,7 @@ class Segment:
 def composition(segments: Iterable[Segment]) -> tuple[GaussianSteps, ...]:
     """Return the fewest subsampled Gaussian steps that dominate all segments, sorted.
 
-    A unit is of one group of a run, so that of its groups the one with the most steps counts.
+    A unit is in one group of a run, so of a run's groups the one with the most steps counts.
     """
     parts: list[GaussianSteps] = []
     by_group: dict[tuple[Mechanism, str], Counter[int]] = defaultdict(Counter)

@@ -42,7 +42,7 @@ from torchtitan_dp.checkpoint.folder import (
     LEDGER_KEY,
     average_name,
     has_average,
-    newest_whole_checkpoint,
+    newest_finished_checkpoint,
     read_decay,
     step_folder,
 )
@@ -139,7 +139,7 @@ def _check_folders(run: str, out: str) -> None:
 
 def _newest_checkpoint(run: str, config: JobConfig) -> str:
     folder = os.path.join(run, config.checkpoint.folder)
-    step = newest_whole_checkpoint(folder)
+    step = newest_finished_checkpoint(folder)
     if step < 0:
         raise ValueError(
             f"RUN = '{run}': {folder} has no whole checkpoint; train with checkpoint.enable = true"

@@ -11,8 +11,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from torchtitan_dp.checkpoint.initial import PUBLIC
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import AS_GIVEN, rope_in_words
@@ -20,10 +18,11 @@ from torchtitan_dp.data.formats import FORMATS
 from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
 from torchtitan_dp.ledger.lineage import Ancestor
 from torchtitan_dp.models.families import ModelArgs, family_of, parameter_count, without_lora
-from torchtitan_dp.privacy.accounting import rounded_down, rounded_up
+from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.meaning import Meaning
 from torchtitan_dp.privacy.mechanism import from_fields
 from torchtitan_dp.release.claims import NO_NAMES, PublicNames
+from torchtitan_dp.templates import templates
 
 
 def model_card(
@@ -83,16 +82,6 @@ def guarantee(
     }
 
 
-def exact(value: float) -> str:
-    """Write a number with as many digits as it has.
-
-    >>> exact(1e-5), exact(1.2345649e-06), exact(1.0), exact(0.1)
-    ('1e-05', '1.2345649e-06', '1', '0.1')
-    """
-    short = f"{value:g}"
-    return short if float(short) == value else repr(value)
-
-
 def _factor(epsilon: float) -> str:
     """Write e^epsilon, rounded up."""
     if epsilon < 20:
@@ -100,27 +89,6 @@ def _factor(epsilon: float) -> str:
     return f"10^{math.ceil(epsilon / math.log(10))}"
 
 
-def templates(*folders: Path, html: bool) -> jinja2.Environment:
-    """Load the templates of this folder and of others, with the filters that round no claim in its
-    own favour."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([*folders, Path(__file__).parent]),
-        undefined=jinja2.StrictUndefined,
-        autoescape=html,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=not html,
-    )
-    environment.filters |= {
-        "up": rounded_up,
-        "down": rounded_down,
-        "exact": exact,
-        "grouped": "{:,}".format,
-        "sentence": lambda text: f"{text[:1].upper()}{text[1:]}.",
-    }
-    return environment
-
-
-_TEMPLATES = templates(html=False)  # Markdown
+_TEMPLATES = templates(Path(__file__).parent)
 OWNER_ITEMS: dict[str, str] = vars(_TEMPLATES.get_template("questions.j2").module)["OWNER_ITEMS"]
 """Questions that the card asks and only the owner can answer."""

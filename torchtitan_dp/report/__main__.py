@@ -15,16 +15,17 @@ from pathlib import Path
 
 from torchtitan_dp.config.load import exit_on_mistake
 from torchtitan_dp.process import write_atomically
-from torchtitan_dp.release.card import templates
 from torchtitan_dp.report.content import private_content, public_content
 from torchtitan_dp.report.run_folder import as_text, open_run, status_rows
+from torchtitan_dp.templates import templates
 
 
 def report(folder: str, *, public: bool = False) -> str:
     """Return the page on a run; ValueError, one line, if there is none, or nothing to publish."""
     run = open_run(folder)
     content = public_content(run) if public else private_content(run)
-    pages = templates(Path(__file__).parent, html=True)
+    here = Path(__file__).parent
+    pages = templates(here, here.with_name("release"), html=True)
     return pages.get_template("page.html.j2").render(content)
 
 
@@ -34,7 +35,10 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("run", metavar="RUN", help="the job.dump_folder of a run")
     parser.add_argument(
-        "--output", metavar="FILE.html", help="default: report.html or report_public.html in RUN"
+        "--output",
+        type=os.path.expanduser,
+        metavar="FILE.html",
+        help="default: report.html or report_public.html in RUN",
     )
     parser.add_argument(
         "--public", action="store_true", help="leave only what may be published with the weights"

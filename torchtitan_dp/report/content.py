@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torchtitan_dp.ledger import schema, versions
 from torchtitan_dp.ledger.account import explain
-from torchtitan_dp.ledger.spending import before, compose, lost_by, own, spending
+from torchtitan_dp.ledger.spending import compose, initial_steps, lost_by, own_steps, spending
 from torchtitan_dp.plan.signal import DROWNS, Noise, noise_of_run
 from torchtitan_dp.privacy.accounting import rounded_down, rounded_up
 from torchtitan_dp.privacy.meaning import Meaning
@@ -136,13 +136,13 @@ def public_charts(run: RunFolder) -> list[Chart]:
 def _epsilon_chart(run: RunFolder) -> Chart:
     """Draw epsilon at each step: that of the weights, and with all lost steps."""
     ledger, steps, total = run.ledger, run.ledger.steps, max(run.total, run.ledger.steps)
-    lost = [ledger.settings.spending(ledger.lost), *lost_by(ledger.ancestors)]
+    lost = [ledger.settings.segment(ledger.lost), *lost_by(ledger.ancestors)]
     lost = [segment for segment in lost if segment.steps]
 
     def curve(first: int, last: int, *, all_begun: bool) -> Points:
         at = sorted({first + round((last - first) * i / _POINTS) for i in range(_POINTS + 1)})
-        beside = [*before(ledger), *(lost if all_begun else [])]
-        return [(n, compose(ledger, [*beside, *own(ledger, n)])) for n in at]
+        beside = [*initial_steps(ledger), *(lost if all_begun else [])]
+        return [(n, compose(ledger, [*beside, *own_steps(ledger, n)])) for n in at]
 
     lines = [Line("of these weights", found := curve(0, steps, all_begun=False), "c1")]
     lines[0] = replace(lines[0], last=rounded_up(found[-1][1]))

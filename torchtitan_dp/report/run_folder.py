@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchtitan_dp.checkpoint.folder import newest_whole_checkpoint, step_folder
+from torchtitan_dp.checkpoint.folder import newest_finished_checkpoint, step_folder
 from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import RUN_CONFIG_FILE, read_config
@@ -30,7 +30,7 @@ from torchtitan_dp.report.charts import SECONDS, Scalars, read_scalars
 
 @dataclass
 class RunFolder:
-    """What was read of a run."""
+    """The content of a run's folder, and what follows from it."""
 
     path: Path
     published: dict[str, Any]  # privacy.json
@@ -93,7 +93,7 @@ def open_run(folder: str) -> RunFolder:
     notes: list[str] = []
     config, settings = _settings(folder, notes)
     checkpoints = path / (config.checkpoint.folder if config else "checkpoint")
-    newest = newest_whole_checkpoint(str(checkpoints))
+    newest = newest_finished_checkpoint(str(checkpoints))
     tensorboard = path / (config.metrics.save_tb_folder if config else "tb")
     scalars = read_scalars(tensorboard)
     if not scalars.by_name:
@@ -125,7 +125,7 @@ def open_run(folder: str) -> RunFolder:
             notes.append(f"the model's shape is not known: {error}")
     if (fault := path / FAULT_FILE).exists():
         run.ended_by = fault.read_text(encoding="utf-8").strip().removeprefix("error: ")
-    _account(run)
+    _set_epsilons(run)
     return run
 
 
@@ -139,9 +139,9 @@ def _settings(folder: str, notes: list[str]) -> tuple[JobConfig | None, dict[str
         return config, json.load(file)
 
 
-def _account(run: RunFolder) -> None:
-    """Fill in what the run spent. A run that is training has published it at its last logged step;
-    of one that ended, the steps after its last checkpoint are lost, and the ledger is verified."""
+def _set_epsilons(run: RunFolder) -> None:
+    """Set epsilons, caveats and faults: of a run that is training as published at its last logged
+    step; of one that ended as `verify` finds them, since steps after its checkpoint are lost."""
     if not run.with_privacy:
         return
     published = run.published

@@ -10,16 +10,15 @@ a temporary checkpoint. Exit code 1 if a check fails, in one line each; 2 for a 
 """
 
 import argparse
-import functools
+import dataclasses
 import hashlib
 import itertools
 import math
 import os
 import platform
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
 import torch
@@ -27,31 +26,24 @@ import torch.distributed as dist
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import exit_on_mistake, fail, write_json
+from torchtitan_dp.distributed import devices
 from torchtitan_dp.distributed.agreement import shared_root_key
 from torchtitan_dp.distributed.attention import RotateMethod
 from torchtitan_dp.distributed.cpu import has_accelerator
-from torchtitan_dp.distributed.devices import (
-    capability,
-    cuda_devices,
-    device_name,
-    libraries,
-    memory_bytes,
-)
 from torchtitan_dp.distributed.host_memory import available_bytes
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger import versions
 from torchtitan_dp.process import die_with_parent
-from torchtitan_dp.selfcheck.parts import attention, norm_estimates
+from torchtitan_dp.selfcheck import steps
 from torchtitan_dp.selfcheck.run import Check, Measured, Outcome, Ranks, run, start
 from torchtitan_dp.selfcheck.small import WAYS, Terms, default_terms, given_terms
-from torchtitan_dp.selfcheck.steps import Loops, checkpoint, clipped_sum, noise, updates
 
 _DO_NOT_TRAIN = "do not train here: epsilon would not hold"
 _GIB = 2**30
 
 
 def main(argv: list[str]) -> None:
-    options, overrides = parse(argv, (__doc__ or "").splitlines()[0])
+    options, overrides = parse(argv)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     with exit_on_mistake():
         terms = given_terms(overrides, world_size) if overrides else default_terms(world_size)
@@ -61,21 +53,21 @@ def main(argv: list[str]) -> None:
     ranks = start(options.backend)
     nodes = world_size // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     place = checkpoint_place(terms[0].config if overrides else None, nodes)
-    device, found = device_name(ranks.device), facts(ranks.device)
+    device, found = devices.device_name(ranks.device), facts(ranks.device)
 
     def say(line: str) -> None:
-        if ranks.rank == 0:
+        if dist.get_rank() == 0:
             print(line, file=sys.stderr, flush=True)
 
     say(f"selfcheck: {world_size} x {device}")
     for name, value in found.items():
         say(f"  {name}: {value}")
-    checks = [*machine_checks(ranks), *checks_of(ranks, terms, place, every=not overrides)]
+    checks = [*machine_checks(), *checks_of(terms, place, every=not overrides)]
     outcomes = run(ranks, checks, lambda outcome: say(outcome.row()))
     failed = [outcome for outcome in outcomes if not outcome.passed]
     for outcome in failed:
         say(outcome.failure())
-    if options.json and ranks.rank == 0:
+    if options.json and dist.get_rank() == 0:
         write_json(options.json, for_programs(device, found, outcomes))
     say(f"selfcheck: {len(outcomes) - len(failed)} of {len(outcomes)} passed")
     if failed:
@@ -83,26 +75,24 @@ def main(argv: list[str]) -> None:
     dist.destroy_process_group()
 
 
-def parse(argv: list[str], description: str) -> tuple[argparse.Namespace, list[str]]:
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parse selfcheck's own options, and return the configuration's command line too, if any."""
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan_dp.selfcheck",
-        description=description,
+        description=(__doc__ or "").splitlines()[0],
         epilog="With --config any --section.key value of the configuration is taken too.",
         allow_abbrev=False,
     )
-    of_config = "the TOML of a run: check what it would use (default: every gradient method)"
-    of_backend = "of the process group, for ranks that share a device: cpu:gloo,cuda:gloo"
-    names = "--config", "--job.config_file"
-    parser.add_argument(*names, dest="config", metavar="FILE", help=of_config)
+    given = "the TOML of a run: check what it would use (default: every gradient method)"
+    shared = "of the process group, for ranks that share a device: cpu:gloo,cuda:gloo"
+    parser.add_argument("--config", "--job.config_file", dest="config", metavar="FILE", help=given)
     parser.add_argument("--json", metavar="FILE", help="write the result there; - is stdout")
-    parser.add_argument("--backend", metavar="NAME", help=of_backend)
+    parser.add_argument("--backend", metavar="NAME", help=shared)
     options, overrides = parser.parse_known_args(argv)
-    if options.config is not None:
-        return options, ["--job.config_file", options.config, *overrides]
-    if overrides:
+    if overrides and options.config is None:
         fail(f"{overrides[0]}: without --config there is nothing to override; name a TOML")
-    return options, []
+    config = [] if options.config is None else ["--job.config_file", options.config]
+    return options, [*config, *overrides]
 
 
 def checkpoint_place(config: JobConfig | None, nodes: int) -> str:
@@ -118,171 +108,125 @@ def checkpoint_place(config: JobConfig | None, nodes: int) -> str:
 
 def facts(device: torch.device) -> dict[str, str]:
     """Collect what a bug report needs to state of the machine, in the order of the table."""
-    found = {"free memory": f"{free_memory_gib(device)[0]:.1f} GiB a rank"}
-    if (compute := capability(device)) is not None:
-        found["compute capability"] = ".".join(map(str, compute))
-        found["driver"] = _driver()
-    found |= libraries(device)
-    found |= {name: version for name, version in versions().items() if version != "unknown"}
+    free = {"free memory": f"{memory_gib(device)[0]:.1f} GiB a rank"}
+    known = {name: version for name, version in versions().items() if version != "unknown"}
+    found = free | devices.libraries(device) | known
     return found | {"python": platform.python_version(), "host": platform.platform()}
 
 
-def _driver() -> str:
-    """Return the NVIDIA driver's version."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return "unknown (nvidia-smi does not answer)"
-    return done.stdout.split("\n")[0].strip()
-
-
-def free_memory_gib(device: torch.device) -> tuple[float, float]:
-    """Return how much memory is free to a rank, and how much should be: of its device, or host."""
+def memory_gib(device: torch.device) -> tuple[float, float]:
+    """Return how much memory is free to a rank, of its device or host, and how much is missing."""
     if device.type == "cuda":
-        free, total = memory_bytes(device)
-        return free / _GIB, 0.9 * total / _GIB  # a CUDA context takes a few percent
+        free, total = devices.memory_bytes(device)
+        return free / _GIB, max(0.9 * total - free, 0) / _GIB  # a CUDA context takes a few percent
     available = available_bytes()
     assert available is not None, "Linux has /proc/meminfo"
-    return available / _GIB / int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1.0  # these checks' own
+    gib = available / _GIB / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return gib, max(1 - gib, 0)  # these checks take one
 
 
 def for_programs(device: str, facts: dict[str, str], outcomes: list[Outcome]) -> dict[str, Any]:
     """Return the content of `--json`; JSON has no NaN."""
-    checks = [
-        {
-            "name": one.name,
-            "passed": one.passed,
-            "value": one.value if math.isfinite(one.value or 0.0) else None,
-            "bound": one.bound,
-        }
-        for one in outcomes
-    ]
+    checks = []
+    for one in outcomes:
+        value = one.value if math.isfinite(one.value) else None
+        bound = None if one.error else one.bound
+        checks.append({"name": one.name, "passed": one.passed, "value": value, "bound": bound})
     passed = all(outcome.passed for outcome in outcomes)
     return {"device": device, "facts": facts, "passed": passed, "checks": checks}
 
 
-# All checks, in order: those that are quick and explain others come first.
+def machine_checks() -> list[Check]:
+    """List the checks of the machine, which are quick and explain others: they come first."""
 
+    def root_key(ranks: Ranks) -> Measured:
+        """Draw and broadcast one as for a run; compare a hash of a key derived from it."""
+        key = shared_root_key(ranks.device, None).stream("coin").take(1)
+        return {"ranks that differ": (ranks.differing(hashlib.sha256(key).digest()), 0)}
 
-def machine_checks(ranks: Ranks) -> list[Check]:
-    """List the checks of the machine, which do not depend on what is trained."""
+    unusable = 0 if has_accelerator() else devices.cuda_devices()  # the run would be on the CPU
+    environment = versions(), torch.__version__, platform.python_version()
     update = "the driver is too old for this torch, or broken: update it"
     free = "other programs hold it: end them, or choose other devices (CUDA_VISIBLE_DEVICES)"
     install = "install one environment on all nodes (scripts/setup.sh)"
     network = f"{_DO_NOT_TRAIN}; broadcasts between these ranks are wrong (NCCL, the network)"
-
-    def unusable() -> Measured:  # the run would be on the CPU
-        return Measured("present but unusable", 0 if has_accelerator() else cuda_devices(), 0)
-
-    def missing() -> Measured:
-        free, needed = free_memory_gib(ranks.device)
-        return Measured("missing GiB", max(needed - free, 0.0), 0.0)
-
-    def differ(mine: Callable[[], object]) -> Measured:
-        found = ranks.gather(mine())
-        return Measured("ranks that differ", sum(one != found[0] for one in found), 0)
-
-    def environment() -> object:
-        return versions(), torch.__version__, platform.python_version()
-
-    def root_key() -> object:
-        """Drawn and broadcast as for a run; a hash of a key derived from it is compared."""
-        return hashlib.sha256(shared_root_key(ranks.device, None).stream("coin").take(1)).digest()
-
     return [
-        Check("devices", update, lambda: (unusable(),)),
-        Check("memory", free, lambda: (missing(),)),
-        Check("versions", install, lambda: (differ(environment),)),
-        Check("root key", network, lambda: (differ(root_key),)),
+        Check("devices", update, lambda ranks: {"present but unusable": (unusable, 0)}),
+        Check("memory", free, lambda ranks: {"missing GiB": (memory_gib(ranks.device)[1], 0)}),
+        Check("versions", install, lambda r: {"ranks that differ": (r.differing(environment), 0)}),
+        Check("root key", network, root_key),
     ]
 
 
-def checks_of(
-    ranks: Ranks, all_terms: Sequence[Terms], place: str, *, every: bool
-) -> Iterator[Check]:
+def checks_of(all_terms: Sequence[Terms], place: str, *, every: bool) -> Iterator[Check]:
     """List the checks on some terms, each statement once; `every` adds what the terms do not ask
     for: all balancers and rotations of the ring, other ways of a method, secure noise."""
-    loops = Loops()
     met = set()
     for terms in all_terms:
-        check = functools.partial(_check, ranks, terms)
-        first = (terms.dtype, terms.degrees) not in met
+        checks = [_of_sums(terms, every)]
+        if (terms.dtype, terms.degrees) not in met:  # these depend on no gradient method
+            checks = [_of_attention(terms, every), _of_noise(terms, place, every), *checks]
         met.add((terms.dtype, terms.degrees))
-        if first:  # these depend on no gradient method
-            yield from _attention_checks(ranks, terms, every)
-        if first and terms.dtype == torch.float32:
-            yield check("noise", _DO_NOT_TRAIN, noise)
-            if every:
-                secure = terms.but(secure_noise=True)
-                yield _check(ranks, secure, "secure noise", _DO_NOT_TRAIN, noise)
-            remedy = (
-                f"checkpoints cannot be trusted where they were tried ({place}): another "
-                "job.dump_folder, on a file system that all nodes share"
-            )
-            yield check("checkpoint", remedy, checkpoint, place)
-        yield from _sum_checks(ranks, terms, loops, every)
+        for check in itertools.chain(*checks):
+            yield dataclasses.replace(check, name=f"{check.name}, {terms.place}")
 
 
-def _check(
-    ranks: Ranks,
-    terms: Terms,
-    name: str,
-    remedy: str,
-    measure: Callable[..., Sequence[Measured]],
-    *arguments: object,
-) -> Check:
-    bound = functools.partial(measure, ranks, terms, *arguments)
-    return Check(f"{name}, {terms.place}", remedy, bound)
-
-
-def _attention_checks(ranks: Ranks, terms: Terms, every: bool) -> Iterator[Check]:
-    parallelism = terms.config.parallelism
+def _of_attention(terms: Terms, every: bool) -> Iterator[Check]:
+    parallelism, ring = terms.config.parallelism, terms.degrees[2] > 1
     balancers = [parallelism.context_parallel_load_balancer]
     rotations = [parallelism.context_parallel_rotate_method]
-    if terms.degrees[2] == 1:
-        remedy = f"{_DO_NOT_TRAIN}; another training.mixed_precision_param or torch may pass"
-        cases = {"attention": (balancers[0], rotations[0], False)}
-        apart = "attention, heads apart"
-    else:
+    remedy = f"{_DO_NOT_TRAIN}; another training.mixed_precision_param or torch may pass"
+    if ring:
         remedy = (
             "another parallelism.context_parallel_load_balancer, context_parallel_rotate_method or "
             "torch may pass; else train with context_parallel_degree = 1"
         )
-        if every:
-            balancers, rotations = ["headtail", None], list(get_args(RotateMethod))
-        pairs = itertools.product(balancers, rotations)
-        cases = {f"ring attention, {b}, {rotate}": (b, rotate, False) for b, rotate in pairs}
-        apart = f"ring attention, {balancers[0]}, {rotations[0]}, heads apart"
+    if ring and every:
+        balancers, rotations = ["headtail", None], list(get_args(RotateMethod))
+    cases = [(*pair, False) for pair in itertools.product(balancers, rotations)]
     if every or terms.heads_apart:
-        cases[apart] = (balancers[0], rotations[0], True)
-    for name, case in cases.items():
-        yield _check(ranks, terms, name, remedy, attention, *case)
+        cases.append((balancers[0], rotations[0], True))
+    for balancer, rotate, apart in cases:
+        name = f"ring attention, {balancer}, {rotate}" if ring else "attention"
+        name = f"{name}, heads apart" if apart else name
+        yield Check(name, remedy, steps.attention, (terms, balancer, rotate, apart))
 
 
-def _sum_checks(ranks: Ranks, terms: Terms, loops: Loops, every: bool) -> Iterator[Check]:
+def _of_noise(terms: Terms, place: str, every: bool) -> Iterator[Check]:
+    if terms.dtype != torch.float32:
+        return
+    yield Check("noise", _DO_NOT_TRAIN, steps.noise, (terms,))
+    if every:
+        yield Check("secure noise", _DO_NOT_TRAIN, steps.noise, (terms.but(secure_noise=True),))
+    remedy = (
+        f"checkpoints cannot be trusted where they were tried ({place}): another "
+        "job.dump_folder, on a file system that all nodes share"
+    )
+    yield Check("checkpoint", remedy, steps.checkpoint, (terms, place))
+
+
+def _of_sums(terms: Terms, every: bool) -> Iterator[Check]:
     method: str = terms.config.privacy.gradient_method
     kind = method
     if METHODS[method].estimates_norms:
         remedy = f"{_DO_NOT_TRAIN}; privacy.gradient_method = 'ghost' has exact norms"
-        yield _check(ranks, terms, "norm estimates", remedy, norm_estimates)
+        yield Check("norm estimates", remedy, steps.norm_estimates, (terms,))
         # The loop's norms are exact: the rest of the method is compared with it.
         kind, terms = f"{method} with exact norms", terms.but(gradient_method="ghost")
-    kinds = {kind: terms}
-    if every:
-        kinds |= {f"{method}, {way}": terms.but(**of) for way, of in WAYS.get(method, {}).items()}
+    ways = WAYS.get(method, {}) if every else {}
+    kinds = {kind: terms} | {f"{method}, {way}": terms.but(**of) for way, of in ways.items()}
     remedy = (
         f"{_DO_NOT_TRAIN}; another privacy.gradient_method or dtype may pass; where ring attention "
         "does, look at reductions (NCCL, the network)"
     )
     for of_kind, of in kinds.items():
-        yield _check(ranks, of, f"clipped sum, {of_kind}", remedy, clipped_sum, loops)
+        yield Check(f"clipped sum, {of_kind}", remedy, steps.clipped_sum, (of,))
     if terms.dtype == torch.float32:
         remedy = (
             f"{_DO_NOT_TRAIN}; if it passes with optimizer.implementation = 'for-loop', the fused "
             "optimizer is at fault"
         )
-        yield _check(ranks, terms, f"update, {kind}", remedy, updates, loops)
+        yield Check(f"update, {kind}", remedy, steps.updates, (terms,))
 
 
 if __name__ == "__main__":

@@ -11,16 +11,15 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 
@@ -31,7 +30,7 @@ from torchtitan_dp.distributed.attention import HEADS_APART_FROM
 from torchtitan_dp.distributed.cpu import has_accelerator
 from torchtitan_dp.gradients.fsdp import ReductionGroups
 from torchtitan_dp.gradients.methods import METHODS, build_step
-from torchtitan_dp.models.families import ModelArgs, family_of, on_meta
+from torchtitan_dp.models.families import ModelArgs, on_meta
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.lora import fill_adapters
 from torchtitan_dp.models.loss import SampleLosses
@@ -41,7 +40,7 @@ from torchtitan_dp.optimizer import as_gradient_of
 from torchtitan_dp.preflight.check import check_clipping
 from torchtitan_dp.privacy.clipping import patterns_in_use
 from torchtitan_dp.privacy.sampling import deal
-from torchtitan_dp.selfcheck.reference import Gradient, take
+from torchtitan_dp.selfcheck.reference import Gradient, Reference, reference_of
 
 _VOCABULARY = 1009  # a prime, so that no mesh divides it
 _TOKENS = 64  # of a sample of the small model on CPU, for each cp rank
@@ -58,7 +57,7 @@ WAYS: dict[str, dict[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Terms:
-    """A scaled-down configuration, its small model, and the shapes to check attention with."""
+    """A scaled-down configuration, its small model, and how to check attention."""
 
     config: JobConfig
     args: ModelArgs
@@ -83,15 +82,14 @@ class Terms:
         compiled = " compiled" if self.config.compile.enable else ""
         return f"{self.config.training.mixed_precision_param}{compiled}, mesh {mesh}"
 
-    @property
-    def samples(self) -> int:
-        """The number of a step's samples: odd, so that a microbatch is padded."""
+    def reference(self) -> Reference:
+        """Return samples for these terms, and the plain loop's results on them."""
         replicate, shard, _ = self.degrees
-        return 7 + replicate * shard // 2 * 2
+        count = 7 + replicate * shard // 2 * 2  # odd, so that a microbatch is padded
+        return reference_of(self.args, count, self.config.privacy)
 
     def but(self, *, in_tiles: bool = False, **privacy: Any) -> "Terms":
-        """Return the same terms with other settings of `[privacy]`, or a feed-forward in three
-        tiles."""
+        """Return these terms with other settings of `[privacy]`, or a feed-forward in 3 tiles."""
         config = copy.deepcopy(self.config)
         config.privacy = dataclasses.replace(config.privacy, **privacy)
         if in_tiles:
@@ -100,14 +98,9 @@ class Terms:
 
 
 def given_terms(overrides: list[str], world_size: int) -> list[Terms]:
-    """Return the terms of a configuration and, if it rounds or compiles, the same in plain fp32.
-
-    Rounding to bf16 hides a fault of some thousandths. In fp32 query heads share no keys: CUDA has
-    no such kernel on a ring.
-
-    Raises:
-        ValueError: one line for the user.
-    """
+    """Return the terms of a configuration and, if it rounds or compiles, the same in plain fp32:
+    rounding to bf16 hides a fault of some thousandths. There query heads share no keys, for which
+    CUDA has no kernel on a ring. Raises ValueError, one line for the user."""
     config = load_config(overrides, world_size)
     if not config.privacy.enable:
         raise ValueError("privacy.enable = false: selfcheck is of private steps; set it to true")
@@ -124,12 +117,9 @@ def given_terms(overrides: list[str], world_size: int) -> list[Terms]:
 
 
 def default_terms(world_size: int) -> list[Terms]:
-    """Return terms for every gradient method, on a mesh of all ranks as cp.
-
-    From 4 ranks on, an even number, also on a mesh of dp_shard 2 x cp. Weights are tied, the loss
-    is in chunks; per-sample layers have whole logits in fp32, where two layers of one weight are
-    summed over cp at once.
-    """
+    """Return terms for every gradient method, on a mesh of all ranks as cp; from 4 ranks on, an
+    even number, also of dp_shard 2 x cp. Weights are tied, the loss is in chunks; per-sample layers
+    have whole logits in fp32, where two layers of one weight are summed over cp at once."""
     found = []
     meshes = (1, 2) if world_size >= 4 and world_size % 2 == 0 else (1,)
     for shards, dtype, method in itertools.product(meshes, ("float32", "bfloat16"), METHODS):
@@ -141,10 +131,10 @@ def default_terms(world_size: int) -> list[Terms]:
             f"--training.mixed_precision_param={dtype} --activation_checkpoint.mode=none "
             f"--parallelism.context_parallel_degree={cp} "
             f"--parallelism.data_parallel_shard_degree={shards}"
-        ).split()
+        )
         if dtype == "float32" and METHODS[method].per_sample_layers:
-            overrides.append("--training.loss_chunk_tokens=0")
-        config = load_config(overrides, world_size)
+            overrides += " --training.loss_chunk_tokens=0"
+        config = load_config(overrides.split(), world_size)
         args = shape(config)
         args.tie_embeddings = True
         if dtype == "bfloat16":  # as in Llama 3.2 1B
@@ -155,8 +145,7 @@ def default_terms(world_size: int) -> list[Terms]:
 
 def _scaled(config: JobConfig, args: ModelArgs) -> Terms:
     """Scale a checked configuration down."""
-    cp = config.parallelism.context_parallel_degree
-    scaled = copy.deepcopy(config)
+    cp, scaled = config.parallelism.context_parallel_degree, copy.deepcopy(config)
     training = scaled.training
     tokens = _MOST_TOKENS if has_accelerator() else _TOKENS  # enough for every kernel of attention
     training.seq_len = min(training.seq_len, tokens * cp)
@@ -173,14 +162,11 @@ def _scaled(config: JobConfig, args: ModelArgs) -> Terms:
     if groups := config.privacy.clipping_groups:
         names = trainable_parameters(on_meta(small))
         scaled.privacy.clipping_groups = patterns_in_use(names, groups)
-    return Terms(
-        scaled,
-        small,
-        tuple(rung for rung in ladder(config) if rung <= _MOST_TOKENS * cp) or (_MOST_TOKENS * cp,),
-        heads=(shared * min(kv_heads, 2), min(kv_heads, 2)),
-        heads_apart=config.training.seq_len // cp >= HEADS_APART_FROM,
-        cudnn=takes_cudnn(config, args),
-    )
+    lengths = tuple(rung for rung in ladder(config) if rung <= _MOST_TOKENS * cp)
+    heads = shared * min(kv_heads, 2), min(kv_heads, 2)
+    apart = config.training.seq_len // cp >= HEADS_APART_FROM
+    of_attention = lengths or (_MOST_TOKENS * cp,), heads, apart, takes_cudnn(config, args)
+    return Terms(scaled, small, *of_attention)
 
 
 def _third(config: JobConfig) -> int:
@@ -191,10 +177,7 @@ def _third(config: JobConfig) -> int:
 @functools.cache
 def mesh(device_type: str, degrees: tuple[int, int, int]) -> tuple[ParallelDims, ReductionGroups]:
     """Build a mesh once per process, as training does: groups keep threads and memory for good, and
-    DTensor's caches go on using the groups of the first of several equal meshes.
-
-    Collective over the world.
-    """
+    DTensor's caches go on using those of the first of equal meshes. Collective over the world."""
     dims = ParallelDims(*degrees, 1, 1, 1, 1, math.prod(degrees))
     dims.build_mesh()
     return dims, ReductionGroups.build(device_type, degrees)
@@ -203,23 +186,12 @@ def mesh(device_type: str, degrees: tuple[int, int, int]) -> tuple[ParallelDims,
 class Small:
     """A model laid over a mesh as training does, and its private step, on this rank."""
 
-    def __init__(
-        self,
-        terms: Terms,
-        device: torch.device,
-        *,
-        max_grad_norm: float,
-        prepare: Callable[[nn.Module], object] = lambda _: None,
-    ) -> None:
-        """Build the model, and `prepare` it before it is parallelized. Collective over the
-        world."""
-        config = terms.config
-        self.terms, self.device = terms, device
+    def __init__(self, terms: Terms, device: torch.device, *, max_grad_norm: float) -> None:
+        """Build it. Collective over the world."""
+        self.terms, self.device, config = terms, device, terms.config
         self.batch_size = config.training.local_batch_size
         self.dims, self.groups = mesh(device.type, terms.degrees)
-        with torch.device("meta"):
-            self.model = family_of(terms.args).model(copy.deepcopy(terms.args))
-        prepare(self.model)
+        self.model = on_meta(terms.args)
         parallelize(self.model, self.dims, config)
         self.model.to_empty(device=device)
         self.model.init_weights()
@@ -230,32 +202,23 @@ class Small:
         self.gradients = self.step.gradients
         self.losses = SampleLosses.on(self.model, device, self.dims, config)
 
-    def slots(self, drawn: np.ndarray) -> list[int]:
-        """List the samples dealt to this data-parallel rank, in order; -1 is padding."""
-        replicate, shard, cp = self.terms.degrees
-        ranks, rank = replicate * shard, dist.get_rank() // cp
-        dealt = deal(drawn, ranks=ranks, rank=rank, batch_size=self.batch_size)
-        return [slot for slots in dealt for slot in slots.tolist()]
-
     def accumulate(
-        self,
-        tokens_NT: Tensor,
-        labels_NT: Tensor,
-        weight_N: Tensor | None = None,
-        drawn: np.ndarray | None = None,
-        key: bytes = bytes(32),
+        self, *samples: Tensor, drawn: np.ndarray | None = None, key: bytes = bytes(32)
     ) -> dict[int, float]:
-        """Deal the samples out, all or those drawn, and add their clipped gradients to the sum;
-        return this data-parallel rank's samples with their gradients' norms before clipping."""
-        norms: dict[int, float] = {}
+        """Deal out `Samples`, whose weights are 1 by default, or those drawn; add their clipped
+        gradients to the sum; return this data-parallel rank's with their norms before clipping."""
+        (tokens_NT, labels_NT, *weights), norms = samples, dict[int, float]()
         self.gradients.start_step(key)
-        dealt = self.slots(np.arange(len(tokens_NT)) if drawn is None else drawn)
+        drawn = np.arange(len(tokens_NT)) if drawn is None else drawn
+        ranks, rank = self.dims.dp_replicate * self.dims.dp_shard, dist.get_rank() // self.dims.cp
+        dealt = deal(drawn, ranks=ranks, rank=rank, batch_size=self.batch_size)
         at_once = self.gradients.batch_size or self.batch_size
-        for start in range(0, len(dealt), at_once):
-            slot_B = torch.tensor(dealt[start : start + at_once])
+        for slot_B in (part for slots in dealt for part in torch.from_numpy(slots).split(at_once)):
             valid_B = slot_B >= 0
-            loss_B = self.losses(*take(tokens_NT, labels_NT, slot_B))
-            if weight_N is not None:
+            tokens_BT = tokens_NT[slot_B].masked_fill(~valid_B[:, None], 0)
+            labels_BT = labels_NT[slot_B].masked_fill(~valid_B[:, None], IGNORE_INDEX)
+            loss_B = self.losses(tokens_BT, labels_BT)
+            for weight_N in weights:
                 loss_B = loss_B * weight_N[slot_B].where(valid_B, 1.0).to(self.device)
             valid_B, positions = valid_B.to(self.device), slot_B.tolist()
             clip = self.gradients.accumulate_clipped(loss_B, valid_B, positions)
@@ -263,17 +226,10 @@ class Small:
         norms.pop(-1, None)
         return norms
 
-    def clipped_sum(self, *samples: Any, **options: Any) -> tuple[Gradient, dict[int, float]]:
-        """Accumulate samples; return the step's sum and the norms (`total`, `accumulate`)."""
-        norms = self.accumulate(*samples, **options)
-        return self.total(), norms
-
-    def total(self) -> Gradient:
-        """Return the step's sum over all ranks, whole, on the CPU, and start the next one.
-
-        Collectives: those of `ClippedSum.take`, and an all-gather over dp_shard x cp.
-        """
-        taken = self.step.clipped_sum.take()
+    def total(self, taken: dict[str, Tensor] | None = None) -> Gradient:
+        """Return the step's sum over all ranks, or what a step made of it, whole, on the CPU, and
+        start the next. Collectives: `ClippedSum.take`'s, and an all-gather over dp_shard x cp."""
+        taken = self.step.clipped_sum.take() if taken is None else taken
         found = {n: whole(as_gradient_of(self.parameters[n], flat)) for n, flat in taken.items()}
         self.step.clipped_sum.reset()
         return found
@@ -281,6 +237,5 @@ class Small:
 
 def whole(tensor: Tensor) -> Tensor:
     """Copy a whole tensor to the CPU. Collective: an all-gather over dp_shard x cp."""
-    tensor = tensor.detach()
     assert isinstance(tensor, DTensor)
-    return tensor.full_tensor().cpu().clone()
+    return tensor.full_tensor().detach().cpu().clone()

@@ -138,11 +138,11 @@ class Guarded:
 
 
 LINES = "watch.jsonl"
-_OF_ALL_STEPS = f"{PUBLISHABLE}/epsilon_planned"  # differs between starts, but not within one
+_OF_ALL_STEPS = f"{PUBLISHABLE}/epsilon_planned"  # one value a start: the newest is sent
 
 
 class Later:
-    """Keeps what may be published in the run's folder, until the planned steps are taken.
+    """Keeps public scalars in the run's folder, until the planned steps are taken.
 
     A service that gets it step by step would see when each arrives, and which come again.
     """

@@ -128,7 +128,7 @@ class PrivateMetricsProcessor(LabelledMetricsProcessor):
         self.pace = Pace(0, job_config.training.steps)
         self.screen = Screen.of_launcher()
         self._begun, self._expected = 0, 1.0  # microbatches of a step
-        self._logged: dict[str, float] = {}  # the scalars of the newest step that was
+        self._logged: dict[str, float] = {}  # the scalars of the newest logged step
 
     def begin(self, step: int, *, private: bool, epsilon_planned: float | None = None) -> None:
         super().begin(step, private=private, epsilon_planned=epsilon_planned)
@@ -217,7 +217,7 @@ def epsilon_words(scalars: dict[str, float], beside: str) -> str:
 
 
 def samples_words(statistics: dict[str, float]) -> str:
-    """Write what the samples of a step were; not private."""
+    """Write the loss, size and clipped share of a step's batch; not private."""
     batch, rejected = statistics["realized_batch_size"], statistics["rejected"]
     if not batch:
         return "batch: 0 (an empty draw)"

@@ -22,7 +22,7 @@ from torchtitan_dp.process import Fault, write_atomically
 class WandB:
     """One W&B run for all starts of the run in a folder; Fault where it cannot be reached.
 
-    `time_of_all` stands in place of the times of steps, which are not private; None: these do.
+    `time_of_all` is sent as the time of each step; None sends the times themselves, NOT PRIVATE.
     """
 
     def __init__(self, folder: str, *, time_of_all: float | None) -> None:

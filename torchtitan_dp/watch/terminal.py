@@ -41,25 +41,25 @@ def clock(seconds: float | None) -> str:
 class Pace:
     """The steps of this start and the time that they took, which is not private."""
 
-    first: int  # the step before the first of this start
+    before: int  # the last step before this start
     total: int
     now: Callable[[], float] = time.monotonic
     done: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.done, self._begun, self._first_done = self.first, self.now(), 0.0
+        self.done, self._begun, self._first_done = self.before, self.now(), 0.0
 
     def step_done(self, step: int) -> None:
         """Note that a step was taken."""
         self.done = step
-        if step == self.first + 1:
+        if step == self.before + 1:
             self._first_done = self.now()
 
     @property
     def seconds_per_step(self) -> float | None:
         """The mean, with validation and checkpoints, but without the first step, which compiles,
         where there is another; None before the first."""
-        steps = self.done - self.first
+        steps = self.done - self.before
         if steps == 0:
             return None
         if steps == 1:
@@ -81,7 +81,7 @@ class Screen:
 
     @classmethod
     def of_launcher(cls) -> "Screen":
-        """Build that of this process."""
+        """Build this process's screen, which the launcher draws if this is rank 0."""
         return cls(os.environ.get(SOCKET) if os.environ.get("RANK") == "0" else None)
 
     def show(self, pace: Pace, part: float, public: str, private: str) -> None:

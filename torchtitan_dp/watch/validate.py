@@ -24,15 +24,14 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import heldout_units
-from torchtitan_dp.data.batching import Draw, RecordLoader
-from torchtitan_dp.data.feed import Feed
+from torchtitan_dp.data.batching import Draw, Feed, RecordLoader
 from torchtitan_dp.gradients.fsdp import free_gathered
 from torchtitan_dp.ledger.settings import NoisedLoss
 from torchtitan_dp.models.ema import WeightAverage
 from torchtitan_dp.models.loss import SampleLosses
 
 Publish = Callable[[np.ndarray, int], NoisedLoss]
-"""Adds noise to the mean of these losses, clipped, after a step, and accounts for it."""
+"""Takes each unit's loss, and the step; adds noise to the clipped mean, and accounts for it."""
 
 
 class HeldOut(NamedTuple):
@@ -60,7 +59,7 @@ class HeldOutValidator:
         self._average: WeightAverage | None = None
         self._publish: Publish | None = None
         self._is_private: Callable[[], bool] = bool
-        self._validated = 0  # the last step that was
+        self._validated = 0  # the last step after which it was
         self._buckets = buckets(job_config.training.seq_len)
 
     def compare(self, average: WeightAverage | None) -> None:

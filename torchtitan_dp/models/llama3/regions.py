@@ -74,7 +74,7 @@ def compiled(backend: str) -> Regions:
 
 
 class RegionBlock(TransformerBlock):
-    """Runs a block by regions; `use_regions` gives blocks this class."""
+    """A block that calls `regions` between its layers; `use_regions` gives blocks this class."""
 
     regions: Regions
 
@@ -124,9 +124,9 @@ def use_regions(blocks: nn.Module, regions: Regions) -> None:
                 "training.local_batch_size to 1"
             )
         block.__class__ = RegionBlock
-        turned = cast(RegionBlock, block)
-        assert turned.attention.attn_type == "sdpa", "other attentions take other arguments"
-        turned.regions = regions
+        converted = cast(RegionBlock, block)
+        assert converted.attention.attn_type == "sdpa", "other attentions take other arguments"
+        converted.regions = regions
 
 
 def sample_copies(layer: nn.Module, attribute: str, batch_size: int) -> Tensor:
@@ -135,7 +135,7 @@ def sample_copies(layer: nn.Module, attribute: str, batch_size: int) -> Tensor:
     parameter = getattr(layer, attribute)
     if isinstance(layer, PerSampleLayer):
         return cast(Tensor, _SampleCopies.apply(layer, attribute, batch_size, parameter))
-    assert not parameter.requires_grad, f"{type(layer).__name__} was not turned"
+    assert not parameter.requires_grad, f"{type(layer).__name__} was not converted"
     return _copies(parameter, batch_size)
 
 

@@ -2,7 +2,7 @@
 
 Norm, projections and rotary embeddings are one function that saves its input alone, which full
 activation checkpointing keeps anyway. TorchTitan's would keep the norm of all tokens for backward,
-and turns queries and keys in fp32 copies of all tokens. Nothing is computed twice but the norm: the
+and rotates fp32 copies of all queries and keys. Nothing is computed twice but the norm: the
 gradient of a rotation is the rotation back.
 
 Guarantee:
@@ -22,7 +22,7 @@ from torchtitan_dp.models.tiles import NormedLayers, NormOfTile, new_sums, round
 
 
 class TiledAttention(nn.Module):
-    """The class that `use_tiles` adds to a Llama's attention."""
+    """The class that `use_tiles` mixes into a Llama's attention."""
 
     tiling: Tiling
 
@@ -57,8 +57,8 @@ def queries_keys_values(
         rotary_TF: complex, for each of x's tokens and pair of a head's values.
         tokens: in a tile.
     """
-    of_order = [attention.wq, attention.wk, attention.wv]
-    layers, parameters = NormedLayers.of(norm, of_order, len(x_BTD))
+    in_order = [attention.wq, attention.wk, attention.wv]
+    layers, parameters = NormedLayers.of(norm, in_order, len(x_BTD))
     made = _Heads.apply(x_BTD, rotary_TF, layers, attention.head_dim, tokens, *parameters)
     return cast(tuple[Tensor, Tensor, Tensor], made)
 
