@@ -110,12 +110,7 @@ def _memory(config: JobConfig) -> Iterator[Row]:
 
 def _family(config: JobConfig) -> Iterator[Row]:
     """Yield the rows of models of transformers."""
-    theirs, privacy = config.model.name == TRANSFORMERS, config.privacy
-    yield (
-        theirs and privacy.enable and METHODS[privacy.gradient_method].per_sample_layers,
-        "privacy.gradient_method: layers of transformers have no per-sample gradients; set it to "
-        "'microbatch'",
-    )
+    theirs = config.model.name == TRANSFORMERS
     yield (
         theirs and config.training.feed_forward_chunk not in ("auto", 0),
         "training.feed_forward_chunk: blocks of transformers have no tiles; set it to 'auto'",

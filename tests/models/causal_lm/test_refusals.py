@@ -108,7 +108,6 @@ def test_modules_stay_in_eval_mode():
 @pytest.mark.parametrize(
     "override, said",
     [
-        ("--privacy.gradient_method=ghost", "set it to 'microbatch'"),
         ("--training.feed_forward_chunk=8", "set it to 'auto'"),
         ("--compile.enable", "set it to false"),
         ("--rope.theta=1e6", r"edit rope_parameters in config.json"),
