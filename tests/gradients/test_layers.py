@@ -178,7 +178,10 @@ def test_equals_a_loop_of_single_samples(name, mesh, at_once):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if not n.lower().startswith("embedding") and "mix" not in n])
+PLAIN = [n for n in CASES if not n.lower().startswith("embedding") and "mix" not in n]
+
+
+@pytest.mark.parametrize("name", PLAIN)
 def test_the_output_and_the_gradient_that_flows_on_are_the_plain_layers(name):
     model, x = case(name)
     if not x.is_floating_point():

@@ -86,12 +86,11 @@ def resolve(config: JobConfig, world_size: int) -> None:
         shard = max(world_size // max(replicate * cp, 1), 1)
     parallelism.context_parallel_degree, parallelism.data_parallel_shard_degree = cp, shard
     config.model.name = _family(config)
-    theirs = config.model.name == TRANSFORMERS
-    if theirs and config.lora.targets == JobConfig().lora.targets:
+    by_default = config.lora.targets == JobConfig().lora.targets
+    if config.model.name == TRANSFORMERS and by_default:
         config.lora.targets = list(_ALL_LINEAR)
     if config.privacy.gradient_method == "auto":
-        batch_size = 1 if theirs else config.training.local_batch_size
-        config.privacy.gradient_method = automatic(batch_size)
+        config.privacy.gradient_method = automatic(config.training.local_batch_size)
     data, has_answers = config.data, _has_answers(config)
     is_grouped = data.unit_field is not None
     if data.unit_sampling == "auto":

@@ -49,6 +49,7 @@ MODELS = (
     "cohere2",
 )
 
+
 def errors(degrees, ways, name, lora, bound):
     """Of each way, where it is not within the bound, the error of the sum or of a norm."""
     args = arguments(name, T, lora)
