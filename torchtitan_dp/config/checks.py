@@ -250,7 +250,7 @@ def _rope(config: JobConfig) -> Iterator[Row]:
     yield (
         rope.type == "yarn" and rope.original_max_position_embeddings is None,
         "rope.original_max_position_embeddings: rope.type = 'yarn' needs the trained window, "
-        "before any scaling (8192 for Llama 3 and 3.1, 32768 for Qwen3)",
+        "before any scaling (8192 for Llama 3 and 3.1)",
     )
     fast, slow = rope.beta_fast or 32.0, rope.beta_slow or 1.0
     yield (
