@@ -14,7 +14,6 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.families import ModelArgs, on_meta
 from torchtitan_dp.models.llama3.model import LlamaArgs
-from torchtitan_dp.models.qwen3 import QwenArgs
 from torchtitan_dp.selfcheck import reference, small
 from torchtitan_dp.selfcheck.reference import norm as norm
 from torchtitan_dp.selfcheck.reference import reference_sum as reference_sum
@@ -27,7 +26,6 @@ VOCABULARY = 37  # no mesh divides it
 _SIZES = {"dim": 24, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2}
 _SIZES |= {"vocab_size": VOCABULARY, "max_seq_len": T}
 ARGS = LlamaArgs(**_SIZES, multiple_of=4)
-QWEN = QwenArgs(**_SIZES, head_dim=8, hidden_dim=40)
 
 
 def config(*overrides: str, degrees: tuple[int, int, int] = (1, 1, 1)) -> JobConfig:

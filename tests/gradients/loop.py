@@ -21,14 +21,19 @@ def excess_on_this_rank(
 
     Args:
         changes: to the model's shape.
+        family: `llama3`, or one of transformers'.
         tolerance: of the norms; by default what the dtype allows.
     """
     from tests import build
+    from tests.models.causal_lm.families import arguments
     from torchtitan_dp.selfcheck.run import Ranks
     from torchtitan_dp.selfcheck.small import Terms
     from torchtitan_dp.selfcheck.steps import clipped_sum
 
-    args = dataclasses.replace(build.QWEN if family == "qwen3" else build.ARGS, **changes)
+    if family == "llama3":
+        args = dataclasses.replace(build.ARGS, **changes)
+    else:
+        args = arguments(family, build.T, **changes)
     terms = Terms(build.config(*overrides, degrees=degrees), args)
     room = tolerance or 0.0
     return {

@@ -48,7 +48,10 @@ MESHES = {str(degrees): degrees for degrees in DEGREES}
 OPTIONS: dict[str, dict[str, list[str]]] = {
     "way": methods(),
     "mesh": {mesh: [] for mesh in MESHES},
-    "model": {name: [] for name in ("narrow", "tied", "wide", "medium", "adapters", "qwen3")},
+    "model": {
+        **{name: [] for name in ("narrow", "tied", "wide", "medium", "adapters")},
+        "qwen3": ["--model.name=transformers"],
+    },
     "checkpointing": {
         "none": [],
         "full": ["--activation_checkpoint.mode=full"],
@@ -99,7 +102,7 @@ MODELS: dict[str, dict[str, object]] = {
     "adapters": {
         "lora": LoRA(rank=3, alpha=5.0, targets=("wq", "wk", "wv", "wo", "w1", "w2", "w3"))
     },
-    "qwen3": {"family": "qwen3", "tie_embeddings": True},
+    "qwen3": {"family": "qwen3", "tie_word_embeddings": True},
 }
 
 
@@ -111,7 +114,8 @@ def allowed(cell: Cell) -> bool:
     refused = [
         ring != "headtail, allgather" and cell.get("mesh", "")[-2:] == "1)",  # there is no ring
         way == "ghost, two passes" and (compiled or checkpointing == "operators"),
-        regions and (checkpointing == "operators" or cell.get("model") == "qwen3"),
+        regions and checkpointing == "operators",
+        cell.get("model") == "qwen3" and (compiled or way == TILES),
         checkpointing in ("operators", "every block") and way == TILES,
         ring.startswith("None") and compiled and way.startswith("microbatch"),
     ]

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from opacus.grad_sample import GradSampleModule, register_grad_sampler
+from opacus.grad_sample import GradSampleModule
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -58,10 +58,18 @@ class Scale(nn.Module):
         return x * self.factor.tanh()
 
 
-@register_grad_sampler(Scale)
-def scale_rule(layer, activations, grad_y):
-    slope = 1 - layer.factor.detach().tanh().square()
-    return {layer.factor: (activations[0] * grad_y).flatten(1, -2).sum(1) * slope}
+class ScaledEmbedding(nn.Embedding):
+    """As Gemma's, and with places that are not the tokens'."""
+
+    def forward(self, tokens):
+        return 3 * super().forward((tokens + 1) % 7)
+
+
+class Mixing(nn.Linear):
+    """A layer whose output would depend on all samples."""
+
+    def forward(self, x):
+        return super().forward(x) - x.mean()
 
 
 class Twice(nn.Module):
@@ -111,7 +119,10 @@ CASES = {
     "embedding, one token": lambda: (nn.Embedding(7, 4), tokens(B)),
     "LayerNorm, frozen bias": lambda: (frozen(nn.LayerNorm(4), "bias"), torch.randn(B, 6, 4)),
     "Conv1d": lambda: (nn.Conv1d(4, 5, 2), torch.randn(B, 4, 6)),
-    "registered": lambda: (Scale(4), torch.randn(B, 6, 4)),
+    "any layer": lambda: (Scale(4), torch.randn(B, 6, 4)),
+    "any layer that would mix samples": lambda: (Mixing(4, 5), torch.randn(B, 6, 4)),
+    "embedding of its own kind": lambda: (ScaledEmbedding(7, 4), tokens(B, 6)),
+    "embedding of its own kind, one token": lambda: (ScaledEmbedding(7, 4), tokens(B)),
     "used twice": lambda: (Twice(nn.Linear(4, 4)), torch.randn(B, 6, 4)),
     "norm used twice": lambda: (Twice(nn.RMSNorm(4)), torch.randn(B, 6, 4)),
     "tied": lambda: (Tied(), tokens(B, 6)),
@@ -167,7 +178,10 @@ def test_equals_a_loop_of_single_samples(name, mesh, at_once):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if not n.lower().startswith("embedding")])
+PLAIN = [n for n in CASES if not n.lower().startswith("embedding") and "mix" not in n]
+
+
+@pytest.mark.parametrize("name", PLAIN)
 def test_the_output_and_the_gradient_that_flows_on_are_the_plain_layers(name):
     model, x = case(name)
     if not x.is_floating_point():
@@ -185,8 +199,9 @@ def test_the_output_and_the_gradient_that_flows_on_are_the_plain_layers(name):
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_padding_idx_has_no_gradient():
-    model, x = nn.Sequential(nn.Embedding(7, 4, padding_idx=3)), tokens(B, 6)
+@pytest.mark.parametrize("kind", [nn.Embedding, ScaledEmbedding])
+def test_padding_idx_has_no_gradient(kind):
+    model, x = nn.Sequential(kind(7, 4, padding_idx=3)), tokens(B, 6)
     expected = loop(model, x)
     per_sample_layers(model)
     sink = Collected(model)
@@ -204,20 +219,36 @@ def test_names_and_types_stay():
     assert type(model[2]) is nn.ReLU
 
 
-def test_a_layer_without_a_rule_is_refused_by_name():
-    class Odd(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(3))
+class Beside(nn.Module):
+    """A parameter beside layers, which some code elsewhere may use."""
 
-    class OddLinear(nn.Linear):  # its forward need not be Linear's
-        pass
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(3))
+        self.layer = nn.Linear(3, 3)
 
-    for layer in (Odd(), OddLinear(2, 2), nn.BatchNorm1d(3), nn.Bilinear(2, 2, 2)):
-        model = nn.ModuleDict({"strange": layer})
-        with pytest.raises(ValueError, match=rf"strange \({type(layer).__name__}\): no rule"):
-            per_sample_layers(model)
-        per_sample_layers(model.requires_grad_(False))
+
+@pytest.mark.parametrize(
+    "layer, said",
+    [
+        (Beside(), r"strange \(Beside\): no per-sample gradients of parameters \(factor\)"),
+        (nn.BatchNorm1d(3), r"strange \(BatchNorm1d\): mixes samples"),
+    ],
+)
+def test_layers_without_per_sample_gradients_are_refused_by_name(layer, said):
+    model = nn.ModuleDict({"strange": layer})
+    with pytest.raises(ValueError, match=said):
+        per_sample_layers(model)
+    per_sample_layers(model.requires_grad_(False))
+
+
+def test_a_layer_that_is_called_otherwise_is_refused():
+    model = nn.Sequential(nn.Bilinear(2, 2, 2), nn.Linear(2, 2))
+    per_sample_layers(model)
+    x = torch.ones(B, 2)
+    for call in (lambda: model[0](x, x), lambda: model[1](input=x)):
+        with pytest.raises(ValueError, match=r"takes more than one tensor.*'microbatch'"):
+            call()
 
 
 def parameter_used_outside_its_layer(degrees):

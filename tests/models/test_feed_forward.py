@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from scripts.benchmarking.counting import Counts
 from tests import build
-from tests.build import ARGS, QWEN
+from tests.build import ARGS
 from tests.gradients.loop import check
 from torchtitan_dp.config.derived import FEED_FORWARD_CHUNK, feed_forward_chunk
 from torchtitan_dp.models.families import family_of
@@ -62,11 +62,9 @@ def with_lora(args, targets=TARGETS):
 
 MODELS = {
     "all weights": ARGS,
-    "qwen3": QWEN,
     "LoRA everywhere": with_lora(ARGS),
     "LoRA on attention": with_lora(ARGS, ("wq", "wv")),
     "LoRA on w2": with_lora(ARGS, ("w2",)),
-    "LoRA, qwen3": with_lora(QWEN),
 }
 
 

@@ -43,7 +43,6 @@ SCALINGS = {
     "the factor of the windows": {**YARN, "factor": None},
     "no room for a ramp": {**YARN, "original_max_position_embeddings": 6},
 }
-FAMILY = ("llama3", "qwen3")
 
 
 @pytest.mark.parametrize("theta, head_size", [(5e5, 128), (1e4, 16), (1e6, 12)])
@@ -89,7 +88,7 @@ def assert_logits(folder: Path, config: JobConfig, expected: torch.Tensor) -> Pa
     "tied, old", [(True, False), (False, True)], ids=["tied", "untied, keys of transformers 4"]
 )
 @pytest.mark.parametrize("name", ["linear", "yarn", "mscale"])
-@pytest.mark.parametrize("family", FAMILY)
+@pytest.mark.parametrize("family", ["llama3", "transformers"])
 def test_in_and_out_the_logits_are_those_of_transformers(
     family: str, name: str, old: bool, tied: bool, tmp_path: Path
 ) -> None:
@@ -121,49 +120,44 @@ CHOICES = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("family", FAMILY)
-def test_a_model_is_extended_by_keys(family: str, choice: str, tmp_path: Path) -> None:
+def test_a_model_is_extended_by_keys(choice: str, tmp_path: Path) -> None:
     """As by an edited `config.json`, or plain in place of its scaling; an export has the edit."""
-    folder = write(family, tmp_path / "given")
+    folder = write("llama3", tmp_path / "given")
     overrides, rope, theta, window = CHOICES[choice]
     own_theta = json.loads((folder / "config.json").read_text())["rope_parameters"]["rope_theta"]
     edited = shutil.copytree(folder, tmp_path / "edited")
     scale(edited, rope or {"rope_type": "default"}, theta=theta or own_theta, old=False)
     if choice == "default":
         scale(folder, YARN, theta=own_theta, old=False)
-    config = given(folder, *overrides, family=family)
+    config = given(folder, *overrides)
     exported = assert_logits(folder, config, transformers_logits(edited))
     written = json.loads((exported / "config.json").read_text())
     assert written["max_position_embeddings"] == window
-    again, asked = shape(given(exported, family=family)), shape(config)
+    again, asked = shape(given(exported)), shape(config)
     assert again.rope_theta == asked.rope_theta
     assert choice == "default" or again.rope == asked.rope
 
 
-@pytest.mark.parametrize("family", FAMILY)
-def test_a_flavor_is_extended_too(family: str) -> None:
+def test_a_flavor_is_extended_too() -> None:
     """Also theta alone, beside Llama 3.1's scaling."""
-    flavor = f"--model.name={family}"
-    new = export_settings(config := build.config(flavor, *EXTENDED), shape(config))
+    new = export_settings(config := build.config(*EXTENDED), shape(config))
     assert new["rope_scaling"]["rope_type"] == "yarn"
     assert (new["rope_theta"], new["max_position_embeddings"]) == (20000.0, 256)
-    new = export_settings(config := build.config(flavor, "--rope.theta=3e6"), shape(config))
+    new = export_settings(config := build.config("--rope.theta=3e6"), shape(config))
     assert new["rope_theta"] == 3e6
-    scaling = new["rope_scaling"]
-    assert scaling is None if family == "qwen3" else scaling["rope_type"] == "llama3"
+    assert new["rope_scaling"]["rope_type"] == "llama3"
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", FAMILY)
 def test_adapters_come_with_the_positions_that_they_were_trained_at(
-    family: str, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
-    folder = write(family, tmp_path / "given")
+    folder = write("llama3", tmp_path / "given")
     options = "--lora.rank=2", "--lora.targets=wq"
-    plain = given(folder, *options, family=family)
+    plain = given(folder, *options)
     exported = Path(export(ours(plain, folder), plain))
     assert not (exported / "config.json").exists()
-    config = given(folder, *options, *EXTENDED, family=family)
+    config = given(folder, *options, *EXTENDED)
     model = ours(config, folder)  # B is 0
     exported = Path(export(model, config))
     assert (exported / "adapter_config.json").exists()
@@ -190,14 +184,13 @@ BAD_FILES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("changes, words", BAD_FILES)
-@pytest.mark.parametrize("family", FAMILY)
 def test_scalings_that_ours_cannot_compute_are_refused(
-    family: str, changes: dict[str, Any], words: str, tmp_path: Path
+    changes: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    folder = write(family, tmp_path / "given")
+    folder = write("llama3", tmp_path / "given")
     edit_config(folder, **changes)
     with pytest.raises(ValueError, match=r"config\.json has ") as refusal:
-        shape(given(folder, family=family))
+        shape(given(folder))
     assert words in str(refusal.value)
 
 
@@ -214,15 +207,14 @@ def test_a_resume_with_other_positions_is_refused() -> None:
 
 
 def test_samples_beyond_the_window_are_noticed(tmp_path: Path) -> None:
-    folder = write("qwen3", tmp_path / "given")
+    folder = write("llama3", tmp_path / "given")
     line = "training.seq_len = 600 is beyond the 512 positions of the model"
     for options, found in (((), 1), (("--rope.type=linear", "--rope.factor=2"), 0)):
-        config = given(folder, "--training.seq_len=600", *options, family="qwen3")
+        config = given(folder, "--training.seq_len=600", *options)
         assert sum(line in notice for notice in notices(config)) == found
 
 
-@pytest.mark.parametrize("family", FAMILY)
-def test_adapters_are_the_loop_with_scaled_positions(family: str) -> None:
+def test_adapters_are_the_loop_with_scaled_positions() -> None:
     options = "--privacy.gradient_method=ghost", "--training.local_batch_size=2"
     model = {"lora": LoRA(2, 4.0, ("wq", "wv", "w2")), "rope": Yarn(4.0, original=8, beta_fast=2.0)}
-    check((1, 1, 2), *options, family=family, tolerance=2e-5, **model)
+    check((1, 1, 2), *options, tolerance=2e-5, **model)

@@ -110,12 +110,7 @@ def _memory(config: JobConfig) -> Iterator[Row]:
 
 def _family(config: JobConfig) -> Iterator[Row]:
     """Yield the rows of models of transformers."""
-    theirs, privacy = config.model.name == TRANSFORMERS, config.privacy
-    yield (
-        theirs and privacy.enable and METHODS[privacy.gradient_method].per_sample_layers,
-        "privacy.gradient_method: layers of transformers have no per-sample gradients; set it to "
-        "'microbatch'",
-    )
+    theirs = config.model.name == TRANSFORMERS
     yield (
         theirs and config.training.feed_forward_chunk not in ("auto", 0),
         "training.feed_forward_chunk: blocks of transformers have no tiles; set it to 'auto'",
@@ -255,7 +250,7 @@ def _rope(config: JobConfig) -> Iterator[Row]:
     yield (
         rope.type == "yarn" and rope.original_max_position_embeddings is None,
         "rope.original_max_position_embeddings: rope.type = 'yarn' needs the trained window, "
-        "before any scaling (8192 for Llama 3 and 3.1, 32768 for Qwen3)",
+        "before any scaling (8192 for Llama 3 and 3.1)",
     )
     fast, slow = rope.beta_fast or 32.0, rope.beta_slow or 1.0
     yield (

@@ -16,7 +16,7 @@ TRANSFORMERS = "transformers"
 """The family, by `model.name`, of every causal LM that is none of ours."""
 
 _DEFAULT_NAME = "llama3"  # TorchTitan's
-OWN_TYPES = ("llama", "qwen3")  # of `config.json`, with a family of their own
+_OWN_TYPE = "llama"  # of `config.json`, which `_DEFAULT_NAME` computes
 _ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 # The keys of `mesh_degrees` in [parallelism].
@@ -58,7 +58,7 @@ def config_file(config: JobConfig) -> tuple[str, str] | None:
 
 def _family(config: JobConfig) -> str:
     """Return `model.name`, or that of any model of transformers if it is at its default and
-    `config.json` is of no family of ours."""
+    `config.json` is of no Llama."""
     source = config_file(config)
     if config.model.name != _DEFAULT_NAME or source is None:
         return config.model.name
@@ -67,7 +67,7 @@ def _family(config: JobConfig) -> str:
             kind = json.load(file)["model_type"]
     except (OSError, ValueError, KeyError, TypeError):
         return config.model.name  # which refuses it
-    return config.model.name if kind in OWN_TYPES else TRANSFORMERS
+    return config.model.name if kind == _OWN_TYPE else TRANSFORMERS
 
 
 def resolve(config: JobConfig, world_size: int) -> None:
@@ -86,12 +86,11 @@ def resolve(config: JobConfig, world_size: int) -> None:
         shard = max(world_size // max(replicate * cp, 1), 1)
     parallelism.context_parallel_degree, parallelism.data_parallel_shard_degree = cp, shard
     config.model.name = _family(config)
-    theirs = config.model.name == TRANSFORMERS
-    if theirs and config.lora.targets == JobConfig().lora.targets:
+    by_default = config.lora.targets == JobConfig().lora.targets
+    if config.model.name == TRANSFORMERS and by_default:
         config.lora.targets = list(_ALL_LINEAR)
     if config.privacy.gradient_method == "auto":
-        batch_size = 1 if theirs else config.training.local_batch_size
-        config.privacy.gradient_method = automatic(batch_size)
+        config.privacy.gradient_method = automatic(config.training.local_batch_size)
     data, has_answers = config.data, _has_answers(config)
     is_grouped = data.unit_field is not None
     if data.unit_sampling == "auto":

@@ -7,11 +7,10 @@ gradient, a sum over samples, is never computed.
 
 Guarantee:
     Row b of a gradient that a layer passes to its sink depends only on row b of its input and of
-    its output's gradient. For layers other than Linear, Embedding and RMSNorm, this rests on
-    Opacus' rule.
+    its output's gradient. Layers without a rule of their own see one sample at a time, so that it
+    holds whatever they compute.
 """
 
-import copy
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -88,15 +87,20 @@ class PerSampleLayer(nn.Module):
     rule_type: type[nn.Module]  # the layer's own class, by which its per-sample rule is found
     parameter_names: dict[str, str]  # attribute -> canonical name; a tied weight has one
 
-    def forward(self, *inputs: Tensor) -> Tensor:
+    def forward(self, *inputs: Tensor, **terms: Any) -> Tensor:
         if not torch.is_grad_enabled():
-            return self.plain_forward(*inputs)
+            return self.plain_forward(*inputs, **terms)
+        rule = _RULES.get(self.rule_type)
+        if terms or (rule is None and len(inputs) != 1):
+            raise ValueError(
+                f"{type(self).__name__} takes more than one tensor, so that it has no per-sample "
+                "gradients; set privacy.gradient_method = 'microbatch'"
+            )
         parameters = [getattr(self, attribute) for attribute in self.parameter_names]
-        function = _FUNCTIONS.get(self.rule_type, _ByRule.apply)
-        return cast(Tensor, function(self, *inputs, *parameters))
+        return cast(Tensor, (rule or _OneAtATime.apply)(self, *inputs, *parameters))
 
-    def plain_forward(self, *inputs: Tensor) -> Tensor:
-        return cast(Tensor, self.rule_type.forward(self, *inputs))
+    def plain_forward(self, *inputs: Tensor, **terms: Any) -> Tensor:
+        return cast(Tensor, self.rule_type.forward(self, *inputs, **terms))
 
 
 def per_sample_layers(model: nn.Module) -> None:
@@ -106,8 +110,8 @@ def per_sample_layers(model: nn.Module) -> None:
     Call it before activation checkpointing and FSDP2.
 
     Raises:
-        ValueError: if a layer's type has no rule. Other layers follow Opacus' registration,
-            `opacus.grad_sample.register_grad_sampler`, for modules of one tensor in, one out.
+        ValueError: if a layer keeps statistics of batches, or parameters are beside layers, in a
+            module that has others: who uses them is not known.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for path, layer in list(model.named_modules()):
@@ -115,10 +119,15 @@ def per_sample_layers(model: nn.Module) -> None:
         if not any(parameter.requires_grad for parameter in own.values()):
             continue
         kind = type(layer)
-        if kind not in _FUNCTIONS and kind not in _opacus_rules():
+        if isinstance(layer, nn.modules.batchnorm._NormBase):
             raise ValueError(
-                f"{path} ({kind.__name__}): no rule for its per-sample gradients; register one "
-                "with opacus.grad_sample.register_grad_sampler, freeze it, or set "
+                f"{path} ({kind.__name__}): mixes samples, or keeps statistics of them that have "
+                "no noise; use another model"
+            )
+        if kind not in _RULES and any(True for _ in layer.children()):
+            raise ValueError(
+                f"{path} ({kind.__name__}): no per-sample gradients of parameters ({', '.join(own)}"
+                ") that are in no layer of their own; freeze them, or set "
                 "privacy.gradient_method = 'microbatch'"
             )
         if isinstance(layer, nn.Embedding) and (layer.scale_grad_by_freq or layer.max_norm):
@@ -133,13 +142,13 @@ def per_sample_layers(model: nn.Module) -> None:
 
 
 def register_per_sample(kind: type[nn.Module], function: Callable[..., Any]) -> None:
-    """Register a function for a layer type that Opacus' rules do not fit.
+    """Register a function for a layer type, in the place of one sample at a time.
 
     Args:
         function: takes (layer, *inputs of forward, *the layer's own parameters); its backward
             hands each trainable parameter's gradients to `layer.sink` and returns None for it.
     """
-    _FUNCTIONS[kind] = function
+    _RULES[kind] = function
 
 
 def connect(model: nn.Module, sink: LayerGradients) -> set[str]:
@@ -154,13 +163,6 @@ def layers_of_each_parameter(model: nn.Module) -> Counter[str]:
     """Count the layers of each parameter, by canonical name: a tied weight has several."""
     layers = [layer for layer in model.modules() if isinstance(layer, PerSampleLayer)]
     return Counter(name for layer in layers for name in layer.parameter_names.values())
-
-
-def _opacus_rules() -> dict[type[nn.Module], Callable[..., Any]]:
-    """Return Opacus' rules by type of layer, imported for a layer without one of ours."""
-    from opacus.grad_sample import GradSampleModule
-
-    return cast(dict[type[nn.Module], Callable[..., Any]], GradSampleModule.GRAD_SAMPLERS)
 
 
 class _Linear(torch.autograd.Function):
@@ -211,11 +213,16 @@ class _Embedding(_OwnForward):
         assert isinstance(ctx.layer, nn.Embedding)
         tokens_BT = tokens.reshape(len(tokens), -1)
         grad_y_BTD = grad_y.reshape(*tokens_BT.shape, grad_y.shape[-1])
-        if layer.padding_idx is not None:
-            grad_y_BTD = grad_y_BTD.masked_fill((tokens_BT == layer.padding_idx)[..., None], 0)
         name = layer.parameter_names["weight"]
-        layer.sink.form_grad_samples(name, len(tokens), Rows(tokens_BT, grad_y_BTD))
+        layer.sink.form_grad_samples(name, len(tokens), _rows(layer, tokens_BT, grad_y_BTD))
         return None, None, None
+
+
+def _rows(layer: Any, tokens_BT: Tensor, grad_BTD: Tensor) -> Rows:
+    """Return an embedding's gradients, of which its padding has none."""
+    if layer.padding_idx is not None:
+        grad_BTD = grad_BTD.masked_fill((tokens_BT == layer.padding_idx)[..., None], 0)
+    return Rows(tokens_BT, grad_BTD)
 
 
 class _RMSNorm(_OwnForward):
@@ -250,31 +257,57 @@ def _rms_norm_grad(
     return (*found, weight) if not weight_needed else found
 
 
-class _ByRule(_OwnForward):
-    """Any other layer with a rule of Opacus' or of a user."""
+class _OneAtATime(torch.autograd.Function):
+    """Any other layer of one tensor in, one out: its own forward on each sample apart."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: PerSampleLayer, x: Tensor, *parameters: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return torch.cat([layer.plain_forward(one) for one in x.split(1)])
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         layer: PerSampleLayer = ctx.layer
         (x,) = ctx.saved_tensors
-        grad_x = None
-        if ctx.needs_input_grad[1]:
+        _, x_needed, *parameters_needed = ctx.needs_input_grad
+        plain = _plain_copy(layer)
+        trained = {n: p for n, p in plain._parameters.items() if p is not None and p.requires_grad}
+        of_samples = []
+        for x_1, grad_1 in zip(x.split(1), grad_y.split(1), strict=True):
             with torch.enable_grad():
-                x_again = x.detach().requires_grad_()
-                y = layer.plain_forward(x_again)
-            (grad_x,) = torch.autograd.grad(y, x_again, grad_y)
-        rule = _opacus_rules()[layer.rule_type]
-        plain_layer = copy.copy(layer)  # with the same parameters; rules look at the type
-        plain_layer.__class__ = layer.rule_type  # type: ignore[assignment]
-        grad_samples = rule(plain_layer, [x], grad_y)
-        for attribute, name in layer.parameter_names.items():
-            parameter = getattr(layer, attribute)
-            if parameter is not None and parameter.requires_grad:
-                layer.sink.form_grad_samples(name, len(x), Existing(grad_samples[parameter]))
-        return None, grad_x, *(None for _ in layer.parameter_names)
+                again = x_1.detach().requires_grad_(x_needed)
+                y = layer.rule_type.forward(plain, again)
+            inputs = ([again] if x_needed else []) + list(trained.values())
+            of_samples.append(torch.autograd.grad(y, inputs, grad_1))
+        by_input = list(zip(*of_samples, strict=True))
+        grad_x = torch.cat(by_input.pop(0)) if x_needed else None
+        for attribute, found in zip(trained, by_input, strict=True):
+            name = layer.parameter_names[attribute]
+            if found[0].is_sparse:
+                tokens_BT = torch.stack([one._indices()[0] for one in found])
+                write: Write = _rows(layer, tokens_BT, torch.stack([g._values() for g in found]))
+            else:
+                write = Existing(torch.stack([one.float() for one in found]))
+            layer.sink.form_grad_samples(name, len(x), write)
+        return None, grad_x, *(None for _ in parameters_needed)
 
 
-_FUNCTIONS: dict[type[nn.Module], Callable[..., Any]] = {
+def _plain_copy(layer: PerSampleLayer) -> nn.Module:
+    """Return the layer as of its own class, with parameters that are leaves of another graph; an
+    embedding's gradient is rows of it, all of them, in the order of the tokens."""
+    plain = object.__new__(layer.rule_type)
+    plain.__dict__.update(layer.__dict__)
+    plain._parameters = {
+        attribute: None if p is None else nn.Parameter(p.detach(), p.requires_grad)
+        for attribute, p in layer._parameters.items()
+    }
+    if isinstance(plain, nn.Embedding):
+        plain.sparse, plain.padding_idx = True, None
+    return plain
+
+
+_RULES: dict[type[nn.Module], Callable[..., Any]] = {
     nn.Linear: _Linear.apply,
     nn.Embedding: _Embedding.apply,
     nn.RMSNorm: _RMSNorm.apply,

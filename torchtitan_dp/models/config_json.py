@@ -37,7 +37,7 @@ class Reader:
                 self.refuse(name, settings.get(name), why)
 
     def args(self, window: int, *kinds: str) -> dict[str, Any]:
-        """Read the arguments that all families have; `window` is the family's default of
+        """Read the arguments of a decoder; `window` is the family's default of
         `max_position_embeddings`, `kinds` the types of RoPE's scaling that it computes."""
         heads, kv_heads = self.heads()
         theta, kind, name, values = self.rope(*kinds)

@@ -1,6 +1,6 @@
 """The model families that can be trained.
 
-A family is a module (`qwen3.py`) and an entry of `FAMILIES`, by `model.name`.
+A family is a module (`llama3/model.py`) and an entry of `FAMILIES`, by `model.name`.
 """
 
 import copy
@@ -12,7 +12,6 @@ import torch
 import torch.nn as nn
 
 from torchtitan_dp.data.tokenizer import Tokenizer
-from torchtitan_dp.models import qwen3
 from torchtitan_dp.models.causal_lm import model as causal_lm
 from torchtitan_dp.models.causal_lm import settings
 from torchtitan_dp.models.llama3 import model as llama3
@@ -71,15 +70,16 @@ class Family:
     reference: Callable[[Any], Any] | None = None
 
 
-def _of(module: Any, title: str, args: type, model: type) -> Family:
-    """Collect a family's parts, those that have one name in every module by that name."""
-    adapter, read_args = module.HuggingFaceAdapter, module.read_args
-    return Family(title, args, model, module.FLAVORS, adapter, read_args, module.new_settings)
-
-
 FAMILIES: dict[str, Family] = {
-    "llama3": _of(llama3, "Llama", llama3.LlamaArgs, llama3.Llama),
-    "qwen3": _of(qwen3, "Qwen3", qwen3.QwenArgs, qwen3.Qwen),
+    "llama3": Family(
+        "Llama",
+        llama3.LlamaArgs,
+        llama3.Llama,
+        llama3.FLAVORS,
+        llama3.HuggingFaceAdapter,
+        llama3.read_args,
+        llama3.new_settings,
+    ),
     "transformers": Family(
         "causal LM of transformers",
         settings.CausalLMArgs,

@@ -84,17 +84,14 @@ def _given_shape(config: JobConfig) -> ModelArgs:
             for name, one in FAMILIES.items()
             if one.flavors
         )
-        raise ValueError(f"model = {config.model.name} {config.model.flavor}: use {built}")
+        raise ValueError(
+            f"model = {config.model.name} {config.model.flavor}: use {built}; or leave model.name "
+            "out, for the model of any config.json"
+        )
     if source is None:
         return copy.deepcopy(family.flavors[config.model.flavor])
     path, key = source
     settings = read_settings(path, key)
-    theirs = settings.get("model_type")
-    if theirs != config.model.name != TRANSFORMERS and theirs in FAMILIES:
-        raise ValueError(
-            f"model.name = '{config.model.name}': {path} describes a {theirs}; set model.name = "
-            f"'{theirs}'"
-        )
     args = family.read_args(settings, path, key)
     if config.checkpoint.initial_load_in_hf:
         _refuse_another_model(weights_folder(config), source, args, family)

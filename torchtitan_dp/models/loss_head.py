@@ -62,19 +62,25 @@ class LossHead(nn.Linear):
         )
 
     def chunk(
-        self, h_ND: Tensor, labels_N: Tensor, weight_VD: Tensor, scale_N: Tensor
+        self,
+        h_ND: Tensor,
+        labels_N: Tensor,
+        weight_VD: Tensor,
+        scale_N: Tensor,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute the fp32 losses of some tokens, times fp32 scales, and the gradient of their
-        products with the weight in the products' dtype."""
-        products_NV = h_ND @ weight_VD.T
+        products with the weight in the products' dtype, written to `out` if given."""
         if self.transform is None:
+            products_NV = torch.mm(h_ND, weight_VD.T, out=out)
             return losses_to_gradients_(products_NV, labels_N, scale_N), products_NV
         with torch.enable_grad():
-            products_NV.requires_grad_()
+            products_NV = (h_ND.detach() @ weight_VD.detach().T).requires_grad_()
             logits_NV = self.transform(products_NV)
         grad_NV = logits_NV.detach().clone()
         loss_N = losses_to_gradients_(grad_NV, labels_N, scale_N)
-        return loss_N, torch.autograd.grad(logits_NV, products_NV, grad_NV)[0]
+        (grad_NV,) = torch.autograd.grad(logits_NV, products_NV, grad_NV)
+        return loss_N, grad_NV if out is None else out.copy_(grad_NV)
 
     def _token_losses(self, h_BTD: Tensor, labels_BT: Tensor) -> Tensor:
         assert not torch.is_grad_enabled(), "a token's loss has no gradient here"
@@ -260,9 +266,10 @@ def _losses_and_outputs(
     for h_TD, labels_T, scale, grad_TV in zip(h_BTD, labels_BT, scale_B, grad_BTV, strict=True):
         loss = torch.zeros_like(scale)
         for tokens in tiles(len(h_TD), layer.chunk_tokens):
-            torch.mm(h_TD[tokens], weight_VD.T, out=grad_TV[tokens])
             labels_N = labels_T[tokens]
-            loss += losses_to_gradients_(grad_TV[tokens], labels_N, scale.expand_as(labels_N)).sum()
+            of_tokens = h_TD[tokens], labels_N, weight_VD, scale.expand_as(labels_N)
+            loss_N, _ = layer.chunk(*of_tokens, out=grad_TV[tokens])
+            loss += loss_N.sum()
         losses.append(loss)
     return torch.stack(losses), grad_BTV
 

@@ -32,7 +32,6 @@ from torchtitan_dp.distributed.attention import (
 )
 from torchtitan_dp.distributed.offload import InputsOnHost
 from torchtitan_dp.gradients.fsdp import fsdp_modules, keep_gathered
-from torchtitan_dp.gradients.layers import per_sample_layers
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.models import rms_norm
 from torchtitan_dp.models.causal_lm.model import CausalLM
@@ -98,7 +97,7 @@ def _apply_parts(
         if device_type == "cpu":
             rms_norm.use_lean_norms(model)
         if METHODS[job_config.privacy.gradient_method].per_sample_layers:
-            per_sample_layers(model)
+            model.use_per_sample_layers()
     ring = _ring_mesh(parallel_dims, job_config)
     if ring is not None:
         cudnn = takes_cudnn(job_config, model.model_args)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from torchtitan_dp.gradients.layers import per_sample_layers
 from torchtitan_dp.models.feed_forward import TiledBlock
 from torchtitan_dp.models.lora import (
     LoRA,
@@ -163,6 +164,11 @@ class PrivateModel(nn.Module):
     def share_samples(self, mesh: DeviceMesh, balanced: bool) -> None:
         """Prepare what is not attention for samples that the ranks of `mesh` share; `balanced` is
         how they are dealt out."""
+
+    def use_per_sample_layers(self) -> None:
+        """Have layers form per-sample gradients, in place. Raises ValueError, one line for the
+        user, where samples meet."""
+        per_sample_layers(self)
 
     def use_loss_head(self, chunk_tokens: int) -> None:
         """Compute losses by `LossHead`, in place."""

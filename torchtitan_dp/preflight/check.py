@@ -158,7 +158,9 @@ def check_model(config: JobConfig, start: Start) -> ModelArgs:
             "started with"
         )
     args = shape(config)
-    on_meta(args)  # refuses unknown targets of adapters
+    model = on_meta(args)  # refuses unknown targets of adapters
+    if config.privacy.enable and METHODS[config.privacy.gradient_method].per_sample_layers:
+        model.use_per_sample_layers()  # refuses samples that meet
     check_attention(config, args)
     check_norms(config, args)
     check_clipping(config, args)

@@ -40,6 +40,8 @@ _LONG = dict(
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "qwen2, biases, tied": ("qwen2", dict(tie_word_embeddings=True)),
+    "llama, tied": ("llama", dict(tie_word_embeddings=True)),
+    "qwen3": ("qwen3", dict(head_dim=24)),
     "mistral": ("mistral", dict(sliding_window=WINDOW)),
     "phi3": ("phi3", dict(partial_rotary_factor=0.5)),
     "phi3, longrope": (

@@ -111,6 +111,15 @@ class CausalLM(PrivateModel, _Theirs):  # type: ignore[misc]
     def share_samples(self, mesh: DeviceMesh, balanced: bool) -> None:
         self.shard = Shard(mesh.get_group(), balanced)
 
+    def use_per_sample_layers(self) -> None:
+        if experts := self.model_args.experts_key:
+            raise ValueError(
+                f"privacy.gradient_method: config.json has {experts} = "
+                f"{self.model_args.settings[experts]}, and experts take the tokens of all samples "
+                "at once; set it to 'microbatch'"
+            )
+        super().use_per_sample_layers()
+
     def use_loss_head(self, chunk_tokens: int) -> None:
         head = LossHead.over(self.output, chunk_tokens)
         head.transform = self._own_transform()

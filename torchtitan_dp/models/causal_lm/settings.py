@@ -149,6 +149,15 @@ class CausalLMArgs(PrivateArgs, BaseModelArgs):
         return [window if kind == "sliding_attention" else None for kind in kinds]
 
     @property
+    def experts_key(self) -> str | None:
+        """The key of the number of experts; None without."""
+        for key in (*_EXPERTS, *self.settings):
+            number = self.settings.get(key)
+            if "expert" in key and type(number) is int and number > 1:
+                return key
+        return None
+
+    @property
     def share_of_experts(self) -> float:
         """The share of the experts that a token is computed by; 1 without experts."""
         experts = next((self.settings[k] for k in _EXPERTS if self.settings.get(k)), 0)
