@@ -15,10 +15,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-
-import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
-
-# isort: split
 from torchtitan.components.loss import IGNORE_INDEX
 
 from torchtitan_dp.models.families import ModelArgs, family_of
@@ -27,6 +23,37 @@ from torchtitan_dp.models.parameters import trainable_parameters
 
 Gradient = dict[str, Tensor]
 """A whole gradient, by canonical name of its parameters."""
+
+Samples = tuple[Tensor, Tensor, Tensor]
+"""A step's N samples of T tokens, the same on all ranks: int64 (N, T) tokens and labels, and the
+fp32 weight of each sample's loss."""
+
+
+class Reference(NamedTuple):
+    """Made-up samples and the loop's results on them, in fp64 on the CPU."""
+
+    samples: Samples
+    norms: list[float]  # of each sample's whole gradient; NaN where its loss is
+    max_grad_norm: float  # C, such that some samples are clipped and some are not
+    total: Gradient  # the clipped sum
+
+
+_known: dict[str, Reference] = {}  # shared by all methods that must agree with one
+
+
+def reference_of(args: ModelArgs, count: int, privacy: Any) -> Reference:
+    """Return the results on `count` samples, clipped as the section `[privacy]` has it."""
+    how = privacy.clipping, privacy.clipping_groups, privacy.clip_function
+    key = repr((args, count, how))
+    if key not in _known:
+        samples = make_samples(args, count)
+        loop = reference_model(args).double(), *samples
+        # Twice, because the gradients of all samples together are many times the model.
+        norms = [norm(gradient) for gradient in reference_gradients(*loop)]
+        C, group_of = 1.5 * norms[0], group_names(*how[:2])
+        total = reference_sum(reference_gradients(*loop), C, group_of, privacy.clip_function)
+        _known[key] = Reference(samples, norms, C, total)
+    return _known[key]
 
 
 def reference_model(args: ModelArgs) -> Any:
@@ -40,23 +67,16 @@ def reference_model(args: ModelArgs) -> Any:
 
 
 def reference_gradients(
-    model: nn.Module, tokens_NT: Tensor, labels_NT: Tensor, weight_N: Tensor | None = None
+    model: nn.Module, tokens_NT: Tensor, labels_NT: Tensor, weight_N: Tensor
 ) -> Iterator[Gradient]:
-    """Backpropagate one sample after the other: its mean loss over its targets, times its weight.
-
-    Yields N gradients in the model's dtype; 0 of a sample without a target.
-    """
+    """Yield N gradients, in the model's dtype: of each sample's mean loss over its targets, times
+    its weight; 0 of one without a target."""
     parameters = trainable_parameters(model)
-    for sample, (tokens_T, labels_T) in enumerate(zip(tokens_NT, labels_NT, strict=True)):
-        model.zero_grad()
-        if (labels_T != IGNORE_INDEX).any():
-            loss = F.cross_entropy(model(tokens_T[None])[0], labels_T, ignore_index=IGNORE_INDEX)
-            weight = 1.0 if weight_N is None else weight_N[sample].item()
-            (weight * loss).backward()
-        yield {
-            name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-            for name, p in parameters.items()
-        }
+    for tokens_T, labels_T, weight in zip(tokens_NT, labels_NT, weight_N, strict=True):
+        logits_TV, targets = model(tokens_T[None])[0], (labels_T != IGNORE_INDEX).sum().clamp(min=1)
+        loss = F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORE_INDEX, reduction="sum")
+        grads = torch.autograd.grad(weight.item() * loss / targets, [*parameters.values()])
+        yield dict(zip(parameters, grads, strict=True))
 
 
 def norm(gradient: Gradient) -> float:
@@ -79,15 +99,9 @@ def reference_sum(
     group_of: Callable[[str], str] = lambda _: "all",
     clip_function: str = "vanilla",
 ) -> Gradient:
-    """Clip each sample's gradient and add them up, in fp64.
-
-    A gradient whose norm is not finite counts as 0.
-
-    Args:
-        max_grad_norm: C.
-        group_of: names the clip group of a parameter. M groups are clipped to C / sqrt(M) each.
-        clip_function: `privacy.clip_function`: min(1, C / norm) ("vanilla") or C / (norm + 0.01).
-    """
+    """Clip each sample's gradient and add them up, in fp64; one whose norm is not finite counts as
+    0. M groups, which `group_of` names, are clipped to C / sqrt(M) each, by min(1, C / norm)
+    ("vanilla") or C / (norm + 0.01)."""
     total: Gradient = {}
     for gradient in gradients:
         if not math.isfinite(norm(gradient)):
@@ -112,20 +126,10 @@ def relative_error(actual: Gradient, expected: Gradient) -> float:
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """Return the largest share by which a step in `dtype` may differ from one in fp64.
-
-    fp32: 1e-5, a hundred times its rounding. bf16: 2^-6, four times the distance of two of its
-    numbers (2^-8), since each of the dozen products of a layer rounds to it.
-    """
+    """Return the largest share by which a step in `dtype` may differ from one in fp64: in fp32 a
+    hundred times its rounding; in bf16 four times the distance of two of its numbers (2^-8), since
+    each of the dozen products of a layer rounds to it."""
     return {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}[dtype]
-
-
-class Samples(NamedTuple):
-    """A step's samples: N of T tokens, the same on all ranks."""
-
-    tokens_NT: Tensor
-    labels_NT: Tensor
-    weight_N: Tensor  # fp32: of each sample's loss
 
 
 # The first sample is not clipped, the second is, the third is small, the fourth is NaN (it must
@@ -144,12 +148,4 @@ def make_samples(args: ModelArgs, count: int, seed: int = 0) -> Samples:
     for row in range(count):
         start, end = targets[row % len(targets)]
         labels_NT[row, :start] = labels_NT[row, end:] = IGNORE_INDEX
-    weights = (_WEIGHTS + (1.0,) * count)[:count]
-    return Samples(tokens_NT, labels_NT, torch.tensor(weights))
-
-
-def take(tokens_NT: Tensor, labels_NT: Tensor, slot_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Return tokens and labels of a microbatch; slot -1 is padding."""
-    padding_B1 = (slot_B < 0)[:, None]
-    tokens_BT = tokens_NT[slot_B].masked_fill(padding_B1, 0)
-    return tokens_BT, labels_NT[slot_B].masked_fill(padding_B1, IGNORE_INDEX)
+    return tokens_NT, labels_NT, torch.tensor((_WEIGHTS + (1.0,) * count)[:count])
