@@ -98,6 +98,13 @@ def family_of(args: ModelArgs) -> Family:
     return next(family for family in FAMILIES.values() if type(args) is family.args)
 
 
+def title_of(args: ModelArgs) -> str:
+    """Return the name of a model's family for people; of transformers' models, its own."""
+    if isinstance(args, settings.CausalLMArgs):
+        return str(args.settings["model_type"])
+    return family_of(args).title
+
+
 def on_meta(args: ModelArgs) -> Any:
     """Build the model without memory, for its names, shapes and size."""
     with torch.device("meta"):

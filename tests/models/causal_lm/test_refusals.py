@@ -21,7 +21,6 @@ def settings(kind="llama", **changes):
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({"auto_map": {"AutoModelForCausalLM": "x.Y"}}, "auto_map = .*never run"),
         ({"quantization_config": {"bits": 4}}, "quantization_config = .*unquantized"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder = true"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention = true"),
@@ -29,7 +28,8 @@ def settings(kind="llama", **changes):
         ({"vision_config": {}}, "vision_config = {}"),
         ({"text_config": {}}, "text_config = {}"),
         ({"model_type": "bert_of_mine"}, 'model_type = "bert_of_mine".*no such causal LM'),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "only LlamaForCausalLM"),
+        ({"model_type": "new", "auto_map": {"AutoModelForCausalLM": "x.Y"}}, "is never run"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "it must be LlamaForCausalLM"),
         ({"vocab_size": -3}, "vocab_size = -3: must be a whole number"),
         ({"hidden_size": "wide"}, "hidden_size = "),
         (
@@ -48,19 +48,27 @@ def test_settings(changes, said):
     assert str(refused.value).startswith("model.hf_assets_path: there/config.json has ")
 
 
-@pytest.mark.parametrize(
-    "kind, said",
-    [
-        ("mamba", 'layer_types = "linear_attention"'),
-        ("jamba", 'layer_types = "linear_attention"'),
-        ("falcon_h1", "conv1d is a Conv1d, which mixes samples or tokens"),
-    ],
-)
-def test_models_that_mix_tokens_beside_attention(kind, said):
+@pytest.mark.parametrize("kind", ["mamba", "jamba", "falcon_h1"])
+def test_models_that_mix_tokens_beside_attention(kind):
     given = settings(kind)
     given.pop("time_step_limit", None)  # infinite in JSON
-    with pytest.raises(ValueError, match=said):
-        on_meta(read_args(given, "config.json", "model.hf_assets_path"))
+    with pytest.raises(ValueError, match=r'layer_types = "(linear_attention|hybrid)"'):
+        read_args(given, "config.json", "model.hf_assets_path")
+
+
+@pytest.mark.parametrize("kind", ["Conv1d", "BatchNorm1d"])
+def test_modules_that_mix_tokens_or_samples(kind, monkeypatch):
+    from transformers.models.llama import modeling_llama
+
+    class Mixing(modeling_llama.LlamaMLP):
+        def __init__(self, config):
+            super().__init__(config)
+            sizes = (8, 8, 1) if kind == "Conv1d" else (8,)
+            self.mixed = getattr(torch.nn, kind)(*sizes)
+
+    monkeypatch.setattr(modeling_llama, "LlamaMLP", Mixing)
+    with pytest.raises(ValueError, match=f"mlp.mixed is a {kind}, which mixes samples or tokens"):
+        on_meta(arguments("llama"))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

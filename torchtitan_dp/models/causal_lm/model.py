@@ -28,7 +28,6 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan_dp.distributed.windows import Shard
 from torchtitan_dp.models.causal_lm.attention import NAME, Sample, register
 from torchtitan_dp.models.causal_lm.settings import LONGER, CausalLMArgs
-from torchtitan_dp.models.lora import LoRALinear
 from torchtitan_dp.models.loss_head import LossHead
 from torchtitan_dp.models.private import PrivateAdapter, PrivateModel
 
@@ -166,7 +165,7 @@ class CausalLM(PrivateModel, _Theirs):  # type: ignore[misc]
         path, _, last = name.rpartition(".")
         module = self.get_submodule(path)
         # The same module with this parameter whole, and without the others.
-        alone: Any = object.__new__(LoRALinear if type(module) is LoRALinear else type(module))
+        alone: Any = object.__new__(type(module))
         alone.__dict__.update(module.__dict__)
         alone._parameters = {
             attribute: None if value is None else torch.empty(value.shape, device="meta")

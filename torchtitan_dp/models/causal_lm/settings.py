@@ -25,7 +25,6 @@ LONGER = ("longrope", "dynamic")
 """Rotary embeddings whose frequencies depend on the length of the sample."""
 
 _SUPPORTED = (
-    ("auto_map", (None,), "code beside the weights is never run"),
     ("quantization_config", (None,), "weights must be floating point; take the unquantized ones"),
     ("is_encoder_decoder", (None, False), "only models that predict tokens from those before"),
     ("is_causal", (None, True), "only models that predict tokens from those before"),
@@ -192,9 +191,11 @@ def read_args(settings: dict[str, Any], path: str, key: str) -> CausalLMArgs:
     kind = str(settings.get("model_type"))
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
     if kind not in CONFIG_MAPPING or name is None:
-        read.refuse("model_type", kind, "this version of transformers has no such causal LM")
+        none = "this version of transformers has no such causal LM"
+        code = " (and code beside the weights is never run)" if "auto_map" in settings else ""
+        read.refuse("model_type", kind, none + code)
     if settings.get("architectures") not in (None, [name]):
-        read.refuse("architectures", settings["architectures"], f"only {name} predicts tokens")
+        read.refuse("architectures", settings["architectures"], f"it must be {name}")
     for size in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
         if size in settings:
             read.size(size)
