@@ -1,9 +1,9 @@
 """The table of docs/models.md: models of transformers, and the longest samples that are predicted.
 
-    python scripts/models.py [--write docs/models.md] [--only mistral]
+    python scripts/models.py [--only mistral]
 
 Plans `train_configs/any_lora.toml` for the public `config.json` of each, on one and on eight GPUs
-of 80 GB; nothing is downloaded, nothing measured. `--write` puts the table between its marks.
+of 80 GB; nothing is downloaded, nothing measured. A test compares the page.
 """
 
 import argparse
@@ -24,27 +24,23 @@ from torchtitan_dp.plan.memory import LONGEST, communicators, limit_bytes
 from torchtitan_dp.plan.prediction import search
 
 RANKS, GPU_GIB = (1, 8), 80.0
-BEGIN, END = "<!-- models: begin -->", "<!-- models: end -->"
-HEAD = ["model, type", "parameters", "trained window", "sliding windows", "LoRA targets"]
-HEAD += [f"longest on {ranks} GPU{'s' * (ranks > 1)} (predicted)" for ranks in RANKS]
+HEAD = ["model", "type", "parameters", "trained window", "sliding windows"]
+HEAD += [f"{ranks} GPU{'s' * (ranks > 1)}" for ranks in RANKS]
 ANY_LORA = Path(__file__).resolve().parents[1] / "train_configs" / "any_lora.toml"
-GEMMA3 = dict(model_type="gemma3_text", sliding_window=1024, tie_word_embeddings=True)
+GEMMA3 = dict(model_type="gemma3_text", sliding_window=1024, _sliding_window_pattern=6)
 GEMMA3 |= dict(rope_theta=1e6, rope_local_base_freq=1e4, max_position_embeddings=131072)
-GEMMA3 |= dict(rope_scaling=dict(factor=8.0, rope_type="linear"), _sliding_window_pattern=6)
+GEMMA3 |= dict(rope_scaling=dict(factor=8.0, rope_type="linear"), tie_word_embeddings=True)
 LONGROPE = dict(type="longrope", short_factor=[1.0] * 48, long_factor=[1.0] * 48)  # any values
 YARN = dict(rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False)
 YARN |= dict(original_max_position_embeddings=4096)
 
 
-def _sizes(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int) -> Any:
-    return dict(
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        vocab_size=vocab,
-    )
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers")
+SIZES += ("num_attention_heads", "num_key_value_heads", "vocab_size")
+
+
+def _sizes(*sizes: int) -> dict[str, Any]:
+    return dict(zip(SIZES, sizes, strict=True))
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -77,7 +73,6 @@ TARGETS = {  # where they are not q_proj, k_proj, …
 
 def arguments(settings: dict[str, Any], folder: Path) -> list[str]:
     """Write a `config.json` into a folder; the command line of its model with adapters."""
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(settings))
     given = ["--job.config_file", str(ANY_LORA), "--model.hf_assets_path", str(folder)]
     targets = TARGETS.get(settings["model_type"])
@@ -86,30 +81,21 @@ def arguments(settings: dict[str, Any], folder: Path) -> list[str]:
 
 def facts(name: str, given: list[str]) -> list[str]:
     """The cells of a model that need no plan."""
-    config = load_config(given, 1)
-    args = shape(config)
+    args = shape(load_config(given, 1))
     windows = [window for window in args.windows() if window and window < args.max_seq_len]
-    few = f"{len(windows)} of {args.n_layers} layers: {windows[0]:,}" if windows else "none"
-    targets = ", ".join(f"`{target}`" for target in config.lora.targets)
+    few = f"{windows[0]:,} in {len(windows)} of {args.n_layers} layers" if windows else "–"
     count = f"{parameter_count(without_lora(args)):,}"
-    model = f"`{name}`, `{args.settings['model_type']}`"
-    return [model, count, f"{args.max_seq_len:,}", few, targets]
+    return [f"`{name}`", f"`{args.settings['model_type']}`", count, f"{args.max_seq_len:,}", few]
 
 
 def plans(given: list[str]) -> list[str]:
-    """The longest samples of a model, in words."""
+    """The longest samples of a model, each sought as the plan does, in a process of its own."""
     found = []
     for ranks in RANKS:
-        length = longest(given, ranks)
-        more = " or more" if length == LONGEST else ""
-        found.append("none" if length is None else f"{length:,}{more}")
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            length = pool.apply(_longest, (given, ranks))
+        found.append(f"{length or 0:,}{' or more' if length == LONGEST else ''}")
     return found
-
-
-def longest(given: list[str], ranks: int) -> int | None:
-    """Seek the longest sample as the plan does, in a process of its own."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_longest, (given, ranks))
 
 
 def _longest(given: list[str], ranks: int) -> int | None:
@@ -121,22 +107,14 @@ def _longest(given: list[str], ranks: int) -> int | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="models whose names have this part")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="update this Markdown file")
-    options = parser.parse_args()
+    only = parser.parse_args().only.lower()
     rows = [HEAD, ["---"] * len(HEAD)]
     with tempfile.TemporaryDirectory() as folder:
-        for number, (name, settings) in enumerate(CONFIGS.items()):
-            if options.only.lower() in name.lower():
-                given = arguments(settings, Path(folder) / str(number))
+        for name, settings in CONFIGS.items():
+            if only in name.lower():
+                given = arguments(settings, Path(folder))
                 rows.append(facts(name, given) + plans(given))
-    table = "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
-    if options.write is None:
-        print(table)
-        return
-    before, begin, rest = options.write.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    assert end, f"needs the lines '{BEGIN}' and '{END}'"
-    options.write.write_text(f"{before}{begin}\n\n{table}\n\n{end}{after}")
+    print("\n".join(f"| {' | '.join(cells)} |" for cells in rows))
 
 
 if __name__ == "__main__":

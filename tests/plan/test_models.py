@@ -29,9 +29,7 @@ GEMMA_4B, GPT_OSS = "gemma-3-4b-it", "gpt-oss-20b"
 @pytest.fixture
 def given(tmp_path):
     """The command line of a model, with changes of its `config.json`."""
-    return lambda name, **changes: models.arguments(
-        models.CONFIGS[NAMES[name]] | changes, tmp_path / "model"
-    )
+    return lambda name, **changes: models.arguments(models.CONFIGS[NAMES[name]] | changes, tmp_path)
 
 
 @pytest.mark.parametrize(
