@@ -11,7 +11,7 @@ import torchtitan_dp.distributed  # noqa: F401
 import torchtitan_dp.plan.__main__ as plan
 from scripts import models
 from tests.processes import forks
-from tests.processes.runs import ROOT, write_records
+from tests.processes.runs import ROOT
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.families import parameter_count, trained_count
 from torchtitan_dp.models.hugging_face import shape
@@ -128,18 +128,14 @@ def test_a_rank_of_eight_holds_its_share_of_all_weights(given, name):
     assert found.fits
 
 
-def test_any_model_is_planned_by_one_command(given, tmp_path, capsys, own_cache):
-    data = write_records(tmp_path / "data")
-    command = [
-        *given(GPT_OSS),
-        f"--job.dump_folder={tmp_path / 'out'}",
-        f"--training.dataset_path={data}",
-    ]
-    plan.main([*command, "--world_size=8", "--json=-", "--no_memory"])
+def test_any_model_is_planned_by_one_command(given, tmp_path, capsys):
+    command = [*given(GPT_OSS), f"--job.dump_folder={tmp_path / 'out'}", "--units=12800"]
+    plan.main([*command, "--world_size=8", "--no_memory", "--json=-"])
     said = capsys.readouterr()
     assert "20,922,719,808 parameters (24 layers of 2,880, 64 heads" in said.err
     assert "7,962,624 trained" in said.err
-    assert json.loads(said.out)["parameters"] == 7_962_624
+    flops = flops_of(load_config(command[:-1], 8), shape(load_config(command[:-1], 8))).total
+    assert json.loads(said.out)["flops_per_sample"] == pytest.approx(flops)
 
 
 def test_the_folder_of_any_model_is_to_be_named(capsys):
