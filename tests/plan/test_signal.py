@@ -20,7 +20,7 @@ else:
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 FULL_1B, FULL_8B, ADAPTERS_8B = 1_235_814_400, 8_030_261_248, 20_971_520
-LARGE = sorted(p for p in (ROOT / "train_configs").glob("*.toml") if p.stem != "llama3_debug")
+LARGE = sorted((ROOT / "train_configs").glob("*_*b_*.toml"))
 
 
 @pytest.fixture

@@ -127,16 +127,17 @@ def weights_of(args: ModelArgs) -> tuple[Weights, Weights]:
     are looked up, which takes no product."""
     model = on_meta(args)
 
-    # Experts are matrices in one tensor, of which a token takes some.
+    # Experts are matrices in one tensor, of which a token takes some. Their biases have two
+    # dimensions, too.
     shares = {2: 1.0, 3: args.share_of_experts if isinstance(args, CausalLMArgs) else 1.0}
 
-    def count(parameters: Iterable[nn.Parameter]) -> Weights:
-        matrices = [p for p in parameters if p.dim() in shares]
+    def count(parameters: Iterable[tuple[str, nn.Parameter]]) -> Weights:
+        matrices = [p for name, p in parameters if p.dim() in shares and not name.endswith("bias")]
         sizes = [(int(shares[p.dim()] * p.numel()), p.requires_grad) for p in matrices]
         trained = sum(size for size, is_trained in sizes if is_trained)
         return Weights(trained, sum(size for size, _ in sizes) - trained)
 
-    return count(model.layers.parameters()), count([model.output.weight])
+    return count(model.layers.named_parameters()), count([("weight", model.output.weight)])
 
 
 def expected_rounds(records: int, rate: float, slots: int) -> float:

@@ -3,17 +3,20 @@
 Layers are alike, so what is alive in a stretch of the step (the loss head's, the last block's
 backward, the first one's) grows by the same bytes with each, and so it does with each token: two
 models of few layers, at two lengths, determine any. The peak is that of the highest stretch, which
-need not be the highest of few layers or tokens. Lengths whose estimate is close to the limit, and
-short ones (below `LONG`), are predicted with all layers.
+need not be the highest of few layers or tokens. Where layers with and without a window alternate,
+few layers begin and end as all do. Lengths whose estimate is close to the limit, short ones (below
+`LONG`), and those beyond a window that no line has seen, are predicted with all layers.
 """
 
 import contextlib
 import copy
 import gc
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.models.causal_lm.settings import CausalLMArgs
 from torchtitan_dp.models.families import ModelArgs
 from torchtitan_dp.plan.fake_step import Step
 from torchtitan_dp.plan.tracker import GATHERED, MemoryTracker, tracking
@@ -132,6 +135,7 @@ class Extrapolated:
         self._whole, self._limit = whole, limit
         self.short = LONG * whole.config.parallelism.context_parallel_degree
         self._lengths = two_lengths(unit)
+        self._layers = few_layers(whole.args)
         self._corners: dict[str, tuple[list[int], ...]] = {}
 
     def update(self) -> float:
@@ -139,7 +143,7 @@ class Extrapolated:
 
     def estimate(self, *lengths: int) -> list[float]:
         if not self._corners:
-            few, more = map(self._stretches, FEW_LAYERS)
+            few, more = map(self._stretches, self._layers)
             both = few[0].keys() & more[0].keys()
             self._corners = {
                 name: tuple([found[name] for found in layers] for layers in (few, more))
@@ -161,12 +165,13 @@ class Extrapolated:
     def _at(self, seq_len: int, few: list[int], more: list[int]) -> float:
         """Draw lines through a stretch's bytes: over layers, then over lengths."""
         n_layers = self._whole.args.n_layers
-        of_all = [of_layers(n_layers, *pair) for pair in zip(few, more, strict=True)]
+        of_all = [of_layers(n_layers, *pair, self._layers) for pair in zip(few, more, strict=True)]
         start, end = self._lengths
         return of_all[0] + (of_all[1] - of_all[0]) * (seq_len - start) / (end - start)
 
     def decide(self, seq_len: int) -> float:
-        if seq_len < self.short:
+        bends = any(self._lengths[0] < window < seq_len for window in _windows(self._whole.args))
+        if seq_len < self.short or bends:
             return self._whole.decide(seq_len)
         (guess,) = self.estimate(seq_len)
         close = abs(guess - self._limit) <= CLOSE * self._limit
@@ -176,9 +181,26 @@ class Extrapolated:
 Peaks = Whole | Extrapolated
 
 
-def of_layers(n_layers: int, few: float, more: float) -> float:
-    """Draw a line through what `FEW_LAYERS` take, and read it at `n_layers`."""
-    share = (n_layers - FEW_LAYERS[0]) / (FEW_LAYERS[1] - FEW_LAYERS[0])
+def few_layers(args: ModelArgs) -> tuple[int, int]:
+    """Return how many of the first layers stand for all: two numbers, a period of the layers'
+    windows apart, whose layers end as all do."""
+    windows, n_layers, few = _windows(args), args.n_layers, FEW_LAYERS[0]
+    period = next(p for p in range(1, n_layers + 1) if windows[p:] == windows[: n_layers - p])
+    few += (n_layers - few) % period
+    return few, few + period
+
+
+def _windows(args: ModelArgs) -> list[float]:
+    """List the tokens that each layer attends to."""
+    windows = args.windows() if isinstance(args, CausalLMArgs) else [None] * args.n_layers
+    return [math.inf if window is None else window for window in windows]
+
+
+def of_layers(
+    n_layers: int, few: float, more: float, layers: tuple[int, int] = FEW_LAYERS
+) -> float:
+    """Draw a line through what two numbers of layers take, and read it at `n_layers`."""
+    share = (n_layers - layers[0]) / (layers[1] - layers[0])
     return few + share * (more - few)
 
 

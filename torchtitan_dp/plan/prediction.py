@@ -28,7 +28,15 @@ from torchtitan_dp.plan.memory import (
     communicators,
     limit_bytes,
 )
-from torchtitan_dp.plan.peaks import Extrapolated, Model, Peaks, Whole, shortest, two_lengths
+from torchtitan_dp.plan.peaks import (
+    Extrapolated,
+    Model,
+    Peaks,
+    Whole,
+    few_layers,
+    shortest,
+    two_lengths,
+)
 
 ENOUGH_LAYERS = 8  # up to so many, a prediction with all layers is as quick
 _NICER = 5
@@ -90,7 +98,7 @@ def search(config: JobConfig, args: ModelArgs, world_size: int, mode: str, limit
 def _peaks(config: JobConfig, args: ModelArgs, mode: str, limit: int) -> Peaks:
     """Let few layers stand for all, where there are many."""
     whole = Whole(config, args, mode)
-    few = args.n_layers > ENOUGH_LAYERS
+    few = args.n_layers > max(ENOUGH_LAYERS, *few_layers(args))
     return Extrapolated(whole, limit, shortest(config)) if few else whole
 
 
