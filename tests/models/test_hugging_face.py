@@ -191,7 +191,6 @@ def test_what_the_folder_holds(tmp_path):
 
 BAD_CONFIGS: dict[str, dict[str, dict]] = {  # what is said -> what `config.json` has
     "llama3": {
-        'model_type = "mistral"': {"model_type": "mistral"},
         "architectures = [": {"architectures": ["LlamaForSequenceClassification"]},
         "attention_bias = true: biases are not built": {"attention_bias": True},
         "mlp_bias = true": {"mlp_bias": True},

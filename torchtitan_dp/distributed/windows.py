@@ -83,7 +83,7 @@ def attend(
     kernel = kernel_of(q_BHTF.device, softcap)
     way: _Whole | _Windowed
     if softcap is None and (window is None or window >= size * T):
-        way = _Whole(kernel, scale, ring_of(shard.group, shard.balanced, T >= HEADS_APART_FROM))
+        way = _Whole(kernel, scale, shard)
     else:
         window = size * T if window is None else min(window, size * T)
         tile = min(max(window, _TILE[0]), _TILE[1])
@@ -133,7 +133,7 @@ class _Whole(NamedTuple):
 
     kernel: Kernel
     scale: float
-    ring: Ring
+    shard: Shard
 
     def reached(self, k: Tensor, v: Tensor) -> list[Tensor]:
         """Return what backward needs of keys and values."""
@@ -142,17 +142,20 @@ class _Whole(NamedTuple):
     def attend(self, q: Tensor, keys_values: list[Tensor]) -> tuple[Any, ...]:
         """Return the output, its logsumexp, and more that backward needs."""
         terms: dict[str, Any] = {"is_causal": True, "bias": None, "scale": self.scale}
-        return self.ring.attend(self.kernel.forward, q, *keys_values, **terms)
+        return self._ring(q).attend(self.kernel.forward, q, *keys_values, **terms)
 
     def attend_backward(
         self, of_queries: dict[str, Tensor], keys_values: list[Tensor], more: list[Tensor]
     ) -> tuple[Tensor, ...]:
         """Return the gradients of queries, keys and values."""
         terms: dict[str, Any] = {"is_causal": True, "bias": None, "scale": self.scale, "more": more}
-        gradients = self.ring.attend_backward(
-            self.kernel.backward, of_queries, *keys_values, **terms
-        )
-        return gradients[:3]
+        ring = self._ring(of_queries["query"])
+        return ring.attend_backward(self.kernel.backward, of_queries, *keys_values, **terms)[:3]
+
+    def _ring(self, q: Tensor) -> Ring:
+        """Return a ring for one round of keys."""
+        heads_apart = q.shape[2] >= HEADS_APART_FROM
+        return ring_of(self.shard.group, self.shard.balanced, heads_apart)
 
 
 class _Windowed(NamedTuple):

@@ -57,6 +57,8 @@ class Family:
         adapter: converts its state dict to Hugging Face's and back.
         read_args: from a `config.json`, its path and the key that names it; refuses in one line.
         new_settings: the `config.json` of its arguments and a tokenizer.
+        reference: builds a model of the same names that gradients are held against; None for
+            `model` itself, in one process.
     """
 
     title: str
@@ -66,6 +68,7 @@ class Family:
     adapter: type
     read_args: Callable[[dict[str, Any], str, str], ModelArgs]
     new_settings: Callable[[Any, Tokenizer], dict[str, Any]]
+    reference: Callable[[Any], Any] | None = None
 
 
 def _of(module: Any, title: str, args: type, model: type) -> Family:
@@ -85,6 +88,7 @@ FAMILIES: dict[str, Family] = {
         causal_lm.HuggingFaceAdapter,
         settings.read_args,
         settings.new_settings,
+        causal_lm.Eager,
     ),
 }
 

@@ -29,7 +29,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan_dp import optimizer
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import mesh_degrees
-from torchtitan_dp.distributed import offload
+from torchtitan_dp.distributed import offload, windows
 from torchtitan_dp.gradients import randomized_norm
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import ReductionGroups, RowLayout, free_gathered
@@ -238,7 +238,7 @@ def fake_world(
         # The host's memory is another: `Step.host_bytes` counts it.
         patch(offload, "page_locked", _on_no_device)
         if not every_tile:
-            for owner in (feed_forward, llama_tiles):
+            for owner in (feed_forward, llama_tiles, windows):
                 patch(owner, "tiles", _some_tiles)
         if like_cuda:
             patch(rms_norm, "use_lean_norms", _nothing)

@@ -24,7 +24,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from torchtitan_dp.distributed import ring
+from torchtitan_dp.distributed import ring, windows
 from torchtitan_dp.gradients.clipped_sum import ClippedSum, GradientMethod
 from torchtitan_dp.gradients.fsdp import ReduceScatterOverCP, RowLayout
 from torchtitan_dp.gradients.methods import METHODS
@@ -244,6 +244,7 @@ def tracking(*, like_cuda: bool = True) -> Iterator[MemoryTracker]:
         (FSDPParamGroup, "post_backward", becomes(communication, _whole_gradients)),
         (ring.PassedAround, "send", made(communication)),
         (ring.GatheredAtOnce, "send", made(communication)),
+        (windows, "exchange", made(communication)),
         (RowLayout, "allocate", made(communication)),
         (ReduceScatterOverCP, "__call__", becomes(shards, _of_one_sample)),
         (ClippedSum, "add", becomes(shards, added)),

@@ -58,9 +58,11 @@ def reference_of(args: ModelArgs, count: int, privacy: Any) -> Reference:
 
 def reference_model(args: ModelArgs) -> Any:
     """Build the model in one process, on the CPU, with the weights that it has on any mesh."""
-    model = family_of(args).model(copy.deepcopy(args))
-    model.init_weights()
-    fill_adapters(model)
+    family = family_of(args)
+    with torch.device("cpu"):
+        model = (family.reference or family.model)(copy.deepcopy(args))
+        model.init_weights()
+        fill_adapters(model)
     return model
 
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from tests.build import config
-from tests.models.causal_lm.families import TRANSFORMERS, arguments, configuration
-from torchtitan_dp.config.load import load_config
+from tests.models.causal_lm.families import FAMILIES, TRANSFORMERS, arguments, configuration
 from torchtitan_dp.models.causal_lm.attention import Band, Sample, attention, band
 from torchtitan_dp.models.causal_lm.settings import read_args
 from torchtitan_dp.models.families import on_meta
@@ -51,11 +50,32 @@ def test_settings(changes, said):
 
 @pytest.mark.parametrize(
     "kind, said",
-    [("mamba", "Conv1d|no list|cannot read"), ("bamba", "Conv1d"), ("jamba", "Conv1d")],
+    [
+        ("mamba", 'layer_types = "linear_attention"'),
+        ("jamba", 'layer_types = "linear_attention"'),
+        ("falcon_h1", "conv1d is a Conv1d, which mixes samples or tokens"),
+    ],
 )
 def test_models_that_mix_tokens_beside_attention(kind, said):
+    given = settings(kind)
+    given.pop("time_step_limit", None)  # infinite in JSON
     with pytest.raises(ValueError, match=said):
-        on_meta(read_args(settings(kind), "config.json", "model.hf_assets_path"))
+        on_meta(read_args(given, "config.json", "model.hf_assets_path"))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_small_model_has_a_layer_of_each_kind_and_smaller_windows(name):
+    """On which selfcheck tries the settings of a large one."""
+    given = arguments(name, num_hidden_layers=8, layer_types=None, no_rope_layers=None)
+    small = given.with_heads(4, 2, n_layers=2, vocab_size=1009, max_seq_len=32)
+    model = on_meta(small)
+    assert len(model.layers) == small.n_layers <= 4
+    assert set(small.windows()) == {w and 10 for w in given.windows()}
+    assert small.vocab_size == model.tok_embeddings.num_embeddings == 1009
+    assert (small.head_size, small.tie_embeddings) == (given.head_size, given.tie_embeddings)
+    for key in ("max_position_embeddings", "original_max_position_embeddings"):
+        if "dynamic" in name or "longrope" in name:
+            assert small.settings.get(key, 16) == 16  # below the small model's samples
 
 
 def attend(**terms):
@@ -153,6 +173,6 @@ def test_adapters_of_experts():
 def test_a_soft_cap_of_scores_in_longer_samples():
     from torchtitan_dp.preflight.machine import check_attention
 
-    long = load_config(["--privacy.noise_multiplier=1", "--training.seq_len=65536"], 1)
+    long = config("--training.seq_len=65536")
     with pytest.raises(ValueError, match="soft cap"):
         check_attention(long, arguments("gemma2", layer_types=["full_attention"] * 2))
