@@ -25,6 +25,7 @@ FLOORS = [
     {"checkpoint"},
     {"watch"},
     {"preflight"},
+    {"selfcheck.__init__", "selfcheck.reference", "selfcheck.small", "selfcheck.proof"},
     {"train_spec"},
     {"train"},
     {"plan", "audit", "release", "selfcheck", "ledger.__main__", "data.__main__"},
