@@ -223,8 +223,8 @@ def _of_sums(terms: Terms, every: bool) -> Iterator[Check]:
     for of_kind, of in kinds.items():
         yield Check(f"clipped sum, {of_kind}", remedy, steps.clipped_sum, (of,))
     if terms.dtype == torch.float32 and isinstance(terms.args, CausalLMArgs):
-        kind = terms.args.settings["model_type"]
-        yield Check(f"a tiny {kind}", proof.REMEDY, proof.gradients, (terms,))
+        name = f"a tiny {terms.args.settings['model_type']}"
+        yield Check(name, proof.REMEDY, proof.gradients, (terms,))
     if terms.dtype == torch.float32:
         remedy = (
             f"{_DO_NOT_TRAIN}; if it passes with optimizer.implementation = 'for-loop', the fused "
