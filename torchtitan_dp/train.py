@@ -57,6 +57,7 @@ from torchtitan_dp.process import (
     os_errors_as_faults,
     protect,
 )
+from torchtitan_dp.selfcheck.proof import prove
 from torchtitan_dp.train_spec import (
     BaselineTrainer,
     RunTrainer,
@@ -182,6 +183,7 @@ class DPTrainer(RunTrainer):
         if self.average is not None:
             self.average.begin()
         if self.step < self.job_config.training.steps:
+            prove(self)
             rehearse(self)
             self.books.begin_start()
             self.checkpointer.on_saved = self.books.saved

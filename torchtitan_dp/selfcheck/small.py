@@ -106,7 +106,7 @@ def given_terms(overrides: list[str], world_size: int) -> list[Terms]:
         raise ValueError("privacy.enable = false: selfcheck is of private steps; set it to true")
     args = shape(config)
     check_clipping(config, args)
-    terms = _scaled(config, args)
+    terms = scaled(config, args)
     if terms.dtype == torch.float32 and not config.compile.enable:
         return [terms]
     plain = copy.deepcopy(terms)
@@ -139,15 +139,16 @@ def default_terms(world_size: int) -> list[Terms]:
         args.tie_embeddings = True
         if dtype == "bfloat16":  # as in Llama 3.2 1B
             args.dim, args.n_heads, args.n_kv_heads = 512, 8, 2
-        found.append(_scaled(config, args))
+        found.append(scaled(config, args))
     return found
 
 
-def _scaled(config: JobConfig, args: ModelArgs) -> Terms:
-    """Scale a checked configuration down."""
+def scaled(config: JobConfig, args: ModelArgs, tokens: int = 0) -> Terms:
+    """Scale a checked configuration down, to samples of so many tokens for each cp rank, by default
+    enough for every kernel of attention."""
     cp, scaled = config.parallelism.context_parallel_degree, copy.deepcopy(config)
     training = scaled.training
-    tokens = _MOST_TOKENS if has_accelerator() else _TOKENS  # enough for every kernel of attention
+    tokens = tokens or (_MOST_TOKENS if has_accelerator() else _TOKENS)
     training.seq_len = min(training.seq_len, tokens * cp)
     training.local_batch_size = min(training.local_batch_size, _MOST_SAMPLES)
     if training.loss_chunk_tokens:
@@ -174,8 +175,11 @@ def _third(config: JobConfig) -> int:
     return config.training.seq_len // config.parallelism.context_parallel_degree // 3 + 1
 
 
+Mesh = tuple[ParallelDims, ReductionGroups]
+
+
 @functools.cache
-def mesh(device_type: str, degrees: tuple[int, int, int]) -> tuple[ParallelDims, ReductionGroups]:
+def mesh(device_type: str, degrees: tuple[int, int, int]) -> Mesh:
     """Build a mesh once per process, as training does: groups keep threads and memory for good, and
     DTensor's caches go on using those of the first of equal meshes. Collective over the world."""
     dims = ParallelDims(*degrees, 1, 1, 1, 1, math.prod(degrees))
@@ -186,11 +190,13 @@ def mesh(device_type: str, degrees: tuple[int, int, int]) -> tuple[ParallelDims,
 class Small:
     """A model laid over a mesh as training does, and its private step, on this rank."""
 
-    def __init__(self, terms: Terms, device: torch.device, *, max_grad_norm: float) -> None:
-        """Build it. Collective over the world."""
+    def __init__(
+        self, terms: Terms, device: torch.device, *, max_grad_norm: float, on: Mesh | None = None
+    ) -> None:
+        """Build it, on a mesh of these terms. Collective over the world."""
         self.terms, self.device, config = terms, device, terms.config
         self.batch_size = config.training.local_batch_size
-        self.dims, self.groups = mesh(device.type, terms.degrees)
+        self.dims, self.groups = on or mesh(device.type, terms.degrees)
         self.model = on_meta(terms.args)
         parallelize(self.model, self.dims, config)
         self.model.to_empty(device=device)

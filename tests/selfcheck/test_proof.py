@@ -1,0 +1,167 @@
+"""A start compares a model of transformers with transformers itself, and refuses what differs."""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+
+from tests import build
+from tests.models.causal_lm.families import FAMILIES, TRANSFORMERS, arguments
+from tests.processes.ranks import on_ranks
+from torchtitan_dp.distributed import attention as ring
+from torchtitan_dp.models.causal_lm import attention
+from torchtitan_dp.models.causal_lm import model as causal_lm
+from torchtitan_dp.models.families import on_meta
+from torchtitan_dp.models.lora import LoRA
+from torchtitan_dp.process import Fault
+from torchtitan_dp.selfcheck import proof
+
+ONE, CP, FOUR = (1, 1, 1), (1, 1, 2), (1, 2, 2)
+HOW = ("--activation_checkpoint.mode=full", "--training.loss_chunk_tokens=100")
+QUICK = ("llama", "gemma2", "gemma3", "gpt_oss", "phi3, longrope", "granite")
+QWEN_MOE = "qwen2_moe, whose window only the mask has"
+
+
+def _trainer(degrees, name, overrides, lora=None, changes=None):
+    """What `prove` takes from a trainer."""
+    args = arguments(name, 256, lora, **(changes or {}))
+    config = build.config(*TRANSFORMERS, "--training.seq_len=256", *overrides, degrees=degrees)
+    dims, groups = build.mesh("cpu", degrees)
+    return SimpleNamespace(
+        model_parts=[on_meta(args)],
+        job_config=config,
+        device=torch.device("cpu"),
+        parallel_dims=dims,
+        clipped_sum=SimpleNamespace(groups=groups),
+        metrics_processor=SimpleNamespace(time_last_log=0.0),
+    )
+
+
+def _state():
+    options = ring.torch_ring._cp_options
+    return torch.get_rng_state().tolist(), options.enable_load_balance, options.rotate_method
+
+
+def proved(degrees, *case):
+    """The line that a start logs on this rank, or with which it ends; and what it changed."""
+    trainer = _trainer(degrees, *case)
+    parallelism = trainer.job_config.parallelism
+    ring.configure_ring(
+        load_balancer=parallelism.context_parallel_load_balancer,
+        rotate_method=parallelism.context_parallel_rotate_method,
+    )
+    before, said = _state(), []
+    with mock.patch.object(proof.logger, "info", said.append):
+        try:
+            proof.prove(trainer)
+        except Fault as fault:
+            said.append(str(fault))
+    assert _state() == before
+    assert trainer.metrics_processor.time_last_log > 0
+    (line,) = (line for line in said if "model proof" in line)
+    print(line)
+    return line
+
+
+def check(degrees, *case):
+    lines = on_ranks(int(np.prod(degrees)), proved, degrees, *case)
+    for line in lines:
+        assert "within" in line, line
+        assert float(line.partition("within ")[2].partition(" ")[0]) < 2e-5
+    return lines
+
+
+@pytest.mark.parametrize("degrees", [ONE, CP])
+@pytest.mark.parametrize("name", QUICK)
+def test_it_passes(name, degrees):
+    check(degrees, name, HOW)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("degrees", [ONE, CP, FOUR])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_it_passes_without_chunks_on_contiguous_shards(name, degrees):
+    check(degrees, name, ("--parallelism.context_parallel_load_balancer=None",))
+
+
+def test_adapters_and_clipping_by_layers():
+    layers = ("--privacy.clipping=per_layer", "--privacy.clip_function=automatic")
+    check(CP, "gemma2", (*HOW, *layers), LoRA(3, 6.0, ("q_proj", "down_proj")))
+
+
+def test_a_bf16_run_is_proved_in_fp32():
+    check(CP, "mistral", (*HOW, "--training.mixed_precision_param=bfloat16"))
+
+
+def without(term):
+    """Attention that does not see a keyword argument."""
+
+    def attend(*args, **terms):
+        return _attention(*args, **{**terms, term: None})
+
+    return attention, "attention", attend
+
+
+_attention = attention.attention
+_CausalLM = causal_lm.CausalLM
+FAULTS = {  # of the review's table: what stands in the place of a remedy, and for which families
+    "the family's own logits in chunks": (
+        (_CausalLM, "_own_transform", lambda _: None),
+        ("gemma2", "granite"),
+    ),
+    "the window of a mask": (
+        (attention, "band", lambda *_, **__: attention.Band(None)),
+        (QWEN_MOE, "mistral"),
+    ),
+    "the sample's length, not this rank's": (
+        (causal_lm, "_freed_of_past_lengths", lambda _: []),
+        ("phi3, longrope", "llama, dynamic"),
+    ),
+    "eval mode": ((_CausalLM, "train", nn.Module.train), ("llama, dropout", "phi3, resid_pdrop")),
+    "buffers": ((_CausalLM, "compute_rotary", lambda *_: None), ("llama",)),
+    "sinks": (without("s_aux"), ("gpt_oss",)),
+    "soft caps": (without("softcap"), ("gemma2",)),
+    "the scale of scores": (without("scaling"), ("granite",)),
+}
+
+
+def faulty(fault, degrees, name):
+    kind, _, key = name.partition(", resid")
+    changes = {"resid" + key: 0.5} if key else {}
+    with mock.patch.object(*FAULTS[fault][0]):
+        return proved(degrees, kind, HOW, None, changes)
+
+
+@pytest.mark.parametrize(
+    "fault, name", [(fault, name) for fault, (_, names) in FAULTS.items() for name in names]
+)
+def test_it_refuses(fault, name):
+    lines = on_ranks(2, faulty, fault, CP, name)
+    assert len({*lines}) == 1, "ranks end alike"
+    assert lines[0].startswith("error: model proof before the first step: ")
+
+
+def _one_rank_wrong():
+    right = proof.worst_error
+
+    def wrong(*args):
+        error = right(*args)
+        return error if torch.distributed.get_rank() == 0 else 0.25
+
+    with mock.patch.object(proof, "worst_error", wrong):
+        return proved(CP, "llama", HOW)
+
+
+def test_all_ranks_end_where_one_is_wrong():
+    first, second = on_ranks(2, _one_rank_wrong)
+    assert first == second
+    assert "a tiny llama, with these settings on this mesh, are 0.25 off" in first
+    assert "(the limit is 0.0001)" in first
+
+
+def test_our_own_families_need_none():
+    trainer = SimpleNamespace(model_parts=[SimpleNamespace(model_args=build.ARGS)])
+    proof.prove(trainer)
