@@ -44,6 +44,7 @@ from torchtitan_dp.ledger import (
 )
 from torchtitan_dp.ledger.lineage import resumed, rewound
 from torchtitan_dp.ledger.settings import NoisedLoss
+from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.privacy.banded import NoiseChain
 from torchtitan_dp.privacy.sampling import poisson_draw
 
@@ -223,6 +224,7 @@ class Bookkeeping:
                 "the tokens": loader.samples.store.fingerprint,
                 "the privacy settings": ledger.settings,
                 "the configuration": ledger.config_hash,
+                "the model": repr(shape(config)),  # its config.json is each node's own
                 "the versions of packages": versions(),
                 # Replicas' noise is compiled for it, and must be the same bit by bit.
                 "the kind of device": kind(self._device),

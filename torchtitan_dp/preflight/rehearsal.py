@@ -36,6 +36,7 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import ladder
+from torchtitan_dp.data.batching import Microbatch
 from torchtitan_dp.distributed.stop import is_lost_rank
 from torchtitan_dp.gradients.fsdp import free_gathered
 from torchtitan_dp.process import Fault
@@ -43,6 +44,7 @@ from torchtitan_dp.watch.processor import SampleStatistics
 
 # Microbatches that a device may lag behind its host: launches queue about 1,000 deep.
 _MICROBATCHES_BEHIND = 4
+_KINDS_OF_TOKENS = 64  # fewer than any vocabulary has
 _OUT_OF_MEMORY = re.compile(
     "out of memory|can't allocate memory|cannot allocate memory|bad_alloc|alloc_failed"
 )
@@ -61,7 +63,7 @@ def rehearse(trainer: Any) -> None:
     Raises:
         Fault: one line that names what failed and what would fit.
     """
-    config, feed, metrics = trainer.job_config, trainer.feed, trainer.metrics_processor
+    config, metrics = trainer.job_config, trainer.metrics_processor
     rungs = ladder(config)
     begun = time.perf_counter()
     lengths = ", ".join(f"{rung:,}" for rung in rungs)
@@ -73,7 +75,7 @@ def rehearse(trainer: Any) -> None:
     # beside both.
     for number, length in enumerate((rungs[0], *rungs)):
         with _failing_in_one_line(_microbatch(config, length), config, passed):
-            trainer.accumulate(feed.padding(length), statistics)
+            trainer.accumulate(_padding(trainer, length), statistics)
             _wait_for(trainer.device)
         passed = length
         if number == 0:
@@ -90,6 +92,13 @@ def rehearse(trainer: Any) -> None:
     logger.info(f"rehearsal: done in {elapsed:.1f} s")
 
 
+def _padding(trainer: Any, length: int) -> Microbatch:
+    """Make padding of several tokens: a router would send those of one kind to the same experts."""
+    made: Microbatch = trainer.feed.padding(length)
+    every = torch.arange(made.tokens_BT.numel(), device=made.tokens_BT.device)
+    return made._replace(tokens_BT=every.remainder_(_KINDS_OF_TOKENS).view_as(made.tokens_BT))
+
+
 def _check_device(trainer: Any, length: int, statistics: SampleStatistics) -> None:
     """Refuse a time-out that a device may exceed as it lags behind its host; a CPU never lags.
 
@@ -100,7 +109,7 @@ def _check_device(trainer: Any, length: int, statistics: SampleStatistics) -> No
         return
     config, begun = trainer.job_config, time.perf_counter()
     with _failing_in_one_line(_microbatch(config, length), config, length):
-        trainer.accumulate(trainer.feed.padding(length), statistics)
+        trainer.accumulate(_padding(trainer, length), statistics)
         _wait_for(trainer.device)
     seconds, timeout = time.perf_counter() - begun, config.comm.train_timeout_seconds
     if _MICROBATCHES_BEHIND * seconds > timeout:

@@ -46,7 +46,8 @@ class _Theirs(ModelProtocol):
 
         register()
         config = args.config()
-        config.use_cache = config.output_router_logits = False
+        config.use_cache = config.output_router_logits = config.output_hidden_states = False
+        config.return_dict = True
         how: dict[str, Any] = {"attn_implementation": self.attention, "dtype": torch.float32}
         if self.attention != NAME:
             how["experts_implementation"] = self.attention

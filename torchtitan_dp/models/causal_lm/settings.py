@@ -213,6 +213,8 @@ def read_args(settings: dict[str, Any], path: str, key: str) -> CausalLMArgs:
         args = CausalLMArgs.of(config)
     except Exception as error:  # whatever a class makes of settings that are not its own
         read.refuse("model_type", kind, f"transformers cannot read it ({error})")
+    if "num_hidden_layers" not in args.settings:  # other names, of models from before Llama
+        read.refuse("model_type", kind, "its sizes have names that are not built")
     for layer in getattr(config, "layer_types", None) or ():
         if layer not in _LAYERS:
             read.refuse("layer_types", layer, f"only {' and '.join(_LAYERS)} are built")
