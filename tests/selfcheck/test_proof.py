@@ -21,7 +21,7 @@ from torchtitan_dp.selfcheck import proof
 
 ONE, CP, FOUR = (1, 1, 1), (1, 1, 2), (1, 2, 2)
 HOW = ("--activation_checkpoint.mode=full", "--training.loss_chunk_tokens=100")
-QUICK = ("llama", "gemma2", "gemma3", "gpt_oss", "phi3, longrope", "granite")
+SIX = ("llama", "gemma2", "gemma3", "gpt_oss", "phi3, longrope", "granite")
 QWEN_MOE = "qwen2_moe, whose window only the mask has"
 
 
@@ -74,8 +74,9 @@ def check(degrees, *case):
     return lines
 
 
+@pytest.mark.thorough_cases("llama*", "gemma3*", "phi3*", "granite*")
 @pytest.mark.parametrize("degrees", [ONE, CP])
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", SIX)
 def test_it_passes(name, degrees):
     check(degrees, name, HOW)
 
@@ -135,6 +136,7 @@ def faulty(fault, degrees, name):
         return proved(degrees, kind, HOW, None, changes)
 
 
+@pytest.mark.thorough_cases("*-granite", "*-mistral", "*-llama, dynamic", "*-llama, dropout")
 @pytest.mark.parametrize(
     "fault, name", [(fault, name) for fault, (_, names) in FAULTS.items() for name in names]
 )

@@ -122,7 +122,9 @@ def _tiny(config: JobConfig, args: CausalLMArgs) -> Terms:
     if has_accelerator():
         args = dataclasses.replace(args, n_kv_heads=args.n_heads)  # the ring's fp32 kernels need it
     cp = config.parallelism.context_parallel_degree
-    return scaled(config, args, tokens=max(min(64, _MOST_TOKENS // cp // 8 * 8), 8))
+    terms = scaled(config, args, tokens=max(min(64, _MOST_TOKENS // cp // 8 * 8), 8))
+    terms.args.draw_weights = terms.args.draw_adapters = False  # type: ignore[attr-defined]
+    return terms
 
 
 @contextlib.contextmanager
