@@ -78,8 +78,8 @@ def test_flops_by_hand_of_windows_and_experts(given):
 
 def test_few_layers_begin_and_end_as_all_do(given):
     for name, few in {
-        "medgemma-27b-text-it": (8, 14),
-        GPT_OSS: (4, 6),
+        "medgemma-27b-text-it": (14, 20),
+        GPT_OSS: (6, 8),
         "Qwen2.5-7B": (4, 5),
     }.items():
         args = shape(load_config(given(name), 1))
@@ -94,7 +94,7 @@ def few_and_all(arguments, mode):
     config = load_config(arguments, 2)
     with fake_world(2):
         whole = Whole(config, shape(config), mode)
-        lengths = 16384, 65536
+        lengths = 32768, 65536
         return Extrapolated(whole, 80 * GIB, 4).estimate(*lengths), whole.estimate(*lengths)
 
 
@@ -102,9 +102,11 @@ def few_and_all(arguments, mode):
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_few_layers_tell_the_peak_where_windows_alternate(given, mode):
     sizes = dict(hidden_size=64, intermediate_size=128, num_attention_heads=2, vocab_size=4096)
-    sizes |= dict(num_key_value_heads=1, head_dim=32, num_hidden_layers=17)
+    sizes |= dict(
+        num_key_value_heads=1, head_dim=32, num_hidden_layers=11, _sliding_window_pattern=2
+    )
     few, of_all = forks.call(few_and_all, given(GEMMA_4B, **sizes), mode)
-    assert few == pytest.approx(of_all, rel=1e-3)
+    assert few == pytest.approx(of_all, rel=5e-3)
 
 
 @pytest.mark.slow

@@ -183,10 +183,10 @@ Peaks = Whole | Extrapolated
 
 def few_layers(args: ModelArgs) -> tuple[int, int]:
     """Return how many of the first layers stand for all: two numbers, a period of the layers'
-    windows apart, whose layers end as all do."""
+    windows apart, whose layers end as all do, and have each kind among those between."""
     windows, n_layers, few = _windows(args), args.n_layers, FEW_LAYERS[0]
     period = next(p for p in range(1, n_layers + 1) if windows[p:] == windows[: n_layers - p])
-    few += (n_layers - few) % period
+    few += (n_layers - few) % period + (period if period > 1 else 0)
     return few, few + period
 
 
