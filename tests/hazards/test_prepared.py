@@ -242,7 +242,7 @@ def test_row72_a_read_only_store_is_compared_each_time(root, place, tmp_path, mo
 
     monkeypatch.setattr(os, "access", lambda *_: False)
     monkeypatch.setattr(os, "makedirs", refuse)
-    monkeypatch.setattr(stores, "alone", refuse)
+    monkeypatch.setattr(stores, "writing_lock", refuse)
     monkeypatch.setattr(stores, "private_folder", str)
     for _ in range(2):
         assert stored(prepared(source(root, "jsonl"), str(copy))) == stored(first)
