@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.build import data, reference_gradients, relative_error
+from tests.build import clipped_sum, data, reference_gradients, relative_error
 from tests.models.causal_lm.families import FAMILIES, T, arguments, eager, small
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.models.lora import LoRA
@@ -13,6 +13,7 @@ FULL = "--activation_checkpoint.mode=full"
 CHUNKS = "--training.loss_chunk_tokens=7"
 CONTIGUOUS = "--parallelism.context_parallel_load_balancer=None"
 MESHES = {"one": (1, 1, 1), "cp 2": (1, 1, 2), "dp_shard 2 x cp 2": (1, 2, 2)}
+MESHES["dp_replicate 2 x cp 2"] = (2, 1, 2)
 
 
 def worst_error(degrees, overrides, name, tokens, lora, changes):
@@ -22,7 +23,7 @@ def worst_error(degrees, overrides, name, tokens, lora, changes):
     expected = reference_gradients(eager(args), tokens_NT, labels_NT)
     ours, worst = small(args, degrees, *overrides), 0.0
     for sample, gradient in enumerate(expected):
-        found, _ = ours.clipped_sum(tokens_NT, labels_NT, drawn=np.array([sample]))
+        found, _ = clipped_sum(ours, tokens_NT, labels_NT, drawn=np.array([sample]))
         worst = max(worst, relative_error(found, gradient))
     return worst
 
@@ -33,7 +34,7 @@ def check(name, mesh, *overrides, tokens=T, lora=None, **changes):
     assert max(on_ranks(int(np.prod(degrees)), worst_error, *case)) < BOUND
 
 
-@pytest.mark.thorough_cases("*-one", "*-cp 2")
+@pytest.mark.thorough_cases("*-one", "*-cp 2", "*-dp_replicate 2 x cp 2")
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_gradients(name, mesh):
@@ -77,6 +78,6 @@ def _before_and_after():
     samples, longer = data(2, args=args), data(2, args=arguments("llama, dynamic", 64))
     found = []
     for _ in range(2):
-        found.append(ours.clipped_sum(*samples, drawn=np.array([1]))[0])
-        ours.clipped_sum(*longer, drawn=np.array([1]))
+        found.append(clipped_sum(ours, *samples, drawn=np.array([1]))[0])
+        clipped_sum(ours, *longer, drawn=np.array([1]))
     return found
