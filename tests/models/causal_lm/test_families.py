@@ -34,14 +34,17 @@ def check(name, mesh, *overrides, tokens=T, lora=None, **changes):
     assert max(on_ranks(int(np.prod(degrees)), worst_error, *case)) < BOUND
 
 
-@pytest.mark.thorough_cases("*-one", "*-cp 2", "*-dp_replicate 2 x cp 2")
+@pytest.mark.thorough_cases(
+    *("*-one", "*-cp 2", "*-dp_replicate 2 x cp 2"),
+    *("llama*-*", "qwen3-*", "mi*-*", "phi3-*", "gemma2-*", "smollm3-*", "olmo2-*", "cohere2-*"),
+)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_gradients(name, mesh):
     check(name, mesh)
 
 
-@pytest.mark.thorough_cases("llama*", "phi3*", "smollm3", "olmo2", "cohere2", "mi*", "qwen2_*")
+@pytest.mark.thorough_cases("[lpsocm]*", "qwen2_*", "qwen3")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_checkpointed_and_in_chunks_on_contiguous_shards(name):
     """Also soft caps and scales of logits, which the chunks must know."""
