@@ -51,6 +51,8 @@ def test_a_torn_line_of_a_step_swallows_nothing(tmp_path, torn):
         file.write(torn)
     begun(RUN, tmp_path, 1)
     assert RunLog(str(tmp_path)).count == 3
+    *_, last = (tmp_path / "steps_executed.log").read_text().splitlines()
+    assert last.split()[0] == "1"
 
 
 @pytest.mark.parametrize(
