@@ -56,6 +56,16 @@ def test_models_that_mix_tokens_beside_attention(kind):
         read_args(given, "config.json", "model.hf_assets_path")
 
 
+def test_sizes_by_older_names_and_rotary_embeddings_of_a_rank_s_largest_position():
+    with pytest.raises(ValueError, match="its sizes have names that are not built"):
+        read_args({"model_type": "gpt2"}, "config.json", "key")
+    rope = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    rope |= {"short_mscale": 1.0, "long_mscale": 1.1, "original_max_position_embeddings": 64}
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    with pytest.raises(ValueError, match=r"phimoe.*a rank's largest position"):
+        read_args({"model_type": "phimoe", "rope_scaling": rope, **sizes}, "config.json", "key")
+
+
 @pytest.mark.parametrize("kind", ["Conv1d", "BatchNorm1d"])
 def test_modules_that_mix_tokens_or_samples(kind, monkeypatch):
     from transformers.models.llama import modeling_llama

@@ -215,6 +215,8 @@ def read_args(settings: dict[str, Any], path: str, key: str) -> CausalLMArgs:
         read.refuse("model_type", kind, f"transformers cannot read it ({error})")
     if "num_hidden_layers" not in args.settings:  # other names, of models from before Llama
         read.refuse("model_type", kind, "its sizes have names that are not built")
+    if kind == "phimoe" and any(rope.get("rope_type") in LONGER for rope in _ropes(args.settings)):
+        read.refuse("model_type", kind, "its rotary embeddings read a rank's largest position")
     for layer in getattr(config, "layer_types", None) or ():
         if layer not in _LAYERS:
             read.refuse("layer_types", layer, f"only {' and '.join(_LAYERS)} are built")
