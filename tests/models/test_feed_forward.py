@@ -15,7 +15,8 @@ from tests.build import ARGS
 from tests.gradients.loop import check
 from torchtitan_dp.config.derived import FEED_FORWARD_CHUNK, feed_forward_chunk
 from torchtitan_dp.models.families import family_of
-from torchtitan_dp.models.feed_forward import Tiling, swiglu, swiglu_backward, use_tiles
+from torchtitan_dp.models.feed_forward import Tiling, swiglu, swiglu_backward
+from torchtitan_dp.models.llama3.tiles import use_tiles
 from torchtitan_dp.models.lora import LoRA, fill_adapters
 from torchtitan_dp.models.rms_norm import use_lean_norms
 
@@ -34,7 +35,7 @@ def two_models(args, chunk, lean=True):
     if lean:
         use_lean_norms(plain)
     tiled = copy.deepcopy(plain)
-    use_tiles(tiled.layers, tiled.tiled_block, Tiling(chunk))
+    use_tiles(tiled.layers, Tiling(chunk))
     return plain, tiled
 
 

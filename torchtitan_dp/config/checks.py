@@ -115,6 +115,12 @@ def _family(config: JobConfig) -> Iterator[Row]:
         theirs and config.training.feed_forward_chunk not in ("auto", 0),
         "training.feed_forward_chunk: blocks of transformers have no tiles; set it to 'auto'",
     )
+    replicate, *sharded = mesh_degrees(config)
+    yield (
+        theirs and not config.privacy.enable and replicate > 1 and sharded == [1, 1],
+        "parallelism.data_parallel_replicate_degree: without privacy a model of transformers is "
+        "sharded; set data_parallel_shard_degree to 2 or more as well",
+    )
     yield (
         theirs and config.compile.enable,
         "compile.enable: models of transformers are not compiled; set it to false",

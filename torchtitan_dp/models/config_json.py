@@ -1,24 +1,13 @@
-"""Reading and writing a `config.json`: a key that a family does not support is refused by name."""
+"""Reading a `config.json`: a key that a family does not support is refused by name."""
 
 import json
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from torchtitan_dp.data.tokenizer import Tokenizer
 from torchtitan_dp.models.rope import LinearScaling, Scaling, Yarn, mscale
 
 Supported = Iterable[tuple[str, tuple[Any, ...], str]]
 """Keys of a `config.json`, the values that a family computes, and what else they would mean."""
-
-SUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("hidden_act", (None, "silu"), "only 'silu' is built"),
-    ("attention_bias", (None, False), "biases are not built"),
-    ("mlp_bias", (None, False), "biases are not built"),
-    ("attention_dropout", (None, 0), "dropout is not built; set it to 0"),
-    ("sliding_window", (None,), "attention is always over the whole record"),
-    ("quantization_config", (None,), "weights must be floating point; take the unquantized ones"),
-)
-"""The keys that mean the same in every family."""
 
 
 class Reader:
@@ -132,28 +121,6 @@ class Reader:
             f"{self.key}: {self.path} has {name} = {shown}: {why}; use a model that has it so (for "
             "the tokenizer alone, copy its files into a folder without config.json)"
         )
-
-
-def settings_of(args: Any, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the keys that mean the same in every family, as transformers 4 and 5 read them."""
-    return {
-        "hidden_size": args.dim,
-        "num_hidden_layers": args.n_layers,
-        "num_attention_heads": args.n_heads,
-        "num_key_value_heads": args.n_kv_heads or args.n_heads,
-        "head_dim": args.head_size,
-        "vocab_size": args.vocab_size,
-        "max_position_embeddings": args.max_seq_len,
-        "rms_norm_eps": args.norm_eps,
-        "rope_theta": float(args.rope_theta),
-        "rope_scaling": None if args.rope is None else args.rope.settings(),
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "tie_word_embeddings": args.tie_embeddings,
-        "bos_token_id": tokenizer.bos_id,
-        "eos_token_id": tokenizer.eos_id,
-    }
 
 
 def is_positive(value: object) -> bool:

@@ -37,6 +37,13 @@ class ModelArgs(Protocol):
     def head_size(self) -> int:
         """The size of a head of queries or keys."""
 
+    @property
+    def share_of_experts(self) -> float:
+        """The share of the experts that a token is computed by; 1 without experts."""
+
+    def windows(self) -> list[int | None]:
+        """List the tokens that each layer attends to; None for all."""
+
     def with_heads(self, heads: int, kv_heads: int, **changes: Any) -> Any:
         """Return the arguments of a narrower model, of so many heads of this one's size."""
 

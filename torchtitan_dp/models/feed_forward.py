@@ -18,7 +18,7 @@ Guarantee:
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
@@ -63,50 +63,6 @@ class TiledFeedForward(nn.Module):
     def forward(self, h_BTD: Tensor, norm: nn.RMSNorm) -> Tensor:
         """Return h plus the feed-forward of its norm."""
         return feed_forward_in_tiles(h_BTD, norm, self, self.tiling)
-
-
-class TiledBlock(nn.Module):
-    """The class that `use_tiles` mixes into a block's: attention, then a feed-forward in tiles."""
-
-    parts: ClassVar[dict[str, type[nn.Module]]] = {"feed_forward": TiledFeedForward}
-    """Classes to mix into the block's modules; each has a `tiling`."""
-    attention_norm: nn.RMSNorm
-    attention: nn.Module
-    ffn_norm: nn.RMSNorm
-    feed_forward: nn.Module
-
-    def forward(
-        self, x_BTD: Tensor, rotary: Tensor, attention_masks: None, positions: Tensor | None = None
-    ) -> Tensor:
-        """Compute the block; arguments as TorchTitan's."""
-        assert attention_masks is None, "attention is causal"
-        assert positions is None, "rotary embeddings are those of this rank's tokens"
-        h_BTD = x_BTD + self.attend(x_BTD, rotary)
-        return cast(Tensor, self.feed_forward(h_BTD, self.ffn_norm))
-
-    def attend(self, x_BTD: Tensor, rotary: Tensor) -> Tensor:
-        """Compute norm and attention, as the block's own forward does."""
-        return cast(Tensor, self.attention(self.attention_norm(x_BTD), rotary, None))
-
-
-def use_tiles(blocks: nn.Module, kind: type[TiledBlock], tiling: Tiling) -> None:
-    """Turn dense blocks of TorchTitan's form into the family's `TiledBlock`s, in place.
-
-    As `fully_shard` does, this gives modules a class that adds to their own: names, parameters and
-    `isinstance` stay. Call it before activation checkpointing and FSDP2.
-    """
-    for block in blocks.children():
-        assert not getattr(block, "moe_enabled", False), "experts have another feed-forward"
-        _add_class(block, kind)
-        for name, of_part in kind.parts.items():
-            part = getattr(block, name)
-            _add_class(part, of_part)
-            part.tiling = tiling
-
-
-def _add_class(module: nn.Module, kind: type[nn.Module]) -> None:
-    own = type(module)
-    module.__class__ = type(f"Tiled{own.__name__}", (kind, own), {})
 
 
 def feed_forward_in_tiles(

@@ -199,7 +199,7 @@ def check_weights(problem: str, folder: str, args: ModelArgs) -> None:
     for name, tensor in expected.items():
         if name not in found:
             remedy = "take all files of one model"
-            if isinstance(args, CausalLMArgs) and args.share_of_experts < 1:
+            if args.share_of_experts < 1:
                 remedy += ", with all experts in one tensor, not a key for each"
             raise ValueError(f"{problem}: {name} is in none of its *.safetensors; {remedy}")
         size, dtype = found[name]

@@ -36,8 +36,9 @@ from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.models import rms_norm
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.families import ModelArgs
-from torchtitan_dp.models.feed_forward import Tiling, use_tiles
+from torchtitan_dp.models.feed_forward import Tiling
 from torchtitan_dp.models.llama3.regions import compiled, use_regions
+from torchtitan_dp.models.llama3.tiles import use_tiles
 from torchtitan_dp.models.lora import store_frozen
 from torchtitan_dp.models.private import PrivateModel
 
@@ -52,7 +53,7 @@ def parallelize(
     bf16 and fp32 mean the same on every mesh. Where `privacy.gradient_method` needs per-sample
     layers, layers form per-sample gradients instead.
     """
-    parallelism, not_torchtitans = job_config.parallelism, isinstance(model, CausalLM)
+    parallelism = job_config.parallelism
     if job_config.training.mixed_precision_param == "float16":
         # Where cuBLAS splits a product over many tokens, it would add the parts in fp16, which
         # overflows.
@@ -68,18 +69,14 @@ def parallelize(
         store_frozen(model, TORCH_DTYPE_MAP[job_config.training.mixed_precision_param])
     if job_config.privacy.enable:
         _apply_parts(model, parallel_dims, fsdp_mesh(parallel_dims), job_config)
-    elif parallel_dims.fsdp_enabled and (model.model_args.tie_embeddings or not_torchtitans):
-        # TorchTitan's own grouping would untie the weight.
-        replicated = ["dp_replicate"] if parallel_dims.dp_replicate_enabled else []
-        mesh = parallel_dims.get_mesh([*replicated, "fsdp"])
-        _apply_parts(model, parallel_dims, mesh, job_config)
-    elif not_torchtitans:
+    elif isinstance(model, CausalLM) or (
+        model.model_args.tie_embeddings and parallel_dims.fsdp_enabled
+    ):
+        # TorchTitan's own grouping knows its own modules alone, and would untie a weight.
+        mesh = fsdp_mesh(parallel_dims)
         if parallel_dims.dp_replicate_enabled:
-            raise ValueError(
-                "parallelism.data_parallel_replicate_degree: without privacy this model is "
-                "sharded; set data_parallel_shard_degree to 2 or more as well"
-            )
-        _apply_parts(model, parallel_dims, fsdp_mesh(parallel_dims), job_config)
+            mesh = parallel_dims.get_mesh(["dp_replicate", "fsdp"])
+        _apply_parts(model, parallel_dims, mesh, job_config)
     else:
         torchtitan_llama.parallelize_llama(model, parallel_dims, job_config)
     if device_type == "cpu":
@@ -110,7 +107,7 @@ def _apply_parts(
     if chunk:
         backend = job_config.compile.backend
         tiling = Tiling.compiled(chunk, backend) if compile_model else Tiling(chunk)
-        use_tiles(model.layers, model.tiled_block, tiling)
+        use_tiles(model.layers, tiling)
     by_regions = compile_model and _compiles_regions(job_config)
     if by_regions:
         use_regions(model.layers, compiled(job_config.compile.backend))

@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torchtitan_dp.gradients.layers import per_sample_layers
-from torchtitan_dp.models.feed_forward import TiledBlock
 from torchtitan_dp.models.lora import (
     LoRA,
     add_adapters,
@@ -55,6 +54,15 @@ class PrivateArgs:
     def head_size(self) -> int:
         """The size of a head of queries or keys."""
         return int(self.dim // self.n_heads)  # type: ignore[attr-defined]
+
+    @property
+    def share_of_experts(self) -> float:
+        """The share of the experts that a token is computed by; 1 without experts."""
+        return 1.0
+
+    def windows(self) -> list[int | None]:
+        """List the tokens that each layer attends to; None for all."""
+        return [None] * self.n_layers  # type: ignore[attr-defined]
 
     def with_heads(self, heads: int, kv_heads: int, **changes: Any) -> Any:
         """Return the arguments of a narrower model, of so many heads of this one's size."""
@@ -95,8 +103,6 @@ class PrivateModel(nn.Module):
     """The name of the buffer of rotary embeddings."""
     model_args: Any
     tok_embeddings: nn.Embedding
-    tiled_block: type[TiledBlock] = TiledBlock
-    """The class of blocks whose feed-forward, at least, is in tiles."""
     layers: Any  # the blocks, an nn.ModuleDict
     draws_at_once: int | None = None
     """Threads of `init_weights`; None for PyTorch's number."""

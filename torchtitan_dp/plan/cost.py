@@ -14,7 +14,6 @@ import torch.nn as nn
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import mesh_degrees
-from torchtitan_dp.models.causal_lm.settings import CausalLMArgs
 from torchtitan_dp.models.families import ModelArgs, on_meta
 
 
@@ -110,10 +109,9 @@ def flops_of(config: JobConfig, args: ModelArgs) -> SampleFlops:
     tokens, again = config.training.seq_len, 1 if _recomputes(config) else 0
     of_blocks = (4 + 2 * again) * blocks.all + 2 * blocks.trained
     of_output = 4 * output.all + 2 * output.trained
-    scores = args.n_layers * tokens**2 / 2
-    if isinstance(args, CausalLMArgs):  # a window of w: w scores of each query but the first w
-        seen = (min(window or tokens, tokens) for window in args.windows())
-        scores = sum(w * (tokens - w / 2) for w in seen)
+    # A window of w: w scores of each query but the first w.
+    seen = (min(window or tokens, tokens) for window in args.windows())
+    scores = sum(w * (tokens - w / 2) for w in seen)
     attention = 2 * args.n_heads * args.head_size * scores * (2 * (1 + again) + 5)
     return SampleFlops(tokens * (of_blocks + of_output), attention)
 
@@ -129,7 +127,7 @@ def weights_of(args: ModelArgs) -> tuple[Weights, Weights]:
 
     # Experts are matrices in one tensor, of which a token takes some. Their biases have two
     # dimensions, too.
-    shares = {2: 1.0, 3: args.share_of_experts if isinstance(args, CausalLMArgs) else 1.0}
+    shares = {2: 1.0, 3: args.share_of_experts}
 
     def count(parameters: Iterable[tuple[str, nn.Parameter]]) -> Weights:
         matrices = [p for name, p in parameters if p.dim() in shares and not name.endswith("bias")]

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.models.causal_lm.settings import CausalLMArgs
 from torchtitan_dp.models.families import ModelArgs
 from torchtitan_dp.plan.fake_step import Step
 from torchtitan_dp.plan.tracker import GATHERED, MemoryTracker, tracking
@@ -192,8 +191,7 @@ def few_layers(args: ModelArgs) -> tuple[int, int]:
 
 def _windows(args: ModelArgs) -> list[float]:
     """List the tokens that each layer attends to."""
-    windows = args.windows() if isinstance(args, CausalLMArgs) else [None] * args.n_layers
-    return [math.inf if window is None else window for window in windows]
+    return [math.inf if window is None else window for window in args.windows()]
 
 
 def of_layers(

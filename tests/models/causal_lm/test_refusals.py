@@ -148,12 +148,13 @@ def test_modules_stay_in_eval_mode():
     [
         ("--training.feed_forward_chunk=8", "set it to 'auto'"),
         ("--compile.enable", "set it to false"),
+        ("--privacy.no-enable", "parallelism.data_parallel_replicate_degree = 2: without privacy"),
         ("--rope.theta=1e6", r"edit rope_parameters in config.json"),
     ],
 )
 def test_settings_of_a_run(override, said):
     with pytest.raises(ValueError, match=said):
-        config(*TRANSFORMERS, override)
+        config(*TRANSFORMERS, override, degrees=(2, 1, 1))
 
 
 def test_without_a_config_json():

@@ -12,8 +12,7 @@ from torchtitan.models.llama3.model.args import RoPEScalingArgs
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 
 from torchtitan_dp.data.tokenizer import Tokenizer
-from torchtitan_dp.models.config_json import SUPPORTED, Reader, is_positive, settings_of
-from torchtitan_dp.models.llama3.tiles import TiledLlamaBlock
+from torchtitan_dp.models.config_json import Reader, is_positive
 from torchtitan_dp.models.parameters import TIED_OUTPUT
 from torchtitan_dp.models.private import PrivateAdapter, PrivateArgs, PrivateModel
 from torchtitan_dp.models.rope import scaled_angles
@@ -28,7 +27,6 @@ class Llama(PrivateModel, Transformer):
     """A Llama."""
 
     rotary_name = "freqs_cis"
-    tiled_block = TiledLlamaBlock
     model_args: LlamaArgs
 
     def rotary_table(self) -> Tensor:
@@ -103,7 +101,12 @@ NO_ROPE_SCALING = RoPEScalingArgs(scaling_factor=1.0, original_max_position_embe
 _SUPPORTED = (
     ("model_type", ("llama",), "only Llamas have model.name = 'llama3'"),
     ("architectures", (None, ["LlamaForCausalLM"]), "only Llamas that predict tokens"),
-    *SUPPORTED,
+    ("hidden_act", (None, "silu"), "only 'silu' is built"),
+    ("attention_bias", (None, False), "biases are not built"),
+    ("mlp_bias", (None, False), "biases are not built"),
+    ("attention_dropout", (None, 0), "dropout is not built; set it to 0"),
+    ("sliding_window", (None,), "attention is always over the whole record"),
+    ("quantization_config", (None,), "weights must be floating point; take the unquantized ones"),
 )
 _ROPE_KINDS = ("default", "llama3", "linear", "yarn")
 _ROPE_KEYS = {
@@ -153,7 +156,7 @@ def feed_forward_size(dim: int, hidden: int) -> dict[str, Any]:
 
 
 def new_settings(args: LlamaArgs, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the `config.json` of a model."""
+    """Return the `config.json` of a model, as transformers 4 and 5 read it."""
     with torch.device("meta"):
         block: Any = Llama(copy.deepcopy(args)).layers["0"]
     scaling = {key: getattr(args.rope_scaling_args, ours) for key, ours in _ROPE_KEYS.items()}
@@ -163,6 +166,20 @@ def new_settings(args: LlamaArgs, tokenizer: Tokenizer) -> dict[str, Any]:
         "model_type": "llama",
         "intermediate_size": block.feed_forward.w1.out_features,
         "mlp_bias": False,
-        **settings_of(args, tokenizer),
+        "hidden_size": args.dim,
+        "num_hidden_layers": args.n_layers,
+        "num_attention_heads": args.n_heads,
+        "num_key_value_heads": args.n_kv_heads or args.n_heads,
+        "head_dim": args.head_size,
+        "vocab_size": args.vocab_size,
+        "max_position_embeddings": args.max_seq_len,
+        "rms_norm_eps": args.norm_eps,
+        "rope_theta": float(args.rope_theta),
         "rope_scaling": own if args.rope is None else args.rope.settings(),
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": args.tie_embeddings,
+        "bos_token_id": tokenizer.bos_id,
+        "eos_token_id": tokenizer.eos_id,
     }

@@ -9,7 +9,7 @@ Guarantee:
     As `models.feed_forward`: several samples are refused where a parameter is trained.
 """
 
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
@@ -17,7 +17,7 @@ from torch import Tensor
 from torchtitan.models.llama3.model.model import Attention, apply_rotary_emb
 
 from torchtitan_dp.gradients.operands import tiles
-from torchtitan_dp.models.feed_forward import TiledBlock, Tiling
+from torchtitan_dp.models.feed_forward import TiledFeedForward, Tiling
 from torchtitan_dp.models.tiles import NormedLayers, NormOfTile, new_sums, rounded
 
 
@@ -37,13 +37,43 @@ class TiledAttention(nn.Module):
         return cast(Tensor, own.wo(out_BHTF.transpose(1, 2).flatten(2)))
 
 
-class TiledLlamaBlock(TiledBlock):
-    """A Llama's block, all of whose parts but attention itself are in tiles."""
+class TiledLlamaBlock(nn.Module):
+    """The class that `use_tiles` mixes into a Llama's block: all of its parts but attention itself
+    are in tiles."""
 
-    parts: ClassVar[dict[str, type[nn.Module]]] = {**TiledBlock.parts, "attention": TiledAttention}
+    attention_norm: nn.RMSNorm
+    attention: TiledAttention
+    ffn_norm: nn.RMSNorm
+    feed_forward: TiledFeedForward
 
-    def attend(self, x_BTD: Tensor, rotary: Tensor) -> Tensor:
-        return cast(Tensor, self.attention(x_BTD, self.attention_norm, rotary))
+    def forward(
+        self, x_BTD: Tensor, rotary: Tensor, attention_masks: None, positions: Tensor | None = None
+    ) -> Tensor:
+        """Compute the block; arguments as TorchTitan's."""
+        assert attention_masks is None, "attention is causal"
+        assert positions is None, "rotary embeddings are those of this rank's tokens"
+        h_BTD = x_BTD + self.attention(x_BTD, self.attention_norm, rotary)
+        return cast(Tensor, self.feed_forward(h_BTD, self.ffn_norm))
+
+
+def use_tiles(blocks: nn.Module, tiling: Tiling) -> None:
+    """Turn a Llama's blocks into `TiledLlamaBlock`s, in place.
+
+    As `fully_shard` does, this gives modules a class that adds to their own: names, parameters and
+    `isinstance` stay. Call it before activation checkpointing and FSDP2.
+    """
+    for block in blocks.children():
+        _add_class(block, TiledLlamaBlock)
+        parts = {"attention": TiledAttention, "feed_forward": TiledFeedForward}
+        for name, kind in parts.items():
+            part = getattr(block, name)
+            _add_class(part, kind)
+            part.tiling = tiling
+
+
+def _add_class(module: nn.Module, kind: type[nn.Module]) -> None:
+    own = type(module)
+    module.__class__ = type(f"Tiled{own.__name__}", (kind, own), {})
 
 
 def queries_keys_values(
