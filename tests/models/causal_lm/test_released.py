@@ -2,87 +2,24 @@
 
 import pytest
 
+from scripts.models import CONFIGS
 from torchtitan_dp.models.causal_lm.settings import read_args
 from torchtitan_dp.models.families import on_meta, parameter_count
 from torchtitan_dp.plan.cost import weights_of
 
-_GEMMA = dict(
-    model_type="gemma3_text",
-    architectures=["Gemma3ForCausalLM"],
-    hidden_size=5376,
-    intermediate_size=21504,
-    num_hidden_layers=62,
-    num_attention_heads=32,
-    num_key_value_heads=16,
-    head_dim=128,
-    query_pre_attn_scalar=168,
-    sliding_window=1024,
-    sliding_window_pattern=6,
-    vocab_size=262208,
-    rope_theta=1e6,
-    rope_local_base_freq=1e4,
-    rope_scaling={"factor": 8.0, "rope_type": "linear"},
-    max_position_embeddings=131072,
-)
-_GPT_OSS = dict(
-    model_type="gpt_oss",
-    architectures=["GptOssForCausalLM"],
-    hidden_size=2880,
-    intermediate_size=2880,
-    num_hidden_layers=24,
-    num_attention_heads=64,
-    num_key_value_heads=8,
-    head_dim=64,
-    num_local_experts=32,
-    num_experts_per_tok=4,
-    sliding_window=128,
-    vocab_size=201088,
-    max_position_embeddings=131072,
-    rope_theta=150000,
-)
-_PHI = dict(
-    model_type="phi3",
-    architectures=["Phi3ForCausalLM"],
-    auto_map={"AutoConfig": "configuration_phi3.Phi3Config"},  # transformers has its own
-    hidden_size=3072,
-    intermediate_size=8192,
-    num_hidden_layers=32,
-    num_attention_heads=24,
-    num_key_value_heads=8,
-    partial_rotary_factor=0.75,
-    max_position_embeddings=131072,
-    original_max_position_embeddings=4096,
-    sliding_window=262144,
-    tie_word_embeddings=True,
-    vocab_size=200064,
-    pad_token_id=199999,
-    rope_scaling={"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48},
-)
-_QWEN = dict(
-    model_type="qwen2",
-    architectures=["Qwen2ForCausalLM"],
-    hidden_size=3584,
-    intermediate_size=18944,
-    num_hidden_layers=28,
-    num_attention_heads=28,
-    num_key_value_heads=4,
-    max_position_embeddings=32768,
-    sliding_window=131072,
-    use_sliding_window=False,
-    vocab_size=152064,
-)
-_MISTRAL = dict(
-    model_type="mistral",
-    architectures=["MistralForCausalLM"],
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    max_position_embeddings=32768,
-    sliding_window=None,
-    vocab_size=32768,
-)
+
+def released(name, model, **changes):
+    """The `config.json` of a model of `scripts/models.py`, with changes."""
+    return CONFIGS[name] | {"architectures": [f"{model}ForCausalLM"]} | changes
+
+
+_GEMMA = released("google/medgemma-27b-text-it", "Gemma3", vocab_size=262208)
+_GEMMA |= {"sliding_window_pattern": 6}
+_GPT_OSS = released("openai/gpt-oss-20b (in bf16)", "GptOss")
+_CODE = {"AutoConfig": "configuration_phi3.Phi3Config"}  # transformers has its own
+_PHI = released("microsoft/Phi-4-mini-instruct", "Phi3", auto_map=_CODE)
+_QWEN = released("Qwen/Qwen2.5-7B", "Qwen2")
+_MISTRAL = released("mistralai/Mistral-7B-v0.1", "Mistral", vocab_size=32768, sliding_window=None)
 
 
 @pytest.mark.thorough_cases("Gemma*", "Phi*")
