@@ -70,7 +70,7 @@ class ChatTemplate:
         """Write a conversation whose last turn is the assistant's, split into its text and others'.
 
         A template without marks is rendered for each turn anew, until `MOST_COST` is spent. Returns
-        None, whatever the messages are, if it refuses them, or turns cannot be separated.
+        None, and raises nothing, if it refuses the messages or their turns cannot be separated.
         """
         if any(_EITHER.search(message["role"] + message["content"]) for message in messages):
             return None

@@ -7,8 +7,8 @@ gradient, a sum over samples, is never computed.
 
 Guarantee:
     Row b of a gradient that a layer passes to its sink depends only on row b of its input and of
-    its output's gradient. Layers without a rule of their own see one sample at a time, so that it
-    holds whatever they compute.
+    its output's gradient. A layer without a rule of its own sees one sample at a time, so that
+    its samples cannot mix.
 """
 
 from collections import Counter

@@ -1,8 +1,8 @@
 """A causal LM of transformers with the interface of our own families.
 
 At one sample a microbatch, the gradient that FSDP2 reduces over the ranks of a sample is that
-sample's gradient, whatever the modules between compute. So they are transformers' own, and only
-attention, masks, the loss and what depends on a sample's length are ours.
+sample's gradient, for modules of any kind. So they are transformers' own; ours are attention,
+masks, the loss, and rotary embeddings that depend on a sample's length.
 
 Modules are in eval mode, always: dropout, and routers that draw, would add noise that no account
 of privacy knows of. Auxiliary losses of routers are off: they multiply means over tokens, which do

@@ -211,7 +211,7 @@ def read_args(settings: dict[str, Any], path: str, key: str) -> CausalLMArgs:
     try:
         config = _configuration(settings)
         args = CausalLMArgs.of(config)
-    except Exception as error:  # whatever a class makes of settings that are not its own
+    except Exception as error:  # classes check their settings by errors of many kinds
         read.refuse("model_type", kind, f"transformers cannot read it ({error})")
     if "num_hidden_layers" not in args.settings:  # other names, of models from before Llama
         read.refuse("model_type", kind, "its sizes have names that are not built")
