@@ -95,9 +95,6 @@ def _work(
     torch.set_num_threads(max((os.cpu_count() or 1) // devices, 1))
     # TorchTitan warns that all trainers but the first find the process group initialized.
     logging.getLogger().setLevel(logging.ERROR)
-    from torchtitan_dp.train_spec import register
-
-    register()
     try:
         queue.put((function(*args, **kwargs), None))
     except NotImplementedError as error:

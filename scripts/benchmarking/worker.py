@@ -104,16 +104,21 @@ def _build(arm: Arm, setting: Setting, folder: str) -> Step:
     from torchtitan_dp.config.load import load_config  # first: lets TorchTitan import without a GPU
 
     # isort: split
+    from torchtitan.protocols.train_spec import _extra_train_specs
+
     from torchtitan_dp.checkpoint.start import decision
     from torchtitan_dp.train import build_trainer
+    from torchtitan_dp.train_spec import register
 
     config = load_config(setting.arguments(arm, folder), setting.devices)
     os.makedirs(config.job.dump_folder, exist_ok=True)
-    if arm.opacus is not None:
-        from .opacus_arms import OpacusTrainer
+    with unittest.mock.patch.dict(_extra_train_specs):  # which take a name once
+        register(config)
+        if arm.opacus is not None:
+            from .opacus_arms import OpacusTrainer
 
-        return OpacusTrainer(config, arm.opacus).train_step  # type: ignore[arg-type]
-    trainer = build_trainer(config, decision(config))
+            return OpacusTrainer(config, arm.opacus).train_step  # type: ignore[arg-type]
+        trainer = build_trainer(config, decision(config))
     loader = trainer.batch_generator(trainer.dataloader)
     return functools.partial(_train_step, trainer, loader)
 

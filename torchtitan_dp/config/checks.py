@@ -111,10 +111,6 @@ def _memory(config: JobConfig) -> Iterator[Row]:
 def _family(config: JobConfig) -> Iterator[Row]:
     """Yield the rows of models of transformers."""
     theirs = config.model.name == TRANSFORMERS
-    yield (
-        theirs and config.training.feed_forward_chunk not in ("auto", 0),
-        "training.feed_forward_chunk: blocks of transformers have no tiles; set it to 'auto'",
-    )
     replicate, *sharded = mesh_degrees(config)
     yield (
         theirs and not config.privacy.enable and replicate > 1 and sharded == [1, 1],

@@ -170,7 +170,7 @@ def feed_forward_chunk(config: JobConfig) -> int:
     first product of each tile would be computed twice.
     """
     chunk = config.training.feed_forward_chunk
-    if not config.privacy.enable or config.model.name == TRANSFORMERS:
+    if not config.privacy.enable:
         return 0
     if chunk != "auto":
         return chunk

@@ -15,8 +15,9 @@ Guarantee:
     they would be merged before they are clipped.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -54,25 +55,57 @@ class Tiling:
         compile_: Any = functools.partial(torch.compile, backend=backend, fullgraph=True)
         return cls(tokens, compile_(swiglu), compile_(swiglu_backward))
 
+    def of(self, activation: Callable[[Tensor], Tensor]) -> "Tiling":
+        """Return the tiling with another activation in the place of silu."""
+        if isinstance(activation, nn.SiLU):
+            return self
+
+        def gated(gate: Tensor, up: Tensor) -> Tensor:
+            return activation(gate) * up
+
+        def backward(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+            with torch.enable_grad():
+                leaves = gate.detach().requires_grad_(), up.detach().requires_grad_()
+                of_gate, of_up = torch.autograd.grad(gated(*leaves), leaves, grad)
+            return of_gate, of_up
+
+        return dataclasses.replace(self, swiglu=gated, swiglu_backward=backward)
+
 
 class TiledFeedForward(nn.Module):
-    """The class that `use_tiles` mixes into a feed-forward's own."""
+    """The class that tiles mix into the feed-forward of a Llama."""
 
     tiling: Tiling
+    in_order = ("w1", "w3", "w2")
 
     def forward(self, h_BTD: Tensor, norm: nn.RMSNorm) -> Tensor:
         """Return h plus the feed-forward of its norm."""
-        return feed_forward_in_tiles(h_BTD, norm, self, self.tiling)
+        layers = [getattr(self, name) for name in self.in_order]
+        return feed_forward_in_tiles(h_BTD, norm, layers, self.tiling)
+
+
+class TiledMLP(nn.Module):
+    """The class that tiles mix into a gated feed-forward of transformers."""
+
+    tiling: Tiling
+    in_order = ("gate_proj", "up_proj", "down_proj")
+
+    def forward(self, n_BTD: Tensor) -> Tensor:
+        """Return the feed-forward; of tokens without a sample, as its own class does."""
+        if n_BTD.dim() != 3:
+            return cast(Tensor, super().forward(n_BTD))
+        layers = [getattr(self, name) for name in self.in_order]
+        return feed_forward_in_tiles(n_BTD, None, layers, self.tiling)
 
 
 def feed_forward_in_tiles(
-    h_BTD: Tensor, norm: nn.RMSNorm, feed_forward: nn.Module, tiling: Tiling
+    h_BTD: Tensor, norm: nn.RMSNorm | None, in_order: Sequence[nn.Module], tiling: Tiling
 ) -> Tensor:
-    """Compute h + w2(silu(w1 n) * w3 n), with n = norm(h), tile by tile.
+    """Compute h + w2(silu(w1 n) * w3 n), with n = norm(h), tile by tile; without a norm, w2(silu(w1
+    h) * w3 h).
 
-    `w1`, `w2`, `w3` may have LoRA's factors; B is 1 where a parameter is trained.
+    The layers `in_order`, w1, w3, w2, may have LoRA's factors; B is 1 where a parameter is trained.
     """
-    in_order = [getattr(feed_forward, name) for name in ("w1", "w3", "w2")]
     layers, parameters = NormedLayers.of(norm, in_order, len(h_BTD))
     body = _Body(tiling, layers)
     kept_BTD = _Inputs.apply(h_BTD, body, *parameters)
@@ -90,9 +123,9 @@ class _Body:
         """Compute the output, into `out_ND`."""
         w1, w3, w2 = self.layers.linear(parameters)
         for tokens in tiles(len(h_ND), self.tiling.tokens):
-            n_ND = self.layers.norm(h_ND[tokens], parameters[0])
+            n_ND = self.layers.norm(h_ND[tokens], parameters)
             y_ND = w2(self.tiling.swiglu(w1(n_ND), w3(n_ND)))
-            torch.add(h_ND[tokens], y_ND, out=out_ND[tokens])
+            out_ND[tokens] = y_ND.add_(h_ND[tokens]) if self.layers.has_norm else y_ND
 
     def backward(
         self, h_ND: Tensor, parameters: list[Tensor], grad_ND: Tensor, sums: Sums
@@ -102,7 +135,7 @@ class _Body:
         sums_1, sums_3, sums_2 = self.layers.by_layer(sums)
         grad_h_ND = torch.empty_like(h_ND)
         for tokens in tiles(len(h_ND), self.tiling.tokens):
-            norm = NormOfTile(self.layers, h_ND[tokens], parameters[0], sums)
+            norm = NormOfTile(self.layers, h_ND[tokens], parameters, sums)
             n_ND = norm.value
             gate, up = w1(n_ND), w3(n_ND)
             trains = any(one is not None for one in sums_2)  # else w2 does not read its input
@@ -112,7 +145,9 @@ class _Body:
             del gate, up, product, grad_product
             grad_n_ND = w1.backward(n_ND, grad_gate, None, sums_1)
             grad_n_ND = w3.backward(n_ND, grad_up, grad_n_ND, sums_3)
-            torch.add(grad_ND[tokens], norm.backward(grad_n_ND), out=grad_h_ND[tokens])
+            grad_h_ND[tokens] = norm.backward(grad_n_ND)
+            if self.layers.has_norm:
+                grad_h_ND[tokens] += grad_ND[tokens]
         return grad_h_ND
 
 

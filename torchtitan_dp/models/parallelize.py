@@ -38,7 +38,6 @@ from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.families import ModelArgs
 from torchtitan_dp.models.feed_forward import Tiling
 from torchtitan_dp.models.llama3.regions import compiled, use_regions
-from torchtitan_dp.models.llama3.tiles import use_tiles
 from torchtitan_dp.models.lora import store_frozen
 from torchtitan_dp.models.private import PrivateModel
 
@@ -104,10 +103,10 @@ def _apply_parts(
         model.share_samples(parallel_dims.get_mesh("cp"), balanced)
     compile_model = job_config.compile.enable and "model" in job_config.compile.components
     chunk = feed_forward_chunk(job_config)
-    if chunk:
+    if chunk and model.in_tiles:
         backend = job_config.compile.backend
         tiling = Tiling.compiled(chunk, backend) if compile_model else Tiling(chunk)
-        use_tiles(model.layers, tiling)
+        model.use_tiles(tiling)
     by_regions = compile_model and _compiles_regions(job_config)
     if by_regions:
         use_regions(model.layers, compiled(job_config.compile.backend))

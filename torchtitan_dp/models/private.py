@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torchtitan_dp.gradients.layers import per_sample_layers
+from torchtitan_dp.models.feed_forward import Tiling
 from torchtitan_dp.models.lora import (
     LoRA,
     add_adapters,
@@ -179,6 +180,15 @@ class PrivateModel(nn.Module):
     def use_loss_head(self, chunk_tokens: int) -> None:
         """Compute losses by `LossHead`, in place."""
         self.output = LossHead.over(self.output, chunk_tokens)
+
+    def use_tiles(self, tiling: Tiling) -> None:
+        """Compute blocks in tiles of tokens, in place; before activation checkpointing, FSDP2."""
+        raise NotImplementedError
+
+    @property
+    def in_tiles(self) -> bool:
+        """Whether `use_tiles` finds something to compute in tiles."""
+        return True
 
     def offload(self, around: Callable[[Tensor], AbstractContextManager[None]]) -> None:
         """Call each block, checkpointed or not, within `around` of its input."""

@@ -20,6 +20,19 @@ class LeanRMSNorm(nn.RMSNorm):
         return rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
 
+class OffsetRMSNorm(nn.Module):
+    """An RMSNorm times 1 + weight, (D,), as Gemma's."""
+
+    def __init__(self, size: int, eps: float | None, device: str | None = None) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.zeros(size, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the norm of (…, D) in fp32, in the dtype of `x`."""
+        return rms_norm(x, x.shape[-1:], 1.0 + self.weight.float(), self.eps)
+
+
 def use_lean_norms(model: nn.Module) -> None:
     """Turn every `nn.RMSNorm` of `model` into a `LeanRMSNorm`, in place.
 

@@ -1,4 +1,4 @@
-"""Parts of a block in tiles of tokens: a norm and its layers, with the sums of their gradients.
+"""Parts of a block in tiles of tokens: layers and a norm, with the sums of their gradients.
 
 At long T the tensors within a block outgrow all else. A function in tiles saves its input alone,
 and computes some thousand tokens at a time, forward and backward. Gradients of weights and LoRA's
@@ -62,20 +62,20 @@ class Linear:
 
 @dataclass(frozen=True)
 class NormedLayers:
-    """A norm and linear layers behind it, apart from their parameters: norm, then by layer."""
+    """Linear layers, behind a norm or not, apart from their parameters: norm, then by layer."""
 
     is_lean: bool
-    eps: float
+    eps: float | None  # of the norm; None without
     scalings: tuple[float | None, ...]  # of each layer's factors; None without
 
     @classmethod
     def of(
-        cls, norm: nn.RMSNorm, layers: Sequence[nn.Module], samples: int
+        cls, norm: nn.RMSNorm | None, layers: Sequence[nn.Module], samples: int
     ) -> tuple["NormedLayers", list[Tensor]]:
         """Return the layers and their parameters, for an input of so many samples: 1 where a
         parameter is trained."""
-        assert norm.eps is not None
-        parameters: list[Any] = [norm.weight]
+        assert norm is None or norm.eps is not None
+        parameters: list[Any] = [] if norm is None else [norm.weight]
         scalings = []
         for layer in layers:
             parameters.append(layer.weight)
@@ -84,12 +84,13 @@ class NormedLayers:
             scalings.append(layer.scaling if isinstance(layer, LoRALinear) else None)
         trains = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
         assert samples == 1 or not trains, "samples would be merged before they are clipped"
-        return cls(isinstance(norm, LeanRMSNorm), norm.eps, tuple(scalings)), parameters
+        eps = None if norm is None else norm.eps
+        return cls(isinstance(norm, LeanRMSNorm), eps, tuple(scalings)), parameters
 
     def by_layer(self, values: Sequence[Any]) -> list[list[Any]]:
         """Split one value a parameter, but for the norm's, by layer: weight, or weight and
         factors."""
-        rest = iter(values[1:])
+        rest = iter(values[1:] if self.has_norm else values)
         return [[next(rest) for _ in range(1 if s is None else 3)] for s in self.scalings]
 
     def linear(self, parameters: Sequence[Tensor]) -> list[Linear]:
@@ -101,21 +102,30 @@ class NormedLayers:
             )
         ]
 
-    def norm(self, x: Tensor, weight_D: Tensor) -> Tensor:
+    @property
+    def has_norm(self) -> bool:
+        """Whether there is a norm, and not the input itself."""
+        return self.eps is not None
+
+    def norm(self, x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
         """Compute the norm of (…, D), as its module does."""
-        function = rms_norm if self.is_lean else F.rms_norm
+        if not self.has_norm:
+            return x
+        function, weight_D = rms_norm if self.is_lean else F.rms_norm, parameters[0]
         return function(x, weight_D.shape, weight_D, self.eps)  # type: ignore[arg-type]
 
 
 class NormOfTile:
     """The norm of one tile, computed again, for its gradients."""
 
-    def __init__(self, layers: NormedLayers, x: Tensor, weight_D: Tensor, sums: Sums) -> None:
-        self._sum = sums[0]
+    def __init__(
+        self, layers: NormedLayers, x: Tensor, parameters: Sequence[Tensor], sums: Sums
+    ) -> None:
+        self._sum = sums[0] if layers.has_norm else None
         with torch.enable_grad():
             self._x = x.detach().requires_grad_()
-            self._weight = weight_D.detach().requires_grad_(self._sum is not None)
-            self._normed = layers.norm(self._x, self._weight)
+            self._weight = parameters[0].detach().requires_grad_(self._sum is not None)
+            self._normed = layers.norm(self._x, [self._weight])
 
     @property
     def value(self) -> Tensor:
@@ -124,6 +134,8 @@ class NormOfTile:
 
     def backward(self, grad: Tensor) -> Tensor:
         """Return the gradient of x, and add that of the weight to its sum."""
+        if self._normed is self._x:
+            return grad
         wanted = (self._x,) if self._sum is None else (self._x, self._weight)
         of_x, *of_weight = torch.autograd.grad(self._normed, wanted, grad)
         if self._sum is not None:
@@ -144,3 +156,10 @@ def rounded(sums: Sums, parameters: Sequence[Tensor]) -> Sums:
     for place, (one, parameter) in enumerate(zip(sums, parameters, strict=True)):
         sums[place] = None if one is None else one.to(parameter.dtype)
     return sums
+
+
+def add_class(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Give a module a class that adds `kind` to its own, as `fully_shard` does: names, parameters
+    and `isinstance` stay."""
+    own = type(module)
+    module.__class__ = type(f"Tiled{own.__name__}", (kind, own), {})

@@ -161,6 +161,11 @@ def check_model(config: JobConfig, start: Start) -> ModelArgs:
     model = on_meta(args)  # refuses unknown targets of adapters
     if config.privacy.enable and METHODS[config.privacy.gradient_method].per_sample_layers:
         model.use_per_sample_layers()  # refuses samples that meet
+    if config.training.feed_forward_chunk not in ("auto", 0) and not model.in_tiles:
+        raise ValueError(
+            "training.feed_forward_chunk: no feed-forward of this model can be computed in tiles; "
+            "set it to 'auto'"
+        )
     check_attention(config, args)
     check_norms(config, args)
     check_clipping(config, args)

@@ -11,6 +11,7 @@ from torchtitan_dp.models.lora import LoRA
 BOUND = 1e-5
 FULL = "--activation_checkpoint.mode=full"
 CHUNKS = "--training.loss_chunk_tokens=7"
+TILES = "--training.feed_forward_chunk=5"  # where the feed-forward is gated
 CONTIGUOUS = "--parallelism.context_parallel_load_balancer=None"
 MESHES = {"one": (1, 1, 1), "cp 2": (1, 1, 2), "dp_shard 2 x cp 2": (1, 2, 2)}
 MESHES["dp_replicate 2 x cp 2"] = (2, 1, 2)
@@ -48,7 +49,7 @@ def test_gradients(name, mesh):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_checkpointed_and_in_chunks_on_contiguous_shards(name):
     """Also soft caps and scales of logits, which the chunks must know."""
-    check(name, "cp 2", FULL, CHUNKS, CONTIGUOUS)
+    check(name, "cp 2", FULL, CHUNKS, TILES, CONTIGUOUS)
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "gpt_oss"])
@@ -66,7 +67,7 @@ def test_samples_shorter_than_the_window(name):
     ],
 )
 def test_adapters(name, targets):
-    check(name, "cp 2", FULL, CHUNKS, lora=LoRA(3, 6.0, targets))
+    check(name, "cp 2", FULL, CHUNKS, TILES, lora=LoRA(3, 6.0, targets))
 
 
 def test_rotary_embeddings_depend_on_no_other_sample():

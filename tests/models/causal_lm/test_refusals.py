@@ -8,10 +8,12 @@ import torch
 
 from tests.build import config
 from tests.models.causal_lm.families import FAMILIES, TRANSFORMERS, arguments, configuration
+from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.models.causal_lm.attention import Band, Sample, attention, band
 from torchtitan_dp.models.causal_lm.settings import read_args
 from torchtitan_dp.models.families import on_meta
 from torchtitan_dp.models.hugging_face import check_weights
+from torchtitan_dp.preflight.check import check_model
 
 
 def settings(kind="llama", **changes):
@@ -146,7 +148,6 @@ def test_modules_stay_in_eval_mode():
 @pytest.mark.parametrize(
     "override, said",
     [
-        ("--training.feed_forward_chunk=8", "set it to 'auto'"),
         ("--compile.enable", "set it to false"),
         ("--privacy.no-enable", "parallelism.data_parallel_replicate_degree = 2: without privacy"),
         ("--rope.theta=1e6", r"edit rope_parameters in config.json"),
@@ -155,6 +156,13 @@ def test_modules_stay_in_eval_mode():
 def test_settings_of_a_run(override, said):
     with pytest.raises(ValueError, match=said):
         config(*TRANSFORMERS, override, degrees=(2, 1, 1))
+
+
+def test_tiles_of_a_model_without(tmp_path):
+    arguments("phi3").config().save_pretrained(tmp_path)
+    checked = config(f"--model.hf_assets_path={tmp_path}", "--training.feed_forward_chunk=8")
+    with pytest.raises(ValueError, match=r"feed_forward_chunk: no feed-forward .* to 'auto'"):
+        check_model(checked, decide_start(checked))
 
 
 def test_without_a_config_json():

@@ -114,10 +114,10 @@ def test_parameters_beside_layers():
 
 
 def test_a_layer_of_several_tensors():
-    args = arguments("llama")
+    args = arguments("cohere2")
     model = on_meta(args)
     model.use_per_sample_layers()
-    with pytest.raises(ValueError, match="PerSampleLlamaRMSNorm takes more than one tensor"):
+    with pytest.raises(ValueError, match="PerSampleCohere2LayerNorm takes more than one tensor"):
         model.layers[0].input_layernorm(torch.ones(2, 3, 64), torch.ones(2))
 
 

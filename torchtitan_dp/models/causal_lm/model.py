@@ -27,10 +27,13 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 from torchtitan_dp.distributed.windows import Shard
 from torchtitan_dp.models.causal_lm.attention import NAME, Sample, register
+from torchtitan_dp.models.causal_lm.formulas import gated_feed_forwards, use_our_norms
 from torchtitan_dp.models.causal_lm.settings import LONGER, CausalLMArgs
+from torchtitan_dp.models.feed_forward import TiledMLP, Tiling
 from torchtitan_dp.models.loss_head import LossHead
 from torchtitan_dp.models.parameters import canonical_name
 from torchtitan_dp.models.private import PrivateAdapter, PrivateModel
+from torchtitan_dp.models.tiles import add_class
 
 _PREFIX = "model."  # of transformers' own names in ours
 
@@ -53,8 +56,12 @@ class _Theirs(ModelProtocol):
             how["experts_implementation"] = self.attention
         with _buffers_computed():
             self.model = AutoModelForCausalLM.from_config(config, **how).eval()
+        if self.attention == NAME:
+            use_our_norms(self.model)
         self.buffers_at_start = {n: b.clone() for n, b in self.model.named_buffers()}
         self.full_attention = ScaledDotProductAttentionWrapper()
+
+        self.gated: list[Any] = gated_feed_forwards(self.model)
 
     @property
     def tok_embeddings(self) -> nn.Embedding:
@@ -125,6 +132,15 @@ class CausalLM(PrivateModel, _Theirs):  # type: ignore[misc]
         head = LossHead.over(self.output, chunk_tokens)
         head.transform = self._own_transform()
         self.model.set_output_embeddings(head)
+
+    @property
+    def in_tiles(self) -> bool:
+        return bool(self.gated)
+
+    def use_tiles(self, tiling: Tiling) -> None:
+        for module in self.gated:
+            add_class(module, TiledMLP)
+            module.tiling = tiling.of(module.act_fn)
 
     def offload(self, around: Callable[[Tensor], AbstractContextManager[None]]) -> None:
         super().offload(around)

@@ -13,6 +13,8 @@ from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAda
 
 from torchtitan_dp.data.tokenizer import Tokenizer
 from torchtitan_dp.models.config_json import Reader, is_positive
+from torchtitan_dp.models.feed_forward import Tiling
+from torchtitan_dp.models.llama3.tiles import use_tiles
 from torchtitan_dp.models.parameters import TIED_OUTPUT
 from torchtitan_dp.models.private import PrivateAdapter, PrivateArgs, PrivateModel
 from torchtitan_dp.models.rope import scaled_angles
@@ -36,6 +38,9 @@ class Llama(PrivateModel, Transformer):
         return torch.polar(torch.full_like(angles, factor), angles)
 
     _precompute_freqs_cis = rotary_table  # the name by which TorchTitan's constructor calls it
+
+    def use_tiles(self, tiling: Tiling) -> None:
+        use_tiles(self.layers, tiling)
 
 
 def _flavor(layers: int, dim: int, heads: int, multiple_of: int, **more: Any) -> LlamaArgs:

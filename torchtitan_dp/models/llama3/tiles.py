@@ -18,7 +18,7 @@ from torchtitan.models.llama3.model.model import Attention, apply_rotary_emb
 
 from torchtitan_dp.gradients.operands import tiles
 from torchtitan_dp.models.feed_forward import TiledFeedForward, Tiling
-from torchtitan_dp.models.tiles import NormedLayers, NormOfTile, new_sums, rounded
+from torchtitan_dp.models.tiles import NormedLayers, NormOfTile, add_class, new_sums, rounded
 
 
 class TiledAttention(nn.Module):
@@ -57,23 +57,15 @@ class TiledLlamaBlock(nn.Module):
 
 
 def use_tiles(blocks: nn.Module, tiling: Tiling) -> None:
-    """Turn a Llama's blocks into `TiledLlamaBlock`s, in place.
-
-    As `fully_shard` does, this gives modules a class that adds to their own: names, parameters and
-    `isinstance` stay. Call it before activation checkpointing and FSDP2.
-    """
+    """Turn a Llama's blocks into `TiledLlamaBlock`s, in place, before activation checkpointing and
+    FSDP2."""
     for block in blocks.children():
-        _add_class(block, TiledLlamaBlock)
+        add_class(block, TiledLlamaBlock)
         parts = {"attention": TiledAttention, "feed_forward": TiledFeedForward}
         for name, kind in parts.items():
             part = getattr(block, name)
-            _add_class(part, kind)
+            add_class(part, kind)
             part.tiling = tiling
-
-
-def _add_class(module: nn.Module, kind: type[nn.Module]) -> None:
-    own = type(module)
-    module.__class__ = type(f"Tiled{own.__name__}", (kind, own), {})
 
 
 def queries_keys_values(
@@ -110,7 +102,7 @@ class _Heads(torch.autograd.Function):
         linear = layers.linear(parameters)
         made = [x_BTD.new_empty((B, T, len(one.weight_PD) // head_dim, head_dim)) for one in linear]
         for tile in tiles(T, tokens):
-            n_ND = layers.norm(x_BTD[:, tile], parameters[0]).flatten(0, 1)
+            n_ND = layers.norm(x_BTD[:, tile], parameters).flatten(0, 1)
             parts = [one(n_ND).view_as(out[:, tile]) for one, out in zip(linear, made, strict=True)]
             parts[:2] = apply_rotary_emb(*parts[:2], rotary_TF[tile])
             for out, part in zip(made, parts, strict=True):
@@ -124,7 +116,7 @@ class _Heads(torch.autograd.Function):
         linear, by_layer = ctx.layers.linear(parameters), ctx.layers.by_layer(sums)
         grad_x_BTD = torch.empty_like(x_BTD)
         for tile in tiles(x_BTD.shape[1], ctx.tokens):
-            norm = NormOfTile(ctx.layers, x_BTD[:, tile], parameters[0], sums)
+            norm = NormOfTile(ctx.layers, x_BTD[:, tile], parameters, sums)
             n_ND, grad_n_ND = norm.value.flatten(0, 1), None
             parts = [grad_BTHF[:, tile] for grad_BTHF in grads]
             parts[:2] = apply_rotary_emb(*parts[:2], rotary_TF[tile].conj())
