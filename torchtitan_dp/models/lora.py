@@ -98,8 +98,8 @@ def add_adapters(model: nn.Module, blocks: nn.Module, lora: LoRA) -> None:
     Raises:
         ValueError: one line for the user; a target is no linear layer of the blocks.
     """
-    linear = [
-        (path, layer) for path, layer in blocks.named_modules() if isinstance(layer, nn.Linear)
+    linear = [  # not a subclass, which may return more (a router)
+        (path, layer) for path, layer in blocks.named_modules() if type(layer) is nn.Linear
     ]
     there = {path.rpartition(".")[2] for path, _ in linear}
     if unknown := [target for target in lora.targets if target not in there]:

@@ -10,6 +10,8 @@ import importlib.util
 import os
 import sys
 
+import torch
+
 from torchtitan_dp.checkpoint.initial import refuse_private_folder
 from torchtitan_dp.checkpoint.plan import Plan, earlier_ledger
 from torchtitan_dp.checkpoint.start import (
@@ -32,6 +34,8 @@ from torchtitan_dp.data.reading import reading
 from torchtitan_dp.data.samples import Samples
 from torchtitan_dp.data.tokenizer import ByteTokenizer, from_hub, load_tokenizer
 from torchtitan_dp.gradients.methods import METHODS
+from torchtitan_dp.models.causal_lm.model import CausalLM
+from torchtitan_dp.models.causal_lm.settings import CausalLMArgs
 from torchtitan_dp.models.families import ModelArgs, on_meta
 from torchtitan_dp.models.hugging_face import check_weights, origin, shape
 from torchtitan_dp.models.hugging_face_weights import EXPORT_FOLDER, tokenizer_files
@@ -147,9 +151,10 @@ def check_model(config: JobConfig, start: Start) -> ModelArgs:
     """Return the shape of the model that a run trains.
 
     Raises:
-        ValueError: one line for the user: it is of no family, its files do not fit it, no kernel of
-            this machine computes it, or it has no parameters as adapters or clipping groups name
-            them; or the tokenizer has ids outside its vocabulary, which would end a run.
+        ValueError: one line for the user: it is of no family, or its modules ask for what is not
+            built; its files do not fit it, no kernel of this machine computes it, or it has no
+            parameters as adapters or clipping groups name them; or the tokenizer has ids outside
+            its vocabulary, which would end a run.
     """
     assets = config.model.hf_assets_path
     if start.resumes and assets and not os.path.isdir(assets):  # the shape would be another one
@@ -159,6 +164,8 @@ def check_model(config: JobConfig, start: Start) -> ModelArgs:
         )
     args = shape(config)
     model = on_meta(args)  # refuses unknown targets of adapters
+    if isinstance(args, CausalLMArgs):
+        check_forward(args)
     if config.privacy.enable and METHODS[config.privacy.gradient_method].per_sample_layers:
         model.use_per_sample_layers()  # refuses samples that meet
     if config.training.feed_forward_chunk not in ("auto", 0) and not model.in_tiles:
@@ -178,6 +185,15 @@ def check_model(config: JobConfig, start: Start) -> ModelArgs:
             "tokenizer"
         )
     return args
+
+
+def check_forward(args: CausalLMArgs) -> None:
+    """Refuse, by ValueError, a model of transformers whose modules ask for what is not built: a
+    small one computes logits."""
+    shared = args.n_heads // (args.n_kv_heads or args.n_heads)
+    small = args.with_heads(2 * shared, 2, n_layers=1, vocab_size=64, max_seq_len=16)
+    with torch.device("cpu"), torch.no_grad():
+        CausalLM(small)(torch.zeros(1, 16, dtype=torch.int64))
 
 
 def check_clipping(config: JobConfig, args: ModelArgs) -> None:

@@ -34,6 +34,7 @@ def settings(kind="llama", **changes):
         ({"architectures": ["LlamaForSequenceClassification"]}, "it must be LlamaForCausalLM"),
         ({"vocab_size": -3}, "vocab_size = -3: must be a whole number"),
         ({"hidden_size": "wide"}, "hidden_size = "),
+        ({"model_type": "gemma3n_text"}, "intermediate_size = .*only one size for all layers"),
         (
             {"layer_types": ["full_attention", "linear_attention"], "model_type": "qwen3_next"},
             'layer_types = "linear_attention"',
@@ -48,6 +49,19 @@ def test_settings(changes, said):
     with pytest.raises(ValueError, match=said) as refused:
         read_args(settings(**changes), "there/config.json", "model.hf_assets_path")
     assert str(refused.value).startswith("model.hf_assets_path: there/config.json has ")
+
+
+@pytest.mark.parametrize(
+    "kind, said",
+    [
+        ("falcon", "its attention is its own"),
+        ("stablelm", "its attention is its own"),
+        ("gemma4_text", "a size has another name, or differs from layer to layer"),
+    ],
+)
+def test_types(kind, said):
+    with pytest.raises(ValueError, match=f'model_type = "{kind}": {said}'):
+        read_args(settings(kind), "config.json", "model.hf_assets_path")
 
 
 @pytest.mark.parametrize("kind", ["mamba", "jamba", "falcon_h1"])
@@ -112,7 +126,7 @@ def attend(**terms):
         ({"dropout": 0.1}, "dropout"),
         ({"mask": torch.ones(1, 1, 4, 4)}, "a mask of its own"),
         ({"mask": None}, "a mask of its own"),
-        ({"sample": None}, "a mask of its own"),
+        ({"sample": None}, "not given its model's keyword arguments"),
         ({"mask": Band(2), "sliding_window": 3}, "windows of 3 and 2"),
     ],
 )
@@ -137,6 +151,32 @@ def test_a_family_whose_attention_is_not_transformers():
         layer.self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
     with pytest.raises(ValueError, match="calls the attention of transformers 0 times in 2 layers"):
         model(torch.zeros(1, 8, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    "kind, said",
+    [
+        ("nemotron", "NemotronAttention is not given its model's keyword arguments"),
+        ("doge", "masked by more than a window"),
+        ("diffllama", "calls the attention of transformers 2 times in 1 layers"),
+    ],
+)
+def test_types_whose_forward_shows_it_before_a_run(kind, said, tmp_path):
+    configuration(kind, head_dim=16).save_pretrained(tmp_path)
+    checked = config(f"--model.hf_assets_path={tmp_path}")
+    with pytest.raises(ValueError, match=f"config.json: .*{said}"):
+        check_model(checked, decide_start(checked))
+
+
+def test_experts_by_other_names():
+    args = arguments("hunyuan_v1_moe", num_experts=4, moe_topk=2, head_dim=16)
+    small = args.with_heads(2, 1, n_layers=1, vocab_size=64, max_seq_len=16)
+    assert (small.experts_key, small.share_of_experts) == ("num_experts", 1.0)
+
+
+def test_a_bias_of_the_output_layer_in_chunks():
+    with pytest.raises(ValueError, match=r"training.loss_chunk_tokens: .*has a bias"):
+        on_meta(arguments("phi")).use_loss_head(7)
 
 
 def test_modules_stay_in_eval_mode():
@@ -194,11 +234,12 @@ def test_files_with_a_key_for_each_expert(tmp_path):
         check_weights("there", str(tmp_path), args)
 
 
-def test_adapters_of_experts():
+@pytest.mark.parametrize("name, target", [("gpt_oss", "experts"), ("phimoe", "router")])
+def test_adapters_of_experts_and_their_routers(name, target):
     from torchtitan_dp.models.lora import LoRA
 
-    with pytest.raises(ValueError, match=re.escape("no linear layer 'experts'; use some of")):
-        on_meta(arguments("gpt_oss", lora=LoRA(2, 2.0, ("experts",))))
+    with pytest.raises(ValueError, match=re.escape(f"no linear layer '{target}'; use some of")):
+        on_meta(arguments(name, lora=LoRA(2, 2.0, (target,))))
 
 
 def test_a_soft_cap_of_scores_in_longer_samples():

@@ -8,6 +8,7 @@ is TorchTitan's module, on which the ring acts; windows, soft caps and sinks are
 from typing import Any
 
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_dp.distributed.windows import Shard, attend
@@ -79,7 +80,9 @@ def attention(
     unknown = [name for name, value in others.items() if value is not None]
     if unknown := sorted(set(unknown) - _OF_THE_CALL):
         raise ValueError(f"config.json: {kind} gives attention {', '.join(unknown)}, unknown here")
-    if sample is None or not isinstance(attention_mask, Band):
+    if sample is None:
+        raise ValueError(f"config.json: {kind} is not given its model's keyword arguments")
+    if not isinstance(attention_mask, Band):
         raise ValueError(f"config.json: {kind} makes a mask of its own, unknown here")
     window = attention_mask.window
     if sliding_window is not None and window is not None and sliding_window != window:
@@ -90,16 +93,17 @@ def attention(
     sample.calls += 1
     if window is not None and window >= sample.tokens:
         window = None
+    size = value.shape[-1]
+    if size < key.shape[-1]:  # latent attention's; kernels of the ring take one size
+        value = F.pad(value, (0, key.shape[-1] - size))
     if window is None and softcap is None and s_aux is None:
         grouped = query.shape[1] != key.shape[1]
         out = sample.full(query, key, value, scale=scaling, enable_gqa=grouped)
-    elif key.shape != value.shape:
-        raise ValueError(f"config.json: {kind} has windows, caps or sinks on keys of another size")
     else:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         more: dict[str, Any] = {"window": window, "softcap": softcap, "sinks_H": s_aux}
         out = attend(query, key, value, shard=sample.shard, scale=scale, **more)
-    return out.transpose(1, 2), None
+    return out[..., :size].transpose(1, 2), None
 
 
 def register() -> None:

@@ -100,7 +100,7 @@ class CausalLMArgs(PrivateArgs, BaseModelArgs):
             if settings.get(key):
                 settings[key] = max(2, settings[key] * heads // self.n_heads // 2 * 2)
         for key in _EXPERTS:
-            if settings.get(key):
+            if settings.get(key) and settings.get("num_experts_per_tok"):
                 settings[key] = min(settings[key], 2 * settings["num_experts_per_tok"])
         if settings.get("sliding_window"):
             settings["sliding_window"] = min(settings["sliding_window"], max(tokens // 3, 1))
@@ -113,8 +113,8 @@ class CausalLMArgs(PrivateArgs, BaseModelArgs):
         if settings.get("original_max_position_embeddings"):
             settings["original_max_position_embeddings"] = tokens // 2
         for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
-            if key in settings:
-                settings[key] = None
+            if settings.get(key) is not None:
+                settings[key] = 0
         sizes = {
             "num_hidden_layers": len(chosen),
             "num_attention_heads": heads,
@@ -159,9 +159,11 @@ class CausalLMArgs(PrivateArgs, BaseModelArgs):
 
     @property
     def share_of_experts(self) -> float:
-        """The share of the experts that a token is computed by; 1 without experts."""
+        """The share of the experts that a token is computed by; 1 without experts, or under names
+        that are not known."""
         experts = next((self.settings[k] for k in _EXPERTS if self.settings.get(k)), 0)
-        return self.settings["num_experts_per_tok"] / experts if experts else 1.0
+        taken = self.settings.get("num_experts_per_tok")
+        return taken / experts if taken and experts else 1.0
 
 
 def _by_layer(settings: dict[str, Any]) -> list[str]:
@@ -189,7 +191,7 @@ def _configuration(settings: dict[str, Any]) -> Any:
 def read_args(settings: dict[str, Any], path: str, key: str) -> CausalLMArgs:
     """Return the arguments of the model of a `config.json`; arguments and errors as `Reader`."""
     try:
-        from transformers import CONFIG_MAPPING
+        from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     except ImportError:
         raise ValueError(
@@ -211,15 +213,22 @@ def read_args(settings: dict[str, Any], path: str, key: str) -> CausalLMArgs:
     try:
         config = _configuration(settings)
         args = CausalLMArgs.of(config)
+    except (AttributeError, RuntimeError):  # none of that name, or another for each layer
+        read.refuse("model_type", kind, "a size has another name, or differs from layer to layer")
     except Exception as error:  # classes check their settings by errors of many kinds
         read.refuse("model_type", kind, f"transformers cannot read it ({error})")
     if "num_hidden_layers" not in args.settings:  # other names, of models from before Llama
         read.refuse("model_type", kind, "its sizes have names that are not built")
+    if isinstance(wide := args.settings.get("intermediate_size"), list):
+        read.refuse("intermediate_size", wide, "only one size for all layers is built")
     if kind == "phimoe" and any(rope.get("rope_type") in LONGER for rope in _ropes(args.settings)):
         read.refuse("model_type", kind, "its rotary embeddings read a rank's largest position")
     for layer in getattr(config, "layer_types", None) or ():
         if layer not in _LAYERS:
             read.refuse("layer_types", layer, f"only {' and '.join(_LAYERS)} are built")
+    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if not model._supports_attention_backend:
+        read.refuse("model_type", kind, "its attention is its own, not transformers' by name")
     return args
 
 
