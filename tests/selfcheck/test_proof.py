@@ -1,6 +1,8 @@
 """A start compares a model of transformers with transformers itself, and refuses what differs."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -106,6 +108,16 @@ def without(term):
     return attention, "attention", attend
 
 
+@dataclass
+class _Copied:
+    """A sample of which FSDP2 makes a new one for each block."""
+
+    tokens: int
+    shard: Any
+    full: Any
+    calls: int = 0
+
+
 _attention = attention.attention
 _CausalLM = causal_lm.CausalLM
 FAULTS = {  # of the review's table: what stands in the place of a remedy, and for which families
@@ -121,7 +133,11 @@ FAULTS = {  # of the review's table: what stands in the place of a remedy, and f
         (causal_lm, "_freed_of_past_lengths", lambda _: []),
         ("phi3, longrope", "llama, dynamic"),
     ),
-    "eval mode": ((_CausalLM, "train", nn.Module.train), ("llama, dropout", "phi3, resid_pdrop")),
+    "eval mode": (
+        (_CausalLM, "train", nn.Module.train),
+        ("llama, dropout", "phi3, resid_pdrop", "phimoe"),
+    ),
+    "an object that FSDP2 does not copy": ((causal_lm, "Sample", _Copied), ("llama",)),
     "buffers": ((_CausalLM, "compute_rotary", lambda *_: None), ("llama",)),
     "sinks": (without("s_aux"), ("gpt_oss",)),
     "soft caps": (without("softcap"), ("gemma2",)),
@@ -136,12 +152,41 @@ def faulty(fault, degrees, name):
         return proved(degrees, kind, HOW, None, changes)
 
 
-@pytest.mark.thorough_cases("*-granite", "*-mistral", "*-llama, dynamic", "*-llama, dropout")
+def with_a_cache():
+    from transformers.models.llama.modeling_llama import LlamaModel
+
+    forward = LlamaModel.forward
+
+    def caching(model, *args, **terms):
+        return forward(model, *args, **{**terms, "use_cache": True})
+
+    with mock.patch.object(LlamaModel, "forward", caching):
+        return proved(CP, "llama", HOW)
+
+
+def with_linear_attention():
+    """Which `read_args` refuses."""
+    mixed = {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 2}
+    return proved(CP, "minimax", HOW, None, mixed)
+
+
+@pytest.mark.thorough_cases(
+    "*-granite", "*-mistral", "*-llama, dynamic", "*-llama, dropout", "*-phimoe"
+)
 @pytest.mark.parametrize(
     "fault, name", [(fault, name) for fault, (_, names) in FAULTS.items() for name in names]
 )
 def test_it_refuses(fault, name):
-    lines = on_ranks(2, faulty, fault, CP, name)
+    refused(faulty, fault, CP, name)
+
+
+@pytest.mark.parametrize("way", [with_a_cache, with_linear_attention])
+def test_it_refuses_a_model(way):
+    refused(way)
+
+
+def refused(*call):
+    lines = on_ranks(2, *call)
     assert len({*lines}) == 1, "ranks end alike"
     assert lines[0].startswith("error: model proof before the first step: ")
 

@@ -14,7 +14,7 @@ from tests.build import (
     reference_sum,
     relative_error,
 )
-from tests.models.causal_lm.families import FAMILIES, T, arguments, eager, small
+from tests.models.causal_lm.families import EXPERTS, FAMILIES, T, arguments, eager, small
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.gradients.layers import per_sample_layers
@@ -76,11 +76,16 @@ def check(name, mesh, ways, lora=None, bound=BOUND):
         assert found == {}
 
 
-@pytest.mark.thorough_cases(*(f"{n}-*" for n in MODELS if n != "gemma3"), "*-one", "*-dp*")
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", MODELS)
+CASES = [(name, mesh) for name in MODELS for mesh in MESHES]
+OTHERS = set(FAMILIES) - {*MODELS, *EXPERTS, "granite_swa"}  # which has sinks, in no layer
+CASES += [(name, "cp 2") for name in sorted(OTHERS)]
+
+
+@pytest.mark.thorough_cases(*(f"{n}-*" for n, _ in CASES if n != "gemma3"), "*-one", "*-dp*")
+@pytest.mark.parametrize("name, mesh", CASES)
 def test_sums_and_norms(name, mesh):
-    check(name, mesh, EXACT)
+    biased = name == "phi"  # its output layer, which is not built in chunks
+    check(name, mesh, [way for way in EXACT if not (biased and "chunks" in way)])
 
 
 @pytest.mark.thorough_cases("phi3*")
