@@ -126,14 +126,15 @@ def draw_factor_(whole: Tensor, name: str, generator: torch.Generator) -> None:
         nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
 
 
-def store_frozen(model: nn.Module, dtype: torch.dtype) -> None:
-    """Store frozen parameters in the dtype of compute, in place; before `fully_shard`.
+def store_frozen(model: nn.Module, dtype: torch.dtype, kept: set[str]) -> None:
+    """Store frozen parameters, but those named in `kept`, in the dtype of compute, in place; before
+    `fully_shard`.
 
     No result changes: FSDP2 casts gathered weights to that dtype, and frozen weights have no
     updates that fp32 would keep. Trained parameters stay in fp32.
     """
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad and name not in kept:
             parameter.data = parameter.data.to(dtype)
 
 

@@ -164,6 +164,10 @@ class PrivateModel(nn.Module):
         """List what has parameters beside blocks, embedding and output layer."""
         return [self.norm]
 
+    def kept_in_fp32(self) -> set[str]:
+        """Return the names of parameters that are fp32 also in a model of bf16."""
+        return set()
+
     def attention_modules(self) -> list[nn.Module]:
         """List TorchTitan's modules of attention, on which a ring acts."""
         return [block.attention.inner_attention for block in self.layers.values()]
