@@ -10,6 +10,7 @@ import importlib.util
 import os
 import sys
 
+from torchtitan_dp.checkpoint.folder import refuse_other_settings
 from torchtitan_dp.checkpoint.initial import refuse_private_folder
 from torchtitan_dp.checkpoint.plan import Plan, earlier_ledger
 from torchtitan_dp.checkpoint.start import (
@@ -212,6 +213,8 @@ def check_files(config: JobConfig, args: ModelArgs, start: Start) -> None:
             )
     else:
         check_start(start, on_meta(args).state_dict(), origin(config))
+        if start.resumes:
+            refuse_other_settings(start.place, args.computed_with(), origin(config))
 
 
 def _check_target(target: str, config: JobConfig) -> None:
