@@ -19,7 +19,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config import ALL_LINEAR, JobConfig
 from torchtitan_dp.models.parameters import canonical_name, copy_slice_
 
 FACTORS = ("lora_a", "lora_b")
@@ -44,7 +44,7 @@ class LoRA:
 
     rank: int
     alpha: float
-    targets: tuple[str, ...]  # the last parts of linear layers' names
+    targets: tuple[str, ...]  # the last parts of linear layers' names, or `ALL_LINEAR`
 
     @property
     def scaling(self) -> float:
@@ -102,17 +102,19 @@ def add_adapters(model: nn.Module, blocks: nn.Module, lora: LoRA) -> None:
         (path, layer) for path, layer in blocks.named_modules() if isinstance(layer, nn.Linear)
     ]
     there = {path.rpartition(".")[2] for path, _ in linear}
-    if unknown := [target for target in lora.targets if target not in there]:
+    targets = there if lora.targets == (ALL_LINEAR,) else lora.targets
+    if unknown := [target for target in targets if target not in there]:
         known = [(name, _OF_PEFT[name]) for name in unknown if _OF_PEFT.get(name) in there]
         same = f" ({', '.join(f'PEFT: {theirs} = {ours}' for theirs, ours in known)})"
         raise ValueError(
             f"lora.targets = {list(lora.targets)}: the model's blocks have no linear layer "
-            f"'{unknown[0]}'; use some of {', '.join(sorted(there))}{same if known else ''}"
+            f"'{unknown[0]}'; use some of {', '.join(sorted(there))}{same if known else ''}, or "
+            f"{ALL_LINEAR}"
         )
     model.requires_grad_(False)
     for path, layer in linear:
         parent, _, name = path.rpartition(".")
-        if name in lora.targets:
+        if name in targets:
             setattr(blocks.get_submodule(parent), name, LoRALinear.over(layer, lora))
 
 
