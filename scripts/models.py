@@ -70,7 +70,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def arguments(settings: dict[str, Any], folder: Path) -> list[str]:
     """Write a `config.json` into a folder; the command line of its model with adapters."""
     (folder / "config.json").write_text(json.dumps(settings))
-    return ["--job.config_file", str(ANY_LORA), "--model.hf_assets_path", str(folder)]
+    no_weights = "--checkpoint.no-initial_load_in_hf"
+    return ["--job.config_file", str(ANY_LORA), "--model.hf_assets_path", str(folder), no_weights]
 
 
 def facts(name: str, given: list[str]) -> list[str]:

@@ -6,6 +6,7 @@ record brings to light after some steps would reveal that record (hazard row 47)
 """
 
 import dataclasses
+import glob
 import importlib.util
 import os
 import sys
@@ -249,7 +250,7 @@ def show_records(config: JobConfig, checked: Checked) -> None:
 
 def notices(config: JobConfig) -> list[str]:
     """List the notices of the configuration."""
-    lines = [never_trained(config), _beyond_the_window(config)]
+    lines = [never_trained(config), _beyond_the_window(config), _left_out(config)]
     return [line for line in lines if line is not None] + _without_effect(config)
 
 
@@ -278,6 +279,18 @@ def _without_effect(config: JobConfig) -> list[str]:
         for key in sorted(keys)
         if getattr(privacy, key) != getattr(default, key)
     ]
+
+
+def _left_out(config: JobConfig) -> str | None:
+    """Describe weights beside the tokenizer that a run does not start from; None without."""
+    folder, checkpoint = config.model.hf_assets_path, config.checkpoint
+    starts_elsewhere = checkpoint.initial_load_in_hf or checkpoint.initial_load_path
+    if starts_elsewhere or not glob.glob(os.path.join(glob.escape(folder), "*.safetensors")):
+        return None
+    return (
+        "the weights in model.hf_assets_path are not loaded; checkpoint.initial_load_in_hf = true "
+        "starts from them"
+    )
 
 
 def _beyond_the_window(config: JobConfig) -> str | None:
