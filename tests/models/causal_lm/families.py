@@ -92,6 +92,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
     "mixtral": ("mixtral", dict(num_local_experts=4, num_experts_per_tok=2)),
+    "glm4_moe": (  # its router has a buffer
+        "glm4_moe",
+        dict(
+            head_dim=16,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=48,
+            first_k_dense_replace=1,
+            partial_rotary_factor=0.5,
+        ),
+    ),
+    "ernie4_5_moe": (  # its router is fp32, also in a model of bf16
+        "ernie4_5_moe",
+        dict(moe_num_experts=4, moe_k=2, moe_intermediate_size=48, moe_layer_start_index=1),
+    ),
     "gpt_oss": (
         "gpt_oss",
         dict(
