@@ -65,18 +65,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | dict(rope_scaling=YARN, attention_bias=True, initial_context_length=4096),
 }
 """The values of each `config.json` that decide on sizes and attention, by public name."""
-TARGETS = {  # where they are not q_proj, k_proj, …
-    "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
-    "gpt_oss": ["q_proj", "k_proj", "v_proj", "o_proj"],
-}
 
 
 def arguments(settings: dict[str, Any], folder: Path) -> list[str]:
     """Write a `config.json` into a folder; the command line of its model with adapters."""
     (folder / "config.json").write_text(json.dumps(settings))
-    given = ["--job.config_file", str(ANY_LORA), "--model.hf_assets_path", str(folder)]
-    targets = TARGETS.get(settings["model_type"])
-    return [*given, "--lora.targets", ",".join(targets)] if targets else given
+    no_weights = "--checkpoint.no-initial_load_in_hf"
+    return ["--job.config_file", str(ANY_LORA), "--model.hf_assets_path", str(folder), no_weights]
 
 
 def facts(name: str, given: list[str]) -> list[str]:

@@ -1,6 +1,7 @@
 """Loading a checkpoint runs no code from it, and tells damaged bytes, however small."""
 
 import io
+import json
 import os
 import pickle
 import struct
@@ -15,7 +16,13 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.filesystem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
-from torchtitan_dp.checkpoint.folder import damage, damaged_entry, refuse_another_model
+from torchtitan_dp.checkpoint.folder import (
+    SETTINGS,
+    damage,
+    damaged_entry,
+    refuse_another_model,
+    refuse_other_settings,
+)
 from torchtitan_dp.checkpoint.safe_load import entries, load, read_metadata
 
 
@@ -292,3 +299,25 @@ def test_another_model_is_refused(saved):
     meta["weight"] = torch.empty(2, 4, device="meta")
     with pytest.raises(ValueError, match=r"^model\.flavor = 'debug': its weight is \[2, 4\], .*"):
         refuse_another_model(saved, meta, "model.flavor = 'debug'")
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ({"eps": 1e-6}, "its eps is 1e-06, that of the checkpoint .* is 1e-05; set it back"),
+        ({"rope": {"theta": 2.0, "factors": [1, 2]}}, r"its rope\.theta is 2\.0, .* is 1\.0; set"),
+        ({"rope": {"theta": 1.0, "factors": [1, 3]}}, r"its rope\.factors\.1 is 3, .* is 2; set"),
+        ({"window": 8}, "its window is 8, that of the checkpoint .* is null; set it back"),
+    ],
+)
+def test_other_settings_of_the_model_are_refused(tmp_path, changed, said):
+    """Not what is unset, nor a checkpoint from before; a damaged one is left to the load."""
+    given = {"eps": 1e-5, "rope": {"theta": 1.0, "factors": (1, 2)}}
+    step = save({SETTINGS: json.dumps(given)}, tmp_path / "step-1")
+    same = {"eps": 1e-5, "rope": {"theta": 1, "factors": [1, 2]}, "window": None}
+    refuse_other_settings(step, same, "config.json")
+    with pytest.raises(ValueError, match=rf"^config\.json: {said}.*job\.dump_folder$"):
+        refuse_other_settings(step, given | changed, "config.json")
+    refuse_other_settings(save({}, tmp_path / "older"), given | changed, "config.json")
+    broken = save({SETTINGS: "{"}, tmp_path / "broken")
+    refuse_other_settings(broken, given | changed, "config.json")

@@ -294,6 +294,7 @@ ALLOWED = (
     r"lr_scheduler\.(base_lrs|last_epoch|_step_count|_is_initial|_get_lr_called_within_step"
     r"|_last_lr)",
     r"train_state\.(step|ntokens_seen|ledger)",
+    "model_settings",
 )
 
 

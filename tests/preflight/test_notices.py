@@ -223,3 +223,20 @@ def test_the_tokenizer_and_ends_that_are_not_learned_are_named(
     said = planned(tmp_path, capsys, f"--model.hf_assets_path={assets}")
     assert f"no bos, no eos, from {assets}\n" in said
     assert "      the tokenizer has no eos: the model never learns to stop\n" in said
+
+
+def test_weights_beside_the_tokenizer_that_are_not_loaded(tmp_path):
+    """Else adapters of a model that was never trained would cost an epsilon."""
+    given = tmp_path / "model [1]"
+    given.mkdir()
+    overrides = [f"--model.hf_assets_path={given}"]
+
+    def said():
+        lines = notices(load_config(command(tmp_path, *overrides), 1))
+        return [line for line in lines if "are not loaded; checkpoint.initial_load_in_hf" in line]
+
+    assert said() == []
+    (given / "model.safetensors").touch()
+    assert len(said()) == 1
+    overrides.append("--checkpoint.initial_load_in_hf")
+    assert said() == []

@@ -274,5 +274,5 @@ def load(checkpoint: Path) -> dict[str, Any]:
 
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     """The parameters that a checkpoint holds."""
-    others = ("optimizer.", "lr_scheduler.", "train_state.", "ema.")
+    others = ("optimizer.", "lr_scheduler.", "train_state.", "ema.", "model_settings")
     return {k: v for k, v in load(checkpoint).items() if not k.startswith(others)}

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -138,6 +138,46 @@ def refuse_another_model(step: str, state_dict: Mapping[str, torch.Tensor], orig
                 "restore the saved model's configuration, or start afresh in another "
                 "job.dump_folder"
             )
+
+
+SETTINGS = "model_settings"
+"""The state of what the model computes with (`ModelArgs.computed_with`), as JSON."""
+
+
+def refuse_other_settings(step: str, settings: Mapping[str, Any], origin: str) -> None:
+    """Raise ValueError, one line, if a checkpoint's model computes with other settings. Those that
+    cannot be read are left to the load, which finds the damage; older checkpoints have none.
+
+    Args:
+        step: the checkpoint's own folder, with readable metadata.
+        settings: of the model to load it into.
+        origin: their source, for the message.
+    """
+    if SETTINGS not in safe_load.read_metadata(step).state_dict_metadata:
+        return
+    state = {SETTINGS: ""}
+    try:
+        safe_load.load(state, step, no_dist=True)
+        saved = dict(_leaves(json.loads(state[SETTINGS])))
+    except (CheckpointException, Exception):  # the first is a BaseException only
+        return
+    given = dict(_leaves(json.loads(json.dumps(settings))))
+    for name in sorted(given.keys() | saved.keys()):
+        if given.get(name) != saved.get(name):
+            here, there = (json.dumps(each.get(name)) for each in (given, saved))
+            raise ValueError(
+                f"{origin}: its {name} is {here}, that of the checkpoint {step} is {there}; set it "
+                "back, or start afresh in another job.dump_folder"
+            )
+
+
+def _leaves(settings: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each value in nested JSON by the path to it."""
+    if not isinstance(settings, dict | list):
+        yield path.removeprefix("."), settings
+        return
+    for key, part in settings.items() if isinstance(settings, dict) else enumerate(settings):
+        yield from _leaves(part, f"{path}.{key}")
 
 
 def none_whole(folder: str, newest: int, problem: str) -> str:

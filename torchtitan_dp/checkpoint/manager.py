@@ -1,5 +1,6 @@
 """TorchTitan's checkpointer, which loads the decided weights and runs no code from them."""
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from torchtitan_dp.checkpoint import safe_load
 from torchtitan_dp.checkpoint.folder import (
     AVERAGE,
     DECAY,
+    SETTINGS,
     has_average,
     newest_finished_checkpoint,
     refuse_another_model,
@@ -40,6 +42,7 @@ from torchtitan_dp.checkpoint.start import (
     refuse_another_decay,
 )
 from torchtitan_dp.models.ema import WEIGHTS, WeightAverage
+from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.lora import without_adapters
 from torchtitan_dp.models.parameters import first_overflow, overflow
 from torchtitan_dp.process import Fault, mistakes_as_faults
@@ -79,13 +82,14 @@ class Checkpointer(CheckpointManager):
         """
         config, theirs = trainer.job_config, trainer.checkpointer
         averages = {} if average is None else states_to_save(average, config.ema.decay)
+        settings = json.dumps(shape(config).computed_with())  # compared before a load
         theirs.close()
         super().__init__(
             dataloader=trainer.dataloader,
             model_parts=trainer.model_parts,
             optimizers=trainer.optimizers,
             lr_schedulers=trainer.lr_schedulers,
-            states={"train_state": trainer, **averages},
+            states={"train_state": trainer, SETTINGS: settings, **averages},
             checkpoint_config=config.checkpoint,
             sd_adapter=theirs.sd_adapter if theirs.enable else None,
             base_folder=config.job.dump_folder,
@@ -271,9 +275,9 @@ class Checkpointer(CheckpointManager):
 
     def _with_average_if_any(self, state_dict: dict[str, Any], checkpoint: str) -> dict[str, Any]:
         """Return the states to load from a checkpoint of this run; log it if `[ema]` changed since.
-        `ema.decay` was compared before, and is not loaded."""
+        What was compared before is not loaded."""
         wanted, there = AVERAGE in state_dict, has_average(checkpoint)
-        left_out = {DECAY}
+        left_out = {DECAY, SETTINGS}
         if wanted and not there:
             logger.info(f"ema: {checkpoint} has no average; it begins with the weights there")
             left_out.add(AVERAGE)

@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Literal
 
 from torchtitan_dp.privacy.settings import Privacy as Privacy
 
+ALL_LINEAR = "all-linear"
+"""Of `lora.targets`: every linear layer of the blocks, in PEFT's words."""
+
 if TYPE_CHECKING:
     from torchtitan.config import job_config as theirs
 else:  # At run time the sections are merged by name.
@@ -232,9 +235,10 @@ class LoRA:
     alpha: float = 16.0
     """The adapters' output is multiplied by alpha / r."""
 
-    targets: list[str] = field(default_factory=lambda: ["wq", "wk", "wv", "wo", "w1", "w2", "w3"])
-    """The linear layers of each block that have adapters, by the last part of their names. The
-    output layer and the embedding have none."""
+    targets: list[str] = field(default_factory=lambda: [ALL_LINEAR])
+    """The linear layers of each block that have adapters, by the last part of their names (`wq`,
+    `wv`; in models of transformers `q_proj`, `v_proj`), or `all-linear`. The output layer and the
+    embedding have none."""
 
     export: Literal["adapter", "merged"] = "adapter"
     """The weights that `checkpoint.last_save_in_hf`, and by default a release, writes: `adapter`,

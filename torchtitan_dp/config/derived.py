@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 
-from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config import ALL_LINEAR, JobConfig
 from torchtitan_dp.distributed.cpu import has_accelerator
 from torchtitan_dp.gradients.methods import METHODS, automatic
 from torchtitan_dp.privacy import settings
@@ -17,7 +17,6 @@ TRANSFORMERS = "transformers"
 
 _DEFAULT_NAME = "llama3"  # TorchTitan's
 _OWN_TYPE = "llama"  # of `config.json`, which `_DEFAULT_NAME` computes
-_ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 # The keys of `mesh_degrees` in [parallelism].
 DEGREES = (
@@ -86,9 +85,6 @@ def resolve(config: JobConfig, world_size: int) -> None:
         shard = max(world_size // max(replicate * cp, 1), 1)
     parallelism.context_parallel_degree, parallelism.data_parallel_shard_degree = cp, shard
     config.model.name = _family(config)
-    by_default = config.lora.targets == JobConfig().lora.targets
-    if config.model.name == TRANSFORMERS and by_default:
-        config.lora.targets = list(_ALL_LINEAR)
     if config.privacy.gradient_method == "auto":
         config.privacy.gradient_method = automatic(config.training.local_batch_size)
     data, has_answers = config.data, _has_answers(config)
@@ -160,7 +156,10 @@ def trained(config: JobConfig) -> str:
     lora = config.lora
     if not lora.rank:
         return ALL
-    return f"LoRA of rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(sorted(lora.targets))}"
+    layers = ", ".join(sorted(lora.targets))
+    if lora.targets == [ALL_LINEAR]:
+        layers = "all linear layers of the blocks"
+    return f"LoRA of rank {lora.rank}, alpha {lora.alpha:g}, on {layers}"
 
 
 def feed_forward_chunk(config: JobConfig) -> int:

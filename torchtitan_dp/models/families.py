@@ -41,6 +41,9 @@ class ModelArgs(Protocol):
     def share_of_experts(self) -> float:
         """The share of the experts that a token is computed by; 1 without experts."""
 
+    def computed_with(self) -> dict[str, Any]:
+        """Return what the model computes with beside its weights and adapters, as JSON has it."""
+
     def windows(self) -> list[int | None]:
         """List the tokens that each layer attends to; None for all."""
 

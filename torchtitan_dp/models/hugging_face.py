@@ -200,7 +200,10 @@ def check_weights(problem: str, folder: str, args: ModelArgs) -> None:
         if name not in found:
             remedy = "take all files of one model"
             if args.share_of_experts < 1:
-                remedy += ", with all experts in one tensor, not a key for each"
+                remedy += (
+                    ", with all experts in one tensor, not a key for each: transformers' "
+                    "save_pretrained(…, save_original_format=False) writes them so"
+                )
             raise ValueError(f"{problem}: {name} is in none of its *.safetensors; {remedy}")
         size, dtype = found[name]
         if size != tuple(tensor.shape):

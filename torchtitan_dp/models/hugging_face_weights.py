@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -31,7 +30,8 @@ from torchtitan_dp.models.hugging_face import (
 )
 from torchtitan_dp.models.local_paths import without_local_paths
 from torchtitan_dp.models.lora import FACTORS, LoRA, is_adapter, merged, without_adapters
-from torchtitan_dp.models.parameters import TIED_OUTPUT
+from torchtitan_dp.models.parameters import TIED_OUTPUT, canonical_name
+from torchtitan_dp.models.private import PrivateModel
 from torchtitan_dp.process import write_atomically
 
 EXPORT_FOLDER = "hf"
@@ -47,7 +47,9 @@ SHARD_BYTES = 2 * 2**30
 _PEFT_NAMES = dict(zip(FACTORS, ("lora_A", "lora_B"), strict=True))
 
 
-def export(model: nn.Module, config: JobConfig, beside: Mapping[str, bytes] | None = None) -> str:
+def export(
+    model: PrivateModel, config: JobConfig, beside: Mapping[str, bytes] | None = None
+) -> str:
     """Write `<job.dump_folder>/hf` for `transformers` or, of adapters, PEFT; return its path.
 
     Its files are those of `write_folder`, readable by the owner only. A complete new folder
@@ -77,7 +79,7 @@ def export(model: nn.Module, config: JobConfig, beside: Mapping[str, bytes] | No
 
 
 def write_folder(
-    model: nn.Module,
+    model: PrivateModel,
     config: JobConfig,
     folder: str | None,
     *,
@@ -143,7 +145,7 @@ def tokenizer_files(config: JobConfig) -> dict[str, bytes]:
 
 @torch.no_grad()
 def _write_adapters(
-    model: nn.Module, args: ModelArgs, lora: LoRA, base: str | None, folder: str | None
+    model: PrivateModel, args: ModelArgs, lora: LoRA, base: str | None, folder: str | None
 ) -> None:
     """Write LoRA's factors and their `adapter_config.json` into `folder`."""
     tensors = _peft_tensors(get_model_state_dict(model), args)
@@ -156,9 +158,14 @@ def _write_adapters(
 
 @torch.no_grad()
 def _write_weights(
-    model: nn.Module, args: ModelArgs, dtype: torch.dtype, folder: str | None
+    model: PrivateModel, args: ModelArgs, dtype: torch.dtype, folder: str | None
 ) -> None:
-    """Write shards of safetensors into `folder`, in the order of the model, and their index."""
+    """Write shards of safetensors into `folder`, in the order of the model, and their index.
+
+    What is no parameter, and what transformers keeps in fp32, is not narrowed to `dtype`.
+    """
+    names = map(canonical_name, dict(model.named_parameters(remove_duplicate=False)))
+    narrowed = {*names} - model.kept_in_fp32()
     adapter, weight_map, total = family_of(args).adapter(args, None), {}, 0
     state_dict = get_model_state_dict(model)
     shards = list(_shards(without_adapters(state_dict), args, dtype.itemsize))
@@ -170,8 +177,9 @@ def _write_weights(
         for parameter in parameters:
             whole = _merged_whole(parameter, state_dict, args.lora)
             if folder is not None:
+                stored = dtype if parameter in narrowed else whole.dtype
                 for key, tensor in adapter.to_hf({parameter: whole}).items():
-                    tensors[key] = tensor.to("cpu", dtype).contiguous()
+                    tensors[key] = tensor.to("cpu", stored).contiguous()
         if folder is None:
             continue
         _save(tensors, os.path.join(folder, name))

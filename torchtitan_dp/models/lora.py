@@ -19,7 +19,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config import ALL_LINEAR, JobConfig
 from torchtitan_dp.models.parameters import canonical_name, copy_slice_
 
 FACTORS = ("lora_a", "lora_b")
@@ -44,7 +44,7 @@ class LoRA:
 
     rank: int
     alpha: float
-    targets: tuple[str, ...]  # the last parts of linear layers' names
+    targets: tuple[str, ...]  # the last parts of linear layers' names, or `ALL_LINEAR`
 
     @property
     def scaling(self) -> float:
@@ -102,17 +102,19 @@ def add_adapters(model: nn.Module, blocks: nn.Module, lora: LoRA) -> None:
         (path, layer) for path, layer in blocks.named_modules() if type(layer) is nn.Linear
     ]
     there = {path.rpartition(".")[2] for path, _ in linear}
-    if unknown := [target for target in lora.targets if target not in there]:
+    targets = there if lora.targets == (ALL_LINEAR,) else lora.targets
+    if unknown := [target for target in targets if target not in there]:
         known = [(name, _OF_PEFT[name]) for name in unknown if _OF_PEFT.get(name) in there]
         same = f" ({', '.join(f'PEFT: {theirs} = {ours}' for theirs, ours in known)})"
         raise ValueError(
             f"lora.targets = {list(lora.targets)}: the model's blocks have no linear layer "
-            f"'{unknown[0]}'; use some of {', '.join(sorted(there))}{same if known else ''}"
+            f"'{unknown[0]}'; use some of {', '.join(sorted(there))}{same if known else ''}, or "
+            f"{ALL_LINEAR}"
         )
     model.requires_grad_(False)
     for path, layer in linear:
         parent, _, name = path.rpartition(".")
-        if name in lora.targets:
+        if name in targets:
             setattr(blocks.get_submodule(parent), name, LoRALinear.over(layer, lora))
 
 
@@ -126,14 +128,15 @@ def draw_factor_(whole: Tensor, name: str, generator: torch.Generator) -> None:
         nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
 
 
-def store_frozen(model: nn.Module, dtype: torch.dtype) -> None:
-    """Store frozen parameters in the dtype of compute, in place; before `fully_shard`.
+def store_frozen(model: nn.Module, dtype: torch.dtype, kept: set[str]) -> None:
+    """Store frozen parameters, but those named in `kept`, in the dtype of compute, in place; before
+    `fully_shard`.
 
     No result changes: FSDP2 casts gathered weights to that dtype, and frozen weights have no
     updates that fp32 would keep. Trained parameters stay in fp32.
     """
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad and name not in kept:
             parameter.data = parameter.data.to(dtype)
 
 

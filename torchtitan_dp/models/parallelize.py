@@ -39,6 +39,7 @@ from torchtitan_dp.models.families import ModelArgs
 from torchtitan_dp.models.feed_forward import Tiling
 from torchtitan_dp.models.llama3.regions import compiled, use_regions
 from torchtitan_dp.models.lora import store_frozen
+from torchtitan_dp.models.parameters import canonical_name
 from torchtitan_dp.models.private import PrivateModel
 
 
@@ -65,7 +66,8 @@ def parallelize(
     elif device_type != "cpu":
         use_efficient_attention(model)
     if job_config.privacy.enable or parallel_dims.fsdp_enabled:  # else autocast keeps fp32
-        store_frozen(model, TORCH_DTYPE_MAP[job_config.training.mixed_precision_param])
+        dtype = TORCH_DTYPE_MAP[job_config.training.mixed_precision_param]
+        store_frozen(model, dtype, model.kept_in_fp32())
     if job_config.privacy.enable:
         _apply_parts(model, parallel_dims, fsdp_mesh(parallel_dims), job_config)
     elif isinstance(model, CausalLM) or (
@@ -187,6 +189,13 @@ def trained_fsdp_modules(model: PrivateModel) -> list[FSDPModule]:
 
 
 def _apply_fsdp(model: PrivateModel, mesh: DeviceMesh, job_config: JobConfig) -> None:
+    kept = model.kept_in_fp32()
+    # FSDP2 would compute with them in bf16. They are small: routers, their biases.
+    frozen = {
+        parameter
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad and canonical_name(name) in kept
+    }
     policy = job_config.parallelism.fsdp_reshard_after_forward
     keep = job_config.privacy.enable and job_config.parallelism.keep_weights_gathered
     mp_policy = MixedPrecisionPolicy(
@@ -201,8 +210,9 @@ def _apply_fsdp(model: PrivateModel, mesh: DeviceMesh, job_config: JobConfig) ->
             mesh=mesh,
             mp_policy=mp_policy,
             reshard_after_forward=policy != "never" and not stays_gathered,
+            ignored_params=frozen,
         )
-    fully_shard(model, mesh=mesh, mp_policy=mp_policy)
+    fully_shard(model, mesh=mesh, mp_policy=mp_policy, ignored_params=frozen)
     if keep:
         keep_gathered(model)
     if mesh.size() == 1:

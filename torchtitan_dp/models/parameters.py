@@ -28,6 +28,14 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that a checkpoint has of a model in one process, by name: parameters, a
+    tied one once, and persistent buffers."""
+    parameters = {name: parameter.data for name, parameter in model.named_parameters()}
+    names = model.state_dict().keys()
+    return parameters | {name: b for name, b in model.named_buffers() if name in names}
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor: its shard, or all of one that is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

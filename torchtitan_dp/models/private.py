@@ -65,6 +65,11 @@ class PrivateArgs:
         """List the tokens that each layer attends to; None for all."""
         return [None] * self.n_layers  # type: ignore[attr-defined]
 
+    def computed_with(self) -> dict[str, Any]:
+        """Return what the model computes with beside its weights and adapters, as JSON has it."""
+        others = {"lora", "max_seq_len", "init_seed", "draw_weights", "draw_adapters"}
+        return {k: v for k, v in dataclasses.asdict(self).items() if k not in others}
+
     def with_heads(self, heads: int, kv_heads: int, **changes: Any) -> Any:
         """Return the arguments of a narrower model, of so many heads of this one's size."""
         changes |= {"dim": self.head_size * heads, "n_heads": heads, "n_kv_heads": kv_heads}
@@ -163,6 +168,10 @@ class PrivateModel(nn.Module):
     def outer(self) -> list[nn.Module]:
         """List what has parameters beside blocks, embedding and output layer."""
         return [self.norm]
+
+    def kept_in_fp32(self) -> set[str]:
+        """Return the names of parameters that are fp32 also in a model of bf16."""
+        return set()
 
     def attention_modules(self) -> list[nn.Module]:
         """List TorchTitan's modules of attention, on which a ring acts."""

@@ -6,12 +6,14 @@ record brings to light after some steps would reveal that record (hazard row 47)
 """
 
 import dataclasses
+import glob
 import importlib.util
 import os
 import sys
 
 import torch
 
+from torchtitan_dp.checkpoint.folder import refuse_other_settings
 from torchtitan_dp.checkpoint.initial import refuse_private_folder
 from torchtitan_dp.checkpoint.plan import Plan, earlier_ledger
 from torchtitan_dp.checkpoint.start import (
@@ -228,6 +230,8 @@ def check_files(config: JobConfig, args: ModelArgs, start: Start) -> None:
             )
     else:
         check_start(start, on_meta(args).state_dict(), origin(config))
+        if start.resumes:
+            refuse_other_settings(start.place, args.computed_with(), origin(config))
 
 
 def _check_target(target: str, config: JobConfig) -> None:
@@ -262,7 +266,7 @@ def show_records(config: JobConfig, checked: Checked) -> None:
 
 def notices(config: JobConfig) -> list[str]:
     """List the notices of the configuration."""
-    lines = [never_trained(config), _beyond_the_window(config)]
+    lines = [never_trained(config), _beyond_the_window(config), _left_out(config)]
     return [line for line in lines if line is not None] + _without_effect(config)
 
 
@@ -291,6 +295,18 @@ def _without_effect(config: JobConfig) -> list[str]:
         for key in sorted(keys)
         if getattr(privacy, key) != getattr(default, key)
     ]
+
+
+def _left_out(config: JobConfig) -> str | None:
+    """Describe weights beside the tokenizer that a run does not start from; None without."""
+    folder, checkpoint = config.model.hf_assets_path, config.checkpoint
+    starts_elsewhere = checkpoint.initial_load_in_hf or checkpoint.initial_load_path
+    if starts_elsewhere or not glob.glob(os.path.join(glob.escape(folder), "*.safetensors")):
+        return None
+    return (
+        "the weights in model.hf_assets_path are not loaded; checkpoint.initial_load_in_hf = true "
+        "starts from them"
+    )
 
 
 def _beyond_the_window(config: JobConfig) -> str | None:

@@ -53,7 +53,12 @@ from torchtitan_dp.ledger import PRIVACY_FILE, Lineage
 from torchtitan_dp.ledger.files import write_published
 from torchtitan_dp.models.families import ModelArgs, on_meta, without_lora
 from torchtitan_dp.models.hugging_face_weights import write_folder
-from torchtitan_dp.models.parameters import first_overflow
+from torchtitan_dp.models.parameters import (
+    first_overflow,
+    saved_tensors,
+    trainable_parameters,
+)
+from torchtitan_dp.models.private import PrivateModel
 from torchtitan_dp.preflight.check import check_model
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import lock_folder, write_atomically
@@ -175,14 +180,13 @@ def read_ledger(folder: str) -> Lineage:
         ) from error
 
 
-def empty_model(args: ModelArgs) -> nn.Module:
-    """Build the model in fp32 on the CPU, with NaN in every parameter."""
-    model = on_meta(args).to_empty(device="cpu")
+def empty_model(args: ModelArgs) -> PrivateModel:
+    """Build the model in fp32 on the CPU, with NaN wherever a checkpoint has values."""
+    model: PrivateModel = on_meta(args).to_empty(device="cpu")
     if args.tie_embeddings:  # to_empty gives the two places of one weight a tensor each
         model.output.weight = model.tok_embeddings.weight
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(torch.nan)
+    for tensor in saved_tensors(model).values():
+        tensor.fill_(torch.nan)
     return model
 
 
@@ -199,12 +203,10 @@ def _takes_average(checkpoint: str, wanted: bool | None) -> bool:
 def load_weights(folder: str, model: nn.Module, *, average: bool = False) -> None:
     """Read the weights (or the average of those trained), and nothing else, of a checkpoint into
     `model`, in place; ValueError if they are of another model, or are not finite."""
-    held = {
-        average_name(name) if average and parameter.requires_grad else name: parameter.data
-        for name, parameter in model.named_parameters()
-    }
+    tensors, averaged = saved_tensors(model), trainable_parameters(model) if average else {}
+    held = {average_name(name) if name in averaged else name: t for name, t in tensors.items()}
     _load(folder, held)
-    if name := first_overflow(model.named_parameters()):
+    if name := first_overflow(tensors.items()):
         raise ValueError(
             f"{folder}: {name} is not finite there, or not there; move this checkpoint away, "
             "and train on from the one before with a lower optimizer.lr"

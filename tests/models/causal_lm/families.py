@@ -88,6 +88,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | dict(sliding_window=WINDOW, use_sliding_window=True, max_window_layers=1),
     ),
     "mixtral": ("mixtral", _LOCAL),
+    "ernie4_5_moe": (  # its router is fp32, also in a model of bf16
+        "ernie4_5_moe",
+        dict(moe_num_experts=4, moe_k=2, moe_intermediate_size=48, moe_layer_start_index=1),
+    ),
     "gpt_oss": (
         "gpt_oss",
         _LOCAL | dict(head_dim=16, sliding_window=WINDOW, layer_types=_BOTH),
@@ -111,7 +115,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "vaultgemma": ("vaultgemma", _GEMMA),
     "deepseek_v3, whose keys are longer than values": ("deepseek_v3", _ROUTED | _LATENT),
     "dots1": ("dots1", _ROUTED | dict(sliding_window=WINDOW, layer_types=_BOTH)),
-    "glm4_moe": ("glm4_moe", _ROUTED),
+    "glm4_moe": ("glm4_moe", _ROUTED),  # its router has a buffer
     "granitemoe": ("granitemoe", _LOCAL | _SCALES),
     "olmoe": ("olmoe", _EXPERTS),
     "phimoe": ("phimoe", _LOCAL | dict(sliding_window=WINDOW)),
@@ -158,13 +162,6 @@ def fill(model: nn.Module) -> None:
         if "norm" in name and name.endswith("weight"):
             whole += scale
         copy_slice_(parameter, whole)
-
-
-def linear_layers(args: CausalLMArgs) -> tuple[str, ...]:
-    """The names of a model's linear layers, all of which may have adapters."""
-    named = on_meta(args).layers.named_modules()
-    found = {name.rpartition(".")[2] for name, layer in named if type(layer) is nn.Linear}
-    return tuple(sorted(found))
 
 
 def eager(args: CausalLMArgs, dtype: torch.dtype = torch.float64) -> Eager:

@@ -8,6 +8,7 @@ import torch
 
 from tests.build import (
     clipped_sum,
+    config,
     data,
     reference_gradients,
     reference_sum,
@@ -20,11 +21,12 @@ from tests.models.causal_lm.families import (
     T,
     arguments,
     eager,
-    linear_layers,
     small,
 )
 from tests.processes.ranks import on_ranks
+from torchtitan_dp.config import ALL_LINEAR
 from torchtitan_dp.distributed import offload
+from torchtitan_dp.models.families import on_meta
 from torchtitan_dp.models.lora import LoRA
 
 BOUND = 1e-5
@@ -87,7 +89,7 @@ def test_checkpointed_and_in_chunks_on_contiguous_shards(name):
 @pytest.mark.thorough_cases(*OTHERS, "phi*", "granite", "*_moe*")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_adapters_of_all_layers_in_samples_shorter_than_the_window(name):
-    lora = LoRA(3, 6.0, linear_layers(arguments(name)))
+    lora = LoRA(3, 6.0, (ALL_LINEAR,))
     how = checkpointed_and_in_chunks(name)
     assert error(name, FOUR, *how, tokens=16, lora=lora) < BOUND
 
@@ -139,4 +141,45 @@ def _before_and_after():
     for _ in range(2):
         found.append(clipped_sum(ours, *samples, drawn=np.array([1]))[0])
         clipped_sum(ours, *longer, drawn=np.array([1]))
+    return found
+
+
+@pytest.mark.parametrize(
+    "name, layers",
+    [
+        ("phi3", {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}),
+        ("gpt_oss", {"q_proj", "k_proj", "v_proj", "o_proj"}),
+    ],
+)
+def test_adapters_on_all_linear_layers(name, layers):
+    """By default, whatever their names are."""
+    targets = tuple(config("--lora.rank=3").lora.targets)
+    model = on_meta(arguments(name, lora=LoRA(3, 6.0, targets)))
+    assert {
+        path.split(".")[-3] for path, _ in model.named_parameters() if "lora_a" in path
+    } == layers
+
+
+@pytest.mark.parametrize("lora", [None, LoRA(3, 6.0, ("q_proj",))])
+def test_frozen_weights_that_transformers_keeps_in_fp32(lora):
+    """They are stored and computed with as they are, beside others in bf16."""
+    for computed in on_ranks(2, _computed_with, lora):
+        frozen = {"weight": lora is not None, "moe_statics.e_score_correction_bias": True}
+        for name, is_frozen in frozen.items():
+            expected = torch.float32 if is_frozen else torch.bfloat16
+            assert computed[name] == expected, name
+
+
+def _computed_with(lora):
+    """The dtypes of a router's parameters in its forward."""
+    args = arguments("ernie4_5_moe", lora=lora)
+    model = small(args, (1, 1, 2), "--training.mixed_precision_param=bfloat16").model
+    found = {}
+
+    def look(router, *_):
+        found.update({name: parameter.dtype for name, parameter in router.named_parameters()})
+
+    model.layers[1].mlp.gate.register_forward_pre_hook(look)
+    with torch.no_grad():
+        model(data(1, args=args)[0][:, : T // 2])
     return found

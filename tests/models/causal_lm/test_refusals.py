@@ -230,7 +230,7 @@ def test_files_with_a_key_for_each_expert(tmp_path):
 
     args = arguments("mixtral")
     AutoModelForCausalLM.from_config(args.config()).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="with all experts in one tensor, not a key for each"):
+    with pytest.raises(ValueError, match=r"all experts in one tensor.*save_original_format=False"):
         check_weights("there", str(tmp_path), args)
 
 

@@ -113,6 +113,15 @@ class CausalLM(PrivateModel, _Theirs):  # type: ignore[misc]
             if module not in apart and any(True for _ in module.parameters(recurse=False))
         ]
 
+    def kept_in_fp32(self) -> set[str]:
+        from transformers.core_model_loading import build_glob_alternation
+
+        if not (patterns := list(self.model._get_dtype_plan(torch.bfloat16))):
+            return set()
+        kept, *_ = build_glob_alternation(patterns)
+        names = map(canonical_name, dict(self.named_parameters()))
+        return {name for name in names if kept.search(name.removeprefix(_PREFIX))}
+
     def attention_modules(self) -> list[nn.Module]:
         return [self.full_attention]
 

@@ -69,6 +69,9 @@ class CausalLMArgs(PrivateArgs, BaseModelArgs):
     def head_size(self) -> int:
         return self.head_dim
 
+    def computed_with(self) -> dict[str, Any]:
+        return self.settings
+
     def config(self) -> Any:
         """Return a new configuration of transformers."""
         sizes = {
