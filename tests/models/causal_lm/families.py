@@ -9,7 +9,6 @@ import torch.nn as nn
 from tests import build
 from torchtitan_dp.models.causal_lm.model import Eager
 from torchtitan_dp.models.causal_lm.settings import CausalLMArgs
-from torchtitan_dp.models.families import on_meta
 from torchtitan_dp.models.lora import LoRA
 from torchtitan_dp.models.parameters import canonical_name, copy_slice_
 from torchtitan_dp.selfcheck.small import Small, Terms
