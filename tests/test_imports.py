@@ -17,6 +17,7 @@ from tests.processes.runs import said
 
 PACKAGE = Path(__file__).parents[1] / "torchtitan_dp"
 FLOORS = [
+    {"torch_private"},
     {"privacy", "process", "collectives"},
     {"distributed", "optimizer", "templates"},
     {"data", "gradients", "ledger"},
@@ -139,7 +140,11 @@ def test_data_is_made_in_stages_and_has_at_most_five_floors() -> None:
 
 @pytest.mark.parametrize(
     ("rooms", "forbidden"),
-    [(WITHOUT_TORCHTITAN, "torchtitan"), (WITHOUT_COLLECTIVES, "torch.distributed")],
+    [
+        (WITHOUT_TORCHTITAN, "torchtitan"),
+        (WITHOUT_COLLECTIVES, "torch.distributed"),
+        (WITHOUT_COLLECTIVES, "torchtitan_dp.torch_private"),  # which imports it
+    ],
 )
 def test_rooms_are_free_of(rooms: set[str], forbidden: str) -> None:
     wrong = [

@@ -19,12 +19,12 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
 from torchtitan_dp.privacy.banded import WeightedKey
 from torchtitan_dp.privacy.noise import add_gaussian_noise_
 from torchtitan_dp.privacy.secure_noise import add_secure_gaussian_noise_
+from torchtitan_dp.torch_private import local_slices
 
 
 class DPOptimizer:
@@ -146,10 +146,7 @@ def _flat_start(parameter: nn.Parameter) -> int:
     """Find where, in the flattened whole parameter, this rank's shard begins."""
     assert isinstance(parameter, DTensor)
     assert parameter.placements == (Shard(0),)
-    _, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    return offset[0] * math.prod(parameter.shape[1:])
+    return local_slices(parameter)[0].start * math.prod(parameter.shape[1:])
 
 
 def as_gradient_of(parameter: nn.Parameter, flat: Tensor) -> DTensor:

@@ -2,6 +2,7 @@
 
 import datetime
 import re
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -100,19 +101,18 @@ def groups_without_the_short_timeout():
     dims = ParallelDims(1, 2, 2, 1, 1, 1, 1, 4)
     dims.build_mesh()
     groups = ReductionGroups.build("cpu", (1, 2, 2))
-    set_timeout, shortened = distributed_c10d._set_pg_timeout, []
+    # From torch 2.15 the private name, which TorchTitan calls, calls the public one.
+    name = "set_timeout" if hasattr(distributed_c10d, "set_timeout") else "_set_pg_timeout"
+    set_timeout, shortened = getattr(distributed_c10d, name), []
 
     def noted(timeout, group=None):
         assert timeout == datetime.timedelta(seconds=77)
         shortened.append(group or dist.group.WORLD)
         set_timeout(timeout, group)
 
-    distributed_c10d._set_pg_timeout = noted
-    try:
+    with mock.patch.object(distributed_c10d, name, noted):
         shorten_timeouts(config, dims, groups.all())
-    finally:
-        distributed_c10d._set_pg_timeout = set_timeout
-        set_timeout(datetime.timedelta(seconds=300), None)  # the ranks are reused
+    set_timeout(datetime.timedelta(seconds=300), None)  # the ranks are reused
     used = [group for group in groups.all() if group is not None]
     return len(used), sum(group not in shortened for group in (*used, dist.group.WORLD))
 

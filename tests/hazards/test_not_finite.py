@@ -102,7 +102,7 @@ def test_row69_no_checkpoint_is_written_of_such_weights(monkeypatch, last):
     model = nn.Linear(2, 2)
     vars(fake).update(vars(checkpointer(model, _config=build.config(), start=Start())))
     fake.enable, fake.interval, fake.load_only = not last, 2, False
-    fake.enable_first_step_checkpoint, fake._async_wait = False, lambda: None
+    fake.enable_first_step_checkpoint, fake.save_future = False, None
     fake.async_mode, fake._under_way, fake.on_saved = manager.AsyncMode.DISABLED, None, MagicMock()
     fake.save(2, last_step=last)
     assert saved.call_count == 1

@@ -33,6 +33,7 @@ from torchtitan_dp.checkpoint.folder import (
     newest_finished_checkpoint,
     refuse_another_model,
     states_to_save,
+    step_folder,
 )
 from torchtitan_dp.checkpoint.start import (
     Start,
@@ -41,6 +42,7 @@ from torchtitan_dp.checkpoint.start import (
     of_any_rank,
     refuse_another_decay,
 )
+from torchtitan_dp.distributed.torchtitan_private import is_saved_at
 from torchtitan_dp.models.ema import WEIGHTS, WeightAverage
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.lora import without_adapters
@@ -179,7 +181,7 @@ class Checkpointer(CheckpointManager):
         """Raise Fault for weights that are not finite after `step`. Collective over the world."""
         newest = -1
         if self.enable:
-            self._async_wait()  # an earlier one may be under way
+            self._wait_for_background_save()
             newest = newest_finished_checkpoint(self.folder)
         place = f"goes on from step-{newest}" if newest >= 0 else "starts again"
         raise Fault(
@@ -220,7 +222,7 @@ class Checkpointer(CheckpointManager):
     def save(self, curr_step: int, last_step: bool = False) -> None:
         """Save as TorchTitan does; raise Fault in one line if this or a background save failed, or
         if the weights are not finite, also at the last step without a save."""
-        saves = self.enable and self._should_save(curr_step, last_step)
+        saves = self.enable and is_saved_at(self, curr_step, last_step)
         if last_step or saves:
             self.require_finite(curr_step)
         try:
@@ -245,13 +247,12 @@ class Checkpointer(CheckpointManager):
         saves = self.enable and not self.load_only
         try:
             if saves:
-                self._async_wait()
-            if saves and step != self.start.step and not self._should_save(step):
-                self.dcp_save(
-                    self._flattened_model_states_sd(),
-                    checkpoint_id=self._create_checkpoint_id(step),
-                    async_mode=AsyncMode.DISABLED,
-                )
+                self._wait_for_background_save()
+            if saves and step != self.start.step and not is_saved_at(self, step):
+                states = self.states | self.states[MODEL].state_dict()  # as TorchTitan saves them
+                del states[MODEL]
+                place = step_folder(self.folder, step)
+                self.dcp_save(states, checkpoint_id=place, async_mode=AsyncMode.DISABLED)
         except (CheckpointException, OSError) as error:
             self._raise_unsaved(step, error)
         if saves:
@@ -261,6 +262,10 @@ class Checkpointer(CheckpointManager):
             f"stopped at step {step} of {steps}, as requested, {kept}: the same command resumes"
         )
         return saves
+
+    def _wait_for_background_save(self) -> None:
+        if self.save_future is not None:
+            self.save_future.result()
 
     def _raise_unsaved(self, step: int, error: BaseException) -> None:
         """Raise Fault with the free space and the last whole checkpoint."""

@@ -20,10 +20,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata as records
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
-from torch.serialization import _get_layout
+
+from torchtitan_dp.torch_private import checkpoint_records
 
 METADATA_FILE = ".metadata"
 _RECORDS = (
@@ -34,8 +34,7 @@ _RECORDS = (
     records.TensorProperties,
     records.MetadataIndex,
     records.StorageMeta,
-    records._MEM_FORMAT_ENCODING,
-    _StorageInfo,
+    *checkpoint_records(),
 )
 
 
@@ -50,7 +49,6 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     **{(record.__module__, record.__name__): record for record in _RECORDS},
     **{("torch", n): value for n, value in vars(torch).items() if isinstance(value, torch.dtype)},
     ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): _get_layout,  # looks a name up in a table
     ("pathlib", "PosixPath"): _path,
     ("pathlib._local", "PosixPath"): _path,  # Python 3.13
 }

@@ -48,9 +48,9 @@ def _optimizer(config: JobConfig) -> Iterator[Row]:
         "'AdamW'",
     )
     if config.compile.enable:
-        import torch._dynamo  # compiling imports it anyway
+        import torch  # compiling imports it anyway
 
-        backends = torch._dynamo.list_backends(None)
+        backends = torch.compiler.list_backends(None)  # type: ignore[arg-type]
         yield (
             config.compile.backend not in backends,
             f"compile.backend: must be one of {', '.join(backends)}",

@@ -17,12 +17,12 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 
 # isort: split
 from torchtitan.config import ConfigManager
-from torchtitan.config import JobConfig as TorchTitanJobConfig
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import check
 from torchtitan_dp.config.derived import DEGREES, resolve
 from torchtitan_dp.config.keys import check_toml, read_command_line
+from torchtitan_dp.distributed.torchtitan_private import from_values, merged_sections
 from torchtitan_dp.process import write_atomically
 
 if sys.version_info >= (3, 11):
@@ -60,12 +60,12 @@ def load_config(argv: list[str], world_size: int) -> JobConfig:
 
 def _schema() -> Any:
     """Return the dataclass of all sections: TorchTitan's with those of this project."""
-    return ConfigManager._merge_configs(TorchTitanJobConfig, JobConfig)
+    return merged_sections(JobConfig)
 
 
 def _checked(values: dict[str, Any], schema: Any, world_size: int) -> JobConfig:
     """Return the configuration of checked values, `~`, `auto` and -1 resolved, if it can work."""
-    config = ConfigManager()._dict_to_dataclass(schema, values)
+    config = from_values(schema, values)
     _resolve_home(config)
     resolve(config, world_size)
     check(config, world_size)

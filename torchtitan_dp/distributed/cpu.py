@@ -24,8 +24,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch._utils
 import torch.distributed as dist
+
+from torchtitan_dp import torch_private
 
 
 def has_accelerator() -> bool:
@@ -63,12 +64,8 @@ def _import_torchtitan() -> None:
     kernels = types.ModuleType("torchtitan.models.moe.kernels")
     kernels.generate_permute_indices = None  # type: ignore[attr-defined]
     sys.modules[kernels.__name__] = kernels
-    find_device_type = torch._utils._get_available_device_type
-    torch._utils._get_available_device_type = lambda: "cpu"
-    try:
+    with torch_private.cpu_alone():
         import torchtitan.tools.utils
-    finally:
-        torch._utils._get_available_device_type = find_device_type
     assert torchtitan.tools.utils.device_type == "cpu"
 
 
@@ -151,11 +148,8 @@ def _give_gloo_groups_one_thread() -> None:
         size: int,
         timeout: timedelta = dist.default_pg_timeout,
     ) -> None:
-        options = gloo._Options()  # type: ignore[attr-defined]
-        options._devices = devices(os.environ.get("GLOO_SOCKET_IFNAME", ""))
-        options._threads = 1
-        options._timeout = timeout
-        create(group, store, rank, size, options)
+        shared = devices(os.environ.get("GLOO_SOCKET_IFNAME", ""))
+        create(group, store, rank, size, torch_private.gloo_options(shared, 1, timeout))
 
     gloo.__init__ = create_with_one_thread  # type: ignore[method-assign,assignment]
 

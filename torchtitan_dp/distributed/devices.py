@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from torchtitan_dp import torch_private
+
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -77,8 +79,7 @@ def cudnn_versions() -> list[tuple[int, int, int]]:
     """List the cuDNN versions of PyTorch's build and of this machine; none without a device."""
     if not (torch.backends.cudnn.is_available() and torch.cuda.is_available()):
         return []
-    cudnn = torch._C._cudnn  # type: ignore[attr-defined]
-    return [cudnn.getCompileVersion(), cudnn.getRuntimeVersion()]
+    return torch_private.cudnn_versions()
 
 
 def libraries(device: torch.device) -> dict[str, str]:

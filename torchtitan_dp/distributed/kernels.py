@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from torchtitan_dp.distributed.attention import attend_unpadded, backward_padded
+from torchtitan_dp.torch_private import attention_operators
 
-_cpu_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_cpu_backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_cpu_op, _cpu_backward_op = attention_operators("cpu")
 
 
 class Kernel(NamedTuple):

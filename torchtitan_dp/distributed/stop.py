@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.utils import set_pg_timeouts
 
 import torchtitan_dp
 from torchtitan_dp.process import STOP_SIGNAL, Fault
+from torchtitan_dp.torch_private import set_timeout
 
 GRACE_S = 5.0
 """How long a worker that got SIGTERM waits for `STOP_SIGNAL` too."""
@@ -96,8 +96,7 @@ def shorten_timeouts(
     set_pg_timeouts(timeout, parallel_dims)
     for group in groups:
         if group is not None:
-            # No public name exists; TorchTitan uses this one too.
-            distributed_c10d._set_pg_timeout(timeout, group)
+            set_timeout(timeout, group)
 
 
 def is_lost_rank(error: BaseException) -> bool:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torchtitan_dp.collectives import Pending
 from torchtitan_dp.gradients.clipped_sum import ClippedSum, GradientMethod
 from torchtitan_dp.gradients.operands import Existing, Products, Rows, Write
+from torchtitan_dp.torch_private import NormOverSamples, sparse_rows, with_parameters
 
 
 class Formed(NamedTuple):
@@ -119,7 +120,7 @@ def per_sample_layers(model: nn.Module) -> None:
         if not any(parameter.requires_grad for parameter in own.values()):
             continue
         kind = type(layer)
-        if isinstance(layer, nn.modules.batchnorm._NormBase):
+        if isinstance(layer, NormOverSamples):
             raise ValueError(
                 f"{path} ({kind.__name__}): mixes samples, or keeps statistics of them that have "
                 "no noise; use another model"
@@ -272,7 +273,8 @@ class _OneAtATime(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         _, x_needed, *parameters_needed = ctx.needs_input_grad
         plain = _plain_copy(layer)
-        trained = {n: p for n, p in plain._parameters.items() if p is not None and p.requires_grad}
+        own = plain.named_parameters(recurse=False, remove_duplicate=False)
+        trained = {name: p for name, p in own if p.requires_grad}
         of_samples = []
         for x_1, grad_1 in zip(x.split(1), grad_y.split(1), strict=True):
             with torch.enable_grad():
@@ -285,8 +287,8 @@ class _OneAtATime(torch.autograd.Function):
         for attribute, found in zip(trained, by_input, strict=True):
             name = layer.parameter_names[attribute]
             if found[0].is_sparse:
-                tokens_BT = torch.stack([one._indices()[0] for one in found])
-                write: Write = _rows(layer, tokens_BT, torch.stack([g._values() for g in found]))
+                tokens, rows = zip(*map(sparse_rows, found), strict=True)
+                write: Write = _rows(layer, torch.stack(tokens), torch.stack(rows))
             else:
                 write = Existing(torch.stack([one.float() for one in found]))
             layer.sink.form_grad_samples(name, len(x), write)
@@ -296,12 +298,11 @@ class _OneAtATime(torch.autograd.Function):
 def _plain_copy(layer: PerSampleLayer) -> nn.Module:
     """Return the layer as of its own class, with parameters that are leaves of another graph; an
     embedding's gradient is rows of it, all of them, in the order of the tokens."""
-    plain = object.__new__(layer.rule_type)
-    plain.__dict__.update(layer.__dict__)
-    plain._parameters = {
-        attribute: None if p is None else nn.Parameter(p.detach(), p.requires_grad)
-        for attribute, p in layer._parameters.items()
-    }
+    plain = with_parameters(
+        layer,
+        layer.rule_type,
+        lambda _, p: None if p is None else nn.Parameter(p.detach(), p.requires_grad),
+    )
     if isinstance(plain, nn.Embedding):
         plain.sparse, plain.padding_idx = True, None
     return plain

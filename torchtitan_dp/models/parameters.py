@@ -8,7 +8,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from torchtitan_dp.torch_private import local_slices
 
 TIED_OUTPUT = "output.weight"
 """The output layer's parameter in TorchTitan's models, the embedding's where they are tied."""
@@ -63,11 +64,7 @@ def copy_slice_(parameter: Tensor, whole: Tensor) -> None:
     if not isinstance(parameter, DTensor):
         parameter.copy_(whole)
         return
-    shape, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    slices = tuple(slice(start, start + n) for start, n in zip(offset, shape, strict=True))
-    parameter.to_local().copy_(whole[slices])
+    parameter.to_local().copy_(whole[local_slices(parameter)])
 
 
 def in_threads(

@@ -15,18 +15,16 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as ft_c
 import torch.nn as nn
 import torch.nn.functional as F
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 
 # isort: split
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 
-from torchtitan_dp import optimizer
+from torchtitan_dp import optimizer, torch_private
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import mesh_degrees
 from torchtitan_dp.distributed import offload, windows
@@ -83,7 +81,7 @@ class Step:
         """
         self.config, self.tracker = config, tracker
         family = family_of(args)
-        with unset_fake_temporarily():  # meshes are lists of ranks, which are looked at
+        with torch_private.real_tensors():  # meshes are lists of ranks, which are looked at
             dims, degrees = parallel_dims(config)
             with torch.device("meta"):
                 args = copy.deepcopy(args)
@@ -114,7 +112,7 @@ class Step:
             inner = MomentumSGD(parameters.values(), lr=0.0)
         else:
             inner = torch.optim.AdamW(parameters.values(), foreach=False, fused=False)
-        with unset_fake_temporarily():  # it asks where its shards lie
+        with torch_private.real_tensors():  # it asks where its shards lie
             self.optimizer = step.optimizer(
                 inner,
                 noise_multiplier=1.0,
@@ -218,9 +216,7 @@ def fake_world(
         every_tile: compute all tiles of a block, to count operations; memory is that of the first
             two and the last.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    dist.init_process_group("fake", rank=0, world_size=world_size)
     with contextlib.ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
 
@@ -232,9 +228,9 @@ def fake_world(
         for name in ("add_gaussian_noise_", "add_secure_gaussian_noise_"):
             patch(optimizer, name, _nothing)
         patch(randomized_norm, "add_gaussian_noise_", _nothing)
-        patch(torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata)
+        patch(torch.UntypedStorage, "data_ptr", lambda storage: id(storage))
         # It returns the tensor that it waits for; its fake returns another.
-        patch(ft_c, "wait_tensor", lambda tensor: tensor)
+        patch(torch_private.functional_collectives, "wait_tensor", lambda tensor: tensor)
         # The host's memory is another: `Step.host_bytes` counts it.
         patch(offload, "page_locked", _on_no_device)
         if not every_tile:
@@ -244,7 +240,7 @@ def fake_world(
             patch(rms_norm, "use_lean_norms", _nothing)
             patch(F, "rms_norm", lambda x, _, weight, __: _FusedRMSNorm.apply(x, weight))
         # Parameters are on the meta device until they are made fake.
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(torch_private.fake_tensors())
         yield
 
 

@@ -18,24 +18,22 @@ import torch
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 
 # isort: split
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
+from torchtitan_dp import torch_private
 from torchtitan_dp.distributed import ring, windows
 from torchtitan_dp.gradients.clipped_sum import ClippedSum, GradientMethod
 from torchtitan_dp.gradients.fsdp import ReduceScatterOverCP, RowLayout
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.models.loss_head import LossHead
 from torchtitan_dp.models.parameters import local_part
+from torchtitan_dp.torch_private import DispatchMode, tree_iter, unsharded_gradients
 
 GATHERED = "gathered"  # the label of weights that FSDP2 has gathered
 M = TypeVar("M", bound="LocalOperators")
 
 
-class LocalOperators(TorchDispatchMode):
+class LocalOperators(DispatchMode):
     """A dispatch mode that calls `ran` after each operator on local tensors."""
 
     def __init__(self) -> None:
@@ -45,9 +43,7 @@ class LocalOperators(TorchDispatchMode):
 
     def __enter__(self: M) -> M:
         # DTensor tries operators on tensors of the whole shape, which exist nowhere.
-        self._stack.enter_context(
-            wrapped(ShardingPropagator, "_propagate_tensor_meta_non_cached", self._pause)
-        )
+        self._stack.enter_context(wrapped(*torch_private.shape_propagation(), self._pause))
         super().__enter__()
         return self
 
@@ -156,9 +152,9 @@ class MemoryTracker(LocalOperators):
     def relabel_storages(self, storages: Iterable[torch.UntypedStorage], label: str) -> None:
         """Give these storages, where they are counted, this label from now on."""
         for storage in storages:
-            if known := self._known.get(storage._cdata):
+            if known := self._known.get(id(storage)):
                 reference, before, size = known
-                self._known[storage._cdata] = reference, label, size
+                self._known[id(storage)] = reference, label, size
                 self.current[before] -= size
                 self.current[label] = self.current.get(label, 0) + size
 
@@ -166,7 +162,7 @@ class MemoryTracker(LocalOperators):
         if tensor.device.type == "meta":
             return
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = id(storage)
         if key in self._known:
             return
         label, size = self._label, storage.nbytes()
@@ -175,10 +171,10 @@ class MemoryTracker(LocalOperators):
         self._change(label, size)
 
     def _recount(self, storage: torch.UntypedStorage) -> None:
-        if known := self._known.get(storage._cdata):
+        if known := self._known.get(id(storage)):
             reference, label, before = known
             size = storage.nbytes()
-            self._known[storage._cdata] = reference, label, size
+            self._known[id(storage)] = reference, label, size
             self._change(label, size - before)
 
     def _forget(self, key: int, _: object) -> None:
@@ -235,13 +231,18 @@ def tracking(*, like_cuda: bool = True) -> Iterator[MemoryTracker]:
         tracker.end_stretch("first")
         return shards
 
+    fsdp_group = torch_private.fsdp_param_group()
     shards, communication = "per_sample_shards", "communication"
     kinds = {method.kind for method in METHODS.values()}
     forming = functools.partial(_forming, tracker)
     around: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
-        (FSDPParamGroup, "unshard", made(communication)),
-        (FSDPParamGroup, "wait_for_unshard", made(GATHERED)),
-        (FSDPParamGroup, "post_backward", becomes(communication, _whole_gradients)),
+        (fsdp_group, "unshard", made(communication)),
+        (fsdp_group, "wait_for_unshard", made(GATHERED)),
+        (
+            fsdp_group,
+            "post_backward",
+            becomes(communication, unsharded_gradients),
+        ),
         (ring.PassedAround, "send", made(communication)),
         (ring.GatheredAtOnce, "send", made(communication)),
         (windows, "exchange", made(communication)),
@@ -258,12 +259,6 @@ def tracking(*, like_cuda: bool = True) -> Iterator[MemoryTracker]:
             stack.enter_context(wrapped(owner, name, context))
         stack.enter_context(tracker)
         yield tracker
-
-
-def _whole_gradients(group: FSDPParamGroup, *_: Any) -> list[torch.Tensor]:
-    """Return whole gradients that FSDP2 is about to reduce, and then frees."""
-    unsharded = [getattr(p, "_unsharded_param", None) for p in group.fsdp_params]
-    return [p.grad for p in unsharded if p is not None and p.grad is not None]
 
 
 def _of_one_sample(
@@ -290,8 +285,8 @@ def _flash_workspace(operator: Any, args: Any) -> int:
     """Count what FlashAttention 2's backward takes on CUDA: dQ in fp32, a number a row, and dK and
     dV of every query head where heads share them. The CPU's kernel takes next to nothing.
     """
-    aten = torch.ops.aten
-    if operator is not aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+    _, backward = torch_private.attention_operators("cpu")
+    if operator is not backward:
         return 0
     query, key = args[1], args[2]  # (B, heads, T, head_dim)
     shared = 0

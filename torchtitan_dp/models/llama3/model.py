@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
+from torchtitan.models.llama3.model.model import precompute_freqs_cis
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 
 from torchtitan_dp.data.tokenizer import Tokenizer
@@ -31,13 +32,18 @@ class Llama(PrivateModel, Transformer):
     rotary_name = "freqs_cis"
     model_args: LlamaArgs
 
-    def rotary_table(self) -> Tensor:
-        if self.model_args.rope is None:
-            return Transformer._precompute_freqs_cis(self)
-        angles, factor = scaled_angles(self.model_args)
-        return torch.polar(torch.full_like(angles, factor), angles)
+    def __init__(self, model_args: LlamaArgs) -> None:
+        super().__init__(model_args)
+        if model_args.rope is not None:  # TorchTitan's table is another
+            self.compute_rotary()
 
-    _precompute_freqs_cis = rotary_table  # the name by which TorchTitan's constructor calls it
+    def rotary_table(self) -> Tensor:
+        args = self.model_args
+        if args.rope is None:
+            sizes = args.head_size, args.max_seq_len
+            return precompute_freqs_cis(*sizes, args.rope_theta, args.rope_scaling_args)
+        angles, factor = scaled_angles(args)
+        return torch.polar(torch.full_like(angles, factor), angles)
 
     def use_tiles(self, tiling: Tiling) -> None:
         use_tiles(self.layers, tiling)
