@@ -24,6 +24,7 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.batching import Draw
 from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.distributed.attention import use_efficient_attention
+from torchtitan_dp.distributed.ring import Shard
 from torchtitan_dp.models.llama3.model import FLAVORS, Llama
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.train_spec import build_loader
@@ -69,7 +70,7 @@ class OpacusTrainer:
             max_grad_norm=max_grad_norm,
             expected_batch_size=config.training.global_batch_size,
         )
-        self._losses = SampleLosses(self._module, self._device, None, None)
+        self._losses = SampleLosses(self._module, self._device, Shard())
         self._two_passes = kind != "hooks"
 
     def train_step(self) -> None:

@@ -14,14 +14,18 @@ import torchtitan_dp.distributed  # noqa: F401
 
 # isort: split
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ShardOf
+from torch.distributed.tensor.experimental import _attention as rotation
+from torch.distributed.tensor.experimental._context_parallel import _attention as torch_ring
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchtitan.distributed.context_parallel import cp_shard
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.distributed import attention
-from torchtitan_dp.distributed.attention import torch_ring, use_efficient_attention
+from torchtitan_dp.distributed.attention import use_efficient_attention
+from torchtitan_dp.distributed.ring import Shard
 
 
 @pytest.mark.parametrize(
@@ -86,8 +90,12 @@ class Problem:
         self.grouped = of_keys < of_queries
 
     def local(self, *tensors):
-        """This rank's parts."""
-        return cp_shard(self.mesh, tensors, None, self.balancer, input_seq_dim=2)[0]
+        """This rank's parts, which are TorchTitan's."""
+        parts = cp_shard(self.mesh, tensors, None, self.balancer, input_seq_dim=2)[0]
+        shard = Shard(self.mesh.get_group(), self.balancer == "headtail")
+        ours = [shard.of(x, dim=2) for x in tensors]
+        assert all(map(torch.equal, ours, parts))
+        return parts
 
     def ring(self, attend):
         """What `attend` puts out of this rank's queries, keys and values, and their gradients."""
@@ -108,10 +116,8 @@ class Problem:
 
 def apply_ring(mesh, balancer, rotate, apart=False):
     """An attention module that runs as a ring."""
-    apart_from = 1 if apart else attention.HEADS_APART_FROM
-    attention.configure_ring(
-        load_balancer=balancer, rotate_method=rotate, heads_apart_from=apart_from
-    )
+    shard = Shard(mesh.get_group(), balancer == "headtail", rotate == "allgather")
+    attention.configure_ring(shard, 1 if apart else attention.HEADS_APART_FROM)
     module = ScaledDotProductAttentionWrapper()
     attention.apply_ring_attention([module], mesh, cudnn=True)
     return module
@@ -165,7 +171,7 @@ def imitated_ring_errors(balancer, rotate, rows, heads, imitate, name, terms, ap
     kernel = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention")
 
     def attend(*mine):
-        shards = [DTensor.from_local(x, problem.mesh, [Shard(2)], run_check=False) for x in mine]
+        shards = [DTensor.from_local(x, problem.mesh, [ShardOf(2)], run_check=False) for x in mine]
         return kernel(*shards, *terms)[0].to_local()
 
     library = imitate()
@@ -278,6 +284,8 @@ def ring_results(balancer, rotate, theirs, apart):
     kernels = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     changed = {kernels.default: of_pytorch, backward.default: of_pytorch} if theirs else {}
+    torch_ring._cp_options.enable_load_balance = balancer == "headtail"
+    rotation.set_rotate_method(rotate)
     module = apply_ring(problem.mesh, balancer, rotate, apart)
     with mock.patch.dict(torch_ring.custom_ops, changed):
         return problem.ring(functools.partial(module, enable_gqa=True))

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.processes.ranks import on_ranks
-from torchtitan_dp.distributed import attention, kernels, windows
-from torchtitan_dp.distributed.windows import Shard, attend, check_softcap
+from torchtitan_dp.distributed import kernels, windows
+from torchtitan_dp.distributed.ring import Shard
+from torchtitan_dp.distributed.windows import attend, check_softcap
 from torchtitan_dp.plan.fake_step import fake_world
 
 SCALE = 0.3
@@ -80,12 +81,11 @@ def attended(inputs, gradient, shard, **options):
 
 def on_shard(balanced, rotate, tokens, terms, options, tile):
     """Output and gradients on this rank."""
-    attention.configure_ring(load_balancer=None, rotate_method=rotate)
     inputs, gradient = problem(tokens, **terms)
     mine = [own(x, balanced) if x.dim() == 4 else x for x in inputs]
-    group = dist.group.WORLD
+    shard = Shard(dist.group.WORLD, balanced, rotate == "allgather")
     with mock.patch.object(windows, "_TILE", tile):
-        return attended(mine, own(gradient, balanced), Shard(group, balanced), **options)
+        return attended(mine, own(gradient, balanced), shard, **options)
 
 
 def errors(ranks, balanced, tokens, options, tile=(4, 8), rotate="alltoall", **terms):

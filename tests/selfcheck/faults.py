@@ -4,6 +4,7 @@ Each is a context manager that a rank enters; what it patches is looked up when 
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from unittest import mock
 
@@ -13,7 +14,6 @@ import torch.distributed as dist
 from torchtitan_dp import optimizer
 from torchtitan_dp.checkpoint import safe_load
 from torchtitan_dp.distributed import ring
-from torchtitan_dp.distributed.attention import torch_ring as of_pytorch
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import ReduceScatterOverCP
 from torchtitan_dp.models import feed_forward, loss_head
@@ -120,22 +120,13 @@ def heads_share_the_first_key():
     return wrapped(ring, "_parts", parts)
 
 
-class _Flipped:
-    """PyTorch's options of a ring, read as if the sequence were dealt out in the other way."""
-
-    def __init__(self, options):
-        self.__dict__["options"] = options
-
-    def __getattr__(self, name):
-        value = getattr(self.options, name)
-        return not value if name == "enable_load_balance" else value
-
-    def __setattr__(self, name, value):
-        setattr(self.options, name, value)
-
-
 def ring_of_another_balancer():
-    return replaced(of_pytorch, "_cp_options", _Flipped(of_pytorch._cp_options))
+    """The ring masks as if the sequence were dealt out in the other way."""
+
+    def of_the_other(of, shard, heads_apart):
+        return of(dataclasses.replace(shard, balanced=not shard.balanced), heads_apart)
+
+    return wrapped(ring.Shard, "ring", of_the_other)
 
 
 def _noise(change: Callable):

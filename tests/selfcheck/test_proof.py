@@ -13,13 +13,15 @@ import torch.nn as nn
 from tests import build
 from tests.models.causal_lm.families import FAMILIES, TRANSFORMERS, arguments
 from tests.processes.ranks import on_ranks
-from torchtitan_dp.distributed import attention as ring
+from torchtitan_dp.distributed.attention import configure_ring
 from torchtitan_dp.models.causal_lm import attention
 from torchtitan_dp.models.causal_lm import model as causal_lm
 from torchtitan_dp.models.families import on_meta
 from torchtitan_dp.models.lora import LoRA
+from torchtitan_dp.models.loss import shard_of
 from torchtitan_dp.process import Fault
 from torchtitan_dp.selfcheck import proof
+from torchtitan_dp.torch_private import context_parallel_handlers
 
 ONE, CP, FOUR = (1, 1, 1), (1, 1, 2), (1, 2, 2)
 HOW = ("--activation_checkpoint.mode=full", "--training.loss_chunk_tokens=100")
@@ -43,18 +45,14 @@ def _trainer(degrees, name, overrides, lora=None, changes=None):
 
 
 def _state():
-    options = ring.torch_ring._cp_options
-    return torch.get_rng_state().tolist(), options.enable_load_balance, options.rotate_method
+    handlers = context_parallel_handlers().values()
+    return torch.get_rng_state().tolist(), [handler.args for handler in handlers]
 
 
 def proved(degrees, *case):
     """The line that a start logs on this rank, or with which it ends; and what it changed."""
     trainer = _trainer(degrees, *case)
-    parallelism = trainer.job_config.parallelism
-    ring.configure_ring(
-        load_balancer=parallelism.context_parallel_load_balancer,
-        rotate_method=parallelism.context_parallel_rotate_method,
-    )
+    configure_ring(shard_of(trainer.parallel_dims, trainer.job_config))
     before, said = _state(), []
     with mock.patch.object(proof.logger, "info", said.append):
         try:

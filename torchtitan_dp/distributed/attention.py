@@ -1,14 +1,11 @@
 """Ring attention over the context-parallel mesh; on one rank, fp32 attention in little memory.
 
-PyTorch (`torch.distributed.tensor.experimental`) chooses the kernel and deals sequences out, on
-CUDA and CPU alike; the loop over blocks is ours (`distributed.ring`). PyTorch registers no CPU
-kernel for the ring. Flash attention on CPU returns `(out, logsumexp)`, which is all that the ring's
-merge needs, so it is registered here. CUDA's memory-efficient kernels, the only ones for fp32, pad
-logsumexp to 32 rows, which is cut off here and added again for backward. From `HEADS_APART_FROM`
-tokens a rank, a sequence that one rank has alone is a ring of one, too.
-
-Every private name of PyTorch's context parallelism that this package uses is in this file;
-`tests/distributed/test_attention.py` fails when a new version moves one.
+PyTorch chooses the kernel, on CUDA and CPU alike, and under TorchTitan's context parallelism calls
+the function that is registered for it: here, `distributed.ring` with that kernel. Flash attention
+on CPU returns `(out, logsumexp)`, which is all that the ring's merge needs. CUDA's memory-efficient
+kernels, the only ones for fp32, pad logsumexp to 32 rows, which is cut off here and added again for
+backward. From `HEADS_APART_FROM` tokens a rank, a sequence that one rank has alone is a ring of
+one, too.
 
 Without a ring: flash and cuDNN take 16 bits only, so TorchTitan's list leaves fp32 to the math
 kernel, which keeps T x T scores for each head: 34 GB for 32 heads at T = 16,384. The
@@ -16,9 +13,10 @@ memory-efficient kernel has no grouped queries, so keys and values are repeated 
 as much as one key head for each query head.
 """
 
+import dataclasses
 import functools
 import os
-from typing import Any, Literal
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -26,26 +24,27 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.experimental import _attention as public_names
-from torch.distributed.tensor.experimental._context_parallel import _attention as torch_ring
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ShardOf
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchtitan.distributed.context_parallel import apply_cp_to_attention_module
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
 from torchtitan_dp.distributed.devices import capability, cudnn_versions
-from torchtitan_dp.distributed.ring import GatheredAtOnce, PassedAround, Ring
-
-LoadBalancer = Literal["headtail"] | None
-RotateMethod = Literal["allgather", "alltoall"]
+from torchtitan_dp.distributed.ring import Ring, Shard
+from torchtitan_dp.torch_private import (
+    AttentionKernel,
+    argument_names,
+    attention_operators,
+    context_parallel_handlers,
+)
 
 HEADS_APART_FROM = 2**16
 """Tokens a rank, from which kernels run on one key head at a time: so many fill a device with few
 heads, and a kernel's workspace for all heads is among the largest tensors of a block."""
 
 _SEQ_DIM = 2  # of q, k, v: (batch, heads, sequence, head_dim)
-_efficient_op = torch.ops.aten._scaled_dot_product_efficient_attention.default
-_efficient_backward_op = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+_efficient_op, _efficient_backward_op = attention_operators("efficient")
 _ALIGNED_ROWS = 32  # the memory-efficient kernels' kAlignLSE: backward loads so many rows at once
 
 # The kernels that PyTorch can put on a ring. The math fallback is not among them: on a
@@ -68,24 +67,15 @@ _OTHER_LAYOUT = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
 _BACKENDS_WITHOUT_RING = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def configure_ring(
-    *,
-    load_balancer: LoadBalancer,
-    rotate_method: RotateMethod,
-    heads_apart_from: int = HEADS_APART_FROM,
-) -> None:
-    """Configure how PyTorch's ring distributes and rotates sequences, for this process.
-
-    Args:
-        load_balancer: "headtail" assigns chunks r and 2n-1-r to rank r of n; None assigns
-            contiguous chunks. The ring's causal mask depends on it.
-        rotate_method: "allgather" gathers all keys and values at once (fewer, larger messages);
-            "alltoall" passes them around, holding one other rank's at a time (long context).
-            TorchTitan 0.2.2 reads this setting and does not apply it.
+def configure_ring(shard: Shard, heads_apart_from: int = HEADS_APART_FROM) -> None:
+    """Attend by our ring under context parallelism, from now on in this process: over the mesh of
+    each call, on the terms of `shard`. Of itself TorchTitan 0.2.2 ignores how keys are to travel.
     """
-    torch_ring._cp_options.enable_load_balance = load_balancer == "headtail"
-    public_names.set_rotate_method(rotate_method)
-    _register_kernels(heads_apart_from)
+    handlers = context_parallel_handlers()
+    for kernel in get_args(AttentionKernel):
+        ways = zip(attention_operators(kernel), (_ring_forward, _ring_backward), strict=True)
+        for operator, handler in ways:
+            handlers[operator] = functools.partial(handler, shard, heads_apart_from)
 
 
 def apply_ring_attention(
@@ -127,43 +117,27 @@ def _safe(backends: list[SDPBackend], cudnn: bool = True) -> list[SDPBackend]:
     return [one for one in backends if trusted or one != SDPBackend.CUDNN_ATTENTION]
 
 
-def _register_kernels(heads_apart_from: int) -> None:
-    """Register our ring with PyTorch's context-parallel dispatcher, for every kernel."""
-    aten = torch.ops.aten
-    kernels = (
-        aten._scaled_dot_product_flash_attention,
-        aten._scaled_dot_product_cudnn_attention,
-        aten._scaled_dot_product_efficient_attention,
-        aten._scaled_dot_product_flash_attention_for_cpu,
-    )
-    for kernel in kernels:
-        backward = getattr(aten, f"{kernel._qualified_op_name.removeprefix('aten::')}_backward")
-        for operator, handler in ((kernel, _ring_forward), (backward, _ring_backward)):
-            handle: Any = functools.partial(handler, heads_apart_from)
-            torch_ring.custom_ops[operator.default] = handle
-
-
 def _ring_forward(
-    heads_apart_from: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    shard: Shard, apart_from: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...]:
     mesh, terms = _named(op, args, kwargs)
     if "compute_log_sumexp" in terms:
         terms["compute_log_sumexp"] = True  # the merge needs it, whether or not a gradient does
     kernel = attend_unpadded if op is _efficient_op else op
-    heads_apart = terms["query"].shape[_SEQ_DIM] >= heads_apart_from
-    out, logsumexp, *rest = _ring(mesh, heads_apart).attend(kernel, **terms)
+    ring = _ring(shard, mesh, terms["query"], apart_from)
+    out, logsumexp, *rest = ring.attend(kernel, **terms)
     return (*_on_ring(mesh, out, logsumexp), *rest)
 
 
 def _ring_backward(
-    heads_apart_from: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    shard: Shard, apart_from: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...]:
     mesh, terms = _named(op, args, kwargs)
     padded = op is _efficient_backward_op
     kernel = backward_padded if padded else functools.partial(_backward, op)
     of_queries = {name: terms.pop(name) for name in ("grad_out", "query", "out", "logsumexp")}
-    heads_apart = of_queries["query"].shape[_SEQ_DIM] >= heads_apart_from
-    gradients = _ring(mesh, heads_apart).attend_backward(kernel, of_queries, **terms)
+    ring = _ring(shard, mesh, of_queries["query"], apart_from)
+    gradients = ring.attend_backward(kernel, of_queries, **terms)
     return (*_on_ring(mesh, *gradients[:3]), *gradients[3:])
 
 
@@ -172,7 +146,7 @@ def _named(
 ) -> tuple[DeviceMesh, dict[str, Any]]:
     """Return the mesh of an operator's DTensors, and its arguments by the schema's names, with
     local parts in the place of DTensors."""
-    names = [argument.name.rstrip("_") for argument in op._schema.arguments]  # one has grad_out_
+    names = [name.rstrip("_") for name in argument_names(op)]  # one has grad_out_
     named = {"is_causal": False, **dict(zip(names, args, strict=False)), **kwargs}
     for mask in ("attn_bias", "attn_mask"):
         assert named.get(mask) is None, "the ring masks by position only"
@@ -184,24 +158,14 @@ def _named(
     return mesh, terms
 
 
-def _ring(mesh: DeviceMesh, heads_apart: bool) -> Ring:
-    return ring_of(mesh.get_group(), torch_ring._cp_options.enable_load_balance, heads_apart)
-
-
-def ring_of(group: dist.ProcessGroup | None, balanced: bool, heads_apart: bool) -> Ring:
-    """Return the ring of a group, None for this rank alone, that passes keys as configured;
-    gradients go from rank to rank, since each adds to them."""
-    if group is None or dist.get_world_size(group) == 1:
-        return Ring(0, 1, balanced, heads_apart, None, None)
-    place = dist.get_rank(group), dist.get_world_size(group), balanced
-    at_once = torch_ring._cp_options.rotate_method == torch_ring._RotateMethod.ALL_GATHER
-    key_transport = (GatheredAtOnce if at_once else PassedAround)(group)
-    return Ring(*place, heads_apart, key_transport, PassedAround(group))
+def _ring(shard: Shard, mesh: DeviceMesh, query: Tensor, apart_from: int) -> Ring:
+    here = dataclasses.replace(shard, group=mesh.get_group())
+    return here.ring(heads_apart=query.shape[_SEQ_DIM] >= apart_from)
 
 
 def _on_ring(mesh: DeviceMesh, *local_tensors: Tensor) -> tuple[DTensor, ...]:
     return tuple(
-        DTensor.from_local(tensor, mesh, [Shard(_SEQ_DIM)], run_check=False)
+        DTensor.from_local(tensor, mesh, [ShardOf(_SEQ_DIM)], run_check=False)
         for tensor in local_tensors
     )
 

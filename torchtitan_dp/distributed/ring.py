@@ -13,8 +13,8 @@ does, term by term in the same order, so that fp32 results are bit-identical, bu
   backward needs fp32 dQ, and dK and dV of every query head: at 131,072 tokens of 32 heads 4 GiB, of
   4 heads 0.5 GiB.
 
-A ring of one rank is attention without a ring, with heads apart. How a sequence is dealt out is
-PyTorch's: contiguously, or "head-tail" (rank r of n has chunks r and 2n - 1 - r).
+A ring of one rank is attention without a ring, with heads apart. A sequence is dealt out
+contiguously, or "head-tail" (rank r of n has chunks r and 2n - 1 - r), as by TorchTitan.
 """
 
 from collections.abc import Callable, Iterator
@@ -66,6 +66,51 @@ class GatheredAtOnce(PassedAround):
         self._received += 1
         source = dist.get_rank(self._group) - self._received
         return self._gathered.chunk(dist.get_world_size(self._group))[source]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's part of a sample's sequence, and how keys travel to it."""
+
+    group: dist.ProcessGroup | None = None
+    """The ranks that share it; None for the whole sequence."""
+
+    balanced: bool = False
+    """Whether rank r of n has chunks r and 2n - 1 - r; otherwise it has chunk r of n."""
+
+    at_once: bool = False
+    """Whether a ring gathers all keys and values at once (fewer, larger messages); otherwise it
+    passes them around, holding one other rank's at a time (long context)."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the group."""
+        return 0 if self.group is None else dist.get_rank(self.group)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks that share the sequence."""
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+    def chunks(self, rank: int) -> list[int]:
+        """Return the places of a rank's chunks in the sequence."""
+        return [rank, 2 * self.size - 1 - rank] if self.balanced else [rank]
+
+    def of(self, whole: Tensor, dim: int) -> Tensor:
+        """Return this rank's part of a tensor of all tokens."""
+        number = self.size * (2 if self.balanced else 1)
+        assert whole.shape[dim] % number == 0, "chunks are equally long"
+        chunks = whole.chunk(number, dim)
+        return torch.cat([chunks[place] for place in self.chunks(self.rank)], dim)
+
+    def ring(self, heads_apart: bool) -> "Ring":
+        """Return a ring for one round of keys; gradients go from rank to rank, since each adds to
+        them."""
+        if self.group is None or self.size == 1:
+            return Ring(0, 1, self.balanced, heads_apart, None, None)
+        keys = (GatheredAtOnce if self.at_once else PassedAround)(self.group)
+        place = self.rank, self.size, self.balanced
+        return Ring(*place, heads_apart, keys, PassedAround(self.group))
 
 
 Kernel = Callable[..., tuple[Any, ...]]  # attention within one block, forward or backward

@@ -19,14 +19,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_dp.collectives import exchange
-from torchtitan_dp.distributed.attention import HEADS_APART_FROM, ring_of
+from torchtitan_dp.distributed.attention import HEADS_APART_FROM
 from torchtitan_dp.distributed.kernels import Kernel, kernel_of, row_sums, sum_dtype
-from torchtitan_dp.distributed.ring import Ring
+from torchtitan_dp.distributed.ring import Ring, Shard
 
 CAPPED_KEYS = 2**15
 """The most keys of a query with a soft cap of scores."""
@@ -34,17 +33,6 @@ CAPPED_KEYS = 2**15
 _TILE = 256, 1024  # the bounds of a tile's queries, otherwise as many as a window has
 _CAPPED_SCORES = 2**21  # of a tile and head: 8 MiB in fp32
 _ALIGNED_KEYS = 16  # CUDA's kernel reads so many elements of a mask's row at once
-
-
-@dataclass(frozen=True)
-class Shard:
-    """This rank's part of a sample's sequence."""
-
-    group: dist.ProcessGroup | None
-    """The ranks that share it; None for the whole sequence."""
-
-    balanced: bool
-    """Whether rank r of n has chunks r and 2n - 1 - r; otherwise it has chunk r of n."""
 
 
 def check_softcap(tokens: int, window: int | None) -> None:
@@ -78,7 +66,7 @@ def attend(
 
     Collectives: over the shard's group, in forward and in backward.
     """
-    size, T = _place(shard.group)[1], q_BHTF.shape[2]
+    size, T = shard.size, q_BHTF.shape[2]
     assert k_BKTF.shape == v_BKTF.shape, "keys and values travel together"
     kernel = kernel_of(q_BHTF.device, softcap)
     way: _Whole | _Windowed
@@ -90,9 +78,10 @@ def attend(
         if softcap is not None:
             check_softcap(size * T, window)
             tile = min(tile, _CAPPED_SCORES // window)
-        balanced = shard.balanced and size > 1  # one rank's two chunks are the whole
-        assert T % (1 + balanced) == 0, "the two chunks are equally long"
-        halo = _Halo(shard.group, balanced, window, T // (1 + balanced))
+        if size == 1:  # one rank's two chunks are the whole
+            shard = Shard()
+        assert T % (1 + shard.balanced) == 0, "the two chunks are equally long"
+        halo = _Halo(shard, window, T // (1 + shard.balanced))
         way = _Windowed(kernel, scale, tile, halo)
     out: Tensor = _Attention.apply(q_BHTF, k_BKTF, v_BKTF, sinks_H, way)  # type: ignore[no-untyped-call]
     return out
@@ -154,8 +143,7 @@ class _Whole(NamedTuple):
 
     def _ring(self, q: Tensor) -> Ring:
         """Return a ring for one round of keys."""
-        heads_apart = q.shape[2] >= HEADS_APART_FROM
-        return ring_of(self.shard.group, self.shard.balanced, heads_apart)
+        return self.shard.ring(heads_apart=q.shape[2] >= HEADS_APART_FROM)
 
 
 class _Windowed(NamedTuple):
@@ -246,8 +234,7 @@ class _Route(NamedTuple):
 class _Halo:
     """The tokens before each chunk that it reaches, and how they travel."""
 
-    group: dist.ProcessGroup | None
-    balanced: bool
+    shard: Shard
     window: int
     tokens: int
     """T of a chunk."""
@@ -257,7 +244,7 @@ class _Halo:
 
         Collective: over the group.
         """
-        numbers = self._numbers(_place(self.group)[0])
+        numbers = self.shard.chunks(self.shard.rank)
         chunks = zip(numbers, own.split(self.tokens, dim=-2), strict=True)
         reached = [F.pad(chunk, (0, 0, self._before(number), 0)) for number, chunk in chunks]
         sent, wanted = self._views(own, reached)
@@ -276,18 +263,14 @@ class _Halo:
         self._exchange(sent, wanted, Tensor.add_)
         return own
 
-    def _numbers(self, rank: int) -> list[int]:
-        """Return the places of a rank's chunks in the sequence."""
-        return [rank, 2 * _place(self.group)[1] - 1 - rank] if self.balanced else [rank]
-
     def _before(self, number: int) -> int:
         return min(self.window - 1, number * self.tokens)
 
     def _routes(self, source: int, target: int) -> Iterator[_Route]:
         """Yield what a rank's chunks reach of a source's."""
-        for chunk, number in enumerate(self._numbers(target)):
+        for chunk, number in enumerate(self.shard.chunks(target)):
             first = number * self.tokens - self._before(number)
-            for place, other in enumerate(self._numbers(source)):
+            for place, other in enumerate(self.shard.chunks(source)):
                 start, end = max(first, other * self.tokens), (other + 1) * self.tokens
                 if other < number and start < end:
                     shift = (place - other) * self.tokens
@@ -296,7 +279,7 @@ class _Halo:
 
     def _views(self, own: Tensor, reached: list[Tensor]) -> tuple[_ByRank, _ByRank]:
         """Return the tokens that travel: what ranks reach here, and what is reached of theirs."""
-        rank, size = _place(self.group)
+        rank, size = self.shard.rank, self.shard.size
         here = [[own[..., one.rows, :] for one in self._routes(rank, to)] for to in range(size)]
         there = [
             [reached[one.chunk][..., one.before, :] for one in self._routes(of, rank)]
@@ -308,18 +291,13 @@ class _Halo:
         self, sent: _ByRank, wanted: _ByRank, put: Callable[[Tensor, Tensor], Tensor]
     ) -> None:
         """Send tensors to the ranks, and put what they send into what is wanted of them."""
-        if self.group is None or dist.get_world_size(self.group) == 1 or self.window == 1:
+        if self.shard.group is None or self.window == 1:
             return
         to_each, from_each = ([sum(x.numel() for x in xs) for xs in way] for way in (sent, wanted))
         flat_sent, flat_wanted = ([x for xs in way for x in xs] for way in (sent, wanted))
         empty = (flat_sent or flat_wanted)[0].new_empty(0)  # the last chunk is reached by none
         buffer = torch.cat([empty, *(x.flatten() for x in flat_sent)])
-        arrived = exchange(buffer, to_each, from_each, self.group).wait()
+        arrived = exchange(buffer, to_each, from_each, self.shard.group).wait()
         parts = arrived.split([x.numel() for x in flat_wanted])
         for x, part in zip(flat_wanted, parts, strict=True):
             put(x, part.view(x.shape))
-
-
-def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """Return this rank's place in a group, and its size."""
-    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))

@@ -14,13 +14,11 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.context_parallel import prepare_context_parallel_input
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.distributed.attention import LoadBalancer
+from torchtitan_dp.distributed.ring import Shard
 from torchtitan_dp.privacy.kernels import BLOCK, compile_kernel, on_threads
 
 
@@ -49,6 +47,16 @@ def token_losses(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
     ).view(B, T)
 
 
+def shard_of(dims: ParallelDims, config: JobConfig) -> Shard:
+    """Return this rank's part of each sample, as the configuration has it."""
+    mesh, terms = dims.get_optional_mesh("cp"), config.parallelism
+    return Shard(
+        None if mesh is None else mesh.get_group(),
+        balanced=terms.context_parallel_load_balancer == "headtail",
+        at_once=terms.context_parallel_rotate_method == "allgather",
+    )
+
+
 class TokenLosses(NamedTuple):
     """The losses of a rank's tokens, and their places in whole samples."""
 
@@ -59,20 +67,18 @@ class TokenLosses(NamedTuple):
 
 @dataclass(frozen=True)
 class SampleLosses:
-    """The loss of a model on whole samples, which are sharded over `cp_mesh`."""
+    """The loss of a model on whole samples, of which each rank takes its part."""
 
     model: nn.Module
     device: torch.device
-    cp_mesh: DeviceMesh | None
-    load_balancer: LoadBalancer
+    shard: Shard
 
     @classmethod
     def on(
         cls, model: nn.Module, device: torch.device, dims: ParallelDims, config: JobConfig
     ) -> "SampleLosses":
         """Return the loss of a model that `dims` shards as `config` has it."""
-        balancer = config.parallelism.context_parallel_load_balancer
-        return cls(model, device, dims.get_optional_mesh("cp"), balancer)
+        return cls(model, device, shard_of(dims, config))
 
     def __call__(self, tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
         """Return this rank's parts, fp32 (B,), of int64 whole samples, the same on all cp ranks."""
@@ -95,11 +101,12 @@ class SampleLosses:
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Take this rank's part of whole samples; `positions` are given where it is not all."""
         tokens_BT, labels_BT = tokens_BT.to(self.device), labels_BT.to(self.device)
-        if self.cp_mesh is None:
+        if self.shard.group is None:
             return tokens_BT, labels_BT, {}
-        return prepare_context_parallel_input(
-            tokens_BT, labels_BT, {}, self.cp_mesh, self.device, self.load_balancer
-        )
+        order_T = torch.arange(tokens_BT.shape[1], dtype=torch.int32, device=self.device)
+        whole = tokens_BT, labels_BT, order_T.expand(tokens_BT.shape)
+        tokens_BT, labels_BT, positions_BT = (self.shard.of(x, dim=1) for x in whole)
+        return tokens_BT, labels_BT, {"positions": positions_BT}
 
 
 @torch.library.custom_op("torchtitan_dp::losses_to_gradients_", mutates_args=("logits_NV",))

@@ -9,7 +9,7 @@ over `dp_replicate`), so training with privacy calls its parts: FSDP2 lies on th
 `torchtitan_dp.gradients`, after clipping. Training without privacy is TorchTitan's own.
 """
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
@@ -31,6 +31,8 @@ from torchtitan_dp.distributed.attention import (
     use_efficient_attention,
 )
 from torchtitan_dp.distributed.offload import InputsOnHost
+from torchtitan_dp.distributed.ring import Shard
+from torchtitan_dp.distributed.torchtitan_private import operations_to_save
 from torchtitan_dp.gradients.fsdp import fsdp_modules, keep_gathered
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.models import rms_norm
@@ -39,8 +41,10 @@ from torchtitan_dp.models.families import ModelArgs
 from torchtitan_dp.models.feed_forward import Tiling
 from torchtitan_dp.models.llama3.regions import compiled, use_regions
 from torchtitan_dp.models.lora import store_frozen
+from torchtitan_dp.models.loss import shard_of
 from torchtitan_dp.models.parameters import canonical_name
 from torchtitan_dp.models.private import PrivateModel
+from torchtitan_dp.torch_private import attention_operators
 
 
 def parallelize(
@@ -53,16 +57,12 @@ def parallelize(
     bf16 and fp32 mean the same on every mesh. Where `privacy.gradient_method` needs per-sample
     layers, layers form per-sample gradients instead.
     """
-    parallelism = job_config.parallelism
     if job_config.training.mixed_precision_param == "float16":
         # Where cuBLAS splits a product over many tokens, it would add the parts in fp16, which
         # overflows.
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     if parallel_dims.cp_enabled:
-        configure_ring(
-            load_balancer=parallelism.context_parallel_load_balancer,
-            rotate_method=parallelism.context_parallel_rotate_method,
-        )
+        configure_ring(shard_of(parallel_dims, job_config))
     elif device_type != "cpu":
         use_efficient_attention(model)
     if job_config.privacy.enable or parallel_dims.fsdp_enabled:  # else autocast keeps fp32
@@ -101,8 +101,7 @@ def _apply_parts(
         cudnn = takes_cudnn(job_config, model.model_args)
         apply_ring_attention(model.attention_modules(), ring, cudnn=cudnn)
     if parallel_dims.cp_enabled:
-        balanced = parallelism.context_parallel_load_balancer == "headtail"
-        model.share_samples(parallel_dims.get_mesh("cp"), balanced)
+        model.share_samples(shard_of(parallel_dims, job_config))
     compile_model = job_config.compile.enable and "model" in job_config.compile.components
     chunk = feed_forward_chunk(job_config)
     if chunk and model.in_tiles:
@@ -134,10 +133,10 @@ def _compiles_regions(job_config: JobConfig) -> bool:
     return privacy.enable and METHODS[privacy.gradient_method].compiles == "regions"
 
 
-def _ops_to_save() -> set[torch._ops.OpOverload]:
+def _ops_to_save() -> set[Any]:
     """Return the operations that selective AC saves: TorchTitan's, and CPU's attention kernel."""
-    on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    return torchtitan_llama._op_sac_save_list | {on_cpu}
+    on_cpu, _ = attention_operators("cpu")
+    return operations_to_save() | {on_cpu}
 
 
 def _ring_mesh(parallel_dims: ParallelDims, job_config: JobConfig) -> DeviceMesh | None:
@@ -148,7 +147,7 @@ def _ring_mesh(parallel_dims: ParallelDims, job_config: JobConfig) -> DeviceMesh
     training = job_config.training
     if training.seq_len < HEADS_APART_FROM or training.mixed_precision_param == "float32":
         return None
-    configure_ring(load_balancer=None, rotate_method="alltoall")
+    configure_ring(Shard())
     return mesh_of_this_rank(device_type, "cp")
 
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from torchtitan_dp.distributed.ring import Shard
 from torchtitan_dp.gradients.layers import per_sample_layers
 from torchtitan_dp.models.feed_forward import Tiling
 from torchtitan_dp.models.lora import (
@@ -177,9 +177,8 @@ class PrivateModel(nn.Module):
         """List TorchTitan's modules of attention, on which a ring acts."""
         return [block.attention.inner_attention for block in self.layers.values()]
 
-    def share_samples(self, mesh: DeviceMesh, balanced: bool) -> None:
-        """Prepare what is not attention for samples that the ranks of `mesh` share; `balanced` is
-        how they are dealt out."""
+    def share_samples(self, shard: Shard) -> None:
+        """Prepare what is not attention for samples of which this rank has a part."""
 
     def use_per_sample_layers(self) -> None:
         """Have layers form per-sample gradients, in place. Raises ValueError, one line for the

@@ -13,11 +13,11 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torchtitan.distributed.context_parallel import cp_shard
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
 from torchtitan_dp.checkpoint import safe_load
 from torchtitan_dp.distributed import attention as attn
+from torchtitan_dp.distributed.ring import Shard
 from torchtitan_dp.gradients.operands import Products
 from torchtitan_dp.gradients.randomized_norm import RandomizedNorms, first_number
 from torchtitan_dp.models.parameters import canonical_name, local_part
@@ -35,23 +35,24 @@ _SAFETY = 1e-5
 
 
 def attention(
-    ranks: Ranks, terms: Terms, balancer: attn.LoadBalancer, rotate: attn.RotateMethod, apart: bool
+    ranks: Ranks, terms: Terms, balancer: str | None, rotate: str, apart: bool
 ) -> Measured:
     """Compare output and gradients with those of attention over the whole sequence in fp64."""
     holder = nn.ModuleList([ScaledDotProductAttentionWrapper()])
     cp_mesh = mesh(ranks.device.type, terms.degrees)[0].get_optional_mesh("cp")
-    if cp_mesh is None and apart:
-        cp_mesh, balancer = attn.mesh_of_this_rank(ranks.device.type, "cp"), None
+    shard = Shard()
     if cp_mesh is not None:
-        at = 1 if apart else attn.HEADS_APART_FROM
-        attn.configure_ring(load_balancer=balancer, rotate_method=rotate, heads_apart_from=at)
+        shard = Shard(cp_mesh.get_group(), balancer == "headtail", rotate == "allgather")
+    elif apart:
+        cp_mesh = attn.mesh_of_this_rank(ranks.device.type, "cp")
+    if cp_mesh is not None:
+        attn.configure_ring(shard, heads_apart_from=1 if apart else attn.HEADS_APART_FROM)
         attn.apply_ring_attention([*holder], cp_mesh, cudnn=terms.cudnn)
     elif ranks.device.type != "cpu":  # as in training
         attn.use_efficient_attention(holder)
 
     def local(*tensors: Tensor) -> tuple[Tensor, ...]:
-        on = tuple(x.to(ranks.device) for x in tensors)
-        return on if cp_mesh is None else cp_shard(cp_mesh, on, None, balancer, input_seq_dim=2)[0]
+        return tuple(shard.of(x.to(ranks.device), dim=2) for x in tensors)
 
     errors = []
     for length in terms.lengths:

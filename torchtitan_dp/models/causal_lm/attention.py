@@ -11,7 +11,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_dp.distributed.windows import Shard, attend
+from torchtitan_dp.distributed.ring import Shard
+from torchtitan_dp.distributed.windows import attend
 
 NAME = "torchtitan_dp"
 _OF_THE_CALL = {"position_ids", "use_cache"} | {

@@ -20,20 +20,25 @@ from unittest import mock
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 from torchtitan.protocols.model import ModelProtocol
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
-from torchtitan_dp.distributed.windows import Shard
+from torchtitan_dp.distributed.ring import Shard
 from torchtitan_dp.models.causal_lm.attention import NAME, Sample, register
 from torchtitan_dp.models.causal_lm.formulas import gated_feed_forwards, use_our_norms
 from torchtitan_dp.models.causal_lm.settings import LONGER, CausalLMArgs
+from torchtitan_dp.models.causal_lm.transformers_private import (
+    draw_weights_,
+    one_sequence,
+    tied_names,
+)
 from torchtitan_dp.models.feed_forward import TiledMLP, Tiling
 from torchtitan_dp.models.loss_head import LossHead
 from torchtitan_dp.models.parameters import canonical_name
 from torchtitan_dp.models.private import PrivateAdapter, PrivateModel
 from torchtitan_dp.models.tiles import add_class
+from torchtitan_dp.torch_private import NormOverSamples, with_parameters
 
 _PREFIX = "model."  # of transformers' own names in ours
 
@@ -91,9 +96,9 @@ class CausalLM(PrivateModel, _Theirs):  # type: ignore[misc]
 
     def __init__(self, model_args: CausalLMArgs) -> None:
         super().__init__(model_args)
-        self.shard = Shard(None, False)
+        self.shard = Shard()
         for path, module in self.named_modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm | nn.Conv1d):
+            if isinstance(module, NormOverSamples | nn.Conv1d):
                 raise ValueError(
                     f"config.json: {path} is a {type(module).__name__}, which mixes samples or "
                     "tokens; use a model of attention alone"
@@ -125,8 +130,8 @@ class CausalLM(PrivateModel, _Theirs):  # type: ignore[misc]
     def attention_modules(self) -> list[nn.Module]:
         return [self.full_attention]
 
-    def share_samples(self, mesh: DeviceMesh, balanced: bool) -> None:
-        self.shard = Shard(mesh.get_group(), balanced)
+    def share_samples(self, shard: Shard) -> None:
+        self.shard = shard
 
     def use_per_sample_layers(self) -> None:
         if experts := self.model_args.experts_key:
@@ -169,15 +174,14 @@ class CausalLM(PrivateModel, _Theirs):  # type: ignore[misc]
         labels: Tensor | None = None,
         targets: Tensor | None = None,
     ) -> Any:
-        ranks = 1 if self.shard.group is None else self.shard.group.size()
-        sample = Sample(tokens.shape[1] * ranks, self.shard, self.full_attention)
+        sample = Sample(tokens.shape[1] * self.shard.size, self.shard, self.full_attention)
         for set_frequencies in self._by_length:
             set_frequencies(sample.tokens)
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         terms = {"input_ids": tokens, "position_ids": positions[:1], "use_cache": False}
         in_chunks = labels is not None and isinstance(self.output, LossHead)
-        with _one_sequence():
+        with one_sequence():
             model = self.model.base_model if in_chunks else self.model
             made = model(**terms, sample=sample)
         if sample.calls != self.model_args.n_layers:
@@ -199,23 +203,21 @@ class CausalLM(PrivateModel, _Theirs):  # type: ignore[misc]
     def _initialize_(self, whole: Tensor, name: str, generator: torch.Generator) -> None:
         """Draw a whole parameter, in place, as its family does."""
         path, _, last = name.rpartition(".")
-        module = self.get_submodule(path)
-        # The same module with this parameter whole, and without the others.
-        alone: Any = object.__new__(type(module))
-        alone.__dict__.update(module.__dict__)
-        alone._parameters = {
-            attribute: None if value is None else torch.empty(value.shape, device="meta")
-            for attribute, value in module._parameters.items()
-        }
-        alone._parameters[last] = nn.Parameter(whole)
+        module, drawn = self.get_submodule(path), nn.Parameter(whole)
+
+        def alone(attribute: str, value: nn.Parameter | None) -> Tensor | None:
+            if attribute == last:
+                return drawn
+            return None if value is None else torch.empty(value.shape, device="meta")
+
         whole.fill_(torch.nan)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(generator.initial_seed())
-            self.model._init_weights(alone)
+            draw_weights_(self.model, with_parameters(module, type(module), alone))
         if whole.isnan().any():  # its family has no rule for it
             whole.normal_(std=0.02, generator=generator)
 
-    draws_at_once = 1  # `_init_weights` draws from the process's own generator
+    draws_at_once = 1  # a family draws from the process's own generator
 
     def _own_transform(self) -> Callable[[Tensor], Tensor] | None:
         """Return what the family's own forward makes of the output layer's products; None for
@@ -254,14 +256,6 @@ def _buffers_computed() -> Iterator[None]:
 
     with torch.device("cpu"), mock.patch.object(nn.Module, "register_parameter", on_meta):
         yield
-
-
-def _one_sequence() -> AbstractContextManager[Any]:
-    """Spare masks a search for several sequences in one, which waits for the device: a rank's
-    positions jump between the two parts of its sequence."""
-    from transformers import masking_utils
-
-    return mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
 
 
 def _freed_of_past_lengths(model: nn.Module) -> list[Callable[[int], None]]:
@@ -323,7 +317,7 @@ class _Names(StateDictAdapter):
 
     def __init__(self, model_args: CausalLMArgs, hf_assets_path: str | None) -> None:
         super().__init__(model_args, hf_assets_path)
-        self._tied = _tied_names(model_args) if model_args.tie_embeddings else {}
+        self._tied = tied_names(model_args.config()) if model_args.tie_embeddings else {}
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         named = {name.removeprefix(_PREFIX): value for name, value in state_dict.items()}
@@ -334,15 +328,6 @@ class _Names(StateDictAdapter):
         found = dict(hf_state_dict)
         found |= {one: found[same] for one, same in self._tied.items() if same in found}
         return {_PREFIX + name: value for name, value in found.items()}
-
-
-def _tied_names(args: CausalLMArgs) -> dict[str, str]:
-    """Return the names of tied parameters, with those of whose tensors they are."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(args.config())]
-    tied: dict[str, str] = model._tied_weights_keys
-    return tied
 
 
 class HuggingFaceAdapter(PrivateAdapter, _Names):
