@@ -5,9 +5,13 @@ import re
 import pytest
 from torch.distributed.run import get_args_parser
 
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+# isort: split
+from torchtitan.config import JobConfig as TorchTitanJobConfig
+
 from tests.processes.runs import ROOT
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.load import TorchTitanJobConfig
 
 PAGE = (ROOT / "docs/clusters.md").read_text()
 SCRIPTS = "".join(
