@@ -67,6 +67,8 @@ DOORS = {
     "models.causal_lm.transformers_private": """
         transformers.PreTrainedModel._init_weights
         transformers.PreTrainedModel._tied_weights_keys
+        transformers.PreTrainedModel._get_dtype_plan
+        transformers.PreTrainedModel._supports_attention_backend
         transformers.masking_utils.find_packed_sequence_indices
     """,
     "privacy.pld": """

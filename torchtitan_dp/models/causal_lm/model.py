@@ -30,6 +30,7 @@ from torchtitan_dp.models.causal_lm.formulas import gated_feed_forwards, use_our
 from torchtitan_dp.models.causal_lm.settings import LONGER, CausalLMArgs
 from torchtitan_dp.models.causal_lm.transformers_private import (
     draw_weights_,
+    kept_in_fp32,
     one_sequence,
     tied_names,
 )
@@ -121,7 +122,7 @@ class CausalLM(PrivateModel, _Theirs):  # type: ignore[misc]
     def kept_in_fp32(self) -> set[str]:
         from transformers.core_model_loading import build_glob_alternation
 
-        if not (patterns := list(self.model._get_dtype_plan(torch.bfloat16))):
+        if not (patterns := kept_in_fp32(self.model)):
             return set()
         kept, *_ = build_glob_alternation(patterns)
         names = map(canonical_name, dict(self.named_parameters()))

@@ -11,6 +11,7 @@ import torch.nn as nn
 from torchtitan.protocols.model import BaseModelArgs
 
 from torchtitan_dp.data.tokenizer import Tokenizer
+from torchtitan_dp.models.causal_lm.transformers_private import attends_by_name
 from torchtitan_dp.models.config_json import Reader
 from torchtitan_dp.models.private import PrivateArgs
 
@@ -194,7 +195,7 @@ def _configuration(settings: dict[str, Any]) -> Any:
 def read_args(settings: dict[str, Any], path: str, key: str) -> CausalLMArgs:
     """Return the arguments of the model of a `config.json`; arguments and errors as `Reader`."""
     try:
-        from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+        from transformers import CONFIG_MAPPING
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     except ImportError:
         raise ValueError(
@@ -229,8 +230,7 @@ def read_args(settings: dict[str, Any], path: str, key: str) -> CausalLMArgs:
     for layer in getattr(config, "layer_types", None) or ():
         if layer not in _LAYERS:
             read.refuse("layer_types", layer, f"only {' and '.join(_LAYERS)} are built")
-    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if not model._supports_attention_backend:
+    if not attends_by_name(config):
         read.refuse("model_type", kind, "its attention is its own, not transformers' by name")
     return args
 

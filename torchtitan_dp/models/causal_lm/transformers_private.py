@@ -4,6 +4,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.nn as nn
 
 
@@ -28,3 +29,17 @@ def tied_names(config: Any) -> dict[str, str]:
     model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     tied: dict[str, str] = model._tied_weights_keys
     return tied
+
+
+def attends_by_name(config: Any) -> bool:
+    """Return whether a configuration's model takes attention by its name. Others ignore it."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return bool(model._supports_attention_backend)
+
+
+def kept_in_fp32(model: Any) -> list[Any]:
+    """Return patterns of the parameters that a family keeps in fp32 where others are bf16.
+    `from_pretrained` applies them, to weights that it loads itself."""
+    return list(model._get_dtype_plan(torch.bfloat16))
