@@ -29,17 +29,22 @@ version() { # of the Python in $1; fails where it does not run
 if [[ -n "${TORCHTITAN_DP_PYTHON:-}" ]]; then
     version "$TORCHTITAN_DP_PYTHON" >/dev/null ||
         fail "TORCHTITAN_DP_PYTHON=$TORCHTITAN_DP_PYTHON does not run; name a Python, or unset it"
-    # Its packages are the cluster's own; with other versions of these two nothing goes.
-    wrong="$("$TORCHTITAN_DP_PYTHON" - <<'PY'
+    # Its packages are the cluster's own. Another torch than a tested one may do; the trainer extends
+    # this TorchTitan alone.
+    wrong="$("$TORCHTITAN_DP_PYTHON" - "$ROOT" <<'PY'
+import sys
 from importlib.metadata import PackageNotFoundError, version
 
-for name, known in (("torch", ("2.11.", "2.12.", "2.13.")), ("torchtitan", ("0.2.2",))):
-    try:
-        found = version(name)
-    except PackageNotFoundError:
-        found = "not installed"
-    if not found.startswith(known):
-        print(f"{name} is {found}, not {' or '.join(known)}", end="; ")
+sys.path.insert(0, sys.argv[1])
+from torchtitan_dp.tested import untested
+
+try:
+    found = version("torchtitan")
+    if not found.startswith("0.2.2"):
+        print(f"torchtitan is {found}, not 0.2.2", end="; ")
+    sys.stderr.writelines(f"setup.sh: {line}\n" for line in untested())
+except PackageNotFoundError as error:
+    print(f"{error.args[0]} is not installed", end="; ")
 PY
     )"
     [[ -z "$wrong" ]] ||

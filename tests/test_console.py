@@ -61,6 +61,7 @@ def test_warnings_and_errors_are_shown_but_for_three_whose_words_these_are() -> 
         assert not shown(hidden, level=logging.WARNING)
     assert resumed in inspect.getsource(torchtitan.components.checkpoint)
     assert again in inspect.getsource(torchtitan.distributed.utils)
+    assert "_set_pg_timeout(" in inspect.getsource(torchtitan.distributed.utils)  # a FutureWarning
     assert len(_NOTHING_TO_DO) == 3
 
 

@@ -18,7 +18,7 @@ from tests.processes.runs import said
 PACKAGE = Path(__file__).parents[1] / "torchtitan_dp"
 FLOORS = [
     {"torch_private"},
-    {"privacy", "process", "collectives"},
+    {"privacy", "process", "tested", "collectives"},
     {"distributed", "optimizer", "templates"},
     {"data", "gradients", "ledger"},
     {"config"},

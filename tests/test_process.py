@@ -175,7 +175,7 @@ Other()
 
 @pytest.mark.parametrize("how, passed_over", [("passed over", True), ("reported", False)])
 def test_a_file_that_was_closed_is_freed_in_silence(how, passed_over):
-    """Python 3.13 prints a traceback for it; in development mode, all do."""
+    """Python 3.13 and newer print a traceback for it; in development mode, all do."""
     with python(FREED, how, PYTHONDEVMODE="1") as freed:
         _, errors = freed.communicate(timeout=120)
     assert freed.returncode == 0

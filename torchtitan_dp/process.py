@@ -124,7 +124,7 @@ def forbid_core_dumps() -> None:
 
 
 def pass_over_closed_files() -> None:
-    """Keep Python 3.13 from printing a traceback where a file that is closed already is freed.
+    """Keep Python, from 3.13, from printing a traceback where a file that is closed is freed.
 
     Where DCP cannot write, its error becomes one line; its wrapper of the file is freed later, and
     flushes it. Nothing is lost, and older Pythons print nothing there.
@@ -133,7 +133,9 @@ def pass_over_closed_files() -> None:
 
     def report_others(freed: "sys.UnraisableHookArgs") -> None:
         closed = isinstance(freed.exc_value, ValueError) and "closed file" in str(freed.exc_value)
-        if not (closed and isinstance(freed.object, io.IOBase)):
+        # From Python 3.14 the message names the file, and `object` is None.
+        is_file = isinstance(freed.object, io.IOBase) or "finalizing file" in (freed.err_msg or "")
+        if not (closed and is_file):
             report(freed)
 
     sys.unraisablehook = report_others

@@ -70,6 +70,7 @@ _WARNINGS = (
     r"DTensor manual_seed\(\) may not have complete support",
     "Set timeout is now only supported for either nccl or gloo",  # of groups that have no backend
     "In CPU autocast, but the target dtype is not supported",  # fp32 needs none
+    r"`torch\.distributed\.distributed_c10d\._set_pg_timeout` is deprecated",  # by TorchTitan
 )
 
 

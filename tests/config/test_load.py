@@ -393,16 +393,21 @@ def test_run_train_exits_with_2_before_anything_starts(tmp_path, data):
     assert (ended.returncode, "NGPU" in line) == (2, True)
 
 
-def test_a_python_with_another_torch_is_refused_in_one_line(tmp_path):
-    """A cluster's own Python is taken as it is, but for the two packages that all hangs on."""
-    metadata = tmp_path / "torch-2.9.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Name: torch\nVersion: 2.9.0\n")
-    good, bad = (
-        said("bash", "scripts/setup.sh", TORCHTITAN_DP_PYTHON=sys.executable, **more)
-        for more in ({}, {"PYTHONPATH": str(tmp_path)})
-    )
-    assert (good.returncode, good.stderr) == (0, "")
-    (line,) = bad.stderr.splitlines()
-    assert bad.returncode == 1
-    assert line.startswith(f"setup.sh: TORCHTITAN_DP_PYTHON={sys.executable}: torch is 2.9.0")
+def test_a_python_with_another_torch_is_taken_with_a_warning_and_another_torchtitan_refused(
+    tmp_path,
+):
+    """A cluster's own Python is taken as it is, but for the package that this one extends."""
+
+    def set_up(name, version):
+        (metadata := tmp_path / name / f"{name}-{version}.dist-info").mkdir(parents=True)
+        (metadata / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+        own = {"TORCHTITAN_DP_PYTHON": sys.executable, "PYTHONPATH": str(tmp_path / name)}
+        done = said("bash", "scripts/setup.sh", **own)
+        *_, line = done.stderr.splitlines()
+        return done.returncode, line
+
+    code, line = set_up("torch", "2.9.0")
+    assert (code, line.partition(" (")[0]) == (0, "setup.sh: warning: torch 2.9.0 was not tested")
+    code, line = set_up("torchtitan", "0.3.0")
+    refusal = f"setup.sh: TORCHTITAN_DP_PYTHON={sys.executable}: torchtitan is 0.3.0, not 0.2.2;"
+    assert (code, line.startswith(refusal)) == (1, True)

@@ -18,6 +18,7 @@ def alone(argv, folder, fault=None):
     """Exit code and stderr of a process without torchrun, which starts in `folder`."""
     from tests.selfcheck import faults
     from torchtitan_dp.selfcheck.__main__ import main
+    from torchtitan_dp.tested import RELEASES
 
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NGPU"):
         os.environ.pop(name, None)
@@ -25,6 +26,7 @@ def alone(argv, folder, fault=None):
     os.environ["TMPDIR"] = str(folder)
     said = io.StringIO()
     planted = getattr(faults, fault)() if fault else nullcontext()
+    RELEASES["torch"] = ("1.0",)  # of a fork alone
     with redirect_stderr(said), planted:
         try:
             main(argv)
@@ -38,6 +40,7 @@ def test_alone_it_passes_and_leaves_json_only(tmp_path):
     argv = [*QUICK, "--job.dump_folder", str(tmp_path / "a/b"), "--json", str(tmp_path / "said")]
     code, said = forks.call(alone, argv, tmp_path)
     assert code == 0, said
+    assert " was not tested (1.0 were): train with it only if " in said
     assert [entry.name for entry in tmp_path.iterdir()] == ["said"]
     result = json.loads((tmp_path / "said").read_text())
     checks = result["checks"]

@@ -27,6 +27,8 @@ from torchtitan_dp.data.tokenizer import text_of
 MOST_LINE_BYTES = 16 * 2**20  # JSON is parsed whole, in up to 30 times its size
 FOLDER = "folder"  # the unit field of records without fields
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
+# Stands for NUL, which the csv of Python 3.10 refuses; bytes other than UTF-8 are U+DC80 to U+DCFF.
+_NUL = "\udc00"
 Sign = tuple[bytes, str, str]  # first bytes of a file, what they show that it is, and a remedy
 
 
@@ -130,13 +132,14 @@ def csv_rows(path: str, fields: Sequence[str]) -> Iterator[Fields | None]:
         for line in lines:
             size += len(line)
             # Of a row that is too large, only what divides values and rows is passed on.
-            yield line if size <= MOST_ROW_BYTES else re.sub('[^",\r\n]+', "", line)
+            line = line if size <= MOST_ROW_BYTES else re.sub('[^",\r\n]+', "", line)
+            yield line.replace("\0", _NUL)
 
     with _csv_text(path) as file:
         rows = csv.reader(bounded(file), strict=True)
         try:
-            names, size = next(rows), 0
-            for values in rows:
+            names, size = _with_nul(next(rows)), 0
+            for values in map(_with_nul, rows):
                 fits = len(values) == len(names) and size <= MOST_ROW_BYTES
                 yield dict(zip(names, values, strict=True)) if fits else None
                 size = 0
@@ -150,12 +153,17 @@ def csv_columns(path: str) -> Columns:
     """List the columns of a CSV file, which have no types; raise ValueError if it is none."""
     with _csv_text(path) as file:
         try:
-            names = next(csv.reader(file, strict=True), [])
+            lines = (line.replace("\0", _NUL) for line in file)
+            names = _with_nul(next(csv.reader(lines, strict=True), []))
         except csv.Error as error:
             raise ValueError(f"training.dataset_path: {path} is no CSV file ({error})") from None
     if "\0" in "".join(names) and (found := _recognized(path, _SIGNS)):
         raise ValueError(f"training.dataset_path: {found}")
     return [(name, None) for name in names]
+
+
+def _with_nul(values: list[str]) -> list[str]:
+    return [value.replace(_NUL, "\0") for value in values]
 
 
 def _csv_text(path: str) -> IO[str]:

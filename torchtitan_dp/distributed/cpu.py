@@ -147,9 +147,13 @@ def _give_gloo_groups_one_thread() -> None:
         rank: int,
         size: int,
         timeout: timedelta = dist.default_pg_timeout,
+        **fields: bool,
     ) -> None:
         shared = devices(os.environ.get("GLOO_SOCKET_IFNAME", ""))
-        create(group, store, rank, size, torch_private.gloo_options(shared, 1, timeout))
+        options = torch_private.gloo_options(shared, 1, timeout)
+        for name, value in fields.items():  # enable_reconfigure, from torch 2.14
+            setattr(options, name, value)
+        create(group, store, rank, size, options)
 
     gloo.__init__ = create_with_one_thread  # type: ignore[method-assign,assignment]
 

@@ -44,6 +44,7 @@ from torchtitan_dp.models.hugging_face_weights import EXPORT_FOLDER, tokenizer_f
 from torchtitan_dp.models.parameters import trainable_parameters
 from torchtitan_dp.preflight.machine import check_attention, check_norms
 from torchtitan_dp.privacy.clipping import clip_policy
+from torchtitan_dp.tested import untested
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,9 +266,9 @@ def show_records(config: JobConfig, checked: Checked) -> None:
 
 
 def notices(config: JobConfig) -> list[str]:
-    """List the notices of the configuration."""
+    """List the notices of the configuration, and of releases that are not tested."""
     lines = [never_trained(config), _beyond_the_window(config), _left_out(config)]
-    return [line for line in lines if line is not None] + _without_effect(config)
+    return untested() + [line for line in lines if line is not None] + _without_effect(config)
 
 
 def tokenizer_lines(config: JobConfig, source: Source) -> list[str]:

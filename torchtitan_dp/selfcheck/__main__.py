@@ -37,6 +37,7 @@ from torchtitan_dp.process import die_with_parent
 from torchtitan_dp.selfcheck import proof, steps
 from torchtitan_dp.selfcheck.run import Check, Measured, Outcome, Ranks, run, start
 from torchtitan_dp.selfcheck.small import VARIANTS, Terms, default_terms, given_terms
+from torchtitan_dp.tested import untested
 
 _DO_NOT_TRAIN = "do not train here: epsilon would not hold"
 _GIB = 2**30
@@ -62,6 +63,8 @@ def main(argv: list[str]) -> None:
     say(f"selfcheck: {world_size} x {device}")
     for name, value in found.items():
         say(f"  {name}: {value}")
+    for line in untested():
+        say(line)
     checks = [*machine_checks(), *checks_of(terms, folder, every=not overrides)]
     outcomes = run(ranks, checks, lambda outcome: say(outcome.row()))
     failed = [outcome for outcome in outcomes if not outcome.passed]

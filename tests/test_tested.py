@@ -1,0 +1,55 @@
+"""Which releases are tested: the table of docs/install.md, and the warning about all others."""
+
+import importlib.metadata
+import platform
+from pathlib import Path
+
+import pytest
+
+from scripts.versions import PAGE, TABLE, with_row
+from tests.processes.runs import arguments
+from torchtitan_dp.config.load import load_config
+from torchtitan_dp.preflight.check import notices
+from torchtitan_dp.tested import RELEASES, minor, untested
+
+ROW = "| 2.15.0+cu132 | 3.14.10 | 5.23.0 | quick | 3,000 | 0 |\n"
+HEAD = "<!-- made by scripts/versions.py -->\n| torch | Python |\n| --- | --- |\n"
+
+
+def test_the_table_has_exactly_the_tested_releases_and_no_failure() -> None:
+    found = TABLE.search(PAGE.read_text())
+    assert found
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in found[2].splitlines()]
+    quick = [row for row in rows if row[3] == "quick"]
+    assert sorted({minor(row[0]) for row in quick}) == sorted(RELEASES["torch"])
+    assert sorted({minor(row[1]) for row in quick}) == sorted(RELEASES["Python"])
+    assert {row[-1] for row in rows} == {"0"}
+
+
+def test_a_second_result_replaces_the_first_and_rows_are_in_order() -> None:
+    page = with_row(f"before\n{HEAD}\nafter\n", ROW)
+    assert page == f"before\n{HEAD}{ROW}\nafter\n"
+    other = ROW.replace("quick", "tests/distributed")
+    older = ROW.replace("2.15.0+cu132", "2.11.0+cu130")
+    again = ROW.replace("3.14.10", "3.14.11").replace("3,000", "3,001")
+    for row in (other, older, again):
+        page = with_row(page, row)
+    assert page == f"before\n{HEAD}{older}{again}{other}\nafter\n"
+
+
+def test_an_untested_release_is_a_warning_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", {"torch": "2.13.0+cpu"}.__getitem__)
+    monkeypatch.setattr(platform, "python_version", lambda: "3.11.7")
+    assert untested() == []
+    monkeypatch.setattr(importlib.metadata, "version", {"torch": "2.1.0a0+git"}.__getitem__)
+    monkeypatch.setattr(platform, "python_version", lambda: "3.15.0")
+    python, torch = untested()
+    assert python.startswith("warning: Python 3.15.0 was not tested (3.10, 3.11, ")
+    assert torch.startswith("warning: torch 2.1.0a0+git was not tested (2.11, 2.12, ")
+    assert torch.endswith(" only if python -m torchtitan_dp.selfcheck passes")
+
+
+def test_a_plan_and_a_start_show_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RELEASES, "torch", ("1.0",))
+    warning, *_ = notices(load_config(arguments(tmp_path / "out", tmp_path), 1))
+    assert " was not tested (1.0 were)" in warning
