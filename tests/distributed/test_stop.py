@@ -81,6 +81,7 @@ def test_a_rank_that_does_not_come_is_one_line():
         (dist.DistNetworkError("The client socket has failed to connect to any network"), True),
         (dist.DistStoreError("wait timeout after 1000ms, keys: /default_pg/0//rank"), True),
         (dist.DistBackendError("ncclRemoteError: A call failed possibly due to a network"), True),
+        (dist.DistBackendError("NCCL communicator was aborted on rank 3."), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (dist.DistBackendError("ncclInvalidUsage: This usually reflects invalid usage"), False),
         (ValueError("timed out waiting"), False),

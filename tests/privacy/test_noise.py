@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.privacy import noise, secure_noise
@@ -296,6 +297,25 @@ def test_row39_the_generators_keys_are_128_bits_of_hmac():
     words = noise.threefry_key(KEY, "w", "cpu")
     assert words.shape == (4,)
     assert words.numpy().tobytes() == noise.cipher_key(KEY, "threefry4x32", "w")
+
+
+class Operators(TorchDispatchMode):
+    """The operators that ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.ran = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ran.add(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_row39_a_generators_key_is_not_copied_from_memory_that_is_freed():
+    """Such a copy, without waiting, might read another key."""
+    with Operators() as operators:
+        noise.threefry_key(KEY, "w", "meta")
+    assert operators.ran == {torch.ops.aten.full.default, torch.ops.aten.stack.default}
 
 
 # --- mistakes -------------------------------------------------------------------------------------

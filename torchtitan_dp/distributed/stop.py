@@ -26,7 +26,7 @@ GRACE_S = 5.0
 # Gloo's RuntimeErrors differ in their text alone; NCCL raises DistBackendErrors.
 _LOST = re.compile(
     "closed by peer|reset by peer|broken pipe|timed out waiting|timeout caused pair closure|"
-    "connectfullmesh failed|ncclremoteerror",
+    "connectfullmesh failed|ncclremoteerror|communicator was aborted on rank",
     re.IGNORECASE,
 )
 _PACKAGE = os.path.dirname(torchtitan_dp.__file__) + os.sep

@@ -28,6 +28,7 @@ resisted: timing, and attacks on floating-point noise, which `secure_noise` is f
 
 import hmac
 import math
+import struct
 
 import numpy as np
 import torch
@@ -153,9 +154,9 @@ def threefry_key(
     key: bytes, name: str, device: torch.device | str, generator: str = "threefry4x32"
 ) -> Tensor:
     """Return the cipher's key for one parameter: int32, shape (4,), on `device`."""
-    words = bytearray(cipher_key(key, generator, name))
-    # Nothing waits: so few bytes are read from the host before the call returns.
-    return torch.frombuffer(words, dtype=torch.int32).to(device, non_blocking=True)
+    words = struct.unpack("4i", cipher_key(key, generator, name))
+    # As arguments of kernels: a copy would wait for the device, or read memory after it is freed.
+    return torch.stack([torch.full((), word, dtype=torch.int32, device=device) for word in words])
 
 
 def _rotate_left(x: Tensor, bits: int) -> Tensor:
