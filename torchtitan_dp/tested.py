@@ -4,8 +4,8 @@ import importlib.metadata
 import platform
 
 RELEASES = {
-    "Python": ("3.10", "3.11", "3.12", "3.13", "3.14"),
-    "torch": ("2.11", "2.12", "2.13", "2.14", "2.15"),
+    "Python": ("3.10", "3.11", "3.13", "3.14"),
+    "torch": ("2.11", "2.13", "2.15"),
 }
 """Each has a row in docs/install.md, made by `scripts/versions.py`; a test compares them."""
 
