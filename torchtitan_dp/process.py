@@ -1,12 +1,14 @@
 """One run a folder: its lock, workers that die with their launcher, no core dumps, whole files,
-faults in one line."""
+faults in one line, and a warning of an environment that was not tested."""
 
 import contextlib
 import ctypes
 import fcntl
+import importlib.metadata
 import io
 import logging
 import os
+import platform
 import resource
 import signal
 import sys
@@ -23,6 +25,11 @@ PLANNED = "TORCHTITAN_DP_PLANNED"
 STOPPED_FILE = "TORCHTITAN_DP_STOPPED_FILE"
 """The variable with the path of a file into which a worker that stops early writes, for its
 launcher: the request may have reached another node's."""
+RELEASES = {
+    "Python": ("3.10", "3.11", "3.13", "3.14"),
+    "torch": ("2.11", "2.13", "2.15"),
+}
+"""The tested ones. Each has a row in docs/install.md, made by `scripts/versions.py`."""
 _PR_SET_PDEATHSIG = 1
 _CORE_FILTER = "/proc/self/coredump_filter"
 
@@ -83,6 +90,26 @@ def require_environment() -> None:
     if mistake:
         print(f"error: {mistake}", file=sys.stderr)
         raise SystemExit(2)
+
+
+def untested() -> list[str]:
+    """Return a warning, one line, if Python is not of a tested release, and another for torch."""
+    found = {"Python": platform.python_version(), "torch": importlib.metadata.version("torch")}
+    return [
+        f"warning: {name} {found[name]} was not tested ({', '.join(releases)} were): train with it "
+        "only if python -m torchtitan_dp.selfcheck passes"
+        for name, releases in RELEASES.items()
+        if minor(found[name]) not in releases
+    ]
+
+
+def minor(version: str) -> str:
+    """Return a version's first two numbers.
+
+    >>> minor("2.15.0+cu132")
+    '2.15'
+    """
+    return ".".join(version.split(".")[:2])
 
 
 def protect() -> None:

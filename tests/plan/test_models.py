@@ -146,4 +146,4 @@ def test_the_folder_of_any_model_is_to_be_named(capsys):
         plan.main(["--job.config_file", str(models.ANY_LORA), "--world_size=1", "--no_memory"])
     assert stop.value.code == 2
     said = capsys.readouterr().err
-    assert "model.hf_assets_path = '/path/to/model' is not an existing folder" in said
+    assert "model.hf_assets_path = '/path/to/model': no such folder; name the one with" in said

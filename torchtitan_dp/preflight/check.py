@@ -44,7 +44,7 @@ from torchtitan_dp.models.hugging_face_weights import EXPORT_FOLDER, tokenizer_f
 from torchtitan_dp.models.parameters import trainable_parameters
 from torchtitan_dp.preflight.machine import check_attention, check_norms
 from torchtitan_dp.privacy.clipping import clip_policy
-from torchtitan_dp.tested import untested
+from torchtitan_dp.process import untested
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,11 +33,10 @@ from torchtitan_dp.distributed.host_memory import available_bytes
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger import versions
 from torchtitan_dp.models.causal_lm.settings import CausalLMArgs
-from torchtitan_dp.process import die_with_parent
+from torchtitan_dp.process import die_with_parent, untested
 from torchtitan_dp.selfcheck import proof, steps
 from torchtitan_dp.selfcheck.run import Check, Measured, Outcome, Ranks, run, start
 from torchtitan_dp.selfcheck.small import VARIANTS, Terms, default_terms, given_terms
-from torchtitan_dp.tested import untested
 
 _DO_NOT_TRAIN = "do not train here: epsilon would not hold"
 _GIB = 2**30
