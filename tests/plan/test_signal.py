@@ -143,7 +143,7 @@ def test_the_plan_says_how_large_the_noise_is(planned):
     assert "--recommend" in line
     said, content = planned(*with_sigma(0.01))
     assert content["signal"]["drowns"] is False
-    assert "warning: " not in said
+    assert "warning: the noise" not in said
     assert "warning: the noise" not in planned(*with_sigma(0))[0]
     adapters = ("--lora.rank=8", "--privacy.clipping=per_layer")  # they count alone
     said, content = planned(*with_sigma(0.5), *adapters)
