@@ -152,7 +152,7 @@ def _before_and_after():
     ],
 )
 def test_adapters_on_all_linear_layers(name, layers):
-    """By default, whatever their names are."""
+    """The default of `lora.targets`: every linear layer of the blocks."""
     targets = tuple(config("--lora.rank=3").lora.targets)
     model = on_meta(arguments(name, lora=LoRA(3, 6.0, targets)))
     assert {

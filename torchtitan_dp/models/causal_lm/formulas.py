@@ -54,13 +54,14 @@ def _eps(norm: nn.Module) -> float | None:
 
 
 def _is_gated(module: nn.Module) -> bool:
+    names = [f"{name}.weight" for name in TiledMLP.in_order]
     shapes = {name: parameter.dim() for name, parameter in module.named_parameters()}
-    if shapes != {f"{name}.weight": 2 for name in TiledMLP.in_order}:
+    if shapes != dict.fromkeys(names, 2):
         return False
     gate, up, down = _values(1, 6, 8), _values(2, 6, 8), _values(3, 8, 6)
     x_BTD = _values(4, 1, 3, 8)
     expected = module.act_fn(x_BTD @ gate.T) * (x_BTD @ up.T) @ down.T  # type: ignore[operator]
-    weights = dict(zip(shapes, (gate, up, down), strict=True))
+    weights = dict(zip(names, (gate, up, down), strict=True))
     return _computes(module, weights, x_BTD, expected)
 
 

@@ -62,12 +62,12 @@ class _Theirs(ModelProtocol):
             how["experts_implementation"] = self.attention
         with _buffers_computed():
             self.model = AutoModelForCausalLM.from_config(config, **how).eval()
+        self.gated: list[Any] = []
         if self.attention == NAME:
             use_our_norms(self.model)
+            self.gated = gated_feed_forwards(self.model)
         self.buffers_at_start = {n: b.clone() for n, b in self.model.named_buffers()}
         self.full_attention = ScaledDotProductAttentionWrapper()
-
-        self.gated: list[Any] = gated_feed_forwards(self.model)
 
     @property
     def tok_embeddings(self) -> nn.Embedding:

@@ -24,22 +24,22 @@ def draw_weights_(model: nn.Module, module: nn.Module) -> None:
 def tied_names(config: Any) -> dict[str, str]:
     """Return the names of tied parameters of a configuration's model, with those of whose tensors
     they are. `all_tied_weights_keys` is public, of a whole model."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    tied: dict[str, str] = model._tied_weights_keys
+    tied: dict[str, str] = _model_class(config)._tied_weights_keys
     return tied
 
 
 def attends_by_name(config: Any) -> bool:
     """Return whether a configuration's model takes attention by its name. Others ignore it."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    return bool(model._supports_attention_backend)
+    return bool(_model_class(config)._supports_attention_backend)
 
 
 def kept_in_fp32(model: Any) -> list[Any]:
     """Return patterns of the parameters that a family keeps in fp32 where others are bf16.
     `from_pretrained` applies them, to weights that it loads itself."""
     return list(model._get_dtype_plan(torch.bfloat16))
+
+
+def _model_class(config: Any) -> Any:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
