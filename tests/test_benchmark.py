@@ -21,8 +21,7 @@ import torch.nn as nn
 import scripts.benchmarking.measure as measuring
 from scripts.benchmarking import counts, wanted, worker
 from scripts.benchmarking.arms import ARMS, Setting, choose
-from scripts.benchmarking.collectives import BytesSent
-from scripts.benchmarking.counting import bytes_of, flops_of
+from scripts.benchmarking.counting import BytesSent
 from scripts.benchmarking.measure import Measured, Repetitions, heaviest
 from scripts.benchmarking.opacus_arms import OpacusTrainer
 from scripts.benchmarking.processes import Journal
@@ -33,6 +32,7 @@ from tests.processes import forks
 from tests.processes.ranks import on_ranks
 from tests.processes.runs import said
 from torchtitan_dp.config.load import load_config
+from torchtitan_dp.plan.work import bytes_of, flops_of
 
 ROOT = Path(__file__).parent.parent
 

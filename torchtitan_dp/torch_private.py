@@ -166,6 +166,15 @@ def real_tensors() -> AbstractContextManager[Any]:
     return unset_fake_temporarily()
 
 
+def group_of(named: Any) -> dist.ProcessGroup:
+    """Return the process group that a collective's operator was given: boxed, or by name."""
+    if isinstance(named, str):
+        from torch.distributed.distributed_c10d import _resolve_process_group
+
+        return _resolve_process_group(named)  # type: ignore[arg-type]
+    return named if isinstance(named, dist.ProcessGroup) else dist.ProcessGroup.unbox(named)
+
+
 def shape_propagation() -> tuple[type, str]:
     """Return the class and the method by which DTensor runs an operator on fake tensors of the
     whole shape: they exist nowhere, and are not to be counted."""

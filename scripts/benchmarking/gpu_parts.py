@@ -222,10 +222,10 @@ def tiled(options: argparse.Namespace) -> Row:
 
 def weigh_steps(arm: Any, setting: Any, folder: str) -> Row:
     """In a process of its own: what the allocator counted over three steps, and the last's time."""
-    from benchmarking.worker import _build, _draws_of_fixed_size
+    from benchmarking.worker import build, draws_of_fixed_size
 
-    with _draws_of_fixed_size(setting.records):
-        step = _build(arm, setting, folder)
+    with draws_of_fixed_size(setting.records):
+        step = build(arm, setting, folder)
         for _ in range(3):
             torch.cuda.synchronize()
             began = time.perf_counter()
@@ -275,11 +275,11 @@ def _of_one_process(
 
 def profile_step(arm: Any, setting: Any, folder: str) -> Row:
     """In a process of its own: the third step, under the profiler."""
-    from benchmarking.worker import _build, _draws_of_fixed_size
+    from benchmarking.worker import build, draws_of_fixed_size
 
     activity = torch.profiler.ProfilerActivity
-    with _draws_of_fixed_size(setting.records):
-        step = _build(arm, setting, folder)
+    with draws_of_fixed_size(setting.records):
+        step = build(arm, setting, folder)
         for _ in range(2):
             step()
         torch.cuda.synchronize()

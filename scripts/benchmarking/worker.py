@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_dp.privacy.clipping import ClipPolicy
 
 from .arms import Arm, Setting
-from .collectives import BytesSent
+from .counting import BytesSent
 from .processes import Journal, show
 
 Step = Callable[[], None]
@@ -43,14 +43,14 @@ def time_in_turns(
     Rank 0 writes each round down as it comes. Rounds that are there already are not repeated.
     """
     done = len(journal.of(key))
-    with _draws_of_fixed_size(setting.records):
-        step_of = {arm.name: _build(arm, setting, folder) for arm in arms}
+    with draws_of_fixed_size(setting.records):
+        step_of = {arm.name: build(arm, setting, folder) for arm in arms}
         for step in step_of.values():
-            _seconds(step, warm_up)
+            seconds_of(step, warm_up)
         for round_ in range(done, rounds):
             names, seconds = list(step_of), {}
             for name in names if round_ % 2 == 0 else reversed(names):
-                seconds[name] = _seconds(step_of[name], steps) / steps
+                seconds[name] = seconds_of(step_of[name], steps) / steps
             if int(os.environ["RANK"]) == 0:
                 journal.add(key, seconds)
                 show(f"{setting}: round {round_ + 1} of {rounds}")
@@ -64,8 +64,8 @@ def weigh(arm: Arm, setting: Setting, folder: str) -> dict[str, Any]:
     nothing is compiled: under a dispatch mode `fullgraph=True` finds no frame to compile.
     """
     map_tensors_alone()
-    with _draws_of_fixed_size(setting.records):
-        step = _build(arm, setting, folder)
+    with draws_of_fixed_size(setting.records):
+        step = build(arm, setting, folder)
         step()  # creates lazily what later steps keep
         gc.collect()
         at_rest = live_tensor_bytes()
@@ -99,7 +99,7 @@ def _eagerly() -> Iterator[None]:
         yield
 
 
-def _build(arm: Arm, setting: Setting, folder: str) -> Step:
+def build(arm: Arm, setting: Setting, folder: str) -> Step:
     """A trainer as `torchtitan_dp.train` builds it, without outputs; what takes one step."""
     from torchtitan_dp.config.load import load_config  # first: lets TorchTitan import without a GPU
 
@@ -129,7 +129,7 @@ def _train_step(trainer: Any, loader: Any) -> None:
 
 
 @contextlib.contextmanager
-def _draws_of_fixed_size(records: int) -> Iterator[None]:
+def draws_of_fixed_size(records: int) -> Iterator[None]:
     """Let private trainers draw exactly `records` a step, so that all arms do equal work.
 
     For timing only: such a run is not what its privacy settings say.
@@ -145,7 +145,7 @@ def _draws_of_fixed_size(records: int) -> Iterator[None]:
         yield
 
 
-def _seconds(step: Step, steps: int) -> float:
+def seconds_of(step: Step, steps: int) -> float:
     """Of some steps, from all ranks ready to all ranks done."""
     gc.collect()  # TorchTitan turns automatic collection off
     _wait_for_all()

@@ -1,4 +1,4 @@
-"""What a step is expected to take, and how long at a stated rate."""
+"""What a step is expected to take."""
 
 import pytest
 
@@ -16,24 +16,15 @@ BLOCK = 24 * 24 + 2 * 24 * 12 + 24 * 24 + 3 * 24 * 64
 OUTPUT = build.VOCABULARY * 24
 
 
-def cost(mode, tflops):
-    config = build.config(f"--activation_checkpoint.mode={mode}", degrees=(1, 1, 2))
-    return step_cost(config, shape(config), records=10, rate=0.4, tflops=tflops)
-
-
 @pytest.mark.parametrize("mode", ["none", "full"])
-def test_a_step_is_of_its_samples_and_takes_time_at_a_stated_rate(mode):
-    found, timeless = cost(mode, 2.0), cost(mode, None)
+def test_a_step_is_of_its_samples(mode):
+    config = build.config(f"--activation_checkpoint.mode={mode}", degrees=(1, 1, 2))
+    found = step_cost(config, shape(config), records=10, rate=0.4)
     assert found.flops_per_step == pytest.approx(4 * found.flops_per_sample)
     assert found.tokens_per_step == pytest.approx(4 * build.T, rel=1e-6)
-    expected = found.flops_per_step / (2 * 2e12)  # two devices
-    assert found.seconds_per_step == pytest.approx(expected)
     said = found.describe()
-    assert f"{expected:.3g} s" in said
     assert f"{found.flops_per_step:.3g} FLOPs ({found.flops_per_sample:.3g} a sample" in said
     assert ("recomputation included" in said) == (mode == "full")
-    assert timeless.seconds_per_step is None
-    assert "stated" not in timeless.describe()
 
 
 def test_weights_are_those_of_products():

@@ -2,12 +2,16 @@
 
     python -m torchtitan_dp.plan --job.config_file FILE [--section.key value …] [--world_size N]
                                  [--ranks_here R] [--memory_gib G] [--json FILE] [--recommend]
+                                 [--machine M [--choose [--write TOML]]]
+    torchrun --nproc_per_node N -m torchtitan_dp.plan --calibrate FILE
 
 Checks everything that one process can check: `run_train.sh` runs it first. A user's mistake is one
 line and exit code 2. A prediction of memory (`memory`) takes longer, and is made with
 `--memory_gib` (then a run that does not fit is a mistake too), or `--json`. The share of noise in
 an update is always shown (`signal`), and the memory of hosts if it is large; `--ranks_here`, which
 each start gives, compares that with this machine's. `--recommend` compares batches and steps.
+`--machine` predicts seconds (`seconds`), and `--choose` the fastest mesh, checkpointing and method
+that fit. `--calibrate` measures the machine that it runs on.
 """
 
 import argparse
@@ -16,10 +20,17 @@ import os
 import sys
 from contextlib import nullcontext
 
+import torch.distributed as dist
+
 from torchtitan_dp.config.load import exit_on_mistake, load_config, parse_known, write_json
-from torchtitan_dp.plan.memory import DEFAULT_GIB, predicting, show_memory
+from torchtitan_dp.distributed.devices import device_name, memory_bytes
+from torchtitan_dp.distributed.host_memory import available_bytes
+from torchtitan_dp.plan.choose import Draws, choose, show_choices, write
+from torchtitan_dp.plan.machines import MACHINES, Machine, calibrate, fields, machine_named
+from torchtitan_dp.plan.memory import DEFAULT_GIB, GIB, predicting, show_memory
 from torchtitan_dp.plan.recommend import refuse
 from torchtitan_dp.plan.report import for_programs, make_report, show
+from torchtitan_dp.selfcheck.run import start
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -31,14 +42,22 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
     )
     for name, kind, metavar, says in (
-        ("--world_size", int, "N", "processes; default: NGPU, else 1"),
+        ("--world_size", int, "N", "processes, or --gpus; default: NGPU, else 1"),
         ("--ranks_here", int, "R", "that start here: exit with code 2 if the host is too small"),
         ("--units", int, "N", "plan for so many records or units, before there are any"),
         ("--memory_gib", float, "G", "of a GPU: exit with code 2 if the run does not fit"),
         ("--json", str, "FILE", "write the plan there; - is stdout"),
-        ("--tflops", float, "F", "that a device sustains, in TFLOP/s: also estimate the time"),
+        ("--machine", str, "M", f"{', '.join(MACHINES)}, or a calibrated FILE: predict the time"),
+        ("--write", str, "TOML", "write the configuration with the chosen keys there"),
+        ("--calibrate", str, "FILE", "measure this machine, under torchrun, and write it there"),
     ):
-        parser.add_argument(name, type=kind, metavar=metavar, help=says)
+        names = (name, "--gpus") if name == "--world_size" else (name,)
+        parser.add_argument(*names, type=kind, metavar=metavar, help=says)
+    parser.add_argument(
+        "--choose",
+        action="store_true",
+        help="compare meshes, checkpointing and methods, the fastest that fit first",
+    )
     parser.add_argument(
         "--recommend",
         action="store_true",
@@ -50,10 +69,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def world_size_of(options: argparse.Namespace) -> int:
     """Return the number of processes, the options checked; ValueError, one line."""
-    for name, unit in (("memory_gib", "GiB"), ("tflops", "TFLOP/s")):
-        value = getattr(options, name)
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"--{name} = {value}: must be a positive number of {unit}")
+    value = options.memory_gib
+    if value is not None and not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"--memory_gib = {value}: must be a positive number of GiB")
     given = options.world_size
     text = os.environ.get("NGPU", "1") if given is None else str(given)
     if not (text.isdecimal() and int(text) >= 1):
@@ -70,14 +88,18 @@ def world_size_of(options: argparse.Namespace) -> int:
 
 def main(argv: list[str]) -> None:
     options, overrides = parse(argv)
+    if options.calibrate:
+        measure(options.calibrate)
+        return
     with exit_on_mistake():
         world_size = world_size_of(options)
+        machine = machine_of(options)
         config = load_config(overrides, world_size)
         if options.recommend:
             refuse(config)
     asked = options.memory_gib is not None or options.json
-    predicts = asked and config.privacy.enable and not options.no_memory
-    memory_gib = options.memory_gib or DEFAULT_GIB
+    predicts = asked and config.privacy.enable and not options.no_memory and not options.choose
+    memory_gib = options.memory_gib or (machine.memory_gib if machine else DEFAULT_GIB)
     beside = predicting(overrides, world_size, memory_gib) if predicts else nullcontext()
     with beside as predicted:
         with exit_on_mistake():
@@ -86,20 +108,53 @@ def main(argv: list[str]) -> None:
                 world_size,
                 ranks_here=options.ranks_here,
                 units=options.units,
-                tflops=options.tflops,
                 recommends=options.recommend,
             )
         show(report)
         if report.spent is None:
-            if asked:
+            if asked or machine:
                 print("      nothing more is predicted without privacy", file=sys.stderr)
             return
+        settings, choices = report.spent.plan.settings, None
+        if machine is not None:
+            draws = Draws(settings.implied_units, settings.mechanism.sample_rate)
+            with exit_on_mistake():
+                choices = choose(
+                    overrides, world_size, machine, memory_gib, draws, given=not options.choose
+                )
+            show_choices(choices, config.training.steps, machine)
         memory = predicted() if predicted else None
+    if options.write and choices:
+        with exit_on_mistake():
+            write(options.write, config.job.config_file, choices[0].keys)
     if options.json:
-        write_json(options.json, for_programs(report, report.spent, memory))
+        write_json(options.json, for_programs(report, report.spent, memory, choices))
     if memory is not None:
         with exit_on_mistake():
             show_memory(memory, config, limited=options.memory_gib is not None)
+
+
+def machine_of(options: argparse.Namespace) -> Machine | None:
+    """Return the machine that the options name, if any; ValueError, one line."""
+    if options.machine is None:
+        if options.choose:
+            raise ValueError(f"--choose: needs --machine, one of {', '.join(MACHINES)} or a file")
+        return None
+    if options.write and not options.choose:
+        raise ValueError(f"--write = '{options.write}': it writes what --choose finds; add that")
+    return machine_named(options.machine)
+
+
+def measure(path: str) -> None:
+    """Calibrate this machine with all of torchrun's ranks, and write the file."""
+    ranks = start(None)
+    is_cuda = ranks.device.type == "cuda"
+    size = memory_bytes(ranks.device)[1] if is_cuda else available_bytes() or 0
+    gib = size / GIB
+    found = calibrate(ranks.device, device_name(ranks.device), gib)
+    if dist.get_rank() == 0:
+        write_json(path, fields(found))
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

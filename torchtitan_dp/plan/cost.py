@@ -51,38 +51,26 @@ class StepCost:
     flops_per_sample: float  # of all its windows
     attention_share: float  # of these
     recomputes: bool
-    seconds_per_step: float | None  # an estimate, at the rate that was stated
-    steps: int
 
     def describe(self) -> str:
         included = ", recomputation included" if self.recomputes else ""
-        step = (
+        return (
             f"expected per step: {self.microbatches_per_step:.1f} microbatches per data-parallel "
             f"rank, {self.tokens_per_step:,.0f} tokens, {self.flops_per_step:.3g} FLOPs "
             f"({self.flops_per_sample:.3g} a sample{included})"
         )
-        if self.seconds_per_step is None:
-            return step
-        hours = self.seconds_per_step * self.steps / 3600
-        return (
-            f"{step}; at the stated rate about {self.seconds_per_step:.3g} s, {hours:.3g} h in all"
-        )
 
 
-def step_cost(
-    config: JobConfig, args: ModelArgs, *, records: int, rate: float, tflops: float | None = None
-) -> StepCost:
-    """Work out the cost of a step that draws each of `records` with probability `rate`; `tflops`
-    is what each device sustains, in TFLOP/s."""
+def step_cost(config: JobConfig, args: ModelArgs, *, records: int, rate: float) -> StepCost:
+    """Work out the cost of a step that draws each of `records` with probability `rate`."""
     seq_len, windows = config.training.seq_len, config.data.windows_per_draw
-    dp_replicate, dp_shard, cp = mesh_degrees(config)
+    dp_replicate, dp_shard, _ = mesh_degrees(config)
     slots = dp_replicate * dp_shard * config.training.local_batch_size
     microbatches = expected_rounds(records, rate, slots)
     samples = microbatches * slots  # empty slots are computed too
     of_window = flops_of(config, args)
     sample = windows * of_window.total
     flops = samples * sample
-    rate_of_all = tflops and tflops * 1e12 * dp_replicate * dp_shard * cp
     return StepCost(
         microbatches,
         samples * windows * seq_len,
@@ -90,8 +78,6 @@ def step_cost(
         sample,
         of_window.attention / of_window.total,
         _recomputes(config),
-        flops / rate_of_all if rate_of_all else None,
-        config.training.steps,
     )
 
 

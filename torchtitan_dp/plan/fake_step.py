@@ -111,7 +111,7 @@ class Step:
         if config.optimizer.name == MomentumSGD.__name__:
             inner = MomentumSGD(parameters.values(), lr=0.0)
         else:
-            inner = torch.optim.AdamW(parameters.values(), foreach=False, fused=False)
+            inner = torch.optim.AdamW(parameters.values(), fused=True)
         with torch_private.real_tensors():  # it asks where its shards lie
             self.optimizer = step.optimizer(
                 inner,
@@ -151,6 +151,11 @@ class Step:
         dtype = TORCH_DTYPE_MAP[self.config.training.mixed_precision_param]
         chunks = [RowLayout(p.shape, dp_shard, cp).chunk_numel for p in self.model.parameters()]
         return dtype.itemsize * dp_shard * cp * sum(chunks)
+
+    @property
+    def trained_values(self) -> int:
+        """The values that this rank updates."""
+        return sum(p.to_local().numel() for p in self.clipped_sum.parameters.values())  # type: ignore[attr-defined]
 
     @property
     def host_bytes(self) -> int:
@@ -259,14 +264,14 @@ class _FusedRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         ctx.save_for_backward(x, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32), weight)
-        return torch.empty_like(x)
+        return x.clone()  # read once, written once
 
     @staticmethod
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         x, _, weight = ctx.saved_tensors
         x_needed, weight_needed = ctx.needs_input_grad
         return (
-            torch.empty_like(x) if x_needed else None,
+            x + grad_y if x_needed else None,
             torch.empty_like(weight) if weight_needed else None,
         )
 

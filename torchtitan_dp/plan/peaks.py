@@ -19,6 +19,7 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.models.families import ModelArgs
 from torchtitan_dp.plan.fake_step import Step
 from torchtitan_dp.plan.tracker import GATHERED, MemoryTracker, tracking
+from torchtitan_dp.plan.work import Counting, StepWork, Work
 
 FEW_LAYERS = (4, 5)  # so that each stretch of a deeper model is there (`fake_step`)
 LONG = 4096  # tokens per rank, from which few layers suffice
@@ -31,6 +32,7 @@ class Microbatch(NamedTuple):
     peak: tuple[int, dict[str, int]]  # bytes, in all and by category
     bytes_without_gathered: int  # at the peak of all but gathered weights
     stretches: dict[str, int]  # the peak bytes of each
+    work: Work  # none where it is not counted
 
 
 MakeStep = Callable[[JobConfig, ModelArgs, MemoryTracker], Step]
@@ -40,16 +42,25 @@ class Model:
     """Predicts the peaks of a model that is built once, for samples of any length."""
 
     def __init__(
-        self, config: JobConfig, args: ModelArgs, mode: str, make: MakeStep = Step
+        self,
+        config: JobConfig,
+        args: ModelArgs,
+        mode: str,
+        make: MakeStep = Step,
+        counts: bool = False,
     ) -> None:
-        """Build a step with this mode of activation checkpointing, and predict its update."""
+        """Build a step with this mode of activation checkpointing, and predict its update; `counts`
+        also counts the work of both."""
         config = copy.deepcopy(config)
         config.activation_checkpoint.mode = mode
         self._stack = contextlib.ExitStack()
-        self._tracker = self._stack.enter_context(tracking())
+        self._counting = Counting() if counts else None
+        self._tracker = self._stack.enter_context(tracking(counts=self._counting))
         self._step = make(config, args, self._tracker)
         self._tracker.start_over()
+        self._take_work()
         self._step.update()
+        self._update_work = self._take_work()
         self.update = self._tracker.peak_bytes, _by_category(self._tracker.peak)
         self._known: dict[int, Microbatch] = {}
 
@@ -59,11 +70,13 @@ class Model:
             self._step.free_gathered()
             tracker = self._tracker
             tracker.start_over()
+            self._take_work()
             self._step.microbatch(seq_len)
             self._known[seq_len] = Microbatch(
                 (tracker.peak_bytes, _by_category(tracker.peak)),
                 tracker.peak_bytes_without,
                 tracker.stretches,
+                self._take_work(),
             )
         return self._known[seq_len]
 
@@ -85,6 +98,14 @@ class Model:
     def host_bytes(self) -> int:
         """The host's page-locked memory for the longest sample so far."""
         return self._step.host_bytes
+
+    def _take_work(self) -> Work:
+        return self._counting.take() if self._counting else Work(float)
+
+    def work(self, seq_len: int) -> StepWork:
+        """Return what a microbatch, the first of its step, and an update do."""
+        microbatch = self.microbatch(seq_len).work
+        return StepWork(microbatch, self._update_work, self._step.trained_values)
 
     def close(self) -> None:
         """Free it: one model is tracked at a time."""

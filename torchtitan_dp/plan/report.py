@@ -15,6 +15,7 @@ from torchtitan_dp.ledger.account import explain
 from torchtitan_dp.ledger.spending import initial_steps, own_steps
 from torchtitan_dp.models.families import on_meta, parameter_count, trained_count
 from torchtitan_dp.models.hugging_face import describe
+from torchtitan_dp.plan.choose import Choice
 from torchtitan_dp.plan.cost import StepCost, step_cost
 from torchtitan_dp.plan.memory import MemoryPlan
 from torchtitan_dp.plan.recommend import Recommendation, recommend
@@ -69,12 +70,11 @@ def make_report(
     *,
     ranks_here: int | None = None,
     units: int | None = None,
-    tflops: float | None = None,
     recommends: bool = False,
 ) -> Report:
     """Check a run, and compute what it will spend, by the plan's options; ValueError, one line.
 
-    This machine must have the memory of `ranks_here`; `tflops` is in TFLOP/s a device.
+    This machine must have the memory of `ranks_here`.
     """
     left = available_bytes()  # before records are indexed
     checked = check_run(config, units=units)
@@ -85,13 +85,11 @@ def make_report(
     host = NodeMemory(memory, world_size, ranks_here, left)
     plan, spent = checked.plan, None
     if plan is not None:
-        spent = _spent(config, checked, plan, tflops, recommends)
+        spent = _spent(config, checked, plan, recommends)
     return Report(config, world_size, checked, host, spent)
 
 
-def _spent(
-    config: JobConfig, checked: Checked, plan: Plan, tflops: float | None, recommends: bool
-) -> Spent:
+def _spent(config: JobConfig, checked: Checked, plan: Plan, recommends: bool) -> Spent:
     args, settings, ledger = checked.args, plan.settings, plan.ledger
     count, batch = settings.implied_units, settings.expected_batch_size
     mechanism, trained = settings.mechanism, trained_count(args)
@@ -108,7 +106,7 @@ def _spent(
         plan=plan,
         trained=trained,
         noise=noise_of_run(mechanism, trained=trained, batch=batch, steps=plan.steps),
-        cost=step_cost(config, args, records=count, rate=mechanism.sample_rate, tflops=tflops),
+        cost=step_cost(config, args, records=count, rate=mechanism.sample_rate),
         meaning=tuple(meaning.sentences(ledger.settings.unit)) if meaning else (),
         if_capped=if_capped,
         losses=_losses(config, plan, len(checked.records.heldout)),
@@ -148,8 +146,13 @@ def show(report: Report) -> None:
         spent.recommended.show()
 
 
-def for_programs(report: Report, spent: Spent, memory: MemoryPlan | None) -> dict[str, Any]:
-    """Return a report as JSON has it, with the memory if it was predicted."""
+def for_programs(
+    report: Report,
+    spent: Spent,
+    memory: MemoryPlan | None,
+    choices: list[Choice] | None,
+) -> dict[str, Any]:
+    """Return a report as JSON has it, with the memory and the time if they were predicted."""
     plan, recommended = spent.plan, spent.recommended
     return {
         "epsilon": plan.epsilon if plan.private else None,
@@ -162,6 +165,8 @@ def for_programs(report: Report, spent: Spent, memory: MemoryPlan | None) -> dic
         "world_size": report.world_size,
         **dataclasses.asdict(spent.cost),
         **(memory.for_programs() if memory else {}),
+        **(choices[0].step.for_programs(plan.steps) if choices else {}),
+        "choices": [choice.for_programs(plan.steps) for choice in choices or ()],
         "host_memory": report.host.for_programs(),
         "signal": spent.noise.for_programs(),
         "recommendation": recommended and recommended.for_programs(),

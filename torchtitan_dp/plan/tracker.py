@@ -78,13 +78,20 @@ class LocalOperators(DispatchMode):
 class MemoryTracker(LocalOperators):
     """A dispatch mode that counts the current and the peak bytes of each label."""
 
-    def __init__(self, label: str, workspace: Callable[[Any, Any], int] | None = None) -> None:
+    def __init__(
+        self,
+        label: str,
+        workspace: Callable[[Any, Any], int] | None = None,
+        counts: Callable[[Any, Any, Any, Any], None] | None = None,
+    ) -> None:
         """
         Args:
             label: of storages that are made outside any `labelled` block; `base` changes it.
             workspace: the bytes that an operator's kernel takes and frees, by its arguments.
+            counts: is called with each operator, its arguments and its result.
         """
         super().__init__()
+        self._counts = counts
         self.base, self._labels = label, list[str]()
         self._workspace = workspace
         self._total = self._peak_of_stretch = 0
@@ -113,6 +120,8 @@ class MemoryTracker(LocalOperators):
         for value in tree_iter(result):
             if isinstance(value, torch.Tensor):
                 self._count(value)
+        if self._counts is not None:
+            self._counts(func, args, kwargs, result)
         if self._workspace is not None and (size := self._workspace(func, args)):
             self._change(self._label, size)
             self._change(self._label, -size)
@@ -207,11 +216,13 @@ def wrapped(owner: Any, name: str, around: Callable[..., Any]) -> Any:
 
 
 @contextlib.contextmanager
-def tracking(*, like_cuda: bool = True) -> Iterator[MemoryTracker]:
+def tracking(
+    *, like_cuda: bool = True, counts: Callable[[Any, Any, Any, Any], None] | None = None
+) -> Iterator[MemoryTracker]:
     """Enter a tracker that labels storages by `memory.CATEGORIES`, and `GATHERED`; `like_cuda`
-    counts the workspaces of CUDA's kernels too."""
+    counts the workspaces of CUDA's kernels too; `counts` as of `MemoryTracker`."""
     workspace = _flash_workspace if like_cuda else None
-    tracker = MemoryTracker("activations", workspace)
+    tracker = MemoryTracker("activations", workspace, counts)
 
     def made(label: str) -> Any:
         """Label what a call makes."""

@@ -1,0 +1,193 @@
+"""The seconds of a step, predicted and measured, on this machine.
+
+    python scripts/seconds.py [--rounds R] [--only debug] [--json FILE]
+    python scripts/seconds.py --paper
+
+Ranks of a number of processes calibrate, then take steps of all settings in turns, and calibrate
+again; a prediction is of the mean of both, measured is the median of all rounds. Every step has a
+draw of a fixed size, for timing only. `--paper` measures nothing: it predicts LongShield's lines
+(table 5, on four H100) beside its figures.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import platform
+import statistics
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarking.arms import ARMS, Setting
+from benchmarking.measure import make_setting
+from benchmarking.paper import CP, Task, paper_figures
+from benchmarking.processes import on_processes, show
+from benchmarking.worker import build, draws_of_fixed_size, seconds_of
+
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+# isort: split
+import torch
+
+from torchtitan_dp.config.load import load_config
+from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.plan.choose import predict_step
+from torchtitan_dp.plan.machines import MACHINES, Machine, calibrate
+
+CONFIG = Path(__file__).resolve().parents[1] / "train_configs" / "llama3_debug.toml"
+APART = 0.1  # two settings whose times differ by more have an order
+
+
+class Case(NamedTuple):
+    """One setting: processes, arm, model, T, MBS, microbatches a step."""
+
+    processes: int
+    arm: str
+    flavor: str
+    seq_len: int
+    batch_size: int = 1
+    microbatches: int = 4
+
+    @property
+    def setting(self) -> Setting:
+        given = [f"--model.flavor={self.flavor}", f"--training.seq_len={self.seq_len}"]
+        sizes = dict(local_batch_size=self.batch_size, microbatches=self.microbatches)
+        return make_setting(str(CONFIG), given, self.processes, **sizes)
+
+
+CASES = (
+    Case(1, "microbatch", "debug", 512),
+    Case(1, "microbatch", "debug", 2048),
+    Case(1, "microbatch + AC", "debug", 1024),
+    Case(1, "V2", "debug", 512, 4, 1),
+    Case(1, "ghost", "debug", 512, 4, 1),
+    Case(1, "microbatch", "30M", 1024, 1, 2),
+    Case(1, "microbatch", "30M", 4096, 1, 1),
+    Case(1, "V2", "30M", 512, 4, 1),
+    Case(2, "microbatch", "debug", 512),
+    Case(2, "microbatch + AC", "debug", 2048),
+    Case(2, "V2", "debug", 1024, 4, 1),
+    Case(2, "microbatch", "30M", 2048, 1, 2),
+)
+
+
+def measure(cases: list[Case], folder: str, rounds: int) -> tuple[list[list[float]], list[Machine]]:
+    """On every rank: seconds of a step of each case, by round, and the machine before and after."""
+    from torchtitan_dp.distributed.devices import device_name
+
+    device, steps = torch.device("cpu"), []
+    for case in cases:
+        steps.append(build(ARMS[case.arm], case.setting, f"{folder}/{len(steps)}"))
+    machines, found = [], [list[float]() for _ in cases]
+    for one in range(rounds + 1):  # the first warms up
+        if one in (1, rounds):
+            machines.append(calibrate(device, device_name(device), 1.0))
+        for case, step, times in zip(cases, steps, found, strict=True):
+            with draws_of_fixed_size(case.setting.records):
+                times.append(seconds_of(step, 1))
+    return [times[1:] for times in found], machines
+
+
+def mean(one: Machine, other: Machine) -> Machine:
+    """Of two calibrations: the geometric mean of rates."""
+    rates = {
+        kind: tuple(
+            (size, (rate * again) ** 0.5)
+            for (size, rate), (_, again) in zip(curve, other.rates[kind], strict=True)
+        )
+        for kind, curve in one.rates.items()
+    }
+    return dataclasses.replace(one, rates=rates)
+
+
+def rows(cases: list[Case], rounds: int) -> list[dict[str, Any]]:
+    """Measure and predict the cases of one number of processes."""
+    (processes,) = {case.processes for case in cases}
+    measured, machines = on_processes(processes, measure, cases, rounds=rounds)[0]
+    machine, found = mean(*machines), []
+    for case, times in zip(cases, measured, strict=True):
+        config = load_config(case.setting.arguments(ARMS[case.arm], "unused"), processes)
+        _, step = predict_step(config, shape(config), processes, machine, case.microbatches)
+        median = statistics.median(times)
+        found.append(
+            case._asdict()
+            | {"measured": median, "rounds": times, "predicted": step.total}
+            | {"ratio": step.total / median, "parts": step.parts}
+        )
+        show(f"{case}: {found[-1]['ratio']:.2f}")
+    return found
+
+
+def order(found: list[dict[str, Any]]) -> float:
+    """The share of pairs, of those whose measured times are apart, that are predicted in order."""
+    right = [
+        (one["measured"] > other["measured"]) == (one["predicted"] > other["predicted"])
+        for one, other in itertools.combinations(found, 2)
+        if abs(one["measured"] / other["measured"] - 1) > APART
+    ]
+    return sum(right) / max(len(right), 1)
+
+
+def beside_the_paper() -> Iterator[list[str]]:
+    """Cells of LongShield's lines: tokens a second and device by its code, measured, and by ours,
+    predicted."""
+    machine = MACHINES["h100"]
+    figures = paper_figures("5")
+    for (model, gpus, mbs, seq_len, arm), found in figures.items():
+        theirs = found["tokens/s"]
+        if arm.startswith("non-DP") or theirs == "OOM":
+            continue
+        cells = [model, f"{seq_len:,}", arm, theirs]
+        for ours in (arm, arm.replace("V2", "microbatch")):
+            case = Task(model, ours, gpus, CP, mbs, seq_len).case()
+            config = load_config(case.arguments(seq_len), gpus)
+            _, step = predict_step(config, shape(config), gpus, machine, 4)
+            rate = seq_len * mbs / step.microbatch / gpus
+            share = rate / 1000 / float(theirs.removesuffix("k"))
+            cells += [f"{rate / 1000:.2f}k", f"{share:.2f}"]
+        yield cells
+
+
+def show_table(head: list[str], rows: Iterable[list[str]]) -> None:
+    for cells in [head, ["---"] * len(head), *rows]:
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", default="", help="the settings whose words have this part")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--paper", action="store_true")
+    options = parser.parse_args()
+    if options.paper:
+        head = ["model", "T", "method", "LongShield, measured", "predicted", "ratio"]
+        show_table([*head, "`microbatch`, predicted", "ratio"], beside_the_paper())
+        return
+    found = []
+    for processes in (1, 2):
+        cases = [
+            case for case in CASES if case.processes == processes and options.only in str(case)
+        ]
+        if cases:
+            found += rows(cases, options.rounds)
+    head = ["processes", "arm", "model", "T", "MBS", "measured, s", "predicted, s", "ratio"]
+    show_table(
+        head,
+        (
+            [str(row[name]) for name in Case._fields[:5]]
+            + [f"{row[name]:.3g}" for name in ("measured", "predicted", "ratio")]
+            for row in found
+        ),
+    )
+    print(f"\npairs in order: {order(found):.0%}")
+    if options.json:
+        machine = f"{platform.machine()}, torch {torch.__version__}"
+        content = {"machine": machine, "command": " ".join(sys.argv), "settings": found}
+        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

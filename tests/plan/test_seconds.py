@@ -1,0 +1,268 @@
+"""The predicted time of a step, and the choice of a setting by it."""
+
+import json
+import math
+import sys
+
+import pytest
+
+from tests import build
+from tests.processes import forks
+from torchtitan_dp.config.load import load_config, write_json
+from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.plan import choose, machines
+from torchtitan_dp.plan.cost import flops_of
+from torchtitan_dp.plan.fake_step import fake_world
+from torchtitan_dp.plan.machines import MACHINES, Link, Machine, machine_named
+from torchtitan_dp.plan.peaks import Model
+from torchtitan_dp.plan.seconds import step_seconds, transfer_seconds
+from torchtitan_dp.plan.work import GATHER, RING, Operation, StepWork, Transfer, Work
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ONES = {
+    "products": ((0, 1e9),),
+    "attention": ((0, 1e9),),
+    "attention's backward": ((0, 1e9),),
+    "memory": ((0, 1e9),),
+    "noise": ((0, 1e9),),
+}
+NODE = Machine("ones", 80, 8, ONES, 0.0, Link(1e9, 0.0), Link(1e8, 0.0))
+ADDS = Machine("adds", 80, 8, ONES, 1e-3, Link(1e9, 0.0), overlaps=False)
+
+
+def works(overrides: tuple[str, ...], ranks: int, layers: tuple[int, ...]) -> list[StepWork]:
+    """Return the work of the debug model with so many layers."""
+    found = []
+    config = load_config([*LLAMA, *overrides], ranks)
+    args = shape(config)
+    with fake_world(ranks, like_cuda=False, every_tile=True):
+        for n_layers in layers:
+            args.n_layers = n_layers
+            model = Model(config, args, config.activation_checkpoint.mode, counts=True)
+            found.append(model.work(config.training.seq_len))
+            model.close()
+    return found
+
+
+LLAMA = (
+    "--model.name=llama3",
+    "--model.flavor=debug",
+    "--training.seq_len=512",
+    "--activation_checkpoint.mode=none",
+    "--training.global_batch_size=8",
+    "--training.dataset_path=python-stdlib",
+    "--privacy.noise_multiplier=1",
+    "--privacy.delta=1e-5",
+)
+KINDS = {
+    "one process": ((), 1),
+    "a ring": (("--parallelism.context_parallel_degree=2",), 2),
+    "recomputed": (("--activation_checkpoint.mode=full",), 1),
+    "several samples": (("--training.local_batch_size=4",), 1),
+    "sharded": (
+        ("--parallelism.context_parallel_degree=1", "--parallelism.data_parallel_shard_degree=2"),
+        2,
+    ),
+}
+
+
+def totals(work: Work) -> dict[str, float]:
+    """Add up how often, how many FLOPs and how many bytes, by kind."""
+    found: dict[str, float] = {}
+    for done, times in work.items():
+        for name, value in (
+            ("times", 1),
+            ("bytes", done.bytes),
+            ("flops", getattr(done, "flops", 0)),
+        ):
+            key = f"{done.kind} {name}"
+            found[key] = found.get(key, 0) + times * value
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_work_of_few_layers_gives_that_of_more(kind):
+    overrides, ranks = KINDS[kind]
+    few, more, many = forks.call(works, overrides, ranks, (2, 3, 6))
+    found = few.with_layers(more, (2, 3), 6)
+    assert found.trained_values == many.trained_values
+    for one, other in zip(found[:2], many[:2], strict=True):
+        assert totals(one) == pytest.approx(totals(other), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["one process", "several samples"])
+def test_work_has_the_flops_of_the_closed_form(kind):
+    overrides, ranks = KINDS[kind]
+    (found,) = forks.call(works, overrides, ranks, (4,))
+    config = load_config([*LLAMA, *overrides], ranks)
+    args = shape(config)
+    args.n_layers = 4
+    counted = sum(done.flops * n for done, n in found.microbatch.items() if hasattr(done, "flops"))
+    samples = config.training.local_batch_size
+    assert counted == pytest.approx(samples * flops_of(config, args).total, rel=0.02)
+
+
+def test_a_ring_sends_its_keys_and_fsdp2_its_weights():
+    (found,) = forks.call(works, KINDS["a ring"][0], 2, (4,))
+    sent = {}
+    for done, times in found.microbatch.items():
+        if isinstance(done, Transfer):
+            assert (done.ranks, done.stride) == (2, 1)
+            sent[done.kind] = sent.get(done.kind, 0) + done.bytes * times
+    args = shape(load_config([*LLAMA, *KINDS["a ring"][0]], 2))
+    # Keys and values of 256 tokens in fp32: forward, again in backward, and their gradients twice.
+    once = 2 * 256 * (args.n_kv_heads or args.n_heads) * args.head_size * 4
+    assert sent[RING] == 4 * 4 * once
+    assert sent.keys() == {RING, GATHER, "reduce_scatter", "all_reduce"}
+
+
+def work(*done: Operation | Transfer) -> Work:
+    return Work(float, {one: 1.0 for one in done})
+
+
+NOTHING = Work(float)
+PRODUCT = Operation("products", "float32", 10**9, 10**3)  # a second of arithmetic
+ADDED = Operation("memory", "float32", 0, 5 * 10**8)  # half a second of traffic
+READ = Operation("products", "float32", 10**3, 2 * 10**9)  # two seconds of traffic
+
+
+def seconds(microbatch, update=NOTHING, machine=ADDS, rounds=1.0, groups=10, **terms):
+    config = build.config(**terms)
+    return step_seconds(StepWork(microbatch, update, 0), config, groups, rounds, machine)
+
+
+def test_an_operation_takes_the_longer_of_arithmetic_and_traffic():
+    found = seconds(work(PRODUCT, ADDED, READ))
+    assert found.parts["products"] == pytest.approx(3)
+    assert found.parts["memory"] == pytest.approx(0.5)
+    assert found.total == pytest.approx(3.5 + 3e-3)  # and three launches
+    assert found.limit == "products"
+
+
+def test_a_step_is_its_microbatches_and_one_update():
+    found = seconds(work(PRODUCT), work(ADDED), rounds=4)
+    assert found.total == pytest.approx(4 * 1.001 + 0.501)
+    assert found.hours(7200) == pytest.approx(2 * found.total)
+
+
+GATHERED = Transfer(GATHER, 10**9, 8, 1)
+PASSED = Transfer(RING, 4 * 10**8, 8, 1)
+ATTENDED = Operation("attention", "float32", 10**9, 0)
+
+
+def test_what_overlaps_counts_once_but_for_one_group():
+    assert seconds(work(PRODUCT, GATHERED), machine=NODE).total == pytest.approx(1.1)
+    assert seconds(work(ATTENDED, PASSED), machine=NODE).total == pytest.approx(1.0)
+    assert seconds(work(PRODUCT, GATHERED, PASSED)).total == pytest.approx(2.401)
+
+
+def test_kept_weights_are_gathered_once_a_step():
+    kept = build.config("--parallelism.keep_weights_gathered")
+    once = step_seconds(StepWork(work(PRODUCT, GATHERED), NOTHING, 0), kept, 10, 5.0, ADDS)
+    assert once.total == pytest.approx(5 * 1.001 + 1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stride", "kind", "expected"),
+    [
+        (8, 1, GATHER, 1.0),  # within a node
+        (16, 1, GATHER, 10 / 8),  # eight links between nodes
+        (2, 8, GATHER, 10.0),  # one rank a node
+        (4, 4, GATHER, 10 / 2),
+        (16, 1, RING, 10.0),  # one hop of a ring leaves the node
+        (1, 1, GATHER, 0.0),
+    ],
+)
+def test_a_collective_that_leaves_a_node_takes_the_slower_link(ranks, stride, kind, expected):
+    assert transfer_seconds(Transfer(kind, 10**9, ranks, stride), NODE) == pytest.approx(expected)
+
+
+def test_rates_between_two_sizes_lie_on_a_line_of_logarithms():
+    machine = Machine("", 1, 1, {"memory": ((10.0, 1.0), (1000.0, 100.0))}, 0, Link(1, 0))
+    rates = [machine.rate("memory", "float32", size) for size in (1, 10, 100, 1000, 1e9)]
+    assert rates == pytest.approx([1, 1, 10, 100, 100])
+
+
+def test_a_measured_machine_comes_back_from_its_file(tmp_path):
+    found = forks.call(calibrated)
+    assert found.overlaps is False
+    assert {name.split()[0] for name in found.rates} == {
+        *("products", "attention", "attention's", "memory", "noise")
+    }
+    assert all(rate > 0 for curve in found.rates.values() for _, rate in curve)
+    assert math.isinf(found.within.bytes)  # one process
+    path = str(tmp_path / "machine.json")
+    write_json(path, machines.fields(found))
+    assert machine_named(path) == found
+
+
+def calibrated() -> Machine:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return machines.calibrate(torch.device("cpu"), "a CPU", 8.0)
+
+
+@pytest.mark.parametrize("content", [None, "{", "{}", json.dumps({"name": "x"})])
+def test_a_machine_that_is_none_is_refused_in_one_line(content, tmp_path):
+    path = tmp_path / "machine.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ValueError, match=r"--machine = .*neither one of h100.* nor a file"):
+        machine_named(str(path))
+
+
+def test_the_grid_shares_samples_and_fills_nodes():
+    config = build.config()
+    for ranks in (1, 8, 16):
+        keys = list(choose.grid(config, ranks, MACHINES["h100"]))
+        meshes = {tuple(v for k, v in one.items() if k.endswith("_degree")) for one in keys}
+        assert all(math.prod(mesh) == ranks for mesh in meshes)
+        assert all(shard * cp <= max(8, cp) for _, shard, cp in meshes)
+        assert len(keys) == 2 * len(meshes)
+    assert (2, 8, 1) in meshes
+
+
+def test_chosen_keys_are_written_in_a_configuration(tmp_path):
+    toml = "[training]\nseq_len = 8 # tokens\n\n[parallelism]\ncontext_parallel_degree = -1\n"
+    keys = {
+        "parallelism.context_parallel_degree": 2,
+        "parallelism.keep_weights_gathered": True,
+        "activation_checkpoint.mode": "full",
+    }
+    path, source = tmp_path / "chosen.toml", tmp_path / "source.toml"
+    source.write_text(toml)
+    choose.write(str(path), str(source), keys)
+    assert "seq_len = 8 # tokens" in path.read_text()
+    assert tomllib.loads(path.read_text()) == {
+        "training": {"seq_len": 8},
+        "parallelism": {"context_parallel_degree": 2, "keep_weights_gathered": True},
+        "activation_checkpoint": {"mode": "full"},
+    }
+    with pytest.raises(ValueError, match=r"--write = .*is there already"):
+        choose.write(str(path), str(source), keys)
+
+
+@pytest.mark.slow
+def test_the_plan_chooses_among_what_fits(tmp_path, capsys):
+    from torchtitan_dp.plan.__main__ import main
+
+    toml, chosen = "train_configs/llama3_debug.toml", tmp_path / "chosen.toml"
+    command = [f"--job.config_file={toml}", f"--job.dump_folder={tmp_path / 'out'}"]
+    main([*command, "--gpus=2", "--machine=h100", "--choose", f"--write={chosen}"])
+    said = capsys.readouterr().err
+    assert "the fastest that fit" in said
+    written = tomllib.loads(chosen.read_text())
+    config = load_config([f"--job.config_file={chosen}"], 2)
+    assert (
+        config.parallelism.context_parallel_degree
+        == (written["parallelism"]["context_parallel_degree"])
+    )
+    with pytest.raises(SystemExit, match="2"):
+        main([*command, "--gpus=2", "--machine=h100", "--choose", "--memory_gib=0.001"])
+    assert "no setting fits in 0.001 GiB" in capsys.readouterr().err

@@ -1,0 +1,289 @@
+"""Machines: what their devices compute, read and send in a second, listed or measured.
+
+The list has makers' peaks times the share that is reached in practice, an assumption with its
+source. `calibrate` measures the machine that it runs on, and its file stands for that machine
+anywhere.
+"""
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchtitan_dp.plan.work import ATTENTION, ATTENTION_BACKWARD, MEMORY, PRODUCT
+
+Curve = tuple[tuple[float, float], ...]
+"""Rates a second by the size of an operation, rising; between two the logarithms lie on a line."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way from rank to rank."""
+
+    bytes: float  # that a rank sends in a second
+    seconds: float  # of a call that sends next to nothing
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What one device of a machine does in a second, and how its ranks are joined."""
+
+    name: str
+    memory_gib: float
+    ranks_a_node: int
+    rates: dict[str, Curve]
+    """By kind and dtype, as "products float32": FLOPs by an operation's FLOPs. "memory": bytes by
+    an operation's bytes. "noise": values."""
+
+    launch: float  # seconds until an operation has begun
+    within: Link  # a node
+    between: Link | None = None  # nodes; None where they were not measured
+    overlaps: bool = True  # whether launches, kernels and transfers run side by side
+
+    def rate(self, kind: str, dtype: str, size: float) -> float:
+        """Return what a second does of operations of a size."""
+        curve = self.rates.get(f"{kind} {dtype}") or self.rates[kind]
+        return _read(curve, size)
+
+
+def _read(curve: Curve, size: float) -> float:
+    """Interpolate a curve; beyond its ends it is level.
+
+    >>> _read(((1.0, 10.0), (100.0, 1000.0)), 10.0)
+    100.0
+    """
+    if size <= curve[0][0] or len(curve) == 1:
+        return curve[0][1]
+    for (low, below), (high, above) in itertools.pairwise(curve):
+        if size <= high:
+            share = math.log(size / low) / math.log(high / low)
+            return below * (above / below) ** share
+    return curve[-1][1]
+
+
+# Shares of the peak that are reached, assumed: products as cuBLAS in bf16 at a GPU's power limit;
+# attention as FlashAttention-2, which PyTorch has (on H100 335 to 370 TFLOP/s forward, Shah et al.
+# 2024, arXiv 2407.08608, figure 5; on A100 50 to 73%, Dao 2023, arXiv 2307.08691); memory as a
+# copy; links as NCCL's all-gather.
+_PRODUCTS, _MEMORY, _LINK = 0.6, 0.85, 0.8
+_CALL_S, _LAUNCH_S = 2e-5, 6e-6
+
+
+def _gpu(
+    name: str,
+    *,
+    gib: float,
+    tflops: tuple[float, float],
+    attention: tuple[float, float],
+    memory: float,
+    within: float,
+    between: float = 50e9,
+) -> Machine:
+    """List a GPU: peaks of bf16 and fp32 in TFLOP/s, shares of attention forward and backward, and
+    bytes a second of memory and links."""
+    rates: dict[str, Curve] = {MEMORY: ((0, _MEMORY * memory),)}
+    for dtype, peak in zip(("bfloat16", "float32"), tflops, strict=True):
+        for kind, share in zip(
+            (PRODUCT, ATTENTION, ATTENTION_BACKWARD), (_PRODUCTS, *attention), strict=True
+        ):
+            rates[f"{kind} {dtype}"] = ((0, share * peak * 1e12),)
+    # Philox and Box-Muller take some hundred operations of fp32 a value.
+    rates["noise"] = ((0, tflops[1] * 1e12 / 400),)
+    node, nodes = (Link(_LINK * rate, _CALL_S) for rate in (within, between))
+    return Machine(name, gib, 8, rates, _LAUNCH_S, node, nodes)
+
+
+MACHINES = {
+    machine.name: machine
+    for machine in (
+        _gpu(
+            "h100",
+            gib=80,
+            tflops=(989, 67),
+            attention=(0.35, 0.3),
+            memory=3.35e12,
+            within=450e9,
+        ),
+        _gpu(
+            "h100-pcie",
+            gib=80,
+            tflops=(756, 51),
+            attention=(0.35, 0.3),
+            memory=2.0e12,
+            within=55e9,
+            between=25e9,
+        ),
+        _gpu(
+            "a100",
+            gib=80,
+            tflops=(312, 19.5),
+            attention=(0.65, 0.55),
+            memory=2.04e12,
+            within=300e9,
+            between=25e9,
+        ),
+        _gpu(
+            "l40s",
+            gib=48,
+            tflops=(362, 91.6),
+            attention=(0.5, 0.4),
+            memory=0.864e12,
+            within=28e9,
+            between=25e9,
+        ),
+        _gpu(
+            "b200",
+            gib=180,
+            tflops=(2250, 75),
+            attention=(0.3, 0.25),
+            memory=8e12,
+            within=900e9,
+        ),
+    )
+}
+
+
+def machine_named(named: str) -> Machine:
+    """Return a listed machine, or that of a file of `calibrate`; ValueError, one line."""
+    if named in MACHINES:
+        return MACHINES[named]
+    try:
+        found = json.loads(Path(named).read_text(encoding="utf-8"))
+        found["rates"] = {name: tuple(map(tuple, curve)) for name, curve in found["rates"].items()}
+        links = {key: found[key] and Link(**found[key]) for key in ("within", "between")}
+        links["within"] = links["within"] or Link(math.inf, 0.0)  # one process
+        return Machine(**found | links)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(
+            f"--machine = '{named}': neither one of {', '.join(MACHINES)} nor a file that "
+            "--calibrate wrote"
+        ) from None
+
+
+def calibrate(device: torch.device, name: str, memory_gib: float) -> Machine:
+    """Measure this machine in some seconds: the slowest rank's rates, all ranks at once.
+    Collective over the world, within one node."""
+    timed = _Clock(device)
+    is_cuda = device.type == "cuda"
+    sizes = (512, 1024, 2048, 4096, 8192) if is_cuda else (32, 64, 128, 256, 512, 1024)
+    rates: dict[str, list[tuple[float, float]]] = {}
+    for dtype in (torch.float32, torch.bfloat16) if is_cuda else (torch.float32,):
+        word = str(dtype).removeprefix("torch.")
+        for n in sizes:
+            square, flops = torch.randn(n, n, dtype=dtype, device=device), 2.0 * n**3
+            seconds = timed(functools.partial(torch.mm, square, square), _calls(flops))
+            rates.setdefault(f"{PRODUCT} {word}", []).append((flops, flops / seconds))
+        if is_cuda and dtype == torch.float32:
+            continue  # no attention of 32 bits is asked for where 16 are at hand
+        for tokens in (2048, 16384) if is_cuda else (128, 512, 2048):
+            for kind, flops, seconds in _attention(timed, tokens, dtype, device):
+                rates.setdefault(f"{kind} {word}", []).append((flops, flops / seconds))
+    for size in (2**22, 2**28) if is_cuda else (2**12, 2**15, 2**18, 2**21, 2**24, 2**27):
+        x, moved = torch.ones(size // 4, device=device), 2.0 * size
+        seconds = timed(functools.partial(x.mul_, 1.0), _calls(moved))
+        rates.setdefault(MEMORY, []).append((moved, moved / seconds))
+    rates["noise"] = [(0, _noise(timed, device))]
+    small = torch.ones(16, device=device)
+    launch = timed(lambda: small + small, calls=1000)
+    curves = {kind: tuple(points) for kind, points in rates.items()}
+    return Machine(
+        name, memory_gib, dist.get_world_size(), curves, launch, _link(timed), None, is_cuda
+    )
+
+
+class _Clock:
+    """Times a function on all ranks at once: the median of several rounds, on the slowest rank."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __call__(self, function: Callable[[], object], calls: int = 1, rounds: int = 7) -> float:
+        """Return the seconds of a call, of so many a round."""
+        function()
+        seconds = []
+        for _ in range(rounds):
+            dist.barrier()
+            self._wait()
+            start = time.perf_counter()
+            for _ in range(calls):
+                function()
+            self._wait()
+            seconds.append((time.perf_counter() - start) / calls)
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, sorted(seconds)[rounds // 2])
+        return float(max(found))
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _calls(size: float) -> int:
+    """Return how many operations of a size a round is made of."""
+    return max(1, min(100, int(3e7 / size)))
+
+
+def _attention(
+    timed: _Clock, tokens: int, dtype: torch.dtype, device: torch.device
+) -> list[tuple[str, float, float]]:
+    """Time causal attention of 8 heads of 64, forward and backward: kind, FLOPs and seconds."""
+    shape = (1, 8, tokens, 64)
+    q, k, v = (torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
+
+    def forward() -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    out = forward()
+    grad = torch.randn_like(out)
+
+    def backward() -> object:
+        return torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
+
+    products = 2 * 8 * tokens**2 * 64 / 2
+    return [
+        (ATTENTION, 2 * products, timed(forward, _calls(products))),
+        (ATTENTION_BACKWARD, 5 * products, timed(backward, _calls(products))),
+    ]
+
+
+def _noise(timed: _Clock, device: torch.device) -> float:
+    """Measure the values of noise that a second adds."""
+    from torchtitan_dp.privacy.noise import add_gaussian_noise_
+
+    flat = torch.zeros(2**20, device=device)
+    terms = dict(std=1.0, key=bytes(32), name="calibration", start=0, weight=1.0)
+    return flat.numel() / timed(lambda: add_gaussian_noise_(flat, **terms))  # type: ignore[arg-type]
+
+
+def _link(timed: _Clock) -> Link:
+    """Time all-gathers of little and of much."""
+    ranks = dist.get_world_size()
+    if ranks == 1:
+        return Link(math.inf, 0.0)
+
+    def gather(numel: int) -> Callable[[], object]:
+        mine = torch.zeros(numel, device=timed.device)
+        whole = torch.empty(numel * ranks, device=timed.device)
+        return lambda: dist.all_gather_into_tensor(whole, mine)
+
+    few, many = timed(gather(64), calls=20), timed(gather(2**22))
+    return Link(4 * 2**22 * (ranks - 1) / (many - few), few)
+
+
+def fields(machine: Machine) -> dict[str, Any]:
+    """Return what `machine_named` reads from JSON, where infinity is null."""
+    found = dataclasses.asdict(machine)
+    if math.isinf(machine.within.bytes):
+        found["within"] = None
+    return found
