@@ -18,10 +18,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 
-from torchtitan_dp.plan.work import ATTENTION, ATTENTION_BACKWARD, MEMORY, PRODUCT
+from torchtitan_dp.distributed.attention import mesh_of_this_rank
+from torchtitan_dp.plan.tracker import LocalOperators
+from torchtitan_dp.plan.work import ATTENTION, ATTENTION_BACKWARD, MEMORY, PRODUCT, Counting
 
 Curve = tuple[tuple[float, float], ...]
 """Rates a second by the size of an operation, rising; between two the logarithms lie on a line."""
@@ -77,7 +81,7 @@ def _read(curve: Curve, size: float) -> float:
 # 2024, arXiv 2407.08608, figure 5; on A100 50 to 73%, Dao 2023, arXiv 2307.08691); memory as a
 # copy; links as NCCL's all-gather.
 _PRODUCTS, _MEMORY, _LINK = 0.6, 0.85, 0.8
-_CALL_S, _LAUNCH_S = 2e-5, 6e-6
+_CALL_S, _LAUNCH_S = 2e-5, 2e-5
 
 
 def _gpu(
@@ -194,8 +198,7 @@ def calibrate(device: torch.device, name: str, memory_gib: float) -> Machine:
         seconds = timed(functools.partial(x.mul_, 1.0), _calls(moved))
         rates.setdefault(MEMORY, []).append((moved, moved / seconds))
     rates["noise"] = [(0, _noise(timed, device))]
-    small = torch.ones(16, device=device)
-    launch = timed(lambda: small + small, calls=1000)
+    launch = _launch(timed)
     curves = {kind: tuple(points) for kind, points in rates.items()}
     return Machine(
         name, memory_gib, dist.get_world_size(), curves, launch, _link(timed), None, is_cuda
@@ -255,6 +258,42 @@ def _attention(
         (ATTENTION, 2 * products, timed(forward, _calls(products))),
         (ATTENTION_BACKWARD, 5 * products, timed(backward, _calls(products))),
     ]
+
+
+class _Operations(LocalOperators):
+    """Counts, as a mode, the operations that `Counting` counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counting = Counting()
+
+    def ran(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        self.counting(func, args, kwargs, result)
+
+
+def _launch(timed: _Clock) -> float:
+    """Time a small operation in a training step: under autograd, in modules, some of FSDP2."""
+    mesh = mesh_of_this_rank(timed.device.type, "alone")
+    width, layers = 32, 8
+
+    def block() -> nn.Module:
+        first, last = nn.Linear(width, width), nn.Linear(width, width)
+        return nn.Sequential(nn.RMSNorm(width), first, nn.SiLU(), last)
+
+    blocks = [block() for _ in range(layers)]
+    model = nn.Sequential(*blocks).to(timed.device)
+    for module in (*blocks, model):
+        fully_shard(module, mesh=mesh)
+    x = torch.ones(1, width, width, device=timed.device)
+
+    def step() -> None:
+        model(x).sum().backward()
+
+    step()
+    operations = _Operations()
+    with operations:
+        step()
+    return timed(step, calls=3) / sum(operations.counting.take().values())
 
 
 def _noise(timed: _Clock, device: torch.device) -> float:
