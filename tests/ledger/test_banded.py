@@ -106,7 +106,7 @@ def test_its_run_is_logged_published_verified_and_read(tmp_path):
 
 def test_other_bands_or_independent_noise_are_not_the_same_run():
     loaded = Lineage(SETTINGS, steps=3)
-    for mechanism in (replace(MECHANISM, bands=2), PoissonGaussian(1.0, 0.05)):
+    for mechanism in (replace(MECHANISM, bands=2, column=()), PoissonGaussian(1.0, 0.05)):
         with pytest.raises(ValueError, match=r"privacy\.bands = .* started with 4"):
             resumed(Lineage(replace(SETTINGS, mechanism=mechanism)), loaded)
 

@@ -17,7 +17,7 @@ import sys
 from contextlib import nullcontext
 
 from torchtitan_dp.config.load import exit_on_mistake, load_config, parse_known, write_json
-from torchtitan_dp.plan.memory import DEFAULT_GIB, predicting, show_memory
+from torchtitan_dp.plan.memory import DEFAULT_GIB, predict, predicting, show_memory
 from torchtitan_dp.plan.recommend import refuse
 from torchtitan_dp.plan.report import for_programs, make_report, show
 
@@ -78,7 +78,10 @@ def main(argv: list[str]) -> None:
     asked = options.memory_gib is not None or options.json
     predicts = asked and config.privacy.enable and not options.no_memory
     memory_gib = options.memory_gib or DEFAULT_GIB
-    beside = predicting(overrides, world_size, memory_gib) if predicts else nullcontext()
+    # Kept noise takes memory, and how many bands `auto` is, follows from the report.
+    waits = config.privacy.noise == "banded" and config.privacy.bands == "auto"
+    at_once = predicts and not waits
+    beside = predicting(overrides, world_size, memory_gib) if at_once else nullcontext()
     with beside as predicted:
         with exit_on_mistake():
             report = make_report(
@@ -95,6 +98,9 @@ def main(argv: list[str]) -> None:
                 print("      nothing more is predicted without privacy", file=sys.stderr)
             return
         memory = predicted() if predicted else None
+        if predicts and waits:
+            bands = report.spent.plan.settings.bands
+            memory = predict([*overrides, f"--privacy.bands={bands}"], world_size, memory_gib)
     if options.json:
         write_json(options.json, for_programs(report, report.spent, memory))
     if memory is not None:
