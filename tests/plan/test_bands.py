@@ -90,4 +90,6 @@ def test_the_plan_has_bands(plan_tiny):
     batch = ("--training.global_batch_size=4", "--privacy.delta=1e-3")
     shown, content = plan_tiny(1, "--recommend", "--privacy.noise=banded", *batch)
     assert "noise correlated over steps, 4 bands: each of 4 groups of units" in shown
+    assert "; 3 earlier noises are kept: 0.0" in shown
+    assert len(content["column"]) == 4
     assert content["recommendation"]["bands"]["bands"] == 4
