@@ -35,6 +35,8 @@ from torchtitan_dp.privacy.keys import KeyStream, RootKey, Secret
 INDEPENDENT = (1.0,)
 """The column of noise that does not depend on earlier steps'."""
 
+_AT_ONCE = 2**14  # values that stay in a core's cache while earlier noise is added to them
+
 
 class _Kept:
     """A chain's earlier noise: for each parameter, its newest row and the last b - 1, newest first;
@@ -86,9 +88,12 @@ class StepNoise(Secret):
                 f"{name} lacks noise of earlier steps, one of which failed: a chain of correlated "
                 "noise ends there"
             )
-        own = kept.pop().mul_(-column[-1])
-        for c, earlier in zip(column[1:-1], kept, strict=True):
-            own.add_(earlier, alpha=-c)
+        own = kept.pop()
+        size = _AT_ONCE if flat.device.type == "cpu" else max(len(flat), 1)
+        for part, *parts in zip(*(shard.split(size) for shard in (own, *kept)), strict=True):
+            part.mul_(-column[-1])
+            for c, earlier in zip(column[1:-1], parts, strict=True):
+                part.add_(earlier, alpha=-c)
         draw(own)
         noise[name] = self.__row, [own, *kept]
         flat.add_(own)
