@@ -120,8 +120,9 @@ def config_hash(config: JobConfig) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-AS_GOOD = 1.02
-"""Fewer bands whose noise is at most this much more are preferred: each step is less noisy."""
+AS_GOOD = 1.1
+"""Fewer bands whose noise is at most this much more are preferred: less is kept in memory, and each
+step is less noisy."""
 
 
 def column_of(config: JobConfig, bands: int) -> tuple[float, ...]:

@@ -45,8 +45,8 @@ class Privacy:
     bands: int | Literal["auto"] = "auto"
     """For `banded`, b: a unit is drawn at every b-th step at most, with b times the rate; at most
     1 / the sample rate. A rank keeps b - 1 fp32 values for each that it trains. `auto`: of 1, 2, 4,
-    … rounds of groups in the run, those with the least noise in the exported weights at
-    `target_epsilon`, which the plan names."""
+    … rounds of groups in the run, the fewest within 10% of the least noise in the exported weights
+    at `target_epsilon`, which the plan names."""
 
     sample_rate: float | None = None
     """q: the public probability that a unit (by default a record) takes part in a step. By default
