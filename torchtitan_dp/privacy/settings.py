@@ -40,7 +40,7 @@ class Privacy:
     noise: Literal["independent", "banded"] = "independent"
     """`independent`: each step adds noise of its own. `banded` (BandMF): noise is correlated over
     steps, so that much of it cancels in the sum of updates, and units are in `bands` groups that
-    take turns; AdamW wants two to three times the learning rate (docs/tuning.md)."""
+    take turns; AdamW wants twice the learning rate or more (docs/tuning.md)."""
 
     bands: int | Literal["auto"] = "auto"
     """For `banded`, b: a unit is drawn at every b-th step at most, with b times the rate; at most
