@@ -19,12 +19,8 @@ pytestmark = pytest.mark.slow
 BANDS, STOP, STEPS, LR = 4, 5, 10, 0.125
 
 
-COLUMN = [1, 1 / 2, 3 / 8, 5 / 16]  # of (1 - x)^(-1/2)
-SENSITIVITY = math.sqrt(sum(c**2 for c in COLUMN))
-
-
-def inverted(steps):
-    return np.linalg.inv(sum(np.diag([c] * (steps - k), -k) for k, c in enumerate(COLUMN)))
+def inverted(column, steps):
+    return np.linalg.inv(sum(np.diag([c] * (steps - k), -k) for k, c in enumerate(column)))
 
 
 def test_row62_and_63_the_noise_of_two_starts_has_the_covariance_of_two_chains(tmp_path):
@@ -39,15 +35,20 @@ def test_row62_and_63_the_noise_of_two_starts_has_the_covariance_of_two_chains(t
         *("--optimizer.name=MomentumSGD", "--optimizer.beta1=0", "--optimizer.weight_decay=0"),
         *(f"--optimizer.lr={LR}", "--lr_scheduler.min_lr_factor=1", "--checkpoint.interval=1"),
     )
+    columns = []
     for steps in (STOP, STEPS):
         train([*command, f"--training.steps={steps}"], log=tmp_path / f"log{steps}")
+        columns.append(privacy(out)["column"])
+    column, kept = columns
+    assert kept == column, "a resume, of a longer run, found another"
+    assert len(set(column)) == BANDS
     after = [weights(out / "checkpoint" / f"step-{step}") for step in range(1, STEPS + 1)]
     flat = [torch.cat([w[name].flatten() for name in sorted(w)]).double() for w in after]
     noise = torch.stack(flat).diff(dim=0).numpy() / LR  # of steps 2, 3, …
     expected = np.zeros((STEPS, STEPS))
     for rows in (slice(0, STOP), slice(STOP, STEPS)):
-        square = inverted(rows.stop - rows.start)
-        expected[rows, rows] = SENSITIVITY**2 * square @ square.T
+        square = inverted(column, rows.stop - rows.start)
+        expected[rows, rows] = sum(c**2 for c in column) * square @ square.T
     expected = expected[1:, 1:]
     found = noise @ noise.T / noise.shape[1]
     variances = np.diag(expected)

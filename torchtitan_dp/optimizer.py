@@ -9,9 +9,10 @@ Guarantee:
     with any inner optimizer. Noise that is correlated over steps is that of `privacy.banded`. This
     holds for real numbers; `privacy.clipping` has fp32. Each position of each
     parameter has one noise value, from (key, name, position) alone: shards do not share it,
-    replicas do, and it is the same on every mesh. Assumes that keys come from one `NoiseChain`.
+    replicas do, and it is the same on every mesh. Assumes that noise comes from one `NoiseChain`.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from torchtitan_dp.privacy.banded import WeightedKey
+from torchtitan_dp.privacy.banded import INDEPENDENT, NoiseChain, StepNoise
 from torchtitan_dp.privacy.noise import add_gaussian_noise_
 from torchtitan_dp.privacy.secure_noise import add_secure_gaussian_noise_
 from torchtitan_dp.torch_private import local_slices
@@ -45,7 +46,7 @@ class DPOptimizer:
         Args:
             optimizer: over exactly `parameters`.
             parameters: DTensors sharded on dim 0, by canonical name.
-            noise_multiplier: the standard deviation over C of the noise of a key of weight 1: sigma
+            noise_multiplier: the standard deviation over C of the noise that a step draws: sigma
                 or, with correlated noise, `Mechanism.noise_of_step`.
             secure_noise: add noise that resists attacks on its low bits.
             free_gathered: frees gathered parameters, which the update would leave stale.
@@ -58,24 +59,26 @@ class DPOptimizer:
         self._free_gathered = free_gathered
         self._starts = {name: _flat_start(parameter) for name, parameter in parameters.items()}
 
-    def step(self, clipped_sum: dict[str, Tensor], keys: Sequence[WeightedKey]) -> None:
+    def step(self, clipped_sum: dict[str, Tensor], noise: StepNoise) -> None:
         """Take one step.
 
         Args:
             clipped_sum: this rank's flat shards, from `ClippedSum.take`; overwritten.
-            keys: of this step's noise, the same on all ranks, from `NoiseChain.take`.
+            noise: of this step, of one key on all ranks, from `NoiseChain.take`.
         """
-        self._prepare(clipped_sum, keys)
+        self._prepare(clipped_sum, noise)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 
-    def rehearse(self, clipped_sum: dict[str, Tensor]) -> None:
+    def rehearse(
+        self, clipped_sum: dict[str, Tensor], column: Sequence[float] = INDEPENDENT
+    ) -> None:
         """Do what a step does, on noise of a public key that is thrown away, and change nothing.
 
         Where the inner optimizer has no state yet, it is made as the first step would make it, all
-        zeros. `clipped_sum` is as in `step`; overwritten.
+        zeros. `clipped_sum` is as in `step`; overwritten. `column` is `Mechanism.column`.
         """
-        self._prepare(clipped_sum, [(bytes(32), 1.0)])
+        self._prepare(clipped_sum, NoiseChain.rehearsal(column).take(0))
         for optimizer in inner_optimizers(self._optimizer):
             if not any(optimizer.state.values()):
                 _make_state(optimizer)
@@ -99,26 +102,23 @@ class DPOptimizer:
                 f"{', '.join(map(str, sorted(counted)))} steps"
             )
 
-    def _prepare(self, clipped_sum: dict[str, Tensor], keys: Sequence[WeightedKey]) -> None:
+    def _prepare(self, clipped_sum: dict[str, Tensor], noise: StepNoise) -> None:
         """Free gathered weights, which an update makes stale, and set the noised gradients."""
+        assert not (noise.is_correlated and self._secure_noise), "not proven on a grid"
         if self._free_gathered is not None:
             self._free_gathered()
         for name, parameter in self._parameters.items():
             gradient = clipped_sum[name]
-            self._add_noise_(gradient, keys, name)
+            noise.add_to(gradient, name, self._draw(noise.key, name))
             gradient.div_(self._expected_batch_size)
             parameter.grad = as_gradient_of(parameter, gradient)
 
-    def _add_noise_(self, flat: Tensor, keys: Sequence[WeightedKey], name: str) -> None:
-        """Add each key's noise, times its weight, in place to this rank's shard of a parameter."""
-        std, start = self._noise_std, self._starts[name]
-        if self._secure_noise:
-            ((key, weight),) = keys
-            assert weight == 1.0, "correlated noise is not proven on a grid"
-            add_secure_gaussian_noise_(flat, std=std, key=key, name=name, start=start)
-            return
-        for key, weight in keys:
-            add_gaussian_noise_(flat, std=std, key=key, name=name, start=start, weight=weight)
+    def _draw(self, key: bytes, name: str) -> Callable[[Tensor], None]:
+        """Return what adds a key's noise in place to this rank's shard of a parameter."""
+        add = add_secure_gaussian_noise_ if self._secure_noise else add_gaussian_noise_
+        return functools.partial(
+            add, std=self._noise_std, key=key, name=name, start=self._starts[name]
+        )
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from tests.processes.ranks import on_ranks
+from torchtitan_dp.privacy.banded import StepNoise
 
 KEEP = "--parallelism.keep_weights_gathered"
 MICROBATCH = ("--privacy.gradient_method=microbatch",)
@@ -88,7 +89,7 @@ def steps(degrees, overrides, changes, reshard=False):
                 built.accumulate(tokens_NT, labels_NT)
             held = [x for x in built.model.parameters() if not isinstance(x, DTensor)]
             inner.gathered = held if step != 1 else []
-            optimizer.step(built.step.clipped_sum.take(), [(bytes([step]) * 32, 1.0)])
+            optimizer.step(built.step.clipped_sum.take(), StepNoise(bytes([step]) * 32))
             built.step.clipped_sum.reset()
             if step == 0:
                 of_first = counts[:]

@@ -26,6 +26,7 @@ from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.gradients.randomized_norm import RandomizedNorms
 from torchtitan_dp.models.lora import LoRA
 from torchtitan_dp.privacy.clipping import clip
+from torchtitan_dp.privacy.coefficients import found_for
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.mechanism import PoissonGaussian, mechanism_of
 
@@ -36,7 +37,8 @@ def mechanism(privacy, bands=1):
     """What the game's steps are accounted for as."""
     estimates = METHODS[privacy.gradient_method].estimates_norms
     terms = {"noise_multiplier": SIGMA, "estimates_norms": estimates}
-    return mechanism_of(privacy, sample_rate=1.0 / bands, bands=bands, **terms)
+    column = found_for((1.0,) * 100, bands)
+    return mechanism_of(privacy, sample_rate=1.0 / bands, column=column, **terms)
 
 
 def new_game(degrees, method="microbatch", batch_size=1, adapters=False, bands=1, **terms):

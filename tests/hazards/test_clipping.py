@@ -15,6 +15,7 @@ import torch
 from tests import build
 from tests.processes.ranks import let_go, on_ranks
 from torchtitan_dp.optimizer import DPOptimizer
+from torchtitan_dp.privacy.banded import StepNoise
 from torchtitan_dp.privacy.clipping import squared_norm
 
 MICROBATCH = ["--privacy.gradient_method=microbatch"]
@@ -350,7 +351,7 @@ def frozen_layer(degrees, frozen, method):
     )
     tokens_NT, labels_NT = build.data(samples=1)
     norms = built.accumulate(tokens_NT, labels_NT)
-    dp.step(built.gradients.clipped_sum.take(), [(bytes(32), 1.0)])
+    dp.step(built.gradients.clipped_sum.take(), StepNoise(bytes(32)))
     changed = {
         n: not torch.equal(before[n], p.full_tensor()) for n, p in built.model.named_parameters()
     }

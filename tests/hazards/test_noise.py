@@ -12,7 +12,8 @@ import torch
 from tests import build
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.optimizer import DPOptimizer
-from torchtitan_dp.privacy.banded import NoiseChain
+from torchtitan_dp.privacy.banded import NoiseChain, StepNoise
+from torchtitan_dp.privacy.coefficients import cut_off
 from torchtitan_dp.privacy.keys import RootKey
 
 KEY = bytes(range(32))
@@ -23,7 +24,7 @@ def private(built, inner, *, sigma=1.0, C=1.0, batch=1.0):
     return DPOptimizer(inner, built.parameters, **terms)
 
 
-def noise_of(degrees, microbatches=0, keys=((KEY, 1.0),), *, C=1.0, **terms):
+def noise_of(degrees, microbatches=0, key=KEY, *, C=1.0, **terms):
     """The whole gradients, by name, that the inner optimizer sees, for padding samples only."""
     built = build.build(degrees, max_grad_norm=C)
 
@@ -37,7 +38,7 @@ def noise_of(degrees, microbatches=0, keys=((KEY, 1.0),), *, C=1.0, **terms):
     for _ in range(microbatches):
         loss_1 = built.losses(tokens_NT, torch.full_like(labels_NT, -100))
         built.gradients.accumulate_clipped(loss_1, torch.tensor([True]))
-    dp.step(built.gradients.clipped_sum.take(), keys)
+    dp.step(built.gradients.clipped_sum.take(), StepNoise(key))
     return recorder.seen
 
 
@@ -62,7 +63,7 @@ def test_row08_variance_is_sigma_C_over_batch(degrees, microbatches):
 
 def test_row09_no_run_of_noise_occurs_twice():
     other = bytes(reversed(KEY))
-    gradients = [flat(on_ranks(4, noise_of, (1, 2, 2), 0, [(key, 1.0)])[0]) for key in (KEY, other)]
+    gradients = [flat(on_ranks(4, noise_of, (1, 2, 2), 0, key)[0]) for key in (KEY, other)]
     values = torch.cat(gradients)
     runs = values.unfold(0, 4, 1)
     assert len(torch.unique(runs, dim=0)) == len(runs)
@@ -79,17 +80,23 @@ def test_row12_noise_is_bit_identical_on_every_mesh():
 
 
 def correlated_noise_of(degrees):
-    """The noise of a few steps of a chain of 8 bands."""
-    chain, found = NoiseChain(RootKey(KEY).stream("noise"), 8), {}
+    """The noise of a few steps of a chain of 8 bands, without any sample."""
+    built, found = build.build(degrees), {}
+    sgd = torch.optim.SGD(list(built.parameters.values()), lr=1.0)
+    dp, chain = private(built, sgd), NoiseChain(RootKey(KEY).stream("noise"), cut_off(8))
     for step in range(1, 65):
-        keys = chain.take(step)
         if step in (1, 2, 20, 64):
-            found |= {f"{step} {n}": gradient for n, gradient in noise_of(degrees, 0, keys).items()}
+            for parameter in built.parameters.values():
+                parameter.data.zero_()  # so that the update is the noise, bit by bit
+        dp.step(built.gradients.clipped_sum.take(), chain.take(step))
+        if step in (1, 2, 20, 64):
+            found |= {f"{step} {n}": -p.full_tensor() for n, p in built.parameters.items()}
+        built.gradients.clipped_sum.reset()
     return found
 
 
 def test_row64_correlated_noise_is_bit_identical_on_every_mesh():
-    """Of 64 steps, four: each has the noise of all keys before it."""
+    """Of 64 steps, four: each has noise of all keys before it."""
     meshes = [(1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 2, 2), (2, 1, 2)]
     alone, *others = [on_ranks(math.prod(d), correlated_noise_of, d)[0] for d in meshes]
     for other in others:
@@ -104,7 +111,7 @@ def hashes_after_steps(degrees):
     dp = private(built, torch.optim.AdamW(list(built.parameters.values()), lr=1e-2), batch=2.0)
     for step in range(5):
         built.accumulate(*build.data(samples=3, seed=step))
-        dp.step(built.gradients.clipped_sum.take(), [(bytes([step]) * 32, 1.0)])
+        dp.step(built.gradients.clipped_sum.take(), StepNoise(bytes([step]) * 32))
         built.gradients.clipped_sum.reset()
     return [p.to_local().double().sum().item() for p in built.model.parameters()]
 
@@ -123,7 +130,7 @@ def update_of(degrees, samples, batch):
     before = {n: p.full_tensor().clone() for n, p in built.parameters.items()}
     dp = private(built, sgd, sigma=0.0, batch=batch)
     built.accumulate(*build.data(samples=samples))
-    dp.step(built.gradients.clipped_sum.take(), [(KEY, 1.0)])
+    dp.step(built.gradients.clipped_sum.take(), StepNoise(KEY))
     moved = {n: before[n] - p.full_tensor() for n, p in built.parameters.items()}
     reference = build.reference_gradients(build.reference_model(), *build.data(samples=samples))
     expected = {n: g / batch for n, g in build.reference_sum(reference, 1.0).items()}

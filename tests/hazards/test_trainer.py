@@ -128,9 +128,9 @@ class Step:
     def _begin(self, step):
         self.did.append(f"begin {step}")
 
-    def _update(self, total, key):
+    def _update(self, total, noise):
         self.did.append("update")
-        self.total, self.key = total, key
+        self.total, self.noise = total, noise
 
 
 def test_row21_and_46_a_step_is_begun_once_before_its_one_update(monkeypatch):
@@ -240,8 +240,8 @@ def test_row11_and_41_the_next_draw_is_the_one_it_would_be_in_time(monkeypatch):
 
 def test_row40_noise_has_a_key_of_its_own(monkeypatch):
     step = Step(monkeypatch)
-    assert step.key == [(RootKey(ROOT).stream("noise").take(STEP), 1.0)]
-    assert step.key[0][0] != step.drawn[0][0]
+    assert step.noise.key == RootKey(ROOT).stream("noise").take(STEP)
+    assert step.noise.key != step.drawn[0][0]
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
@@ -280,7 +280,7 @@ def secrets(debug_seed=None):
         streams = books.sampling_keys, books.noise_keys, books.window_keys, books.evaluation_keys
         for keys in streams:
             key = keys.take(1)
-            key = key if isinstance(key, bytes) else key[0][0]  # of a chain
+            key = key if isinstance(key, bytes) else key.key  # of a chain
             found.append(hashlib.sha256(key).hexdigest())
     return found
 
@@ -312,7 +312,7 @@ def test_row30_drawing_secrets_tells_nobody(monkeypatch, caplog, capfd):
     with caplog.at_level("DEBUG"):
         books._draw_keys()
     told = caplog.text + "".join(capfd.readouterr())
-    for secret in (ROOT, books.noise_keys.take(1)[0][0], books.sampling_keys.take(1)):
+    for secret in (ROOT, books.noise_keys.take(1).key, books.sampling_keys.take(1)):
         for spelling in (secret.hex(), repr(secret)[2:-1], str(int.from_bytes(secret, "big"))):
             assert spelling not in told
 

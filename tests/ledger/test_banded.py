@@ -1,5 +1,6 @@
 """Banded noise in the ledger: what chains, groups, lost steps and several runs spend together."""
 
+import json
 from dataclasses import replace
 
 import dp_accounting
@@ -14,7 +15,7 @@ from torchtitan_dp.ledger.lineage import resumed
 from torchtitan_dp.ledger.settings import union
 from torchtitan_dp.ledger.spending import epsilon, own_steps, spending
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.mechanism import BandedGaussian, PoissonGaussian
+from torchtitan_dp.privacy.mechanism import BandedGaussian, PoissonGaussian, from_fields
 from torchtitan_dp.privacy.segments import Segment, composition, steps_in_a_row
 
 BANDS = 4
@@ -106,7 +107,7 @@ def test_its_run_is_logged_published_verified_and_read(tmp_path):
 
 def test_other_bands_or_independent_noise_are_not_the_same_run():
     loaded = Lineage(SETTINGS, steps=3)
-    for mechanism in (replace(MECHANISM, bands=2), PoissonGaussian(1.0, 0.05)):
+    for mechanism in (replace(MECHANISM, bands=2, column=()), PoissonGaussian(1.0, 0.05)):
         with pytest.raises(ValueError, match=r"privacy\.bands = .* started with 4"):
             resumed(Lineage(replace(SETTINGS, mechanism=mechanism)), loaded)
 
@@ -114,3 +115,14 @@ def test_other_bands_or_independent_noise_are_not_the_same_run():
 def test_a_rate_above_one_is_refused_with_the_largest_bands():
     with pytest.raises(ValueError, match=r"privacy\.bands = 8: .* use at most 4"):
         BandedGaussian(1.0, 0.23, bands=8)
+
+
+def test_a_column_is_read_as_it_was_written_and_its_lack_is_the_cut_off_one():
+    chosen = replace(MECHANISM, column=(1.0, 0.4, -0.1, 0.25))
+    fields = json.loads(json.dumps(chosen.fields()))
+    assert from_fields(fields) == chosen
+    del fields["column"]  # as before columns were chosen
+    assert from_fields(fields) == MECHANISM
+    for wrong in ([1.0, 0.5], [0.5, 0.5, 0.5, 0.5]):
+        with pytest.raises(ValueError, match="4 bands with the coefficients"):
+            from_fields(fields | {"column": wrong})

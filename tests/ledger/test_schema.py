@@ -17,7 +17,7 @@ TERMS = ("privacy.sample_rate", "add_remove")
 SETTINGS = Settings(mechanism(1.0, 0.02), 0.5, 1e-5, 32, "pld", *TERMS)
 
 
-CORRELATED = {"bands"}  # only where noise is correlated over steps
+CORRELATED = {"bands", "column"}  # only where noise is correlated over steps
 
 
 @pytest.fixture

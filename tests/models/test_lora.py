@@ -20,6 +20,7 @@ from torchtitan_dp.models.llama3.model import FLAVORS, Llama
 from torchtitan_dp.models.lora import LoRA, fill_adapters, is_adapter
 from torchtitan_dp.models.parallelize import parallelize
 from torchtitan_dp.models.parameters import trainable_parameters
+from torchtitan_dp.privacy.banded import StepNoise
 
 ALL = ("wq", "wk", "wv", "wo", "w1", "w2", "w3")
 LORA = LoRA(rank=3, alpha=5.0, targets=ALL)
@@ -74,7 +75,7 @@ def held(degrees, dtype, method):
     optimizer = built.step.optimizer(adamw, noise_multiplier=1.0, expected_batch_size=3.0)
     built.accumulate(*build.data())
     accumulated = sum(flat.numel() for flat in built.step.clipped_sum.take().values())
-    optimizer.step(built.step.clipped_sum.take(), [(bytes(32), 1.0)])
+    optimizer.step(built.step.clipped_sum.take(), StepNoise(bytes(32)))
     built.step.clipped_sum.reset()
     return (
         {p.dtype for p in frozen.values()},

@@ -6,8 +6,15 @@ import pytest
 
 from tests import build
 from torchtitan_dp.checkpoint.terms import best_of, choose_noise, noise_by_bands, settings_of
+from torchtitan_dp.checkpoint.workload import shares_of_steps
 from torchtitan_dp.ledger import Lineage
 from torchtitan_dp.plan.recommend import Bands
+from torchtitan_dp.privacy.coefficients import (
+    cut_off,
+    found_for,
+    noise_in_step,
+    noise_in_weights,
+)
 
 EIGHT = ("--privacy.target_epsilon=8", "--privacy.noise_multiplier=None", "--privacy.delta=1e-5")
 
@@ -19,13 +26,19 @@ def config(batch: int, steps: int, *more: str):
 
 
 def test_noise_by_bands_is_that_of_the_published_computation():
-    """2,634 units, 32 x 16: the table that the method was chosen by."""
-    rows = noise_by_bands(config(32, 16), 2_634, [])
-    independent = rows[1]
+    """2,634 units, 32 x 16: the table that the method was chosen by, in the sum of all updates by
+    cut-off coefficients. Those that are found leave less in the weights."""
+    planned = config(32, 16)
+    rows, shares_of = noise_by_bands(planned, 2_634, []), shares_of_steps(planned)
     assert list(rows) == [1, 2, 4, 8, 16]
     assert [round(sigma, 2) for sigma, *_ in rows.values()] == [0.42, 0.44, 0.47, 0.49, 0.48]
-    shares = [round(in_sum / independent[2], 2) for *_, in_sum in rows.values()]
-    assert shares == [1.0, 0.81, 0.69, 0.63, 0.57]
+    sums = {b: sigma * noise_in_weights(cut_off(b), [1] * 16) for b, (sigma, *_) in rows.items()}
+    assert [round(in_sum / sums[1], 2) for in_sum in sums.values()] == [1, 0.81, 0.69, 0.63, 0.57]
+    for bands, (sigma, in_step, in_weights) in rows.items():
+        column = found_for(shares_of, bands)
+        assert in_step == pytest.approx(sigma * noise_in_step(column, 16))
+        assert in_weights == pytest.approx(sigma * noise_in_weights(column, shares_of))
+        assert in_weights <= sigma * noise_in_weights(cut_off(bands), shares_of)
     assert best_of(rows) == 16
     rows = noise_by_bands(config(300, 6), 1_000, [])
     assert max(rows) == 3  # 4 would draw with a probability above 1
@@ -33,10 +46,13 @@ def test_noise_by_bands_is_that_of_the_published_computation():
 
 def test_a_resume_keeps_the_bands_and_the_noise():
     auto = config(32, 16, "--privacy.noise=banded")
-    sigma, bands = choose_noise(auto, 2_634, [], None)
-    assert bands == 16
-    before = Lineage(settings_of(auto, 2_634, sigma, 8), steps=4)
-    assert choose_noise(auto, 2_634, [], before) == (sigma, 8)
+    sigma, column = choose_noise(auto, 2_634, [], None)
+    assert len(column) == 16
+    assert column == found_for(shares_of_steps(auto), 16)
+    before = Lineage(settings_of(auto, 2_634, sigma, cut_off(8)), steps=4)
+    longer = config(32, 64, "--privacy.noise=banded", "--optimizer.lr=1e-2")
+    for resumed in (auto, longer):  # another schedule finds another column, and reads this one
+        assert choose_noise(resumed, 2_634, [], before) == (sigma, cut_off(8))
 
 
 def test_independent_noise_is_recommended_where_it_is_as_good():
@@ -74,4 +90,6 @@ def test_the_plan_has_bands(plan_tiny):
     batch = ("--training.global_batch_size=4", "--privacy.delta=1e-3")
     shown, content = plan_tiny(1, "--recommend", "--privacy.noise=banded", *batch)
     assert "noise correlated over steps, 4 bands: each of 4 groups of units" in shown
+    assert "; 3 earlier noises are kept: 0.0" in shown
+    assert len(content["column"]) == 4
     assert content["recommendation"]["bands"]["bands"] == 4

@@ -25,6 +25,8 @@ from torchtitan_dp.plan.memory import CATEGORIES, GIB, LONGEST, MemoryPlan
 from torchtitan_dp.plan.prediction import answer
 from torchtitan_dp.plan.tracker import MemoryTracker, tracking
 from torchtitan_dp.preflight.machine import predict_host_memory
+from torchtitan_dp.privacy.banded import NoiseChain
+from torchtitan_dp.privacy.coefficients import cut_off
 
 TWO = ("--training.local_batch_size=2",)
 SHARDED = "--parallelism.data_parallel_shard_degree=2"
@@ -189,6 +191,19 @@ def test_bytes_of_the_optimizer_for_a_trained_value(given, size):
     _, parts = forks.call(with_fake_tensors, small(given), 2)
     trained = trained_count(shape(load_config(small(given), 2)))
     assert parts["optimizer"] == pytest.approx(size * trained / 2, rel=0.01)
+
+
+def test_bytes_of_the_noise_that_is_kept():
+    """Of 5 bands, 4 fp32 values for each that a rank trains: predicted, and as a chain has them."""
+    banded = small("--privacy.noise=banded", "--privacy.bands=5")
+    _, parts = forks.call(with_fake_tensors, banded, 2)
+    trained = trained_count(shape(load_config(banded, 2)))
+    assert parts["earlier_noise"] == pytest.approx(4 * 4 * trained / 2, rel=0.01)
+    chain, flat = NoiseChain.rehearsal(cut_off(5)), torch.zeros(1_000)
+    with MemoryTracker("rest") as tracker:
+        for step in range(7):
+            chain.take(step).add_to(flat, "w", lambda x: x.add_(1.0))
+            assert tracker.current["rest"] == 4 * (4 + 1) * len(flat)  # beside the shard itself
 
 
 def test_the_tracker_counts_each_storage_once_until_it_is_freed():

@@ -32,6 +32,7 @@ from torchtitan_dp.data.batching import Microbatch
 from torchtitan_dp.plan.tracker import MemoryTracker
 from torchtitan_dp.preflight import rehearsal
 from torchtitan_dp.preflight.rehearsal import rehearse
+from torchtitan_dp.privacy.banded import StepNoise
 from torchtitan_dp.train_spec import register
 from torchtitan_dp.watch.processor import SampleStatistics
 
@@ -457,7 +458,7 @@ def noise_of_a_rehearsal_and_a_step():
     """What each asks noise for: (name, shape, standard deviation)."""
     asked = []
 
-    def record(flat, *, std, key, name, start, weight):
+    def record(flat, *, std, key, name, start):
         asked.append((name, tuple(flat.shape), std, start))
 
     parameters = build.build().parameters
@@ -472,7 +473,7 @@ def noise_of_a_rehearsal_and_a_step():
         optimizer.rehearse(clipped_sum())
         rehearsed = asked.copy()
         asked.clear()
-        optimizer.step(clipped_sum(), [(bytes(32), 1.0)])
+        optimizer.step(clipped_sum(), StepNoise(bytes(32)))
     return rehearsed, asked
 
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 from dp_accounting.pld import PLDAccountant
 
-from torchtitan_dp.privacy.banded import (
-    NoiseChain,
-    column,
+from torchtitan_dp.privacy.banded import INDEPENDENT, NoiseChain, StepNoise
+from torchtitan_dp.privacy.coefficients import (
     column_norm,
-    inverse,
+    cut_off,
+    found_for,
     noise_in_step,
-    noise_in_sum,
+    noise_in_weights,
 )
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.mechanism import BandedGaussian
@@ -37,35 +37,67 @@ def matrix(values: list[float], steps: int) -> np.ndarray:
     return full
 
 
-def chain(bands: int, steps: int, root: RootKey, first: int = 1) -> np.ndarray:
-    """The noise that a chain adds at each step: (steps, POSITIONS), in units of the clip norm."""
-    mechanism = BandedGaussian(SIGMA, 0.01, bands=bands)
-    keys, rows = NoiseChain(root.stream("noise"), mechanism.period), []
+def columns(*bands: int) -> list[tuple[float, ...]]:
+    """Cut off, found for the sum of 100 steps, and by chance, of any norm and sign."""
+    rng = np.random.default_rng(0)
+    found = [make for b in bands for make in (cut_off(b), found_for((1.0,) * 100, b))]
+    return found + [(1.0, *rng.normal(scale=0.4, size=b - 1).tolist()) for b in bands]
+
+
+def of(bands: int) -> tuple[float, ...]:
+    return found_for((1.0,) * 100, bands)
+
+
+def add(noise: StepNoise, flat: torch.Tensor, std: float = 1.0, name: str = "w") -> None:
+    noise.add_to(
+        flat, name, lambda x: add_gaussian_noise_(x, std=std, key=noise.key, name=name, start=0)
+    )
+
+
+def chain(
+    column: tuple[float, ...], steps: int, root: RootKey, first: int = 1, positions: int = POSITIONS
+) -> np.ndarray:
+    """The noise that a chain adds at each step: (steps, positions), in units of the clip norm."""
+    mechanism = BandedGaussian(SIGMA, 0.01, bands=len(column), column=column)
+    keys, rows = NoiseChain(root.stream("noise"), mechanism.column), []
     for step in range(first, first + steps):
-        flat = torch.zeros(POSITIONS)
-        terms = {"std": mechanism.noise_of_step, "name": "w", "start": 0}
-        for key, weight in keys.take(step):
-            add_gaussian_noise_(flat, key=key, weight=weight, **terms)
+        flat = torch.zeros(positions)
+        add(keys.take(step), flat, mechanism.noise_of_step)
         rows.append(flat.double().numpy())
     return np.stack(rows)
 
 
-@pytest.mark.parametrize("bands, steps", [(1, 5), (2, 7), (4, 4), (4, 12), (16, 16), (16, 40)])
-def test_the_inverse_is_of_the_column(bands, steps):
-    product = matrix(column(bands), steps) @ matrix(inverse(bands, steps), steps)
-    assert np.allclose(product, np.eye(steps), atol=1e-12)
-
-
 def test_without_a_cut_the_column_is_the_root_of_prefix_sums():
-    root = matrix(column(12), 12)
+    root = matrix(cut_off(12), 12)
     assert np.allclose(root @ root, np.tril(np.ones((12, 12))))
 
 
-@pytest.mark.parametrize("bands, steps", [(2, 9), (4, 10), (16, 16)])
-def test_noise_has_the_covariance_of_the_chain(bands, steps):
-    noise = chain(bands, steps, RootKey(bytes(32)))
-    inverted = np.linalg.inv(matrix(column(bands), steps))
-    expected = (SIGMA * column_norm(bands)) ** 2 * inverted @ inverted.T
+@pytest.mark.parametrize("column", columns(2, 3, 5, 16))
+def test_row63_for_any_column_noise_is_that_drawn_again_and_a_unit_moves_the_norm(column):
+    """w = ‖c‖ C⁻¹ z, z drawn by itself from the steps' keys, up to the stated rounding of z; and
+    what a draw changes of C x is at most ‖c‖ long, with equality where no row is cut short."""
+    steps, positions, stream = 24, 500, RootKey(bytes(32)).stream("noise")
+    mechanism = BandedGaussian(SIGMA, 0.01, bands=len(column), column=column)
+    noise = chain(column, steps, RootKey(bytes(32)), positions=positions)
+    drawn = torch.zeros(steps, positions)
+    for step, z in enumerate(drawn, start=1):
+        key, std = stream.take(step), mechanism.noise_of_step
+        add_gaussian_noise_(z, std=std, key=key, name="w", start=0)
+    toeplitz = matrix(list(column), steps)
+    rounded = (len(column) + 1) * 2.0**-23 * (np.abs(toeplitz) @ np.abs(noise))
+    assert (np.abs(toeplitz @ noise - drawn.double().numpy()) <= rounded).all()
+    moved = np.linalg.norm(toeplitz, axis=0)  # by a draw in each step
+    norm = mechanism.noise_of_step / SIGMA
+    assert moved.max() <= norm * (1 + 1e-12)
+    assert np.allclose(moved[: steps - len(column) + 1], norm)
+
+
+@pytest.mark.parametrize("column", [cut_off(2), *columns(4), of(16)])
+def test_noise_has_the_covariance_of_the_chain(column):
+    steps = len(column) + 6
+    noise = chain(column, steps, RootKey(bytes(32)))
+    inverted = np.linalg.inv(matrix(list(column), steps))
+    expected = (SIGMA * column_norm(column)) ** 2 * inverted @ inverted.T
     found = noise @ noise.T / POSITIONS
     variances = np.diag(expected)
     spread = np.sqrt((np.outer(variances, variances) + expected**2) / POSITIONS)
@@ -73,19 +105,24 @@ def test_noise_has_the_covariance_of_the_chain(bands, steps):
 
 
 def test_the_plans_numbers_are_those_of_the_noise():
-    noise = chain(4, 12, RootKey(bytes(32))) / SIGMA
-    assert math.sqrt((noise**2).mean()) == pytest.approx(noise_in_step(4, 12), rel=0.01)
+    column, shares = of(4), np.arange(12.0) - 3
+    noise = chain(column, 12, RootKey(bytes(32))) / SIGMA
+    assert math.sqrt((noise**2).mean()) == pytest.approx(noise_in_step(column, 12), rel=0.01)
     in_sum = noise.sum(axis=0).std() / math.sqrt(12)
-    assert in_sum == pytest.approx(noise_in_sum(4, 12), rel=0.02)
+    assert in_sum == pytest.approx(noise_in_weights(column, [1.0] * 12), rel=0.02)
+    in_weights = (shares @ noise).std() / np.linalg.norm(shares)
+    assert in_weights == pytest.approx(noise_in_weights(column, shares), rel=0.02)
 
 
-@pytest.mark.parametrize("bands, steps", [(2, 6), (4, 12), (16, 16)])
-def test_row63_the_best_attack_on_a_chain_reaches_what_its_rounds_claim(bands, steps):
+@pytest.mark.parametrize(
+    "column, steps", [(cut_off(2), 6), (of(4), 12), (cut_off(16), 16), (of(16), 32)]
+)
+def test_row63_the_best_attack_on_a_chain_reaches_what_its_rounds_claim(column, steps):
     """A unit that adds C whenever its group is drawn from, against the likelihood ratio of all
     steps: 200,000 positions see sigma off by a hundredth. A column that the chain's end cuts short
     gives less away."""
-    toeplitz = matrix(column(bands), steps)
-    whitened = toeplitz @ chain(bands, steps, RootKey(bytes(32)))
+    bands, toeplitz = len(column), matrix(list(column), steps)
+    whitened = toeplitz @ chain(column, steps, RootKey(bytes(32)))
     for group in range(bands):
         drawn = np.arange(1, steps + 1) % bands == group
         signal = toeplitz @ drawn
@@ -100,16 +137,17 @@ def deltas(sigma, epsilons):
     """What the best attack proves of delta, by 200,000 lives of a run: steps 1 to 8, of which 5 to
     8 were lost and taken again by a second start, whose last is 12. A unit may be in 1, 5, 5, 9."""
     bands, rate, ratios = 4, 0.5, []
-    c = np.array(column(bands))
+    column = of(bands)
+    c = np.array(column)
     for is_member in (False, True):
         ratio = np.zeros(POSITIONS)
         for start, first in ((1, 1), (2, 5)):
             root = RootKey(bytes([10 * start + is_member]) * 32)
-            noise = chain(bands, 8, root, first) * sigma / SIGMA
+            noise = chain(column, 8, root, first) * sigma / SIGMA
             draws, drawn = root.stream("sampling"), np.zeros((8, POSITIONS))
             for row in (0, 4):
                 drawn[row, poisson_draw(draws.take(first + row), POSITIONS, rate)] = is_member
-            white = matrix(column(bands), 8) @ (drawn + noise)
+            white = matrix(list(column), 8) @ (drawn + noise)
             for row in (0, 4):
                 seen = c @ white[row : row + 4] / (c @ c)
                 ratio += np.log1p(rate * np.expm1((seen - 0.5) / SIGMA**2))
@@ -132,8 +170,8 @@ def test_row63_the_best_attack_on_draws_over_a_crash_proves_what_is_stated(sigma
 
 
 def test_row62_a_chain_after_a_load_has_new_noise():
-    first = chain(4, 6, RootKey.from_debug_seed(1))
-    second = chain(4, 6, RootKey.from_os(), first=7)
+    first = chain(of(4), 6, RootKey.from_debug_seed(1))
+    second = chain(of(4), 6, RootKey.from_os(), first=7)
     across = np.corrcoef(np.concatenate([first, second]))[:6, 6:]
     assert np.abs(across).max() < 5 / math.sqrt(POSITIONS)
     inside = np.corrcoef(first)
@@ -142,24 +180,76 @@ def test_row62_a_chain_after_a_load_has_new_noise():
 
 def test_one_band_is_independent_noise():
     root = RootKey(bytes(32))
-    keys, stream = NoiseChain(root.stream("noise"), 1), RootKey(bytes(32)).stream("noise")
+    keys, stream = NoiseChain(root.stream("noise"), INDEPENDENT), RootKey(bytes(32)).stream("noise")
     for step in (1, 2, 9):
-        assert keys.take(step) == [(stream.take(step), 1.0)]
+        noise, flat, other = keys.take(step), torch.ones(70), torch.ones(70)
+        add(noise, flat)
+        add_gaussian_noise_(other, std=1.0, key=stream.take(step), name="w", start=0)
+        assert not noise.is_correlated
+        assert flat.equal(other)
 
 
 def test_keys_are_taken_once_and_shown_to_nobody():
-    keys = NoiseChain(RootKey(bytes(32)).stream("noise"), 4)
-    keys.take(1)
+    keys = NoiseChain(RootKey(bytes(32)).stream("noise"), of(4))
+    noise = keys.take(1)
     with pytest.raises(RuntimeError, match="spent"):
         keys.take(1)
     assert repr(keys) == "<NoiseChain: secret>"
-    with pytest.raises(TypeError, match="never pickled"):
-        pickle.dumps(keys)
+    assert repr(noise) == "<StepNoise: secret>"
+    for secret in (keys, noise):
+        with pytest.raises(TypeError, match="never pickled"):
+            pickle.dumps(secret)
+
+
+@pytest.mark.parametrize("fails_at", ["v", "w"])
+def test_row62_a_chain_ends_with_a_step_that_failed(fails_at):
+    """Noise of half a step is never built upon, in the parameter that failed or in any other."""
+    keys = NoiseChain(RootKey(bytes(32)).stream("noise"), of(4))
+    noise = keys.take(1)
+    for name in "uvw":
+        add(noise, torch.zeros(9), name=name)
+    noise = keys.take(2)
+
+    def fail(_: torch.Tensor) -> None:
+        raise MemoryError
+
+    for name in "uvw"[: "uvw".index(fails_at)]:
+        add(noise, torch.zeros(9), name=name)
+    with pytest.raises(MemoryError):
+        noise.add_to(torch.zeros(9), fails_at, fail)
+    later = keys.take(3)
+    for name in "uvw"["uvw".index(fails_at) :]:
+        for again in (noise, later) if name == fails_at else (later,):
+            flat = torch.zeros(9)
+            with pytest.raises(RuntimeError, match=f"{name} lacks noise of earlier steps"):
+                add(again, flat, name=name)
+            assert not flat.any()
+
+
+def test_row62_a_steps_noise_is_added_once():
+    keys, flat = NoiseChain(RootKey(bytes(32)).stream("noise"), of(4)), torch.zeros(9)
+    for noise in (keys.take(1), keys.take(2)):
+        add(noise, flat)
+    with pytest.raises(RuntimeError, match="w lacks noise"):
+        add(noise, flat)
+
+
+def test_row63_kept_noise_never_sees_a_gradient():
+    """What steps add is the same, bit by bit, whatever the sums are that it is added to."""
+    found = []
+    for size in (0.0, 1e4):
+        keys, rows = NoiseChain(RootKey(bytes(32)).stream("noise"), of(4)), []
+        for step in range(1, 8):
+            flat = torch.full((50,), size if step % 2 else 0.0)
+            add(keys.take(step), flat)
+            rows.append(flat)
+        found.append(torch.stack(rows[1::2]))  # the steps without a sum
+    assert found[0].equal(found[1])
 
 
 def test_row58_a_chain_leaves_out_no_step():
     """Its rows would no longer be as far apart as the steps."""
-    keys = NoiseChain(RootKey(bytes(32)).stream("noise"), 4)
+    keys = NoiseChain(RootKey(bytes(32)).stream("noise"), of(4))
     keys.take(7)
     keys.take(8)
     with pytest.raises(RuntimeError, match=r"step 10 .* follows step 8"):

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.privacy import noise, secure_noise
+from torchtitan_dp.privacy.banded import StepNoise
 from torchtitan_dp.privacy.keys import RootKey
 
 KEY = hashlib.sha256(b"test").digest()
@@ -485,7 +486,7 @@ def update(degrees: tuple[int, int, int]) -> dict[str, torch.Tensor]:
         expected_batch_size=1,
         secure_noise=True,
     )
-    dp.step(built.gradients.clipped_sum.take(), [(KEY, 1.0)])
+    dp.step(built.gradients.clipped_sum.take(), StepNoise(KEY))
     return seen
 
 

@@ -42,6 +42,13 @@ CASES = (
     Case("stop", jobs=(Job(stop_at=2), Job()), seed=6),
     Case("kill", jobs=(Job(crash_at=4), Job()), seed=7, context_parallel=2),
     Case("damage", jobs=(Job(stop_at=3), Job(damages=True)), seed=8),
+    Case(
+        "bands",
+        ("--privacy.noise=banded", "--privacy.bands=3"),
+        jobs=(Job(crash_at=5), Job()),
+        seed=10,
+        dp_shard=2,
+    ),
     Case("full disk", jobs=(Job(full_at=4), Job()), seed=9),
     CLOCK,
     Case("held out", HELD_OUT, dp_shard=2),

@@ -40,7 +40,7 @@ from torchtitan_dp.gradients.methods import METHODS, build_step
 from torchtitan_dp.models.lora import LoRA, add_adapters
 from torchtitan_dp.models.parallelize import fsdp_mesh
 from torchtitan_dp.models.parameters import copy_slice_, trainable_parameters
-from torchtitan_dp.privacy.banded import NoiseChain, column
+from torchtitan_dp.privacy.banded import NoiseChain
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.lower_bounds import gaussian_mu
 from torchtitan_dp.privacy.pld import gaussian_epsilon
@@ -48,7 +48,7 @@ from torchtitan_dp.privacy.sampling import deal
 from torchtitan_dp.privacy.segments import Mechanism
 
 _ROWS = 8  # of each parameter on each rank
-_MOST_STEPS = 16  # of a trial: the t-th has t draws of noise, and 16 show nearly all of it
+_MOST_STEPS = 16  # of a trial, which show nearly all of the noise
 
 
 @dataclass(frozen=True)
@@ -265,12 +265,12 @@ class Game:
         # The loss is the sum of the cp ranks' parts.
         units_UPN = (batch_UPN * (self._C / self._cp)).to(self._device)
         for _ in range(trials):
-            chain = NoiseChain(self._noise_keys, self._mechanism.period)
+            chain = NoiseChain(self._noise_keys, self._mechanism.column)
             for step in range(self.steps):
                 self._step(units_UPN if step == 0 else units_UPN[:0], chain)
         total = torch.stack(self._observer.scores).double() / self._C
         dist.all_reduce(total, group=self._mesh.get_group())
-        return total.cpu().numpy().reshape(trials, self.steps) @ _weights(self.steps)
+        return total.cpu().numpy().reshape(trials, self.steps) @ self._weights()
 
     def _step(self, units_UPN: torch.Tensor, chain: NoiseChain) -> None:
         """Step as `DPTrainer.train_step` does: draw, deal out, clip, sum, and add noise."""
@@ -288,15 +288,15 @@ class Game:
         self._optimizer.step(self._sum.take(), chain.take(self._taken))
         self._sum.reset()
 
+    def _weights(self) -> np.ndarray:
+        """Return the weights of a trial's steps in its score, the first 1, for which noise is
+        least.
 
-def _weights(steps: int) -> np.ndarray:
-    """Return the weights of a trial's steps in its score, the first 1, for which noise is least.
-
-    A unit in the first step adds the column c to C x, whose noise is white: the best score is along
-    c in C x, which is along C transposed times c in the steps themselves.
-    """
-    c = np.array(column(steps))
-    return np.correlate(c, c, "full")[steps - 1 :] / (c @ c)
+        A unit in the first step adds the column c to C x, whose noise is white: the best score is
+        along c in C x, which is along C transposed times c in the steps themselves.
+        """
+        c = np.array(self._mechanism.column[: self.steps])
+        return np.correlate(c, c, "full")[self.steps - 1 :] / (c @ c)
 
 
 def _shard(model: _Dials, mesh: DeviceMesh) -> FSDPModule:

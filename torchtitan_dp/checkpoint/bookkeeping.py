@@ -207,7 +207,7 @@ class Bookkeeping:
         self._ahead = None
         root = shared_root_key(self._device, self._config.privacy.debug_seed)
         self.sampling_keys = root.stream("sampling")
-        self.noise_keys = NoiseChain(root.stream("noise"), self.settings.mechanism.period)
+        self.noise_keys = NoiseChain(root.stream("noise"), self.settings.mechanism.column)
         self.window_keys = root.stream("window")
         self.projection_keys = root.stream("projection")  # of estimated norms
         self.evaluation_keys = root.stream("evaluation")

@@ -30,6 +30,7 @@ from torchtitan_dp.ledger.settings import Settings
 from torchtitan_dp.ledger.spending import compose, initial_steps, spending
 from torchtitan_dp.ledger.spending import epsilon as epsilon_of
 from torchtitan_dp.privacy import accounting
+from torchtitan_dp.privacy.banded import INDEPENDENT
 from torchtitan_dp.privacy.segments import steps_in_a_row
 
 
@@ -78,14 +79,16 @@ def make_plan(
     if weights is None and earlier is not None:  # they are lost: terms stay, steps start anew
         weights = rewound(earlier)
     start = Lineage(
-        settings_of(config, units, 0.0, 1), planned_steps=steps, config_hash=config_hash(config)
+        settings_of(config, units, 0.0, INDEPENDENT),
+        planned_steps=steps,
+        config_hash=config_hash(config),
     )
     ledger = start if earlier is None else inherited(start, earlier)
     ledger = with_initial(ledger, config, initial)
-    sigma, bands = choose_noise(config, units, initial_steps(ledger), weights)
+    sigma, column = choose_noise(config, units, initial_steps(ledger), weights)
     ledger = replace(
         ledger,
-        settings=settings_of(config, units, sigma, bands),
+        settings=settings_of(config, units, sigma, column),
         heldout_losses=choose_losses(config, earlier or weights),
     )
     if weights is not None:

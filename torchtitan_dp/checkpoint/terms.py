@@ -4,7 +4,9 @@ import dataclasses
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 
+from torchtitan_dp.checkpoint.workload import shares_of_steps
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import (
     ladder,
@@ -20,13 +22,18 @@ from torchtitan_dp.ledger.lineage import Lineage
 from torchtitan_dp.ledger.settings import HeldOutLosses, Settings, scheduled
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.accounting import rounded_up
+from torchtitan_dp.privacy.banded import INDEPENDENT
+from torchtitan_dp.privacy.coefficients import found_for
 from torchtitan_dp.privacy.mechanism import mechanism_of
 from torchtitan_dp.privacy.published_loss import noise_of
 from torchtitan_dp.privacy.segments import Segment
 
 
 def settings_of(
-    config: JobConfig, units: int, noise_multiplier: float, bands: int | None = None
+    config: JobConfig,
+    units: int,
+    noise_multiplier: float,
+    column: Sequence[float] | None = None,
 ) -> Settings:
     """Return the terms of a configuration.
 
@@ -34,7 +41,7 @@ def settings_of(
         units: number of training units. It is public where the rate follows from it, and then
             neighbours are data sets of as many units (`zero_out`).
         noise_multiplier: the configuration's own, or that of its target epsilon.
-        bands: of correlated noise; by default `privacy.bands`, which is then a number.
+        column: of correlated noise; by default that of `privacy.bands`, which is then a number.
 
     Raises:
         ValueError: one line; more units are expected in a step than there are.
@@ -57,15 +64,15 @@ def settings_of(
         clipping += f": {', '.join(privacy.clipping_groups)}"
     replicate, shard, _ = mesh_degrees(config)
     ranks = max(replicate, 1) * max(shard, 1)
-    if bands is None:
+    if column is None:
         assert privacy.noise == "independent" or privacy.bands != "auto"
-        bands = 1 if privacy.noise == "independent" else int(privacy.bands)
+        column = column_of(config, 1 if privacy.noise == "independent" else int(privacy.bands))
     mechanism = mechanism_of(
         privacy,
         noise_multiplier=float(noise_multiplier),
         sample_rate=rate,
         estimates_norms=METHODS[privacy.gradient_method].estimates_norms,
-        bands=bands,
+        column=column,
     )
     return Settings(
         mechanism,
@@ -79,7 +86,7 @@ def settings_of(
         targets=targets(config),
         windows_per_draw=config.data.windows_per_draw,
         target_epsilon=privacy.target_epsilon,
-        sampling="poisson" if bands == 1 else "cyclic_poisson",
+        sampling="poisson" if len(column) == 1 else "cyclic_poisson",
         clipping=clipping,
         clip_function=privacy.clip_function,
         secure_noise=privacy.secure_noise,
@@ -113,45 +120,55 @@ def config_hash(config: JobConfig) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-AS_GOOD = 1.02
-"""Fewer bands whose noise is at most this much more are preferred: each step is less noisy."""
+AS_GOOD = 1.1
+"""Fewer bands whose noise is at most this much more are preferred: less is kept in memory, and each
+step is less noisy."""
+
+
+def column_of(config: JobConfig, bands: int) -> tuple[float, ...]:
+    """Find the coefficients of so many bands for the weights that this run exports."""
+    return INDEPENDENT if bands == 1 else found_for(shares_of_steps(config), bands)
 
 
 def choose_noise(
     config: JobConfig, units: int, spent: list[Segment], earlier: Lineage | None
-) -> tuple[float, int]:
+) -> tuple[float, tuple[float, ...]]:
     """Return the configuration's noise, the resumed run's, or the least that meets the target; and
-    its bands.
+    its column.
+
+    A resume's is read, never found again: its schedule, or the processor, may be another.
 
     Args:
         spent: all steps behind the initial weights, which count as well.
         earlier: the ledger of this run's earlier steps, if there is one.
     """
     privacy = config.privacy
+    kept = INDEPENDENT if earlier is None else earlier.settings.mechanism.column
     if privacy.noise == "independent":
         bands = 1
     elif privacy.bands != "auto":
         bands = privacy.bands
     elif earlier is not None:
-        bands = earlier.settings.bands
+        bands = len(kept)
     else:
         bands = best_of(noise_by_bands(config, units, spent))
+    column = kept if bands == len(kept) else column_of(config, bands)
     if privacy.noise_multiplier is not None:
-        return privacy.noise_multiplier, bands
+        return privacy.noise_multiplier, column
     if earlier is not None:
-        return earlier.settings.mechanism.noise_multiplier, bands
-    return _least_noise(config, units, bands, spent, config.training.steps), bands
+        return earlier.settings.mechanism.noise_multiplier, column
+    return _least_noise(config, units, column, spent, config.training.steps), column
 
 
 def _least_noise(
-    config: JobConfig, units: int, bands: int, spent: list[Segment], steps: int
+    config: JobConfig, units: int, column: Sequence[float], spent: list[Segment], steps: int
 ) -> float:
     """Find the noise multiplier that meets the target."""
     privacy = config.privacy
     assert privacy.target_epsilon is not None
     assert privacy.delta is not None
     return accounting.noise_for(
-        settings_of(config, units, 0.0, bands).mechanism,
+        settings_of(config, units, 0.0, column).mechanism,
         steps,
         target_epsilon=privacy.target_epsilon,
         delta=privacy.delta,
@@ -163,25 +180,27 @@ def _least_noise(
 def noise_by_bands(
     config: JobConfig, units: int, spent: list[Segment]
 ) -> dict[int, tuple[float, float, float]]:
-    """Return, by the number of bands, sigma and the noise of a step and of the run's sum
-    (`Mechanism.noise_of_run`), all for the target epsilon: of 1, 2, 4, … rounds, as far as the
-    rate allows."""
-    steps = max(config.training.steps, 1)
-    rate = settings_of(config, units, 0.0, 1).mechanism.sample_rate
+    """Return, by the number of bands, sigma and the noise of a step and in the exported weights
+    (`Mechanism.noise_of_run`, `noise_in_weights`), all for the target epsilon: of 1, 2, 4, …
+    rounds, as far as the rate allows."""
+    steps, shares = max(config.training.steps, 1), shares_of_steps(config)
+    rate = settings_of(config, units, 0.0, INDEPENDENT).mechanism.sample_rate
     of_rounds = {-(-steps // 2**power) for power in range(steps.bit_length() + 1)}
     found = {}
     for bands in sorted({min(bands, math.floor(1 / rate)) for bands in of_rounds}):
-        sigma = _least_noise(config, units, bands, spent, steps)
-        mechanism = settings_of(config, units, sigma, bands).mechanism
-        found[bands] = (sigma, *mechanism.noise_of_run(steps))
+        column = column_of(config, bands)
+        sigma = _least_noise(config, units, column, spent, steps)
+        mechanism = settings_of(config, units, sigma, column).mechanism
+        in_step, _ = mechanism.noise_of_run(steps)
+        found[bands] = (sigma, in_step, mechanism.noise_in_weights(shares))
     return found
 
 
 def best_of(found: dict[int, tuple[float, float, float]]) -> int:
-    """Return the bands of `noise_by_bands` with the least noise in the sum of all updates, or fewer
+    """Return the bands of `noise_by_bands` with the least noise in the exported weights, or fewer
     that are as good."""
-    least = min(in_sum for _, _, in_sum in found.values())
-    return min(bands for bands, (*_, in_sum) in found.items() if in_sum <= AS_GOOD * least)
+    least = min(in_weights for *_, in_weights in found.values())
+    return min(bands for bands, (*_, in_weights) in found.items() if in_weights <= AS_GOOD * least)
 
 
 def choose_losses(config: JobConfig, earlier: Lineage | None) -> HeldOutLosses | None:

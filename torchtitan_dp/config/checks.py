@@ -18,6 +18,7 @@ from torchtitan_dp.config.derived import (
 )
 from torchtitan_dp.config.supported import Row, out_of_range, refuse, unsupported
 from torchtitan_dp.gradients.methods import METHODS
+from torchtitan_dp.privacy.coefficients import cut_off
 from torchtitan_dp.privacy.mechanism import mechanism_of
 
 
@@ -309,7 +310,7 @@ def _methods(config: JobConfig) -> Iterator[Row]:
         noise_multiplier=1.0,
         sample_rate=0.0,
         estimates_norms=method.estimates_norms,
-        bands=2 if privacy.noise == "banded" else 1,
+        column=cut_off(2 if privacy.noise == "banded" else 1),
     )
     yield from mechanism.refusals(privacy)
     yield (

@@ -144,6 +144,7 @@ def _by_key(settings: Settings) -> dict[str, object]:
         "data.unit_field": settings.privacy_unit,
         "lora": settings.trained,
         "privacy.bands": settings.bands,
+        "privacy.bands (coefficients)": mechanism.column,
         "rope": settings.rope,
     }
 

@@ -27,7 +27,7 @@ from torchtitan_dp.distributed.devices import device_name, memory_bytes
 from torchtitan_dp.distributed.host_memory import available_bytes
 from torchtitan_dp.plan.choose import Draws, choose, show_choices, write
 from torchtitan_dp.plan.machines import MACHINES, Machine, calibrate, fields, machine_named
-from torchtitan_dp.plan.memory import DEFAULT_GIB, GIB, predicting, show_memory
+from torchtitan_dp.plan.memory import DEFAULT_GIB, GIB, predict, predicting, show_memory
 from torchtitan_dp.plan.recommend import refuse
 from torchtitan_dp.plan.report import for_programs, make_report, show
 from torchtitan_dp.selfcheck.run import start
@@ -100,7 +100,10 @@ def main(argv: list[str]) -> None:
     asked = options.memory_gib is not None or options.json
     predicts = asked and config.privacy.enable and not options.no_memory and not options.choose
     memory_gib = options.memory_gib or (machine.memory_gib if machine else DEFAULT_GIB)
-    beside = predicting(overrides, world_size, memory_gib) if predicts else nullcontext()
+    # Kept noise takes memory, and how many bands `auto` is, follows from the report.
+    waits = config.privacy.noise == "banded" and config.privacy.bands == "auto"
+    at_once = predicts and not waits
+    beside = predicting(overrides, world_size, memory_gib) if at_once else nullcontext()
     with beside as predicted:
         with exit_on_mistake():
             report = make_report(
@@ -116,6 +119,8 @@ def main(argv: list[str]) -> None:
                 print("      nothing more is predicted without privacy", file=sys.stderr)
             return
         settings, choices = report.spent.plan.settings, None
+        if waits:
+            overrides = [*overrides, f"--privacy.bands={settings.bands}"]
         if machine is not None:
             draws = Draws(settings.implied_units, settings.mechanism.sample_rate)
             with exit_on_mistake():
@@ -124,6 +129,8 @@ def main(argv: list[str]) -> None:
                 )
             show_choices(choices, config.training.steps, machine)
         memory = predicted() if predicted else None
+        if predicts and waits:
+            memory = predict(overrides, world_size, memory_gib)
     if options.write and choices:
         with exit_on_mistake():
             write(options.write, config.job.config_file, choices[0].keys)

@@ -42,6 +42,7 @@ from torchtitan_dp.models.parallelize import parallelize, trained_fsdp_modules
 from torchtitan_dp.models.parameters import trainable_parameters
 from torchtitan_dp.optimizer import MomentumSGD
 from torchtitan_dp.plan.tracker import MemoryTracker
+from torchtitan_dp.privacy.banded import StepNoise
 
 
 class _RoomyClippedSum(ClippedSum):
@@ -120,6 +121,9 @@ class Step:
             )
         with tracker.labelled("optimizer"):
             self.average = ema_of(config, self.model)
+        with tracker.labelled("earlier_noise"):
+            numel = sum(p.to_local().numel() for p in parameters.values())  # type: ignore[attr-defined]
+            self.earlier_noise = torch.empty(earlier_noises(config), numel)
         self.model.output.register_forward_pre_hook(self._enter_loss_head)
         end_stretches_at_blocks(self.model, tracker)
         self.losses = SampleLosses.on(self.model, torch.device("cpu"), dims, config)
@@ -172,7 +176,7 @@ class Step:
         with self.tracker.labelled("accumulator"):
             clipped_sum = self.clipped_sum.take()
         with self.tracker.labelled("optimizer"):
-            self.optimizer.step(clipped_sum, [(bytes(32), 1.0)])
+            self.optimizer.step(clipped_sum, StepNoise(bytes(32)))
             if self.average is not None:
                 self.average.update()
         del clipped_sum
@@ -200,6 +204,14 @@ def end_stretches_at_blocks(model: nn.Module, tracker: MemoryTracker) -> None:
 
     for block, name in zip(reversed(blocks), ended, strict=True):
         block.register_forward_hook(watch(name))
+
+
+def earlier_noises(config: JobConfig) -> int:
+    """Return how many steps' noise a chain keeps; `privacy.bands` is a number."""
+    if config.privacy.noise == "independent":
+        return 0
+    assert config.privacy.bands != "auto"
+    return config.privacy.bands - 1
 
 
 def parallel_dims(config: JobConfig) -> tuple[ParallelDims, tuple[int, int, int]]:

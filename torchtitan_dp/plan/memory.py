@@ -34,6 +34,7 @@ CATEGORIES = (
     "parameters",
     "optimizer",
     "accumulator",
+    "earlier_noise",
     "per_sample_shards",
     "activations",
     "loss_head",
@@ -235,6 +236,7 @@ def shrink(category: str, config: JobConfig) -> str:
         "optimizer": ranks,
         "accumulator": "a larger parallelism.context_parallel_degree (data_parallel_shard_degree "
         "does not help)",
+        "earlier_noise": f"fewer privacy.bands, or {ranks}",
         "per_sample_shards": "a smaller training.local_batch_size, or privacy.gradient_method = "
         "'ghost' with ghost_passes = 'two'",
         "activations": _shrink_activations(config),

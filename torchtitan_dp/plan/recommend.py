@@ -15,6 +15,7 @@ from rich.table import Column, Table
 from torchtitan_dp.checkpoint.plan import Plan
 from torchtitan_dp.checkpoint.start import Start
 from torchtitan_dp.checkpoint.terms import best_of, noise_by_bands
+from torchtitan_dp.checkpoint.workload import shares_of_steps
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import unit_word
 from torchtitan_dp.ledger import RunLog
@@ -31,8 +32,8 @@ _BANDS = "      the same, with noise correlated over steps, at the batch and ste
 _RANKS = (16, 8)  # of the adapters that a full run is compared with, the larger first
 
 WORTH_BANDS = 0.9
-"""Correlated noise is recommended where it leaves at most this share of the noise in the sum of
-all updates, a heuristic: a single step is noisier, and the learning rate has to be found anew."""
+"""Correlated noise is recommended where it leaves at most this share of the noise in the exported
+weights, a heuristic: a single step is noisier, and the learning rate has to be found anew."""
 
 
 def refuse(config: JobConfig) -> None:
@@ -80,7 +81,7 @@ class Variant:
 class Bands:
     """Noise by the number of bands, for the batch and steps that were asked for."""
 
-    rows: dict[int, tuple[float, float, float]]  # sigma; noise in a step, and in the sum, over C
+    rows: dict[int, tuple[float, float, float]]  # `noise_by_bands`
     asked: int
     scale: float  # of noise over C to its norm in the mean gradient, of a step
     steps: int
@@ -91,7 +92,7 @@ class Bands:
         best = best_of(self.rows)
         return best if self.rows[best][2] <= WORTH_BANDS * self.rows[1][2] else 1
 
-    def over_run(self, bands: int) -> float:  # averaged, in units of C
+    def over_run(self, bands: int) -> float:  # of independent noise that leaves as much, averaged
         return self.rows[bands][2] * self.scale / math.sqrt(self.steps)
 
     def sentence(self) -> str:
@@ -102,8 +103,8 @@ class Bands:
         return (
             f"noise correlated over steps: privacy.noise = 'banded', privacy.bands = {self.best}: "
             f"{self.over_run(self.best):.3g} C averaged over the run, where independent noise has "
-            f"{self.over_run(1):.3g} C; a step has {noise:.2g} times the noise, so that AdamW "
-            "wants about twice the learning rate (docs/tuning.md)"
+            f"{self.over_run(1):.3g} C; a step has {noise:.2g} times the noise, and AdamW wants "
+            "about that many times the learning rate (docs/tuning.md)"
         )
 
     def table(self) -> Table:
@@ -277,7 +278,9 @@ def weigh_bands(config: JobConfig, plan: Plan, trained: int) -> Bands | None:
         return None
     rows = noise_by_bands(config, settings.implied_units, initial_steps(plan.ledger))
     if settings.bands not in rows:
-        sigma = settings.mechanism.noise_multiplier
-        rows[settings.bands] = (sigma, *settings.mechanism.noise_of_run(plan.steps))
+        mechanism = settings.mechanism
+        in_step, _ = mechanism.noise_of_run(max(plan.steps, 1))
+        in_weights = mechanism.noise_in_weights(shares_of_steps(config))
+        rows[settings.bands] = (mechanism.noise_multiplier, in_step, in_weights)
     scale = math.sqrt(trained) / settings.expected_batch_size
     return Bands(dict(sorted(rows.items())), settings.bands, scale, max(plan.steps, 1))

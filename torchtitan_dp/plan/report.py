@@ -17,7 +17,7 @@ from torchtitan_dp.models.families import on_meta, parameter_count, trained_coun
 from torchtitan_dp.models.hugging_face import describe
 from torchtitan_dp.plan.choose import Choice
 from torchtitan_dp.plan.cost import StepCost, step_cost
-from torchtitan_dp.plan.memory import MemoryPlan
+from torchtitan_dp.plan.memory import GIB, MemoryPlan
 from torchtitan_dp.plan.recommend import Recommendation, recommend
 from torchtitan_dp.plan.signal import Noise, noise_of_run
 from torchtitan_dp.preflight.check import Checked, check_run, notices, show_records, tokenizer_lines
@@ -45,6 +45,7 @@ class Spent:
     plan: Plan
     trained: int  # parameters
     noise: Noise
+    kept_noise_gib: float  # of a rank: earlier steps', where noise is correlated
     cost: StepCost
     meaning: tuple[str, ...]  # of epsilon, for one person: sentences
     if_capped: float | None  # epsilon, were estimated norms capped; None where they are
@@ -102,10 +103,12 @@ def _spent(config: JobConfig, checked: Checked, plan: Plan, recommends: bool) ->
     target, within = config.privacy.target_epsilon, None
     if ledger.lost and plan.private and target is not None and plan.epsilon_stated > target:
         within = steps_within(plan, target)
+    _, dp_shard, cp = mesh_degrees(config)
     return Spent(
         plan=plan,
         trained=trained,
         noise=noise_of_run(mechanism, trained=trained, batch=batch, steps=plan.steps),
+        kept_noise_gib=4 * (mechanism.period - 1) * trained / (dp_shard * cp) / GIB,
         cost=step_cost(config, args, records=count, rate=mechanism.sample_rate),
         meaning=tuple(meaning.sentences(ledger.settings.unit)) if meaning else (),
         if_capped=if_capped,

@@ -80,7 +80,8 @@ def rehearse(trainer: Any) -> None:
         passed = length
         if number == 0:
             with _failing_in_one_line("an update (noise and optimizer)", config, None):
-                trainer.dp_optimizer.rehearse(trainer.clipped_sum.take())
+                column = trainer.books.settings.mechanism.column
+                trainer.dp_optimizer.rehearse(trainer.clipped_sum.take(), column)
                 _wait_for(trainer.device)
     _check_device(trainer, rungs[-1], statistics)
     trainer.clipped_sum.reset()
@@ -159,7 +160,8 @@ def _short_of(error: Exception) -> str | None:
 def _remedy(config: JobConfig, fits: int | None) -> str:
     """Return settings that need less memory, the surest first."""
     if fits is None:
-        return "what would fit: more ranks, or a smaller model"
+        bands = "fewer privacy.bands, " if config.privacy.noise == "banded" else ""
+        return f"what would fit: {bands}more ranks, or a smaller model"
     training, checkpointing = config.training, config.activation_checkpoint
     found = []
     if config.parallelism.keep_weights_gathered:

@@ -1,15 +1,13 @@
 """Noise that is correlated over steps: banded matrix factorization (BandMF), with Toeplitz bands.
 
 Step t of a chain adds w_t = ‖c‖ (C⁻¹ z)_t to its clipped sum, where z_1, z_2, … are independent
-N(0, (σC)² I), and C is lower triangular with the column c = (c_0, …, c_{b-1}) along its diagonal
-(Choquette-Choo et al. 2023, "(Amplified) Banded Matrix Factorization", section 4 and appendix A).
-The weights are the sum of the updates: noise of one step is taken back by later ones.
+N(0, (σC)² I), and C is lower triangular with the column c = (c_0, …, c_{b-1}), c_0 = 1, along its
+diagonal (Choquette-Choo et al. 2023, "(Amplified) Banded Matrix Factorization", section 4 and
+appendix A). The weights are the sum of the updates: noise of one step is taken back by later ones.
+`coefficients` finds the column.
 
-    c_k: the coefficients of (1 - x)^(-1/2), cut off after b of them (the square root of the matrix
-    of prefix sums; Fichtenberger, Henzinger and Upadhyay 2023)
-
-C⁻¹ is not banded, so a step needs the z of its whole chain. They are drawn again from their keys:
-t draws at the t-th step of a chain, and no memory.
+C⁻¹ is not banded, but C is: w_t = ‖c‖ z_t - c_1 w_{t-1} - … - c_{b-1} w_{t-b+1}. So a chain keeps
+the last b - 1 noises, in fp32, of each rank's shards, and a step draws one.
 
 Guarantee
 ---------
@@ -21,101 +19,118 @@ new chain has new z, so that draws of one unit before and after it are separate 
 steps in a row are dominated by ⌈n / b⌉ Poisson-subsampled Gaussian mechanisms of rate b q, if each
 unit is drawn with that rate at every b-th step and never otherwise (`sampling.groups_of`). C⁻¹ is
 never cut off, which would be another mechanism, of another sensitivity.
+
+The kept noise follows from z alone: no gradient is ever added to it. So its rounding is a rounding
+of z: the fp32 values are w = ‖c‖ C⁻¹ z + C⁻¹ e, with |e_t| at most (b + 1) 2⁻²³ times the sum of
+|c_k w_{t-k}|. A step that failed leaves a chain that adds nothing more.
 """
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from torchtitan_dp.privacy.keys import KeyStream, Secret
+import torch
+from torch import Tensor
 
-WeightedKey = tuple[bytes, float]
+from torchtitan_dp.privacy.keys import KeyStream, RootKey, Secret
 
+INDEPENDENT = (1.0,)
+"""The column of noise that does not depend on earlier steps'."""
 
-def column(bands: int) -> list[float]:
-    """Return c_0, …, c_{b-1}.
-
-    >>> column(4)
-    [1.0, 0.5, 0.375, 0.3125]
-    """
-    found = [1.0]
-    for k in range(1, bands):
-        found.append(found[-1] * (2 * k - 1) / (2 * k))
-    return found
+_AT_ONCE = 2**14  # values that stay in a core's cache while earlier noise is added to them
 
 
-def column_norm(bands: int) -> float:
-    """Return ‖c‖, the sensitivity of C x to one draw of a unit, over the clip norm.
+class _Kept:
+    """A chain's earlier noise: for each parameter, its newest row and the last b - 1, newest first;
+    fp32, of this rank's flat shards."""
 
-    >>> column_norm(1), round(column_norm(16), 4)
-    (1.0, 1.3942)
-    """
-    return math.sqrt(math.fsum(value**2 for value in column(bands)))
-
-
-def inverse(bands: int, steps: int) -> list[float]:
-    """Return d_0, …, the first column of C⁻¹: w_t = ‖c‖ (d_0 z_t + d_1 z_{t-1} + …).
-
-    >>> inverse(4, 5)
-    [1.0, -0.5, -0.125, -0.0625, 0.234375]
-    """
-    c, found = column(bands), [1.0]
-    for t in range(1, steps):
-        found.append(-math.fsum(c[k] * found[t - k] for k in range(1, min(bands, t + 1))))
-    return found[:steps]
+    def __init__(self, column: Sequence[float]) -> None:
+        self.column = column
+        self.noise: dict[str, tuple[int, list[Tensor]]] = {}
 
 
-def noise_in_step(bands: int, steps: int) -> float:
-    """Return the root mean square, over a chain's steps, of a step's noise over σ C.
+class StepNoise(Secret):
+    """The noise of one step, to be added once to each parameter's shard."""
 
-    >>> noise_in_step(1, 16)
-    1.0
-    """
-    variances = [value**2 for value in inverse(bands, steps)]
-    rows = math.fsum((steps - k) * variance for k, variance in enumerate(variances))
-    return column_norm(bands) * math.sqrt(rows / steps)
+    __slots__ = ("__kept", "__row", "key")
 
+    def __init__(self, key: bytes, row: int = 0, kept: _Kept | None = None) -> None:
+        """
+        Args:
+            key: the step's own 32 bytes.
+            row: of its chain, from 0.
+            kept: the chain's earlier noise; None for independent noise.
+        """
+        self.key, self.__row, self.__kept = key, row, kept
 
-def noise_in_sum(bands: int, steps: int) -> float:
-    """Return the noise in the sum of a chain's steps over that of independent noise of one σ.
+    @property
+    def is_correlated(self) -> bool:
+        """Whether it takes back noise of earlier steps."""
+        return self.__kept is not None
 
-    >>> noise_in_sum(1, 16), round(noise_in_sum(16, 16), 3)
-    (1.0, 0.486)
-    """
-    prefixes, total = [], 0.0
-    for value in inverse(bands, steps):
-        total += value
-        prefixes.append(total**2)
-    return column_norm(bands) * math.sqrt(math.fsum(prefixes) / steps)
+    def add_to(self, flat: Tensor, name: str, draw: Callable[[Tensor], None]) -> None:
+        """Add the step's noise in place to one parameter's shard, and keep it for later steps.
+
+        Args:
+            flat: fp32, shape (n,).
+            draw: adds ‖c‖ z_t, by `key`, in place to a tensor of that shape.
+
+        Raises:
+            RuntimeError: the parameter lacks noise of the step before, which has failed.
+        """
+        if self.__kept is None:
+            draw(flat)
+            return
+        column, noise = self.__kept.column, self.__kept.noise
+        if self.__row == 0:  # written at once, so that a rehearsal finds a lack of memory
+            noise[name] = -1, [torch.empty_like(flat).zero_() for _ in column[1:]]
+        row, kept = noise.pop(name, (-1, []))  # back when it is complete
+        if row != self.__row - 1:
+            raise RuntimeError(
+                f"{name} lacks noise of earlier steps, one of which failed: a chain of correlated "
+                "noise ends there"
+            )
+        own = kept.pop()
+        size = _AT_ONCE if flat.device.type == "cpu" else max(len(flat), 1)
+        for part, *parts in zip(*(shard.split(size) for shard in (own, *kept)), strict=True):
+            part.mul_(-column[-1])
+            for c, earlier in zip(column[1:-1], parts, strict=True):
+                part.add_(earlier, alpha=-c)
+        draw(own)
+        noise[name] = self.__row, [own, *kept]
+        flat.add_(own)
 
 
 class NoiseChain(Secret):
-    """The noise keys of one chain: from a start, or a load, on."""
+    """The noise of one chain: from a start, or a load, on."""
 
-    __slots__ = ("__bands", "__keys", "__last", "__stream")
+    __slots__ = ("__kept", "__last", "__row", "__stream")
 
-    def __init__(self, stream: KeyStream, bands: int) -> None:
+    def __init__(self, stream: KeyStream, column: Sequence[float]) -> None:
         """
         Args:
             stream: of a root key that no other chain has.
-            bands: b; 1 for independent noise.
+            column: c; `INDEPENDENT` for independent noise.
         """
-        self.__stream, self.__bands = stream, bands
-        self.__keys: list[bytes] = []
+        self.__stream, self.__row = stream, 0
+        self.__kept = _Kept(column) if len(column) > 1 else None
         self.__last: int | None = None
 
-    def take(self, step: int) -> Sequence[WeightedKey]:
-        """Return the keys whose noise `step` adds, with the weight of each, its own first.
+    @classmethod
+    def rehearsal(cls, column: Sequence[float]) -> "NoiseChain":
+        """Return a chain of a public key, whose noise must reach no weights."""
+        return cls(RootKey(bytes(32)).stream("noise"), column)
+
+    def take(self, step: int) -> StepNoise:
+        """Return the noise that `step` adds.
 
         Raises:
             RuntimeError: the step does not follow the one before, so that a unit's draws might be
                 fewer than b rows apart, or was taken already.
         """
-        self.__keys.append(self.__stream.take(step))
+        key = self.__stream.take(step)
         last, self.__last = self.__last, step
-        if self.__bands == 1:
-            self.__keys, own = [], self.__keys
-            return [(own[0], 1.0)]
+        if self.__kept is None:
+            return StepNoise(key)
         if last is not None and step != last + 1:
             raise RuntimeError(f"step {step} of a chain of correlated noise follows step {last}")
-        weights = inverse(self.__bands, len(self.__keys))
-        return list(zip(reversed(self.__keys), weights, strict=True))
+        row, self.__row = self.__row, self.__row + 1
+        return StepNoise(key, row, self.__kept)

@@ -6,10 +6,17 @@ its `composition` dominates a run of its steps.
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from torchtitan_dp.privacy.banded import column_norm, noise_in_step, noise_in_sum
+from torchtitan_dp.privacy.banded import INDEPENDENT
+from torchtitan_dp.privacy.coefficients import (
+    column_norm,
+    cut_off,
+    noise_in_step,
+    noise_in_weights,
+)
 from torchtitan_dp.privacy.lower_bounds import mixture_mu
 from torchtitan_dp.privacy.randomized import largest_ratio, ratios, refuse_projections
 from torchtitan_dp.privacy.segments import GaussianSteps, Mechanism
@@ -90,10 +97,12 @@ class BandedGaussian(PoissonGaussian):
         sample_rate: q, with which a unit is drawn on average over steps: b q at every b-th step.
         bands: b.
         step: the number modulo b of the one step that this is, or `IN_A_ROW`.
+        column: c_0 = 1, …, c_{b-1}; by default `coefficients.cut_off`.
     """
 
     bands: int = 2
     step: int = IN_A_ROW
+    column: tuple[float, ...] = field(default=(), hash=False)
 
     name = "banded_gaussian_of_cyclic_poisson_sampling"
     keys = (
@@ -104,10 +113,20 @@ class BandedGaussian(PoissonGaussian):
             "b: units are in b groups, of which each step draws from the next one, each unit with "
             "probability b q; noise is correlated over steps by a matrix of b bands. 1: it is not.",
         ),
+        (
+            "column",
+            list[float],
+            "c: the coefficients of these bands, chosen at the run's first start (docs/privacy.md);"
+            " ε does not depend on them: noise is scaled by their norm.",
+        ),
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # Frozen; lists are what files have, and none those of before columns were chosen.
+        object.__setattr__(self, "column", tuple(self.column) or cut_off(self.bands))
+        if len(self.column) != self.bands or self.column[0] != 1:
+            raise ValueError(f"{self.bands} bands with the coefficients {self.column}")
         if self.draw_rate > 1:
             raise ValueError(
                 f"privacy.bands = {self.bands}: each unit would be drawn with probability "
@@ -128,11 +147,14 @@ class BandedGaussian(PoissonGaussian):
 
     @property
     def noise_of_step(self) -> float:
-        return self.noise_multiplier * column_norm(self.bands)
+        return self.noise_multiplier * column_norm(self.column)
 
     def noise_of_run(self, steps: int) -> tuple[float, float]:
-        shares = noise_in_step(self.bands, steps), noise_in_sum(self.bands, steps)
-        return self.noise_multiplier * shares[0], self.noise_multiplier * shares[1]
+        in_step = self.noise_multiplier * noise_in_step(self.column, steps)
+        return in_step, self.noise_in_weights([1.0] * steps)
+
+    def noise_in_weights(self, shares: Sequence[float]) -> float:
+        return self.noise_multiplier * noise_in_weights(self.column, shares)
 
     def at(self, step: int) -> Mechanism:
         return dataclasses.replace(self, step=step % self.bands)
@@ -140,14 +162,18 @@ class BandedGaussian(PoissonGaussian):
     def at_any(self) -> Mechanism:
         return dataclasses.replace(self, step=IN_A_ROW)
 
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> Mechanism:
+        return super().from_fields({"column": (), **fields})
+
     @property
     def noise(self) -> str:
         return f"noise correlated over steps, {self.bands} bands"
 
     def refusals(self, privacy: Privacy) -> list[tuple[bool, str]]:
         line = (
-            "privacy.secure_noise: with privacy.noise = 'banded' a step adds the noise of several "
-            "keys, whose sum on the grid is not proven; set it to false, or privacy.noise to "
+            "privacy.secure_noise: with privacy.noise = 'banded' a step takes back earlier noise, "
+            "and their sum on the grid is not proven; set it to false, or privacy.noise to "
             "'independent'"
         )
         return [(privacy.secure_noise, line)]
@@ -264,19 +290,21 @@ def mechanism_of(
     noise_multiplier: float,
     sample_rate: float,
     estimates_norms: bool,
-    bands: int = 1,
+    column: Sequence[float] = INDEPENDENT,
 ) -> Mechanism:
     """Return the mechanism that the configuration asks for.
 
     Args:
         estimates_norms: whether the gradient method estimates norms.
-        bands: b; 1 for independent noise.
+        column: of correlated noise, with as many bands.
     """
     rates = noise_multiplier, sample_rate
     norms = (privacy.projections, privacy.norm_estimator) if estimates_norms else (0, "exact")
     if estimates_norms and privacy.underestimates == "accounted":
         return EstimatedNorms(*rates, *norms)
-    return PoissonGaussian(*rates, *norms) if bands == 1 else BandedGaussian(*rates, *norms, bands)
+    if len(column) == 1:
+        return PoissonGaussian(*rates, *norms)
+    return BandedGaussian(*rates, *norms, bands=len(column), column=tuple(column))
 
 
 def from_fields(fields: dict[str, Any]) -> Mechanism:

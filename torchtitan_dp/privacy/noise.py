@@ -43,16 +43,13 @@ _COMPILED_CHUNK = 2**30
 
 
 @torch.no_grad()
-def add_gaussian_noise_(
-    flat: Tensor, *, std: float, key: bytes, name: str, start: int, weight: float = 1.0
-) -> None:
-    """Add N(0, std^2), times a weight, in place to one shard of a parameter's gradient.
+def add_gaussian_noise_(flat: Tensor, *, std: float, key: bytes, name: str, start: int) -> None:
+    """Add N(0, std^2) in place to one shard of a parameter's gradient.
 
     Args:
         flat: fp32, shape (n,): positions [start, start + n) of the whole flattened parameter.
         key: the 32 bytes of this step, from `keys.KeyStream.take`.
         name: the parameter's canonical name, without wrappers' prefixes.
-        weight: of any sign, as correlated noise has it.
 
     Raises:
         ValueError: `flat` is not a vector of fp32, or `std` is negative or not finite.
@@ -67,9 +64,9 @@ def add_gaussian_noise_(
     if std == 0 or flat.numel() == 0:
         return
     if flat.device.type == "cpu":
-        _add_philox(flat, std * weight, cipher_key(key, "philox4x64", name), start)
+        _add_philox(flat, std, cipher_key(key, "philox4x64", name), start)
     else:
-        _add_threefry(flat, std * weight, threefry_key(key, name, flat.device), start)
+        _add_threefry(flat, std, threefry_key(key, name, flat.device), start)
 
 
 def check_arguments(flat: Tensor, *, std: float, key: bytes, name: str, start: int) -> None:

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from torchtitan_dp.privacy.banded import INDEPENDENT
 from torchtitan_dp.privacy.randomized import Ratios
 from torchtitan_dp.privacy.settings import Privacy
 
@@ -129,6 +130,11 @@ class Mechanism(ABC):
         return 1
 
     @property
+    def column(self) -> tuple[float, ...]:
+        """c, by which a step takes back earlier noise (`banded`); (1,) where it does not."""
+        return INDEPENDENT
+
+    @property
     def group(self) -> int | None:
         """The group of units that this mechanism's one step draws from: the step's number modulo b;
         None for steps in a row."""
@@ -148,6 +154,11 @@ class Mechanism(ABC):
         """Return the standard deviation, over C, of the noise of a step in a run of so many, as a
         root mean square, and that of the sum of all steps over sqrt(steps)."""
         return self.noise_multiplier, self.noise_multiplier
+
+    def noise_in_weights(self, shares: Sequence[float]) -> float:
+        """Return the standard deviation, over C, of independent noise that would leave as much in
+        weights in which each step's has one of these shares."""
+        return self.noise_multiplier
 
     def at(self, step: int) -> "Mechanism":
         """Return the mechanism of the one step with this number."""

@@ -40,12 +40,13 @@ class Privacy:
     noise: Literal["independent", "banded"] = "independent"
     """`independent`: each step adds noise of its own. `banded` (BandMF): noise is correlated over
     steps, so that much of it cancels in the sum of updates, and units are in `bands` groups that
-    take turns; wants about twice the learning rate (docs/tuning.md)."""
+    take turns; AdamW wants twice the learning rate or more (docs/tuning.md)."""
 
     bands: int | Literal["auto"] = "auto"
     """For `banded`, b: a unit is drawn at every b-th step at most, with b times the rate; at most
-    1 / the sample rate. `auto`: of 1, 2, 4, … rounds of groups in the run, those with the least
-    noise in the sum of all updates at `target_epsilon`, which the plan names."""
+    1 / the sample rate. A rank keeps b - 1 fp32 values for each that it trains. `auto`: of 1, 2, 4,
+    … rounds of groups in the run, the fewest within 10% of the least noise in the exported weights
+    at `target_epsilon`, which the plan names."""
 
     sample_rate: float | None = None
     """q: the public probability that a unit (by default a record) takes part in a step. By default

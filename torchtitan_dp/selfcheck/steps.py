@@ -22,6 +22,7 @@ from torchtitan_dp.gradients.operands import Products
 from torchtitan_dp.gradients.randomized_norm import RandomizedNorms, first_number
 from torchtitan_dp.models.parameters import canonical_name, local_part
 from torchtitan_dp.optimizer import MomentumSGD
+from torchtitan_dp.privacy.banded import StepNoise
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.noise import add_gaussian_noise_, standard_normal
 from torchtitan_dp.privacy.secure_noise import add_secure_gaussian_noise_
@@ -169,7 +170,7 @@ class Trained(Small):
     def update(self, key: bytes) -> Gradient:
         """Take a step on the sum; return the whole gradient that the optimizer got, on the CPU."""
         taken = self.step.clipped_sum.take()
-        self._dp_optimizer.step(taken, [(key, 1.0)])  # overwrites `taken`
+        self._dp_optimizer.step(taken, StepNoise(key))  # overwrites `taken`
         return self.total(taken)
 
     def noise(self, name: str, key: bytes) -> Tensor:
