@@ -301,7 +301,7 @@ def _noise(timed: _Clock, device: torch.device) -> float:
     from torchtitan_dp.privacy.noise import add_gaussian_noise_
 
     flat = torch.zeros(2**20, device=device)
-    terms = dict(std=1.0, key=bytes(32), name="calibration", start=0, weight=1.0)
+    terms = dict(std=1.0, key=bytes(32), name="calibration", start=0)
     return flat.numel() / timed(lambda: add_gaussian_noise_(flat, **terms))  # type: ignore[arg-type]
 
 
