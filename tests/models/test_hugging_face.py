@@ -130,7 +130,10 @@ def test_released_models_are_the_flavors(tmp_path, name):
     assert parameter_count(read) == parameter_count(flavor) == size
     shapes = [{n: p.shape for n, p in on_meta(a).state_dict().items()} for a in (read, flavor)]
     assert shapes[0] == shapes[1]
-    same = {"multiple_of": 0, "ffn_dim_multiplier": None}  # two ways to one hidden size
+    assert read.rope_parameters() == flavor.rope_parameters()
+    # Two ways to one hidden size, and to these rotary embeddings.
+    same = {"multiple_of": 0, "ffn_dim_multiplier": None, "rope": None, "rope_scaling_args": None}
+    same["rope_theta"] = 0
     assert dataclasses.replace(read, **same) == dataclasses.replace(flavor, **same)
 
 
@@ -200,12 +203,10 @@ BAD_CONFIGS: dict[str, dict] = {  # what is said -> what `config.json` has
     "num_key_value_heads = 3: must divide the 4 heads": {"num_key_value_heads": 3},
     "hidden_size = missing": {"hidden_size": None},
     'intermediate_size = "100"': {"intermediate_size": "100"},
-    'rope_scaling.rope_type = "dynamic"': {
+    'rope_parameters.rope_type = "dynamic"': {
         "rope_parameters": None,
         "rope_scaling": {"type": "dynamic", "factor": 2.0},
     },
-    "rope_parameters.factor = missing": {"rope_parameters": {**SCALED, "factor": None}},
-    "high_freq_factor = 1.0": {"rope_parameters": {**SCALED, "high_freq_factor": 1.0}},
     "partial_rotary_factor = 0.5": {"partial_rotary_factor": 0.5},
 }
 

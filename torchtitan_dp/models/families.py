@@ -16,7 +16,7 @@ from torchtitan_dp.models.causal_lm import model as causal_lm
 from torchtitan_dp.models.causal_lm import settings
 from torchtitan_dp.models.llama3 import model as llama3
 from torchtitan_dp.models.lora import LoRA
-from torchtitan_dp.models.rope import Scaling
+from torchtitan_dp.models.rope import Rope
 
 
 class ModelArgs(Protocol):
@@ -30,8 +30,6 @@ class ModelArgs(Protocol):
     max_seq_len: int
     tie_embeddings: bool
     lora: LoRA | None
-    rope: Scaling | None
-    rope_theta: float
 
     @property
     def head_size(self) -> int:
@@ -43,6 +41,12 @@ class ModelArgs(Protocol):
 
     def computed_with(self) -> dict[str, Any]:
         """Return what the model computes with beside its weights and adapters, as JSON has it."""
+
+    def rope_parameters(self) -> Rope:
+        """Return the rotary embeddings, as a `config.json` has them."""
+
+    def set_rope(self, rope: Rope, window: int) -> None:
+        """Set other rotary embeddings, and the positions up to which they serve."""
 
     def windows(self) -> list[int | None]:
         """List the tokens that each layer attends to; None for all."""

@@ -34,7 +34,7 @@ from torchtitan_dp.models.families import (
     trained_count,
 )
 from torchtitan_dp.models.lora import lora_of
-from torchtitan_dp.models.rope import scaling_of
+from torchtitan_dp.models.rope import rope_of
 
 INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -52,20 +52,9 @@ def shape(config: JobConfig) -> ModelArgs:
     """
     args = _given_shape(config)
     args.lora = lora_of(config)
-    _set_rope(args, config)
+    if rope_in_words(config) != AS_GIVEN:
+        args.set_rope(*rope_of(config, args.rope_parameters(), args.max_seq_len))
     return args
-
-
-def _set_rope(args: ModelArgs, config: JobConfig) -> None:
-    """Set the rotary embeddings of `[rope]`, in place, and the window that follows."""
-    if rope_in_words(config) == AS_GIVEN:
-        return
-    args.rope_theta = config.rope.theta or args.rope_theta
-    if (scaling := scaling_of(config)) is not None:
-        args.rope = scaling
-        args.max_seq_len = scaling.window(args.max_seq_len)
-    if config.rope.factor is None:  # theta alone: the window is where it is trained
-        args.max_seq_len = max(args.max_seq_len, config.training.seq_len)
 
 
 def _given_shape(config: JobConfig) -> ModelArgs:
@@ -173,14 +162,12 @@ def export_settings(config: JobConfig, args: ModelArgs) -> dict[str, Any]:
     return {**settings, **dict.fromkeys(named, dtype)}
 
 
-_ROPE_KEYS = ("rope_theta", "rope_scaling", "max_position_embeddings")
-
-
 def _with_rope_of(settings: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """Return the given `config.json` with the rotary embeddings of the `new` one."""
-    older = ("rope_parameters", "original_max_position_embeddings")
-    kept = {key: value for key, value in settings.items() if key not in older}
-    return {**kept, **{key: new[key] for key in _ROPE_KEYS}}
+    windows = ("max_position_embeddings", "original_max_position_embeddings")
+    keys = ("rope_theta", "rope_scaling", "rope_parameters", *windows)
+    kept = {key: value for key, value in settings.items() if key not in keys}
+    return {**kept, **{key: new[key] for key in keys if key in new}}
 
 
 def check_weights(problem: str, folder: str, args: ModelArgs) -> None:

@@ -1,7 +1,7 @@
 """The parts of a model for private training that are the same in every family.
 
 A family has three classes, each with TorchTitan's own as the second base: arguments with
-`PrivateArgs`, a model with `PrivateModel`, which adds its table of rotary embeddings, and with
+`PrivateArgs`, a model with `PrivateModel`, which adds its rotary embeddings, and with
 `PrivateAdapter` the conversion of its weights to Hugging Face's names and back.
 """
 
@@ -33,7 +33,6 @@ from torchtitan_dp.models.lora import (
 from torchtitan_dp.models.loss import per_sample_loss, token_losses
 from torchtitan_dp.models.loss_head import LossHead
 from torchtitan_dp.models.parameters import canonical_name, copy_slice_, in_threads
-from torchtitan_dp.models.rope import Scaling
 
 
 @dataclass
@@ -42,8 +41,6 @@ class PrivateArgs:
 
     tie_embeddings: bool = False
     lora: LoRA | None = None
-    rope: Scaling | None = None
-    """A scaling of rotary embeddings; None for the family's own table."""
     init_seed: int = 0
     draw_weights: bool = True
     """Whether `init_weights` draws the weights. If not, they are NaN until they are loaded, which
@@ -105,11 +102,10 @@ class PrivateAdapter:
 class PrivateModel(nn.Module):
     """A decoder with per-sample losses, adapters, and initial weights that depend on no mesh."""
 
-    rotary_name: str
-    """The name of the buffer of rotary embeddings."""
     model_args: Any
     tok_embeddings: nn.Embedding
     layers: Any  # the blocks, an nn.ModuleDict
+    freqs_cis: Tensor  # rotary embeddings, complex, by position
     draws_at_once: int | None = None
     """Threads of `init_weights`; None for PyTorch's number."""
     norm: nn.Module
@@ -126,10 +122,6 @@ class PrivateModel(nn.Module):
             self.output.weight = self.tok_embeddings.weight
         if model_args.lora is not None:
             add_adapters(self, self.layers, model_args.lora)
-
-    def rotary_table(self) -> Tensor:
-        """Compute the buffer of rotary embeddings, by position."""
-        raise NotImplementedError
 
     def forward(
         self,
@@ -149,8 +141,7 @@ class PrivateModel(nn.Module):
             return super().forward(tokens, attention_masks, positions)  # type: ignore[misc]
         h_BTD = self.tok_embeddings(tokens)
         # Gathered once for all layers: samples have the same positions.
-        rotary = getattr(self, self.rotary_name)
-        rotary = rotary if positions is None else rotary[positions[0]]
+        rotary = self.freqs_cis if positions is None else self.freqs_cis[positions[0]]
         for layer in self.layers.values():
             with self.around_block(h_BTD):
                 h_BTD = layer(h_BTD, rotary, attention_masks)
@@ -203,9 +194,8 @@ class PrivateModel(nn.Module):
         self.around_block = around
 
     def compute_rotary(self, device: torch.device | None = None) -> None:
-        """Set the buffer of rotary embeddings, on its own device by default."""
-        with torch.device(device or getattr(self, self.rotary_name).device):
-            setattr(self, self.rotary_name, self.rotary_table())
+        """Set the buffers of rotary embeddings, on their own device by default."""
+        raise NotImplementedError
 
     @torch.no_grad()
     def init_weights(self, buffer_device: torch.device | None = None) -> None:

@@ -190,7 +190,6 @@ def test_modules_stay_in_eval_mode():
     [
         ("--compile.enable", "set it to false"),
         ("--privacy.no-enable", "parallelism.data_parallel_replicate_degree = 2: without privacy"),
-        ("--rope.theta=1e6", r"edit rope_parameters in config.json"),
     ],
 )
 def test_settings_of_a_run(override, said):

@@ -12,10 +12,10 @@ from torchtitan.protocols.model import BaseModelArgs
 
 from torchtitan_dp.data.tokenizer import Tokenizer
 from torchtitan_dp.models.causal_lm.transformers_private import attends_by_name
-from torchtitan_dp.models.config_json import Reader
+from torchtitan_dp.models.config_json import SIZES, Reader, configuration
 from torchtitan_dp.models.private import PrivateArgs
+from torchtitan_dp.models.rope import Rope
 
-_INSTALL = "pip install 'torchtitan-dp[transformers]'"
 _LAYERS = ("full_attention", "sliding_attention")
 # Of the file and of what is generated, not of the model.
 _NOT_OF_THE_MODEL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
@@ -48,22 +48,17 @@ class CausalLMArgs(PrivateArgs, BaseModelArgs):
     head_dim: int = 0
     vocab_size: int = 0
     max_seq_len: int = 0
-    rope_theta: float = 0.0  # of `[rope]`, which this family does not take
 
     @classmethod
     def of(cls, config: Any) -> "CausalLMArgs":
         """Return the arguments of a configuration of transformers."""
         heads = config.num_attention_heads
+        sizes = {ours: getattr(config, key) for ours, key in SIZES.items() if ours != "n_kv_heads"}
         return cls(
             settings={k: v for k, v in config.to_dict().items() if k not in _NOT_OF_THE_MODEL},
-            dim=config.hidden_size,
-            n_layers=config.num_hidden_layers,
-            n_heads=heads,
             n_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            vocab_size=config.vocab_size,
-            max_seq_len=config.max_position_embeddings,
-            tie_embeddings=bool(config.tie_word_embeddings),
+            **sizes,
         )
 
     @property
@@ -72,6 +67,22 @@ class CausalLMArgs(PrivateArgs, BaseModelArgs):
 
     def computed_with(self) -> dict[str, Any]:
         return self.settings
+
+    def rope_parameters(self) -> Rope:
+        return self.settings.get("rope_parameters") or {}
+
+    def set_rope(self, rope: Rope, window: int) -> None:
+        settings = self.settings | {"rope_parameters": rope, "max_position_embeddings": window}
+        try:
+            found = configuration(settings).rope_parameters
+        except (KeyError, ValueError):  # the family has no such type, or each layer has its own
+            found = {}
+        if "rope_theta" not in self.rope_parameters() or not rope.items() <= found.items():
+            raise ValueError(
+                f"rope: transformers' {settings['model_type']} has other terms of rotary "
+                "embeddings; leave [rope] out, and edit rope_parameters in config.json"
+            )
+        self.settings, self.max_seq_len = settings, window
 
     def config(self) -> Any:
         """Return a new configuration of transformers."""
@@ -85,7 +96,7 @@ class CausalLMArgs(PrivateArgs, BaseModelArgs):
         for key in _by_layer(settings):
             settings[key] = (settings[key] * -(-self.n_layers // layers))[: self.n_layers]
         known = {key: value for key, value in sizes.items() if key in settings}
-        return _configuration(settings | known)
+        return configuration(settings | known)
 
     def with_heads(self, heads: int, kv_heads: int, **changes: Any) -> Any:
         """Return the arguments of a small model of the same class and settings, of so many heads.
@@ -127,9 +138,8 @@ class CausalLMArgs(PrivateArgs, BaseModelArgs):
             "hidden_size": self.head_dim * heads,
             "vocab_size": vocabulary,
         }
-        small = CausalLMArgs.of(
-            _configuration(settings | {k: v for k, v in sizes.items() if k in settings})
-        )
+        known = {key: value for key, value in sizes.items() if key in settings}
+        small = CausalLMArgs.of(configuration(settings | known))
         small.max_seq_len, small.lora, small.init_seed = tokens, self.lora, self.init_seed
         return small
 
@@ -185,23 +195,11 @@ def _ropes(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield found
 
 
-def _configuration(settings: dict[str, Any]) -> Any:
-    """Build transformers' configuration of a `config.json`."""
-    from transformers import CONFIG_MAPPING
-
-    return CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
-
-
 def read_args(settings: dict[str, Any], path: str, key: str) -> CausalLMArgs:
     """Return the arguments of the model of a `config.json`; arguments and errors as `Reader`."""
-    try:
-        from transformers import CONFIG_MAPPING
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    except ImportError:
-        raise ValueError(
-            f"{key}: {path} is of a model that transformers computes, which is not installed; "
-            + _INSTALL
-        ) from None
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     read = Reader(settings, path, key, _SUPPORTED)
     kind = str(settings.get("model_type"))
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
@@ -214,13 +212,11 @@ def read_args(settings: dict[str, Any], path: str, key: str) -> CausalLMArgs:
     for size in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
         if size in settings:
             read.size(size)
+    config = read.configuration()
     try:
-        config = _configuration(settings)
         args = CausalLMArgs.of(config)
     except (AttributeError, RuntimeError):  # none of that name, or another for each layer
         read.refuse("model_type", kind, "a size has another name, or differs from layer to layer")
-    except Exception as error:  # classes check their settings by errors of many kinds
-        read.refuse("model_type", kind, f"transformers cannot read it ({error})")
     if "num_hidden_layers" not in args.settings:  # other names, of models from before Llama
         read.refuse("model_type", kind, "its sizes have names that are not built")
     if isinstance(wide := args.settings.get("intermediate_size"), list):
