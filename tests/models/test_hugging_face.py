@@ -28,7 +28,7 @@ from torchtitan_dp.checkpoint.start import decide_start, decision
 from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.models import hugging_face_weights
 from torchtitan_dp.models.families import FAMILIES, on_meta, parameter_count
-from torchtitan_dp.models.hugging_face import INDEX_FILE, shape
+from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.llama3.model import FLAVORS, Llama, feed_forward_size
 from torchtitan_dp.models.parameters import first_overflow
@@ -251,7 +251,9 @@ def quantize(path):
 
 
 BROKEN = {
-    "model-00001-of-": lambda folder: min(folder.glob("model-*.safetensors")).unlink(),
+    "is in none of its *.safetensors; download all": lambda folder: min(
+        folder.glob("model-*.safetensors")
+    ).unlink(),
     "model.layers.2.": lambda folder: edit_config(folder, num_hidden_layers=3),
     "has shape [100, 48], but the model's is [96, 48]": lambda folder: edit_config(
         folder, intermediate_size=96
@@ -260,7 +262,6 @@ BROKEN = {
     "broken": lambda folder: spoil(folder, lambda path: path.write_bytes(path.read_bytes()[:100])),
     "has no *.safetensors": lambda folder: spoil(folder, lambda path: path.unlink()),
     "it is an adapter, not a whole model; release its run with --merged": replace_by_an_adapter,
-    "index.json is broken": lambda folder: (folder / INDEX_FILE).write_text("[]"),
     "config.json cannot be read": lambda folder: (folder / "config.json").write_text("{"),
 }
 

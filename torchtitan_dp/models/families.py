@@ -6,56 +6,15 @@ A family is a module (`llama3/model.py`) and an entry of `FAMILIES`, by `model.n
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.nn as nn
 
 from torchtitan_dp.data.tokenizer import Tokenizer
 from torchtitan_dp.models.causal_lm import model as causal_lm
 from torchtitan_dp.models.causal_lm import settings
 from torchtitan_dp.models.llama3 import model as llama3
-from torchtitan_dp.models.lora import LoRA
-from torchtitan_dp.models.rope import Rope
-
-
-class ModelArgs(Protocol):
-    """The arguments of any family, as far as the package reads them."""
-
-    dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int | None
-    vocab_size: int
-    max_seq_len: int
-    tie_embeddings: bool
-    lora: LoRA | None
-
-    @property
-    def head_size(self) -> int:
-        """The size of a head of queries or keys."""
-
-    @property
-    def share_of_experts(self) -> float:
-        """The share of the experts that a token is computed by; 1 without experts."""
-
-    def computed_with(self) -> dict[str, Any]:
-        """Return what the model computes with beside its weights and adapters, as JSON has it."""
-
-    def rope_parameters(self) -> Rope:
-        """Return the rotary embeddings, as a `config.json` has them."""
-
-    def set_rope(self, rope: Rope, window: int) -> None:
-        """Set other rotary embeddings, and the positions up to which they serve."""
-
-    def windows(self) -> list[int | None]:
-        """List the tokens that each layer attends to; None for all."""
-
-    def with_heads(self, heads: int, kv_heads: int, **changes: Any) -> Any:
-        """Return the arguments of a narrower model, of so many heads of this one's size."""
-
-    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, float]:
-        """Return the number of parameters and the FLOPs of a token (TorchTitan's own count)."""
+from torchtitan_dp.models.private import ModelArgs
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,6 @@ from torchtitan_dp.models.families import (
 from torchtitan_dp.models.lora import lora_of
 from torchtitan_dp.models.rope import rope_of
 
-INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 _TRAINED_DTYPES = ("F32", "BF16", "F16")
 
@@ -185,7 +184,7 @@ def check_weights(problem: str, folder: str, args: ModelArgs) -> None:
     expected = family_of(args).adapter(args, None).to_hf(on_meta(args).state_dict())
     for name, tensor in expected.items():
         if name not in found:
-            remedy = "take all files of one model"
+            remedy = "download all files of one model"
             if args.share_of_experts < 1:
                 remedy += (
                     ", with all experts in one tensor, not a key for each: transformers' "
@@ -206,7 +205,7 @@ def check_weights(problem: str, folder: str, args: ModelArgs) -> None:
 
 
 def _safetensors(problem: str, folder: str) -> list[str]:
-    """List the files of weights, all that the index names among them."""
+    """List the files of weights. Their index is not read: they name their tensors themselves."""
     names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
     if names == [ADAPTER_FILE]:
         raise ValueError(
@@ -215,15 +214,4 @@ def _safetensors(problem: str, folder: str) -> list[str]:
         )
     if not names:
         raise ValueError(f"{problem}: it has no *.safetensors; download the model's weights")
-    index = os.path.join(folder, INDEX_FILE)
-    if os.path.exists(index):
-        try:
-            with open(index, encoding="utf-8") as file:
-                listed = set(json.load(file)["weight_map"].values())
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ValueError(f"{problem}: its {INDEX_FILE} is broken; download it again") from error
-        if missing := sorted(listed - set(names)):
-            raise ValueError(
-                f"{problem}: {missing[0]}, which its {INDEX_FILE} names, is missing; download it"
-            )
     return [os.path.join(folder, name) for name in names]

@@ -24,7 +24,6 @@ from torchtitan_dp.models.families import ModelArgs, family_of
 from torchtitan_dp.models.hugging_face import (
     ADAPTER_FILE,
     CONFIG_FILE,
-    INDEX_FILE,
     export_settings,
     shape,
 )
@@ -36,6 +35,7 @@ from torchtitan_dp.process import write_atomically
 
 EXPORT_FOLDER = "hf"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
+INDEX_FILE = "model.safetensors.index.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",

@@ -1,7 +1,7 @@
 """The parts of a model for private training that are the same in every family.
 
 A family has three classes, each with TorchTitan's own as the second base: arguments with
-`PrivateArgs`, a model with `PrivateModel`, which adds its rotary embeddings, and with
+`ModelArgs`, a model with `PrivateModel`, which adds its rotary embeddings, and with
 `PrivateAdapter` the conversion of its weights to Hugging Face's names and back.
 """
 
@@ -33,10 +33,22 @@ from torchtitan_dp.models.lora import (
 from torchtitan_dp.models.loss import per_sample_loss, token_losses
 from torchtitan_dp.models.loss_head import LossHead
 from torchtitan_dp.models.parameters import canonical_name, copy_slice_, in_threads
+from torchtitan_dp.models.rope import Rope
+
+
+class _Sizes:
+    """The fields of each family's arguments, as far as the package reads them."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int | None
+    vocab_size: int
+    max_seq_len: int
 
 
 @dataclass
-class PrivateArgs:
+class ModelArgs(_Sizes):
     """Arguments beside TorchTitan's: tied embeddings, adapters, and how weights are initialized."""
 
     tie_embeddings: bool = False
@@ -51,16 +63,26 @@ class PrivateArgs:
     @property
     def head_size(self) -> int:
         """The size of a head of queries or keys."""
-        return int(self.dim // self.n_heads)  # type: ignore[attr-defined]
+        return int(self.dim // self.n_heads)
 
     @property
     def share_of_experts(self) -> float:
-        """The share of the experts that a token is computed by; 1 without experts."""
+        """The share of the experts that a token is computed by; 1 without experts, or under names
+        that are not known."""
         return 1.0
 
     def windows(self) -> list[int | None]:
         """List the tokens that each layer attends to; None for all."""
-        return [None] * self.n_layers  # type: ignore[attr-defined]
+        return [None] * self.n_layers
+
+    def rope_parameters(self) -> Rope:
+        """Return the rotary embeddings, as a `config.json` has them."""
+        raise NotImplementedError
+
+    def set_rope(self, rope: Rope, window: int) -> None:
+        """Set other rotary embeddings, and the positions up to which they serve. Raises ValueError,
+        one line for the user, where the family computes others."""
+        raise NotImplementedError
 
     def computed_with(self) -> dict[str, Any]:
         """Return what the model computes with beside its weights and adapters, as JSON has it."""
@@ -78,11 +100,17 @@ class PrivateArgs:
         self.lora = lora_of(job_config)
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-        """Count parameters, and a token's FLOPs without the gradients of frozen weights."""
-        parameters, flops = super().get_nparams_and_flops(model, seq_len)  # type: ignore[misc]
-        embeddings = {id(p) for p in model.tok_embeddings.parameters()}  # type: ignore[union-attr]
-        of_products = (p for p in model.parameters() if id(p) not in embeddings)
-        return parameters, flops - 2 * sum(p.numel() for p in of_products if not p.requires_grad)
+        """Count parameters, and a token's FLOPs as TorchTitan does, without the gradients of frozen
+        weights, with a tied output layer's products; of experts, those that it takes."""
+        active, total = 0.0, 0
+        embedding = model.get_parameter("tok_embeddings.weight")
+        for parameter in model.parameters():
+            share = self.share_of_experts if parameter.dim() == 3 else 1.0
+            if parameter is not embedding or self.tie_embeddings:
+                active += share * parameter.numel() * (6 if parameter.requires_grad else 4)
+            total += parameter.numel()
+        scores = 12 * self.n_layers * self.n_heads * self.head_size * seq_len
+        return total, int(active) + scores
 
 
 class PrivateAdapter:

@@ -3,17 +3,17 @@
 A setting that would be computed otherwise than transformers does is refused by its key.
 """
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.nn as nn
 from torchtitan.protocols.model import BaseModelArgs
 
 from torchtitan_dp.data.tokenizer import Tokenizer
 from torchtitan_dp.models.causal_lm.transformers_private import attends_by_name
 from torchtitan_dp.models.config_json import SIZES, Reader, configuration
-from torchtitan_dp.models.private import PrivateArgs
+from torchtitan_dp.models.private import ModelArgs
 from torchtitan_dp.models.rope import Rope
 
 _LAYERS = ("full_attention", "sliding_attention")
@@ -37,7 +37,7 @@ _SUPPORTED = (
 
 
 @dataclass
-class CausalLMArgs(PrivateArgs, BaseModelArgs):
+class CausalLMArgs(ModelArgs, BaseModelArgs):
     """A `config.json`, all defaults filled in, and the sizes in it that the package reads."""
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class CausalLMArgs(PrivateArgs, BaseModelArgs):
 
         It has a layer of each kind, and windows and trained lengths below its `max_seq_len`.
         """
-        settings = dict(self.settings)
+        settings = copy.deepcopy(self.settings)
         tokens, vocabulary = changes["max_seq_len"], changes["vocab_size"]
         kinds = list(zip(*(settings[key] for key in _by_layer(settings)), strict=True))
         chosen = sorted({kinds.index(kind) for kind in kinds})
@@ -143,19 +143,7 @@ class CausalLMArgs(PrivateArgs, BaseModelArgs):
         small.max_seq_len, small.lora, small.init_seed = tokens, self.lora, self.init_seed
         return small
 
-    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-        """Count parameters, and a token's FLOPs as TorchTitan does; of experts, those it takes."""
-        active, total = 0.0, 0
-        for name, parameter in model.named_parameters():
-            share = self.share_of_experts if parameter.dim() == 3 else 1.0
-            if "embed_tokens" not in name or self.tie_embeddings:
-                active += share * parameter.numel() * (6 if parameter.requires_grad else 4)
-            total += parameter.numel()
-        scores = 12 * self.n_layers * self.n_heads * self.head_dim * seq_len
-        return total, int(active) + scores
-
     def windows(self) -> list[int | None]:
-        """List the tokens that each layer attends to; None for all."""
         window = self.settings.get("sliding_window")
         kinds = self.config().to_dict().get("layer_types")
         if not kinds:
@@ -173,8 +161,6 @@ class CausalLMArgs(PrivateArgs, BaseModelArgs):
 
     @property
     def share_of_experts(self) -> float:
-        """The share of the experts that a token is computed by; 1 without experts, or under names
-        that are not known."""
         experts = next((self.settings[k] for k in _EXPERTS if self.settings.get(k)), 0)
         taken = self.settings.get("num_experts_per_tok")
         return taken / experts if taken and experts else 1.0

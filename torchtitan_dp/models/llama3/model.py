@@ -17,12 +17,12 @@ from torchtitan_dp.models.config_json import SIZES, Reader
 from torchtitan_dp.models.feed_forward import Tiling
 from torchtitan_dp.models.llama3.tiles import use_tiles
 from torchtitan_dp.models.parameters import TIED_OUTPUT
-from torchtitan_dp.models.private import PrivateAdapter, PrivateArgs, PrivateModel
+from torchtitan_dp.models.private import ModelArgs, PrivateAdapter, PrivateModel
 from torchtitan_dp.models.rope import Rope, frequencies, rotary_table
 
 
 @dataclass
-class LlamaArgs(PrivateArgs, TransformerModelArgs):
+class LlamaArgs(ModelArgs, TransformerModelArgs):
     """The arguments of a Llama."""
 
     rope: Rope | None = None
