@@ -28,7 +28,7 @@ from torchtitan_dp.data.tokenizer import ByteTokenizer
 from torchtitan_dp.ledger.settings import Settings
 from torchtitan_dp.models.hugging_face import export_settings, shape
 from torchtitan_dp.models.hugging_face_weights import export
-from torchtitan_dp.models.llama3.model import FLAVORS, Llama, new_settings, read_args
+from torchtitan_dp.models.llama3.model import FLAVORS, Llama, read_args
 from torchtitan_dp.models.lora import LoRA
 from torchtitan_dp.preflight.check import notices
 
@@ -69,7 +69,7 @@ def test_tables_are_those_of_transformers_bit_by_bit(
 def test_a_flavor_has_the_table_of_its_config_json() -> None:
     """TorchTitan's formula and transformers' of Llama 3's own scaling, bit by bit."""
     flavor = replace(FLAVORS["1B"], n_layers=1, vocab_size=8)
-    read = read_args(new_settings(flavor, ByteTokenizer()), "config.json", "key")
+    read = read_args(flavor.new_settings(ByteTokenizer()), "config.json", "key")
     assert (flavor.rope, read.rope) == (None, flavor.rope_parameters())
     assert torch.equal(Llama(read).freqs_cis, Llama(flavor).freqs_cis)
 

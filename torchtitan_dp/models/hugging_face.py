@@ -134,7 +134,7 @@ def describe(config: JobConfig, args: ModelArgs) -> str:
         drawn = f"drawn from debug.seed = {config.debug.seed or 0}"
         start = config.checkpoint.initial_load_path or drawn
     if isinstance(args, CausalLMArgs):
-        more += f", a {args.settings['model_type']} of transformers without dropout"
+        more += f", a {args.title} of transformers without dropout"
     return (
         f"model: {parameter_count(args):,} parameters ({args.n_layers} layers of {args.dim:,}, "
         f"{args.n_heads} heads, vocabulary {args.vocab_size:,}{more}), from {origin(config)}; "
@@ -152,7 +152,7 @@ def export_settings(config: JobConfig, args: ModelArgs) -> dict[str, Any]:
     settings = {} if source is None else read_settings(*source)
     if source is None or changed:
         tokenizer = load_tokenizer(config.model.hf_assets_path)
-        new = FAMILIES[config.model.name].new_settings(args, tokenizer)
+        new = args.new_settings(tokenizer)
         settings = new if source is None else _with_rope_of(settings, new)
     named = [key for key in ("dtype", "torch_dtype") if key in settings] or ["torch_dtype"]
     dtype = config.checkpoint.export_dtype

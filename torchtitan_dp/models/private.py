@@ -19,6 +19,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from torchtitan_dp.data.tokenizer import Tokenizer
 from torchtitan_dp.distributed.ring import Shard
 from torchtitan_dp.gradients.layers import per_sample_layers
 from torchtitan_dp.models.feed_forward import Tiling
@@ -75,6 +76,19 @@ class ModelArgs(_Sizes):
         """List the tokens that each layer attends to; None for all."""
         return [None] * self.n_layers
 
+    @property
+    def title(self) -> str:
+        """The name of the kind of model for people."""
+        raise NotImplementedError
+
+    def new_settings(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """Return the `config.json` of such a model and its tokenizer."""
+        raise NotImplementedError
+
+    def tied(self) -> dict[str, str]:
+        """Return our names of tied parameters, with those of whose tensors they are."""
+        return {"output.weight": "tok_embeddings.weight"}
+
     def rope_parameters(self) -> Rope:
         """Return the rotary embeddings, as a `config.json` has them."""
         raise NotImplementedError
@@ -114,17 +128,27 @@ class ModelArgs(_Sizes):
 
 
 class PrivateAdapter:
-    """Leaves out LoRA's factors, which no file of a whole model has."""
+    """Leaves out LoRA's factors and tied parameters, which no file of a whole model has."""
+
+    tied: dict[str, str]
+    """Our names of tied parameters, with those of whose tensors they are."""
 
     def __init__(self, model_args: Any, hf_assets_path: str | None) -> None:
         # TorchTitan reads an index there, which only matters for saving.
         super().__init__(model_args, None)  # type: ignore[call-arg]
         self.hf_assets_path = hf_assets_path or None
+        self.tied = model_args.tied() if model_args.tie_embeddings else {}
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Convert to Hugging Face's names and layout."""
-        converted: dict[str, Any] = super().to_hf(without_adapters(state_dict))  # type: ignore[misc]
+        kept = without_adapters(state_dict, *self.tied)
+        converted: dict[str, Any] = super().to_hf(kept)  # type: ignore[misc]
         return converted
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Convert from Hugging Face's; a tied parameter is the other's tensor."""
+        found: dict[str, Any] = super().from_hf(hf_state_dict)  # type: ignore[misc]
+        return found | {one: found[same] for one, same in self.tied.items() if same in found}
 
 
 class PrivateModel(nn.Module):

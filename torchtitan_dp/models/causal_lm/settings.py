@@ -11,7 +11,7 @@ from typing import Any
 from torchtitan.protocols.model import BaseModelArgs
 
 from torchtitan_dp.data.tokenizer import Tokenizer
-from torchtitan_dp.models.causal_lm.transformers_private import attends_by_name
+from torchtitan_dp.models.causal_lm.transformers_private import attends_by_name, tied_names
 from torchtitan_dp.models.config_json import SIZES, Reader, configuration
 from torchtitan_dp.models.private import ModelArgs
 from torchtitan_dp.models.rope import Rope
@@ -22,6 +22,8 @@ _NOT_OF_THE_MODEL = {"_name_or_path", "transformers_version", "dtype", "torch_dt
 _NOT_OF_THE_MODEL |= {"architectures", "output_router_logits", "_attn_implementation"}
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _FEED_FORWARDS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+PREFIX = "model."
+"""Of transformers' own names of parameters in ours."""
 LONGER = ("longrope", "dynamic")
 """Rotary embeddings whose frequencies depend on the length of the sample."""
 
@@ -64,6 +66,17 @@ class CausalLMArgs(ModelArgs, BaseModelArgs):
     @property
     def head_size(self) -> int:
         return self.head_dim
+
+    def tied(self) -> dict[str, str]:
+        return {PREFIX + one: PREFIX + same for one, same in tied_names(self.config()).items()}
+
+    @property
+    def title(self) -> str:
+        return str(self.settings["model_type"])
+
+    def new_settings(self, _: Tokenizer) -> dict[str, Any]:
+        settings: dict[str, Any] = self.config().to_dict()
+        return settings
 
     def computed_with(self) -> dict[str, Any]:
         return self.settings
@@ -215,9 +228,3 @@ def read_args(settings: dict[str, Any], path: str, key: str) -> CausalLMArgs:
     if not attends_by_name(config):
         read.refuse("model_type", kind, "its attention is its own, not transformers' by name")
     return args
-
-
-def new_settings(args: CausalLMArgs, _: Tokenizer) -> dict[str, Any]:
-    """Return the `config.json` of a model."""
-    settings: dict[str, Any] = args.config().to_dict()
-    return settings

@@ -16,7 +16,6 @@ from torchtitan_dp.data.tokenizer import Tokenizer
 from torchtitan_dp.models.config_json import SIZES, Reader
 from torchtitan_dp.models.feed_forward import Tiling
 from torchtitan_dp.models.llama3.tiles import use_tiles
-from torchtitan_dp.models.parameters import TIED_OUTPUT
 from torchtitan_dp.models.private import ModelArgs, PrivateAdapter, PrivateModel
 from torchtitan_dp.models.rope import Rope, frequencies, rotary_table
 
@@ -28,6 +27,8 @@ class LlamaArgs(ModelArgs, TransformerModelArgs):
     rope: Rope | None = None
     """Those of a `config.json` or `[rope]`; None for those of TorchTitan's arguments."""
 
+    title = "Llama"
+
     def rope_parameters(self) -> Rope:
         if self.rope is not None:
             return self.rope
@@ -37,6 +38,29 @@ class LlamaArgs(ModelArgs, TransformerModelArgs):
 
     def set_rope(self, rope: Rope, window: int) -> None:
         self.rope, self.max_seq_len = rope, window
+
+    def new_settings(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """Return the `config.json` of a model, as transformers 4 and 5 read it."""
+        with torch.device("meta"):
+            block: Any = Llama(copy.deepcopy(self)).layers["0"]
+        rope = self.rope_parameters()
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            **{theirs: getattr(self, ours) for ours, theirs in SIZES.items()},
+            "num_key_value_heads": self.n_kv_heads or self.n_heads,
+            "head_dim": self.head_size,
+            "intermediate_size": block.feed_forward.w1.out_features,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.norm_eps,
+            "rope_theta": rope["rope_theta"],
+            "rope_scaling": {key: value for key, value in rope.items() if key != "rope_theta"},
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "mlp_bias": False,
+            "bos_token_id": tokenizer.bos_id,
+            "eos_token_id": tokenizer.eos_id,
+        }
 
 
 class Llama(PrivateModel, Transformer):
@@ -87,26 +111,14 @@ FLAVORS: dict[str, LlamaArgs] = {
 
 
 class HuggingFaceAdapter(PrivateAdapter, Llama3StateDictAdapter):
-    """Converts to Hugging Face's names and head layout and back, also tied weights, on any number
-    of ranks."""
+    """Converts to Hugging Face's names and head layout and back, on any number of ranks."""
 
     model_args: LlamaArgs
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Convert to Hugging Face's, without a tied output layer and LoRA's factors.
-
-        Collective over the FSDP mesh, if its ranks do not divide the heads.
-        """
-        left_out = TIED_OUTPUT if self.model_args.tie_embeddings else None
-        kept = {name: value for name, value in state_dict.items() if name != left_out}
-        return super().to_hf({n: self._with_whole_heads(n, value) for n, value in kept.items()})
-
-    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Convert from Hugging Face's; a tied output layer is the embedding's tensor."""
-        state_dict: dict[str, Any] = super().from_hf(hf_state_dict)
-        if self.model_args.tie_embeddings and "tok_embeddings.weight" in state_dict:
-            state_dict[TIED_OUTPUT] = state_dict["tok_embeddings.weight"]
-        return state_dict
+        """Convert to Hugging Face's. Collective over the FSDP mesh, if its ranks do not divide the
+        heads."""
+        return super().to_hf({n: self._with_whole_heads(n, v) for n, v in state_dict.items()})
 
     def _with_whole_heads(self, name: str, value: Any) -> Any:
         """Replicate wq or wk if a head lies on two ranks: heads are permuted one by one."""
@@ -180,27 +192,3 @@ def feed_forward_size(dim: int, hidden: int) -> dict[str, Any]:
     `multiple_of`.
     """
     return {"multiple_of": hidden, "ffn_dim_multiplier": hidden / int(2 * (4 * dim) / 3)}
-
-
-def new_settings(args: LlamaArgs, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the `config.json` of a model, as transformers 4 and 5 read it."""
-    with torch.device("meta"):
-        block: Any = Llama(copy.deepcopy(args)).layers["0"]
-    rope = args.rope_parameters()
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        **{theirs: getattr(args, ours) for ours, theirs in SIZES.items()},
-        "num_key_value_heads": args.n_kv_heads or args.n_heads,
-        "head_dim": args.head_size,
-        "intermediate_size": block.feed_forward.w1.out_features,
-        "hidden_act": "silu",
-        "rms_norm_eps": args.norm_eps,
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": {key: value for key, value in rope.items() if key != "rope_theta"},
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "mlp_bias": False,
-        "bos_token_id": tokenizer.bos_id,
-        "eos_token_id": tokenizer.eos_id,
-    }
