@@ -187,7 +187,7 @@ TORCHTITAN = {
     "models.llama3": "Transformer TransformerModelArgs",
     "models.llama3.infra.parallelize": "_op_sac_save_list apply_compile parallelize_llama",
     "models.llama3.model.args": "RoPEScalingArgs",
-    "models.llama3.model.model": "Attention TransformerBlock apply_rotary_emb precompute_freqs_cis",
+    "models.llama3.model.model": "TransformerBlock apply_rotary_emb precompute_freqs_cis",
     "models.llama3.model.state_dict_adapter": "Llama3StateDictAdapter",
     "protocols.model": "BaseModelArgs ModelProtocol",
     "protocols.state_dict_adapter": "StateDictAdapter",

@@ -28,7 +28,7 @@ from torchtitan_dp.checkpoint.start import decide_start, decision
 from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.models import hugging_face_weights
 from torchtitan_dp.models.families import FAMILIES, on_meta, parameter_count
-from torchtitan_dp.models.hugging_face import INDEX_FILE, shape
+from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.llama3.model import FLAVORS, Llama, feed_forward_size
 from torchtitan_dp.models.parameters import first_overflow
@@ -130,7 +130,10 @@ def test_released_models_are_the_flavors(tmp_path, name):
     assert parameter_count(read) == parameter_count(flavor) == size
     shapes = [{n: p.shape for n, p in on_meta(a).state_dict().items()} for a in (read, flavor)]
     assert shapes[0] == shapes[1]
-    same = {"multiple_of": 0, "ffn_dim_multiplier": None}  # two ways to one hidden size
+    assert read.rope_parameters() == flavor.rope_parameters()
+    # Two ways to one hidden size, and to these rotary embeddings.
+    same = {"multiple_of": 0, "ffn_dim_multiplier": None, "rope": None, "rope_scaling_args": None}
+    same["rope_theta"] = 0
     assert dataclasses.replace(read, **same) == dataclasses.replace(flavor, **same)
 
 
@@ -200,12 +203,10 @@ BAD_CONFIGS: dict[str, dict] = {  # what is said -> what `config.json` has
     "num_key_value_heads = 3: must divide the 4 heads": {"num_key_value_heads": 3},
     "hidden_size = missing": {"hidden_size": None},
     'intermediate_size = "100"': {"intermediate_size": "100"},
-    'rope_scaling.rope_type = "dynamic"': {
+    'rope_parameters.rope_type = "dynamic"': {
         "rope_parameters": None,
         "rope_scaling": {"type": "dynamic", "factor": 2.0},
     },
-    "rope_parameters.factor = missing": {"rope_parameters": {**SCALED, "factor": None}},
-    "high_freq_factor = 1.0": {"rope_parameters": {**SCALED, "high_freq_factor": 1.0}},
     "partial_rotary_factor = 0.5": {"partial_rotary_factor": 0.5},
 }
 
@@ -250,7 +251,9 @@ def quantize(path):
 
 
 BROKEN = {
-    "model-00001-of-": lambda folder: min(folder.glob("model-*.safetensors")).unlink(),
+    "is in none of its *.safetensors; download all": lambda folder: min(
+        folder.glob("model-*.safetensors")
+    ).unlink(),
     "model.layers.2.": lambda folder: edit_config(folder, num_hidden_layers=3),
     "has shape [100, 48], but the model's is [96, 48]": lambda folder: edit_config(
         folder, intermediate_size=96
@@ -259,7 +262,6 @@ BROKEN = {
     "broken": lambda folder: spoil(folder, lambda path: path.write_bytes(path.read_bytes()[:100])),
     "has no *.safetensors": lambda folder: spoil(folder, lambda path: path.unlink()),
     "it is an adapter, not a whole model; release its run with --merged": replace_by_an_adapter,
-    "index.json is broken": lambda folder: (folder / INDEX_FILE).write_text("[]"),
     "config.json cannot be read": lambda folder: (folder / "config.json").write_text("{"),
 }
 

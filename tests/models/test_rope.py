@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests import build
 from tests.gradients.loop import check
+from tests.models.causal_lm.families import arguments
 from tests.models.hugging_face import (
     edit_config,
     given,
@@ -22,12 +24,12 @@ from tests.models.hugging_face import (
 )
 from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.data.tokenizer import ByteTokenizer
 from torchtitan_dp.ledger.settings import Settings
-from torchtitan_dp.models.config_json import Reader
 from torchtitan_dp.models.hugging_face import export_settings, shape
 from torchtitan_dp.models.hugging_face_weights import export
+from torchtitan_dp.models.llama3.model import FLAVORS, Llama, read_args
 from torchtitan_dp.models.lora import LoRA
-from torchtitan_dp.models.rope import Yarn
 from torchtitan_dp.preflight.check import notices
 
 LINEAR = {"rope_type": "linear", "factor": 3.7}
@@ -42,25 +44,34 @@ SCALINGS = {
     "the window of the model": {"rope_type": "yarn", "factor": 5.3},
     "the factor of the windows": {**YARN, "factor": None},
     "no room for a ramp": {**YARN, "original_max_position_embeddings": 6},
+    "a window beside the terms": YARN,
 }
 
 
 @pytest.mark.parametrize("theta, head_size", [(5e5, 128), (1e4, 16), (1e6, 12)])
 @pytest.mark.parametrize("name", SCALINGS)
-def test_frequencies_are_those_of_transformers_bit_by_bit(
+def test_tables_are_those_of_transformers_bit_by_bit(
     name: str, theta: float, head_size: int
 ) -> None:
     rope = {**SCALINGS[name], "rope_theta": theta}
-    shape = {"hidden_size": 4 * head_size, "num_attention_heads": 4, "head_dim": head_size}
-    config = LlamaConfig(**shape, max_position_embeddings=512, rope_parameters=dict(rope))
+    sizes = {"hidden_size": 4 * head_size, "num_attention_heads": 4, "max_position_embeddings": 512}
+    if name == "a window beside the terms":
+        sizes["original_max_position_embeddings"] = 20
+    config = LlamaConfig(**sizes, rope_parameters=dict(rope))
     expected, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")
-    settings = {"max_position_embeddings": 512, "rope_parameters": rope}
-    read = Reader(settings, "config.json", "key", ())
-    own_theta, *given = read.rope("linear", "yarn")
-    scaling = read.scaling(*given)
-    assert scaling is not None
-    assert torch.equal(scaling.inverse_frequencies(own_theta, head_size), expected)
-    assert scaling.attention_factor == factor
+    more = {"model_type": "llama", "num_hidden_layers": 1, "vocab_size": 8, "intermediate_size": 8}
+    args = read_args({**sizes, **more, "rope_parameters": rope}, "config.json", "key")
+    angles = torch.outer(torch.arange(512), expected)
+    table = torch.polar(torch.full_like(angles, factor), angles)
+    assert torch.equal(Llama(args).freqs_cis, table)
+
+
+def test_a_flavor_has_the_table_of_its_config_json() -> None:
+    """TorchTitan's formula and transformers' of Llama 3's own scaling, bit by bit."""
+    flavor = replace(FLAVORS["1B"], n_layers=1, vocab_size=8)
+    read = read_args(flavor.new_settings(ByteTokenizer()), "config.json", "key")
+    assert (flavor.rope, read.rope) == (None, flavor.rope_parameters())
+    assert torch.equal(Llama(read).freqs_cis, Llama(flavor).freqs_cis)
 
 
 def scale(folder: Path, rope: dict[str, Any], *, theta: float, old: bool) -> None:
@@ -119,23 +130,43 @@ CHOICES = {
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("family", ["llama3", "transformers"])
 @pytest.mark.parametrize("choice", CHOICES)
-def test_a_model_is_extended_by_keys(choice: str, tmp_path: Path) -> None:
+def test_a_model_is_extended_by_keys(choice: str, family: str, tmp_path: Path) -> None:
     """As by an edited `config.json`, or plain in place of its scaling; an export has the edit."""
-    folder = write("llama3", tmp_path / "given")
+    folder = write(family, tmp_path / "given")
     overrides, rope, theta, window = CHOICES[choice]
     own_theta = json.loads((folder / "config.json").read_text())["rope_parameters"]["rope_theta"]
     edited = shutil.copytree(folder, tmp_path / "edited")
     scale(edited, rope or {"rope_type": "default"}, theta=theta or own_theta, old=False)
     if choice == "default":
         scale(folder, YARN, theta=own_theta, old=False)
-    config = given(folder, *overrides)
+    config = given(folder, *overrides, family=family)
     exported = assert_logits(folder, config, transformers_logits(edited))
     written = json.loads((exported / "config.json").read_text())
     assert written["max_position_embeddings"] == window
-    again, asked = shape(given(exported)), shape(config)
-    assert again.rope_theta == asked.rope_theta
-    assert choice == "default" or again.rope == asked.rope
+    again, asked = shape(given(exported, family=family)), shape(config)
+    assert again.rope_parameters() == asked.rope_parameters()
+
+
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        ("gemma3", ("--rope.theta=2e4",)),  # one for each kind of layer
+        ("gemma3", EXTENDED),
+        ("phi3", EXTENDED),  # its only scaling is longrope
+        ("gpt_oss, original", EXTENDED),
+    ],
+)
+def test_terms_that_the_family_would_replace_are_refused(
+    kind: str, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    kind, _, original = kind.partition(", ")
+    arguments(kind).config().save_pretrained(tmp_path)
+    if original:  # beside the terms: transformers takes it first
+        edit_config(tmp_path, original_max_position_embeddings=64)
+    with pytest.raises(ValueError, match=f"rope: transformers' {kind}.* has other terms of rotary"):
+        shape(build.config(f"--model.hf_assets_path={tmp_path}", *options))
 
 
 def test_a_flavor_is_extended_too() -> None:
@@ -166,20 +197,11 @@ def test_adapters_come_with_the_positions_that_they_were_trained_at(
 
 
 BAD_FILES: list[tuple[dict[str, Any], str]] = [
-    *(
-        ({"rope_parameters": {**rope, "rope_theta": 1e4}}, words)
-        for rope, words in (
-            ({**YARN, "rope_type": "dynamic"}, 'rope_type = "dynamic"'),
-            ({**YARN, "rope_type": "longrope"}, 'rope_type = "longrope"'),
-            ({"rope_type": "yarn"}, "rope_parameters.factor = missing: must be a number of 1 or"),
-            ({**LINEAR, "factor": 0.5}, "rope_parameters.factor = 0.5: must be a number of 1 or"),
-            ({**YARN, "attention_factor": 0}, "attention_factor = 0: must be a positive number"),
-            ({**YARN, "beta_slow": 64}, "rope_parameters.beta_fast = 32.0: must be at least beta"),
-            ({**YARN, "truncate": None}, "rope_parameters.truncate = missing: must be true or"),
-        )
-    ),
-    # Of the two, transformers 5 takes `rope_scaling`, without theta.
-    ({"rope_scaling": YARN}, "rope_parameters has another; keep one of the two"),
+    ({**YARN, "rope_type": "dynamic"}, 'rope_parameters.rope_type = "dynamic"'),
+    ({**YARN, "rope_type": "longrope"}, "transformers cannot read it"),
+    ({"rope_type": "yarn"}, "transformers cannot read it"),
+    ({**LINEAR, "factor": None}, "transformers cannot compute it"),
+    ({**YARN, "partial_rotary_factor": 0.5}, "rope_parameters.partial_rotary_factor = 0.5"),
 ]
 
 
@@ -188,7 +210,7 @@ def test_scalings_that_ours_cannot_compute_are_refused(
     changes: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     folder = write("llama3", tmp_path / "given")
-    edit_config(folder, **changes)
+    edit_config(folder, rope_parameters={**changes, "rope_theta": 1e4})
     with pytest.raises(ValueError, match=r"config\.json has ") as refusal:
         shape(given(folder))
     assert words in str(refusal.value)
@@ -216,5 +238,7 @@ def test_samples_beyond_the_window_are_noticed(tmp_path: Path) -> None:
 
 def test_adapters_are_the_loop_with_scaled_positions() -> None:
     options = "--privacy.gradient_method=ghost", "--training.local_batch_size=2"
-    model = {"lora": LoRA(2, 4.0, ("wq", "wv", "w2")), "rope": Yarn(4.0, original=8, beta_fast=2.0)}
+    rope = {**YARN, "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 2.0}
+    rope["rope_theta"] = 1e4
+    model = {"lora": LoRA(2, 4.0, ("wq", "wv", "w2")), "rope": rope}
     check((1, 1, 2), *options, tolerance=2e-5, **model)

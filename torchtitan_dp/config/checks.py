@@ -10,11 +10,9 @@ from collections.abc import Iterator
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import (
-    AS_GIVEN,
     DEGREES,
     TRANSFORMERS,
     mesh_degrees,
-    rope_in_words,
 )
 from torchtitan_dp.config.supported import Row, out_of_range, refuse, unsupported
 from torchtitan_dp.gradients.methods import METHODS
@@ -121,11 +119,6 @@ def _family(config: JobConfig) -> Iterator[Row]:
     yield (
         theirs and config.compile.enable,
         "compile.enable: models of transformers are not compiled; set it to false",
-    )
-    yield (
-        theirs and rope_in_words(config) != AS_GIVEN,
-        "model.name: [rope] is for our own families; remove it, and edit rope_parameters in "
-        "config.json",
     )
 
 

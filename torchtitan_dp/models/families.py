@@ -6,52 +6,14 @@ A family is a module (`llama3/model.py`) and an entry of `FAMILIES`, by `model.n
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.nn as nn
 
-from torchtitan_dp.data.tokenizer import Tokenizer
 from torchtitan_dp.models.causal_lm import model as causal_lm
 from torchtitan_dp.models.causal_lm import settings
 from torchtitan_dp.models.llama3 import model as llama3
-from torchtitan_dp.models.lora import LoRA
-from torchtitan_dp.models.rope import Scaling
-
-
-class ModelArgs(Protocol):
-    """The arguments of any family, as far as the package reads them."""
-
-    dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int | None
-    vocab_size: int
-    max_seq_len: int
-    tie_embeddings: bool
-    lora: LoRA | None
-    rope: Scaling | None
-    rope_theta: float
-
-    @property
-    def head_size(self) -> int:
-        """The size of a head of queries or keys."""
-
-    @property
-    def share_of_experts(self) -> float:
-        """The share of the experts that a token is computed by; 1 without experts."""
-
-    def computed_with(self) -> dict[str, Any]:
-        """Return what the model computes with beside its weights and adapters, as JSON has it."""
-
-    def windows(self) -> list[int | None]:
-        """List the tokens that each layer attends to; None for all."""
-
-    def with_heads(self, heads: int, kv_heads: int, **changes: Any) -> Any:
-        """Return the arguments of a narrower model, of so many heads of this one's size."""
-
-    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, float]:
-        """Return the number of parameters and the FLOPs of a token (TorchTitan's own count)."""
+from torchtitan_dp.models.private import ModelArgs
 
 
 @dataclass(frozen=True)
@@ -59,45 +21,37 @@ class Family:
     """The differences of a family from the others.
 
     Args:
-        title: its name for people.
         args: the type of its arguments.
         model: builds a model, whose `init_weights` does not depend on the mesh.
         flavors: its sizes, by `model.flavor`.
         adapter: converts its state dict to Hugging Face's and back.
         read_args: from a `config.json`, its path and the key that names it; refuses in one line.
-        new_settings: the `config.json` of its arguments and a tokenizer.
         reference: builds a model of the same names that gradients are held against; None for
             `model` itself, in one process.
     """
 
-    title: str
     args: type
     model: Callable[[Any], Any]
     flavors: Mapping[str, ModelArgs]
     adapter: type
     read_args: Callable[[dict[str, Any], str, str], ModelArgs]
-    new_settings: Callable[[Any, Tokenizer], dict[str, Any]]
     reference: Callable[[Any], Any] | None = None
 
 
 FAMILIES: dict[str, Family] = {
     "llama3": Family(
-        "Llama",
         llama3.LlamaArgs,
         llama3.Llama,
         llama3.FLAVORS,
         llama3.HuggingFaceAdapter,
         llama3.read_args,
-        llama3.new_settings,
     ),
     "transformers": Family(
-        "causal LM of transformers",
         settings.CausalLMArgs,
         causal_lm.CausalLM,
         {},
         causal_lm.HuggingFaceAdapter,
         settings.read_args,
-        settings.new_settings,
         causal_lm.Eager,
     ),
 }
@@ -106,13 +60,6 @@ FAMILIES: dict[str, Family] = {
 def family_of(args: ModelArgs) -> Family:
     """Return the family whose arguments these are."""
     return next(family for family in FAMILIES.values() if type(args) is family.args)
-
-
-def title_of(args: ModelArgs) -> str:
-    """Return the name of a model's family for people; of transformers' models, its own."""
-    if isinstance(args, settings.CausalLMArgs):
-        return str(args.settings["model_type"])
-    return family_of(args).title
 
 
 def on_meta(args: ModelArgs) -> Any:

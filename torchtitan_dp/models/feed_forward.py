@@ -72,18 +72,6 @@ class Tiling:
         return dataclasses.replace(self, swiglu=gated, swiglu_backward=backward)
 
 
-class TiledFeedForward(nn.Module):
-    """The class that tiles mix into the feed-forward of a Llama."""
-
-    tiling: Tiling
-    in_order = ("w1", "w3", "w2")
-
-    def forward(self, h_BTD: Tensor, norm: nn.RMSNorm) -> Tensor:
-        """Return h plus the feed-forward of its norm."""
-        layers = [getattr(self, name) for name in self.in_order]
-        return feed_forward_in_tiles(h_BTD, norm, layers, self.tiling)
-
-
 class TiledMLP(nn.Module):
     """The class that tiles mix into a gated feed-forward of transformers."""
 

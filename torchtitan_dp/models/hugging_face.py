@@ -34,9 +34,8 @@ from torchtitan_dp.models.families import (
     trained_count,
 )
 from torchtitan_dp.models.lora import lora_of
-from torchtitan_dp.models.rope import scaling_of
+from torchtitan_dp.models.rope import rope_of
 
-INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 _TRAINED_DTYPES = ("F32", "BF16", "F16")
 
@@ -52,20 +51,9 @@ def shape(config: JobConfig) -> ModelArgs:
     """
     args = _given_shape(config)
     args.lora = lora_of(config)
-    _set_rope(args, config)
+    if rope_in_words(config) != AS_GIVEN:
+        args.set_rope(*rope_of(config, args.rope_parameters(), args.max_seq_len))
     return args
-
-
-def _set_rope(args: ModelArgs, config: JobConfig) -> None:
-    """Set the rotary embeddings of `[rope]`, in place, and the window that follows."""
-    if rope_in_words(config) == AS_GIVEN:
-        return
-    args.rope_theta = config.rope.theta or args.rope_theta
-    if (scaling := scaling_of(config)) is not None:
-        args.rope = scaling
-        args.max_seq_len = scaling.window(args.max_seq_len)
-    if config.rope.factor is None:  # theta alone: the window is where it is trained
-        args.max_seq_len = max(args.max_seq_len, config.training.seq_len)
 
 
 def _given_shape(config: JobConfig) -> ModelArgs:
@@ -146,7 +134,7 @@ def describe(config: JobConfig, args: ModelArgs) -> str:
         drawn = f"drawn from debug.seed = {config.debug.seed or 0}"
         start = config.checkpoint.initial_load_path or drawn
     if isinstance(args, CausalLMArgs):
-        more += f", a {args.settings['model_type']} of transformers without dropout"
+        more += f", a {args.title} of transformers without dropout"
     return (
         f"model: {parameter_count(args):,} parameters ({args.n_layers} layers of {args.dim:,}, "
         f"{args.n_heads} heads, vocabulary {args.vocab_size:,}{more}), from {origin(config)}; "
@@ -164,7 +152,7 @@ def export_settings(config: JobConfig, args: ModelArgs) -> dict[str, Any]:
     settings = {} if source is None else read_settings(*source)
     if source is None or changed:
         tokenizer = load_tokenizer(config.model.hf_assets_path)
-        new = FAMILIES[config.model.name].new_settings(args, tokenizer)
+        new = args.new_settings(tokenizer)
         settings = new if source is None else _with_rope_of(settings, new)
     named = [key for key in ("dtype", "torch_dtype") if key in settings] or ["torch_dtype"]
     dtype = config.checkpoint.export_dtype
@@ -173,14 +161,12 @@ def export_settings(config: JobConfig, args: ModelArgs) -> dict[str, Any]:
     return {**settings, **dict.fromkeys(named, dtype)}
 
 
-_ROPE_KEYS = ("rope_theta", "rope_scaling", "max_position_embeddings")
-
-
 def _with_rope_of(settings: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """Return the given `config.json` with the rotary embeddings of the `new` one."""
-    older = ("rope_parameters", "original_max_position_embeddings")
-    kept = {key: value for key, value in settings.items() if key not in older}
-    return {**kept, **{key: new[key] for key in _ROPE_KEYS}}
+    windows = ("max_position_embeddings", "original_max_position_embeddings")
+    keys = ("rope_theta", "rope_scaling", "rope_parameters", *windows)
+    kept = {key: value for key, value in settings.items() if key not in keys}
+    return {**kept, **{key: new[key] for key in keys if key in new}}
 
 
 def check_weights(problem: str, folder: str, args: ModelArgs) -> None:
@@ -198,7 +184,7 @@ def check_weights(problem: str, folder: str, args: ModelArgs) -> None:
     expected = family_of(args).adapter(args, None).to_hf(on_meta(args).state_dict())
     for name, tensor in expected.items():
         if name not in found:
-            remedy = "take all files of one model"
+            remedy = "download all files of one model"
             if args.share_of_experts < 1:
                 remedy += (
                     ", with all experts in one tensor, not a key for each: transformers' "
@@ -219,7 +205,7 @@ def check_weights(problem: str, folder: str, args: ModelArgs) -> None:
 
 
 def _safetensors(problem: str, folder: str) -> list[str]:
-    """List the files of weights, all that the index names among them."""
+    """List the files of weights. Their index is not read: they name their tensors themselves."""
     names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
     if names == [ADAPTER_FILE]:
         raise ValueError(
@@ -228,15 +214,4 @@ def _safetensors(problem: str, folder: str) -> list[str]:
         )
     if not names:
         raise ValueError(f"{problem}: it has no *.safetensors; download the model's weights")
-    index = os.path.join(folder, INDEX_FILE)
-    if os.path.exists(index):
-        try:
-            with open(index, encoding="utf-8") as file:
-                listed = set(json.load(file)["weight_map"].values())
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ValueError(f"{problem}: its {INDEX_FILE} is broken; download it again") from error
-        if missing := sorted(listed - set(names)):
-            raise ValueError(
-                f"{problem}: {missing[0]}, which its {INDEX_FILE} names, is missing; download it"
-            )
     return [os.path.join(folder, name) for name in names]

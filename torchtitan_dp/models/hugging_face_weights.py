@@ -24,18 +24,18 @@ from torchtitan_dp.models.families import ModelArgs, family_of
 from torchtitan_dp.models.hugging_face import (
     ADAPTER_FILE,
     CONFIG_FILE,
-    INDEX_FILE,
     export_settings,
     shape,
 )
 from torchtitan_dp.models.local_paths import without_local_paths
 from torchtitan_dp.models.lora import FACTORS, LoRA, is_adapter, merged, without_adapters
-from torchtitan_dp.models.parameters import TIED_OUTPUT, canonical_name
+from torchtitan_dp.models.parameters import canonical_name
 from torchtitan_dp.models.private import PrivateModel
 from torchtitan_dp.process import write_atomically
 
 EXPORT_FOLDER = "hf"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
+INDEX_FILE = "model.safetensors.index.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -168,7 +168,8 @@ def _write_weights(
     narrowed = {*names} - model.kept_in_fp32()
     adapter, weight_map, total = family_of(args).adapter(args, None), {}, 0
     state_dict = get_model_state_dict(model)
-    shards = list(_shards(without_adapters(state_dict), args, dtype.itemsize))
+    whole_model = without_adapters(state_dict, *adapter.tied)
+    shards = list(_shards(whole_model, dtype.itemsize))
     for number, parameters in enumerate(shards, start=1):
         name = f"model-{number:05}-of-{len(shards):05}.safetensors"
         if len(shards) == 1:
@@ -202,16 +203,11 @@ def _save(tensors: dict[str, Tensor], path: str) -> None:
     os.chmod(path, 0o600)
 
 
-def _shards(
-    state_dict: dict[str, Any], args: ModelArgs, itemsize: int
-) -> Iterator[dict[str, Tensor]]:
-    """Yield parts of the state dict of at most `SHARD_BYTES`, or of one parameter; a tied one
-    once."""
+def _shards(state_dict: dict[str, Any], itemsize: int) -> Iterator[dict[str, Tensor]]:
+    """Yield parts of the state dict of at most `SHARD_BYTES`, or of one parameter."""
     part: dict[str, Tensor] = {}
     size = 0
     for name, value in state_dict.items():
-        if args.tie_embeddings and name == TIED_OUTPUT:
-            continue
         if part and size + value.numel() * itemsize > SHARD_BYTES:
             yield part
             part, size = {}, 0

@@ -33,9 +33,10 @@ def is_adapter(name: str) -> bool:
     return name.split(".")[-2:-1] in ([factor] for factor in FACTORS)
 
 
-def without_adapters(state_dict: Mapping[str, _Value]) -> dict[str, _Value]:
-    """Return a state dict without LoRA's factors."""
-    return {name: value for name, value in state_dict.items() if not is_adapter(name)}
+def without_adapters(state_dict: Mapping[str, _Value], *others: str) -> dict[str, _Value]:
+    """Return a state dict without LoRA's factors, and without parameters of other names."""
+    left_out = {*filter(is_adapter, state_dict), *others}
+    return {name: value for name, value in state_dict.items() if name not in left_out}
 
 
 @dataclass(frozen=True)

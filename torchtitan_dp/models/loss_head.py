@@ -109,11 +109,17 @@ class _Samples:
     head: LossHead
     grad_h_BTD: Tensor | None  # is written to; None if it is not needed
 
-    def loss(self, sample: int, grad_weights: Sequence[tuple[slice, Tensor]]) -> Tensor:
+    def loss(
+        self,
+        sample: int,
+        grad_weights: Sequence[tuple[slice, Tensor]] = (),
+        grad_TV: Tensor | None = None,
+    ) -> Tensor:
         """Compute one sample's scaled loss, and its gradients in the same pass.
 
         Args:
             grad_weights: ranges of the weight's rows, each with the fp32 memory for its gradient.
+            grad_TV: the memory for the gradients of all logits; None if they are not kept.
         """
         h_TD, labels_T, scale = self.h_BTD[sample], self.labels_BT[sample], self.scale_B[sample]
         assert len(h_TD) > 0, "without tokens no gradient would be written"
@@ -121,7 +127,8 @@ class _Samples:
         for tokens in tiles(len(h_TD), self.head.chunk_tokens):
             scale_N = scale.expand(tokens.stop - tokens.start)
             of_tokens = h_TD[tokens], labels_T[tokens], self.weight_VD, scale_N
-            loss_N, grad_NV = self.head.chunk(*of_tokens)
+            kept = None if grad_TV is None else grad_TV[tokens]
+            loss_N, grad_NV = self.head.chunk(*of_tokens, out=kept)
             loss += loss_N.sum()
             if self.grad_h_BTD is not None:
                 torch.mm(grad_NV, self.weight_VD, out=self.grad_h_BTD[sample][tokens])
@@ -180,7 +187,7 @@ def _input_gradients(ctx: Any) -> Tensor:
     grad_h_BTD = torch.empty_like(h_BTD)
     samples = _Samples(h_BTD, labels_BT, weight_VD, scale_B, ctx.head, grad_h_BTD)
     for sample in range(len(h_BTD)):
-        samples.loss(sample, ())
+        samples.loss(sample)
     return grad_h_BTD
 
 
@@ -262,15 +269,8 @@ def _losses_and_outputs(
 ) -> tuple[Tensor, Tensor]:
     """Compute fp32 losses (B,), and their gradients by all logits (B, T, V)."""
     grad_BTV = h_BTD.new_empty((*h_BTD.shape[:2], len(weight_VD)))
-    losses = []
-    for h_TD, labels_T, scale, grad_TV in zip(h_BTD, labels_BT, scale_B, grad_BTV, strict=True):
-        loss = torch.zeros_like(scale)
-        for tokens in tiles(len(h_TD), layer.chunk_tokens):
-            labels_N = labels_T[tokens]
-            of_tokens = h_TD[tokens], labels_N, weight_VD, scale.expand_as(labels_N)
-            loss_N, _ = layer.chunk(*of_tokens, out=grad_TV[tokens])
-            loss += loss_N.sum()
-        losses.append(loss)
+    samples = _Samples(h_BTD, labels_BT, weight_VD, scale_B, layer, None)
+    losses = [samples.loss(sample, grad_TV=grad_TV) for sample, grad_TV in enumerate(grad_BTV)]
     return torch.stack(losses), grad_BTV
 
 

@@ -11,9 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_dp.torch_private import local_slices
 
-TIED_OUTPUT = "output.weight"
-"""The output layer's parameter in TorchTitan's models, the embedding's where they are tied."""
-
 
 def canonical_name(name: str) -> str:
     """Return a parameter's name without the parts that compile and activation checkpointing add."""

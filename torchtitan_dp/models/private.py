@@ -1,7 +1,7 @@
 """The parts of a model for private training that are the same in every family.
 
 A family has three classes, each with TorchTitan's own as the second base: arguments with
-`PrivateArgs`, a model with `PrivateModel`, which adds its table of rotary embeddings, and with
+`ModelArgs`, a model with `PrivateModel`, which adds its rotary embeddings, and with
 `PrivateAdapter` the conversion of its weights to Hugging Face's names and back.
 """
 
@@ -19,6 +19,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from torchtitan_dp.data.tokenizer import Tokenizer
 from torchtitan_dp.distributed.ring import Shard
 from torchtitan_dp.gradients.layers import per_sample_layers
 from torchtitan_dp.models.feed_forward import Tiling
@@ -33,17 +34,26 @@ from torchtitan_dp.models.lora import (
 from torchtitan_dp.models.loss import per_sample_loss, token_losses
 from torchtitan_dp.models.loss_head import LossHead
 from torchtitan_dp.models.parameters import canonical_name, copy_slice_, in_threads
-from torchtitan_dp.models.rope import Scaling
+from torchtitan_dp.models.rope import Rope
+
+
+class _Sizes:
+    """The fields of each family's arguments, as far as the package reads them."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int | None
+    vocab_size: int
+    max_seq_len: int
 
 
 @dataclass
-class PrivateArgs:
+class ModelArgs(_Sizes):
     """Arguments beside TorchTitan's: tied embeddings, adapters, and how weights are initialized."""
 
     tie_embeddings: bool = False
     lora: LoRA | None = None
-    rope: Scaling | None = None
-    """A scaling of rotary embeddings; None for the family's own table."""
     init_seed: int = 0
     draw_weights: bool = True
     """Whether `init_weights` draws the weights. If not, they are NaN until they are loaded, which
@@ -54,16 +64,39 @@ class PrivateArgs:
     @property
     def head_size(self) -> int:
         """The size of a head of queries or keys."""
-        return int(self.dim // self.n_heads)  # type: ignore[attr-defined]
+        return int(self.dim // self.n_heads)
 
     @property
     def share_of_experts(self) -> float:
-        """The share of the experts that a token is computed by; 1 without experts."""
+        """The share of the experts that a token is computed by; 1 without experts, or under names
+        that are not known."""
         return 1.0
 
     def windows(self) -> list[int | None]:
         """List the tokens that each layer attends to; None for all."""
-        return [None] * self.n_layers  # type: ignore[attr-defined]
+        return [None] * self.n_layers
+
+    @property
+    def title(self) -> str:
+        """The name of the kind of model for people."""
+        raise NotImplementedError
+
+    def new_settings(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """Return the `config.json` of such a model and its tokenizer."""
+        raise NotImplementedError
+
+    def tied(self) -> dict[str, str]:
+        """Return our names of tied parameters, with those of whose tensors they are."""
+        return {"output.weight": "tok_embeddings.weight"}
+
+    def rope_parameters(self) -> Rope:
+        """Return the rotary embeddings, as a `config.json` has them."""
+        raise NotImplementedError
+
+    def set_rope(self, rope: Rope, window: int) -> None:
+        """Set other rotary embeddings, and the positions up to which they serve. Raises ValueError,
+        one line for the user, where the family computes others."""
+        raise NotImplementedError
 
     def computed_with(self) -> dict[str, Any]:
         """Return what the model computes with beside its weights and adapters, as JSON has it."""
@@ -81,35 +114,50 @@ class PrivateArgs:
         self.lora = lora_of(job_config)
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-        """Count parameters, and a token's FLOPs without the gradients of frozen weights."""
-        parameters, flops = super().get_nparams_and_flops(model, seq_len)  # type: ignore[misc]
-        embeddings = {id(p) for p in model.tok_embeddings.parameters()}  # type: ignore[union-attr]
-        of_products = (p for p in model.parameters() if id(p) not in embeddings)
-        return parameters, flops - 2 * sum(p.numel() for p in of_products if not p.requires_grad)
+        """Count parameters, and a token's FLOPs as TorchTitan does, without the gradients of frozen
+        weights, with a tied output layer's products; of experts, those that it takes."""
+        active, total = 0.0, 0
+        embedding = model.get_parameter("tok_embeddings.weight")
+        for parameter in model.parameters():
+            share = self.share_of_experts if parameter.dim() == 3 else 1.0
+            if parameter is not embedding or self.tie_embeddings:
+                active += share * parameter.numel() * (6 if parameter.requires_grad else 4)
+            total += parameter.numel()
+        scores = 12 * self.n_layers * self.n_heads * self.head_size * seq_len
+        return total, int(active) + scores
 
 
 class PrivateAdapter:
-    """Leaves out LoRA's factors, which no file of a whole model has."""
+    """Leaves out LoRA's factors and tied parameters, which no file of a whole model has."""
+
+    tied: dict[str, str]
+    """Our names of tied parameters, with those of whose tensors they are."""
 
     def __init__(self, model_args: Any, hf_assets_path: str | None) -> None:
         # TorchTitan reads an index there, which only matters for saving.
         super().__init__(model_args, None)  # type: ignore[call-arg]
         self.hf_assets_path = hf_assets_path or None
+        self.tied = model_args.tied() if model_args.tie_embeddings else {}
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Convert to Hugging Face's names and layout."""
-        converted: dict[str, Any] = super().to_hf(without_adapters(state_dict))  # type: ignore[misc]
+        kept = without_adapters(state_dict, *self.tied)
+        converted: dict[str, Any] = super().to_hf(kept)  # type: ignore[misc]
         return converted
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Convert from Hugging Face's; a tied parameter is the other's tensor."""
+        found: dict[str, Any] = super().from_hf(hf_state_dict)  # type: ignore[misc]
+        return found | {one: found[same] for one, same in self.tied.items() if same in found}
 
 
 class PrivateModel(nn.Module):
     """A decoder with per-sample losses, adapters, and initial weights that depend on no mesh."""
 
-    rotary_name: str
-    """The name of the buffer of rotary embeddings."""
     model_args: Any
     tok_embeddings: nn.Embedding
     layers: Any  # the blocks, an nn.ModuleDict
+    freqs_cis: Tensor  # rotary embeddings, complex, by position
     draws_at_once: int | None = None
     """Threads of `init_weights`; None for PyTorch's number."""
     norm: nn.Module
@@ -126,10 +174,6 @@ class PrivateModel(nn.Module):
             self.output.weight = self.tok_embeddings.weight
         if model_args.lora is not None:
             add_adapters(self, self.layers, model_args.lora)
-
-    def rotary_table(self) -> Tensor:
-        """Compute the buffer of rotary embeddings, by position."""
-        raise NotImplementedError
 
     def forward(
         self,
@@ -149,8 +193,7 @@ class PrivateModel(nn.Module):
             return super().forward(tokens, attention_masks, positions)  # type: ignore[misc]
         h_BTD = self.tok_embeddings(tokens)
         # Gathered once for all layers: samples have the same positions.
-        rotary = getattr(self, self.rotary_name)
-        rotary = rotary if positions is None else rotary[positions[0]]
+        rotary = self.freqs_cis if positions is None else self.freqs_cis[positions[0]]
         for layer in self.layers.values():
             with self.around_block(h_BTD):
                 h_BTD = layer(h_BTD, rotary, attention_masks)
@@ -203,9 +246,8 @@ class PrivateModel(nn.Module):
         self.around_block = around
 
     def compute_rotary(self, device: torch.device | None = None) -> None:
-        """Set the buffer of rotary embeddings, on its own device by default."""
-        with torch.device(device or getattr(self, self.rotary_name).device):
-            setattr(self, self.rotary_name, self.rotary_table())
+        """Set the buffers of rotary embeddings, on their own device by default."""
+        raise NotImplementedError
 
     @torch.no_grad()
     def init_weights(self, buffer_device: torch.device | None = None) -> None:

@@ -9,9 +9,6 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from torchtitan_dp.gradients.layers import PerSampleLayer, register_per_sample
-from torchtitan_dp.gradients.operands import Existing
-
 
 class LeanRMSNorm(nn.RMSNorm):
     """An `nn.RMSNorm` that is computed by `rms_norm`; `use_lean_norms` converts modules to it."""
@@ -70,33 +67,6 @@ class _RMSNorm(torch.autograd.Function):
         grad_x, products = _gradients(x, scale, weight, grad_y, x_needed)
         grad_weight = products.flatten(0, -2).sum(0).to(weight.dtype) if weight_needed else None
         return grad_x, grad_weight, None
-
-
-class _OfSamples(torch.autograd.Function):
-    """Hands the weight's per-sample gradients, fp32, to the layer's sink; backward reads the weight
-    from the layer, which FSDP2 has gathered again by then."""
-
-    @staticmethod
-    def forward(ctx: Any, layer: PerSampleLayer, x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
-        assert isinstance(layer, nn.RMSNorm)
-        y, scale = _norm(x, weight, _eps(layer.eps, x))
-        ctx.layer = layer
-        ctx.save_for_backward(x, scale)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, scale = ctx.saved_tensors
-        layer, (_, x_needed, weight_needed) = ctx.layer, ctx.needs_input_grad
-        grad_x, products = _gradients(x, scale, layer.weight.detach(), grad_y, x_needed)
-        if weight_needed:
-            grad_weight_BD = products.reshape(len(x), -1, x.shape[-1]).sum(1)
-            name = layer.parameter_names["weight"]
-            layer.sink.form_grad_samples(name, len(x), Existing(grad_weight_BD))
-        return None, grad_x, None
-
-
-register_per_sample(LeanRMSNorm, _OfSamples.apply)
 
 
 def _norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:

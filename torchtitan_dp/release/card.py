@@ -17,7 +17,7 @@ from torchtitan_dp.config.derived import AS_GIVEN, rope_in_words
 from torchtitan_dp.data.formats import FORMATS
 from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
 from torchtitan_dp.ledger.lineage import Ancestor
-from torchtitan_dp.models.families import ModelArgs, parameter_count, title_of, without_lora
+from torchtitan_dp.models.families import ModelArgs, parameter_count, without_lora
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.meaning import Meaning
 from torchtitan_dp.privacy.mechanism import from_fields
@@ -45,7 +45,7 @@ def model_card(
         terms=terms,
         mechanism=from_fields(terms),
         args=args,
-        family=title_of(args),
+        family=args.title,
         size=f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M",
         adapters=args.lora is not None,
         rope=None if rope == AS_GIVEN else rope,

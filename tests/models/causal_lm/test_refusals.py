@@ -1,5 +1,6 @@
 """What a model of transformers would lose in silence is refused in one line that names the key."""
 
+import copy
 import json
 import re
 
@@ -101,7 +102,9 @@ def test_modules_that_mix_tokens_or_samples(kind, monkeypatch):
 def test_the_small_model_has_a_layer_of_each_kind_and_smaller_windows(name):
     """On which selfcheck tries the settings of a large one."""
     given = arguments(name, num_hidden_layers=8, layer_types=None, no_rope_layers=None)
+    before = copy.deepcopy(given)
     small = given.with_heads(4, 2, n_layers=2, vocab_size=1009, max_seq_len=32)
+    assert given == before
     model = on_meta(small)
     assert len(model.layers) == small.n_layers <= 4
     assert set(small.windows()) == {w and 10 for w in given.windows()}
@@ -190,7 +193,6 @@ def test_modules_stay_in_eval_mode():
     [
         ("--compile.enable", "set it to false"),
         ("--privacy.no-enable", "parallelism.data_parallel_replicate_degree = 2: without privacy"),
-        ("--rope.theta=1e6", r"edit rope_parameters in config.json"),
     ],
 )
 def test_settings_of_a_run(override, said):

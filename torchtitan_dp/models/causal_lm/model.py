@@ -27,12 +27,11 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan_dp.distributed.ring import Shard
 from torchtitan_dp.models.causal_lm.attention import NAME, Sample, register
 from torchtitan_dp.models.causal_lm.formulas import gated_feed_forwards, use_our_norms
-from torchtitan_dp.models.causal_lm.settings import LONGER, CausalLMArgs
+from torchtitan_dp.models.causal_lm.settings import LONGER, PREFIX, CausalLMArgs
 from torchtitan_dp.models.causal_lm.transformers_private import (
     draw_weights_,
     kept_in_fp32,
     one_sequence,
-    tied_names,
 )
 from torchtitan_dp.models.feed_forward import TiledMLP, Tiling
 from torchtitan_dp.models.loss_head import LossHead
@@ -40,8 +39,6 @@ from torchtitan_dp.models.parameters import canonical_name
 from torchtitan_dp.models.private import PrivateAdapter, PrivateModel
 from torchtitan_dp.models.tiles import add_class
 from torchtitan_dp.torch_private import NormOverSamples, with_parameters
-
-_PREFIX = "model."  # of transformers' own names in ours
 
 
 class _Theirs(ModelProtocol):
@@ -126,7 +123,7 @@ class CausalLM(PrivateModel, _Theirs):  # type: ignore[misc]
             return set()
         kept, *_ = build_glob_alternation(patterns)
         names = map(canonical_name, dict(self.named_parameters()))
-        return {name for name in names if kept.search(name.removeprefix(_PREFIX))}
+        return {name for name in names if kept.search(name.removeprefix(PREFIX))}
 
     def attention_modules(self) -> list[nn.Module]:
         return [self.full_attention]
@@ -314,22 +311,12 @@ def _own_logits(model: Any, raw_NV: Tensor) -> Tensor:
 class _Names(StateDictAdapter):
     """Names of transformers, as in files of Hugging Face, and ours."""
 
-    model_args: CausalLMArgs
-
-    def __init__(self, model_args: CausalLMArgs, hf_assets_path: str | None) -> None:
-        super().__init__(model_args, hf_assets_path)
-        self._tied = tied_names(model_args.config()) if model_args.tie_embeddings else {}
-
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        named = {name.removeprefix(_PREFIX): value for name, value in state_dict.items()}
-        return {name: value for name, value in named.items() if name not in self._tied}
+        return {name.removeprefix(PREFIX): value for name, value in state_dict.items()}
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Convert from Hugging Face's; a tied output layer is the embedding's tensor."""
-        found = dict(hf_state_dict)
-        found |= {one: found[same] for one, same in self._tied.items() if same in found}
-        return {_PREFIX + name: value for name, value in found.items()}
+        return {PREFIX + name: value for name, value in hf_state_dict.items()}
 
 
 class HuggingFaceAdapter(PrivateAdapter, _Names):
-    """Converts to the names in files, without a tied output layer and LoRA's factors, and back."""
+    """Converts to the names in files and back."""

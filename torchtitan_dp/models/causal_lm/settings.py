@@ -3,25 +3,27 @@
 A setting that would be computed otherwise than transformers does is refused by its key.
 """
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.nn as nn
 from torchtitan.protocols.model import BaseModelArgs
 
 from torchtitan_dp.data.tokenizer import Tokenizer
-from torchtitan_dp.models.causal_lm.transformers_private import attends_by_name
-from torchtitan_dp.models.config_json import Reader
-from torchtitan_dp.models.private import PrivateArgs
+from torchtitan_dp.models.causal_lm.transformers_private import attends_by_name, tied_names
+from torchtitan_dp.models.config_json import SIZES, Reader, configuration
+from torchtitan_dp.models.private import ModelArgs
+from torchtitan_dp.models.rope import Rope
 
-_INSTALL = "pip install 'torchtitan-dp[transformers]'"
 _LAYERS = ("full_attention", "sliding_attention")
 # Of the file and of what is generated, not of the model.
 _NOT_OF_THE_MODEL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
 _NOT_OF_THE_MODEL |= {"architectures", "output_router_logits", "_attn_implementation"}
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _FEED_FORWARDS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+PREFIX = "model."
+"""Of transformers' own names of parameters in ours."""
 LONGER = ("longrope", "dynamic")
 """Rotary embeddings whose frequencies depend on the length of the sample."""
 
@@ -37,7 +39,7 @@ _SUPPORTED = (
 
 
 @dataclass
-class CausalLMArgs(PrivateArgs, BaseModelArgs):
+class CausalLMArgs(ModelArgs, BaseModelArgs):
     """A `config.json`, all defaults filled in, and the sizes in it that the package reads."""
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -48,30 +50,52 @@ class CausalLMArgs(PrivateArgs, BaseModelArgs):
     head_dim: int = 0
     vocab_size: int = 0
     max_seq_len: int = 0
-    rope_theta: float = 0.0  # of `[rope]`, which this family does not take
 
     @classmethod
     def of(cls, config: Any) -> "CausalLMArgs":
         """Return the arguments of a configuration of transformers."""
         heads = config.num_attention_heads
+        sizes = {ours: getattr(config, key) for ours, key in SIZES.items() if ours != "n_kv_heads"}
         return cls(
             settings={k: v for k, v in config.to_dict().items() if k not in _NOT_OF_THE_MODEL},
-            dim=config.hidden_size,
-            n_layers=config.num_hidden_layers,
-            n_heads=heads,
             n_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            vocab_size=config.vocab_size,
-            max_seq_len=config.max_position_embeddings,
-            tie_embeddings=bool(config.tie_word_embeddings),
+            **sizes,
         )
 
     @property
     def head_size(self) -> int:
         return self.head_dim
 
+    def tied(self) -> dict[str, str]:
+        return {PREFIX + one: PREFIX + same for one, same in tied_names(self.config()).items()}
+
+    @property
+    def title(self) -> str:
+        return str(self.settings["model_type"])
+
+    def new_settings(self, _: Tokenizer) -> dict[str, Any]:
+        settings: dict[str, Any] = self.config().to_dict()
+        return settings
+
     def computed_with(self) -> dict[str, Any]:
         return self.settings
+
+    def rope_parameters(self) -> Rope:
+        return self.settings.get("rope_parameters") or {}
+
+    def set_rope(self, rope: Rope, window: int) -> None:
+        settings = self.settings | {"rope_parameters": rope, "max_position_embeddings": window}
+        try:
+            found = configuration(settings).rope_parameters
+        except (KeyError, ValueError):  # the family has no such type, or each layer has its own
+            found = {}
+        if "rope_theta" not in self.rope_parameters() or not rope.items() <= found.items():
+            raise ValueError(
+                f"rope: transformers' {settings['model_type']} has other terms of rotary "
+                "embeddings; leave [rope] out, and edit rope_parameters in config.json"
+            )
+        self.settings, self.max_seq_len = settings, window
 
     def config(self) -> Any:
         """Return a new configuration of transformers."""
@@ -85,14 +109,14 @@ class CausalLMArgs(PrivateArgs, BaseModelArgs):
         for key in _by_layer(settings):
             settings[key] = (settings[key] * -(-self.n_layers // layers))[: self.n_layers]
         known = {key: value for key, value in sizes.items() if key in settings}
-        return _configuration(settings | known)
+        return configuration(settings | known)
 
     def with_heads(self, heads: int, kv_heads: int, **changes: Any) -> Any:
         """Return the arguments of a small model of the same class and settings, of so many heads.
 
         It has a layer of each kind, and windows and trained lengths below its `max_seq_len`.
         """
-        settings = dict(self.settings)
+        settings = copy.deepcopy(self.settings)
         tokens, vocabulary = changes["max_seq_len"], changes["vocab_size"]
         kinds = list(zip(*(settings[key] for key in _by_layer(settings)), strict=True))
         chosen = sorted({kinds.index(kind) for kind in kinds})
@@ -127,25 +151,12 @@ class CausalLMArgs(PrivateArgs, BaseModelArgs):
             "hidden_size": self.head_dim * heads,
             "vocab_size": vocabulary,
         }
-        small = CausalLMArgs.of(
-            _configuration(settings | {k: v for k, v in sizes.items() if k in settings})
-        )
+        known = {key: value for key, value in sizes.items() if key in settings}
+        small = CausalLMArgs.of(configuration(settings | known))
         small.max_seq_len, small.lora, small.init_seed = tokens, self.lora, self.init_seed
         return small
 
-    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-        """Count parameters, and a token's FLOPs as TorchTitan does; of experts, those it takes."""
-        active, total = 0.0, 0
-        for name, parameter in model.named_parameters():
-            share = self.share_of_experts if parameter.dim() == 3 else 1.0
-            if "embed_tokens" not in name or self.tie_embeddings:
-                active += share * parameter.numel() * (6 if parameter.requires_grad else 4)
-            total += parameter.numel()
-        scores = 12 * self.n_layers * self.n_heads * self.head_dim * seq_len
-        return total, int(active) + scores
-
     def windows(self) -> list[int | None]:
-        """List the tokens that each layer attends to; None for all."""
         window = self.settings.get("sliding_window")
         kinds = self.config().to_dict().get("layer_types")
         if not kinds:
@@ -163,8 +174,6 @@ class CausalLMArgs(PrivateArgs, BaseModelArgs):
 
     @property
     def share_of_experts(self) -> float:
-        """The share of the experts that a token is computed by; 1 without experts, or under names
-        that are not known."""
         experts = next((self.settings[k] for k in _EXPERTS if self.settings.get(k)), 0)
         taken = self.settings.get("num_experts_per_tok")
         return taken / experts if taken and experts else 1.0
@@ -185,23 +194,11 @@ def _ropes(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield found
 
 
-def _configuration(settings: dict[str, Any]) -> Any:
-    """Build transformers' configuration of a `config.json`."""
-    from transformers import CONFIG_MAPPING
-
-    return CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
-
-
 def read_args(settings: dict[str, Any], path: str, key: str) -> CausalLMArgs:
     """Return the arguments of the model of a `config.json`; arguments and errors as `Reader`."""
-    try:
-        from transformers import CONFIG_MAPPING
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    except ImportError:
-        raise ValueError(
-            f"{key}: {path} is of a model that transformers computes, which is not installed; "
-            + _INSTALL
-        ) from None
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     read = Reader(settings, path, key, _SUPPORTED)
     kind = str(settings.get("model_type"))
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
@@ -214,13 +211,11 @@ def read_args(settings: dict[str, Any], path: str, key: str) -> CausalLMArgs:
     for size in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
         if size in settings:
             read.size(size)
+    config = read.configuration()
     try:
-        config = _configuration(settings)
         args = CausalLMArgs.of(config)
     except (AttributeError, RuntimeError):  # none of that name, or another for each layer
         read.refuse("model_type", kind, "a size has another name, or differs from layer to layer")
-    except Exception as error:  # classes check their settings by errors of many kinds
-        read.refuse("model_type", kind, f"transformers cannot read it ({error})")
     if "num_hidden_layers" not in args.settings:  # other names, of models from before Llama
         read.refuse("model_type", kind, "its sizes have names that are not built")
     if isinstance(wide := args.settings.get("intermediate_size"), list):
@@ -233,9 +228,3 @@ def read_args(settings: dict[str, Any], path: str, key: str) -> CausalLMArgs:
     if not attends_by_name(config):
         read.refuse("model_type", kind, "its attention is its own, not transformers' by name")
     return args
-
-
-def new_settings(args: CausalLMArgs, _: Tokenizer) -> dict[str, Any]:
-    """Return the `config.json` of a model."""
-    settings: dict[str, Any] = args.config().to_dict()
-    return settings

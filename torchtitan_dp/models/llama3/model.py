@@ -1,11 +1,11 @@
 """Llama 3: TorchTitan's Transformer with the parts of every family, and Hugging Face's formats."""
 
 import copy
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
@@ -13,23 +13,59 @@ from torchtitan.models.llama3.model.model import precompute_freqs_cis
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 
 from torchtitan_dp.data.tokenizer import Tokenizer
-from torchtitan_dp.models.config_json import Reader, is_positive
+from torchtitan_dp.models.config_json import SIZES, Reader
 from torchtitan_dp.models.feed_forward import Tiling
 from torchtitan_dp.models.llama3.tiles import use_tiles
-from torchtitan_dp.models.parameters import TIED_OUTPUT
-from torchtitan_dp.models.private import PrivateAdapter, PrivateArgs, PrivateModel
-from torchtitan_dp.models.rope import scaled_angles
+from torchtitan_dp.models.private import ModelArgs, PrivateAdapter, PrivateModel
+from torchtitan_dp.models.rope import Rope, frequencies, rotary_table
 
 
 @dataclass
-class LlamaArgs(PrivateArgs, TransformerModelArgs):
+class LlamaArgs(ModelArgs, TransformerModelArgs):
     """The arguments of a Llama."""
+
+    rope: Rope | None = None
+    """Those of a `config.json` or `[rope]`; None for those of TorchTitan's arguments."""
+
+    title = "Llama"
+
+    def rope_parameters(self) -> Rope:
+        if self.rope is not None:
+            return self.rope
+        scaling = dataclasses.asdict(self.rope_scaling_args)
+        factor, theta = scaling.pop("scaling_factor"), float(self.rope_theta)
+        return {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **scaling}
+
+    def set_rope(self, rope: Rope, window: int) -> None:
+        self.rope, self.max_seq_len = rope, window
+
+    def new_settings(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """Return the `config.json` of a model, as transformers 4 and 5 read it."""
+        with torch.device("meta"):
+            block: Any = Llama(copy.deepcopy(self)).layers["0"]
+        rope = self.rope_parameters()
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            **{theirs: getattr(self, ours) for ours, theirs in SIZES.items()},
+            "num_key_value_heads": self.n_kv_heads or self.n_heads,
+            "head_dim": self.head_size,
+            "intermediate_size": block.feed_forward.w1.out_features,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.norm_eps,
+            "rope_theta": rope["rope_theta"],
+            "rope_scaling": {key: value for key, value in rope.items() if key != "rope_theta"},
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "mlp_bias": False,
+            "bos_token_id": tokenizer.bos_id,
+            "eos_token_id": tokenizer.eos_id,
+        }
 
 
 class Llama(PrivateModel, Transformer):
     """A Llama."""
 
-    rotary_name = "freqs_cis"
     model_args: LlamaArgs
 
     def __init__(self, model_args: LlamaArgs) -> None:
@@ -37,13 +73,16 @@ class Llama(PrivateModel, Transformer):
         if model_args.rope is not None:  # TorchTitan's table is another
             self.compute_rotary()
 
-    def rotary_table(self) -> Tensor:
+    def compute_rotary(self, device: torch.device | None = None) -> None:
         args = self.model_args
-        if args.rope is None:
-            sizes = args.head_size, args.max_seq_len
-            return precompute_freqs_cis(*sizes, args.rope_theta, args.rope_scaling_args)
-        angles, factor = scaled_angles(args)
-        return torch.polar(torch.full_like(angles, factor), angles)
+        with torch.device(device or self.freqs_cis.device):
+            if args.rope is not None:
+                positions_T = torch.arange(args.max_seq_len)
+                self.freqs_cis = rotary_table(args.rope, args.head_size, positions_T)
+            else:
+                sizes = args.head_size, args.max_seq_len
+                terms = args.rope_theta, args.rope_scaling_args
+                self.freqs_cis = precompute_freqs_cis(*sizes, *terms)
 
     def use_tiles(self, tiling: Tiling) -> None:
         use_tiles(self.layers, tiling)
@@ -72,26 +111,14 @@ FLAVORS: dict[str, LlamaArgs] = {
 
 
 class HuggingFaceAdapter(PrivateAdapter, Llama3StateDictAdapter):
-    """Converts to Hugging Face's names and head layout and back, also tied weights, on any number
-    of ranks."""
+    """Converts to Hugging Face's names and head layout and back, on any number of ranks."""
 
     model_args: LlamaArgs
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Convert to Hugging Face's, without a tied output layer and LoRA's factors.
-
-        Collective over the FSDP mesh, if its ranks do not divide the heads.
-        """
-        left_out = TIED_OUTPUT if self.model_args.tie_embeddings else None
-        kept = {name: value for name, value in state_dict.items() if name != left_out}
-        return super().to_hf({n: self._with_whole_heads(n, value) for n, value in kept.items()})
-
-    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Convert from Hugging Face's; a tied output layer is the embedding's tensor."""
-        state_dict: dict[str, Any] = super().from_hf(hf_state_dict)
-        if self.model_args.tie_embeddings and "tok_embeddings.weight" in state_dict:
-            state_dict[TIED_OUTPUT] = state_dict["tok_embeddings.weight"]
-        return state_dict
+        """Convert to Hugging Face's. Collective over the FSDP mesh, if its ranks do not divide the
+        heads."""
+        return super().to_hf({n: self._with_whole_heads(n, v) for n, v in state_dict.items()})
 
     def _with_whole_heads(self, name: str, value: Any) -> Any:
         """Replicate wq or wk if a head lies on two ranks: heads are permuted one by one."""
@@ -106,9 +133,6 @@ class HuggingFaceAdapter(PrivateAdapter, Llama3StateDictAdapter):
         return value if heads % ranks == 0 else value.redistribute(mesh, [Replicate()] * mesh.ndim)
 
 
-# To TorchTitan, wavelengths below original / high_freq_factor are not scaled: here, all of them.
-NO_ROPE_SCALING = RoPEScalingArgs(scaling_factor=1.0, original_max_position_embeddings=2**62)
-
 _SUPPORTED = (
     ("model_type", ("llama",), "only Llamas have model.name = 'llama3'"),
     ("architectures", (None, ["LlamaForCausalLM"]), "only Llamas that predict tokens"),
@@ -119,42 +143,46 @@ _SUPPORTED = (
     ("sliding_window", (None,), "attention is always over the whole record"),
     ("quantization_config", (None,), "weights must be floating point; take the unquantized ones"),
 )
-_ROPE_KINDS = ("default", "llama3", "linear", "yarn")
-_ROPE_KEYS = {
-    "factor": "scaling_factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_max_position_embeddings": "original_max_position_embeddings",
-}
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+"""Those whose frequencies do not depend on a sample's length."""
 
 
 def read_args(settings: dict[str, Any], path: str, key: str) -> LlamaArgs:
     """Return the arguments of the model of a `config.json`; arguments and errors as `Reader`."""
     read = Reader(settings, path, key, _SUPPORTED)
+    for name in (*_SIZES, "vocab_size"):
+        read.size(name)
+    config = read.configuration()
     args = LlamaArgs(
-        rope_scaling_args=_llama_scaling(read),
-        **read.args(2048, *_ROPE_KINDS),
-        **feed_forward_size(read.size("hidden_size"), read.size("intermediate_size")),
+        norm_eps=config.rms_norm_eps,
+        rope=_rope(read, config),
+        **{ours: getattr(config, theirs) for ours, theirs in SIZES.items()},
+        **feed_forward_size(config.hidden_size, config.intermediate_size),
     )
-    dim, heads = args.dim, args.n_heads
-    if dim % (2 * heads) != 0 or read.size("head_dim", dim // heads) != dim // heads:
-        head_dim = settings.get("head_dim")
-        read.refuse("head_dim", head_dim, f"must be hidden_size / heads = {dim} / {heads}")
+    heads, kv_heads = args.n_heads, config.num_key_value_heads
+    if heads % kv_heads != 0:
+        read.refuse("num_key_value_heads", kv_heads, f"must divide the {heads} heads")
+    if args.dim % (2 * heads) != 0 or config.head_dim != args.head_size:
+        why = f"must be hidden_size / heads = {args.dim} / {heads}"
+        read.refuse("head_dim", settings.get("head_dim"), why)
     return args
 
 
-def _llama_scaling(read: Reader) -> RoPEScalingArgs:
-    """Read Llama 3's own scaling, which TorchTitan computes."""
-    _, kind, name, values = read.rope(*_ROPE_KINDS)
-    if kind != "llama3":
-        return copy.copy(NO_ROPE_SCALING)
-    for part in _ROPE_KEYS:
-        if not is_positive(values.get(part)):
-            read.refuse(f"{name}.{part}", values.get(part), "must be a positive number")
-    if values["high_freq_factor"] <= values["low_freq_factor"]:
-        high, low = values["high_freq_factor"], values["low_freq_factor"]
-        read.refuse(f"{name}.high_freq_factor", high, f"must exceed low_freq_factor = {low}")
-    return RoPEScalingArgs(**{ours: values[k] for k, ours in _ROPE_KEYS.items()})
+def _rope(read: Reader, config: Any) -> Rope:
+    """Return the rotary embeddings of a configuration, if transformers computes a table of them."""
+    rope = {k: v for k, v in config.rope_parameters.items() if k != "type" and v is not None}
+    for key, built in (("rope_type", _ROPE_TYPES), ("partial_rotary_factor", (None, 1))):
+        if rope.get(key) not in built:
+            read.refuse(f"rope_parameters.{key}", rope[key], f"only one of {built} is built")
+    if rope["rope_type"] == "yarn" and "factor" not in rope:  # null: as the two windows have it
+        original = rope["original_max_position_embeddings"]
+        rope["factor"] = config.max_position_embeddings / original
+    try:
+        frequencies(rope, config.head_dim)
+    except Exception as error:  # of a term that is missing, or of another type
+        read.refuse("rope_parameters", rope, f"transformers cannot compute it ({error!r})")
+    return rope
 
 
 def feed_forward_size(dim: int, hidden: int) -> dict[str, Any]:
@@ -164,33 +192,3 @@ def feed_forward_size(dim: int, hidden: int) -> dict[str, Any]:
     `multiple_of`.
     """
     return {"multiple_of": hidden, "ffn_dim_multiplier": hidden / int(2 * (4 * dim) / 3)}
-
-
-def new_settings(args: LlamaArgs, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the `config.json` of a model, as transformers 4 and 5 read it."""
-    with torch.device("meta"):
-        block: Any = Llama(copy.deepcopy(args)).layers["0"]
-    scaling = {key: getattr(args.rope_scaling_args, ours) for key, ours in _ROPE_KEYS.items()}
-    own = None if args.rope_scaling_args == NO_ROPE_SCALING else {"rope_type": "llama3", **scaling}
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "intermediate_size": block.feed_forward.w1.out_features,
-        "mlp_bias": False,
-        "hidden_size": args.dim,
-        "num_hidden_layers": args.n_layers,
-        "num_attention_heads": args.n_heads,
-        "num_key_value_heads": args.n_kv_heads or args.n_heads,
-        "head_dim": args.head_size,
-        "vocab_size": args.vocab_size,
-        "max_position_embeddings": args.max_seq_len,
-        "rms_norm_eps": args.norm_eps,
-        "rope_theta": float(args.rope_theta),
-        "rope_scaling": own if args.rope is None else args.rope.settings(),
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "tie_word_embeddings": args.tie_embeddings,
-        "bos_token_id": tokenizer.bos_id,
-        "eos_token_id": tokenizer.eos_id,
-    }

@@ -86,7 +86,7 @@ class RegionBlock(TransformerBlock):
         attention, feed_forward, regions = self.attention, self.feed_forward, self.regions
         B, T, _ = x.shape
         freqs_cis = freqs_cis[:T] if positions is None else freqs_cis[positions[0]]
-        normed = regions.norm(x, *_weights(self.attention_norm, B))
+        normed = regions.norm(x, *sample_copies(self.attention_norm, B))
         q, k, v = (
             layer(normed).view(B, T, -1, attention.head_dim)
             for layer in (attention.wq, attention.wk, attention.wv)
@@ -96,15 +96,9 @@ class RegionBlock(TransformerBlock):
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), enable_gqa=attention.enable_gqa
         )
         more = attention.wo(attended.transpose(1, 2).reshape(B, T, -1))
-        h, normed = regions.add_and_norm(x, more, *_weights(self.ffn_norm, B))
+        h, normed = regions.add_and_norm(x, more, *sample_copies(self.ffn_norm, B))
         gated = regions.swiglu(feed_forward.w1(normed), feed_forward.w3(normed))
         return h + cast(Tensor, feed_forward.w2(gated))
-
-
-def _weights(layer: nn.RMSNorm, batch_size: int) -> tuple[Tensor, float]:
-    """Return a norm's weight for each sample, and its epsilon."""
-    assert layer.eps is not None
-    return sample_copies(layer, "weight", batch_size), layer.eps
 
 
 def use_regions(blocks: nn.Module, regions: Regions) -> None:
@@ -112,47 +106,34 @@ def use_regions(blocks: nn.Module, regions: Regions) -> None:
 
     As `fully_shard` does, this gives modules a class that adds to their own. Call it after
     `per_sample_layers`, before activation checkpointing and FSDP2.
-
-    Raises:
-        ValueError: the blocks are those of another family; one line for the user.
     """
     for block in blocks.children():
-        if type(block) is not TransformerBlock:
-            raise ValueError(
-                "compile.enable = true: with several samples a microbatch a "
-                f"{type(block).__name__} cannot be compiled; set it to false, or "
-                "training.local_batch_size to 1"
-            )
+        assert type(block) is TransformerBlock, "configurations of other models are refused"
         block.__class__ = RegionBlock
         converted = cast(RegionBlock, block)
         assert converted.attention.attn_type == "sdpa", "other attentions take other arguments"
         converted.regions = regions
 
 
-def sample_copies(layer: nn.Module, attribute: str, batch_size: int) -> Tensor:
-    """Return a parameter of `layer`, per-sample or frozen, once for each sample: `(batch_size,
-    *shape)`, fp32. This suits vectors (norm weights): a matrix would be held once a sample."""
-    parameter = getattr(layer, attribute)
-    if isinstance(layer, PerSampleLayer):
-        return cast(Tensor, _SampleCopies.apply(layer, attribute, batch_size, parameter))
-    assert not parameter.requires_grad, f"{type(layer).__name__} was not converted"
-    return _copies(parameter, batch_size)
-
-
-def _copies(parameter: Tensor, batch_size: int) -> Tensor:
-    return parameter.float().repeat(batch_size, *(1 for _ in parameter.shape))
+def sample_copies(norm: nn.RMSNorm, batch_size: int) -> tuple[Tensor, float]:
+    """Return the weight of a norm, per-sample or frozen, once for each sample, fp32 (B, D), and its
+    epsilon."""
+    assert norm.eps is not None
+    if isinstance(norm, PerSampleLayer):
+        return cast(Tensor, _SampleCopies.apply(norm, batch_size, norm.weight)), norm.eps
+    assert not norm.weight.requires_grad, f"{type(norm).__name__} was not converted"
+    return norm.weight.float().repeat(batch_size, 1), norm.eps
 
 
 class _SampleCopies(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, layer: PerSampleLayer, attribute: str, batch_size: int, parameter: Tensor
-    ) -> Tensor:
-        ctx.layer, ctx.name = layer, layer.parameter_names[attribute]
-        return _copies(parameter, batch_size)
+    def forward(ctx: Any, norm: PerSampleLayer, batch_size: int, weight_D: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.norm = norm
+        return weight_D.float().repeat(batch_size, 1)
 
     @staticmethod
-    def backward(ctx: Any, grad_copies: Tensor) -> tuple[None, ...]:  # type: ignore[override]
-        # It runs if the parameter is trained, and only then: no other input has a gradient.
-        ctx.layer.sink.form_grad_samples(ctx.name, len(grad_copies), Existing(grad_copies))
-        return None, None, None, None
+    def backward(ctx: Any, grad_copies_BD: Tensor) -> tuple[None, ...]:  # type: ignore[override]
+        # It runs if the weight is trained, and only then: no other input has a gradient.
+        name, norm = ctx.norm.parameter_names["weight"], ctx.norm
+        norm.sink.form_grad_samples(name, len(grad_copies_BD), Existing(grad_copies_BD))
+        return None, None, None

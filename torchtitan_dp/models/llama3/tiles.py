@@ -14,46 +14,37 @@ from typing import Any, cast
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torchtitan.models.llama3.model.model import Attention, apply_rotary_emb
+from torchtitan.models.llama3.model.model import TransformerBlock, apply_rotary_emb
 
 from torchtitan_dp.gradients.operands import tiles
-from torchtitan_dp.models.feed_forward import TiledFeedForward, Tiling
+from torchtitan_dp.models.feed_forward import Tiling, feed_forward_in_tiles
 from torchtitan_dp.models.tiles import NormedLayers, NormOfTile, add_class, new_sums, rounded
-
-
-class TiledAttention(nn.Module):
-    """The class that `use_tiles` mixes into a Llama's attention."""
-
-    tiling: Tiling
-
-    def forward(self, x_BTD: Tensor, norm: nn.RMSNorm, rotary: Tensor) -> Tensor:
-        """Attend to the norm of x; rotary embeddings are complex, of x's tokens or more."""
-        own = cast(Attention, self)
-        assert own.attn_type == "sdpa", "other attentions take other arguments"
-        rotary_TF = rotary[: x_BTD.shape[1]]
-        heads = queries_keys_values(x_BTD, norm, own, rotary_TF, self.tiling.tokens)
-        q, k, v = (x_BTHF.transpose(1, 2) for x_BTHF in heads)
-        out_BHTF = own.inner_attention(q, k, v, enable_gqa=own.enable_gqa)
-        return cast(Tensor, own.wo(out_BHTF.transpose(1, 2).flatten(2)))
 
 
 class TiledLlamaBlock(nn.Module):
     """The class that `use_tiles` mixes into a Llama's block: all of its parts but attention itself
     are in tiles."""
 
-    attention_norm: nn.RMSNorm
-    attention: TiledAttention
-    ffn_norm: nn.RMSNorm
-    feed_forward: TiledFeedForward
+    tiling: Tiling
 
     def forward(
         self, x_BTD: Tensor, rotary: Tensor, attention_masks: None, positions: Tensor | None = None
     ) -> Tensor:
-        """Compute the block; arguments as TorchTitan's."""
+        """Compute the block; arguments as TorchTitan's, with B = 1 where a parameter is trained."""
         assert attention_masks is None, "attention is causal"
         assert positions is None, "rotary embeddings are those of this rank's tokens"
-        h_BTD = x_BTD + self.attention(x_BTD, self.attention_norm, rotary)
-        return cast(Tensor, self.feed_forward(h_BTD, self.ffn_norm))
+        own = cast(TransformerBlock, self)
+        attention, feed_forward = own.attention, own.feed_forward
+        assert attention.attn_type == "sdpa", "other attentions take other arguments"
+        projections = [attention.wq, attention.wk, attention.wv]
+        layers, parameters = NormedLayers.of(own.attention_norm, projections, len(x_BTD))
+        sizes = attention.head_dim, self.tiling.tokens
+        heads = _Heads.apply(x_BTD, rotary[: x_BTD.shape[1]], layers, *sizes, *parameters)
+        q, k, v = (x_BTHF.transpose(1, 2) for x_BTHF in heads)
+        out_BHTF = attention.inner_attention(q, k, v, enable_gqa=attention.enable_gqa)
+        h_BTD = x_BTD + attention.wo(out_BHTF.transpose(1, 2).flatten(2))
+        in_order = [feed_forward.w1, feed_forward.w3, feed_forward.w2]
+        return feed_forward_in_tiles(h_BTD, own.ffn_norm, in_order, self.tiling)
 
 
 def use_tiles(blocks: nn.Module, tiling: Tiling) -> None:
@@ -61,31 +52,13 @@ def use_tiles(blocks: nn.Module, tiling: Tiling) -> None:
     FSDP2."""
     for block in blocks.children():
         add_class(block, TiledLlamaBlock)
-        parts = {"attention": TiledAttention, "feed_forward": TiledFeedForward}
-        for name, kind in parts.items():
-            part = getattr(block, name)
-            add_class(part, kind)
-            part.tiling = tiling
-
-
-def queries_keys_values(
-    x_BTD: Tensor, norm: nn.RMSNorm, attention: Attention, rotary_TF: Tensor, tokens: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute rotated queries and keys, and values, of norm(x), (B, T, heads, F) each.
-
-    Args:
-        x_BTD: with B = 1 where a parameter is trained.
-        attention: with `wq`, `wk`, `wv`, which may have LoRA's factors.
-        rotary_TF: complex, for each of x's tokens and pair of a head's values.
-        tokens: in a tile.
-    """
-    in_order = [attention.wq, attention.wk, attention.wv]
-    layers, parameters = NormedLayers.of(norm, in_order, len(x_BTD))
-    made = _Heads.apply(x_BTD, rotary_TF, layers, attention.head_dim, tokens, *parameters)
-    return cast(tuple[Tensor, Tensor, Tensor], made)
+        cast(TiledLlamaBlock, block).tiling = tiling
 
 
 class _Heads(torch.autograd.Function):
+    """Computes rotated queries and keys, and values, of norm(x), (B, T, heads, F) each; rotary
+    embeddings are complex (T, F / 2), and `tokens` are in a tile."""
+
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
