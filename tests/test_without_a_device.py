@@ -15,7 +15,6 @@ from torchtitan_dp import launch
 
 COMMANDS = {
     "plan": "the membership of a record",
-    "plan of a ring": "the membership of a record",
     "prepare": "not private: samples of 64 tokens",
     "report": "report.html",
     "report --status": "finished",
@@ -53,8 +52,7 @@ def argv(name, folder):
         return [first, str(folder / "run"), *options, *[str(folder / "out")] * (first == "release")]
     tiny = arguments(folder / "out", write_records(folder / "data"))
     if first == "plan":
-        ring = "--parallelism.context_parallel_degree=2"
-        return [first, *tiny, "--world_size=2", *[ring] * ("ring" in name)]
+        return [first, *tiny, "--world_size=2", *options]
     return [first, *tiny] if first == "prepare" else [first, *options]
 
 
