@@ -27,7 +27,7 @@ STOPPED_FILE = "TORCHTITAN_DP_STOPPED_FILE"
 launcher: the request may have reached another node's."""
 RELEASES = {
     "Python": ("3.10", "3.11", "3.12", "3.13", "3.14"),
-    "torch": ("2.11", "2.13", "2.14", "2.15"),
+    "torch": ("2.11", "2.12", "2.13", "2.14", "2.15"),
 }
 """The tested ones. Each has a row in docs/install.md, made by `scripts/versions.py`."""
 _PR_SET_PDEATHSIG = 1

@@ -1,0 +1,109 @@
+"""Every function that the package compiles, with inputs, and with what the CPU computes instead."""
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchtitan_dp.models import feed_forward, loss
+from torchtitan_dp.models.llama3 import regions
+from torchtitan_dp.privacy import clipping, noise, secure_noise
+from torchtitan_dp.privacy.kernels import compile_kernel
+
+POSITIONS = 2**16
+STARTS = (0, 2**31 - 1000, 2**33 + 7)
+KEY = noise.threefry_key(bytes(range(32)), "w", "cpu")
+
+Backend = Callable[..., Any]
+Inputs = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A compiled function."""
+
+    function: Callable[..., Any]
+
+    variants: Callable[[], Iterator[Inputs]]
+    """Yields inputs on the CPU; the first is what it is compiled for."""
+
+    on_cpu: Callable[..., Any] | None = None
+    """What the CPU computes instead, of those on which a guarantee, or the loss, rests."""
+
+    compile: Callable[[Backend], Callable[..., Any]] | None = None
+    """Compiles it, where the package does not by `compile_kernel`."""
+
+    def compiled(self, backend: Backend) -> Callable[..., Any]:
+        """Compile it as the package does, by another backend."""
+        return self.compile(backend) if self.compile else compile_kernel(self.function, backend)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
+
+
+def of_noise() -> Iterator[Inputs]:
+    for start in STARTS:
+        yield normal(POSITIONS), KEY, torch.tensor(start), torch.tensor(0.3)
+
+
+def of_secure_noise() -> Iterator[Inputs]:
+    for start in STARTS:
+        yield KEY, torch.tensor(start), POSITIONS // 16
+
+
+def of_clip() -> Iterator[Inputs]:
+    for rejected in (False, True):
+        gradient = normal(1, POSITIONS)[0]
+        gradient[5::1000] = torch.nan if rejected else 1.0
+        yield normal(POSITIONS), gradient, torch.tensor(0.37), torch.tensor(rejected)
+
+
+def of_loss(dtype: torch.dtype) -> Iterator[Inputs]:
+    labels = torch.arange(64) * 15
+    labels[3:9] = -100
+    yield 4 * normal(64, 1003, dtype=dtype), labels, torch.linspace(0.1, 1, 64)
+
+
+def of_layers(*names: str) -> Iterator[Inputs]:
+    """Yield inputs of the functions within a block: (B, T, D) in bf16, and what else they take."""
+    x = normal(2, 48, 256, dtype=torch.bfloat16)
+    heads, turns = x.view(2, 48, 4, 64), normal(48, 32, 2)
+    of = {"x": x, "scale": normal(2, 256), "eps": 1e-5, "heads": heads, "turns": turns}
+    yield tuple(of[name] for name in names)
+
+
+def in_layers(function: Callable[..., Any], *names: str) -> Case:
+    def compile_(backend: Any) -> Callable[..., Any]:
+        by_name = [vars(regions.compiled(backend)), vars(feed_forward.Tiling.compiled(16, backend))]
+        return {**by_name[0], **by_name[1]}[function.__name__]
+
+    return Case(function, lambda: of_layers(*names), compile=compile_)
+
+
+def of_logits(dtype: torch.dtype) -> Case:
+    on_cpu = loss.losses_to_gradients_
+    return Case(loss._by_comparison, functools.partial(of_loss, dtype), on_cpu)
+
+
+def by_itself(function: Callable[..., Any], variants: Callable[[], Iterator[Inputs]]) -> Case:
+    return Case(function, variants, function)
+
+
+CASES = {
+    "noise": by_itself(noise._add_normal, of_noise),
+    "secure noise": by_itself(secure_noise.threefry_normal_sum, of_secure_noise),
+    "clip": by_itself(clipping._add_scaled, of_clip),
+    "loss, fp32": of_logits(torch.float32),
+    "loss, bf16": of_logits(torch.bfloat16),
+    "norm": in_layers(regions.norm, "x", "scale", "eps"),
+    "add and norm": in_layers(regions.add_and_norm, "x", "x", "scale", "eps"),
+    "rotate": in_layers(regions.rotate, "heads", "heads", "turns"),
+    "swiglu": in_layers(feed_forward.swiglu, "x", "x"),
+    "backward of swiglu": in_layers(feed_forward.swiglu_backward, "x", "x", "x"),
+}
+"""By name. On a CPU noise has another generator, and clipping one operation of other rounding: they
+are compared with the same formulas, uncompiled."""

@@ -1,0 +1,86 @@
+"""The commands of a login node: PyTorch's CUDA build, which most users have, and no device.
+
+There most questions about a device raise. With the CPU build, its CUDA parts are imitated.
+"""
+
+import sys
+
+import pytest
+import torch
+
+from tests.processes.runs import arguments, write_records
+from tests.report.test_report import take_steps
+from torchtitan_dp import __main__ as command
+from torchtitan_dp import launch
+
+COMMANDS = {
+    "plan": "the membership of a record",
+    "prepare": "not private: samples of 64 tokens",
+    "report": "report.html",
+    "report --status": "finished",
+    "ledger": "epsilon",
+    "release": "error: ",
+    "selfcheck --help": "usage: ",
+    "train --help": "usage: ",
+}
+"""Commands, and a word of what each prints."""
+
+
+@pytest.fixture(params=["no driver", "hidden devices", "old driver"])
+def host(request, monkeypatch, tmp_path):
+    def initialize(*_):
+        raise RuntimeError("Found no NVIDIA driver on your system.")
+
+    monkeypatch.setattr(torch.version, "cuda", torch.version.cuda or "13.0")
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", initialize)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2 * (request.param == "old driver"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    if request.param != "hidden devices":
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    return request.param
+
+
+def argv(name, folder):
+    """The command line, on records, or on a run that has no checkpoint to release."""
+    first, *options = name.split()
+    if first in ("report", "ledger", "release"):
+        (folder / "run").mkdir()
+        take_steps(folder / "run", 6)
+        return [first, str(folder / "run"), *options, *[str(folder / "out")] * (first == "release")]
+    tiny = arguments(folder / "out", write_records(folder / "data"))
+    if first == "plan":
+        return [first, *tiny, "--world_size=2", *options]
+    return [first, *tiny] if first == "prepare" else [first, *options]
+
+
+def exit_code(start, *arguments):
+    try:
+        start(*arguments)
+    except SystemExit as end:
+        return end.code or 0
+    return 0
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_needs_no_device(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [])
+    assert exit_code(command.main, argv(name, tmp_path)) == (2 if name == "release" else 0)
+    out = capsys.readouterr()
+    assert COMMANDS[name] in out.out + out.err
+    assert "Traceback" not in out.err
+
+
+def test_a_start_is_checked_without_a_device(host, tmp_path, monkeypatch, capsys):
+    """Before any worker starts: the plan, with the checks of this machine."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which it would set for its workers
+    monkeypatch.delitem(sys.modules, "torchtitan_dp.plan.__main__", raising=False)  # it runs it
+    run = arguments(tmp_path / "out", write_records(tmp_path / "data"))
+    code = exit_code(launch._checked, "auto", ["-m", "torchtitan_dp.train", *run])
+    assert code == (2 if host == "old driver" else 0)
+    said = capsys.readouterr()
+    assert ("error: NVIDIA driver" in said.err) == (host == "old driver")
