@@ -114,9 +114,10 @@ def test_a_ring_sends_its_keys_and_fsdp2_its_weights():
             assert (done.ranks, done.stride) == (2, 1)
             sent[done.kind] = sent.get(done.kind, 0) + done.bytes * times
     args = shape(load_config([*LLAMA, *KINDS["a ring"][0]], 2))
-    # Keys and values of 256 tokens in fp32: forward, again in backward, and their gradients twice.
-    once = 2 * 256 * (args.n_kv_heads or args.n_heads) * args.head_size * 4
-    assert sent[RING] == 4 * 4 * once
+    # Keys and values of 256 tokens: in bf16 forward and again in backward, their gradients in fp32
+    # all around. Four layers.
+    values = 2 * 256 * (args.n_kv_heads or args.n_heads) * args.head_size
+    assert sent[RING] == 4 * (2 * 2 + 2 * 4) * values
     assert sent.keys() == {RING, GATHER, "reduce_scatter", "all_reduce"}
 
 

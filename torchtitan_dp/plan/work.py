@@ -35,7 +35,6 @@ _ALLOCATES = {
     aten.new_empty_strided,
     aten.resize_,
     aten.set_,
-    aten._unsafe_view,
 }
 # Ours: their results are written to (`write_product_`), or added to, in one GEMM.
 OWN_PRODUCTS = {torch.ops.torchtitan_dp.write_product_, torch.ops.torchtitan_dp.add_product_}
@@ -144,7 +143,7 @@ def bytes_of(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
     if (
         func.namespace in ("prim", "profiler")
         or func.overloadpacket in _ALLOCATES
-        or _is_view(func)
+        or torch_private.is_view(func)
     ):
         return 0  # (prim: asks for a tensor's device or layout)
     reads = [*args, *(value for name, value in kwargs.items() if name != "out")]
@@ -152,16 +151,10 @@ def bytes_of(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
         reads = reads[1:]
     written = [x for x in tree_iter(result) if isinstance(x, torch.Tensor)]
     known = {id(x) for x in written}
-    for argument, value in zip(func._schema.arguments, args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+    for is_written, value in zip(torch_private.are_written(func), args, strict=False):
+        if is_written:
             written += [x for x in tree_iter(value) if id(x) not in known]
     return _size(reads) + _size(written)
-
-
-def _is_view(func: Any) -> bool:
-    returns = func._schema.returns
-    aliases = [r.alias_info for r in returns if r.alias_info is not None]
-    return bool(aliases) and not any(alias.is_write for alias in aliases)
 
 
 def _size(values: Any) -> int:
@@ -197,7 +190,7 @@ _NOTHING_SENT = {
 
 def transfer_of(func: Any, args: Any, kwargs: dict[str, Any]) -> Transfer | None:
     """Describe a collective; None for an operation of torch.distributed that sends nothing."""
-    name = func._schema.name.split("::")[1]
+    name = func.overloadpacket.__name__
     if name in _NOTHING_SENT:
         return None
     given = _by_name(func, args, kwargs)
