@@ -28,6 +28,7 @@ ONES = {
     "attention": ((0, 1e9),),
     "attention's backward": ((0, 1e9),),
     "memory": ((0, 1e9),),
+    "new tensors": ((0, 1e9),),
     "noise": ((0, 1e9),),
 }
 NODE = Machine("ones", 80, 8, ONES, 0.0, Link(1e9, 0.0), Link(1e8, 0.0))
@@ -192,7 +193,7 @@ def test_a_measured_machine_comes_back_from_its_file(tmp_path):
     found = forks.call(calibrated)
     assert found.overlaps is False
     assert {name.split()[0] for name in found.rates} == {
-        *("products", "attention", "attention's", "memory", "noise")
+        *("products", "attention", "attention's", "memory", "new", "noise")
     }
     assert all(rate > 0 for curve in found.rates.values() for _, rate in curve)
     assert math.isinf(found.within.bytes)  # one process

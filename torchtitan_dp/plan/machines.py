@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 
 from torchtitan_dp.distributed.attention import mesh_of_this_rank
 from torchtitan_dp.plan.tracker import LocalOperators
-from torchtitan_dp.plan.work import ATTENTION, ATTENTION_BACKWARD, MEMORY, PRODUCT, Counting
+from torchtitan_dp.plan.work import ATTENTION, ATTENTION_BACKWARD, MEMORY, NEW, PRODUCT, Counting
 
 Curve = tuple[tuple[float, float], ...]
 """Rates a second by the size of an operation, rising; between two the logarithms lie on a line."""
@@ -47,8 +47,8 @@ class Machine:
     memory_gib: float
     ranks_a_node: int
     rates: dict[str, Curve]
-    """By kind and dtype, as "products float32": FLOPs by an operation's FLOPs. "memory": bytes by
-    an operation's bytes. "noise": values."""
+    """By kind and dtype, as "products float32": FLOPs by an operation's FLOPs. "memory" and "new
+    tensors": bytes by an operation's bytes. "noise": values."""
 
     launch: float  # seconds until an operation has begun
     within: Link  # a node
@@ -96,7 +96,7 @@ def _gpu(
 ) -> Machine:
     """List a GPU: peaks of bf16 and fp32 in TFLOP/s, shares of attention forward and backward, and
     bytes a second of memory and links."""
-    rates: dict[str, Curve] = {MEMORY: ((0, _MEMORY * memory),)}
+    rates: dict[str, Curve] = dict.fromkeys((MEMORY, NEW), ((0, _MEMORY * memory),))
     for dtype, peak in zip(("bfloat16", "float32"), tflops, strict=True):
         for kind, share in zip(
             (PRODUCT, ATTENTION, ATTENTION_BACKWARD), (_PRODUCTS, *attention), strict=True
@@ -176,7 +176,7 @@ def machine_named(named: str) -> Machine:
 
 
 def calibrate(device: torch.device, name: str, memory_gib: float) -> Machine:
-    """Measure this machine in some seconds: the slowest rank's rates, all ranks at once.
+    """Measure this machine in some seconds: a rank's rates, all ranks at once.
     Collective over the world, within one node."""
     timed = _Clock(device)
     is_cuda = device.type == "cuda"
@@ -193,10 +193,11 @@ def calibrate(device: torch.device, name: str, memory_gib: float) -> Machine:
         for tokens in (2048, 16384) if is_cuda else (128, 512, 2048):
             for kind, flops, seconds in _attention(timed, tokens, dtype, device):
                 rates.setdefault(f"{kind} {word}", []).append((flops, flops / seconds))
-    for size in (2**22, 2**28) if is_cuda else (2**12, 2**15, 2**18, 2**21, 2**24, 2**27):
+    for size in (2**22, 2**28) if is_cuda else (2**12, 2**15, 2**18, 2**21, 2**24, 2**26, 2**28):
         x, moved = torch.ones(size // 4, device=device), 2.0 * size
-        seconds = timed(functools.partial(x.mul_, 1.0), _calls(moved))
-        rates.setdefault(MEMORY, []).append((moved, moved / seconds))
+        for kind, multiply in ((MEMORY, x.mul_), (NEW, x.mul)):
+            seconds = timed(functools.partial(multiply, 1.0), _calls(moved))
+            rates.setdefault(kind, []).append((moved, moved / seconds))
     rates["noise"] = [(0, _noise(timed, device))]
     launch = _launch(timed)
     curves = {kind: tuple(points) for kind, points in rates.items()}
@@ -206,7 +207,7 @@ def calibrate(device: torch.device, name: str, memory_gib: float) -> Machine:
 
 
 class _Clock:
-    """Times a function on all ranks at once: the median of several rounds, on the slowest rank."""
+    """Times a function on all ranks at once: the median of several rounds, the mean of ranks."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -225,7 +226,7 @@ class _Clock:
             seconds.append((time.perf_counter() - start) / calls)
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, sorted(seconds)[rounds // 2])
-        return float(max(found))
+        return float(sum(found) / len(found))
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

@@ -21,6 +21,7 @@ from torchtitan_dp.plan.work import (
     ATTENTION_BACKWARD,
     GATHER,
     MEMORY,
+    NEW,
     PRODUCT,
     RING,
     Operation,
@@ -109,7 +110,8 @@ def _seconds(done: Operation | Transfer, machine: Machine) -> Iterator[tuple[str
     arithmetic = 0.0
     if done.flops:
         arithmetic = done.flops / machine.rate(done.kind, done.dtype, done.flops)
-    yield done.kind, max(arithmetic, done.bytes / machine.rate(MEMORY, "", done.bytes))
+    memory = NEW if done.kind == NEW else MEMORY
+    yield done.kind, max(arithmetic, done.bytes / machine.rate(memory, "", done.bytes))
     yield LAUNCHES, machine.launch
 
 
@@ -133,6 +135,8 @@ def _elapsed(parts: defaultdict[str, float], machine: Machine, groups: int) -> f
     if not machine.overlaps:
         return math.fsum(parts.values())
     attention = parts[ATTENTION] + parts[ATTENTION_BACKWARD]
-    kernels = parts[PRODUCT] + parts[MEMORY] + parts[NOISE] + max(attention, parts[RING])
+    kernels = (
+        parts[PRODUCT] + parts[MEMORY] + parts[NEW] + parts[NOISE] + max(attention, parts[RING])
+    )
     computed, sent = max(kernels, parts[LAUNCHES]), parts[WEIGHTS]
     return max(computed, sent) + min(computed, sent) / groups + parts[SUMS]

@@ -23,7 +23,7 @@ from torchtitan_dp.torch_private import tree_iter
 
 aten = torch.ops.aten
 PRODUCT, ATTENTION, ATTENTION_BACKWARD = "products", "attention", "attention's backward"
-MEMORY, RING, GATHER = "memory", "ring", "all_gather"
+MEMORY, NEW, RING, GATHER = "memory", "new tensors", "ring", "all_gather"
 
 # Written, and not read: their first argument.
 _OVERWRITES = {aten.copy_, aten.fill_, aten.zero_, aten.normal_, aten.uniform_, aten.empty_like}
@@ -47,7 +47,7 @@ FORWARD, BACKWARD = (
 class Operation(NamedTuple):
     """An operation on local tensors."""
 
-    kind: str  # `PRODUCT`, `ATTENTION`, `ATTENTION_BACKWARD` or `MEMORY`
+    kind: str  # `PRODUCT`, `ATTENTION`, `ATTENTION_BACKWARD`; `MEMORY`, or `NEW` if it allocates
     dtype: str  # of its result, as "float32"
     flops: int
     bytes: int
@@ -120,7 +120,8 @@ class Counting:
                 flops //= 2
             self._work[Operation(kind or PRODUCT, _dtype(args), flops, moved)] += 1
         elif moved:
-            self._work[Operation(MEMORY, _dtype(args), 0, moved)] += 1
+            kind = MEMORY if any(torch_private.are_written(func)) else NEW
+            self._work[Operation(kind, _dtype(args), 0, moved)] += 1
 
 
 def flops_of(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
