@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -185,8 +185,9 @@ def calibrate(device: torch.device, name: str, memory_gib: float) -> Machine:
     for dtype in (torch.float32, torch.bfloat16) if is_cuda else (torch.float32,):
         word = str(dtype).removeprefix("torch.")
         for n in sizes:
-            square, flops = torch.randn(n, n, dtype=dtype, device=device), 2.0 * n**3
-            seconds = timed(functools.partial(torch.mm, square, square), _calls(flops))
+            flops, shape = 2.0 * n**3, (_many(n * n * dtype.itemsize), n, n)
+            squares = torch.randn(shape, dtype=dtype, device=device)
+            seconds = timed(_in_turn(torch.mm, squares, squares.roll(1, 0)), _calls(flops))
             rates.setdefault(f"{PRODUCT} {word}", []).append((flops, flops / seconds))
         if is_cuda and dtype == torch.float32:
             continue  # no attention of 32 bits is asked for where 16 are at hand
@@ -194,9 +195,9 @@ def calibrate(device: torch.device, name: str, memory_gib: float) -> Machine:
             for kind, flops, seconds in _attention(timed, tokens, dtype, device):
                 rates.setdefault(f"{kind} {word}", []).append((flops, flops / seconds))
     for size in (2**22, 2**28) if is_cuda else (2**12, 2**15, 2**18, 2**21, 2**24, 2**26, 2**28):
-        x, moved = torch.ones(size // 4, device=device), 2.0 * size
-        for kind, multiply in ((MEMORY, x.mul_), (NEW, x.mul)):
-            seconds = timed(functools.partial(multiply, 1.0), _calls(moved))
+        x, moved = torch.ones(_many(size), size // 4, device=device), 2.0 * size
+        for kind, multiply in ((MEMORY, Tensor.mul_), (NEW, Tensor.mul)):
+            seconds = timed(_in_turn(multiply, x, [1.0] * len(x)), _calls(moved))
             rates.setdefault(kind, []).append((moved, moved / seconds))
     rates["noise"] = [(0, _noise(timed, device))]
     launch = _launch(timed)
@@ -233,6 +234,17 @@ class _Clock:
             torch.cuda.synchronize(self.device)
 
 
+def _many(size: int) -> int:
+    """Return how many tensors of so many bytes do not fit into caches, as in a step."""
+    return max(2**26 // size, 1)
+
+
+def _in_turn(function: Callable[..., object], *operands: Iterable[Any]) -> Callable[[], object]:
+    """Return a call of a function with the next of its operands, over and over."""
+    every = itertools.cycle(list(zip(*operands, strict=True)))
+    return lambda: function(*next(every))
+
+
 def _calls(size: float) -> int:
     """Return how many operations of a size a round is made of."""
     return max(1, min(100, int(3e7 / size)))
@@ -242,18 +254,15 @@ def _attention(
     timed: _Clock, tokens: int, dtype: torch.dtype, device: torch.device
 ) -> list[tuple[str, float, float]]:
     """Time causal attention of 8 heads of 64, forward and backward: kind, FLOPs and seconds."""
-    shape = (1, 8, tokens, 64)
-    q, k, v = (torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
-
-    def forward() -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    out = forward()
-    grad = torch.randn_like(out)
-
-    def backward() -> object:
-        return torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
-
+    shape = (_many(3 * 8 * tokens * 64 * dtype.itemsize), 3, 1, 8, tokens, 64)
+    inputs = [
+        [x.requires_grad_() for x in qkv] for qkv in torch.randn(shape, dtype=dtype, device=device)
+    ]
+    causal: Any = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+    outputs = [causal(*qkv) for qkv in inputs]
+    forward = _in_turn(causal, *zip(*inputs, strict=True))
+    differentiate = functools.partial(torch.autograd.grad, retain_graph=True)
+    backward = _in_turn(differentiate, outputs, inputs, map(torch.ones_like, outputs))
     products = 2 * 8 * tokens**2 * 64 / 2
     return [
         (ATTENTION, 2 * products, timed(forward, _calls(products))),
