@@ -38,6 +38,7 @@ from torchtitan_dp.process import write_atomically
 
 SHOWN = 5
 FURTHER = 2  # of the grid's fastest, for which further settings are tried
+WIDTH = 140  # of the table, at least
 SHORT = 4096  # tokens, up to which several samples make a microbatch
 
 Keys = dict[str, Any]
@@ -216,7 +217,9 @@ def predict_step(
 
 def show_choices(choices: list[Choice], steps: int, machine: Machine) -> None:
     """Print the fastest settings and the keys of the first on stderr; of a given one its time."""
-    (first, *_), console = choices, Console(stderr=True, highlight=False, soft_wrap=True)
+    first, *_ = choices
+    wide = max(Console().width, WIDTH)
+    console = Console(stderr=True, highlight=False, soft_wrap=True, width=wide)
     if not first.keys:
         console.print(f"      predicted for {machine.name}: {first.step.describe(steps)}")
         return
@@ -239,7 +242,7 @@ def show_choices(choices: list[Choice], steps: int, machine: Machine) -> None:
             one.step.limit,
         )
     console.print(f"predicted for {machine.name}, the fastest that fit:")
-    console.print(rows, width=max(console.width, 140))
+    console.print(rows)
     console.print("chosen: " + " ".join(command_line(first.keys)))
 
 
