@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
+from torchtitan_dp.collectives import all_gather
 from torchtitan_dp.distributed.attention import mesh_of_this_rank
 from torchtitan_dp.plan.tracker import LocalOperators
 from torchtitan_dp.plan.work import ATTENTION, ATTENTION_BACKWARD, MEMORY, NEW, PRODUCT, Counting
@@ -317,16 +318,14 @@ def _noise(timed: _Clock, device: torch.device) -> float:
 
 def _link(timed: _Clock) -> Link:
     """Time all-gathers of little and of much."""
-    ranks = dist.get_world_size()
-    if ranks == 1:
+    ranks, world = dist.get_world_size(), dist.group.WORLD
+    if world is None or ranks == 1:
         return Link(math.inf, 0.0)
 
-    def gather(numel: int) -> Callable[[], object]:
-        mine = torch.zeros(numel, device=timed.device)
-        whole = torch.empty(numel * ranks, device=timed.device)
-        return lambda: dist.all_gather_into_tensor(whole, mine)
+    def gathering(numel: int) -> Callable[[], object]:
+        return functools.partial(all_gather, torch.zeros(numel, device=timed.device), world)
 
-    few, many = timed(gather(64), calls=20), timed(gather(2**22))
+    few, many = timed(gathering(64), calls=20), timed(gathering(2**22))
     return Link(4 * 2**22 * (ranks - 1) / (many - few), few)
 
 

@@ -220,7 +220,7 @@ def tracking(
     *, like_cuda: bool = True, counts: Callable[[Any, Any, Any, Any], None] | None = None
 ) -> Iterator[MemoryTracker]:
     """Enter a tracker that labels storages by `memory.CATEGORIES`, and `GATHERED`; `like_cuda`
-    counts the workspaces of CUDA's kernels too; `counts` as of `MemoryTracker`."""
+    counts the workspaces of CUDA's kernels too, and `counts` is `MemoryTracker`'s."""
     workspace = _flash_workspace if like_cuda else None
     tracker = MemoryTracker("activations", workspace, counts)
 
