@@ -64,6 +64,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         help="list batches, steps and adapters by the noise they leave at the same compute",
     )
     parser.add_argument("--no_memory", action="store_true", help="--json without memory: quick")
+    if (own := parser.parse_known_args(argv)[0]).calibrate:
+        return own, []  # of no configuration
     return parse_known(parser, argv)
 
 
@@ -156,8 +158,8 @@ def measure(path: str) -> None:
     """Calibrate this machine with all of torchrun's ranks, and write the file."""
     ranks = start(None)
     is_cuda = ranks.device.type == "cuda"
-    size = memory_bytes(ranks.device)[1] if is_cuda else available_bytes() or 0
-    gib = size / GIB
+    of_host = (available_bytes() or 0) // dist.get_world_size()
+    gib = (memory_bytes(ranks.device)[1] if is_cuda else of_host) / GIB
     found = calibrate(ranks.device, device_name(ranks.device), gib)
     if dist.get_rank() == 0:
         write_json(path, fields(found))
