@@ -186,7 +186,7 @@ def test_row11_and_67_a_step_has_a_projection_key_of_its_own(monkeypatch):
     step = Step(monkeypatch)
     (call,) = step.trainer.gradients.start_step.call_args_list
     assert call.args == (RootKey(ROOT).stream("projection").take(STEP),)
-    assert call.args != (step.key,)
+    assert call.args != (step.noise.key,)
 
 
 def test_row75_a_step_tells_methods_by_which_number_each_unit_was_drawn(monkeypatch):

@@ -219,7 +219,7 @@ def test_row47_every_length_is_run_beside_the_optimizers_state(tmp_path):
     did: list[Any] = []
     trainer = stand_in(tmp_path, "cpu")
     trainer.accumulate = lambda microbatch, _: did.append(microbatch)
-    trainer.dp_optimizer.rehearse = lambda _: did.append("update")
+    trainer.dp_optimizer.rehearse = lambda *_: did.append("update")
     trainer.clipped_sum.reset = lambda: did.append("reset")
     rehearse(trainer)
     first, update, *rungs, reset = did
