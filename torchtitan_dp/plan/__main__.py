@@ -25,8 +25,9 @@ import torch.distributed as dist
 from torchtitan_dp.config.load import exit_on_mistake, load_config, parse_known, write_json
 from torchtitan_dp.distributed.devices import device_name, memory_bytes
 from torchtitan_dp.distributed.host_memory import available_bytes
+from torchtitan_dp.plan.calibration import calibrate
 from torchtitan_dp.plan.choose import Draws, choose, show_choices, write
-from torchtitan_dp.plan.machines import MACHINES, Machine, calibrate, fields, machine_named
+from torchtitan_dp.plan.machines import MACHINES, Machine, fields, machine_named
 from torchtitan_dp.plan.memory import DEFAULT_GIB, GIB, predict, predicting, show_memory
 from torchtitan_dp.plan.recommend import refuse
 from torchtitan_dp.plan.report import for_programs, make_report, show

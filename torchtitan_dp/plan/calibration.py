@@ -1,0 +1,177 @@
+"""Measures this machine's rates, so that a plan predicts for it what it predicts for listed ones.
+
+Operands are many enough to lie outside of caches, and launches are those of a small training step,
+as in a run.
+"""
+
+import functools
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+
+from torchtitan_dp.collectives import all_gather
+from torchtitan_dp.distributed.attention import mesh_of_this_rank
+from torchtitan_dp.plan.machines import Link, Machine
+from torchtitan_dp.plan.tracker import LocalOperators
+from torchtitan_dp.plan.work import ATTENTION, ATTENTION_BACKWARD, MEMORY, NEW, PRODUCT, Counting
+from torchtitan_dp.privacy.noise import add_gaussian_noise_
+
+
+def calibrate(device: torch.device, name: str, memory_gib: float) -> Machine:
+    """Measure this machine in some seconds: a rank's rates, all ranks at once.
+    Collective over the world, within one node."""
+    timed = _Clock(device)
+    is_cuda = device.type == "cuda"
+    sizes = (512, 1024, 2048, 4096, 8192) if is_cuda else (32, 64, 128, 256, 512, 1024)
+    rates: dict[str, list[tuple[float, float]]] = {}
+    for dtype in (torch.float32, torch.bfloat16) if is_cuda else (torch.float32,):
+        word = str(dtype).removeprefix("torch.")
+        for n in sizes:
+            flops, shape = 2.0 * n**3, (_many(n * n * dtype.itemsize), n, n)
+            squares = torch.randn(shape, dtype=dtype, device=device)
+            seconds = timed(_in_turn(torch.mm, squares, squares.roll(1, 0)), _calls(flops))
+            rates.setdefault(f"{PRODUCT} {word}", []).append((flops, flops / seconds))
+        if is_cuda and dtype == torch.float32:
+            continue  # no attention of 32 bits is asked for where 16 are at hand
+        for tokens in (2048, 16384) if is_cuda else (128, 512, 2048):
+            for kind, flops, seconds in _attention(timed, tokens, dtype, device):
+                rates.setdefault(f"{kind} {word}", []).append((flops, flops / seconds))
+    for size in (2**22, 2**28) if is_cuda else (2**12, 2**15, 2**18, 2**21, 2**24, 2**26, 2**28):
+        x, moved = torch.ones(_many(size), size // 4, device=device), 2.0 * size
+        for kind, multiply in ((MEMORY, Tensor.mul_), (NEW, Tensor.mul)):
+            seconds = timed(_in_turn(multiply, x, [1.0] * len(x)), _calls(moved))
+            rates.setdefault(kind, []).append((moved, moved / seconds))
+    rates["noise"] = [(0, _noise(timed, device))]
+    launch = _launch(timed)
+    curves = {kind: tuple(points) for kind, points in rates.items()}
+    return Machine(
+        name, memory_gib, dist.get_world_size(), curves, launch, _link(timed), None, is_cuda
+    )
+
+
+class _Clock:
+    """Times a function on all ranks at once: the median of several rounds, the mean of ranks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __call__(self, function: Callable[[], object], calls: int = 1, rounds: int = 7) -> float:
+        """Return the seconds of a call, of so many a round."""
+        function()
+        seconds = []
+        for _ in range(rounds):
+            dist.barrier()
+            self._wait()
+            start = time.perf_counter()
+            for _ in range(calls):
+                function()
+            self._wait()
+            seconds.append((time.perf_counter() - start) / calls)
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, sorted(seconds)[rounds // 2])
+        return float(sum(found) / len(found))
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _many(size: int) -> int:
+    """Return how many tensors of so many bytes do not fit into caches, as in a step."""
+    return max(2**26 // size, 1)
+
+
+def _in_turn(function: Callable[..., object], *operands: Iterable[Any]) -> Callable[[], object]:
+    """Return a call of a function with the next of its operands, over and over."""
+    every = itertools.cycle(list(zip(*operands, strict=True)))
+    return lambda: function(*next(every))
+
+
+def _calls(size: float) -> int:
+    """Return how many operations of a size a round is made of."""
+    return max(1, min(100, int(3e7 / size)))
+
+
+def _attention(
+    timed: _Clock, tokens: int, dtype: torch.dtype, device: torch.device
+) -> list[tuple[str, float, float]]:
+    """Time causal attention of 8 heads of 64, forward and backward: kind, FLOPs and seconds."""
+    shape = (_many(3 * 8 * tokens * 64 * dtype.itemsize), 3, 1, 8, tokens, 64)
+    inputs = [
+        [x.requires_grad_() for x in qkv] for qkv in torch.randn(shape, dtype=dtype, device=device)
+    ]
+    causal: Any = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+    outputs = [causal(*qkv) for qkv in inputs]
+    forward = _in_turn(causal, *zip(*inputs, strict=True))
+    differentiate = functools.partial(torch.autograd.grad, retain_graph=True)
+    backward = _in_turn(differentiate, outputs, inputs, map(torch.ones_like, outputs))
+    products = 2 * 8 * tokens**2 * 64 / 2
+    return [
+        (ATTENTION, 2 * products, timed(forward, _calls(products))),
+        (ATTENTION_BACKWARD, 5 * products, timed(backward, _calls(products))),
+    ]
+
+
+class _Operations(LocalOperators):
+    """Counts, as a mode, the operations that `Counting` counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counting = Counting()
+
+    def ran(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        self.counting(func, args, kwargs, result)
+
+
+def _launch(timed: _Clock) -> float:
+    """Time a small operation in a training step: under autograd, in modules, some of FSDP2."""
+    mesh = mesh_of_this_rank(timed.device.type, "alone")
+    width, layers = 32, 8
+
+    def block() -> nn.Module:
+        first, last = nn.Linear(width, width), nn.Linear(width, width)
+        return nn.Sequential(nn.RMSNorm(width), first, nn.SiLU(), last)
+
+    blocks = [block() for _ in range(layers)]
+    model = nn.Sequential(*blocks).to(timed.device)
+    for module in (*blocks, model):
+        fully_shard(module, mesh=mesh)
+    x = torch.ones(1, width, width, device=timed.device)
+
+    def step() -> None:
+        model(x).sum().backward()
+
+    step()
+    operations = _Operations()
+    with operations:
+        step()
+    return timed(step, calls=3) / sum(operations.counting.take().values())
+
+
+def _noise(timed: _Clock, device: torch.device) -> float:
+    """Measure the values of noise that a second adds."""
+    flat = torch.zeros(2**20, device=device)
+    terms = dict(std=1.0, key=bytes(32), name="calibration", start=0)
+    return flat.numel() / timed(lambda: add_gaussian_noise_(flat, **terms))  # type: ignore[arg-type]
+
+
+def _link(timed: _Clock) -> Link:
+    """Time all-gathers of little and of much."""
+    ranks, world = dist.get_world_size(), dist.group.WORLD
+    if world is None or ranks == 1:
+        return Link(math.inf, 0.0)
+
+    def gathering(numel: int) -> Callable[[], object]:
+        return functools.partial(all_gather, torch.zeros(numel, device=timed.device), world)
+
+    few, many = timed(gathering(64), calls=20), timed(gathering(2**22))
+    return Link(4 * 2**22 * (ranks - 1) / (many - few), few)
