@@ -17,8 +17,7 @@ from torchtitan_dp.plan.work import BACKWARD, FORWARD, OWN_PRODUCTS, bytes_of, f
 
 aten = torch.ops.aten
 _TRAVELS = ("collectives", "FSDP2's copies")  # they may overlap with any part
-_MATMULS = {aten.mm, aten.addmm, aten.addmm_, aten.bmm, aten.baddbmm}
-_MATMULS |= OWN_PRODUCTS
+_MATMULS = {aten.mm, aten.addmm, aten.addmm_, aten.bmm, aten.baddbmm} | OWN_PRODUCTS
 _COPIES = {aten.copy_, aten._to_copy, aten.clone, aten.cat, aten.stack}
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_dp.gradients.methods import automatic
+from torchtitan_dp.plan.memory import WITHOUT_DEVICES
 
 from .processes import show
 
@@ -78,14 +79,13 @@ def alone(module: str, task: Any) -> Any:
     Raises:
         RuntimeError: it failed.
     """
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-m", f"scripts.benchmarking.{module}"],
         input=json.dumps(task),
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[2],
-        env={**os.environ, **hidden},
+        env={**os.environ, **WITHOUT_DEVICES},
     )
     if done.returncode != 0:
         raise RuntimeError(f"{task} could not be predicted or counted:\n{done.stderr[-4000:]}")

@@ -235,7 +235,7 @@ def test_row62_a_steps_noise_is_added_once():
 
 
 def test_row63_kept_noise_never_sees_a_gradient():
-    """What steps add is the same, bit by bit, whatever the sums are that it is added to."""
+    """The noise of each step is the same, bit by bit, for any clipped sums."""
     found = []
     for size in (0.0, 1e4):
         keys, rows = NoiseChain(RootKey(bytes(32)).stream("noise"), of(4)), []

@@ -31,7 +31,7 @@ from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.plan.cost import expected_rounds
 from torchtitan_dp.plan.fake_step import fake_world
 from torchtitan_dp.plan.machines import Machine
-from torchtitan_dp.plan.memory import GIB, communicators, limit_bytes
+from torchtitan_dp.plan.memory import GIB, WITHOUT_DEVICES, communicators, limit_bytes
 from torchtitan_dp.plan.peaks import Model, few_layers, of_layers
 from torchtitan_dp.plan.seconds import StepSeconds, step_seconds
 from torchtitan_dp.process import write_atomically
@@ -87,9 +87,8 @@ def choose(
     """
     config = load_config(overrides, ranks)
     predict = functools.partial(_predict, overrides, ranks, machine, memory_gib, draws)
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     with (
-        mock.patch.dict(os.environ, hidden),
+        mock.patch.dict(os.environ, WITHOUT_DEVICES),
         ProcessPoolExecutor(
             len(os.sched_getaffinity(0)), multiprocessing.get_context("spawn")
         ) as pool,

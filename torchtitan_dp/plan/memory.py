@@ -27,6 +27,9 @@ DEFAULT_GIB = 80.0  # of a device
 HEADROOM = 0.05  # of a device's memory
 COMMUNICATOR_GIB = 0.5
 LONGEST = 2**22  # no longer samples are tried
+WITHOUT_DEVICES = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+"""The environment of a prediction: without an accelerator in sight everything is laid out on the
+CPU; fake tensors are as large."""
 MODES = ("none", "full")  # of activation checkpointing, that the longest T is sought for
 
 # In the order of tables.
@@ -130,10 +133,8 @@ def predicting(
     returns it or raises RuntimeError; once.
     """
     task = json.dumps([overrides, world_size, memory_gib, longest])
-    # Without an accelerator in sight everything is laid out on the CPU; fake tensors are as large.
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torchtitan_dp.plan.prediction"]
-    pipe, env = subprocess.PIPE, {**os.environ, **hidden}
+    pipe, env = subprocess.PIPE, {**os.environ, **WITHOUT_DEVICES}
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(
