@@ -34,8 +34,8 @@ import torch
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.plan.calibration import calibrate
-from torchtitan_dp.plan.choose import predict_step
 from torchtitan_dp.plan.machines import MACHINES, Machine
+from torchtitan_dp.plan.seconds import predict_step
 
 CONFIG = Path(__file__).resolve().parents[1] / "train_configs" / "llama3_debug.toml"
 APART = 0.1  # two settings whose times differ by more have an order

@@ -147,7 +147,7 @@ def _checked(processes: str, argv: list[str]) -> tuple[list[str], str]:
         processes = str(cuda_devices() or 2)
     module = argv.index("-m")
     here = ["--world_size", processes, "--ranks_here", processes]
-    _run_plan([*here, *argv[module + 2 :]])
+    argv = [*argv, *_run_plan([*here, *argv[module + 2 :]])]
     os.environ[PLANNED] = "1"
     folder = checkpoint_folder(load_config(argv[module + 2 :], int(processes)))
     cores, workers = len(os.sched_getaffinity(0)), int(processes)
@@ -157,11 +157,11 @@ def _checked(processes: str, argv: list[str]) -> tuple[list[str], str]:
     return ["--nproc_per_node", processes, *argv], folder
 
 
-def _run_plan(argv: list[str]) -> None:
-    """Run the plan in this process, which needs PyTorch anyway."""
+def _run_plan(argv: list[str]) -> list[str]:
+    """Run the plan in this process, which needs PyTorch anyway; return what it has chosen."""
     from torchtitan_dp.plan.__main__ import main
 
-    main(argv)
+    return main(argv)
 
 
 def _newest(folder: str) -> str:

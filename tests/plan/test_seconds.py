@@ -3,21 +3,24 @@
 import json
 import math
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from tests import build
 from tests.processes import forks
 from torchtitan_dp.config.load import load_config
+from torchtitan_dp.gradients.operands import tiles
 from torchtitan_dp.models.hugging_face import shape
-from torchtitan_dp.plan import choose, machines
+from torchtitan_dp.plan import choose, fake_step, machines
 from torchtitan_dp.plan.cost import flops_of
 from torchtitan_dp.plan.fake_step import fake_world
 from torchtitan_dp.plan.machines import MACHINES, Link, Machine, machine_named
 from torchtitan_dp.plan.peaks import Model
-from torchtitan_dp.plan.seconds import step_seconds, transfer_seconds
-from torchtitan_dp.plan.work import GATHER, RING, Operation, StepWork, Transfer, Work
+from torchtitan_dp.plan.seconds import StepSeconds, step_seconds, transfer_seconds
+from torchtitan_dp.plan.work import GATHER, RING, Counting, Operation, StepWork, Transfer, Work
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -33,6 +36,7 @@ ONES = {
     "noise": ((0, 1e9),),
 }
 NODE = Machine("ones", 80, 8, ONES, 0.0, Link(1e9, 0.0), Link(1e8, 0.0))
+CP, H100 = "parallelism.context_parallel_degree", MACHINES["h100"]
 ADDS = Machine("adds", 80, 8, ONES, 1e-3, Link(1e9, 0.0), overlaps=False)
 
 
@@ -41,10 +45,11 @@ def works(overrides: tuple[str, ...], ranks: int, layers: tuple[int, ...]) -> li
     found = []
     config = load_config([*LLAMA, *overrides], ranks)
     args = shape(config)
-    with fake_world(ranks, like_cuda=False, every_tile=True):
+    counting = Counting()
+    with fake_world(ranks, like_cuda=False, repeated=counting.repeated):
         for n_layers in layers:
             args.n_layers = n_layers
-            model = Model(config, args, config.activation_checkpoint.mode, counts=True)
+            model = Model(config, args, config.activation_checkpoint.mode, counting=counting)
             found.append(model.work(config.training.seq_len))
             model.close()
     return found
@@ -94,6 +99,20 @@ def test_work_of_few_layers_gives_that_of_more(kind):
     assert found.trained_values == many.trained_values
     for one, other in zip(found[:2], many[:2], strict=True):
         assert totals(one) == pytest.approx(totals(other), rel=1e-6)
+
+
+def of_all_tiles(*terms):
+    with mock.patch.object(fake_step, "_some_tiles", lambda _, *of: tiles(*of)):
+        return works(*terms)
+
+
+@pytest.mark.parametrize("family", [(), ("--lora.rank=2",)], ids=["all weights", "lora"])
+def test_a_tile_stands_for_all_that_are_like_it(family):
+    """Seven tiles of the feed-forward and of the loss head, the last one shorter."""
+    tiled = "--training.feed_forward_chunk=80", "--training.loss_chunk_tokens=80"
+    overrides = "--activation_checkpoint.mode=full", *tiled, *family
+    some, every = (forks.call(of, overrides, 1, (4,)) for of in (works, of_all_tiles))
+    assert some[0].microbatch == every[0].microbatch
 
 
 @pytest.mark.parametrize("kind", ["one process", "several samples"])
@@ -218,15 +237,59 @@ def test_a_machine_that_is_none_is_refused_in_one_line(content, tmp_path):
         machine_named(str(path))
 
 
-def test_the_grid_shares_samples_and_fills_nodes():
+def mesh(keys):
+    return tuple(value for key, value in keys.items() if key.endswith("_degree"))
+
+
+def test_meshes_share_samples_and_fill_nodes():
     config = build.config()
     for ranks in (1, 8, 16):
-        keys = list(choose.grid(config, ranks, MACHINES["h100"]))
-        meshes = {tuple(v for k, v in one.items() if k.endswith("_degree")) for one in keys}
-        assert all(math.prod(mesh) == ranks for mesh in meshes)
+        found = [{mesh(keys) for keys in of} for of in choose.meshes(config, ranks, H100)]
+        assert all(len(of) == 1 for of in found)
+        meshes = set.union(*found)
+        assert all(math.prod(degrees) == ranks for degrees in meshes)
         assert all(shard * cp <= max(8, cp) for _, shard, cp in meshes)
-        assert len(keys) == 2 * len(meshes)
     assert (2, 8, 1) in meshes
+    assert max(cp for *_, cp in meshes) == 8  # too few tokens for a ring between nodes
+
+
+def test_a_setting_that_cannot_fit_or_win_is_not_predicted():
+    """Ranks share memory and time evenly at best; other modes of activations say nothing."""
+    none, full, _ = next(choose.meshes(build.config(), 1, H100))
+    step = StepSeconds(8.0, 1.0, {})
+    task = choose._Task([], 8, H100, 80.0, choose.Draws(8000, 0.1))
+
+    def promising(cp, keys, *tried):
+        return task.promising(keys | {CP: cp}, [choose.Choice(*one) for one in tried])
+
+    assert promising(4, none, (none, 3.9, 1, step))
+    assert not promising(4, none, (none, 4.1, 1, step))
+    assert promising(4, none, (full, 4.1, 1, step))
+    fits = [(full | {CP: cp}, 1.0, 1, StepSeconds(7.0, 1.0, {})) for cp in range(1, 5)]
+    assert promising(8, none, (none, 4.0, 1, step), *fits)
+    assert not promising(8, none, (none, 4.0, 1, step), *fits, fits[0])
+    assert promising(8, none, (none, 4.0, 1, StepSeconds(6.9, 1.0, {})), *fits, fits[0])
+
+
+@pytest.mark.parametrize(("fewest", "expected"), [(1, 1), (3, 4), (9, 8)])
+def test_the_fewest_ranks_that_fit_share_a_sample(fewest, expected, monkeypatch, capsys):
+    monkeypatch.setattr(choose, "_fits", lambda *terms: terms[-1] >= fewest)
+    monkeypatch.setattr(choose, "processes", lambda: ThreadPoolExecutor(1))
+    key = f"parallelism.context_parallel_degree={expected}"
+    assert choose.fewest_ranks([*LLAMA], 8, 80.0) == [f"--{key}"]
+    assert key in capsys.readouterr().err
+    for given in (2, -1):
+        assert choose.fewest_ranks([*LLAMA, f"--{CP}={given}"], 8, 80.0) == []
+
+
+def test_a_rank_fits_with_what_its_communicators_take():
+    """0.26 GiB of tensors and four communicators, or 0.14 and five."""
+    overrides = [*LLAMA, "--training.seq_len=8192"]
+    found = [
+        forks.call(choose._fits, overrides, 2, gib, cp)
+        for gib, cp in ((2.3, 1), (2.5, 1), (2.7, 2), (2.9, 2))
+    ]
+    assert found == [False, True, False, True]
 
 
 def test_chosen_keys_are_written_in_a_configuration(tmp_path):

@@ -19,7 +19,10 @@ ALL_LINEAR = "all-linear"
 
 if TYPE_CHECKING:
     from torchtitan.config import job_config as theirs
+
+    Degree = int  # once `load_config` has resolved it
 else:  # At run time the sections are merged by name.
+    Degree = int | Literal["auto"]
 
     class theirs:
         JobConfig = Training = Checkpoint = Model = ActivationCheckpoint = object
@@ -171,13 +174,18 @@ class Metrics(theirs.Metrics):
 
 @dataclass
 class Parallelism(theirs.Parallelism):
-    """TorchTitan's section, with one more option."""
+    """TorchTitan's section, with one more option; the default of another differs."""
 
     keep_weights_gathered: bool = False
     """With privacy: gather weights once a step, in its first microbatch, instead of in each
     microbatch's forward and backward pass, and free them before the update. Results are the same
     bit by bit. Every rank then keeps the whole model in `training.mixed_precision_param`: the plan
     reports whether that fits. `fsdp_reshard_after_forward` then has no effect."""
+
+    context_parallel_degree: Degree = "auto"  # type: ignore[assignment]
+    """Ranks that share a sample; -1: all that the other degrees leave. `auto`: the fewest that fit,
+    as the plan predicts, where `run_train.sh` or `torchtitan-dp train` starts the run, with privacy
+    and without `privacy.bands = "auto"`; elsewhere as -1."""
 
 
 @dataclass

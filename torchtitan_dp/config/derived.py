@@ -9,7 +9,7 @@ from torchtitan_dp.distributed.cpu import has_accelerator
 from torchtitan_dp.gradients.methods import METHODS, automatic
 from torchtitan_dp.privacy import settings
 
-ALL, AS_GIVEN = "all weights", "as given"
+ALL, AS_GIVEN, AUTO = "all weights", "as given", "auto"
 CONFIG_FILE = "config.json"
 
 TRANSFORMERS = "transformers"
@@ -79,7 +79,7 @@ def resolve(config: JobConfig, world_size: int) -> None:
     records.
     """
     parallelism, (replicate, shard, cp) = config.parallelism, mesh_degrees(config)
-    if cp == -1:
+    if cp in (-1, AUTO):
         cp = max(world_size // max(replicate * max(shard, 1), 1), 1)
     if shard == -1:
         shard = max(world_size // max(replicate * cp, 1), 1)

@@ -6,6 +6,7 @@ A mistake is one plain line; TorchTitan's own parser prints boxes and Python's n
 import contextlib
 import dataclasses
 import difflib
+import re
 import types
 import typing
 from collections.abc import Collection, Iterator
@@ -13,6 +14,10 @@ from typing import Any
 
 _OTHER_NAMES = {"peft": "lora", "dp": "privacy"}
 """Other projects' names of sections."""
+
+
+Keys = dict[str, Any]
+"""Values of a configuration's keys, by `section.key`."""
 
 
 def keys(schema: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -170,3 +175,32 @@ def _stray(word: str, option: str, known: dict[str, Any]) -> str:
     if typing.get_origin(known.get(option)) is list:
         return f"--{option} … {word}: a list is one word with commas; write --{option} a,b"
     return f"{word!r}: neither an option (--section.key) nor the value of one; remove it"
+
+
+def command_line(keys: Keys) -> list[str]:
+    """Write a setting as the command line's overrides."""
+    flags = {True: "", False: "no-"}
+    return [
+        f"--{key.replace('.', '.' + flags[value], 1)}"
+        if isinstance(value, bool)
+        else f"--{key}={value}"
+        for key, value in keys.items()
+    ]
+
+
+def replaced(toml: str, keys: Keys) -> str:
+    """Replace the values of keys in a TOML's text."""
+    for key, value in keys.items():
+        section, name = key.split(".")
+        text = str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')
+        line, header = f"{name} = {text}", rf"^\[{section}\][^\n]*\n"
+        if not (found := re.search(header, toml, re.MULTILINE)):
+            toml = f"{toml.rstrip()}\n\n[{section}]\n{line}\n"
+            continue
+        following = re.search(r"^\[", toml[found.end() :], re.MULTILINE)
+        end = found.end() + following.start() if following else len(toml)
+        body, times = re.subn(
+            rf"^{name}\s*=[^\n]*", line, toml[found.end() : end], count=1, flags=re.MULTILINE
+        )
+        toml = toml[: found.end()] + ("" if times else f"{line}\n") + body + toml[end:]
+    return toml

@@ -20,7 +20,7 @@ from torchtitan.config import ConfigManager
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import check
-from torchtitan_dp.config.derived import DEGREES, resolve
+from torchtitan_dp.config.derived import AUTO, DEGREES, resolve
 from torchtitan_dp.config.keys import check_toml, read_command_line
 from torchtitan_dp.distributed.torchtitan_private import from_values, merged_sections
 from torchtitan_dp.process import write_atomically
@@ -45,6 +45,18 @@ def load_config(argv: list[str], world_size: int) -> JobConfig:
     if {"-h", "--help"} & {*argv}:
         ConfigManager().parse_args([f"--job.custom_config_module={_CUSTOM_CONFIG}", "--help"])
     schema = _schema()
+    return _checked(_read(argv, schema), schema, world_size)
+
+
+def seeks_fewest_ranks(argv: list[str]) -> bool:
+    """Return whether a sample is to be shared by the fewest ranks that fit, which `load_config`
+    does not predict: it takes all that the other degrees leave."""
+    given = _read(argv, _schema()).get("parallelism", {})
+    return given.get("context_parallel_degree", AUTO) == AUTO
+
+
+def _read(argv: list[str], schema: Any) -> dict[str, Any]:
+    """Return the values, by section, that a command line and its TOML give."""
     given = read_command_line(argv, schema) | {"job.custom_config_module": _CUSTOM_CONFIG}
     path = given.get("job.config_file")
     values = {} if path is None else _read_toml(path)
@@ -55,7 +67,7 @@ def load_config(argv: list[str], world_size: int) -> JobConfig:
         for part in sections:
             section = section.setdefault(part, {})
         section[name] = value
-    return _checked(values, schema, world_size)
+    return values
 
 
 def _schema() -> Any:

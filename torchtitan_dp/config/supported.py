@@ -141,7 +141,9 @@ _RANGES: dict[str, _Range] = {
     "parallelism.expert_parallel_degree": _NO_DEGREE,
     "parallelism.data_parallel_replicate_degree": _DEGREE,
     "parallelism.data_parallel_shard_degree": _DEGREE,
-    "parallelism.context_parallel_degree": _DEGREE,
+    "parallelism.context_parallel_degree": _least(
+        1, "at least 1, -1 for all ranks that are left, or 'auto'", "auto"
+    ),
     "parallelism.context_parallel_load_balancer": _one_of("headtail", None),
     "comm.init_timeout_seconds": _COUNT,
     "comm.train_timeout_seconds": _COUNT,

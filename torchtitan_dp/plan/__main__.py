@@ -16,17 +16,20 @@ that fit. `--calibrate` measures the machine that it runs on.
 
 import argparse
 import math
+import multiprocessing
 import os
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 
+import torch
 import torch.distributed as dist
 
 from torchtitan_dp.config.load import exit_on_mistake, load_config, parse_known, write_json
-from torchtitan_dp.distributed.devices import device_name, memory_bytes
+from torchtitan_dp.distributed.devices import cuda_devices, device_name, memory_bytes
 from torchtitan_dp.distributed.host_memory import available_bytes
 from torchtitan_dp.plan.calibration import calibrate
-from torchtitan_dp.plan.choose import Draws, choose, show_choices, write
+from torchtitan_dp.plan.choose import Draws, choose, fewest_ranks, show_choices, write
 from torchtitan_dp.plan.machines import MACHINES, Machine, fields, machine_named
 from torchtitan_dp.plan.memory import DEFAULT_GIB, GIB, predict, predicting, show_memory
 from torchtitan_dp.plan.recommend import refuse
@@ -89,11 +92,12 @@ def world_size_of(options: argparse.Namespace) -> int:
     return int(text)
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str]) -> list[str]:
+    """Plan; return what it has found of the configuration, for the command line of a start."""
     options, overrides = parse(argv)
     if options.calibrate:
         measure(options.calibrate)
-        return
+        return []
     with exit_on_mistake():
         world_size = world_size_of(options)
         machine = machine_of(options)
@@ -105,6 +109,14 @@ def main(argv: list[str]) -> None:
     memory_gib = options.memory_gib or (machine.memory_gib if machine else DEFAULT_GIB)
     # Kept noise takes memory, and how many bands `auto` is, follows from the report.
     waits = config.privacy.noise == "banded" and config.privacy.bands == "auto"
+    seeks = predicts or options.ranks_here or (machine and not options.choose)
+    found = list[str]()
+    if seeks and config.privacy.enable and world_size > 1 and not waits:
+        gib = memory_here_gib(options.ranks_here) if options.ranks_here else memory_gib
+        with exit_on_mistake():
+            found = fewest_ranks(overrides, world_size, gib)
+            overrides = [*overrides, *found]
+            config = load_config(overrides, world_size)
     at_once = predicts and not waits
     beside = predicting(overrides, world_size, memory_gib) if at_once else nullcontext()
     with beside as predicted:
@@ -120,7 +132,7 @@ def main(argv: list[str]) -> None:
         if report.spent is None:
             if asked or machine:
                 print("      nothing more is predicted without privacy", file=sys.stderr)
-            return
+            return found
         settings, choices = report.spent.plan.settings, None
         if waits:
             overrides = [*overrides, f"--privacy.bands={settings.bands}"]
@@ -142,6 +154,7 @@ def main(argv: list[str]) -> None:
     if memory is not None:
         with exit_on_mistake():
             show_memory(memory, config, limited=options.memory_gib is not None)
+    return found
 
 
 def machine_of(options: argparse.Namespace) -> Machine | None:
@@ -153,6 +166,15 @@ def machine_of(options: argparse.Namespace) -> Machine | None:
     if options.write and not options.choose:
         raise ValueError(f"--write = '{options.write}': it writes what --choose finds; add that")
     return machine_named(options.machine)
+
+
+def memory_here_gib(ranks: int) -> float:
+    """Return the memory of a device of this machine, or of a rank where it has none."""
+    if cuda_devices() == 0:
+        return (available_bytes() or DEFAULT_GIB * GIB) / ranks / GIB
+    alone = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))  # it opens a CUDA context
+    with alone:
+        return alone.submit(memory_bytes, torch.device("cuda")).result()[1] / GIB
 
 
 def measure(path: str) -> None:

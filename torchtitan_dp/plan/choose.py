@@ -1,21 +1,20 @@
 """The mesh, checkpointing and method of a run, chosen by predicted seconds among what fits.
 
-A grid of the ranks that share a sample, with and without recomputation, is predicted first; then,
-for the fastest that fit, one further setting at a time: weights replicated or kept gathered, inputs
-of blocks on the host, several samples a microbatch. A prediction is the fake step of few layers
-(`peaks`), with its work counted. A choice follows from the configuration, the sample's length and
-the machine, which are public, and epsilon does not depend on it.
+Every number of ranks that may share a sample is predicted, with as little recomputation as fits;
+then, for the fastest, one further setting at a time: weights replicated or kept gathered, several
+samples a microbatch. A choice follows from the configuration, the sample's length and the machine,
+which are public, and epsilon does not depend on it.
 """
 
-import copy
-import functools
+import contextlib
 import itertools
 import multiprocessing
 import os
-import re
+import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,24 +24,26 @@ from rich.table import Column, Table
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import mesh_degrees
-from torchtitan_dp.config.load import load_config
-from torchtitan_dp.models.families import ModelArgs
+from torchtitan_dp.config.keys import Keys, command_line, replaced
+from torchtitan_dp.config.load import load_config, seeks_fewest_ranks
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.plan.cost import expected_rounds
-from torchtitan_dp.plan.fake_step import fake_world
 from torchtitan_dp.plan.machines import Machine
 from torchtitan_dp.plan.memory import GIB, WITHOUT_DEVICES, communicators, limit_bytes
-from torchtitan_dp.plan.peaks import Model, few_layers, of_layers
-from torchtitan_dp.plan.seconds import StepSeconds, step_seconds
+from torchtitan_dp.plan.peaks import fits
+from torchtitan_dp.plan.seconds import WEIGHTS, StepSeconds, predict_step
 from torchtitan_dp.process import write_atomically
 
 SHOWN = 5
-FURTHER = 2  # of the grid's fastest, for which further settings are tried
+FURTHER = 2  # of the fastest meshes, for which further settings are tried
+WORTH = 0.05  # of a step: transfers of weights that take less are left as they are
+WAVE = 2  # meshes that are predicted side by side, before the next are worth it or not
 WIDTH = 140  # of the table, at least
+FEWEST = 2048  # tokens of a sample on a rank, that are worth a ring between nodes
 SHORT = 4096  # tokens, up to which several samples make a microbatch
 
-Keys = dict[str, Any]
-"""Values of a configuration's keys, by `section.key`."""
+_CP, _MBS = "parallelism.context_parallel_degree", "training.local_batch_size"
+_ACTIVATIONS = "activation_checkpoint.mode", "activation_checkpoint.offload_inputs"
 
 
 @dataclass(frozen=True)
@@ -86,132 +87,153 @@ def choose(
     `overrides` are a command line without a mistake. Raises ValueError, one line, if none fits.
     """
     config = load_config(overrides, ranks)
-    predict = functools.partial(_predict, overrides, ranks, machine, memory_gib, draws)
-    with (
-        mock.patch.dict(os.environ, WITHOUT_DEVICES),
-        ProcessPoolExecutor(
-            len(os.sched_getaffinity(0)), multiprocessing.get_context("spawn")
-        ) as pool,
-    ):
+    task = _Task(overrides, ranks, machine, memory_gib, draws)
+    with processes() as pool:
         if given:
-            return [one for one in pool.map(predict, [{}]) if one is not None]
-        first = list(pool.map(predict, grid(config, ranks, machine)))
-        best = fitting(first) or [min(filter(None, first), key=lambda one: one.peak_bytes)]
-        more = itertools.chain(*(variants(config, one.keys) for one in best[:FURTHER]))
-        found = fitting([*first, *pool.map(predict, more)])
-    if not found:
-        (nearest,) = best
+            (one,) = pool.map(task.predict, [{}])
+            return [one]
+        tried, every = list[Choice](), list(meshes(config, ranks, machine))
+        for start in range(0, len(every), WAVE):
+            wave = every[start : start + WAVE]
+            hopeful = [[keys for keys in mesh if task.promising(keys, tried)] for mesh in wave]
+            tried += itertools.chain(*pool.map(task.fastest, hopeful))
+        more = [keys for one in fitting(tried)[:FURTHER] for keys in variants(config, one)]
+        tried += itertools.chain(*pool.map(task.fastest, more))
+    if not tried:
+        shape(load_config([*overrides, *command_line(every[0][0])], ranks))  # raises why
+    if not (found := fitting(tried)):
+        least = min(one.peak_bytes for one in tried)
         raise ValueError(
             f"--gpus = {ranks}: no setting fits in {memory_gib:g} GiB; the smallest needs "
-            f"{nearest.peak_bytes / GIB:.1f}: more GPUs, LoRA (lora.rank), or a smaller "
-            "training.seq_len"
+            f"{least / GIB:.1f}: more GPUs, LoRA (lora.rank), or a smaller training.seq_len"
         )
     return found
 
 
-def fitting(choices: Iterable[Choice | None]) -> list[Choice]:
+def fewest_ranks(overrides: list[str], ranks: int, memory_gib: float) -> list[str]:
+    """Return, for a command line, the fewest ranks that share a sample and fit, if the degree is
+    `auto`; all that the other degrees leave if fewer do not. ValueError, one line, if the setting
+    is refused."""
+    if not seeks_fewest_ranks(overrides):
+        return []
+    most = load_config(overrides, ranks).parallelism.context_parallel_degree
+    fewer = [cp for cp in range(1, most) if most % cp == 0]
+    with processes() as pool:
+        found = pool.map(partial(_fits, overrides, ranks, memory_gib), fewer)
+        fewest = next((cp for cp, suffices in zip(fewer, found, strict=True) if suffices), most)
+        pool.shutdown(cancel_futures=True)
+    key = f"parallelism.context_parallel_degree={fewest}"
+    print(f"      {key}: the fewest ranks a sample that fit", file=sys.stderr)
+    return [f"--{key}"]
+
+
+def _fits(overrides: list[str], ranks: int, memory_gib: float, cp: int) -> bool:
+    try:
+        config = load_config([*overrides, f"--parallelism.context_parallel_degree={cp}"], ranks)
+    except ValueError:
+        return False
+    return fits(config, shape(config), ranks, memory_gib)
+
+
+@contextlib.contextmanager
+def processes() -> Iterator[ProcessPoolExecutor]:
+    """Start processes for predictions, which see no device."""
+    workers, spawn = len(os.sched_getaffinity(0)), multiprocessing.get_context("spawn")
+    with mock.patch.dict(os.environ, WITHOUT_DEVICES), ProcessPoolExecutor(workers, spawn) as pool:
+        yield pool
+
+
+def fitting(choices: Iterable[Choice]) -> list[Choice]:
     """Return the choices that fit, the fastest first."""
-    return sorted(
-        (one for one in choices if one is not None and one.fits), key=lambda one: one.step.total
-    )
+    return sorted((one for one in choices if one.fits), key=lambda one: one.step.total)
 
 
-def grid(config: JobConfig, ranks: int, machine: Machine) -> Iterator[Keys]:
-    """Yield every number of ranks for a sample, with and without recomputation; FSDP2 spans the
-    sample's ranks and the rest of a node's."""
-    for cp in (n for n in range(1, ranks + 1) if ranks % n == 0):
-        if cp > 1 and config.training.seq_len % (2 * cp):
-            continue
+def meshes(config: JobConfig, ranks: int, machine: Machine) -> Iterator[list[Keys]]:
+    """Yield every number of ranks for a sample, each with the ways to hold its activations, the
+    fastest first; FSDP2 spans the sample's ranks and the rest of a node's. Beyond a node a rank has
+    `FEWEST` tokens or more."""
+    most = max(machine.ranks_a_node, config.training.seq_len // FEWEST)
+    for cp in (n for n in range(1, min(ranks, most) + 1) if ranks % n == 0):
         shard = max(min(ranks, machine.ranks_a_node) // cp, 1)
-        if ranks % (cp * shard):
+        if ranks % (cp * shard) or (cp > 1 and config.training.seq_len % (2 * cp)):
             continue
-        for mode in ("none", "full"):
-            yield {
+        yield [
+            {
                 "parallelism.data_parallel_replicate_degree": ranks // (cp * shard),
                 "parallelism.data_parallel_shard_degree": shard,
-                "parallelism.context_parallel_degree": cp,
+                _CP: cp,
                 "parallelism.keep_weights_gathered": False,
                 "activation_checkpoint.mode": mode,
-                "activation_checkpoint.offload_inputs": False,
-                "training.local_batch_size": 1,
+                "activation_checkpoint.offload_inputs": offloads,
+                _MBS: 1,
                 "privacy.gradient_method": "microbatch",
             }
+            for mode, offloads in (("none", False), ("full", False), ("full", True))
+        ]
 
 
-def variants(config: JobConfig, keys: Keys) -> Iterator[Keys]:
-    """Yield what differs from a setting in one respect."""
+def variants(config: JobConfig, one: Choice) -> Iterator[list[Keys]]:
+    """Yield what differs from a setting in one respect, and may be faster."""
+    keys = one.keys
     replicate, shard = (
         f"parallelism.data_parallel_{kind}_degree" for kind in ("replicate", "shard")
     )
-    if keys[shard] > 1:
-        yield keys | {replicate: keys[replicate] * keys[shard], shard: 1}
-    yield keys | {"parallelism.keep_weights_gathered": True}
-    if keys["activation_checkpoint.mode"] == "full":
-        yield keys | {"activation_checkpoint.offload_inputs": True}
+    if one.step.parts[WEIGHTS] > WORTH * one.step.total:
+        if keys[shard] > 1:
+            yield [keys | {replicate: keys[replicate] * keys[shard], shard: 1}]
+        yield [keys | {"parallelism.keep_weights_gathered": True}]
     if config.training.seq_len <= SHORT:
         for method in ("grad_sample", "ghost"):
-            yield keys | {"training.local_batch_size": 4, "privacy.gradient_method": method}
+            yield [keys | {_MBS: 4, "privacy.gradient_method": method}]
 
 
-def command_line(keys: Keys) -> list[str]:
-    """Write a setting as the command line's overrides."""
-    flags = {True: "", False: "no-"}
-    return [
-        f"--{key.replace('.', '.' + flags[value], 1)}"
-        if isinstance(value, bool)
-        else f"--{key}={value}"
-        for key, value in keys.items()
-    ]
+@dataclass(frozen=True)
+class _Task:
+    """A configuration whose settings are predicted, in processes that have no process group."""
 
+    overrides: list[str]
+    ranks: int
+    machine: Machine
+    memory_gib: float
+    draws: Draws
 
-def _predict(
-    overrides: list[str],
-    ranks: int,
-    machine: Machine,
-    memory_gib: float,
-    draws: Draws,
-    keys: Keys,
-) -> Choice | None:
-    """Predict a setting in a process that has no process group; None where it is refused."""
-    try:
-        config = load_config([*overrides, *command_line(keys)], ranks)
-        args = shape(config)
-        degrees = mesh_degrees(config)
-        slots = degrees[0] * degrees[1] * config.training.local_batch_size
-        rounds = expected_rounds(draws.units, draws.rate, slots)
-        peak, step = predict_step(config, args, ranks, machine, rounds)
-    except ValueError:
-        return None
-    return Choice(keys, peak, limit_bytes(memory_gib, communicators(degrees)), step)
+    def promising(self, keys: Keys, tried: list[Choice]) -> bool:
+        """Return whether a setting could fit, and be among the fastest, if more ranks a sample
+        shared all memory and all time of fewer evenly."""
+        shown = fitting(tried)[:SHOWN]
+        for one in tried:
+            if any(one.keys[key] != keys[key] for key in _ACTIVATIONS):
+                continue
+            share = one.keys[_CP] / keys[_CP]
+            total = share * one.step.total * self.rounds(keys) / self.rounds(one.keys)
+            slower = len(shown) == SHOWN and total > shown[-1].step.total
+            if slower or share * one.peak_bytes > one.limit_bytes:
+                return False
+        return True
 
+    def rounds(self, keys: Keys) -> float:
+        """Return the expected microbatches of a data-parallel rank."""
+        slots = self.ranks // keys[_CP] * keys[_MBS]
+        return expected_rounds(self.draws.units, self.draws.rate, slots)
 
-def predict_step(
-    config: JobConfig, args: ModelArgs, ranks: int, machine: Machine, rounds: float
-) -> tuple[float, StepSeconds]:
-    """Predict the peak bytes of a rank, and the seconds of a step of so many `rounds`, in a fake
-    world of its own."""
-    config = copy.deepcopy(config)
-    config.compile.enable = False
-    seq_len, mode = config.training.seq_len, config.activation_checkpoint.mode
-    # Layers that are checkpointed in turn are no line.
-    deep = args.n_layers > few_layers(args)[1] and mode in ("none", "full")
-    layers = few_layers(args) if deep else (args.n_layers,)
-    stretches, works = [], []
-    with fake_world(ranks, like_cuda=machine.overlaps, every_tile=True):
-        for n_layers in layers:
-            few = copy.deepcopy(args)
-            few.n_layers = n_layers
-            model = Model(config, few, mode, counts=True)
-            stretches.append(model.stretches(seq_len))
-            works.append(model.work(seq_len))
-            model.close()
-    peak, work = float(max(stretches[0].values())), works[0]
-    if len(layers) == 2:
-        both = stretches[0].keys() & stretches[1].keys()
-        pairs = ((stretches[0][name], stretches[1][name]) for name in both)
-        peak = max(of_layers(args.n_layers, *pair, layers) for pair in pairs)
-        work = work.with_layers(works[1], layers, args.n_layers)
-    return peak, step_seconds(work, config, args.n_layers + 2, rounds, machine)
+    def fastest(self, settings: list[Keys]) -> list[Choice]:
+        """Predict settings, the fastest first, until one fits; those that are allowed."""
+        found = list[Choice]()
+        for keys in settings:
+            with contextlib.suppress(ValueError):
+                found.append(self.predict(keys))
+                if found[-1].fits:
+                    break
+        return found
+
+    def predict(self, keys: Keys) -> Choice:
+        """Predict one setting; ValueError, one line, if it is refused."""
+        config = load_config([*self.overrides, *command_line(keys)], self.ranks)
+        args, degrees = shape(config), mesh_degrees(config)
+        limit = limit_bytes(self.memory_gib, communicators(degrees))
+        rounds = self.rounds({_CP: degrees[2], _MBS: config.training.local_batch_size})
+        peak, step = predict_step(config, args, self.ranks, self.machine, rounds)
+        return Choice(keys, peak, limit, step)
 
 
 def show_choices(choices: list[Choice], steps: int, machine: Machine) -> None:
@@ -236,13 +258,17 @@ def show_choices(choices: list[Choice], steps: int, machine: Machine) -> None:
             "kept gathered" if keys["parallelism.keep_weights_gathered"] else "gathered again",
             f"{keys['privacy.gradient_method']}, MBS {keys['training.local_batch_size']}",
             f"{one.peak_bytes / GIB:.1f}",
-            f"{one.step.total:.3g}",
-            f"{one.step.hours(steps):.3g}",
+            _digits(one.step.total),
+            _digits(one.step.hours(steps)),
             one.step.limit,
         )
     console.print(f"predicted for {machine.name}, the fastest that fit:")
     console.print(rows)
     console.print("chosen: " + " ".join(command_line(first.keys)))
+
+
+def _digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def write(path: str, toml: str | None, keys: Keys) -> None:
@@ -255,21 +281,3 @@ def write(path: str, toml: str | None, keys: Keys) -> None:
     if os.path.exists(path):
         raise ValueError(f"--write = '{path}': is there already; name another file, or move it")
     write_atomically(path, replaced(text, keys).encode())
-
-
-def replaced(toml: str, keys: Keys) -> str:
-    """Replace the values of keys in a TOML's text."""
-    for key, value in keys.items():
-        section, name = key.split(".")
-        text = str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')
-        line, header = f"{name} = {text}", rf"^\[{section}\][^\n]*\n"
-        if not (found := re.search(header, toml, re.MULTILINE)):
-            toml = f"{toml.rstrip()}\n\n[{section}]\n{line}\n"
-            continue
-        following = re.search(r"^\[", toml[found.end() :], re.MULTILINE)
-        end = found.end() + following.start() if following else len(toml)
-        body, times = re.subn(
-            rf"^{name}\s*=[^\n]*", line, toml[found.end() : end], count=1, flags=re.MULTILINE
-        )
-        toml = toml[: found.end()] + ("" if times else f"{line}\n") + body + toml[end:]
-    return toml

@@ -8,6 +8,7 @@ sees no accelerator: `torchtitan_dp.plan.memory` starts `torchtitan_dp.plan.pred
 
 import contextlib
 import copy
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -33,7 +34,7 @@ from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import ReductionGroups, RowLayout, free_gathered
 from torchtitan_dp.gradients.methods import build_step
 from torchtitan_dp.gradients.operands import tiles
-from torchtitan_dp.models import feed_forward, rms_norm
+from torchtitan_dp.models import feed_forward, loss_head, rms_norm
 from torchtitan_dp.models.ema import ema_of
 from torchtitan_dp.models.families import ModelArgs, family_of
 from torchtitan_dp.models.llama3 import tiles as llama_tiles
@@ -42,6 +43,7 @@ from torchtitan_dp.models.parallelize import parallelize, trained_fsdp_modules
 from torchtitan_dp.models.parameters import trainable_parameters
 from torchtitan_dp.optimizer import MomentumSGD
 from torchtitan_dp.plan.tracker import MemoryTracker
+from torchtitan_dp.plan.work import Repeated
 from torchtitan_dp.privacy.banded import StepNoise
 
 
@@ -224,14 +226,14 @@ def parallel_dims(config: JobConfig) -> tuple[ParallelDims, tuple[int, int, int]
 
 @contextlib.contextmanager
 def fake_world(
-    world_size: int, *, like_cuda: bool = True, every_tile: bool = False
+    world_size: int, *, like_cuda: bool = True, repeated: Repeated | None = None
 ) -> Iterator[None]:
     """Simulate rank 0 of `world_size` on fake tensors.
 
     Args:
         like_cuda: keep what CUDA's kernels keep.
-        every_tile: compute all tiles of a block, to count operations; memory is that of the first
-            two and the last.
+        repeated: is called around the tile that stands for all between the first and the last,
+            to count operations. Those of a window are no two alike, and then all computed.
     """
     dist.init_process_group("fake", rank=0, world_size=world_size)
     with contextlib.ExitStack() as stack:
@@ -250,9 +252,10 @@ def fake_world(
         patch(torch_private.functional_collectives, "wait_tensor", lambda tensor: tensor)
         # The host's memory is another: `Step.host_bytes` counts it.
         patch(offload, "page_locked", _on_no_device)
-        if not every_tile:
-            for owner in (feed_forward, llama_tiles, windows):
-                patch(owner, "tiles", _some_tiles)
+        for owner in (feed_forward, llama_tiles, loss_head):
+            patch(owner, "tiles", functools.partial(_some_tiles, repeated))
+        if repeated is None:
+            patch(windows, "tiles", functools.partial(_some_tiles, None))
         if like_cuda:
             patch(rms_norm, "use_lean_norms", _nothing)
             patch(F, "rms_norm", lambda x, _, weight, __: _FusedRMSNorm.apply(x, weight))
@@ -265,9 +268,14 @@ def _on_no_device(numel: int, dtype: torch.dtype, _: torch.device) -> torch.Tens
     return torch.empty(numel, dtype=dtype, device="meta")
 
 
-def _some_tiles(tokens: int, size: int) -> list[slice]:
+def _some_tiles(repeated: Repeated | None, tokens: int, size: int) -> Iterator[slice]:
+    """Yield the first tile, the second for all between, and the last."""
     every = list(tiles(tokens, size))
-    return every if len(every) < 4 else [*every[:2], every[-1]]
+    yield from every[:1]
+    if len(every) > 2:
+        with repeated(len(every) - 2) if repeated else contextlib.nullcontext():
+            yield every[1]
+    yield from every[1:][-1:]
 
 
 class _FusedRMSNorm(torch.autograd.Function):

@@ -16,8 +16,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.derived import mesh_degrees
 from torchtitan_dp.models.families import ModelArgs
-from torchtitan_dp.plan.fake_step import Step
+from torchtitan_dp.plan.fake_step import Step, fake_world
+from torchtitan_dp.plan.memory import communicators, limit_bytes
 from torchtitan_dp.plan.tracker import GATHERED, MemoryTracker, tracking
 from torchtitan_dp.plan.work import Counting, StepWork, Work
 
@@ -47,14 +49,14 @@ class Model:
         args: ModelArgs,
         mode: str,
         make: MakeStep = Step,
-        counts: bool = False,
+        counting: Counting | None = None,
     ) -> None:
-        """Build a step with this mode of activation checkpointing, and predict its update; `counts`
-        also counts the work of both."""
+        """Build a step with this mode of activation checkpointing, and predict its update;
+        `counting` also counts the work of both."""
         config = copy.deepcopy(config)
         config.activation_checkpoint.mode = mode
         self._stack = contextlib.ExitStack()
-        self._counting = Counting() if counts else None
+        self._counting = counting
         self._tracker = self._stack.enter_context(tracking(counts=self._counting))
         self._step = make(config, args, self._tracker)
         self._tracker.start_over()
@@ -119,6 +121,39 @@ def _by_category(peak: dict[str, int]) -> dict[str, int]:
     parts = dict(peak)
     gathered = parts.pop(GATHERED, 0)
     return parts | {"communication": parts.get("communication", 0) + gathered}
+
+
+def step_of(
+    config: JobConfig, args: ModelArgs, counting: Counting | None = None
+) -> tuple[float, StepWork]:
+    """Predict the peak bytes of a step on samples of `training.seq_len`, and count its work, from
+    few layers where those stand for all; in a fake world."""
+    config, seq_len = copy.deepcopy(config), config.training.seq_len
+    config.compile.enable = False  # fused kernels need less, how much less is not predicted
+    layers, mode = few_layers(args), config.activation_checkpoint.mode
+    if args.n_layers <= layers[1] or mode not in ("none", "full"):  # others are no line in layers
+        layers = (args.n_layers,) * 2
+    found = []
+    for n_layers in dict.fromkeys(layers):
+        few = copy.deepcopy(args)
+        few.n_layers = n_layers
+        model = Model(config, few, mode, counting=counting)
+        found.append((model.stretches(seq_len), model.work(seq_len)))
+        model.close()
+    (stretches, work), (more_stretches, more_work) = found[0], found[-1]
+    if len(found) == 1:
+        return max(stretches.values()), work
+    both = stretches.keys() & more_stretches.keys()
+    pairs = ((stretches[name], more_stretches[name]) for name in both)
+    peak = max(of_layers(args.n_layers, *pair, layers) for pair in pairs)
+    return peak, work.with_layers(more_work, layers, args.n_layers)
+
+
+def fits(config: JobConfig, args: ModelArgs, world_size: int, memory_gib: float) -> bool:
+    """Return whether a rank of a fake world of its own fits in a device's memory."""
+    with fake_world(world_size):
+        peak, _ = step_of(config, args)
+    return peak <= limit_bytes(memory_gib, communicators(mesh_degrees(config)))
 
 
 class Whole:

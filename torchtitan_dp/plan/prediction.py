@@ -34,6 +34,7 @@ from torchtitan_dp.plan.peaks import (
     Peaks,
     Whole,
     few_layers,
+    fits,
     shortest,
     two_lengths,
 )
@@ -112,12 +113,8 @@ def enough_ranks(
         except ValueError:
             continue
         say(f"{ranks} ranks")
-        config.compile.enable = False
-        limit = limit_bytes(memory_gib, communicators(mesh_degrees(config)))
-        with fake_world(ranks):
-            peaks = _peaks(config, args, config.activation_checkpoint.mode, limit)
-            if peaks.decide(config.training.seq_len) <= limit:
-                return ranks
+        if fits(config, args, ranks, memory_gib):
+            return ranks
     return None
 
 

@@ -15,7 +15,10 @@ from typing import Any
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.gradients.methods import METHODS
+from torchtitan_dp.models.families import ModelArgs
+from torchtitan_dp.plan.fake_step import fake_world
 from torchtitan_dp.plan.machines import Machine
+from torchtitan_dp.plan.peaks import step_of
 from torchtitan_dp.plan.work import (
     ATTENTION,
     ATTENTION_BACKWARD,
@@ -24,6 +27,7 @@ from torchtitan_dp.plan.work import (
     NEW,
     PRODUCT,
     RING,
+    Counting,
     Operation,
     StepWork,
     Transfer,
@@ -64,6 +68,17 @@ class StepSeconds:
             "hours": self.hours(steps),
             "seconds_by_part": self.parts,
         }
+
+
+def predict_step(
+    config: JobConfig, args: ModelArgs, ranks: int, machine: Machine, rounds: float
+) -> tuple[float, StepSeconds]:
+    """Predict the peak bytes of a rank, and the seconds of a step of so many `rounds`, in a fake
+    world of its own."""
+    counting = Counting()
+    with fake_world(ranks, like_cuda=machine.overlaps, repeated=counting.repeated):
+        peak, work = step_of(config, args, counting)
+    return peak, step_seconds(work, config, args.n_layers + 2, rounds, machine)
 
 
 def step_seconds(

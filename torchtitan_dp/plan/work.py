@@ -8,8 +8,9 @@ output, reduce-scatter (n - 1) / n of its input, all-reduce twice that, all-to-a
 to other ranks.
 """
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -95,11 +96,27 @@ class StepWork(NamedTuple):
         )
 
 
+class Repeated:
+    """How often what runs now is repeated: a loop whose passes are alike takes one of them."""
+
+    def __init__(self) -> None:
+        self.times = 1
+
+    @contextlib.contextmanager
+    def __call__(self, times: int) -> Iterator[None]:
+        """Let what runs within the block stand for so many passes."""
+        self.times *= times
+        try:
+            yield
+        finally:
+            self.times //= times
+
+
 class Counting:
     """Counts the operators that it is called with."""
 
     def __init__(self) -> None:
-        self._work = Work(float)
+        self._work, self.repeated = Work(float), Repeated()
 
     def take(self) -> Work:
         """Return what has run since the last call."""
@@ -108,20 +125,23 @@ class Counting:
 
     def __call__(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """Count an operator on local tensors, by its arguments and its result."""
-        if func.namespace in ("c10d", "_c10d_functional"):
-            if (transfer := transfer_of(func, args, kwargs)) is not None:
-                is_ring = func.namespace == "_c10d_functional"  # (`torchtitan_dp.collectives`)
-                self._work[transfer._replace(kind=RING) if is_ring else transfer] += 1
-            return
-        moved = bytes_of(func, args, kwargs, result)
-        if flops := flops_of(func, args, kwargs, result):
-            kind = {FORWARD: ATTENTION, BACKWARD: ATTENTION_BACKWARD}.get(func.overloadpacket)
-            if kind and _by_name(func, args, kwargs).get("is_causal"):
-                flops //= 2
-            self._work[Operation(kind or PRODUCT, _dtype(args), flops, moved)] += 1
-        elif moved:
-            kind = MEMORY if any(torch_private.are_written(func)) else NEW
-            self._work[Operation(kind, _dtype(args), 0, moved)] += 1
+        if (done := _done(func, args, kwargs, result)) is not None:
+            self._work[done] += self.repeated.times
+
+
+def _done(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Operation | Transfer | None:
+    if func.namespace in ("c10d", "_c10d_functional"):
+        transfer = transfer_of(func, args, kwargs)
+        is_ring = func.namespace == "_c10d_functional"  # (`torchtitan_dp.collectives`)
+        return transfer._replace(kind=RING) if transfer is not None and is_ring else transfer
+    moved = bytes_of(func, args, kwargs, result)
+    if flops := flops_of(func, args, kwargs, result):
+        kind = {FORWARD: ATTENTION, BACKWARD: ATTENTION_BACKWARD}.get(func.overloadpacket)
+        if kind and _by_name(func, args, kwargs).get("is_causal"):
+            flops //= 2
+        return Operation(kind or PRODUCT, _dtype(args), flops, moved)
+    kind = MEMORY if any(torch_private.are_written(func)) else NEW
+    return Operation(kind, _dtype(args), 0, moved) if moved else None
 
 
 def flops_of(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
