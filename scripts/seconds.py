@@ -1,12 +1,13 @@
 """The seconds of a step, predicted and measured, on this machine.
 
     python scripts/seconds.py [--rounds R] [--only debug] [--json FILE]
-    python scripts/seconds.py --paper
+    python scripts/seconds.py --paper | --meshes [--only 8b] | --lengths
 
 Ranks of a number of processes calibrate, then take steps of all settings in turns, and calibrate
 again; a prediction is of the mean of both, measured is the median of all rounds. Every step has a
-draw of a fixed size, for timing only. `--paper` measures nothing: it predicts LongShield's lines
-(table 5, on four H100) beside its figures.
+draw of a fixed size, for timing only. The others measure nothing. `--paper` predicts LongShield's
+lines (table 5, on four H100) beside its figures; `--meshes` what `plan --choose` finds for each
+shipped configuration beside all ranks on each sample; `--lengths` hours by length and GPUs.
 """
 
 import argparse
@@ -31,13 +32,23 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 # isort: split
 import torch
 
+from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.plan.calibration import calibrate
+from torchtitan_dp.plan.choose import Choice, Draws, choose
 from torchtitan_dp.plan.machines import MACHINES, Machine
+from torchtitan_dp.plan.memory import GIB
 from torchtitan_dp.plan.seconds import predict_step
 
 CONFIG = Path(__file__).resolve().parents[1] / "train_configs" / "llama3_debug.toml"
+UNITS = 10_000  # records that a step's are drawn from
+LENGTHS = {
+    65536: "llama3_8b_64k_lora",
+    524288: "llama3_8b_512k_lora",
+    1048576: "llama3_8b_1m_lora",
+    4194304: "llama3_8b_4m_lora",
+}
 APART = 0.1  # two settings whose times differ by more have an order
 
 
@@ -151,6 +162,56 @@ def beside_the_paper() -> Iterator[list[str]]:
         yield cells
 
 
+def chosen(name: str, gpus: int, machine: str, *overrides: str) -> tuple[JobConfig, Choice, Choice]:
+    """Of a shipped configuration of a Llama: it, all ranks on each sample, and the fastest."""
+    folder = CONFIG.parent
+    given = [f"--job.config_file={folder / name}.toml", "--checkpoint.no-initial_load_in_hf"]
+    config = load_config([*given, *overrides], gpus)
+    draws = Draws(UNITS, config.training.global_batch_size / UNITS)
+    of = MACHINES[machine], MACHINES[machine].memory_gib, draws
+    shares_all = "--parallelism.context_parallel_degree=-1"
+    (one,) = choose([*given, shares_all, *overrides], gpus, *of, given=True)
+    return config, one, choose([*given, *overrides], gpus, *of)[0]
+
+
+def cells_of(one: Choice) -> list[str]:
+    """Its mesh, what it recomputes, and GiB."""
+    mesh = " x ".join(str(value) for key, value in one.keys.items() if key.endswith("_degree"))
+    kept = ", weights kept" * one.keys["parallelism.keep_weights_gathered"]
+    offloads = ", offloaded" * one.keys["activation_checkpoint.offload_inputs"]
+    mode = one.keys["activation_checkpoint.mode"]
+    return [mesh, f"{mode}{offloads}{kept}", f"{one.peak_bytes / GIB:.1f}"]
+
+
+def meshes(only: str) -> Iterator[list[str]]:
+    """Cells of each shipped configuration of a Llama, on four GPUs or the fewest that fit."""
+    for toml in sorted(CONFIG.parent.glob("llama3_*.toml")):
+        for machine in ("h100", "h100-pcie") if only in toml.stem else ():
+            gpus = 8 if "4m" in toml.stem else 4
+            _, one, best = chosen(toml.stem, gpus, machine)
+            before, after = one.step.total, best.step.total
+            yield [
+                *(f"`{toml.stem}`", str(gpus), machine, f"{one.peak_bytes / GIB:.1f}"),
+                *(f"{before:,.3g}", *cells_of(best), f"{after:,.3g}", f"{after / before:.2f}"),
+            ]
+
+
+def lengths() -> Iterator[list[str]]:
+    """Cells of 8B by length, adapters or all weights, and GPUs: hours of 12,800 samples."""
+    for seq_len, name in LENGTHS.items():
+        for trained, rank in (("LoRA", 16), ("all weights", 0)):
+            for gpus in (8, 64, 512):
+                terms = f"--training.seq_len={seq_len}", f"--lora.rank={rank}"
+                row = [f"{seq_len:,}", trained, str(gpus)]
+                try:
+                    config, _, best = chosen(name, gpus, "h100", *terms)
+                except ValueError:
+                    yield [*row, "none fits", *[""] * 4]
+                    continue
+                hours = best.step.hours(config.training.steps)
+                yield [*row, *cells_of(best), f"{best.step.total:,.3g}", f"{hours:,.3g}"]
+
+
 def show_table(head: list[str], rows: Iterable[list[str]]) -> None:
     for cells in [head, ["---"] * len(head), *rows]:
         print(f"| {' | '.join(cells)} |", flush=True)
@@ -161,8 +222,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="", help="the settings whose words have this part")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--paper", action="store_true")
+    for name in ("--paper", "--meshes", "--lengths"):
+        parser.add_argument(name, action="store_true")
     options = parser.parse_args()
+    if options.meshes:
+        head = ["configuration", "GPUs", "machine", "all share: GiB", "s a step"]
+        head += ["replicate x shard x cp", "recomputed", "GiB", "s a step", "ratio"]
+        show_table(head, meshes(options.only))
+        return
+    if options.lengths:
+        head = ["tokens", "trained", "GPUs", "replicate x shard x cp", "recomputed", "GiB"]
+        show_table([*head, "s a step", "hours"], lengths())
+        return
     if options.paper:
         head = ["model", "T", "method", "LongShield, measured", "predicted", "ratio"]
         show_table([*head, "`microbatch`, predicted", "ratio"], beside_the_paper())

@@ -13,7 +13,15 @@ from typing import Any
 import torch
 
 from torchtitan_dp.plan.tracker import LocalOperators, wrapped
-from torchtitan_dp.plan.work import BACKWARD, FORWARD, OWN_PRODUCTS, bytes_of, flops_of, transfer_of
+from torchtitan_dp.plan.work import (
+    BACKWARD,
+    FORWARD,
+    OWN_PRODUCTS,
+    Repeated,
+    bytes_of,
+    flops_of,
+    transfer_of,
+)
 
 aten = torch.ops.aten
 _TRAVELS = ("collectives", "FSDP2's copies")  # they may overlap with any part
@@ -31,6 +39,7 @@ class Counts(LocalOperators):
         self.by_operation: Counter[tuple[str, str]] = Counter()  # bytes by part and operation
         self.base: str | None = None  # of what no `part` is open for; None: by kind of operation
         self._parts: list[str] = []
+        self.repeated = Repeated()
 
     def start_over(self) -> None:
         """Forget what was counted so far."""
@@ -47,9 +56,9 @@ class Counts(LocalOperators):
             self._parts.pop()
 
     def ran(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        part = self._part_of(func)
-        self.flops[part] += flops_of(func, args, kwargs, result)
-        moved = bytes_of(func, args, kwargs, result)
+        part, times = self._part_of(func), self.repeated.times
+        self.flops[part] += times * flops_of(func, args, kwargs, result)
+        moved = times * bytes_of(func, args, kwargs, result)
         self.bytes[part] += moved
         self.by_operation[part, str(func)] += moved
 

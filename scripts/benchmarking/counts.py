@@ -204,8 +204,9 @@ def count_here(case: Case, seq_lens: list[int]) -> dict[str, dict[int, Count]]:
     args = shape(config)
     args.n_layers = case.n_layers or args.n_layers
     found: dict[str, dict[int, Count]] = {"microbatch": {}, "update": {}}
+    counts = Counts()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(fake_world(case.world_size, every_tile=True))
+        stack.enter_context(fake_world(case.world_size, repeated=counts.repeated))
         for owner, name, instead in (
             # For gloo and the CPU alone.
             (parallelize, "_sum_reductions_only", _nothing),
@@ -217,7 +218,7 @@ def count_here(case: Case, seq_lens: list[int]) -> dict[str, dict[int, Count]]:
         ):
             stack.enter_context(unittest.mock.patch.object(owner, name, instead))
         make = _plain_step if case.method == "plain" else _private_step
-        with Counts() as counts:
+        with counts:
             microbatch, update = make(config, args, counts)
             microbatch(min(seq_lens))  # lays out what is kept, and makes later ones accumulate
             for seq_len in seq_lens:

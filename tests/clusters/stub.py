@@ -2,7 +2,7 @@
 
     program = write(folder)             # TORCHTITAN_DP_PYTHON=program
 
-The plan refuses `--mistake` with exit code 2, and lasts for ever with `--slow-plan`, as a selfcheck
+The plan chooses a degree, refuses `--mistake` with exit code 2, and lasts for ever with `--slow-plan`, as a selfcheck
 does with `--slow-check`. The launcher counts steps, ten a second, and answers SIGTERM and SIGUSR1
 as the real one: it saves (into `folder/saved-NODE`), and exits with 75. `--steps N` ends it with 0
 after that step, `--deaf` has it ignore SIGUSR1, `--fault` ends it with 1 at once.
@@ -23,7 +23,8 @@ if module == "torchtitan_dp.plan":
     if "--mistake" in argv:
         print("error: mistake = 1: omit it", file=sys.stderr)
         raise SystemExit(2)
-    print("planning", flush=True)
+    print("planning", file=sys.stderr)
+    print("--parallelism.context_parallel_degree=2")
     while "--slow-plan" in argv:
         time.sleep(0.1)
     raise SystemExit(0)

@@ -194,3 +194,4 @@ def test_a_node_without_gpus_has_two_processes(gpus, processes, start):
     job = start("--fault", **({} if gpus is None else {"SLURM_GPUS_ON_NODE": gpus}))
     assert job.ends() == (1, False)
     assert f" --nproc_per_node={processes} " in job.output()
+    assert " --fault --parallelism.context_parallel_degree=2\n" in job.output()  # as the plan chose

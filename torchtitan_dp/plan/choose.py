@@ -123,7 +123,7 @@ def fewest_ranks(overrides: list[str], ranks: int, memory_gib: float) -> list[st
         fewest = next((cp for cp, suffices in zip(fewer, found, strict=True) if suffices), most)
         pool.shutdown(cancel_futures=True)
     key = f"parallelism.context_parallel_degree={fewest}"
-    print(f"      {key}: the fewest ranks a sample that fit", file=sys.stderr)
+    print(f"      {key}: the fewest ranks that fit share a sample", file=sys.stderr)
     return [f"--{key}"]
 
 
