@@ -3,15 +3,18 @@
 There most questions about a device raise. With the CPU build, its CUDA parts are imitated.
 """
 
+import functools
 import sys
 
 import pytest
-import torch
 
-from tests.processes.runs import arguments, write_records
+from tests.login_node import imitate
+from tests.processes import forks
+from tests.processes.runs import ROOT, arguments, write_records
 from tests.report.test_report import take_steps
 from torchtitan_dp import __main__ as command
 from torchtitan_dp import launch
+from torchtitan_dp.plan import __main__ as plan
 
 COMMANDS = {
     "plan": "the membership of a record",
@@ -28,14 +31,7 @@ COMMANDS = {
 
 @pytest.fixture(params=["no driver", "hidden devices", "old driver"])
 def host(request, monkeypatch, tmp_path):
-    def initialize(*_):
-        raise RuntimeError("Found no NVIDIA driver on your system.")
-
-    monkeypatch.setattr(torch.version, "cuda", torch.version.cuda or "13.0")
-    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "_lazy_init", initialize)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2 * (request.param == "old driver"))
+    imitate(monkeypatch.setattr, devices=2 * (request.param == "old driver"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     if request.param != "hidden devices":
@@ -84,3 +80,21 @@ def test_a_start_is_checked_without_a_device(host, tmp_path, monkeypatch, capsys
     assert code == (2 if host == "old driver" else 0)
     said = capsys.readouterr()
     assert ("error: NVIDIA driver" in said.err) == (host == "old driver")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", ["no driver", "hidden devices"], indirect=True)
+def test_a_prediction_of_a_ring_s_memory(host, tmp_path, monkeypatch, capsys):
+    """Its process is on the same node. The search for the longest sample asks nothing more."""
+    forks.need()
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -m tests.login_node "$@"\n')
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(plan, "predicting", functools.partial(plan.predicting, longest=False))
+    ring = ["--world_size=2", "--parallelism.context_parallel_degree=2"]
+    aligned = ["--training.seq_len=512", "--data.no-length_buckets"]  # else cuDNN is not asked for
+    tiny = arguments(tmp_path / "out", write_records(tmp_path / "data"), *aligned)
+    assert exit_code(plan.main, [*tiny, *ring, "--memory_gib=80"]) == 0
+    assert "peak memory per rank, of 2 (predicted)" in capsys.readouterr().err

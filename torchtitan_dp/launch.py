@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from torchtitan_dp.process import PLANNED, STOP_SIGNAL, STOPPED_FILE, Fault
-from torchtitan_dp.watch.terminal import bar, leave
 
 EXIT_STOPPED = 75
 
@@ -97,7 +96,7 @@ def _run(argv: list[str], folder: str) -> bool:
     from torch.distributed.elastic.rendezvous import RendezvousError
 
     try:
-        with bar(), tempfile.NamedTemporaryFile(prefix="torchtitan_dp_stopped_") as stopped:
+        with tempfile.NamedTemporaryFile(prefix="torchtitan_dp_stopped_") as stopped:
             os.environ[STOPPED_FILE] = stopped.name
             run.main(["--signals-to-handle", "SIGQUIT", *argv])
             return bool(stopped.read())
@@ -184,7 +183,6 @@ def _end(workers: list[int], code: int) -> NoReturn:
     """End this process, and its workers without waiting for them, as torchrun would."""
     _send(workers, signal.SIGKILL)
     if workers:
-        leave()
         os._exit(code)
     raise SystemExit(code)
 

@@ -22,8 +22,8 @@ from tests.processes.ranks import on_ranks
 from tests.processes.runs import ROOT
 from torchtitan_dp.models.parameters import trainable_parameters
 from torchtitan_dp.watch.outlets import Later, Outlets
+from torchtitan_dp.watch.pace import Pace
 from torchtitan_dp.watch.processor import PrivateMetricsProcessor
-from torchtitan_dp.watch.terminal import Pace, Screen
 from torchtitan_dp.watch.validate import HeldOutValidator, buckets
 
 STATISTICS = {
@@ -56,7 +56,6 @@ def logged(monkeypatch, caplog):
         color=NoColor(),
         data_loading_times=[],
         pace=Pace(6, 12),
-        screen=Screen(None),
         _planned={"epsilon_planned": 4.0},
         _begun=0,
         _expected=1.0,

@@ -89,6 +89,12 @@ def of_logits(dtype: torch.dtype) -> Case:
     return Case(loss._by_comparison, functools.partial(of_loss, dtype), on_cpu)
 
 
+def clipped(total: Tensor, gradient: Tensor, factor: Tensor, rejected: Tensor) -> None:
+    """Add a sample as clipping means it: rounded once as a product and once as a sum, or not."""
+    if not rejected:
+        total += gradient * factor
+
+
 def by_itself(function: Callable[..., Any], variants: Callable[[], Iterator[Inputs]]) -> Case:
     return Case(function, variants, function)
 
@@ -96,7 +102,7 @@ def by_itself(function: Callable[..., Any], variants: Callable[[], Iterator[Inpu
 CASES = {
     "noise": by_itself(noise._add_normal, of_noise),
     "secure noise": by_itself(secure_noise.threefry_normal_sum, of_secure_noise),
-    "clip": by_itself(clipping._add_scaled, of_clip),
+    "clip": Case(clipping._add_scaled, of_clip, clipped),
     "loss, fp32": of_logits(torch.float32),
     "loss, bf16": of_logits(torch.bfloat16),
     "norm": in_layers(regions.norm, "x", "scale", "eps"),
@@ -105,5 +111,5 @@ CASES = {
     "swiglu": in_layers(feed_forward.swiglu, "x", "x"),
     "backward of swiglu": in_layers(feed_forward.swiglu_backward, "x", "x", "x"),
 }
-"""By name. On a CPU noise has another generator, and clipping one operation of other rounding: they
-are compared with the same formulas, uncompiled."""
+"""By name. On a CPU noise has another generator, and clipping one operation of other rounding:
+noise is compared with the same formulas, uncompiled, and clipping with what it means."""

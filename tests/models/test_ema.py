@@ -1,16 +1,13 @@
 """The average of weights: the formula, where it begins, and what it leaves as it was."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 
 from tests.build import config
-from torchtitan_dp.checkpoint import manager, safe_load
-from torchtitan_dp.checkpoint.folder import AVERAGE, read_decay, states_to_save
-from torchtitan_dp.checkpoint.start import Start, own_checkpoint, refuse_another_decay
+from torchtitan_dp.checkpoint import safe_load
+from torchtitan_dp.checkpoint.folder import AVERAGE
 from torchtitan_dp.models.ema import WeightAverage, ema_of
 
 SHAPES = {"a": (5, 3), "b": (7,)}
@@ -75,50 +72,14 @@ def begun():
     return average
 
 
-def saved(place, states):
-    """A checkpoint of these alone."""
-    dcp.save(states, checkpoint_id=place / "step-10", no_dist=True)
-    return own_checkpoint(str(place), 10)
-
-
-def test_a_run_resumes_with_the_decay_that_it_began_with_alone(begun, tmp_path):
-    start = saved(tmp_path, states_to_save(begun, 0.99))
-    assert read_decay(start.place, default=0.5) == 0.99
-    refuse_another_decay(config("--ema.enable", "--ema.decay=0.99"), start)
+def test_a_resumed_run_continues_it(begun, tmp_path):
+    dcp.save({AVERAGE: begun}, checkpoint_id=tmp_path / "step-10", no_dist=True)
     found = WeightAverage(parameters(9), 0.99)
-    safe_load.load({AVERAGE: found}, start.place, no_dist=True)
+    safe_load.load({AVERAGE: found}, str(tmp_path / "step-10"), no_dist=True)
     found.begin()
     assert found.updates == begun.updates == 10
     for name, value in begun.state_dict()["weights"].items():
         assert torch.equal(found.state_dict()["weights"][name], value)
-    with pytest.raises(ValueError, match=r"^ema\.decay = 0\.95: ") as refused:
-        refuse_another_decay(config("--ema.enable", "--ema.decay=0.95"), start)
-    assert f"the average in {start.place} has 0.99; set it back" in str(refused.value)
-    assert "another job.dump_folder" in str(refused.value)
-    assert "\n" not in str(refused.value)
-    refuse_another_decay(config("--ema.decay=0.95"), start)  # it is not continued
-    refuse_another_decay(config("--ema.enable", "--ema.decay=0.95"), Start())
-
-
-@pytest.mark.parametrize(
-    "decays", ["", "{}x", "[1]", "{}", "null", '"a"', "[" * 100_000, "NaN", "1.0", "-0.5"]
-)
-def test_a_damaged_decay_is_one_line(begun, tmp_path, decays):
-    """A start leaves it to the load, which finds damage, and may go back further."""
-    start = saved(tmp_path, {AVERAGE: begun.state_dict() | {"decays": decays}})
-    with pytest.raises(ValueError, match=r"^the ema.decay in .*step-10 cannot be read: ") as error:
-        read_decay(start.place, default=0.5)
-    assert "\n" not in str(error.value)
-    assert len(str(error.value)) < 500
-    refuse_another_decay(config("--ema.enable"), start)
-
-
-def test_an_older_checkpoint_that_a_load_goes_back_to_is_compared_too(begun, tmp_path, monkeypatch):
-    older = saved(tmp_path, {AVERAGE: begun.state_dict() | {"decays": "0.99"}})
-    other = config("--ema.enable", "--ema.decay=0.95")
-    monkeypatch.setattr(manager, "confirmed", lambda *_: older)
-    with pytest.raises(SystemExit, match=r"^error: ema\.decay = 0\.95: "):
-        manager.Checkpointer._load(SimpleNamespace(_config=other, start=None, folder=""), -1)
 
 
 def test_weights_and_average_are_given_back_bit_by_bit():

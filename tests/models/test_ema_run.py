@@ -10,8 +10,6 @@ from transformers import LlamaForCausalLM
 
 from tests.models.hugging_face import PLAIN, checkpoint_logits, transformers_logits, write_llama
 from tests.processes.runs import (
-    TIMEOUT_S,
-    Run,
     arguments,
     load,
     privacy,
@@ -21,7 +19,6 @@ from tests.processes.runs import (
 )
 from torchtitan_dp.checkpoint.folder import average_name
 from torchtitan_dp.models.lora import is_adapter
-from torchtitan_dp.plan.__main__ import main as plan
 from torchtitan_dp.release.__main__ import main as release
 
 STEPS = 4
@@ -90,7 +87,7 @@ def test_row76_each_average_follows_from_released_weights_alone(finished):
     saved = [state(finished, step) for step in range(1, STEPS + 1)]
     for t, (before, after) in enumerate(itertools.pairwise(saved), start=1):
         trained = {name for name in weights_of(after) if name != "output.weight"}  # tied
-        names = {average_name(name) for name in trained} | {"ema.updates", "ema.decays"}
+        names = {average_name(name) for name in trained} | {"ema.updates"}
         assert {name for name in after if name.startswith("ema.")} == names
         assert_same(averages(after), followed(before, after, t))
         for name, found in averages(after).items():
@@ -174,36 +171,9 @@ def test_it_changes_no_bit_of_the_run(place, seeded, tmp_path):
     out = tmp_path / "out"
     train(command(place, out, *SEEDED, "--ema.no-enable"), log=tmp_path / "log")
     having, without = state(seeded, STEPS), state(out, STEPS)
-    of_it = {"ema.updates", "ema.decays", *map(average_name, averages(having))}
+    of_it = {"ema.updates", *map(average_name, averages(having))}
     assert having.keys() - without.keys() == of_it
     assert_same(having, without)
-
-
-@pytest.mark.parametrize("world_size", [1, None])
-def test_another_decay_is_refused_before_anything_is_written(
-    place, finished, tmp_path, capsys, world_size
-):
-    """By the plan, and by a worker that was started without one."""
-    out = tmp_path / "out"
-    shutil.copytree(finished, out)
-    before = {path: path.stat().st_mtime_ns for path in (out, *out.rglob("*"))}
-    changed = command(place, out, *HELD_OUT, "--training.steps=5", "--ema.decay=0.15")
-    if world_size is None:
-        with pytest.raises(SystemExit) as stop:
-            plan([*changed, "--world_size=1"])
-        assert stop.value.code == 2
-        said = capsys.readouterr().err
-        assert len(said.splitlines()) == 1
-    else:
-        run = Run(changed, log=tmp_path / "log", world_size=world_size)
-        try:
-            assert run.process.wait(TIMEOUT_S) != 0
-        finally:
-            run.end()
-        said = run.output()
-    step = out / "checkpoint" / "step-4"
-    assert f"error: ema.decay = 0.15: the average in {step} has 0.9999; set it back" in said
-    assert {path: path.stat().st_mtime_ns for path in (out, *out.rglob("*"))} == before
 
 
 def test_it_is_switched_off_and_on_within_a_run(place, finished, tmp_path):

@@ -116,8 +116,7 @@ def test_flops_are_less_by_the_gradients_of_frozen_weights():
         (("--lora.rank=4",), ""),  # all linear layers
         (
             ("--lora.rank=4", "--lora.targets=q_proj,up_proj"),
-            "no linear layer 'q_proj'; use some of w1, w2, w3, wk, wo, wq, wv (PEFT: q_proj = wq, "
-            "PEFT: up_proj = w3), or all-linear",
+            "no linear layer 'q_proj'; use some of w1, w2, w3, wk, wo, wq, wv, or all-linear",
         ),
         (("--lora.targets=wx",), ""),  # off
     ],

@@ -1,33 +1,23 @@
-"""The pace of a run, its words, and the bar on a terminal."""
+"""The pace of a run, its words, and the lines of long steps."""
 
-import io
-import json
-import os
-import re
-import socket
-import sys
-import threading
+import logging
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
-from rich.console import Console
 
 from torchtitan_dp.privacy.clipping import Clip
-from torchtitan_dp.watch import terminal
+from torchtitan_dp.watch import processor
+from torchtitan_dp.watch.pace import Pace
 from torchtitan_dp.watch.processor import (
+    PrivateMetricsProcessor,
     SampleStatistics,
-    bar_words,
     pace_words,
     samples_words,
     speed_words,
 )
-from torchtitan_dp.watch.terminal import Pace, Screen
 
 SCALARS = {
-    "epsilon": 2.5,
-    "epsilon_planned": 7.96,
     "throughput(tps)": 1234.4,
     "memory/max_reserved(GiB)": 12.34,
 }
@@ -51,114 +41,20 @@ def test_mfu_is_shown_where_it_is_known() -> None:
     assert speed_words({**SCALARS, "mfu(%)": 41.26}) == "memory: 12.34GiB  tps: 1,234  mfu: 41.3%"
 
 
-def test_no_step_waits_for_a_launcher_that_is_gone(tmp_path) -> None:
-    screen = Screen(str(tmp_path / "gone"))
-    screen.show(Pace(0, 2), 0.5, "", "")
-    screen.close()
-
-
-def test_rank_0_alone_draws(monkeypatch, tmp_path) -> None:
-    path = str(tmp_path / "progress")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as launcher:
-        launcher.bind(path)
-        launcher.setblocking(False)
-        monkeypatch.setenv(terminal.SOCKET, path)
-        for rank in ("1", "0"):
-            monkeypatch.setenv("RANK", rank)
-            screen = Screen.of_launcher()
-            public, speed = bar_words(Pace(0, 2), SCALARS)
-            screen.show(Pace(0, 2), 0.25, public, f"microbatch {rank}  {speed}")
-            screen.close()
-        state = json.loads(launcher.recv(65536))
-        assert state["private"] == "microbatch 0  1,234 tps  12.3 GiB"
-        assert state["public"] == "ε 2.5 of 7.96"
-        with pytest.raises(BlockingIOError):
-            launcher.recv(65536)
-
-
-def console_of(width: int) -> Console:
-    return Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
-
-
-@pytest.mark.parametrize("width", [60, 120])
-def test_the_bar_is_one_line_that_labels_what_is_not_private(width: int) -> None:
-    console = console_of(width)
-    drawing = terminal.Drawing(console)
-    state = {"done": 7, "total": 12, "part": 0.5, "left": 31.0, "public": "ε 2.5 of 7.96"}
-    drawing.show({**state, "private": "microbatch 5  3 s/step  1,234 tps  12.3 GiB"})
-    drawing.stop()  # now the console prints nothing but what it is asked to
-    with console.capture() as shown:
-        console.print(drawing.render())
-    line = shown.get()
-    assert line.count("\n") == 1
-    assert line.startswith("step 7/12 ")
-    assert line.index("ε 2.5 of 7.96") < line.index("not private: ")
-    assert ("ETA 0:00:31" in line) == ("12.3 GiB" in line) == (width == 120)
-
-
-def test_lines_are_printed_whole_above_the_bar() -> None:
-    console = console_of(20)
-    above = terminal.Above(console, sys.__stdout__)
-    above.write("a line that is longer ")
-    assert console.file.getvalue() == ""  # type: ignore[attr-defined]
-    above.write("than the terminal\nthe next")
-    assert console.file.getvalue() == "a line that is longer than the terminal\n"  # type: ignore[attr-defined]
-
-
-def test_where_there_is_no_terminal_nothing_is_changed(monkeypatch) -> None:
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
-    before = sys.stdout, sys.stderr
-    with terminal.bar():
-        assert (sys.stdout, sys.stderr) == before
-        assert terminal.SOCKET not in os.environ
-
-
-class Tty(io.StringIO):
-    """A terminal that keeps what it gets."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_terminal_gets_a_bar_and_is_left_as_it_was(monkeypatch) -> None:
-    tty, drawn, show = Tty(), threading.Event(), terminal.Drawing.show
-    for name, value in (("TERM", "xterm"), ("COLUMNS", "100"), ("LINES", "30")):
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setattr(
-        terminal.Drawing, "show", lambda self, state: (show(self, state), drawn.set())
-    )
-    monkeypatch.setattr(sys, "stdout", tty)
-    monkeypatch.setattr(sys, "stderr", tty)
-    with terminal.bar():
-        path = os.environ[terminal.SOCKET]
-        screen = Screen(path)
-        screen.show(Pace(3, 12), 0.5, "", "microbatch 5")
-        assert drawn.wait(60)
-        print("a worker's line")
-    screen.close()
-    assert terminal.SOCKET not in os.environ
-    assert not os.path.exists(os.path.dirname(path))
-    assert sys.stdout is sys.stderr is tty
-    shown = re.sub(r"\x1b\[[0-9;]*m", "", tty.getvalue())
-    assert "step 3/12" in shown
-    assert "microbatch 5" in shown
-    assert "a worker's line\n" in shown
-    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")  # the cursor is shown again
-
-
-def test_a_launcher_that_ends_at_once_leaves_nothing_behind(monkeypatch, tmp_path) -> None:
-    path = tmp_path / "torchtitan_dp_x" / "progress"
-    path.parent.mkdir()
-    path.touch()
-    monkeypatch.setenv(terminal.SOCKET, str(path))
-    written: list[bytes] = []
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
-    monkeypatch.setattr(sys.stdout, "fileno", lambda: 1, raising=False)
-    monkeypatch.setattr(terminal.os, "write", lambda number, text: written.append(text))
-    terminal.leave()
-    assert not path.parent.exists()
-    assert written[0].endswith(b"\x1b[?25h")
+def test_a_long_step_has_a_line_a_minute(monkeypatch, caplog) -> None:
+    """Of microbatches and time, so it is labelled. Shorter steps have none of it."""
+    clock, metrics = [100.0], PrivateMetricsProcessor.__new__(PrivateMetricsProcessor)
+    vars(metrics).update(ntokens_since_last_log=0, pace=Pace(6, 12), _begun=0, _expected=8.0)
+    vars(metrics).update(_newest_line=clock[0])
+    monkeypatch.setattr(processor.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(processor.logger, "propagate", True)
+    with caplog.at_level(logging.INFO):
+        for _ in range(5):
+            clock[0] += 25
+            metrics.microbatch_begun(64)
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line == "step: 7/12  not private: microbatch: 3 of about 8  s/step: ?  ETA: ?"
+    assert metrics.ntokens_since_last_log == 320
 
 
 def test_an_empty_draw_is_shown_as_empty():

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan_dp.checkpoint import safe_load
 from torchtitan_dp.config import JobConfig
@@ -212,9 +211,6 @@ def read_ledger(step: str) -> str | None:
 AVERAGE = "ema"
 """The state of the average, beside TorchTitan's own states."""
 
-DECAY = f"{AVERAGE}.decays"
-"""The state of `ema.decay`, as JSON."""
-
 
 def average_name(parameter: str) -> str:
     """Return the name that the average of a parameter has in a checkpoint."""
@@ -224,28 +220,3 @@ def average_name(parameter: str) -> str:
 def has_average(step: str) -> bool:
     """Return whether a checkpoint's folder has an average; raise ValueError if it is damaged."""
     return safe_load.has_state(step, f"{AVERAGE}.{WEIGHTS}")
-
-
-def states_to_save(average: Stateful, decay: float) -> dict[str, Any]:
-    """Return the states of an average in a checkpoint."""
-    return {AVERAGE: average, DECAY: json.dumps(decay)}
-
-
-def read_decay(step: str, default: float) -> float:
-    """Read the `ema.decay` of the average in a checkpoint's folder, or the default.
-
-    Raises:
-        ValueError: one line; the checkpoint is damaged.
-    """
-    if DECAY not in safe_load.read_metadata(step).state_dict_metadata:
-        return default
-    state = {DECAY: ""}
-    try:
-        safe_load.load(state, step, no_dist=True)
-        decay = float(json.loads(state[DECAY]))
-        if not 0 <= decay < 1:
-            raise ValueError("it is not at least 0 and below 1")
-    except (CheckpointException, Exception) as error:  # the first is a BaseException only
-        reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"the ema.decay in {step} cannot be read: {reason}") from error
-    return decay

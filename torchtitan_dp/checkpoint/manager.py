@@ -27,12 +27,10 @@ from torchtitan.train import Trainer
 from torchtitan_dp.checkpoint import safe_load
 from torchtitan_dp.checkpoint.folder import (
     AVERAGE,
-    DECAY,
     SETTINGS,
     has_average,
     newest_finished_checkpoint,
     refuse_another_model,
-    states_to_save,
     step_folder,
 )
 from torchtitan_dp.checkpoint.start import (
@@ -40,14 +38,13 @@ from torchtitan_dp.checkpoint.start import (
     confirmed,
     has_adapters,
     of_any_rank,
-    refuse_another_decay,
 )
 from torchtitan_dp.distributed.torchtitan_private import is_saved_at
 from torchtitan_dp.models.ema import WEIGHTS, WeightAverage
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.lora import without_adapters
 from torchtitan_dp.models.parameters import first_overflow, overflow
-from torchtitan_dp.process import Fault, mistakes_as_faults
+from torchtitan_dp.process import Fault
 
 _NOWHERE = os.path.join(os.devnull, "none")  # a path at which nothing can be
 
@@ -83,7 +80,7 @@ class Checkpointer(CheckpointManager):
             average: of weights, to be saved and loaded with them.
         """
         config, theirs = trainer.job_config, trainer.checkpointer
-        averages = {} if average is None else states_to_save(average, config.ema.decay)
+        averages = {} if average is None else {AVERAGE: average}
         settings = json.dumps(shape(config).computed_with())  # compared before a load
         theirs.close()
         super().__init__(
@@ -110,8 +107,8 @@ class Checkpointer(CheckpointManager):
             step: the only one to take, on request of a run without privacy; -1 for the newest.
 
         Raises:
-            Fault: none is whole, or the loaded one has an average of another `ema.decay`, or
-                weights that are not finite. ValueError: it is of another model.
+            Fault: none is whole, or the loaded one has weights that are not finite. ValueError: it
+                is of another model.
         """
         loaded = self.enable and self._load(step)
         self._require_finite_start()
@@ -120,8 +117,6 @@ class Checkpointer(CheckpointManager):
     def _load(self, step: int) -> bool:
         """Load as `load` does, without the check that weights are finite."""
         self.start = confirmed(self.start, self.folder, step)
-        with mistakes_as_faults():  # it may be an older one than was checked before
-            refuse_another_decay(self._config, self.start)
         if self.start.resumes:  # TorchTitan would warn that it does not load these
             self.initial_load_in_hf, self.initial_load_path = False, None
         else:
@@ -282,7 +277,7 @@ class Checkpointer(CheckpointManager):
         """Return the states to load from a checkpoint of this run; log it if `[ema]` changed since.
         What was compared before is not loaded."""
         wanted, there = AVERAGE in state_dict, has_average(checkpoint)
-        left_out = {DECAY, SETTINGS}
+        left_out = {SETTINGS}
         if wanted and not there:
             logger.info(f"ema: {checkpoint} has no average; it begins with the weights there")
             left_out.add(AVERAGE)

@@ -35,7 +35,6 @@ from torchtitan_dp.checkpoint.folder import (
     drop_unfinished,
     finished_checkpoints,
     none_whole,
-    read_decay,
     read_ledger,
     refuse_another_model,
     set_aside,
@@ -224,23 +223,6 @@ def check_start(start: Start, state_dict: Mapping[str, torch.Tensor], origin: st
     has_all = start.resumes or has_adapters(start.place)
     wanted = state_dict if has_all else without_adapters(state_dict)
     refuse_another_model(start.place, wanted, origin)
-
-
-def refuse_another_decay(config: JobConfig, start: Start) -> None:
-    """Refuse, by ValueError, to continue this run's average of weights with another `ema.decay`.
-    One that cannot be read is left to the load, which finds the damage."""
-    if not (start.resumes and config.ema.enable):
-        return
-    decay = config.ema.decay
-    try:
-        earlier = read_decay(start.place, default=decay)
-    except ValueError:
-        return
-    if decay != earlier:
-        raise ValueError(
-            f"ema.decay = {decay}: the average in {start.place} has {earlier}; set it back, or "
-            "start afresh in another job.dump_folder"
-        )
 
 
 def refuse_another_optimizer(config: JobConfig, start: Start) -> None:

@@ -83,16 +83,6 @@ class LoRALinear(nn.Linear):
         return torch.add(super().forward(x), self.lora_b(self.lora_a(x)), alpha=self.scaling)
 
 
-_OF_PEFT = dict(
-    zip(
-        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj", "up_proj"),
-        ("wq", "wk", "wv", "wo", "w1", "w2", "w3"),
-        strict=True,
-    )
-)
-"""Our names of layers, by those of Hugging Face, which PEFT's `target_modules` has."""
-
-
 def add_adapters(model: nn.Module, blocks: nn.Module, lora: LoRA) -> None:
     """Put factors beside the targets in `blocks`, and freeze all else of `model`, in place.
 
@@ -105,12 +95,9 @@ def add_adapters(model: nn.Module, blocks: nn.Module, lora: LoRA) -> None:
     there = {path.rpartition(".")[2] for path, _ in linear}
     targets = there if lora.targets == (ALL_LINEAR,) else lora.targets
     if unknown := [target for target in targets if target not in there]:
-        known = [(name, _OF_PEFT[name]) for name in unknown if _OF_PEFT.get(name) in there]
-        same = f" ({', '.join(f'PEFT: {theirs} = {ours}' for theirs, ours in known)})"
         raise ValueError(
             f"lora.targets = {list(lora.targets)}: the model's blocks have no linear layer "
-            f"'{unknown[0]}'; use some of {', '.join(sorted(there))}{same if known else ''}, or "
-            f"{ALL_LINEAR}"
+            f"'{unknown[0]}'; use some of {', '.join(sorted(there))}, or {ALL_LINEAR}"
         )
     model.requires_grad_(False)
     for path, layer in linear:

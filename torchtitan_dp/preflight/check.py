@@ -23,7 +23,6 @@ from torchtitan_dp.checkpoint.start import (
     check_start,
     decide_start,
     plan_start,
-    refuse_another_decay,
     refuse_another_optimizer,
 )
 from torchtitan_dp.checkpoint.terms import refuse_delta_of_losses
@@ -92,7 +91,6 @@ def check_run(config: JobConfig, *, units: int | None = None) -> Checked:
     """
     check_packages(config)
     start = decide_start(config)
-    refuse_another_decay(config, start)
     refuse_another_optimizer(config, start)
     args = check_model(config, start)
     if units is None:

@@ -43,7 +43,6 @@ from torchtitan_dp.checkpoint.folder import (
     average_name,
     has_average,
     newest_finished_checkpoint,
-    read_decay,
     step_folder,
 )
 from torchtitan_dp.checkpoint.start import decide_start
@@ -110,7 +109,7 @@ def release(
         partial = f"{out}.tmp"
         try:
             os.makedirs(partial, mode=0o700)
-            decay = read_decay(checkpoint, config.ema.decay) if average else None
+            decay = config.ema.decay if average else None
             write_folder(model, config, partial, merge=merge, base_model=names.base_model)
             card = model_card(
                 terms, config, without_lora(args) if merge else args, decay=decay, names=names

@@ -28,8 +28,9 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.clipping import Clip
 from torchtitan_dp.watch.outlets import Outlets, open_outlets
-from torchtitan_dp.watch.terminal import Pace, Screen, clock
+from torchtitan_dp.watch.pace import Pace, clock
 
+_QUIET_S = 60  # between the lines of a long step
 _QUANTILES = {"norm_p10": 0.1, "norm_p50": 0.5, "norm_p90": 0.9}
 
 
@@ -126,9 +127,8 @@ class PrivateMetricsProcessor(LabelledMetricsProcessor):
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         super().__init__(job_config, parallel_dims)
         self.pace = Pace(0, job_config.training.steps)
-        self.screen = Screen.of_launcher()
         self._begun, self._expected = 0, 1.0  # microbatches of a step
-        self._logged: dict[str, float] = {}  # the scalars of the newest logged step
+        self._newest_line = time.monotonic()
 
     def begin(self, step: int, *, private: bool, epsilon_planned: float | None = None) -> None:
         super().begin(step, private=private, epsilon_planned=epsilon_planned)
@@ -137,19 +137,25 @@ class PrivateMetricsProcessor(LabelledMetricsProcessor):
         rows = training.global_batch_size * self.job_config.data.windows_per_draw
         at_once = dims.dp_replicate * dims.dp_shard * training.local_batch_size
         self._expected = max(1.0, rows / at_once)
-        self._draw()
+        self._newest_line = time.monotonic()
 
     def microbatch_begun(self, tokens: int) -> None:
-        """Count a microbatch and its tokens, and move the progress bar."""
+        """Count a microbatch and its tokens, and log a line where the newest is `_QUIET_S` old."""
         self.ntokens_since_last_log += tokens
         self._begun += 1
-        self._draw()
+        if time.monotonic() - self._newest_line >= _QUIET_S:
+            self._newest_line = time.monotonic()
+            # Of the expected number: that of a draw is not known ahead of time here.
+            within = f"microbatch: {self._begun} of about {self._expected:.0f}"
+            logger.info(
+                f"step: {self.pace.done + 1}/{self.pace.total}  not private: {within}  "
+                f"{pace_words(self.pace)}"
+            )
 
     def step_done(self, step: int) -> None:
         """Note that a step was taken."""
         self.pace.step_done(step)
         self._begun = 0
-        self._draw()
 
     def log_step(
         self,
@@ -162,8 +168,6 @@ class PrivateMetricsProcessor(LabelledMetricsProcessor):
         records, the `statistics` that are not private, and words for the console line."""
         scalars = {**public, **self._planned, **statistics, **self._measured()}
         self.logger.log(scalars, step)
-        self._logged = scalars
-        self._draw()
         color = self.color
         logger.info(
             f"{color.red}step: {step}/{self.pace.total}  "
@@ -175,7 +179,7 @@ class PrivateMetricsProcessor(LabelledMetricsProcessor):
         )
         self.ntokens_since_last_log = 0
         self.data_loading_times.clear()
-        self.time_last_log = time.perf_counter()
+        self.time_last_log, self._newest_line = time.perf_counter(), time.monotonic()
         self.device_memory_monitor.reset_peak_stats()
 
     def _measured(self) -> dict[str, float]:
@@ -194,18 +198,6 @@ class PrivateMetricsProcessor(LabelledMetricsProcessor):
         if math.isfinite(self.gpu_peak_flops):  # it is unknown of a CPU
             measured["mfu(%)"] = 100 * self.num_flops_per_token * tokens_per_s / self.gpu_peak_flops
         return measured
-
-    def _draw(self) -> None:
-        """Show the present state on the launcher's bar."""
-        # Its scale is the expected number: that of a draw is not known ahead of time here.
-        part = min(self._begun / self._expected, 0.95)
-        within = f"microbatch {self._begun}" if self._begun else ""
-        public, speed = bar_words(self.pace, self._logged)
-        self.screen.show(self.pace, part, public, "  ".join(filter(None, (within, speed))))
-
-    def close(self) -> None:
-        self.screen.close()
-        super().close()
 
 
 def epsilon_words(scalars: dict[str, float], beside: str) -> str:
@@ -243,16 +235,3 @@ def pace_words(pace: Pace) -> str:
     seconds = pace.seconds_per_step
     shown = "?" if seconds is None else f"{seconds:.3g}"
     return f"s/step: {shown}  ETA: {clock(pace.seconds_left)}"
-
-
-def bar_words(pace: Pace, scalars: dict[str, float]) -> tuple[str, str]:
-    """Write epsilon, and speed and memory, of the newest logged step, as short as a line asks."""
-    shown = [] if pace.seconds_per_step is None else [f"{pace.seconds_per_step:.3g} s/step"]
-    if not scalars:
-        return "", "  ".join(shown)
-    planned = scalars.get("epsilon_planned")
-    at_end = "" if planned is None else f" of {rounded_up(planned, 3)}"
-    mfu = [f"mfu {scalars['mfu(%)']:.1f}%"] if "mfu(%)" in scalars else []
-    shown += [f"{round(scalars['throughput(tps)']):,} tps", *mfu]
-    shown.append(f"{scalars['memory/max_reserved(GiB)']:.1f} GiB")
-    return f"ε {rounded_up(scalars['epsilon'], 3)}{at_end}", "  ".join(shown)
