@@ -193,9 +193,15 @@ def damaged(folder):
     (folder / STATE_FILE).write_text("{}")
 
 
+def exposed(folder):
+    path = folder / "trial_1" / "privacy.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "private": False}))
+
+
 @pytest.mark.parametrize(
     "what, line",
     [
+        (exposed, "a trial there is not private"),
         (gone, "is not there, and may have spent its epsilon"),
         (emptied, "is not there, and may have spent its epsilon"),
         (copied, "is not there, and may have spent its epsilon"),
@@ -294,7 +300,7 @@ def test_the_noise_of_losses_is_fixed_by_the_first_start(tmp_path):
     )
     earlier = check_run(config).plan.ledger
     assert losses(earlier, f"--{key}=20").noise == first.noise
-    with pytest.raises(ValueError, match=f"{key} = 21.0: this run was started with 20.0"):
+    with pytest.raises(ValueError, match=rf"{key} = 21.0: this run was started with 20.0"):
         losses(earlier, f"--{key}=21")
-    with pytest.raises(ValueError, match="validation.publish_epsilon = 1.0: this run"):
+    with pytest.raises(ValueError, match=r"validation.publish_epsilon = 1.0: this run"):
         losses(earlier, "--validation.publish_epsilon=1")

@@ -83,7 +83,8 @@ def remember(search: Search, state: State) -> None:
         published = read_published(trial.folder)
         run = None if published is None else published.run
         before = state.begun.get(trial.name)
-        if before is not None and not Path(trial.folder).is_dir() or before and run != before:
+        is_gone = before is not None and not Path(trial.folder).is_dir()
+        if is_gone or (before and run != before):
             raise ValueError(
                 f"'{trial.folder}': the run {before} that this search began is not there, and may "
                 "have spent its epsilon; restore it, or start afresh in another job.dump_folder"
@@ -106,8 +107,11 @@ def spent_within(epsilon: float, search: Search, checked: list[Checked]) -> Tota
         if one.plan is not None
     ]
     spent = total(together)
-    assert spent.epsilon_planned is not None
-    assert spent.heldout_epsilon is not None
+    if spent.epsilon_planned is None or spent.heldout_epsilon is None:
+        raise ValueError(
+            f"'{search.folder}': a trial there is not private, so that no epsilon covers the search; "
+            "start afresh in another job.dump_folder"
+        )
     if (most := max(spent.epsilon_planned, spent.heldout_epsilon)) > epsilon:
         raise ValueError(
             f"--epsilon = {epsilon:g}: the noise of all trials is fixed, and together, with what "

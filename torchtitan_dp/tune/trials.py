@@ -19,11 +19,11 @@ from torchtitan_dp.config.load import load_config
 from torchtitan_dp.ledger import runs
 from torchtitan_dp.ledger.lineage import Lineage
 from torchtitan_dp.ledger.runs import Run, Total
-from torchtitan_dp.ledger.spending import all_but_own, still_planned_by
+from torchtitan_dp.ledger.spending import all_but_own, compose, still_planned_by
 from torchtitan_dp.preflight.check import Checked, check_run
-from torchtitan_dp.privacy.accounting import noise_for
+from torchtitan_dp.privacy.accounting import noise_for, rounded_up
 from torchtitan_dp.privacy.mechanism import PoissonGaussian
-from torchtitan_dp.privacy.segments import Mechanism
+from torchtitan_dp.privacy.segments import Mechanism, Segment
 
 _SECTIONS = ("optimizer", "lr_scheduler", "lora", "ema")
 _KEYS = (
@@ -64,6 +64,7 @@ class Search:
     trials: list[Trial]
     config: JobConfig  # without what is tried
     world_size: int
+    folder: str  # of all trials
 
     @classmethod
     def of(cls, shared: list[str], tries: Sequence[str], world_size: int) -> "Search":
@@ -80,17 +81,11 @@ class Search:
                 "noise, which their weights would show together; remove it"
             )
         folder = f"{config.job.dump_folder.rstrip('/')}_tune"
-        names = [f"trial_{number}" for number in range(1, len(combinations) + 1)]
         trials = [
-            Trial(name, f"{folder}/{name}", keys)
-            for name, keys in zip(names, combinations, strict=True)
+            Trial(f"trial_{number}", f"{folder}/trial_{number}", keys)
+            for number, keys in enumerate(combinations, start=1)
         ]
-        return cls(shared, trials, config, world_size)
-
-    @property
-    def folder(self) -> str:
-        """The folder of all trials: that of the configuration, with `_tune`."""
-        return f"{self.config.job.dump_folder.rstrip('/')}_tune"
+        return cls(shared, trials, config, world_size, folder)
 
     def arguments(self, trial: Trial, noise: Noise) -> list[str]:
         """Return a trial's command line: with this noise, and a published loss after its last step,
@@ -184,9 +179,10 @@ def split(ledgers: Sequence[Lineage], target: float) -> tuple[float, list[float]
         ValueError: what comes before the trials spends more, or a noise is out of range.
     """
 
+    terms = ledgers[0].settings
+
     @functools.cache
     def multiplier(mechanism: Mechanism, steps: int, epsilon: float) -> float:
-        terms = ledgers[0].settings
         return noise_for(
             mechanism,
             steps,
@@ -195,26 +191,35 @@ def split(ledgers: Sequence[Lineage], target: float) -> tuple[float, list[float]
             accountant=terms.accountant,
         )
 
+    before = compose(ledgers[0], _before(ledgers[0]))
+    if not before < target:
+        raise ValueError(f"the initial weights have spent {rounded_up(before)}; raise it")
     low, high, each = 0.0, target, target / math.sqrt(len(ledgers))
     for _ in range(_MOST_GUESSES):
         found = [multiplier(one.settings.mechanism, one.planned_steps, each) for one in ledgers]
         spent = total([_with_noise(*pair) for pair in zip(ledgers, found, strict=True)])
         if spent.epsilon_planned is None:
             raise ValueError("the trials' weights are not private; see the plan of one for why")
-        share = spent.epsilon_planned / target
-        if _TIGHT <= share <= 1:
+        if _TIGHT * target <= spent.epsilon_planned <= target:
             return each, found
-        low, high = (each, high) if share < 1 else (low, each)
-        guess = (
-            each * (1 + _TIGHT) / 2 / share
-        )  # what many runs spend grows about as what each does
+        low, high = (each, high) if spent.epsilon_planned < target else (low, each)
+        # What many runs spend grows about as what each does.
+        share = (spent.epsilon_planned - before) / ((1 + _TIGHT) / 2 * target - before)
+        guess = each / share if share > 0 else high
         each = guess if low < guess < high else (low + high) / 2
-    raise ValueError("the runs behind the initial weights have spent as much; raise it")
+    raise ValueError("the initial weights have spent nearly as much; raise it")
+
+
+def _before(ledger: Lineage) -> list[Segment]:
+    """Return what the runs behind the initial weights spend."""
+    return [*all_but_own(ledger), *still_planned_by(ledger.ancestors)]
 
 
 def _with_noise(ledger: Lineage, multiplier: float) -> Lineage:
+    """Return a ledger with another noise, and without held-out losses."""
     mechanism = ledger.settings.mechanism.with_noise(multiplier)
-    return replace(ledger, settings=replace(ledger.settings, mechanism=mechanism))
+    settings = replace(ledger.settings, mechanism=mechanism)
+    return replace(ledger, settings=settings, heldout_losses=None)
 
 
 def _noise_of_losses(ledgers: Sequence[Lineage], target: float) -> float:
@@ -231,7 +236,7 @@ def _noise_of_losses(ledgers: Sequence[Lineage], target: float) -> float:
         target_epsilon=target,
         delta=first.settings.delta,
         accountant="pld",
-        before=[*all_but_own(first), *still_planned_by(first.ancestors)],
+        before=_before(first),
     )
 
 
