@@ -1,6 +1,8 @@
 """`torchtitan-dp tune` on trials that take no steps but write a run's own files."""
 
+import contextlib
 import dataclasses
+import io
 import json
 import shutil
 import signal
@@ -23,6 +25,7 @@ from torchtitan_dp.tune.folder import STATE_FILE, Result, alike
 from torchtitan_dp.tune.trials import Trial
 
 STEPS, EPSILON = 4, 4.0
+LOSSES = {"trial_1": 3.5, "trial_2": 2.0, "trial_3": 3.0}
 RATES = ("optimizer.lr=1e-3,3e-3,1e-2",)
 
 
@@ -69,30 +72,56 @@ class Trainer:
 
 @pytest.fixture
 def trainer(monkeypatch):
-    trainer = Trainer(trial_1=3.5, trial_2=2.0, trial_3=3.0)
+    trainer = Trainer(**LOSSES)
     monkeypatch.setattr(tune, "_train", trainer)
     return trainer
 
 
-@pytest.fixture
-def search(tmp_path, monkeypatch, capsys):
-    """Runs the command: its exit code, and what it prints on stderr."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("NGPU", "1")
-    data = write_records(tmp_path / "data", 48)
+class Search:
+    """The command in a working directory of its own."""
 
-    def run(*overrides, epsilon=EPSILON, tries=RATES, **_):
-        basics = arguments(tmp_path / "out", data, "--data.heldout_fraction=0.3", *overrides)
+    folder = Path("out_tune")
+
+    def __init__(self, root: Path, patch: pytest.MonkeyPatch) -> None:
+        patch.chdir(root)
+        patch.setenv("XDG_CACHE_HOME", str(root / "cache"))
+        patch.setenv("NGPU", "1")
+
+    def __call__(self, *overrides: str, epsilon: object = EPSILON, tries=RATES) -> tuple[int, str]:
+        """Run it: its exit code, and what it prints on stderr."""
+        basics = arguments("out", "data", "--data.heldout_fraction=0.3", *overrides)
         asked = [option for one in tries for option in ("--try", one)]
-        capsys.readouterr()
-        try:
-            code = tune.main([*basics, f"--epsilon={epsilon}", *asked])
-        except SystemExit as end:
-            code = end.code
-        return code, capsys.readouterr().err
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            try:
+                code = tune.main([*basics, f"--epsilon={epsilon}", *asked])
+            except SystemExit as end:
+                code = end.code
+        return code, said.getvalue()
 
-    run.folder = tmp_path / "out_tune"
-    return run
+
+@pytest.fixture
+def search(tmp_path, monkeypatch):
+    """A search that has not begun."""
+    write_records(tmp_path / "data", 48)
+    return Search(tmp_path, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """The working directory of one that is done."""
+    root = tmp_path_factory.mktemp("ended")
+    write_records(root / "data", 48)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tune, "_train", Trainer(**LOSSES))
+        assert Search(root, patch)()[0] == 0
+    return root
+
+
+@pytest.fixture
+def done(ended, tmp_path, monkeypatch):
+    """A copy of it."""
+    shutil.copytree(ended, tmp_path / "copy")
+    return Search(tmp_path / "copy", monkeypatch)
 
 
 def spent(search):
@@ -210,18 +239,15 @@ def exposed(folder):
         (damaged, "cannot be read"),
     ],
 )
-def test_what_may_have_spent_more_is_refused(search, trainer, what, line):
-    search()
-    trainer.started.clear()
-    what(search.folder)
-    code, said = search()
+def test_what_may_have_spent_more_is_refused(done, trainer, what, line):
+    what(done.folder)
+    code, said = done()
     assert (code, trainer.started) == (2, [])
     assert [line in one for one in said.splitlines() if one.startswith("error: ")] == [True]
 
 
-def test_a_copy_of_a_trial_that_had_not_begun_is_refused(search, trainer):
-    trainer.codes["trial_2"] = 75
-    search()
+def test_a_copy_of_a_trial_that_had_not_begun_is_refused(done, trainer):
+    search = done
     shutil.rmtree(search.folder / "trial_2")
     state = json.loads((search.folder / STATE_FILE).read_text())
     state["begun"]["trial_2"] = ""
@@ -241,10 +267,8 @@ def test_a_copy_of_a_trial_that_had_not_begun_is_refused(search, trainer):
         ([], {"epsilon": 3.0}, "--epsilon = 3: the noise of all trials is fixed"),
     ],
 )
-def test_another_command_does_not_go_on(search, trainer, overrides, options, line):
-    search()
-    trainer.started.clear()
-    code, said = search(*overrides, **options)
+def test_another_command_does_not_go_on(done, trainer, overrides, options, line):
+    code, said = done(*overrides, **options)
     assert (code, trainer.started) == (2, [])
     assert line in said
 
@@ -258,7 +282,7 @@ def test_another_command_does_not_go_on(search, trainer, overrides, options, lin
         (["--privacy.sample_rate=0.1"], {}, "with a public privacy.sample_rate"),
         ([], {"epsilon": 0}, "--epsilon = 0.0: "),
         ([], {"epsilon": "nan"}, "--epsilon = nan: "),
-        ([], {"epsilon": 1e-9}, "--epsilon = 1e-09, of all trials: "),
+        (["--privacy.delta=1e-12"], {"epsilon": 1e-9}, "--epsilon = 1e-09, of all trials: "),
         (
             [],
             {"tries": ["training.global_batch_size=3,900"]},

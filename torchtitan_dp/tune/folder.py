@@ -109,8 +109,8 @@ def spent_within(epsilon: float, search: Search, checked: list[Checked]) -> Tota
     spent = total(together)
     if spent.epsilon_planned is None or spent.heldout_epsilon is None:
         raise ValueError(
-            f"'{search.folder}': a trial there is not private, so that no epsilon covers the search; "
-            "start afresh in another job.dump_folder"
+            f"'{search.folder}': a trial there is not private, so that no epsilon covers the "
+            "search; start afresh in another job.dump_folder"
         )
     if (most := max(spent.epsilon_planned, spent.heldout_epsilon)) > epsilon:
         raise ValueError(

@@ -31,7 +31,7 @@ _KEYS = (
     *("privacy.noise", "privacy.bands", "privacy.max_grad_norm"),
 )
 _TIGHT = 0.99  # of the target is spent at least
-_MOST_GUESSES = 60
+_MOST_GUESSES = 30
 
 
 @dataclass(frozen=True)
