@@ -40,29 +40,29 @@ class Trainer:
 
     def __call__(self, argv: list[str]) -> int:
         config = load_config(argv, 1)
-        folder = config.job.dump_folder
+        folder, steps = config.job.dump_folder, config.training.steps
         name = Path(folder).name
         self.started.append(name)
         checked = check_run(config)
         ledger, code = checked.plan.ledger, self.codes.pop(name, 0)
         write_fingerprint(folder, checked.records.fingerprint, checked.records.settings)
         if code:
-            publish(ledger, folder, STEPS)
+            publish(ledger, folder, steps)
             ledger = begun(ledger, folder, 2, loses=2)
             return code
         log = RunLog(folder)
         ledger = opened(ledger, log)
-        log.begin_start(ledger, Losable(STEPS, STEPS))
-        for step in (1, STEPS):
+        log.begin_start(ledger, Losable(steps, steps))
+        for step in (1, steps):
             ledger = taken(ledger, log, step - ledger.steps)
             log.begin_evaluation()
             deviation = ledger.heldout_losses.noise.standard_deviation(clip=4.0, units=1000)
-            loss = self.losses[name] if step == STEPS else self.true[name]
+            loss = self.losses[name] if step == steps else self.true[name]
             results = (*ledger.heldout_losses.losses, NoisedLoss(step, loss, deviation))
             losses = ledger.heldout_losses.with_losses(*results)
             ledger = dataclasses.replace(ledger, heldout_losses=losses)
-        log.end_start(STEPS)
-        publish(ledger, folder, STEPS)
+        log.end_start(steps)
+        publish(ledger, folder, steps)
         writer = SummaryWriter(f"{folder}/tb")
         writer.add_scalar("not_private/heldout_loss", self.true[name], STEPS)
         writer.close()
@@ -140,10 +140,12 @@ def test_the_best_is_that_of_the_published_losses_alone(search, trainer, tmp_pat
 
 
 def test_what_the_ledger_adds_up_is_what_was_announced(search, trainer, tmp_path):
-    _, planned = search("--plan")
+    """Of trials whose steps differ, and so their noise."""
+    tries = ("training.global_batch_size/training.steps=2/6,3/4,6/2",)
+    _, planned = search("--plan", tries=tries)
     assert trainer.started == []
     assert not search.folder.exists()
-    search("--json", str(tmp_path / "found.json"))
+    assert search("--json", str(tmp_path / "found.json"), tries=tries)[0] == 0
     announced = json.loads((tmp_path / "found.json").read_text())["announced"]
     found = spent(search)
     assert found.epsilon == found.epsilon_planned == announced["epsilon_planned"]

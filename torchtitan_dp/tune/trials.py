@@ -226,13 +226,14 @@ def _noise_of_losses(ledgers: Sequence[Lineage], target: float) -> float:
     """Find the noise multiplier of each published loss, so that those of all trials spend at most
     the target."""
     first = ledgers[0]
+    evaluations = sum(
+        losses.evaluations(1, one.planned_steps)
+        for one in ledgers
+        if (losses := one.heldout_losses)
+    )
     return noise_for(
         PoissonGaussian(1.0, 1.0),
-        sum(
-            one.heldout_losses.evaluations(1, one.planned_steps)
-            for one in ledgers
-            if one.heldout_losses
-        ),
+        evaluations,
         target_epsilon=target,
         delta=first.settings.delta,
         accountant="pld",
