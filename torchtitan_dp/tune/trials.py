@@ -30,8 +30,7 @@ _KEYS = (
     *("training.global_batch_size", "training.steps"),
     *("privacy.noise", "privacy.bands", "privacy.max_grad_norm"),
 )
-_TIGHT = 0.99  # of the target is spent at least
-_MOST_GUESSES = 30
+_TIGHT, _MOST_GUESSES = 0.99, 30  # the share of the target that is spent at least
 
 
 @dataclass(frozen=True)
