@@ -21,7 +21,7 @@ from torchtitan_dp.ledger.runs import total
 from torchtitan_dp.ledger.settings import NoisedLoss
 from torchtitan_dp.preflight.check import check_run
 from torchtitan_dp.tune import __main__ as tune
-from torchtitan_dp.tune.folder import STATE_FILE, Result, alike
+from torchtitan_dp.tune.folder import STATE_FILE, Result, alike, result_of
 from torchtitan_dp.tune.trials import Trial
 
 STEPS, EPSILON = 4, 4.0
@@ -196,6 +196,16 @@ def test_a_trial_that_finds_a_mistake_ends_the_search(search, trainer):
     trainer.codes["trial_1"] = 2
     assert search()[0] == 2
     assert trainer.started == ["trial_1"]
+
+
+def test_a_loss_before_the_last_step_is_no_result(done):
+    trial = Trial("trial_2", str(done.folder / "trial_2"), {})
+    assert result_of(trial).loss == LOSSES["trial_2"]
+    path = done.folder / "trial_2" / "privacy.json"
+    content = json.loads(path.read_text())
+    content["heldout_losses"]["losses"].pop()
+    path.write_text(json.dumps(content))
+    assert result_of(trial) is None
 
 
 def gone(folder):
