@@ -6,12 +6,15 @@ import io
 import json
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from tests.accounts import begun, opened, publish, taken
+from tests.processes import forks
 from tests.processes.runs import arguments, write_records
 from torchtitan_dp.checkpoint.terms import choose_losses
 from torchtitan_dp.checkpoint.verify import verify
@@ -190,6 +193,27 @@ def test_what_a_crash_lost_counts_and_goes_beyond_the_target_only_if_asked(searc
     found = spent(search)
     assert found.steps_executed == 3 * STEPS + 2
     assert EPSILON < found.epsilon < 6
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGUSR1", "SIGHUP"])
+def test_a_signal_goes_to_the_trial(number, monkeypatch):
+    """Which saves, and ends with the exit code of a stop."""
+    forks.need()
+    script = "import os, signal, sys, time\n"
+    script += f"signal.signal(signal.{number}, lambda *_: sys.exit(0))\n"
+    script += f"os.kill(os.getppid(), signal.{number})\ntime.sleep(60)"
+    started = []
+
+    def start(command):
+        started.append(command)
+        return popen([sys.executable, "-c", script])
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(tune.subprocess, "Popen", start)
+    before = signal.getsignal(getattr(signal, number))
+    assert tune._train(["--training.steps=4"]) == 75
+    assert started[0][1:] == ["-m", "torchtitan_dp", "train", "--training.steps=4"]
+    assert signal.getsignal(getattr(signal, number)) == before
 
 
 def test_a_trial_that_finds_a_mistake_ends_the_search(search, trainer):

@@ -152,18 +152,22 @@ def _run(search: Search, state: State, trial: Trial) -> bool:
 def _train(arguments: list[str]) -> int:
     """Train as `torchtitan-dp train` does, and return its exit code; signals go to it."""
     command = [sys.executable, "-m", "torchtitan_dp", "train", *arguments]
-    asked = []
-    with subprocess.Popen(command) as child:
+    asked: list[int] = []
+    started: list[subprocess.Popen[bytes]] = []
 
-        def forward(number: int, _: object) -> None:
-            asked.append(number)
+    def forward(number: int, _: object) -> None:
+        asked.append(number)
+        for child in started:
             if number != signal.SIGINT:  # which a terminal sends to both
                 child.send_signal(number)
 
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-        handled = [one for one in numbers if signal.getsignal(one) != signal.SIG_IGN]
-        before = {number: signal.signal(number, forward) for number in handled}
-        code = child.wait()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    handled = [one for one in numbers if signal.getsignal(one) != signal.SIG_IGN]
+    before = {number: signal.signal(number, forward) for number in handled}
+    started.append(subprocess.Popen(command))
+    if asked:
+        started[0].send_signal(signal.SIGTERM)
+    code = started[0].wait()
     for number, handler in before.items():
         signal.signal(number, handler)
     return _EXIT_STOPPED if asked else code
