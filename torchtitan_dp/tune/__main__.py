@@ -146,6 +146,8 @@ def _run(search: Search, state: State, trial: Trial) -> bool:
     if code in (_EXIT_MISTAKE, _EXIT_STOPPED):
         _say(f"{trial.name}: ended with exit code {code}; the same command goes on from there")
         raise SystemExit(code)
+    if code != 0:
+        _say(f"{trial.name}: failed with exit code {code}; what it spent counts")
     return code == 0 and result_of(trial) is not None
 
 
