@@ -30,7 +30,7 @@ FLOORS = [
     {"train_spec"},
     {"train"},
     {"plan", "audit", "release", "selfcheck", "ledger.__main__", "data.__main__"},
-    {"report"},
+    {"report", "tune"},
     {"launch"},
 ]
 STAGES = [  # of data/: each imports from itself and from those before

@@ -25,6 +25,7 @@ COMMANDS = {
     "release": "error: ",
     "selfcheck --help": "usage: ",
     "train --help": "usage: ",
+    "tune --help": "usage: ",
 }
 """Commands, and a word of what each prints."""
 

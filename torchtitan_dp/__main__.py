@@ -15,6 +15,7 @@ from typing import NoReturn
 _COMMANDS = {
     "train": "CONFIG [--section.key value …]: train on this machine",
     "plan": "CONFIG: epsilon, samples, noise, cost and memory of a run, before it",
+    "tune": "CONFIG --epsilon E --try KEY=V,V …: compare settings by published losses",
     "prepare": "CONFIG: tokenize the records once; their tokens, and what a length cuts off",
     "audit": "CONFIG: attack the mechanism or a run, for a lower bound on epsilon",
     "ledger": "RUN…: verify runs, and add up their privacy budgets",
@@ -23,7 +24,7 @@ _COMMANDS = {
     "selfcheck": "check gradients, sums and noise on this machine",
 }
 _OTHER_NAMES = {"data": "prepare"}
-_TAKE_CONFIG = ("train", "prepare", "plan", "audit")
+_TAKE_CONFIG = ("train", "prepare", "plan", "audit", "tune")
 
 
 @contextlib.contextmanager

@@ -81,6 +81,14 @@ validation.publish_epsilon=1 validation.enable data.heldout_fraction=.3 privacy.
     only a run with privacy publishes it
 validation.publish_epsilon=1 validation.enable data.heldout_fraction=.3 privacy.sample_rate=.1 → \
     with a public privacy.sample_rate
+validation.publish_noise_multiplier=5 validation.publish_epsilon=1 validation.enable \
+    data.heldout_fraction=.3 → validation.publish_epsilon = 1.0: validation.publish_noise_multiplier
+validation.publish_noise_multiplier=5 → no held-out loss is computed
+validation.publish_noise_multiplier=5 validation.enable data.heldout_fraction=.3 \
+    privacy.sample_rate=.1 → with a public privacy.sample_rate
+validation.publish_noise_multiplier=0
+validation.publish_delta=0.5 validation.publish_noise_multiplier=5 validation.enable \
+    data.heldout_fraction=.3 → validation.publish_delta = 0.5: at least 1 / number of held-out
 validation.publish_delta=1e-6 → no held-out loss is published
 validation.publish_delta=0.5 validation.publish_epsilon=1 validation.enable \
     data.heldout_fraction=.3 → validation.publish_delta = 0.5: at least 1 / number of held-out

@@ -202,9 +202,10 @@ def test_a_run_without_clipping_is_flagged_by_its_exported_model_alone(tmp_path)
     assert "FAULT" in run.log
 
 
-def test_a_run_that_publishes_held_out_losses_is_audited_without_them(tmp_path):
+@pytest.mark.parametrize("key", ["publish_epsilon", "publish_noise_multiplier"])
+def test_a_run_that_publishes_held_out_losses_is_audited_without_them(key, tmp_path):
     """Or they would be planned, and asked of a validator that an audit has not."""
-    terms = "--validation.publish_epsilon=1", "--validation.publish_delta=1e-6"
+    terms = f"--validation.{key}=1", "--validation.publish_delta=1e-6"
     config = build.config("--validation.enable", "--data.heldout_fraction=0.3", *terms)
     assert choose_losses(config, None) is not None
     prepare_run(config, str(tmp_path))

@@ -187,7 +187,7 @@ def test_hazard_25_every_config_plans_and_has_no_rule_on_private_values(toml, tm
     assert {key for key in keys(config.validation) if not key.startswith("dataloader.")} == {
         *("enable", "dataset", "dataset_path", "local_batch_size", "seq_len", "freq", "steps"),
         # Noised, with an epsilon of its own: a rule on it could be counted.
-        *("publish_epsilon", "publish_clip", "publish_delta"),
+        *("publish_epsilon", "publish_noise_multiplier", "publish_clip", "publish_delta"),
     }
     suspects = ("early_stop", "patience", "plateau", "best", "threshold", "adaptive")
     recomputation = {"activation_checkpoint.early_stop"}  # of a block, not of training

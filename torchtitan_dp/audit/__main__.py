@@ -205,6 +205,7 @@ def prepare_run(config: JobConfig, folder: str) -> None:
     config.job.dump_folder = folder
     config.validation.enable = False
     config.validation.publish_epsilon = config.validation.publish_delta = None
+    config.validation.publish_noise_multiplier = None
     config.metrics.enable_tensorboard = False
     config.metrics.enable_wandb = config.metrics.enable_mlflow = False
     config.profiling.enable_profiling = config.profiling.enable_memory_snapshot = False

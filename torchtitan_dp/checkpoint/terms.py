@@ -25,7 +25,7 @@ from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.banded import INDEPENDENT
 from torchtitan_dp.privacy.coefficients import found_for
 from torchtitan_dp.privacy.mechanism import mechanism_of
-from torchtitan_dp.privacy.published_loss import noise_of
+from torchtitan_dp.privacy.published_loss import LossNoise, noise_of
 from torchtitan_dp.privacy.segments import Segment
 
 
@@ -215,14 +215,17 @@ def choose_losses(config: JobConfig, earlier: Lineage | None) -> HeldOutLosses |
     """
     validation, delta = config.validation, config.validation.publish_delta or config.privacy.delta
     assert delta is not None
+    key, asked = "publish_epsilon", validation.publish_epsilon
+    if validation.publish_noise_multiplier is not None:
+        key, asked = "publish_noise_multiplier", validation.publish_noise_multiplier
     if earlier is not None:
         kept = earlier.heldout_losses
-        before = None if kept is None else (kept.target_epsilon, kept.delta, kept.clip)
-        now = validation.publish_epsilon, delta, validation.publish_clip
-        keys = ("publish_epsilon", "publish_delta", "publish_clip")
+        before = None if kept is None else (_asked_for(kept, key), kept.delta, kept.clip)
+        now = asked, delta, validation.publish_clip
+        keys = (key, "publish_delta", "publish_clip")
         values = [None] * 3 if before is None else before
         for key, new, old in zip(keys, now, values, strict=True):
-            if new != old and not (before is None and validation.publish_epsilon is None):
+            if new != old and not (before is None and asked is None):
                 raise ValueError(
                     f"validation.{key} = {new}: this run was started with {old}, for which the "
                     "noise of held-out losses was fixed; set it back, or start afresh in another "
@@ -231,19 +234,28 @@ def choose_losses(config: JobConfig, earlier: Lineage | None) -> HeldOutLosses |
         if kept is None:
             return None
         return dataclasses.replace(kept, freq=validation.freq)
-    if validation.publish_epsilon is None:
+    if asked is None:
         return None
-    planned = scheduled(validation.freq, 1, config.training.steps)
-    noise = noise_of(
-        target_epsilon=validation.publish_epsilon, delta=delta, evaluations=max(planned, 1)
-    )
+    planned = max(scheduled(validation.freq, 1, config.training.steps), 1)
+    if key == "publish_epsilon":
+        target, noise = asked, noise_of(target_epsilon=asked, delta=delta, evaluations=planned)
+    else:
+        noise = LossNoise("gaussian", asked)
+        target = noise.epsilon(planned, delta=delta) * (1 + 1e-9)  # another machine may round
     return HeldOutLosses(
         noise,
         clip=validation.publish_clip,
         delta=delta,
-        target_epsilon=validation.publish_epsilon,
+        target_epsilon=target,
         freq=validation.freq,
     )
+
+
+def _asked_for(losses: HeldOutLosses, key: str) -> float | None:
+    """Return the value of a key of `[validation]` from which the noise of losses follows."""
+    if key == "publish_epsilon":
+        return losses.target_epsilon
+    return losses.noise.scale if losses.noise.kind == "gaussian" else None
 
 
 def refuse_more_losses(config: JobConfig, ledger: Lineage) -> None:
@@ -274,7 +286,8 @@ def refuse_delta_of_losses(config: JobConfig, heldout: int) -> None:
     if delta is None:
         delta, key = config.privacy.delta, "validation.publish_delta (unset: privacy.delta)"
     assert delta is not None
-    if validation.publish_epsilon is not None and delta * heldout >= 1:
+    publishes = (validation.publish_epsilon, validation.publish_noise_multiplier) != (None, None)
+    if publishes and delta * heldout >= 1:
         word = unit_word(config)
         raise ValueError(
             f"{key} = {delta:g}: at least 1 / number of held-out {word}s ({1 / heldout:.2g}), "

@@ -148,6 +148,11 @@ class Validation(theirs.Validation):
     post-processing. Held-out units are not trained on, so that a unit pays this or the weights'
     epsilon. Unset: the held-out loss is not private."""
 
+    publish_noise_multiplier: float | None = None
+    """In place of `publish_epsilon`, the noise of each published held-out loss, of a normal
+    distribution: its standard deviation over `publish_clip` / number of held-out units. A search
+    sets it, so that the losses of several runs compose (`python -m torchtitan_dp.tune`)."""
+
     publish_clip: float = 4.0
     """L: losses above so many nats (a sample's mean over its targets) count as L. A smaller one
     means less noise, and hides the difference between losses above it."""

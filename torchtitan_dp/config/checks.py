@@ -130,7 +130,15 @@ def _is_within(path: str, folder: str) -> bool:
 def _heldout(config: JobConfig) -> Iterator[Row]:
     """Yield the rows of validation and of the held-out loss that is published."""
     validation, key = config.validation, "validation.publish_epsilon"
-    publishes = validation.publish_epsilon is not None
+    multiplier = validation.publish_noise_multiplier
+    publishes = validation.publish_epsilon is not None or multiplier is not None
+    if validation.publish_epsilon is None and publishes:
+        key = "validation.publish_noise_multiplier"
+    yield (
+        validation.publish_epsilon is not None and multiplier is not None,
+        f"{key}: validation.publish_noise_multiplier = {multiplier} is set as well; remove one of "
+        "the two",
+    )
     yield (
         validation.enable and config.data.heldout_fraction == 0,
         "data.heldout_fraction: nothing is held out for validation.enable = true; set it to a "

@@ -161,6 +161,7 @@ _RANGES: dict[str, _Range] = {
     "metrics.log_freq": _COUNT,
     "validation.freq": _COUNT,
     "validation.publish_epsilon": _above(0, "a positive number (1, say)"),
+    "validation.publish_noise_multiplier": _above(0, "a positive number (10, say)"),
     "validation.publish_clip": _above(0, "a positive number of nats (4, say)"),
     "validation.publish_delta": (
         lambda delta: 0 < delta < 1,

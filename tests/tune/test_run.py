@@ -1,0 +1,61 @@
+"""`torchtitan-dp tune` as a user starts it: its epsilon by the ledger is what it announced."""
+
+import json
+import sys
+
+import pytest
+
+from tests.processes import forks
+from tests.processes.runs import arguments, said, with_sigma, write_records
+from torchtitan_dp.checkpoint.verify import verify
+from torchtitan_dp.ledger.__main__ import main as ledger
+from torchtitan_dp.ledger.runs import total
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_search_spends_by_the_ledger_what_it_announced(tmp_path):
+    """Two trials of different batches and steps; the same command again runs none; a further run
+    composes with them."""
+    forks.need()
+    basics = arguments(
+        tmp_path / "out",
+        write_records(tmp_path / "data", 48),
+        *("--data.heldout_fraction=0.3", "--privacy.accountant=pld"),
+    )
+    tune = [
+        *(sys.executable, "-m", "torchtitan_dp.tune", *basics, "--epsilon=4"),
+        *("--try", "training.global_batch_size/training.steps=2/3,3/2"),
+        *("--json", tmp_path / "found.json"),
+    ]
+    environment = {"NGPU": "1", "CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": str(tmp_path / "c")}
+    first = said(*tune, **environment)
+    assert first.returncode == 0, first.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    trials = [tmp_path / "out_tune" / name for name in ("trial_1", "trial_2")]
+    assert ledger([*map(str, trials), "--json", str(tmp_path / "ledger.json")]) == 0
+    spent = json.loads((tmp_path / "ledger.json").read_text())["total"]
+    announced = found["announced"]
+    assert spent["epsilon"] == spent["epsilon_planned"] == announced["epsilon_planned"]
+    assert spent["heldout_epsilon"] == announced["heldout_epsilon"]
+    assert min(spent["epsilon"], spent["heldout_epsilon"]) >= 3.96
+    assert max(spent["epsilon"], spent["heldout_epsilon"]) <= 4
+    assert spent["steps_executed"] == 5
+
+    losses = [verify(str(folder)).ledger.heldout_losses.losses[-1].loss for folder in trials]
+    assert [one["loss"] for one in found["trials"]] == sorted(losses)
+    best = found["trials"][0]
+    assert best["loss"] == losses[["trial_1", "trial_2"].index(best["trial"])]
+    assert f"best: {best['trial']}: --training.global_batch_size=" in first.stderr
+
+    before = [(folder / "steps_executed.log").read_bytes() for folder in trials]
+    again = said(*tune, **environment)
+    assert again.returncode == 0, again.stderr
+    assert json.loads((tmp_path / "found.json").read_text())["spent"] == found["spent"]
+    assert [(folder / "steps_executed.log").read_bytes() for folder in trials] == before
+
+    command = [sys.executable, "-m", "torchtitan_dp", "train", *basics, *with_sigma(1.0)]
+    assert said(*command, **environment).returncode == 0
+    runs = [verify(str(folder)) for folder in (*trials, tmp_path / "out")]
+    assert total(runs).steps_executed == 5 + 4
+    assert total(runs).epsilon > max(spent["epsilon"], runs[-1].epsilon)

@@ -1,0 +1,135 @@
+"""The noise of a search's trials: all together spend its epsilon, and nearly all of it."""
+
+import dataclasses
+import math
+
+import pytest
+
+from tests.accounts import mechanism
+from torchtitan_dp.ledger import Lineage, Settings
+from torchtitan_dp.ledger.lineage import Ancestor
+from torchtitan_dp.ledger.settings import HeldOutLosses
+from torchtitan_dp.privacy import accounting
+from torchtitan_dp.privacy.mechanism import BandedGaussian, PoissonGaussian
+from torchtitan_dp.privacy.published_loss import LossNoise
+from torchtitan_dp.privacy.segments import Segment
+from torchtitan_dp.tune.trials import _noise_of_losses, grid, split, total
+
+DELTA = 1e-5
+
+
+def planned(kind, steps, accountant="pld", ancestors=()):
+    """The ledger of a run of so many steps that has not begun."""
+    terms = Settings(kind, 1.0, DELTA, 5, accountant, "", "zero_out")
+    losses = HeldOutLosses(LossNoise("gaussian", 1.0), 4.0, DELTA, 1.0, freq=steps)
+    return Lineage(terms, planned_steps=steps, ancestors=ancestors, heldout_losses=losses)
+
+
+def banded(sample_rate):
+    return BandedGaussian(1.0, sample_rate, bands=4, column=(1.0, 0.5, 0.375, 0.3125))
+
+
+TRIALS = {
+    "two alike": [(mechanism(1.0, 0.01), 50)] * 2,
+    "nine alike": [(mechanism(1.0, 0.02), 30)] * 9,
+    "batch x steps": [(mechanism(1.0, 0.01 * 4**n), 400 // 4**n) for n in range(4)],
+    "bands": [(mechanism(1.0, 0.05), 40), (banded(0.05), 40), (banded(0.05), 40)],
+    "estimated norms": [(mechanism(1.0, 0.05, 32), 10), (mechanism(1.0, 0.1, 32), 5)],
+}
+
+
+@pytest.mark.parametrize(
+    "name, target",
+    [("two alike", 0.5), ("nine alike", 8.0), *((name, 4.0) for name in [*TRIALS][2:])],
+)
+def test_all_trials_together_spend_the_target_and_each_the_same(name, target):
+    ledgers = [planned(*trial) for trial in TRIALS[name]]
+    each, multipliers = split(ledgers, target)
+    kinds = [kind.with_noise(s) for (kind, _), s in zip(TRIALS[name], multipliers, strict=True)]
+    alone = [Segment(kind, steps) for kind, (_, steps) in zip(kinds, TRIALS[name], strict=True)]
+    together = accounting.compose(alone, delta=DELTA, accountant="pld")
+    assert 0.99 * target <= together <= target
+    for segment in alone:
+        spent = accounting.compose([segment], delta=DELTA, accountant="pld")
+        assert 0.99 * each <= spent <= each
+
+
+@pytest.mark.parametrize("steps", [(50,) * 2, (1, 30, 400), (25,) * 9])
+@pytest.mark.parametrize("target", [0.5, 4.0])
+def test_all_published_losses_together_spend_the_target(steps, target):
+    """Of step 1 and of the last, but of a run of one step once."""
+    ledgers = [planned(mechanism(5.0, 0.01), count) for count in steps]
+    noise = LossNoise("gaussian", _noise_of_losses(ledgers, target))
+    ledgers = [
+        dataclasses.replace(
+            one, heldout_losses=dataclasses.replace(one.heldout_losses, noise=noise)
+        )
+        for one in ledgers
+    ]
+    evaluations = sum(1 if count == 1 else 2 for count in steps)
+    sigma = noise.scale / math.sqrt(evaluations)
+    spent = accounting.compose(
+        [Segment(PoissonGaussian(sigma, 1.0), 1)], delta=DELTA, accountant="pld"
+    )
+    assert 0.99 * target <= spent <= target
+    assert total(ledgers).heldout_epsilon == pytest.approx(spent, rel=1e-6)
+
+
+def ancestors(sigma, steps):
+    terms = planned(mechanism(sigma, 0.02), steps, "rdp").settings
+    names = " ".join(f"step{number}" for number in range(steps))
+    return (Ancestor("another", terms, names, planned_steps=steps),)
+
+
+def test_what_the_initial_weights_spent_counts_once():
+    before = ancestors(1.0, 100)
+    spent = before[0].settings.epsilon(100)
+    ledgers = [planned(mechanism(1.0, 0.02), 20, "rdp", before) for _ in range(3)]
+    _, multipliers = split(ledgers, spent + 1)
+    parts = [Segment(mechanism(sigma, 0.02), 20) for sigma in multipliers]
+    parts.append(Segment(mechanism(1.0, 0.02), 100))
+    together = accounting.compose(parts, delta=DELTA, accountant="rdp")
+    assert 0.99 * (spent + 1) <= together <= spent + 1
+    with pytest.raises(ValueError, match=r"initial weights have spent \d"):
+        split(ledgers, spent * 0.9)
+
+
+def test_weights_that_are_not_private_are_refused():
+    ledgers = [planned(mechanism(1.0, 0.02), 20).marked_not_private("so") for _ in range(2)]
+    with pytest.raises(ValueError, match="not private"):
+        split(ledgers, 1.0)
+
+
+def test_a_grid_has_every_combination_once():
+    tries = ["training.global_batch_size/training.steps=8/40,16/20", "optimizer.lr=1e-3,3e-3,1e-2"]
+    found = grid(tries)
+    assert len(found) == 6
+    assert {one["training.steps"] for one in found if one["training.global_batch_size"] == "8"} == {
+        "40"
+    }
+
+
+@pytest.mark.parametrize(
+    "tries, names",
+    [
+        (["optimizer.lr"], "write KEY="),
+        (["optimizer.lr="], "write KEY="),
+        (["optimizer.lr=1e-3,"], "write KEY="),
+        (["optimizer.lr/training.steps=1e-3/4,3e-3"], "write KEY="),
+        (["optimizer.lr=1e-3"], "nothing to compare"),
+        (["optimizer.lr=1e-3,1e-3"], "would spend twice"),
+        (["optimizer.lr=1e-3,3e-3", "optimizer.lr=1e-2,1"], "optimizer.lr is there twice"),
+        (["privacy.delta=1e-3,1e-5"], "privacy.delta is not tried"),
+        (["privacy.noise_multiplier=1,2"], "privacy.noise_multiplier is not tried"),
+        (["privacy.debug_seed=1,2"], "privacy.debug_seed is not tried"),
+        (["data.heldout_fraction=.1,.2"], "data.heldout_fraction is not tried"),
+        (["training.seq_len=32,64"], "training.seq_len is not tried"),
+        (["validation.publish_clip=3,4"], "validation.publish_clip is not tried"),
+        (["job.dump_folder=a,b"], "job.dump_folder is not tried"),
+    ],
+)
+def test_what_cannot_be_tried(tries, names):
+    with pytest.raises(ValueError, match=r"^--try") as refused:
+        grid(tries)
+    assert names in str(refused.value)
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,250 @@
+"""The trials of a search, and the noise with which all of them together spend at most its epsilon.
+
+Guarantee:
+    `find_noise` looks at configurations and public numbers alone, before any trial begins. `total`
+    composes the trials' own ledgers, as `python -m torchtitan_dp.ledger` does: a unit that is
+    trained on pays all steps, planned and lost ones included, and one that is held out all
+    published losses, each at most the target. Every trial has an own folder, and so an own ledger,
+    and every start of one has root keys of its own: there is no debug seed.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.load import load_config
+from torchtitan_dp.ledger import runs
+from torchtitan_dp.ledger.lineage import Lineage
+from torchtitan_dp.ledger.runs import Run, Total
+from torchtitan_dp.ledger.spending import all_but_own, compose, still_planned_by
+from torchtitan_dp.preflight.check import Checked, check_run
+from torchtitan_dp.privacy.accounting import noise_for, rounded_up
+from torchtitan_dp.privacy.mechanism import PoissonGaussian
+from torchtitan_dp.privacy.segments import Mechanism, Segment
+
+_SECTIONS = ("optimizer", "lr_scheduler", "lora", "ema")
+_KEYS = (
+    *("training.global_batch_size", "training.steps"),
+    *("privacy.noise", "privacy.bands", "privacy.max_grad_norm"),
+)
+_TIGHT, _MOST_GUESSES = 0.99, 30  # the share of the target that is spent at least
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of a search."""
+
+    name: str
+    folder: str
+    keys: dict[str, str]  # that it tries, with their values
+
+    @property
+    def options(self) -> list[str]:
+        """The keys on a command line."""
+        return [f"--{key}={value}" for key, value in self.keys.items()]
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The noise of all trials, fixed before the first."""
+
+    multipliers: list[float]  # sigma of each
+    of_losses: float  # of each published loss, over its clip / number of held-out units
+
+
+@dataclass(frozen=True)
+class Search:
+    """The trials of one configuration."""
+
+    shared: list[str]  # the command line of all
+    trials: list[Trial]
+    config: JobConfig  # without what is tried
+    world_size: int
+    folder: str  # of all trials
+
+    @classmethod
+    def of(cls, shared: list[str], tries: Sequence[str], world_size: int) -> "Search":
+        """Return the trials of all combinations of what `--try` lists; ValueError, one line."""
+        combinations = grid(tries)
+        config = load_config(shared, world_size)
+        if not config.privacy.enable:
+            raise ValueError(
+                "privacy.enable = false: a search without privacy spends nothing; set it to true"
+            )
+        if config.privacy.debug_seed is not None:
+            raise ValueError(
+                f"privacy.debug_seed = {config.privacy.debug_seed}: all trials would draw the same "
+                "noise, which their weights would show together; remove it"
+            )
+        folder = f"{config.job.dump_folder.rstrip('/')}_tune"
+        trials = [
+            Trial(f"trial_{number}", f"{folder}/trial_{number}", keys)
+            for number, keys in enumerate(combinations, start=1)
+        ]
+        return cls(shared, trials, config, world_size, folder)
+
+    def arguments(self, trial: Trial, noise: Noise) -> list[str]:
+        """Return a trial's command line: with this noise, and a published loss after its last step,
+        of all held-out units."""
+        steps = trial.keys.get("training.steps", self.config.training.steps)
+        return [
+            *self.shared,
+            *trial.options,
+            f"--job.dump_folder={trial.folder}",
+            "--privacy.target_epsilon=None",
+            f"--privacy.noise_multiplier={noise.multipliers[self.trials.index(trial)]!r}",
+            *("--validation.enable", "--validation.steps=-1", f"--validation.freq={steps}"),
+            "--validation.publish_epsilon=None",
+            f"--validation.publish_noise_multiplier={noise.of_losses!r}",
+        ]
+
+    def check(self, noise: Noise) -> list[Checked]:
+        """Check all trials as their starts will, before any begins; ValueError, one line."""
+        found = []
+        for trial in self.trials:
+            try:
+                config = load_config(self.arguments(trial, noise), self.world_size)
+                found.append(check_run(config))
+            except ValueError as mistake:
+                raise ValueError(f"{' '.join(trial.options)}: {mistake}") from None
+        return found
+
+    def find_noise(self, target: float) -> tuple[Noise, float]:
+        """Find the noise with which all trials together spend at most the target, and at least 99%
+        of it; and the epsilon of each trial's own steps.
+
+        Raises:
+            ValueError: one line, as `check`; or there is no such noise.
+        """
+        ledgers = [_ledger(one) for one in self.check(Noise([1.0] * len(self.trials), 1.0))]
+        try:
+            each, multipliers = split(ledgers, target)
+            return Noise(multipliers, _noise_of_losses(ledgers, target)), each
+        except ValueError as mistake:
+            raise ValueError(f"--epsilon = {target:g}, of all trials: {mistake}") from None
+
+
+def grid(tries: Sequence[str]) -> list[dict[str, str]]:
+    """Return all combinations of what is tried, each as values by key.
+
+    >>> grid(["optimizer.lr=1e-3,3e-3"])
+    [{'optimizer.lr': '1e-3'}, {'optimizer.lr': '3e-3'}]
+    >>> grid(["training.global_batch_size/training.steps=64/50,128/25"])[1]
+    {'training.global_batch_size': '128', 'training.steps': '25'}
+
+    Raises:
+        ValueError: one line; it cannot be read, or a trial would say the same as another.
+    """
+    axes, names = [], []
+    for text in tries:
+        before, _, after = text.partition("=")
+        keys, rows = before.split("/"), [row.split("/") for row in after.split(",")]
+        if any(len(row) != len(keys) or "" in row for row in rows):
+            raise ValueError(
+                f"--try = '{text}': write KEY=VALUE,VALUE or, for keys that change together, "
+                "KEY/KEY=VALUE/VALUE,VALUE/VALUE"
+            )
+        for key in keys:
+            if key not in _KEYS and key.split(".")[0] not in _SECTIONS:
+                raise ValueError(
+                    f"--try = '{text}': {key} is not tried, since losses or records of its trials "
+                    f"might not compare; use {', '.join(f'{one}.…' for one in _SECTIONS)}, "
+                    f"{', '.join(_KEYS)}"
+                )
+        names += keys
+        axes.append([dict(zip(keys, row, strict=True)) for row in rows])
+    if len(set(names)) < len(names):
+        raise ValueError(f"--try: {max(names, key=names.count)} is there twice; list it once")
+    found = [
+        {key: value for part in parts for key, value in part.items()}
+        for parts in itertools.product(*axes)
+    ]
+    if repeated := [keys for keys in found if found.count(keys) > 1]:
+        same = ", ".join(f"{key}={value}" for key, value in repeated[0].items())
+        raise ValueError(f"--try: {same} is there twice, and would spend twice; list it once")
+    if len(found) < 2:
+        raise ValueError("--try: there is nothing to compare; list two values or more")
+    return found
+
+
+def split(ledgers: Sequence[Lineage], target: float) -> tuple[float, list[float]]:
+    """Find the epsilon that each trial's own steps spend, the same for all, and the noise
+    multipliers: all trials together spend at most the target, and at least 99% of it.
+
+    Raises:
+        ValueError: what comes before the trials spends more, or a noise is out of range.
+    """
+
+    terms = ledgers[0].settings
+
+    @functools.cache
+    def multiplier(mechanism: Mechanism, steps: int, epsilon: float) -> float:
+        return noise_for(
+            mechanism,
+            steps,
+            target_epsilon=epsilon,
+            delta=terms.delta,
+            accountant=terms.accountant,
+        )
+
+    before = compose(ledgers[0], _before(ledgers[0]))
+    if not before < target:
+        raise ValueError(f"the initial weights have spent {rounded_up(before)}; raise it")
+    low, high, each = 0.0, target, target / math.sqrt(len(ledgers))
+    for _ in range(_MOST_GUESSES):
+        found = [multiplier(one.settings.mechanism, one.planned_steps, each) for one in ledgers]
+        spent = total([_with_noise(*pair) for pair in zip(ledgers, found, strict=True)])
+        if spent.epsilon_planned is None:
+            raise ValueError("the trials' weights are not private; see the plan of one for why")
+        if _TIGHT * target <= spent.epsilon_planned <= target:
+            return each, found
+        low, high = (each, high) if spent.epsilon_planned < target else (low, each)
+        # What many runs spend grows about as what each does.
+        share = (spent.epsilon_planned - before) / ((1 + _TIGHT) / 2 * target - before)
+        guess = each / share if share > 0 else high
+        each = guess if low < guess < high else (low + high) / 2
+    raise ValueError("the initial weights have spent nearly as much; raise it")
+
+
+def _before(ledger: Lineage) -> list[Segment]:
+    """Return what the runs behind the initial weights spend."""
+    return [*all_but_own(ledger), *still_planned_by(ledger.ancestors)]
+
+
+def _with_noise(ledger: Lineage, multiplier: float) -> Lineage:
+    """Return a ledger with another noise, and without held-out losses."""
+    mechanism = ledger.settings.mechanism.with_noise(multiplier)
+    settings = replace(ledger.settings, mechanism=mechanism)
+    return replace(ledger, settings=settings, heldout_losses=None)
+
+
+def _noise_of_losses(ledgers: Sequence[Lineage], target: float) -> float:
+    """Find the noise multiplier of each published loss, so that those of all trials spend at most
+    the target."""
+    first = ledgers[0]
+    evaluations = sum(
+        losses.evaluations(1, one.planned_steps)
+        for one in ledgers
+        if (losses := one.heldout_losses)
+    )
+    return noise_for(
+        PoissonGaussian(1.0, 1.0),
+        evaluations,
+        target_epsilon=target,
+        delta=first.settings.delta,
+        accountant="pld",
+        before=_before(first),
+    )
+
+
+def total(ledgers: Sequence[Lineage]) -> Total:
+    """Return what runs on the same records spend together, planned steps and losses included."""
+    return runs.total([Run(one.run, one, "") for one in ledgers])
+
+
+def _ledger(checked: Checked) -> Lineage:
+    assert checked.plan is not None  # with privacy
+    return checked.plan.ledger
