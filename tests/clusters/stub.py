@@ -2,10 +2,11 @@
 
     program = write(folder)             # TORCHTITAN_DP_PYTHON=program
 
-The plan chooses a degree, refuses `--mistake` with exit code 2, and lasts for ever with `--slow-plan`, as a selfcheck
-does with `--slow-check`. The launcher counts steps, ten a second, and answers SIGTERM and SIGUSR1
-as the real one: it saves (into `folder/saved-NODE`), and exits with 75. `--steps N` ends it with 0
-after that step, `--deaf` has it ignore SIGUSR1, `--fault` ends it with 1 at once.
+The plan chooses a degree, refuses `--mistake` with exit code 2, and lasts for ever with
+`--slow-plan`, as a selfcheck does with `--slow-check`. The launcher counts steps, ten a second, and
+answers SIGTERM and SIGUSR1 as the real one: it saves (into `folder/saved-NODE`), and exits with 75.
+`--steps N` ends it with 0 after that step, `--deaf` has it ignore SIGUSR1, `--fault` ends it with 1
+at once.
 """
 
 import sys
