@@ -1,6 +1,6 @@
 """Rounds of random allocation in the ledger: over starts, crashes, copies and ancestors.
 
-Row 77 of the hazards.
+Row 74 of the hazards.
 """
 
 from dataclasses import replace
@@ -46,7 +46,7 @@ def test_planned_steps_count_no_round_twice(first):
         assert rounds(parts) == -(-last // T)
 
 
-def test_row77_rounds_that_crashes_cut_are_counted_whole(tmp_path):
+def test_row74_rounds_that_crashes_cut_are_counted_whole(tmp_path):
     lineage = Lineage(SETTINGS, planned_steps=16)
     lineage = begun(lineage, tmp_path, 1, loses=3)  # killed: of the 4 steps of a round
     lineage = begun(replace(lineage, steps=0, step_names=""), tmp_path, 3, loses=3)
@@ -68,7 +68,7 @@ def test_a_lineage_of_several_starts_and_its_published_file(tmp_path):
     assert verify(str(tmp_path)).faults == []
 
 
-def test_row77_a_start_inside_a_round_is_refused_unless_nothing_is_left():
+def test_row74_a_start_inside_a_round_is_refused_unless_nothing_is_left():
     now = Lineage(SETTINGS, planned_steps=16)
     for steps in range(17):
         loaded = Lineage(SETTINGS, steps=steps, planned_steps=16)
@@ -82,7 +82,7 @@ def test_row77_a_start_inside_a_round_is_refused_unless_nothing_is_left():
 
 
 @pytest.mark.parametrize("back", [False, True])
-def test_row77_a_change_of_sampling_is_refused_on_a_resume(back):
+def test_row74_a_change_of_sampling_is_refused_on_a_resume(back):
     """Also at the same noise and rate, where no other key differs."""
     poisson = replace(SETTINGS, mechanism=PoissonGaussian(2.0, 1 / T), sampling="poisson")
     now, before = (poisson, SETTINGS) if back else (SETTINGS, poisson)
@@ -90,7 +90,7 @@ def test_row77_a_change_of_sampling_is_refused_on_a_resume(back):
         resumed(Lineage(now, planned_steps=8), Lineage(before, steps=4, planned_steps=8))
 
 
-def test_row77_rounds_of_copies_and_of_several_runs_never_share_one():
+def test_row74_rounds_of_copies_and_of_several_runs_never_share_one():
     """Two starts from one checkpoint took the same steps by number, not the same rounds."""
     common = Lineage(SETTINGS, steps=4)
     names = " ".join(common.names())

@@ -1,7 +1,7 @@
 """Random allocation: each unit in exactly one step of a round, and an epsilon that is a bound.
 
 Held against bounds that do not know PLD_accounting: an event in closed form, and a Monte Carlo of
-the dominating pair. Row 77 of the hazards.
+the dominating pair. Row 74 of the hazards.
 """
 
 import functools
@@ -49,7 +49,7 @@ def key(number: int) -> bytes:
 # --- Draws. ---------------------------------------------------------------------------------------
 
 
-def test_row77_a_units_step_is_a_function_of_the_rounds_key_and_of_itself():
+def test_row74_a_units_step_is_a_function_of_the_rounds_key_and_of_itself():
     """No unit that comes, or goes, moves another one's."""
     steps = allocate(key(0), 5_000, 7)
     for fewer in (0, 1, 4_000, 4_999):
@@ -183,7 +183,7 @@ def test_delta_is_that_of_a_monte_carlo_of_the_dominating_pair(sigma, t, rounds)
             mean, error = each.mean(), 4 * each.std() / math.sqrt(len(each)) + 1e-5
             assert found >= mean - error, (at, add)
             worst = max(worst, mean + error)
-        assert found <= 1.02 * worst + 2e-3 * rounds, at
+        assert found <= (1.1 + 0.03 * rounds) * worst + 1e-4, at
 
 
 def test_a_round_of_two_steps_by_quadrature():
