@@ -128,6 +128,11 @@ def steps_within(plan: Plan, target_epsilon: float) -> int | None:
 def _refuse_interval(config: JobConfig, settings: Settings) -> None:
     """Refuse, by ValueError, checkpoints inside rounds, from which no run goes on."""
     t, checkpoint = settings.mechanism.round_steps, config.checkpoint
+    if t > 1 and checkpoint.enable_first_step_checkpoint:
+        raise ValueError(
+            "checkpoint.enable_first_step_checkpoint = True: with privacy.sampling = 'allocation' "
+            "no run goes on from a step inside a round; set it to false"
+        )
     if checkpoint.enable and not checkpoint.load_only and checkpoint.interval % t:
         below = checkpoint.interval // t * t
         raise ValueError(

@@ -121,9 +121,6 @@ class AllocatedGaussian(PoissonGaussian):
         rounds, t = -(-steps // self.round_steps), self.round_steps
         return (GaussianSteps(self.noise_multiplier, self.sample_rate, rounds, round_steps=t),)
 
-    def terms(self) -> dict[str, object]:
-        return {**super().terms(), "privacy.sample_rate (1 / steps of a round)": self.round_steps}
-
     def refusals(self, privacy: Privacy) -> list[tuple[bool, str]]:
         line = (
             "privacy.accountant: with privacy.sampling = 'allocation' only PLD counts that a "
