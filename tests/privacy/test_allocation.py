@@ -83,14 +83,41 @@ def test_steps_are_uniform_and_units_and_rounds_independent():
 # --- Epsilon. -------------------------------------------------------------------------------------
 
 
+CACHED = (
+    allocation.round_distribution,
+    allocation._both_directions,
+    *(pld.pld_epsilon, pld._one_step, pld._steps),
+)
+
+
+@pytest.fixture
+def coarse(monkeypatch):
+    """A coarse grid of losses, on which epsilon must be a bound, too."""
+    monkeypatch.setattr(allocation, "_POINTS", 600)
+    for function in CACHED:
+        function.cache_clear()
+    yield
+    for function in CACHED:
+        function.cache_clear()
+
+
+def test_the_noise_of_a_target_spends_it_within_a_thousandth(coarse):
+    query = dict(delta=1e-5, accountant="pld")
+    for target in (0.5, 4.0):
+        sigma = noise_for(of(1.0, 10), 15, target_epsilon=target, **query)
+        spent = compose([Segment(of(sigma, 10), 15)], **query)
+        assert 0.999 * target <= spent <= target
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "units, batch, passes, target, delta, poisson, allocation",
     [
+        (10_000, 256, 1, 8.0, 1e-6, 0.5533, 0.4766),
+        (1_700, 24, 1, 8.0, 1e-5, 0.4811, 0.4245),
+        (10_000, 64, 1, 8.0, 1e-6, 0.4769, 0.4348),
+        (10_000, 256, 4, 8.0, 1e-6, 0.6399, 0.6038),
         (10_000, 256, 1, 2.0, 1e-6, 0.9436, 0.9016),
-        pytest.param(10_000, 256, 1, 8.0, 1e-6, 0.5533, 0.4766, marks=pytest.mark.slow),
-        pytest.param(1_700, 24, 1, 8.0, 1e-5, 0.4811, 0.4245, marks=pytest.mark.slow),
-        pytest.param(10_000, 64, 1, 8.0, 1e-6, 0.4769, 0.4348, marks=pytest.mark.slow),
-        pytest.param(10_000, 256, 4, 8.0, 1e-6, 0.6399, 0.6038, marks=pytest.mark.slow),
     ],
 )
 def test_the_noise_of_published_settings(units, batch, passes, target, delta, poisson, allocation):
@@ -125,24 +152,6 @@ def least_delta(sigma: float, t: int, rounds: int, epsilon: float) -> float:
 
 GRID = [*itertools.product((0.5, 0.8, 1.5), (2, 10, 100, 1_000), (1, 5), (1e-4, 1e-6))]
 GRID += [*itertools.product((0.45, 2.5), (3, 39), (1, 20, 100), (1e-5,))]
-
-
-CACHED = (
-    allocation.round_distribution,
-    allocation._both_directions,
-    *(pld.pld_epsilon, pld._one_step, pld._steps),
-)
-
-
-@pytest.fixture
-def coarse(monkeypatch):
-    """A coarse grid of losses, on which epsilon must be a bound, too."""
-    monkeypatch.setattr(allocation, "_POINTS", 600)
-    for function in CACHED:
-        function.cache_clear()
-    yield
-    for function in CACHED:
-        function.cache_clear()
 
 
 @pytest.mark.slow
