@@ -158,7 +158,7 @@ class DPTrainer(RunTrainer):
         is_asked, overflows = self.stop.agree(self.overflow)
         if overflows:
             self.checkpointer.end_not_finite(self.step)
-        return not is_asked
+        return not (is_asked and self.books.may_stop(self.step))
 
     def train(self) -> None:
         super().train()

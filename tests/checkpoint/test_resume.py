@@ -73,7 +73,7 @@ def test_a_run_ends_at_its_step(finished):
     folder, spent = finished
     assert spent["private"] is True
     assert spent["steps"] == spent["steps_executed"] == folder.steps_begun() == STEPS
-    assert 0.99 * 8 <= spent["epsilon"] == spent["epsilon_executed"] <= 8  # hazard 38
+    assert 0.999 * 8 <= spent["epsilon"] == spent["epsilon_executed"] <= 8  # hazard 38
     assert spent["sample_rate"] == 3 / 24
     assert "global_batch_size" in spent["sample_rate_source"]  # hazard 15
     assert folder.checkpoint(STEPS).joinpath(".metadata").exists()

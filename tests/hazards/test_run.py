@@ -267,7 +267,7 @@ def test_hazard_24_console_lines_are_labelled(probed):
 
 
 def test_hazard_24_privacy_json_holds_the_schema_alone(probed):
-    correlated = ("bands", "column")  # of another mechanism
+    correlated = ("bands", "column", "round_steps")  # of another mechanism
     of_a_run = [key.name for key in schema.KEYS if key.origin is not schema.Origin.RELEASE]
     assert list(probed.spent) == [key for key in of_a_run if key not in correlated]
     of_records = r"(?<!heldout_)loss|norm(?!_multiplier|_estimator)|token|record|seen|drawn|realiz"

@@ -36,7 +36,7 @@ from torchtitan_dp.gradients import methods
 from torchtitan_dp.ledger import Lineage, Settings
 from torchtitan_dp.privacy.clipping import Clip
 from torchtitan_dp.privacy.keys import RootKey
-from torchtitan_dp.privacy.mechanism import BandedGaussian
+from torchtitan_dp.privacy.mechanism import AllocatedGaussian, BandedGaussian
 from torchtitan_dp.privacy.sampling import SecureChoices, coins
 from torchtitan_dp.process import Fault
 from torchtitan_dp.train import DPTrainer
@@ -265,6 +265,67 @@ def test_row58_a_step_draws_from_its_own_group_at_b_times_the_rate(monkeypatch, 
     drawn, _ = bookkeeping(Lineage(settings)).draws(step, of)
     assert drawn.positions.tolist() == groups[step % 4].tolist()
     assert set(rates) == {0.8}
+
+
+ALLOCATED = dataclasses.replace(
+    SETTINGS, mechanism=AllocatedGaussian(1.0, 1 / 5, round_steps=5), sampling="allocation"
+)
+
+
+def rounds_of(books, first, last, units):
+    """By round, how often each unit takes part: (rounds, units)."""
+    of, took = SimpleNamespace(units=np.arange(units)), np.zeros((last // 5 + 1, units), int)
+    books._total = last
+    for step in range(first, last + 1):
+        drawn, following = books.draws(step, of)
+        took[(step - 1) // 5, drawn.positions] += 1
+        assert following is None or step < last
+    return took[(first - 1) // 5 :]
+
+
+def test_row74_each_unit_takes_part_in_one_step_of_each_of_2000_rounds_over_resumes():
+    books, steps = bookkeeping(Lineage(ALLOCATED)), set()
+    took = []
+    for first in range(1, 10_000, 500):
+        took.append(rounds_of(books, first, first + 499, 8)[:100])
+        steps.add(took[-1].tobytes())
+        with patch.object(
+            module, "shared_root_key", lambda *_, f=first: RootKey(bytes([f % 251]) * 32)
+        ):
+            books._draw_keys()  # as each start and each load does
+    took = np.concatenate(took)
+    assert took.shape == (2_000, 8)
+    assert (took == 1).all()
+
+
+def test_row74_a_round_is_not_gone_on_with_after_a_load():
+    """Its key is gone, so that what is left of it could repeat a unit, or leave one out."""
+    books, of = bookkeeping(Lineage(ALLOCATED)), SimpleNamespace(units=np.arange(8))
+    books._total = 10
+    books.draws(1, of)
+    with patch.object(module, "shared_root_key", lambda *_: RootKey(ROOT)):
+        books._draw_keys()
+    with pytest.raises(AssertionError, match="no start begins inside a round"):
+        books.draws(2, of)
+
+
+def test_row74_a_stop_waits_for_the_end_of_its_round():
+    books = bookkeeping(Lineage(ALLOCATED))
+    assert [step for step in range(1, 16) if books.may_stop(step)] == [5, 10, 15]
+    assert all(bookkeeping(Lineage(SETTINGS)).may_stop(step) for step in range(1, 4))
+
+
+def test_row74_checkpoints_inside_rounds_are_refused():
+    allocation = "--privacy.sampling=allocation", "--privacy.sample_rate=0.26"
+    for interval, is_right in ((3, False), (4, True), (6, False), (8, True)):
+        config = build.config(
+            *allocation, "--checkpoint.enable", f"--checkpoint.interval={interval}"
+        )
+        if is_right:
+            assert make_plan(config, 10).settings.mechanism.round_steps == 4
+        else:
+            with pytest.raises(ValueError, match=rf"checkpoint\.interval = {interval}: .* 4 steps"):
+                make_plan(config, 10)
 
 
 # Secrets.

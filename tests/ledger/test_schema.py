@@ -17,7 +17,7 @@ TERMS = ("privacy.sample_rate", "add_remove")
 SETTINGS = Settings(mechanism(1.0, 0.02), 0.5, 1e-5, 32, "pld", *TERMS)
 
 
-CORRELATED = {"bands", "column"}  # only where noise is correlated over steps
+OF_OTHERS = {"bands", "column", "round_steps"}  # of correlated noise, of rounds
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def edit(folder, **changes):
 
 def test_it_holds_the_keys_of_the_schema_in_their_order(told, tmp_path):
     keys = [key.name for key in schema.KEYS if key.origin is not Origin.RELEASE]
-    keys = [key for key in keys if key not in CORRELATED]
+    keys = [key for key in keys if key not in OF_OTHERS]
     assert list(told) == keys
     assert list(json.loads((tmp_path / "privacy.json").read_text())) == keys
     assert told["format"] == 1
@@ -46,7 +46,7 @@ def test_every_attribute_of_a_ledger_is_told_or_known_otherwise():
     otherwise = {"settings", "caveats", "step_names", "start", "lost"}
     assert set(names(Origin.LEDGER)) == set(Lineage.__dataclass_fields__) - otherwise
     described = {*names(Origin.SETTINGS, Origin.MECHANISM)}
-    assert described - CORRELATED == set(SETTINGS.fields())
+    assert described - OF_OTHERS == set(SETTINGS.fields())
 
 
 def test_a_release_leaves_out_what_is_not_released():

@@ -138,7 +138,7 @@ def test_the_byte_tokenizer_comes_along(released):
 
 def test_the_card_and_the_terms_say_what_was_spent(released, finished):
     terms, spent = privacy(released), privacy(finished)
-    of_others = {"bands", "column"}  # of correlated noise
+    of_others = {"bands", "column", "round_steps"}  # of correlated noise, of rounds
     assert list(terms) == [n for n in schema.names(released=True) if n not in of_others]
     only_there = {"epsilon_counts": "planned_steps"}
     assert terms == {key: spent[key] for key in terms if key in spent} | only_there

@@ -95,12 +95,15 @@ def main(argv: list[str]) -> None:
         faults.plant(plan["fault"])
     _fix_randomness(plan["number"])
     _replay_losses(tape, seen)
-    trainer_type, real_draw = train.DPTrainer, bookkeeping.poisson_draw
+    trainer_type = train.DPTrainer
 
-    def draw(*args: Any, **options: Any) -> Any:
-        drawn = real_draw(*args, **options)
-        seen.draws.append(hashlib.sha256(drawn.tobytes()).hexdigest())
-        return drawn
+    def watched(real_draw: Any) -> Any:
+        def draw(*args: Any, **options: Any) -> Any:
+            drawn = real_draw(*args, **options)
+            seen.draws.append(hashlib.sha256(drawn.tobytes()).hexdigest())
+            return drawn
+
+        return draw
 
     class Watched(trainer_type):  # type: ignore[misc, valid-type]
         """A trainer that is cut off as its job is, and whose outputs go over the tape."""
@@ -136,7 +139,9 @@ def main(argv: list[str]) -> None:
             self.shown, self.started = 0, True  # rehearsals are alike
             return feed
 
-    train.DPTrainer, bookkeeping.poisson_draw = Watched, draw  # type: ignore[misc]
+    train.DPTrainer = Watched  # type: ignore[misc]
+    for name in ("poisson_draw", "allocate"):
+        setattr(bookkeeping, name, watched(getattr(bookkeeping, name)))
     try:
         if plan["collectives"]:
             with Collectives(seen):

@@ -49,6 +49,12 @@ CASES = (
         seed=10,
         dp_shard=2,
     ),
+    Case(
+        "allocation",
+        ("--privacy.sampling=allocation", "--privacy.accountant=pld"),
+        jobs=(Job(crash_at=4), Job(stop_at=3), Job()),
+        seed=11,
+    ),
     Case("full disk", jobs=(Job(full_at=4), Job()), seed=9),
     CLOCK,
     Case("held out", HELD_OUT, dp_shard=2),

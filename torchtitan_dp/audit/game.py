@@ -12,7 +12,8 @@ empty: their noise takes back part of the first one's. The score is the best lin
 Guarantee:
     If steps are the claimed mechanism's, `Game.play` exceeds the claim with probability at most
     1 - confidence, over all cases together (each has its share of the risk): exact norms make a
-    step, or a round, 1/sigma-Gaussian-DP, for estimated ones see `Mechanism.claimed_mu`. The claim
+    step, or a round, 1/sigma-Gaussian-DP, for estimated ones see `Mechanism.claimed_mu`. The same
+    holds of random allocation, where a unit is in one step of a round, here a known one. The claim
     fixes all thresholds before any trial.
 """
 

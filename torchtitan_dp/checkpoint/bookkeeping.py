@@ -46,7 +46,7 @@ from torchtitan_dp.ledger.lineage import resumed, rewound
 from torchtitan_dp.ledger.settings import NoisedLoss
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.privacy.banded import NoiseChain
-from torchtitan_dp.privacy.sampling import poisson_draw
+from torchtitan_dp.privacy.sampling import allocate, poisson_draw
 
 
 class Bookkeeping:
@@ -75,6 +75,7 @@ class Bookkeeping:
         self.ledger, self.log = self._open(loader, start)
         self._is_loaded = False
         self._ahead: Draw | None = None
+        self._round_key: bytes | None = None
         self._open_account()
         self._draw_keys()
 
@@ -114,6 +115,10 @@ class Bookkeeping:
         """Record that a checkpoint of a step is durable."""
         if dist.get_rank() == 0:
             self.log.saved(step)
+
+    def may_stop(self, step: int) -> bool:
+        """Return whether a run that stops after this step can go on: not inside a round."""
+        return step % self.settings.mechanism.round_steps == 0
 
     def end_start(self) -> None:
         """Record that this start ends with all of its steps saved."""
@@ -197,6 +202,14 @@ class Bookkeeping:
     def _draw(self, step: int, loader: RecordLoader) -> Draw:
         """Draw a step's units, and take its window key."""
         mechanism = self.settings.mechanism
+        if (t := mechanism.round_steps) > 1:
+            if (step - 1) % t == 0:
+                self._round_key = self.sampling_keys.take(step)
+            assert self._round_key is not None, "no start begins inside a round"
+            drawn = np.flatnonzero(
+                allocate(self._round_key, len(loader.units), t) == (step - 1) % t
+            )
+            return Draw(drawn, self.window_keys.take(step))
         group = loader.groups(mechanism.period)[step % mechanism.period]
         key, secure = self.sampling_keys.take(step), self.settings.secure_noise
         drawn = poisson_draw(key, len(group), mechanism.draw_rate, secure=secure)
@@ -204,7 +217,7 @@ class Bookkeeping:
 
     def _draw_keys(self) -> None:
         """Draw fresh keys. Collective over the world."""
-        self._ahead = None
+        self._ahead = self._round_key = None  # what was drawn of a round ends with it
         root = shared_root_key(self._device, self._config.privacy.debug_seed)
         self.sampling_keys = root.stream("sampling")
         self.noise_keys = NoiseChain(root.stream("noise"), self.settings.mechanism.column)

@@ -96,6 +96,7 @@ def make_plan(
     if earlier is not None:
         ledger = RunLog(config.job.dump_folder).enter_lost(ledger)
     refuse_more_losses(config, ledger)
+    _refuse_interval(config, ledger.settings)
     epsilon = refuse_overspending(config, ledger)
     stated = max(epsilon, compose(ledger, spending(ledger, lost=True, planned=True)))
     if sigma == 0:
@@ -122,6 +123,23 @@ def steps_within(plan: Plan, target_epsilon: float) -> int | None:
     tried = range(ledger.steps, plan.steps + 1)
     found = bisect.bisect_left(tried, True, key=exceeds)
     return tried[found - 1] if found else None
+
+
+def _refuse_interval(config: JobConfig, settings: Settings) -> None:
+    """Refuse, by ValueError, checkpoints inside rounds, from which no run goes on."""
+    t, checkpoint = settings.mechanism.round_steps, config.checkpoint
+    if t > 1 and checkpoint.enable_first_step_checkpoint:
+        raise ValueError(
+            "checkpoint.enable_first_step_checkpoint = True: with privacy.sampling = 'allocation' "
+            "no run goes on from a step inside a round; set it to false"
+        )
+    if checkpoint.enable and not checkpoint.load_only and checkpoint.interval % t:
+        below = checkpoint.interval // t * t
+        raise ValueError(
+            f"checkpoint.interval = {checkpoint.interval}: with privacy.sampling = 'allocation' a "
+            f"run goes on from the ends of rounds alone, here of {t} steps; set it to a multiple, "
+            + " or ".join(f"{n}" for n in (below, below + t) if n)
+        )
 
 
 def _check_delta(config: JobConfig, units: int) -> list[str]:

@@ -67,6 +67,7 @@ def settings_of(
     if column is None:
         assert privacy.noise == "independent" or privacy.bands != "auto"
         column = column_of(config, 1 if privacy.noise == "independent" else int(privacy.bands))
+    asked = rate
     mechanism = mechanism_of(
         privacy,
         noise_multiplier=float(noise_multiplier),
@@ -74,6 +75,9 @@ def settings_of(
         estimates_norms=METHODS[privacy.gradient_method].estimates_norms,
         column=column,
     )
+    rate = mechanism.sample_rate
+    if privacy.sampling == "allocation":
+        source = f"1 / {round(1 / rate)} steps of a round, the next to {source}"
     return Settings(
         mechanism,
         max_grad_norm=float(privacy.max_grad_norm),
@@ -86,7 +90,7 @@ def settings_of(
         targets=targets(config),
         windows_per_draw=config.data.windows_per_draw,
         target_epsilon=privacy.target_epsilon,
-        sampling="poisson" if len(column) == 1 else "cyclic_poisson",
+        sampling=mechanism.sampling,
         clipping=clipping,
         clip_function=privacy.clip_function,
         secure_noise=privacy.secure_noise,
@@ -94,12 +98,12 @@ def settings_of(
         rope=rope_in_words(config),
         units=units if units_are_public else None,
         # Each length of the ladder is dealt out by itself, rounded up.
-        samples_per_rank=math.ceil(_most_drawn(batch) / ranks) + len(ladder(config)),
+        samples_per_rank=math.ceil(_most_drawn(batch * rate / asked) / ranks) + len(ladder(config)),
         ranks_added_up=ranks,
     )
 
 
-def _most_drawn(expected: int) -> int:
+def _most_drawn(expected: float) -> int:
     """Return a number of drawn units that one step in 1e9 exceeds, for any number of units.
 
     A binomial tail is below that of the Poisson distribution of the same mean (Anderson & Samuels

@@ -309,7 +309,7 @@ def _methods(config: JobConfig) -> Iterator[Row]:
     mechanism = mechanism_of(
         privacy,
         noise_multiplier=1.0,
-        sample_rate=0.0,
+        sample_rate=0.25,
         estimates_norms=method.estimates_norms,
         column=cut_off(2 if privacy.noise == "banded" else 1),
     )

@@ -225,7 +225,17 @@ def summary(spent: dict[str, Any]) -> list[str]:
 
 
 _NAME = "torchtitan-dp"
-_LIBRARIES = (_NAME, "torch", "torchtitan", "opacus", "dp-accounting", "numpy", "scipy", "jinja2")
+_LIBRARIES = (
+    _NAME,
+    "torch",
+    "torchtitan",
+    "opacus",
+    "dp-accounting",
+    "PLD_accounting",
+    "numpy",
+    "scipy",
+    "jinja2",
+)
 _GIT_TIMEOUT_S = 10
 
 

@@ -232,11 +232,27 @@ def inherited(now: Lineage, earlier: Lineage) -> Lineage:
 def resumed(now: Lineage, loaded: Lineage) -> Lineage:
     """Return the ledger of weights that were loaded, to be trained on by this start.
 
+    A start begins rounds of random allocation, and never goes on with one, whose key is gone: so
+    each round of a lineage belongs to one start, and its steps are ceil(steps / t) rounds.
+
     Raises:
-        ValueError: the terms differ.
+        ValueError: the terms differ, or steps are left and the weights are inside a round.
     """
     now.settings.refuse_change(since=loaded.settings)
+    refuse_inside_round(now, loaded.steps)
     settings = now.settings.on_either_mesh(loaded.settings)
     names = " ".join(loaded.names())
     found = of_weights(inherited(now, loaded), replace(loaded, step_names=names, start=now.start))
     return replace(found, settings=settings)
+
+
+def refuse_inside_round(now: Lineage, steps: int) -> None:
+    """Refuse, by ValueError, to train on from weights that are inside a round."""
+    t = now.settings.mechanism.round_steps
+    if steps % t and now.planned_steps > steps:
+        raise ValueError(
+            f"training.steps = {now.planned_steps}: these weights, after step {steps}, are inside "
+            f"a round of {t} steps (privacy.sampling = 'allocation'), which ended there; start a "
+            "run of its own from them (another job.dump_folder, checkpoint.initial_load_path), "
+            "whose ledger counts their steps"
+        )

@@ -15,8 +15,9 @@ Guarantee:
     those begun: of starts that began at b_1 = 0, b_2, … and last saved a_1, a_2, …, each took at
     most a_i - b_i and what it declared, and b_k + sum(a_i - b_(i+1)) = sum(a_i - b_i), whatever was
     loaded. The same holds for held-out losses and, in whole periods, for the steps of each group of
-    correlated noise. `steps_executed.log` cross-checks: how many steps a start took follows from
-    how long they took, and so from records, and is never published.
+    correlated noise; in whole rounds too, for random allocation, each of whose starts begins one.
+    `steps_executed.log` cross-checks: how many steps a start took follows from how long they took,
+    and so from records, and is never published.
 """
 
 import dataclasses
@@ -222,7 +223,7 @@ class RunLog:
     def adopt(self, lineage: Lineage) -> None:
         """Add steps and held-out losses of a checkpoint that came without (all of) its logs, as
         those of a start of its own from nothing."""
-        steps = [step.name for step in lineage.taken() if step.name not in self._begun]
+        steps = [name for name in lineage.names() if name not in self._begun]
         evaluated = [name for name in lineage.evaluated() if name not in self._evaluated]
         if not steps and not evaluated:
             return
@@ -240,7 +241,7 @@ class RunLog:
     def missing(self, lineage: Lineage) -> Tally:
         """Count the steps and held-out losses of a lineage that have no line here."""
         return Tally(
-            sum(step.name not in self._begun for step in lineage.taken()),
+            sum(name not in self._begun for name in lineage.names()),
             sum(name not in self._evaluated for name in lineage.evaluated()),
         )
 
@@ -264,8 +265,8 @@ class RunLog:
     def enter_lost(self, lineage: Lineage) -> Lineage:
         """Return the lineage with what was lost in this folder, if its weights were loaded now.
 
-        Of correlated noise each part is whole periods, so that all together are dominated as steps
-        in a row are.
+        Of correlated noise each part is whole periods, of random allocation whole rounds, so that
+        all together are dominated as steps in a row are.
         """
         starts = list(self._starts.values())
         lost = [start.declared for start in starts if not start.ended]
@@ -273,10 +274,11 @@ class RunLog:
         lost += [start.behind(at) for start, at in zip(starts, loads, strict=False)]
         largest = max((start.declared for start in starts), default=Tally(1, 1))
         lost += [largest] * self._of_starts.torn
-        period, losses = lineage.settings.mechanism.period, lineage.heldout_losses
+        mechanism, losses = lineage.settings.mechanism, lineage.heldout_losses
+        whole = mechanism.period * mechanism.round_steps  # one of them is 1
         if losses is not None:
             losses = dataclasses.replace(losses, lost=sum(part.evaluations for part in lost))
-        steps = sum(-(-part.steps // period) * period for part in lost)
+        steps = sum(-(-part.steps // whole) * whole for part in lost)
         return dataclasses.replace(lineage, lost=steps, heldout_losses=losses)
 
     def _refuse_more(self, unsaved: int, declared: int, what: str) -> None:

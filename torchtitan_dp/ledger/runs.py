@@ -115,8 +115,8 @@ def total(runs: Sequence[Run], delta: float | None = None, *, overlapping: bool 
         delta = min(one.settings.delta for one in ledgers)
     # By their published number, or it would show how many steps a crash lost.
     lost = [one.settings.segment(one.lost) for one in ledgers]
-    taken = union(step for one in ledgers for step in one.taken())
-    steps = sum(segment.steps for segment in (*taken, *lost))
+    taken = {(name, one.settings.mechanism) for one in ledgers for name in one.names()}
+    steps = len(taken) + sum(segment.steps for segment in lost)
     relation = max(one.settings.neighbouring_relation for one in ledgers)
     assert relation in ("add_remove", "zero_out")  # max: the weaker; what may leave may be emptied
     if not all(one.composes for one in ledgers):
@@ -135,8 +135,9 @@ def total(runs: Sequence[Run], delta: float | None = None, *, overlapping: bool 
         coming += steps_in_a_row(one.settings.mechanism, one.steps + 1, one.left, one.run)
     names = {one.settings.accountant for one in ledgers}
     accountant: accounting.Accountant = names.pop() if len(names) == 1 else "rdp"
-    if any(part.ratios is not None for part in composition([*segments, *coming])):
-        accountant = "pld"  # no other is tight for estimated norms
+    parts = composition([*segments, *coming])
+    if any(part.ratios is not None or part.round_steps > 1 for part in parts):
+        accountant = "pld"  # no other is tight for estimated norms, or for rounds
     epsilons = [
         accounting.compose(parts, delta=delta, accountant=accountant)
         for parts in (segments, [*segments, *coming])

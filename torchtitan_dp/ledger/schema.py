@@ -89,12 +89,15 @@ class PrivacyFile:
     of the units that were drawn. `poisson_sampled_gaussian_of_randomized_norms`: the same, of
     gradients clipped by estimates of their norms, so that each step is a mixture of Gaussians.
     `banded_gaussian_of_cyclic_poisson_sampling`: noise is correlated over steps, so that n steps in
-    a row are ⌈n / bands⌉ subsampled Gaussian mechanisms. `none`: trained without privacy."""
+    a row are ⌈n / bands⌉ subsampled Gaussian mechanisms. `gaussian_of_random_allocation`: units are
+    drawn by rounds (`sampling`), each of which counts as a whole. `none`: trained without
+    privacy."""
 
     sampling: Annotated[str, _SETTINGS]
     """`poisson`: every unit is drawn at each step by a coin of its own. `cyclic_poisson`: every
-    unit of one of `bands` groups, which take turns. `shuffled`: in batches of one size, which no ε
-    here counts."""
+    unit of one of `bands` groups, which take turns. `allocation`: every unit is drawn at exactly
+    one step of each round of `round_steps`, uniformly and by itself. `shuffled`: in batches of one
+    size, which no ε here counts."""
 
     sample_rate: Annotated[_NUMBER, _SETTINGS]
     """q: the probability that a unit is drawn at a step, on average over steps."""

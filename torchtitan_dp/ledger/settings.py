@@ -71,7 +71,7 @@ class Settings:
     @property
     def implied_units(self) -> int:
         """The number of units that the public rate stands for; their number need not be public."""
-        return round(self.expected_batch_size / self.mechanism.sample_rate)
+        return self.units or round(self.expected_batch_size / self.mechanism.sample_rate)
 
     @property
     def summands(self) -> int:
@@ -129,6 +129,8 @@ def _by_key(settings: Settings) -> dict[str, object]:
     """Return the terms by the keys of the configuration that set them."""
     mechanism = settings.mechanism
     return {
+        # Of banded noise, its bands differ too.
+        "privacy.sampling": "allocation" if mechanism.round_steps > 1 else "poisson",
         "privacy.noise_multiplier": mechanism.noise_multiplier,
         # Before the rate, which may follow from it: the key that was edited is named.
         "training.global_batch_size": settings.expected_batch_size,
@@ -229,7 +231,7 @@ def step_names(start: str, steps: int) -> list[str]:
 
 @dataclass(frozen=True)
 class NamedStep:
-    """A step with its mechanism."""
+    """A step with its mechanism, or a round of steps that count as a whole."""
 
     name: str
     mechanism: Mechanism
@@ -237,15 +239,23 @@ class NamedStep:
 
 
 def name_steps(settings: Settings, names: Iterable[str], run: str) -> list[NamedStep]:
-    """Return the steps of a run's lineage, by their names in order."""
-    mechanism = settings.mechanism
-    return [NamedStep(name, mechanism.at(n), run) for n, name in enumerate(names, start=1)]
+    """Return the steps of a run's lineage, by their names in order; of random allocation each
+    round by the name of its first step, which belongs to one start (`lineage.resumed`)."""
+    mechanism, t = settings.mechanism, settings.mechanism.round_steps
+    return [
+        NamedStep(name, mechanism.at(n), run)
+        for n, name in enumerate(names, start=1)
+        if (n - 1) % t == 0
+    ]
 
 
 def union(steps: Iterable[NamedStep]) -> list[Segment]:
-    """Return all steps, each once, by mechanism, and groups by run too."""
+    """Return all steps, each once, by mechanism, and groups by run too; whole rounds."""
     counts = Counter(
         (step.mechanism, "" if step.mechanism.group is None else step.run) for step in set(steps)
     )
-    found = (Segment(mechanism, count, run) for (mechanism, run), count in counts.items())
+    found = (
+        Segment(mechanism, count * mechanism.round_steps, run)
+        for (mechanism, run), count in counts.items()
+    )
     return sorted(found, key=lambda segment: segment.order)

@@ -1,5 +1,5 @@
-"""What `--recommend` weighs: batch against steps, all weights against adapters, and bands of noise
-that is correlated over steps; each as a table, a sentence and JSON."""
+"""What `--recommend` weighs: batch against steps, all weights against adapters, bands of noise that
+is correlated over steps, and samplings; each as a table, a sentence and JSON."""
 
 import copy
 import math
@@ -22,6 +22,7 @@ from torchtitan_dp.ledger import RunLog
 from torchtitan_dp.ledger.spending import initial_steps
 from torchtitan_dp.models.families import ModelArgs, trained_count, without_lora
 from torchtitan_dp.models.lora import LoRA
+from torchtitan_dp.plan.samplings import Samplings, weigh_samplings
 from torchtitan_dp.plan.signal import DROWNS, FEWEST_STEPS, Rows, Target, rows_of
 
 _LOG_WIDTH = 160  # where there is no terminal that a table could be too wide for
@@ -140,6 +141,8 @@ class Recommendation:
     word: str  # for a unit
     rate_is_set: bool  # by `privacy.sample_rate`, which another batch must change too
     bands: Bands | None  # of correlated noise, at the batch and steps asked for
+    samplings: Samplings | None  # of the same
+    allocates: bool  # whether random allocation is asked for; rows are of Poisson sampling
 
     @property
     def variant(self) -> Variant:
@@ -169,7 +172,7 @@ class Recommendation:
         return (
             f"recommended: {keys}: noise {noise.over_run:.3g} C averaged over the run, where the "
             f"settings asked for have {asked.noise(own.trained).over_run:.3g} C{drowns} "
-            "(heuristics: docs/tuning.md)"
+            f"({'of Poisson sampling; ' if self.allocates else ''}heuristics: docs/tuning.md)"
         )
 
     def table(self) -> Table:
@@ -207,6 +210,8 @@ class Recommendation:
             if found is not None:
                 table = Padding.indent(found.table(), 6)
                 console.print(title, table, found.sentence(), sep="\n", markup=False)
+        if self.samplings is not None:
+            console.print(self.samplings.sentence(), markup=False)
 
     def for_programs(self) -> dict[str, Any]:
         best = self.rows.best
@@ -217,6 +222,7 @@ class Recommendation:
             "lora_rank": self.variant.rank,
             "reason": self.sentence(),
             "bands": self.bands and self.bands.for_programs(),
+            "sampling": self.samplings and self.samplings.for_programs(),
             "rows": [
                 {
                     "global_batch_size": row.batch,
@@ -246,20 +252,19 @@ def recommend(config: JobConfig, plan: Plan, args: ModelArgs, start: Start) -> R
     units = settings.implied_units
     terms = settings.delta, settings.accountant, units
     target = Target(epsilon, *terms, tuple(initial_steps(plan.ledger)))
-    rows = rows_of(
-        target,
-        batch=settings.expected_batch_size,
-        steps=plan.steps,
-        noise_multiplier=settings.mechanism.noise_multiplier
-        if settings.bands == 1
-        else target.noise_multiplier(settings.expected_batch_size, plan.steps),
-    )
+    allocates, sigma = settings.sampling == "allocation", settings.mechanism.noise_multiplier
+    if settings.bands > 1 or allocates:
+        sigma = target.noise_multiplier(settings.expected_batch_size, plan.steps)
+    batch = settings.expected_batch_size
+    rows = rows_of(target, batch=batch, steps=plan.steps, noise_multiplier=sigma)
     ranks = (0,) if config.lora.rank else _RANKS if start.loads else ()
     others = tuple(Variant(rank, trained_count(_with_rank(config, args, rank))) for rank in ranks)
     own = Variant(config.lora.rank, trained_count(args))
     rate_is_set = config.privacy.sample_rate is not None
     bands = weigh_bands(config, plan, own.trained)
-    return Recommendation(rows, own, others, units, unit_word(config), rate_is_set, bands)
+    samplings = weigh_samplings(config, plan, sigma)
+    word = unit_word(config)
+    return Recommendation(rows, own, others, units, word, rate_is_set, bands, samplings, allocates)
 
 
 def _with_rank(config: JobConfig, args: ModelArgs, rank: int) -> ModelArgs:
@@ -274,7 +279,8 @@ def _with_rank(config: JobConfig, args: ModelArgs, rank: int) -> ModelArgs:
 def weigh_bands(config: JobConfig, plan: Plan, trained: int) -> Bands | None:
     """Weigh bands at the batch and steps asked for; None where noise cannot be correlated."""
     privacy, settings = config.privacy, plan.settings
-    if privacy.secure_noise or settings.mechanism.largest_share > 1:
+    allocates = privacy.sampling == "allocation"
+    if privacy.secure_noise or allocates or settings.mechanism.largest_share > 1:
         return None
     rows = noise_by_bands(config, settings.implied_units, initial_steps(plan.ledger))
     if settings.bands not in rows:

@@ -6,7 +6,8 @@ Guarantee
 with probability `sample_rate`; sum of contributions of norm at most C; noise of standard deviation
 `noise_multiplier` * C, fresh each step) are (epsilon, delta)-DP, also when each step is chosen
 after seeing the ones before. Steps are optimizer steps, empty draws included, never microbatches.
-Other mechanisms (`mechanism`) are dominated by such steps, as they prove.
+Other mechanisms (`mechanism`) are dominated by such steps, or by rounds of random allocation
+(`allocation`), as they prove.
 
 Neighbours: `add_remove` (one unit more or less; needs a public sample rate and divisor) and
 `zero_out` (one unit's content replaced by an empty unit, which contributes 0; the number of units
@@ -44,7 +45,8 @@ _Point = tuple[float, float]  # log sigma, and its excess
 
 MAX_NOISE_MULTIPLIER = 1e4
 _MIN_NOISE_MULTIPLIER = 1e-4
-_TOLERANCE = 0.004  # of an excess, around 0.995 of the target: inside [0.99, 1]
+_AIM = 0.9995  # of the target: the middle of [0.999, 1]
+_TOLERANCE = 0.0004  # of an excess, around it
 _POINTS: dict[Accountant, int] = {"pld": 20, "rdp": 100}  # of a curve
 
 
@@ -90,7 +92,8 @@ def noise_for(
     accountant: Accountant,
     before: Sequence[Segment] = (),
 ) -> float:
-    """Find the sigma that spends `target_epsilon` in `steps` steps: never more, at least 99% of it.
+    """Find the sigma that spends `target_epsilon` in `steps` steps: never more, at least 99.9% of
+    it.
 
     Args:
         mechanism: of the steps to come, whatever its noise.
@@ -98,7 +101,7 @@ def noise_for(
         before: planned segments that ran on the same data.
 
     Returns:
-        sigma, with 0.99 * target <= epsilon(sigma) <= target; 0.0 if nothing more is ever spent.
+        sigma, with 0.999 * target <= epsilon(sigma) <= target; 0.0 if nothing more is ever spent.
 
     Raises:
         ValueError: an argument is out of its range, `before` alone exceeds the target, or no sigma
@@ -107,7 +110,7 @@ def noise_for(
     >>> from torchtitan_dp.privacy.mechanism import PoissonGaussian
     >>> query = dict(delta=1e-5, accountant="rdp")
     >>> sigma = noise_for(PoissonGaussian(1.0, 0.01), 1_000, target_epsilon=3.0, **query)
-    >>> 2.97 <= compose([Segment(PoissonGaussian(sigma, 0.01), 1_000)], **query) <= 3.0
+    >>> 2.997 <= compose([Segment(PoissonGaussian(sigma, 0.01), 1_000)], **query) <= 3.0
     True
     """
     Segment(mechanism, steps)  # checks their number
@@ -125,10 +128,10 @@ def noise_for(
     if steps == 0 or mechanism.sample_rate == 0:
         return 0.0
 
-    def excess(log_sigma: float) -> float:  # falls with sigma; aims at the middle of [0.99, 1]
+    def excess(log_sigma: float) -> float:  # falls with sigma
         coming = Segment(mechanism.with_noise(math.exp(log_sigma)), steps)
         spent = compose([*before, coming], delta=delta, accountant=accountant)
-        return math.log(max(spent, 1e-300) / (0.995 * target_epsilon))
+        return math.log(max(spent, 1e-300) / (_AIM * target_epsilon))
 
     return math.exp(_crossing(excess, *_bracket(excess, target_epsilon)))
 
@@ -166,7 +169,7 @@ def _crossing(excess: _Excess, low: _Point, high: _Point) -> float:
     bracket shrinks from both sides."""
     if abs(low[1]) <= _TOLERANCE:
         return low[0]
-    while abs(high[1]) > _TOLERANCE and high[0] - low[0] > 1e-9:
+    while abs(high[1]) > _TOLERANCE and high[0] - low[0] > 1e-7:
         share = low[1] / (low[1] - high[1]) if math.isfinite(low[1]) else 0.5
         log_sigma = low[0] + (high[0] - low[0]) * min(max(share, 0.05), 0.95)
         middle = log_sigma, excess(log_sigma)

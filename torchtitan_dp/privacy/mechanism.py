@@ -89,6 +89,47 @@ class PoissonGaussian(Mechanism):
 
 
 @dataclass(frozen=True)
+class AllocatedGaussian(PoissonGaussian):
+    """The Gaussian mechanism with random allocation: each unit is drawn at exactly one step of each
+    round of t (`allocation`, with its proof). A round counts as a whole from its first step on.
+
+    Args:
+        sample_rate: q = 1 / t, with which a unit is drawn at a step if its step is not known.
+        round_steps: t, at least 2.
+    """
+
+    round_steps: int = 2
+
+    name = "gaussian_of_random_allocation"
+    sampling = "allocation"
+    keys = (
+        *_OF_NORMS,
+        (
+            "round_steps",
+            int,
+            "t: the steps of a round, at exactly one of which each unit is drawn. ε is of whole "
+            "rounds.",
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.round_steps < 2 or self.sample_rate != 1 / self.round_steps:
+            raise ValueError(f"rounds of {self.round_steps} steps at the rate {self.sample_rate}")
+
+    def composition(self, steps: int) -> tuple[GaussianSteps, ...]:
+        rounds, t = -(-steps // self.round_steps), self.round_steps
+        return (GaussianSteps(self.noise_multiplier, self.sample_rate, rounds, round_steps=t),)
+
+    def refusals(self, privacy: Privacy) -> list[tuple[bool, str]]:
+        line = (
+            "privacy.accountant: with privacy.sampling = 'allocation' only PLD counts that a "
+            "unit's step is hidden; set it to 'pld', or privacy.sampling to 'poisson'"
+        )
+        return [(privacy.accountant != "pld", line)]
+
+
+@dataclass(frozen=True)
 class BandedGaussian(PoissonGaussian):
     """The Gaussian mechanism with noise that is correlated over steps, and cyclic Poisson sampling
     (`banded`, with its proof).
@@ -105,6 +146,7 @@ class BandedGaussian(PoissonGaussian):
     column: tuple[float, ...] = field(default=(), hash=False)
 
     name = "banded_gaussian_of_cyclic_poisson_sampling"
+    sampling = "cyclic_poisson"
     keys = (
         *_OF_NORMS,
         (
@@ -171,12 +213,20 @@ class BandedGaussian(PoissonGaussian):
         return f"noise correlated over steps, {self.bands} bands"
 
     def refusals(self, privacy: Privacy) -> list[tuple[bool, str]]:
-        line = (
+        secure = (
             "privacy.secure_noise: with privacy.noise = 'banded' a step takes back earlier noise, "
             "and their sum on the grid is not proven; set it to false, or privacy.noise to "
             "'independent'"
         )
-        return [(privacy.secure_noise, line)]
+        allocated = (
+            "privacy.sampling: with privacy.noise = 'banded' a unit's steps lie apart by their "
+            "groups, and rounds are not proven beside them; set it to 'poisson', or privacy.noise "
+            "to 'independent'"
+        )
+        return [
+            (privacy.secure_noise, secure),
+            (privacy.sampling == "allocation", allocated),
+        ]
 
 
 @dataclass(frozen=True)
@@ -246,6 +296,11 @@ class EstimatedNorms(Mechanism):
                 privacy.noise == "banded",
                 "a unit's steps are not accounted for together; set it to 'independent'",
             ),
+            (
+                "sampling",
+                privacy.sampling == "allocation",
+                "a round of mixtures is not accounted for; set it to 'poisson'",
+            ),
         )
         capped = "or privacy.underestimates = 'capped'"
         return [
@@ -266,6 +321,7 @@ class NoMechanism(PoissonGaussian):
 
 MECHANISMS: tuple[type[Mechanism], ...] = (
     PoissonGaussian,
+    AllocatedGaussian,
     BandedGaussian,
     EstimatedNorms,
     NoMechanism,
@@ -295,6 +351,8 @@ def mechanism_of(
     """Return the mechanism that the configuration asks for.
 
     Args:
+        sample_rate: q; with random allocation a round has 1 / q steps, rounded, and one that is
+            all of it is a step of every unit, as without sampling.
         estimates_norms: whether the gradient method estimates norms.
         column: of correlated noise, with as many bands.
     """
@@ -303,7 +361,10 @@ def mechanism_of(
     if estimates_norms and privacy.underestimates == "accounted":
         return EstimatedNorms(*rates, *norms)
     if len(column) == 1:
-        return PoissonGaussian(*rates, *norms)
+        t = round(1 / sample_rate) if privacy.sampling == "allocation" else 0
+        if t > 1:
+            return AllocatedGaussian(noise_multiplier, 1 / t, *norms, round_steps=t)
+        return PoissonGaussian(noise_multiplier, 1.0 if t == 1 else sample_rate, *norms)
     return BandedGaussian(*rates, *norms, bands=len(column), column=tuple(column))
 
 

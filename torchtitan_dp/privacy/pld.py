@@ -7,13 +7,16 @@ not by an error bar: each step's distribution is replaced by one on a grid that 
 (connect the dots: Doroshenko, Ghazi, Kamath, Kumar & Manurangsi 2022), what the tails of steps and
 of their composition lose counts as infinite loss, and delta is lowered by what Fourier transforms
 in float64 may add to it. Add-or-remove and zero-out neighbours have the same distributions, of
-which both directions are composed and the worse one is returned. Where these numbers cannot be had,
-the answer is infinity. `gaussian_epsilon` is exact but for float64's rounding, allowed for.
+which both directions are composed and the worse one is returned. A round of random allocation
+counts as one step, whose distribution is the upper bound of `allocation`. Where these numbers
+cannot be had, the answer is infinity. `gaussian_epsilon` is exact but for float64's rounding,
+allowed for.
 
 The grid is fine enough for a bound within about 0.1% of the true epsilon, and coarser only where
 it would exceed `_MAX_POINTS`. `pld_profile` is the same bound at every epsilon at once.
 """
 
+import dataclasses
 import functools
 import logging
 import math
@@ -24,7 +27,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy.special import log_ndtr, ndtr
 
-from torchtitan_dp.privacy.randomized import Ratios, mixture_distribution
+from torchtitan_dp.privacy.allocation import round_distribution
+from torchtitan_dp.privacy.randomized import mixture_distribution
 from torchtitan_dp.privacy.rdp import loss_bound, rdp_epsilon
 from torchtitan_dp.privacy.segments import GaussianSteps, fft_noise
 
@@ -234,7 +238,10 @@ def _grid(segments: tuple[GaussianSteps, ...], delta: float, rough: float) -> _G
     deviation = math.sqrt(2 * rough - 2 * log_delta) - math.sqrt(-2 * log_delta)
     wanted = min(0.04 * deviation / math.sqrt(steps), _COARSEST)
     log_tail = 10.0 * math.floor((log_delta + math.log(_TAIL / steps)) / 10)
-    widest = max(_one_step_loss(s.least_noise, s.sample_rate, log_tail) for s in segments)
+    rates = [s.sample_rate if s.round_steps == 1 else 1.0 for s in segments]
+    widest = max(
+        _one_step_loss(s.least_noise, q, log_tail) for s, q in zip(segments, rates, strict=True)
+    )
     composed = 2 * loss_bound(segments, _TAIL * delta)
     interval = max(wanted, 2 * widest / _MAX_POINTS, composed / _MAX_COMPOSED_POINTS, _FINEST)
     return _Grid(2.0 ** math.floor(math.log2(interval)), log_tail)
@@ -249,11 +256,13 @@ def _one_step_loss(sigma: float, q: float, log_tail: float) -> float:
 
 
 @functools.lru_cache(maxsize=16)
-def _one_step(
-    sigma: float, q: float, ratios: Ratios | None, grid: _Grid
-) -> "PrivacyLossDistribution":
+def _one_step(one: GaussianSteps, grid: _Grid) -> "PrivacyLossDistribution":
     from dp_accounting.pld import privacy_loss_distribution
 
+    sigma, q, ratios, t = one.noise_multiplier, one.sample_rate, one.ratios, one.round_steps
+    if t > 1:
+        assert ratios is None, "no accounting of estimated norms in rounds"
+        return round_distribution(sigma, t, interval=grid.interval, log_tail=grid.log_tail)
     if ratios is not None:
         return mixture_distribution(
             sigma, q, ratios, interval=grid.interval, log_tail=grid.log_tail
@@ -271,5 +280,5 @@ def _one_step(
 @functools.lru_cache(maxsize=8)
 def _steps(segment: GaussianSteps, grid: _Grid, tail: float) -> "PrivacyLossDistribution":
     """Compose all steps of a segment; kept for questions about later segments."""
-    one = _one_step(segment.noise_multiplier, segment.sample_rate, segment.ratios, grid)
+    one = _one_step(dataclasses.replace(segment, steps=1), grid)
     return one.self_compose(segment.steps, tail) if segment.steps > 1 else one

@@ -5,7 +5,8 @@ Guarantee
 `rdp_epsilon` is an upper bound on epsilon for neighbours in both directions: Renyi DP of the
 sampled Gaussian (Mironov, Talwar & Zhang 2019; computed by Opacus, with an allowance for its
 rounding), added over steps, by the conversion of Balle et al. 2020. A step of estimated norms
-counts as one whose units all add the most that any can: true, and loose (`randomized`). Where
+counts as one whose units all add the most that any can: true, and loose (`randomized`). A round of
+random allocation counts as one Gaussian mechanism without sampling, likewise (`allocation`). Where
 Opacus' series fails at an order, the bound without sampling stands in. `loss_bound` is a bound on
 the privacy loss's tails by the same divergences.
 """
@@ -72,7 +73,8 @@ def divergence(segments: Sequence[GaussianSteps]) -> np.ndarray:
     """Compute the Renyi divergence of all segments together at each of `ORDERS`: float64."""
     total = np.zeros_like(ORDERS)
     for segment in segments:
-        total += segment.steps * _rdp(segment.least_noise, segment.sample_rate)
+        rate = segment.sample_rate if segment.round_steps == 1 else 1.0
+        total += segment.steps * _rdp(segment.least_noise, rate)
     return total
 
 

@@ -1,4 +1,4 @@
-"""Poisson sampling: which units take part in a step, with what choices, and on which rank.
+"""Sampling: which units take part in a step, with what choices, and on which rank.
 
 Guarantee
 ---------
@@ -12,6 +12,10 @@ truncates. This is the sampling that `accounting` assumes; both must be given th
 Assumptions: keys of different steps are independent and secret (`keys`), and numpy's
 Philox4x64-10, to which 128 bits of the key arrive, is indistinguishable from random. Binomial's and
 choice's float64 arithmetic is exact to about 1e-9 of the probabilities even at q = 1e-7.
+
+`allocate` draws a round of t steps at once, from the key of the round: a unit's step is a function
+of that key and the unit's position alone, so no other unit's presence moves it. Each of t steps has
+a probability of 1 / t, up to t 2^-64 of that, independently of every other unit and round.
 
 With `privacy.secure_noise` draws of units, of their records and windows, and of the projections of
 estimated norms are from SHAKE-256; Philox and Threefry then make noise alone. If SHAKE-256 (FIPS
@@ -76,6 +80,25 @@ def poisson_draw(
         return np.empty(0, dtype=np.int64)
     drawn = generator.choice(population, size=count, replace=False, shuffle=False)
     return np.sort(drawn).astype(np.int64, copy=False)
+
+
+def allocate(key: bytes, population: int, steps: int) -> Indices:
+    """Draw the one step of a round of `steps` at which each unit takes part, from SHAKE-256.
+
+    Args:
+        key: the 32 bytes of this round.
+
+    Returns:
+        From 0 to `steps` - 1: int64, shape (population,).
+
+    >>> allocate(bytes(32), population=6, steps=3), allocate(bytes(32), population=4, steps=3)
+    (array([2, 2, 0, 0, 2, 0]), array([2, 2, 0, 0]))
+    """
+    words = [
+        uint64s(key, "allocation", chunk, min(_CHUNK, population - first))
+        for chunk, first in enumerate(range(0, population, _CHUNK))
+    ]
+    return (np.concatenate([np.empty(0, np.uint64), *words]) % np.uint64(steps)).astype(np.int64)
 
 
 def groups_of(hashes: npt.NDArray[np.uint64], groups: int) -> list[Indices]:

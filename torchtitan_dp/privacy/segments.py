@@ -1,7 +1,8 @@
 """The steps of a run: as a `Mechanism`, a frozen value, and as the Gaussians that dominate them.
 
 Ledger, plan, card, `privacy.json`, audit and resume treat a mechanism as opaque; `mechanism` has
-its classes. Accountants see Poisson-subsampled Gaussians, and nothing else.
+its classes. Accountants see Poisson-subsampled Gaussians and rounds of random allocation, and
+nothing else.
 
 Guarantee
 ---------
@@ -33,19 +34,22 @@ _EVENTS = "dp_accounting.dp_event"
 
 @dataclass(frozen=True)
 class GaussianSteps:
-    """Steps of the Poisson-subsampled Gaussian mechanism, on the same terms.
+    """Steps of the Poisson-subsampled Gaussian mechanism, or rounds of random allocation, on the
+    same terms.
 
     Args:
         noise_multiplier: sigma, the noise's standard deviation over C; 0 means no privacy.
         sample_rate: q, the probability with which each unit is drawn at each step.
-        steps: their number.
+        steps: their number; of random allocation, the number of rounds.
         ratios: the distribution of what a drawn unit adds, over C; None: at most 1.
+        round_steps: t, the steps of a round of random allocation, where q is 1 / t; 1: Poisson.
     """
 
     noise_multiplier: float
     sample_rate: float
     steps: int
     ratios: Ratios | None = None
+    round_steps: int = 1
 
     @property
     def least_noise(self) -> float:
@@ -53,20 +57,21 @@ class GaussianSteps:
         return self.noise_multiplier / (1.0 if self.ratios is None else self.ratios.largest)
 
     @property
-    def order(self) -> tuple[float, float, int, float]:
+    def order(self) -> tuple[float, float, int, float, int]:
         """The key that steps are sorted by: the least noise first, exact norms first."""
         rarity = 0.0 if self.ratios is None else 1 / self.ratios.largest
-        return self.noise_multiplier, self.sample_rate, self.steps, rarity
+        return self.noise_multiplier, self.sample_rate, self.steps, rarity, self.round_steps
 
 
 def merged(steps: Iterable[GaussianSteps]) -> tuple[GaussianSteps, ...]:
     """Merge steps into the fewest that spend the same, sorted.
 
     >>> merged([GaussianSteps(2.0, 0.1, 5), GaussianSteps(1.0, 1.0, 4), GaussianSteps(2.0, 0.1, 7)])
-    (GaussianSteps(noise_multiplier=0.5, sample_rate=1.0, steps=1, ratios=None), \
-GaussianSteps(noise_multiplier=2.0, sample_rate=0.1, steps=12, ratios=None))
+    (GaussianSteps(noise_multiplier=0.5, sample_rate=1.0, steps=1, ratios=None, \
+round_steps=1), GaussianSteps(noise_multiplier=2.0, sample_rate=0.1, steps=12, ratios=None, \
+round_steps=1))
     """
-    counts: dict[tuple[float, float, Ratios | None], int] = {}
+    counts: dict[tuple[float, float, Ratios | None, int], int] = {}
     precision = 0.0  # 1 / sigma^2 of all steps without sampling
     for part in steps:
         sigma, q, ratios = part.noise_multiplier, part.sample_rate, part.ratios
@@ -75,11 +80,12 @@ GaussianSteps(noise_multiplier=2.0, sample_rate=0.1, steps=12, ratios=None))
         if q == 1 and sigma > 0 and ratios is None:
             precision += part.steps / sigma**2
         else:
-            counts[sigma, q, ratios] = counts.get((sigma, q, ratios), 0) + part.steps
+            terms = sigma, q, ratios, part.round_steps
+            counts[terms] = counts.get(terms, 0) + part.steps
     if precision > 0:
-        counts[1 / math.sqrt(precision), 1.0, None] = 1
+        counts[1 / math.sqrt(precision), 1.0, None, 1] = 1
     fewest = [
-        GaussianSteps(sigma, q, count, ratios) for (sigma, q, ratios), count in counts.items()
+        GaussianSteps(sigma, q, count, ratios, t) for (sigma, q, ratios, t), count in counts.items()
     ]
     return tuple(sorted(fewest, key=lambda part: part.order))
 
@@ -101,6 +107,9 @@ class Mechanism(ABC):
 
     name: ClassVar[str]
     """The value of `mechanism` in `privacy.json`."""
+
+    sampling: ClassVar[str] = "poisson"
+    """The value of `sampling` there."""
 
     caveat: ClassVar[str] = ""
     """An assumption that epsilon rests on with this mechanism; empty if there is none."""
@@ -127,6 +136,12 @@ class Mechanism(ABC):
     def period(self) -> int:
         """b, the number of groups of units, of which each step draws from the next one: a unit is
         drawn at every b-th step at most."""
+        return 1
+
+    @property
+    def round_steps(self) -> int:
+        """t, the steps of a round that is drawn at once, and counts as a whole; 1 where each step
+        is drawn by itself."""
         return 1
 
     @property
@@ -240,12 +255,13 @@ class Segment:
             raise ValueError(f"training.steps = {self.steps} is negative; choose 0 or more")
 
     @property
-    def order(self) -> tuple[float, float, float, int, str]:
+    def order(self) -> tuple[float, float, float, int, int, str]:
         """The key that segments are sorted by: the least noise first, exact norms first."""
         mechanism = self.mechanism
         rarity = 1 / mechanism.largest_share if mechanism.largest_share > 1 else 0.0
         group = -1 if mechanism.group is None else mechanism.group
-        return mechanism.noise_multiplier, mechanism.sample_rate, rarity, group, self.run
+        rates = mechanism.noise_multiplier, mechanism.sample_rate
+        return *rates, rarity, mechanism.round_steps, group, self.run
 
 
 def composition(segments: Iterable[Segment]) -> tuple[GaussianSteps, ...]:
@@ -266,7 +282,11 @@ def composition(segments: Iterable[Segment]) -> tuple[GaussianSteps, ...]:
 
 
 def steps_in_a_row(mechanism: Mechanism, first: int, steps: int, run: str) -> list[Segment]:
-    """Return the steps from number `first` of a run on, by group."""
+    """Return the steps from number `first` of a run on, by group; of random allocation, the rounds
+    that begin among them: that of `first`, if it began before, is counted with earlier steps."""
+    if (t := mechanism.round_steps) > 1:
+        rounds = -(-(first - 1 + steps) // t) - -(-(first - 1) // t)
+        return [Segment(mechanism, rounds * t)]
     if mechanism.period == 1:
         return [Segment(mechanism, steps)]
     counts = Counter(mechanism.at(number) for number in range(first, first + steps))
@@ -284,7 +304,9 @@ def dp_event(parts: Sequence[GaussianSteps]) -> dict[str, Any] | None:
     Returns:
         A `ComposedDpEvent` of a `SelfComposedDpEvent` for all steps on the same terms, of Poisson
         sampled Gaussian events whose noise is in units of C, or, where norms were estimated, of
-        mixtures of Gaussians, sampling included; None if a step has no noise.
+        mixtures of Gaussians, sampling included; None if a step has no noise. dp-accounting has no
+        event of random allocation: its rounds are `UnsupportedDpEvent`, which every accountant
+        refuses, and none takes for Poisson sampling.
 
     >>> event = dp_event([GaussianSteps(2.0, 0.1, 5)])["events"][0]
     >>> event["class_name"], event["count"], event["event"]["event"]["noise_multiplier"]
@@ -296,6 +318,8 @@ def dp_event(parts: Sequence[GaussianSteps]) -> dict[str, Any] | None:
 
 
 def _steps(part: GaussianSteps) -> dict[str, Any]:
+    if part.round_steps > 1:
+        return _event("SelfComposedDpEvent", event=_event("UnsupportedDpEvent"), count=part.steps)
     if part.ratios is not None:
         return _event("SelfComposedDpEvent", event=_mixture(part, part.ratios), count=part.steps)
     gaussian = _event("GaussianDpEvent", noise_multiplier=part.noise_multiplier)

@@ -48,6 +48,12 @@ class Privacy:
     … rounds of groups in the run, the fewest within 10% of the least noise in the exported weights
     at `target_epsilon`, which the plan names."""
 
+    sampling: Literal["poisson", "allocation"] = "poisson"
+    """`poisson`: each step draws every unit by a coin of its own. `allocation` (random allocation):
+    in each round of t = 1 / q steps, rounded, every unit takes part in exactly one step, chosen
+    uniformly and by itself. It needs less noise where units are seen a few times; ε is of whole
+    rounds, and a run is saved, stopped and resumed at their ends alone (docs/privacy.md)."""
+
     sample_rate: float | None = None
     """q: the public probability that a unit (by default a record) takes part in a step. By default
     `training.global_batch_size` / number of training units, which makes that number public."""
