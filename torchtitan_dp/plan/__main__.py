@@ -25,7 +25,13 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 
-from torchtitan_dp.config.load import exit_on_mistake, load_config, parse_known, write_json
+from torchtitan_dp.config.load import (
+    exit_on_mistake,
+    load_config,
+    parse_known,
+    seeks_fewest_ranks,
+    write_json,
+)
 from torchtitan_dp.distributed.devices import cuda_devices, device_name, memory_bytes
 from torchtitan_dp.distributed.host_memory import available_bytes
 from torchtitan_dp.plan.calibration import calibrate
@@ -109,9 +115,9 @@ def main(argv: list[str]) -> list[str]:
     memory_gib = options.memory_gib or (machine.memory_gib if machine else DEFAULT_GIB)
     # Kept noise takes memory, and how many bands `auto` is, follows from the report.
     waits = config.privacy.noise == "banded" and config.privacy.bands == "auto"
-    seeks = predicts or options.ranks_here or (machine and not options.choose)
-    found = list[str]()
-    if seeks and config.privacy.enable and world_size > 1 and not waits:
+    predicts_ranks = predicts or options.ranks_here or (machine and not options.choose)
+    many, found = world_size > 1 and config.privacy.enable and not waits, list[str]()
+    if many and predicts_ranks and seeks_fewest_ranks(overrides):
         gib = memory_here_gib(options.ranks_here) if options.ranks_here else memory_gib
         with exit_on_mistake():
             found = fewest_ranks(overrides, world_size, gib)

@@ -25,7 +25,7 @@ from rich.table import Column, Table
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import mesh_degrees
 from torchtitan_dp.config.keys import Keys, command_line, replaced
-from torchtitan_dp.config.load import load_config, seeks_fewest_ranks
+from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.plan.cost import expected_rounds
 from torchtitan_dp.plan.machines import Machine
@@ -111,11 +111,9 @@ def choose(
 
 
 def fewest_ranks(overrides: list[str], ranks: int, memory_gib: float) -> list[str]:
-    """Return, for a command line, the fewest ranks that share a sample and fit, if the degree is
-    `auto`; all that the other degrees leave if fewer do not. ValueError, one line, if the setting
-    is refused."""
-    if not seeks_fewest_ranks(overrides):
-        return []
+    """Return, for a command line whose degree is `auto`, the fewest ranks that share a sample and
+    fit; all that the other degrees leave if fewer do not. ValueError, one line, if the setting is
+    refused."""
     most = load_config(overrides, ranks).parallelism.context_parallel_degree
     fewer = [cp for cp in range(1, most) if most % cp == 0]
     with processes() as pool:

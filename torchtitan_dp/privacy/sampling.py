@@ -92,7 +92,7 @@ def allocate(key: bytes, population: int, steps: int) -> Indices:
         From 0 to `steps` - 1: int64, shape (population,).
 
     >>> allocate(bytes(32), population=6, steps=3), allocate(bytes(32), population=4, steps=3)
-    (array([2, 2, 0, 0, 2, 0]), array([2, 2, 0, 0]))
+    (array([1, 0, 1, 0, 2, 2]), array([1, 0, 1, 0]))
     """
     words = [
         uint64s(key, "allocation", chunk, min(_CHUNK, population - first))
