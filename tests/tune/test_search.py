@@ -20,11 +20,13 @@ from torchtitan_dp.checkpoint.terms import choose_losses
 from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.ledger import Losable, RunLog, write_fingerprint
+from torchtitan_dp.ledger.files import SEARCH_FILE, read_published
 from torchtitan_dp.ledger.runs import total
 from torchtitan_dp.ledger.settings import NoisedLoss
 from torchtitan_dp.preflight.check import check_run
+from torchtitan_dp.release.claims import claims
 from torchtitan_dp.tune import __main__ as tune
-from torchtitan_dp.tune.folder import STATE_FILE, Result, alike, result_of
+from torchtitan_dp.tune.folder import Result, alike, result_of
 from torchtitan_dp.tune.trials import Trial
 
 STEPS, EPSILON = 4, 4.0
@@ -71,6 +73,9 @@ class Trainer:
         writer.close()
         print(f"step: {STEPS}/{STEPS}  not private: held-out loss: {self.true[name]:.4f}")
         return 0
+
+
+LOSSES_AT = "--validation.enable", "--validation.publish_epsilon=1", "--validation.publish_delta"
 
 
 @pytest.fixture
@@ -251,11 +256,11 @@ def beside(folder):
 
 
 def forgotten(folder):
-    (folder / STATE_FILE).unlink()
+    (folder / SEARCH_FILE).unlink()
 
 
 def damaged(folder):
-    (folder / STATE_FILE).write_text("{}")
+    (folder / SEARCH_FILE).write_text("{}")
 
 
 def exposed(folder):
@@ -282,12 +287,36 @@ def test_what_may_have_spent_more_is_refused(done, trainer, what, line):
     assert [line in one for one in said.splitlines() if one.startswith("error: ")] == [True]
 
 
+def test_a_trial_that_was_launched_and_is_empty_is_refused(done, trainer):
+    """Its name is not known: the search was killed while it trained."""
+    state = json.loads((done.folder / SEARCH_FILE).read_text())
+    state["begun"]["trial_1"] = ""
+    (done.folder / SEARCH_FILE).write_text(json.dumps(state))
+    emptied(done.folder)
+    code, said = done()
+    assert (code, trainer.started) == (2, [])
+    assert "is not there, and may have spent its epsilon" in said
+
+
+def test_a_trial_that_ended_before_its_first_step_goes_on(search, trainer, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(tune, "_train", lambda argv: 2)
+        assert search()[0] == 2
+    assert search()[0] == 0
+
+
+def test_a_trial_is_not_released_as_if_nothing_had_chosen_it(done):
+    trial = str(done.folder / "trial_1")
+    with pytest.raises(ValueError, match="it is a trial of the search in"):
+        claims(trial, "step-2", read_published(trial))
+
+
 def test_a_copy_of_a_trial_that_had_not_begun_is_refused(done, trainer):
     search = done
     shutil.rmtree(search.folder / "trial_2")
-    state = json.loads((search.folder / STATE_FILE).read_text())
+    state = json.loads((search.folder / SEARCH_FILE).read_text())
     state["begun"]["trial_2"] = ""
-    (search.folder / STATE_FILE).write_text(json.dumps(state))
+    (search.folder / SEARCH_FILE).write_text(json.dumps(state))
     assert "is not there, and may have" in search(epsilon=6)[1]  # launched, and its folder is gone
     shutil.copytree(search.folder / "trial_1", search.folder / "trial_2")
     code, said = search(epsilon=6)
@@ -314,6 +343,7 @@ def test_another_command_does_not_go_on(done, trainer, overrides, options, line)
     [
         (["--privacy.debug_seed=1"], {}, "privacy.debug_seed = 1: all trials"),
         (["--privacy.no-enable"], {}, "privacy.enable = false: "),
+        ([*LOSSES_AT, "1e-9"], {}, "publish_delta = 1e-09: a search has one"),
         (["--data.heldout_fraction=0"], {}, "data.heldout_fraction = 0.0: nothing is held out"),
         (["--privacy.sample_rate=0.1"], {}, "with a public privacy.sample_rate"),
         ([], {"epsilon": 0}, "--epsilon = 0.0: "),

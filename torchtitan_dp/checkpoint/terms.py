@@ -272,8 +272,8 @@ def refuse_more_losses(config: JobConfig, ledger: Lineage) -> None:
     spent = losses.noise.epsilon(planned, delta=losses.delta)
     if spent > losses.target_epsilon:
         raise ValueError(
-            f"validation.publish_epsilon = {losses.target_epsilon:g}: the noise of held-out losses "
-            f"was fixed at this run's first start, and {planned} evaluations would spend "
+            f"validation: the noise of held-out losses was fixed at this run's first start for "
+            f"epsilon = {losses.target_epsilon:g}, and {planned} evaluations would spend "
             f"{rounded_up(spent)}; raise validation.freq, lower training.steps, or start afresh in "
             "another job.dump_folder"
         )

@@ -38,6 +38,7 @@ from torchtitan_dp.ledger.runs import Total, total
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import lock_folder
 from torchtitan_dp.tune.folder import (
+    TRIAL_FILE,
     Result,
     State,
     alike,
@@ -138,6 +139,7 @@ def _run(search: Search, state: State, trial: Trial) -> bool:
         return True
     _say(f"{trial.name}: {' '.join(trial.options)}")
     os.makedirs(trial.folder, mode=0o700, exist_ok=True)
+    write_json(os.path.join(trial.folder, TRIAL_FILE), trial.keys)
     state.begun.setdefault(trial.name, "")
     state.write(search.folder)
     code = _train(search.arguments(trial, state.noise))
@@ -195,7 +197,8 @@ def _conclude(search: Search, announced: Total, failed: list[Trial], json_file: 
     _say(f"best: {best.trial.name}: {' '.join(best.trial.options)}{_beside(results)}")
     _say(
         f"the search spent {_in_words(search, total(begun))}; a run with its result on these "
-        f"records adds its own: python -m torchtitan_dp.ledger {search.folder}/trial_* RUN"
+        "records adds its own, and so do earlier searches: python -m torchtitan_dp.ledger "
+        f"{search.folder}/trial_* RUN"
     )
     return 1 if failed else 0
 

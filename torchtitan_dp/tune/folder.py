@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchtitan_dp.ledger.files import PRIVACY_FILE, read_published
+from torchtitan_dp.ledger.files import PRIVACY_FILE, SEARCH_FILE, read_published
 from torchtitan_dp.ledger.log import EXECUTED_FILE
 from torchtitan_dp.ledger.runs import Run, Total, total
 from torchtitan_dp.preflight.check import Checked
@@ -23,7 +23,7 @@ from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import write_atomically
 from torchtitan_dp.tune.trials import Noise, Search, Trial
 
-STATE_FILE = "tune.json"
+TRIAL_FILE = "trial.json"  # in a trial's folder, from before its first start: what it tries
 
 
 @dataclass
@@ -38,7 +38,7 @@ class State:
     @classmethod
     def read(cls, folder: str) -> "State | None":
         """Return that of a folder, if a search was started there."""
-        path = Path(folder, STATE_FILE)
+        path = Path(folder, SEARCH_FILE)
         if not path.exists():
             return None
         try:
@@ -50,7 +50,7 @@ class State:
     def write(self, folder: str) -> None:
         """Keep it."""
         text = json.dumps(dataclasses.asdict(self), indent=2)
-        write_atomically(os.path.join(folder, STATE_FILE), text.encode() + b"\n")
+        write_atomically(os.path.join(folder, SEARCH_FILE), text.encode() + b"\n")
 
 
 def state_of(search: Search, epsilon: float) -> State:
@@ -70,7 +70,11 @@ def state_of(search: Search, epsilon: float) -> State:
         if path.name not in names and any(
             (path / f).exists() for f in (PRIVACY_FILE, EXECUTED_FILE)
         ):
-            raise ValueError(f"'{path}' is a run, but no trial of this search: move it elsewhere")
+            raise ValueError(
+                f"'{path}' is a run, but no trial of this search: restore {SEARCH_FILE}, or move "
+                "it elsewhere, where what it spent still counts beside this search (python -m "
+                "torchtitan_dp.ledger adds up)"
+            )
     if known is None:
         known = State(asked, *search.find_noise(epsilon), {})
     remember(search, known)
@@ -83,7 +87,7 @@ def remember(search: Search, state: State) -> None:
         published = read_published(trial.folder)
         run = None if published is None else published.run
         before = state.begun.get(trial.name)
-        is_gone = before is not None and not Path(trial.folder).is_dir()
+        is_gone = before is not None and not Path(trial.folder, TRIAL_FILE).is_file()
         if is_gone or (before and run != before):
             raise ValueError(
                 f"'{trial.folder}': the run {before} that this search began is not there, and may "

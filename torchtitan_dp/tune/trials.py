@@ -79,6 +79,11 @@ class Search:
                 f"privacy.debug_seed = {config.privacy.debug_seed}: all trials would draw the same "
                 "noise, which their weights would show together; remove it"
             )
+        delta = config.validation.publish_delta
+        if delta not in (None, config.privacy.delta):
+            raise ValueError(
+                f"validation.publish_delta = {delta}: a search has one, privacy.delta; omit it"
+            )
         folder = f"{config.job.dump_folder.rstrip('/')}_tune"
         trials = [
             Trial(f"trial_{number}", f"{folder}/trial_{number}", keys)

@@ -103,8 +103,8 @@ class HeldOutValidator:
         logger.info(f"{at}  not private: held-out loss: {shown}")
         if noised is not None:
             logger.info(
-                f"{at}  {'' if self._is_private() else 'not private: '}held-out loss with noise "
-                f"(validation.publish_epsilon): {noised.loss:.4f}, "
+                f"{at}  {'' if self._is_private() else 'not private: '}held-out loss with noise: "
+                f"{noised.loss:.4f}, "
                 f"standard deviation {noised.standard_deviation:.2g}"
             )
         for name, one in found.items() if len(self._buckets) > 1 else ():
