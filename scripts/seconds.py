@@ -213,7 +213,7 @@ def lengths() -> Iterator[list[str]]:
 
 
 def show_table(head: list[str], rows: Iterable[list[str]]) -> None:
-    for cells in [head, ["---"] * len(head), *rows]:
+    for cells in itertools.chain([head, ["---"] * len(head)], rows):  # each as it is there
         print(f"| {' | '.join(cells)} |", flush=True)
 
 
