@@ -282,6 +282,14 @@ def test_the_fewest_ranks_that_fit_share_a_sample(fewest, expected, monkeypatch,
     assert not any(seeks_fewest_ranks([*LLAMA, f"--{CP}={given}"]) for given in (2, -1))
 
 
+def test_ranks_are_left_as_they_are_where_nothing_can_be_predicted(monkeypatch, capsys):
+    from torchtitan_dp.plan import __main__ as plan
+
+    monkeypatch.setattr(plan, "memory_here_gib", lambda ranks: 1 / 0)
+    assert plan.ranks_a_sample([*LLAMA], 8, 80.0, 8) == []
+    assert "'auto': no memory could be predicted (ZeroDivisionError" in capsys.readouterr().err
+
+
 def test_a_rank_fits_with_what_its_communicators_take():
     """0.26 GiB of tensors and four communicators, or 0.14 and five."""
     overrides = [*LLAMA, "--training.seq_len=8192"]

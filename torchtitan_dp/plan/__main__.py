@@ -118,9 +118,8 @@ def main(argv: list[str]) -> list[str]:
     predicts_ranks = predicts or options.ranks_here or (machine and not options.choose)
     many, found = world_size > 1 and config.privacy.enable and not waits, list[str]()
     if many and predicts_ranks and seeks_fewest_ranks(overrides):
-        gib = memory_here_gib(options.ranks_here) if options.ranks_here else memory_gib
         with exit_on_mistake():
-            found = fewest_ranks(overrides, world_size, gib)
+            found = ranks_a_sample(overrides, world_size, memory_gib, options.ranks_here)
             overrides = [*overrides, *found]
             config = load_config(overrides, world_size)
     at_once = predicts and not waits
@@ -172,6 +171,25 @@ def machine_of(options: argparse.Namespace) -> Machine | None:
     if options.write and not options.choose:
         raise ValueError(f"--write = '{options.write}': it writes what --choose finds; add that")
     return machine_named(options.machine)
+
+
+def ranks_a_sample(
+    overrides: list[str], world_size: int, memory_gib: float, ranks_here: int | None
+) -> list[str]:
+    """Choose `parallelism.context_parallel_degree`, of this machine's memory where the run starts
+    here; warn, and leave it to all ranks, where nothing can be predicted."""
+    try:
+        gib = memory_here_gib(ranks_here) if ranks_here else memory_gib
+        return fewest_ranks(overrides, world_size, gib)
+    except ValueError:
+        raise
+    except Exception as error:  # whatever it is, the run itself may work
+        print(
+            "warning: parallelism.context_parallel_degree = 'auto': no memory could be predicted "
+            f"({error!r}), so all ranks that are left share a sample; give their number",
+            file=sys.stderr,
+        )
+        return []
 
 
 def memory_here_gib(ranks: int) -> float:
