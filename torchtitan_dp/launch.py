@@ -134,6 +134,7 @@ def _checked(processes: str, argv: list[str]) -> tuple[list[str], str]:
     from torchtitan_dp.config.load import exit_on_mistake, load_config
     from torchtitan_dp.distributed.devices import (
         cuda_devices,
+        default_processes,
         missing_devices,
         require_usable_devices,
     )
@@ -143,7 +144,7 @@ def _checked(processes: str, argv: list[str]) -> tuple[list[str], str]:
     if (warning := missing_devices()) is not None:
         _say(warning)
     if processes == "auto":
-        processes = str(cuda_devices() or 2)
+        processes = str(default_processes())
     module = argv.index("-m")
     here = ["--world_size", processes, "--ranks_here", processes]
     argv = [*argv, *_run_plan([*here, *argv[module + 2 :]])]

@@ -34,7 +34,13 @@ from torchtitan_dp.checkpoint.plan import Plan
 from torchtitan_dp.checkpoint.start import Start, decision, plan_start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import mesh_degrees
-from torchtitan_dp.config.load import exit_on_mistake, load_config, parse_known, write_json
+from torchtitan_dp.config.load import (
+    exit_on_mistake,
+    load_config,
+    parse_known,
+    tool_parser,
+    write_json,
+)
 from torchtitan_dp.distributed.agreement import shared_root_key
 from torchtitan_dp.ledger import PRIVACY_FILE, RunLog
 from torchtitan_dp.ledger.files import read_published_fields
@@ -106,12 +112,7 @@ def main(argv: list[str]) -> None:
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parse the audit's own options, and return the configuration's command line too."""
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan_dp.audit",
-        description=(__doc__ or "").splitlines()[0],
-        epilog="Any --section.key value of the configuration is taken too.",
-        allow_abbrev=False,
-    )
+    parser = tool_parser("python -m torchtitan_dp.audit", __doc__)
     parser.add_argument(
         "--instrument",
         choices=tuple(_CONFIDENCE),

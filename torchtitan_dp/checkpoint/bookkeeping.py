@@ -218,7 +218,7 @@ class Bookkeeping:
 
     def _draw_keys(self) -> None:
         """Draw fresh keys. Collective over the world."""
-        self._ahead = self._round_key = None  # what was drawn of a round ends with it
+        self._ahead = self._round_key = None  # a round's draws end with it
         root = shared_root_key(self._device, self._config.privacy.debug_seed)
         self.sampling_keys = root.stream("sampling")
         self.noise_keys = NoiseChain(root.stream("noise"), self.settings.mechanism.column)

@@ -12,6 +12,7 @@ from torchtitan_dp.config.derived import (
     ladder,
     mesh_degrees,
     privacy_unit,
+    publishing_key,
     rope_in_words,
     targets,
     trained,
@@ -219,9 +220,7 @@ def choose_losses(config: JobConfig, earlier: Lineage | None) -> HeldOutLosses |
     """
     validation, delta = config.validation, config.validation.publish_delta or config.privacy.delta
     assert delta is not None
-    key, asked = "publish_epsilon", validation.publish_epsilon
-    if validation.publish_noise_multiplier is not None:
-        key, asked = "publish_noise_multiplier", validation.publish_noise_multiplier
+    key, asked = publishing_key(config)
     if earlier is not None:
         kept = earlier.heldout_losses
         before = None if kept is None else (_asked_for(kept, key), kept.delta, kept.clip)
@@ -271,9 +270,11 @@ def refuse_more_losses(config: JobConfig, ledger: Lineage) -> None:
     planned = losses.evaluations(ledger.steps + 1, config.training.steps) - losses.lost
     spent = losses.noise.epsilon(planned, delta=losses.delta)
     if spent > losses.target_epsilon:
+        key, asked = publishing_key(config)
+        assert asked is not None, "`choose_losses` refuses another noise before"
         raise ValueError(
-            f"validation: the noise of held-out losses was fixed at this run's first start for "
-            f"epsilon = {losses.target_epsilon:g}, and {planned} evaluations would spend "
+            f"validation.{key} = {asked:g}: the noise of held-out losses was "
+            f"fixed at this run's first start, and {planned} evaluations would spend "
             f"{rounded_up(spent)}; raise validation.freq, lower training.steps, or start afresh in "
             "another job.dump_folder"
         )
@@ -290,8 +291,7 @@ def refuse_delta_of_losses(config: JobConfig, heldout: int) -> None:
     if delta is None:
         delta, key = config.privacy.delta, "validation.publish_delta (unset: privacy.delta)"
     assert delta is not None
-    publishes = (validation.publish_epsilon, validation.publish_noise_multiplier) != (None, None)
-    if publishes and delta * heldout >= 1:
+    if publishing_key(config)[1] is not None and delta * heldout >= 1:
         word = unit_word(config)
         raise ValueError(
             f"{key} = {delta:g}: at least 1 / number of held-out {word}s ({1 / heldout:.2g}), "

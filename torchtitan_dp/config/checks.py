@@ -13,6 +13,7 @@ from torchtitan_dp.config.derived import (
     DEGREES,
     TRANSFORMERS,
     mesh_degrees,
+    publishing_key,
 )
 from torchtitan_dp.config.supported import Row, out_of_range, refuse, unsupported
 from torchtitan_dp.gradients.methods import METHODS
@@ -129,11 +130,9 @@ def _is_within(path: str, folder: str) -> bool:
 
 def _heldout(config: JobConfig) -> Iterator[Row]:
     """Yield the rows of validation and of the held-out loss that is published."""
-    validation, key = config.validation, "validation.publish_epsilon"
+    validation, (name, asked) = config.validation, publishing_key(config)
+    key, publishes = f"validation.{name}", asked is not None
     multiplier = validation.publish_noise_multiplier
-    publishes = validation.publish_epsilon is not None or multiplier is not None
-    if validation.publish_epsilon is None and publishes:
-        key = "validation.publish_noise_multiplier"
     yield (
         validation.publish_epsilon is not None and multiplier is not None,
         f"{key}: validation.publish_noise_multiplier = {multiplier} is set as well; remove one of "

@@ -162,6 +162,16 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
+def tool_parser(
+    prog: str,
+    doc: str | None,
+    epilog: str = "Any --section.key value of the configuration is taken too.",
+) -> argparse.ArgumentParser:
+    """Return the parser of a tool, described by the first line of its module's `doc`."""
+    first, *_ = (doc or "").splitlines()
+    return argparse.ArgumentParser(prog, description=first, epilog=epilog, allow_abbrev=False)
+
+
 def parse_known(
     parser: argparse.ArgumentParser, argv: list[str]
 ) -> tuple[argparse.Namespace, list[str]]:

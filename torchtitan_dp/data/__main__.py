@@ -11,7 +11,13 @@ import os
 import sys
 
 from torchtitan_dp.config.derived import unit_word
-from torchtitan_dp.config.load import exit_on_mistake, load_config, parse_known, write_json
+from torchtitan_dp.config.load import (
+    exit_on_mistake,
+    load_config,
+    parse_known,
+    tool_parser,
+    write_json,
+)
 from torchtitan_dp.data import store as stores
 from torchtitan_dp.data.console import amount, say, warn
 from torchtitan_dp.data.dataset import describe
@@ -50,9 +56,7 @@ def _prepare(options: argparse.Namespace, overrides: list[str]) -> None:
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the command's own options, and the configuration's command line."""
-    first, *_ = (__doc__ or "").splitlines()
-    parser = argparse.ArgumentParser("torchtitan-dp prepare", description=first, allow_abbrev=False)
-    parser.epilog = "Any --section.key value of the configuration is taken too."
+    parser = tool_parser("torchtitan-dp prepare", __doc__)
     parser.add_argument("--json", metavar="FILE", help="write the figures there; - is stdout")
     parser.add_argument("--list", action="store_true", help="list all stores of tokens")
     parser.add_argument("--delete", nargs="+", default=[], metavar="NAME", help="or `all`: erase")

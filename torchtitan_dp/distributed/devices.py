@@ -24,6 +24,12 @@ def cuda_devices() -> int:
     return torch.cuda.device_count()
 
 
+def default_processes() -> int:
+    """Return the number of processes of a run where none is given: one for each CUDA device, or 2
+    on a machine without. Opens no CUDA context."""
+    return cuda_devices() or 2
+
+
 def require_usable_devices() -> None:
     """Refuse a machine with CUDA devices that PyTorch cannot use.
 

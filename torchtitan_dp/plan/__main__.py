@@ -30,6 +30,7 @@ from torchtitan_dp.config.load import (
     load_config,
     parse_known,
     seeks_fewest_ranks,
+    tool_parser,
     write_json,
 )
 from torchtitan_dp.distributed.devices import cuda_devices, device_name, memory_bytes
@@ -45,12 +46,7 @@ from torchtitan_dp.selfcheck.run import start
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parse the plan's own options, and leave the configuration's command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan_dp.plan",
-        description=(__doc__ or "").splitlines()[0],
-        epilog="Any --section.key value of the configuration is taken too.",
-        allow_abbrev=False,
-    )
+    parser = tool_parser("python -m torchtitan_dp.plan", __doc__)
     for name, kind, metavar, says in (
         ("--world_size", int, "N", "processes, or --gpus; default: NGPU, else 1"),
         ("--ranks_here", int, "R", "that start here: exit with code 2 if the host is too small"),
@@ -115,9 +111,10 @@ def main(argv: list[str]) -> list[str]:
     memory_gib = options.memory_gib or (machine.memory_gib if machine else DEFAULT_GIB)
     # Kept noise takes memory, and how many bands `auto` is, follows from the report.
     waits = config.privacy.noise == "banded" and config.privacy.bands == "auto"
-    predicts_ranks = predicts or options.ranks_here or (machine and not options.choose)
-    many, found = world_size > 1 and config.privacy.enable and not waits, list[str]()
-    if many and predicts_ranks and seeks_fewest_ranks(overrides):
+    seeks = predicts or options.ranks_here or (machine and not options.choose)
+    can_seek = world_size > 1 and config.privacy.enable and not waits
+    found = list[str]()
+    if seeks and can_seek and seeks_fewest_ranks(overrides):
         with exit_on_mistake():
             found = ranks_a_sample(overrides, world_size, memory_gib, options.ranks_here)
             overrides = [*overrides, *found]
@@ -183,7 +180,7 @@ def ranks_a_sample(
         return fewest_ranks(overrides, world_size, gib)
     except ValueError:
         raise
-    except Exception as error:  # whatever it is, the run itself may work
+    except Exception as error:  # a run may work where its prediction does not
         print(
             "warning: parallelism.context_parallel_degree = 'auto': no memory could be predicted "
             f"({error!r}), so all ranks that are left share a sample; give their number",

@@ -238,10 +238,7 @@ def _grid(segments: tuple[GaussianSteps, ...], delta: float, rough: float) -> _G
     deviation = math.sqrt(2 * rough - 2 * log_delta) - math.sqrt(-2 * log_delta)
     wanted = min(0.04 * deviation / math.sqrt(steps), _COARSEST)
     log_tail = 10.0 * math.floor((log_delta + math.log(_TAIL / steps)) / 10)
-    rates = [s.sample_rate if s.round_steps == 1 else 1.0 for s in segments]
-    widest = max(
-        _one_step_loss(s.least_noise, q, log_tail) for s, q in zip(segments, rates, strict=True)
-    )
+    widest = max(_one_step_loss(s.least_noise, s.bounding_rate, log_tail) for s in segments)
     composed = 2 * loss_bound(segments, _TAIL * delta)
     interval = max(wanted, 2 * widest / _MAX_POINTS, composed / _MAX_COMPOSED_POINTS, _FINEST)
     return _Grid(2.0 ** math.floor(math.log2(interval)), log_tail)

@@ -73,8 +73,7 @@ def divergence(segments: Sequence[GaussianSteps]) -> np.ndarray:
     """Compute the Renyi divergence of all segments together at each of `ORDERS`: float64."""
     total = np.zeros_like(ORDERS)
     for segment in segments:
-        rate = segment.sample_rate if segment.round_steps == 1 else 1.0
-        total += segment.steps * _rdp(segment.least_noise, rate)
+        total += segment.steps * _rdp(segment.least_noise, segment.bounding_rate)
     return total
 
 

@@ -57,6 +57,12 @@ class GaussianSteps:
         return self.noise_multiplier / (1.0 if self.ratios is None else self.ratios.largest)
 
     @property
+    def bounding_rate(self) -> float:
+        """The rate at which Poisson sampling surely spends as much a step or a round: of a round,
+        every unit takes part (`allocation`)."""
+        return self.sample_rate if self.round_steps == 1 else 1.0
+
+    @property
     def order(self) -> tuple[float, float, int, float, int]:
         """The key that steps are sorted by: the least noise first, exact norms first."""
         rarity = 0.0 if self.ratios is None else 1 / self.ratios.largest

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.load import exit_on_mistake, fail, write_json
+from torchtitan_dp.config.load import exit_on_mistake, fail, tool_parser, write_json
 from torchtitan_dp.distributed import devices
 from torchtitan_dp.distributed.agreement import shared_root_key
 from torchtitan_dp.distributed.cpu import has_accelerator
@@ -79,12 +79,8 @@ def main(argv: list[str]) -> None:
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parse selfcheck's own options, and return the configuration's command line too, if any."""
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan_dp.selfcheck",
-        description=(__doc__ or "").splitlines()[0],
-        epilog="With --config any --section.key value of the configuration is taken too.",
-        allow_abbrev=False,
-    )
+    keys = "With --config any --section.key value of the configuration is taken too."
+    parser = tool_parser("python -m torchtitan_dp.selfcheck", __doc__, keys)
     given = "the TOML of a run: check what it would use (default: every gradient method)"
     shared = "of the process group, for ranks that share a device: cpu:gloo,cuda:gloo"
     parser.add_argument("--config", "--job.config_file", dest="config", metavar="FILE", help=given)

@@ -31,8 +31,8 @@ from rich.table import Table
 
 from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.config.derived import unit_word
-from torchtitan_dp.config.load import exit_on_mistake, parse_known, write_json
-from torchtitan_dp.distributed.devices import cuda_devices
+from torchtitan_dp.config.load import exit_on_mistake, parse_known, tool_parser, write_json
+from torchtitan_dp.distributed.devices import default_processes
 from torchtitan_dp.ledger.files import read_published
 from torchtitan_dp.ledger.runs import Total, total
 from torchtitan_dp.privacy.accounting import rounded_up
@@ -71,12 +71,8 @@ def main(argv: list[str]) -> int:
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the options, and the command line of all trials."""
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan_dp.tune",
-        description=(__doc__ or "").splitlines()[0],
-        epilog="Any --section.key value of the configuration is taken too, for all trials.",
-        allow_abbrev=False,
-    )
+    keys = "Any --section.key value of the configuration is taken too, for all trials."
+    parser = tool_parser("python -m torchtitan_dp.tune", __doc__, keys)
     parser.add_argument(
         "--epsilon", type=float, required=True, metavar="E", help="of all trials together"
     )
@@ -97,7 +93,7 @@ def _processes() -> int:
     """Return the number of processes of each trial, as `torchtitan_dp train` chooses it."""
     given = os.environ.get("NGPU", "auto")
     if given == "auto":
-        return cuda_devices() or 2
+        return default_processes()
     if not (given.isdecimal() and int(given) > 0):
         raise ValueError(f"NGPU = '{given}': must be 1 or more, or auto")
     return int(given)

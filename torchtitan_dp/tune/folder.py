@@ -23,7 +23,7 @@ from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import write_atomically
 from torchtitan_dp.tune.trials import Noise, Search, Trial
 
-TRIAL_FILE = "trial.json"  # in a trial's folder, from before its first start: what it tries
+TRIAL_FILE = "trial.json"  # in a trial's folder, from before its first start: the keys tried
 
 
 @dataclass

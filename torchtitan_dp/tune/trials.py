@@ -141,7 +141,7 @@ def grid(tries: Sequence[str]) -> list[dict[str, str]]:
     {'training.global_batch_size': '128', 'training.steps': '25'}
 
     Raises:
-        ValueError: one line; it cannot be read, or a trial would say the same as another.
+        ValueError: one line; it cannot be read, or two trials would be the same.
     """
     axes, names = [], []
     for text in tries:
