@@ -3,17 +3,17 @@
     python scripts/seconds.py [--rounds R] [--only debug] [--json FILE]
     python scripts/seconds.py --paper | --meshes [--only 8b] | --lengths
 
-Ranks of a number of processes calibrate, then take steps of all settings in turns, and calibrate
-again; a prediction is of the mean of both, measured is the median of all rounds. Every step has a
-draw of a fixed size, for timing only. The others measure nothing. `--paper` predicts LongShield's
+In each round the ranks calibrate, then take a step of every setting, so that a prediction is of the
+machine as it was in that round; reported are medians of rounds. Every step has a draw of a fixed
+size, for timing only. The others measure nothing. `--paper` predicts LongShield's
 lines (table 5, on four H100) beside its figures; `--meshes` what `plan --choose` finds for each
 shipped configuration beside all ranks on each sample; `--lengths` hours by length and GPUs.
 """
 
 import argparse
-import dataclasses
 import itertools
 import json
+import operator
 import platform
 import statistics
 import sys
@@ -37,9 +37,12 @@ from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.plan.calibration import calibrate
 from torchtitan_dp.plan.choose import Choice, Draws, choose
+from torchtitan_dp.plan.fake_step import fake_world
 from torchtitan_dp.plan.machines import MACHINES, Machine
 from torchtitan_dp.plan.memory import GIB
-from torchtitan_dp.plan.seconds import predict_step
+from torchtitan_dp.plan.peaks import step_of
+from torchtitan_dp.plan.seconds import predict_step, step_seconds
+from torchtitan_dp.plan.work import Counting
 
 CONFIG = Path(__file__).resolve().parents[1] / "train_configs" / "llama3_debug.toml"
 UNITS = 10_000  # records that a step's are drawn from
@@ -86,49 +89,42 @@ CASES = (
 
 
 def measure(cases: list[Case], folder: str, rounds: int) -> tuple[list[list[float]], list[Machine]]:
-    """On every rank: seconds of a step of each case, by round, and the machine before and after."""
+    """On every rank: seconds of a step of each case, by round, and the machine at each round."""
     from torchtitan_dp.distributed.devices import device_name
 
     device, steps = torch.device("cpu"), []
     for case in cases:
         steps.append(build(ARMS[case.arm], case.setting, f"{folder}/{len(steps)}"))
     machines, found = [], [list[float]() for _ in cases]
-    for one in range(rounds + 1):  # the first warms up
-        if one in (1, rounds):
-            machines.append(calibrate(device, device_name(device), 1.0))
+    for _ in range(rounds + 1):  # the first warms up
+        machines.append(calibrate(device, device_name(device), 1.0))
         for case, step, times in zip(cases, steps, found, strict=True):
             with draws_of_fixed_size(case.setting.records):
                 times.append(seconds_of(step, 1))
-    return [times[1:] for times in found], machines
-
-
-def mean(one: Machine, other: Machine) -> Machine:
-    """Of two calibrations: the geometric mean of rates."""
-    rates = {
-        kind: tuple(
-            (size, (rate * again) ** 0.5)
-            for (size, rate), (_, again) in zip(curve, other.rates[kind], strict=True)
-        )
-        for kind, curve in one.rates.items()
-    }
-    return dataclasses.replace(one, rates=rates)
+    return [times[1:] for times in found], machines[1:]
 
 
 def rows(cases: list[Case], rounds: int) -> list[dict[str, Any]]:
     """Measure and predict the cases of one number of processes."""
     (processes,) = {case.processes for case in cases}
     measured, machines = on_processes(processes, measure, cases, rounds=rounds)[0]
-    machine, found = mean(*machines), []
+    found = []
     for case, times in zip(cases, measured, strict=True):
         config = load_config(case.setting.arguments(ARMS[case.arm], "unused"), processes)
-        _, step = predict_step(config, shape(config), processes, machine, case.microbatches)
-        median = statistics.median(times)
+        counting, args = Counting(), shape(config)
+        with fake_world(processes, like_cuda=False, repeated=counting.repeated):
+            _, work = step_of(config, args, counting)
+        of = work, config, args.n_layers + 2, case.microbatches
+        steps = [step_seconds(*of, machine) for machine in machines]
+        predicted = [step.total for step in steps]
+        ratio = statistics.median(map(operator.truediv, predicted, times))
         found.append(
             case._asdict()
-            | {"measured": median, "rounds": times, "predicted": step.total}
-            | {"ratio": step.total / median, "parts": step.parts}
+            | {"measured": statistics.median(times), "rounds": times}
+            | {"predicted": statistics.median(predicted), "by_round": predicted}
+            | {"ratio": ratio, "parts": steps[-1].parts}
         )
-        show(f"{case}: {found[-1]['ratio']:.2f}")
+        show(f"{case}: {ratio:.2f}")
     return found
 
 

@@ -142,6 +142,7 @@ fault_tolerance.enable
 privacy.accountant=gdp
 privacy.projections=4
 privacy.bands=4 → only correlated noise has bands
+privacy.bands_for=checkpoints → needs checkpoints, and noise that is correlated
 privacy.noise=banded privacy.target_epsilon=None privacy.noise_multiplier=1 → privacy.bands = 'auto'
 privacy.noise=banded privacy.secure_noise → privacy.secure_noise = true
 privacy.clipping_groups=* → 'flat' clips all as one group

@@ -12,6 +12,7 @@ All cells would be millions. By default every allowed pair of values meets in so
 import functools
 import itertools
 import math
+from unittest import mock
 
 import pytest
 
@@ -91,7 +92,12 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         "chunks": ["--training.loss_chunk_tokens=5"],
         "whole": ["--training.loss_chunk_tokens=0"],
     },
-    "gathered": {"each time": [], "once a step": ["--parallelism.keep_weights_gathered"]},
+    # At once: on one rank, where a small model is one FSDP2 group.
+    "gathered": {
+        "each time": [],
+        "at once": [],
+        "once a step": ["--parallelism.keep_weights_gathered"],
+    },
     "compiled": {"no": [], "yes": ["--compile.enable", "--compile.backend=aot_eager"]},
 }
 MODELS: dict[str, dict[str, object]] = {
@@ -164,7 +170,9 @@ def excesses(cells: list[Cell]) -> dict[str, dict[str, float]]:
         overrides = [option for axis, value in cell.items() for option in OPTIONS[axis][value]]
         changes = dict(MODELS[cell["model"]])
         family = changes.pop("family", "llama3")
-        excess = excess_on_this_rank(MESHES[cell["mesh"]], overrides, changes, family)
+        at_most = 2**24 if cell["gathered"] == "at once" else 0
+        with mock.patch("torchtitan_dp.models.parallelize.IN_ONE_GROUP", at_most):
+            excess = excess_on_this_rank(MESHES[cell["mesh"]], overrides, changes, family)
         if excess:
             found[", ".join(f"{axis}: {value}" for axis, value in cell.items())] = excess
     return found

@@ -50,17 +50,19 @@ class Inner(torch.optim.SGD):
         return super().step(closure)
 
 
-def steps(degrees, overrides, changes, reshard=False):
+def steps(degrees, overrides, changes, reshard=False, one_group=0):
     """The weights and losses of three steps, how many groups' weights each microbatch of the first
     made whole, and what was found at each update.
 
     Args:
         reshard: free all that is gathered before each step, without the package.
+        one_group: the most values of a model that is gathered as a whole on one rank.
     """
     from tests import build
 
     args = dataclasses.replace(build.ARGS, **changes)
-    built = build.build(degrees, *overrides, args=args)
+    with mock.patch("torchtitan_dp.models.parallelize.IN_ONE_GROUP", one_group):
+        built = build.build(degrees, *overrides, args=args)
     inner, seen = Inner(built), []
     optimizer = built.step.optimizer(inner, noise_multiplier=0.1, expected_batch_size=4)
     tokens_NT, labels_NT = build.data(samples=4)
@@ -122,6 +124,21 @@ def test_weights_are_gathered_once_a_step_and_change_no_bit(way):
         assert min(made_whole) >= groups
         assert held == 0
         assert all(freed)
+
+
+def as_one_group_and_by_blocks(overrides):
+    at_once = steps((1, 1, 1), overrides, {}, one_group=2**24)
+    by_blocks = steps((1, 1, 1), overrides, {})
+    return all(map(torch.allclose, at_once[0], by_blocks[0])), at_once[1:]
+
+
+@pytest.mark.parametrize("overrides", [MICROBATCH, GRAD_SAMPLE, (*MICROBATCH, FULL)], ids=str)
+def test_a_small_model_on_one_rank_is_gathered_at_once_a_step(overrides):
+    ((same, (made_whole, freed, held)),) = on_ranks(1, as_one_group_and_by_blocks, overrides)
+    assert same
+    assert made_whole == [1] + [0] * (len(made_whole) - 1)
+    assert held == 21
+    assert all(freed)
 
 
 def without_reshards(degrees):

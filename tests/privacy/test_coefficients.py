@@ -27,6 +27,8 @@ from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.noise import add_gaussian_noise_
 
 VALUES = 20_000
+SAVED = ("--privacy.bands_for=checkpoints", "--privacy.noise=banded", "--privacy.bands=4")
+SAVED += ("--checkpoint.enable",)
 RUNS = [*itertools.product((160, 400, 1_000), (4, 16))]
 
 
@@ -84,26 +86,61 @@ def test_the_shares_are_those_of_the_optimizer(beta, ema, schedule):
     for step in range(24):
         gradients = (torch.full((VALUES,), float(step == at)) for at in range(24))
         moved.append(-trained(config, gradients)[0].item())
-    assert np.allclose(shares_of_steps(config), np.array(moved) / max(moved), rtol=1e-4)
+    (shares,) = shares_of_steps(config)
+    assert np.allclose(shares, np.array(moved) / max(moved), rtol=1e-4)
     longer = run(24, *options, *schedule)
     assert (shares_of_steps(longer) == shares_of_steps(config)) == (not schedule)
 
 
 def test_the_shares_of_a_run_without_a_schedule_are_those_of_a_sum():
     flat = ("--optimizer.beta1=0", "--optimizer.weight_decay=0", "--lr_scheduler.min_lr_factor=1")
-    assert shares_of_steps(run(30, *flat, "--lr_scheduler.warmup_steps=0")) == (1.0,) * 30
+    assert shares_of_steps(run(30, *flat, "--lr_scheduler.warmup_steps=0")) == ((1.0,) * 30,)
 
 
 def test_a_warm_up_longer_than_the_run_is_cut_as_torchtitan_cuts_it():
     late = ("--lr_scheduler.warmup_steps=200", "--lr_scheduler.decay_ratio=0.5")
-    shares = shares_of_steps(run(5, *late, "--optimizer.beta1=0", "--optimizer.weight_decay=0"))
+    (shares,) = shares_of_steps(run(5, *late, "--optimizer.beta1=0", "--optimizer.weight_decay=0"))
     assert shares == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
 
 
-@pytest.mark.parametrize("bands, steps", [(2, 9), (6, 30), (10, 4)])
+def test_of_checkpoints_each_has_the_shares_of_a_run_until_then():
+    options = ("--optimizer.weight_decay=5", "--ema.enable", "--ema.decay=0.9")
+    config, moved = run(20, *options, *SAVED, "--checkpoint.interval=8"), []
+    for step in range(20):
+        gradients = [torch.full((VALUES,), float(step == at)) for at in range(20)]
+        moved.append([-trained(config, gradients[:end])[0].item() for end in (8, 16, 20)])
+    expected = np.array(moved).T
+    assert np.allclose(shares_of_steps(config), expected / expected.max(), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("interval, ends", [(1, range(4, 100, 4)), (7, range(7, 100, 7))])
+def test_of_many_checkpoints_every_few_are_looked_at(interval, ends):
+    rows = shares_of_steps(run(100, *SAVED, f"--checkpoint.interval={interval}"))
+    assert [np.flatnonzero(row)[-1] + 1 for row in rows] == [*ends, 100]
+
+
+def test_bands_for_checkpoints_leave_less_noise_in_them_and_more_in_the_last():
+    last = run(60, "--checkpoint.interval=10")
+    both = last, run(60, *SAVED, "--checkpoint.interval=10")
+    for_last, for_all = (found_for(shares_of_steps(config), 16) for config in both)
+    of_last, of_all = map(shares_of_steps, both)
+    assert noise_in_weights(for_all, of_all) < 0.99 * noise_in_weights(for_last, of_all)
+    assert noise_in_weights(for_last, of_last) < 0.99 * noise_in_weights(for_all, of_last)
+
+
+def test_noise_in_several_weights_is_the_root_mean_square():
+    rows, column = np.random.default_rng(0).normal(size=(3, 20)), cut_off(5)
+    squares = [(noise_in_weights(column, row) * np.linalg.norm(row)) ** 2 for row in rows]
+    assert noise_in_weights(column, rows) == pytest.approx(
+        math.sqrt(sum(squares)) / np.linalg.norm(rows)
+    )
+
+
+@pytest.mark.parametrize("bands, steps", [(2, 9), (6, 30), (10, 4), (6, (3, 30))])
 def test_the_objective_has_this_gradient(bands, steps):
     rng = np.random.default_rng(bands)
-    rest, shares = rng.normal(scale=0.2, size=bands - 1), rng.normal(size=steps)
+    rest, shares = rng.normal(scale=0.2, size=bands - 1), np.atleast_2d(rng.normal(size=steps))
+    steps = shares.shape[1]
     value, slope = coefficients._objective(rest, shares)
     column = (1.0, *rest)
     in_weights = noise_in_weights(column, shares) * np.linalg.norm(shares)

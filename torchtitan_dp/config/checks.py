@@ -292,6 +292,12 @@ def _privacy(config: JobConfig) -> Iterator[Row]:
         "the key",
     )
     yield (
+        privacy.bands_for == "checkpoints"
+        and not (privacy.noise == "banded" and config.checkpoint.enable),
+        "privacy.bands_for: it needs checkpoints, and noise that is correlated; set "
+        "checkpoint.enable and privacy.noise = 'banded', or remove the key",
+    )
+    yield (
         config.training.global_batch_size < 1,
         "training.global_batch_size: set the expected number of records in a step (it is also the "
         "update's divisor)",

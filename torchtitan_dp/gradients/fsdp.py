@@ -230,6 +230,11 @@ def free_gathered(model: nn.Module) -> None:
         module.reshard()
 
 
+def is_one_group(model: nn.Module) -> bool:
+    """Return whether FSDP2 gathers and reduces a model as a whole."""
+    return fsdp_modules(model) == [model]
+
+
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     """List the modules of a model that FSDP2 shards."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]

@@ -33,7 +33,7 @@ from torchtitan_dp.distributed.attention import (
 from torchtitan_dp.distributed.offload import InputsOnHost
 from torchtitan_dp.distributed.ring import Shard
 from torchtitan_dp.distributed.torchtitan_private import operations_to_save
-from torchtitan_dp.gradients.fsdp import fsdp_modules, keep_gathered
+from torchtitan_dp.gradients.fsdp import fsdp_modules, is_one_group, keep_gathered
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.models import rms_norm
 from torchtitan_dp.models.causal_lm.model import CausalLM
@@ -168,8 +168,14 @@ def fsdp_mesh(parallel_dims: ParallelDims) -> DeviceMesh:
     return mesh_of_this_rank(device_type, "fsdp") if mesh is None else mesh
 
 
+IN_ONE_GROUP = 2**24
+"""The most values of a model that is one FSDP2 group on a mesh of one rank, where nothing is sent:
+hooks of groups would take as long as their blocks."""
+
+
 def fsdp_groups(model: PrivateModel) -> list[list[nn.Module]]:
-    """List the modules that are gathered and reduced together, in order of use."""
+    """List the modules that are gathered and reduced together, in order of use, unless the model is
+    one group."""
     blocks = [[block] for block in model.layers.children()]
     if model.model_args.tie_embeddings:
         # One group: a tied weight in two would be untied (silently on torch 2.11).
@@ -180,9 +186,10 @@ def fsdp_groups(model: PrivateModel) -> list[list[nn.Module]]:
 def trained_fsdp_modules(model: PrivateModel) -> list[FSDPModule]:
     """Return one module of each FSDP2 group that has something to train: those that reduce
     gradients."""
+    groups = [[model]] if is_one_group(model) else fsdp_groups(model)
     return [
         cast(FSDPModule, group[0])
-        for group in fsdp_groups(model)
+        for group in groups
         if any(p.requires_grad for module in group for p in module.parameters())
     ]
 
@@ -196,12 +203,14 @@ def _apply_fsdp(model: PrivateModel, mesh: DeviceMesh, job_config: JobConfig) ->
         if not parameter.requires_grad and canonical_name(name) in kept
     }
     policy = job_config.parallelism.fsdp_reshard_after_forward
-    keep = job_config.privacy.enable and job_config.parallelism.keep_weights_gathered
+    at_once = mesh.size() == 1 and sum(p.numel() for p in model.parameters()) <= IN_ONE_GROUP
+    keep = job_config.parallelism.keep_weights_gathered or at_once
+    keep = keep and job_config.privacy.enable
     mp_policy = MixedPrecisionPolicy(
         param_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
         reduce_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_reduce],
     )
-    for group in fsdp_groups(model):
+    for group in [] if at_once else fsdp_groups(model):
         # As in TorchTitan: the output layer is needed again at once.
         stays_gathered = keep or (model.output in group and policy != "always")
         fully_shard(

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from torchtitan_dp.collectives import all_gather
@@ -24,6 +25,8 @@ from torchtitan_dp.plan.machines import Link, Machine
 from torchtitan_dp.plan.tracker import LocalOperators
 from torchtitan_dp.plan.work import ATTENTION, ATTENTION_BACKWARD, MEMORY, NEW, PRODUCT, Counting
 from torchtitan_dp.privacy.noise import add_gaussian_noise_
+
+BLOCKS = 8  # of the small step
 
 
 def calibrate(device: torch.device, name: str, memory_gib: float) -> Machine:
@@ -51,11 +54,11 @@ def calibrate(device: torch.device, name: str, memory_gib: float) -> Machine:
             seconds = timed(_in_turn(multiply, x, [1.0] * len(x)), _calls(moved))
             rates.setdefault(kind, []).append((moved, moved / seconds))
     rates["noise"] = [(0, _noise(timed, device))]
-    launch = _launch(timed)
+    step = _step(mesh_of_this_rank(device.type, "alone"))
+    alone = timed(step, calls=3)
+    launch, link = _launch(alone, step), _link(timed, alone)
     curves = {kind: tuple(points) for kind, points in rates.items()}
-    return Machine(
-        name, memory_gib, dist.get_world_size(), curves, launch, _link(timed), None, is_cuda
-    )
+    return Machine(name, memory_gib, dist.get_world_size(), curves, launch, link, None, is_cuda)
 
 
 class _Clock:
@@ -132,29 +135,28 @@ class _Operations(LocalOperators):
         self.counting(func, args, kwargs, result)
 
 
-def _launch(timed: _Clock) -> float:
-    """Time a small operation in a training step: under autograd, in modules, some of FSDP2."""
-    mesh = mesh_of_this_rank(timed.device.type, "alone")
-    width, layers = 32, 8
+def _step(mesh: DeviceMesh) -> Callable[[], None]:
+    """Return a small training step: under autograd, in modules, in `BLOCKS` groups of FSDP2."""
+    width, device = 32, mesh.device_type
 
     def block() -> nn.Module:
         first, last = nn.Linear(width, width), nn.Linear(width, width)
         return nn.Sequential(nn.RMSNorm(width), first, nn.SiLU(), last)
 
-    blocks = [block() for _ in range(layers)]
-    model = nn.Sequential(*blocks).to(timed.device)
+    blocks = [block() for _ in range(BLOCKS)]
+    model = nn.Sequential(*blocks).to(device)
     for module in (*blocks, model):
         fully_shard(module, mesh=mesh)
-    x = torch.ones(1, width, width, device=timed.device)
+    x = torch.ones(1, width, width, device=device)
+    return lambda: model(x).sum().backward()
 
-    def step() -> None:
-        model(x).sum().backward()
 
-    step()
+def _launch(seconds: float, step: Callable[[], None]) -> float:
+    """Return the seconds of an operation of a step that takes so many."""
     operations = _Operations()
     with operations:
         step()
-    return timed(step, calls=3) / sum(operations.counting.take().values())
+    return seconds / sum(operations.counting.take().values())
 
 
 def _noise(timed: _Clock, device: torch.device) -> float:
@@ -164,8 +166,9 @@ def _noise(timed: _Clock, device: torch.device) -> float:
     return flat.numel() / timed(lambda: add_gaussian_noise_(flat, **terms))  # type: ignore[arg-type]
 
 
-def _link(timed: _Clock) -> Link:
-    """Time all-gathers of little and of much."""
+def _link(timed: _Clock, alone: float) -> Link:
+    """Time all-gathers of little and of much. A call takes what it adds to a step that takes so
+    long `alone`: there ranks come late, one after the other, and threads must wake."""
     ranks, world = dist.get_world_size(), dist.group.WORLD
     if world is None or ranks == 1:
         return Link(math.inf, 0.0)
@@ -174,4 +177,6 @@ def _link(timed: _Clock) -> Link:
         return functools.partial(all_gather, torch.zeros(numel, device=timed.device), world)
 
     few, many = timed(gathering(64), calls=20), timed(gathering(2**22))
-    return Link(4 * 2**22 * (ranks - 1) / (many - few), few)
+    together = timed(_step(init_device_mesh(timed.device.type, (ranks,))), calls=3)
+    calls = 3 * BLOCKS  # gathered forward and backward, reduced
+    return Link(4 * 2**22 * (ranks - 1) / (many - few), max(few, (together - alone) / calls))

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import mesh_degrees
+from torchtitan_dp.gradients.fsdp import is_one_group
 from torchtitan_dp.models.families import ModelArgs
 from torchtitan_dp.plan.fake_step import Step, fake_world
 from torchtitan_dp.plan.memory import communicators, limit_bytes
@@ -90,9 +91,11 @@ class Model:
         """Predict the peak of microbatch and update, in all and by category."""
         return max(self.update, self.microbatch(seq_len).peak, key=lambda found: found[0])
 
-    def kept_gathered(self, seq_len: int) -> int:
+    def kept_gathered(self, seq_len: int) -> int | None:
         """Bound that peak, were the weights kept gathered within a step, as if the buffers of the
-        last gather were there all the time."""
+        last gather were there all the time; None if they are, in a model of one group."""
+        if is_one_group(self._step.model):
+            return None
         without = self.microbatch(seq_len).bytes_without_gathered
         return max(self.update[0], without + self._step.gathered_bytes)
 

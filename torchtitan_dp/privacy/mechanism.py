@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from torchtitan_dp.privacy.banded import INDEPENDENT
 from torchtitan_dp.privacy.coefficients import (
+    Shares,
     column_norm,
     cut_off,
     noise_in_step,
@@ -195,7 +196,7 @@ class BandedGaussian(PoissonGaussian):
         in_step = self.noise_multiplier * noise_in_step(self.column, steps)
         return in_step, self.noise_in_weights([1.0] * steps)
 
-    def noise_in_weights(self, shares: Sequence[float]) -> float:
+    def noise_in_weights(self, shares: Shares) -> float:
         return self.noise_multiplier * noise_in_weights(self.column, shares)
 
     def at(self, step: int) -> Mechanism:

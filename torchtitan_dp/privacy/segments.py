@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torchtitan_dp.privacy.banded import INDEPENDENT
+from torchtitan_dp.privacy.coefficients import Shares
 from torchtitan_dp.privacy.randomized import Ratios
 from torchtitan_dp.privacy.settings import Privacy
 
@@ -176,9 +177,9 @@ class Mechanism(ABC):
         root mean square, and that of the sum of all steps over sqrt(steps)."""
         return self.noise_multiplier, self.noise_multiplier
 
-    def noise_in_weights(self, shares: Sequence[float]) -> float:
+    def noise_in_weights(self, shares: Shares) -> float:
         """Return the standard deviation, over C, of independent noise that would leave as much in
-        weights in which each step's has one of these shares."""
+        weights in which each step's has one of these shares, a root mean square over rows."""
         return self.noise_multiplier
 
     def at(self, step: int) -> "Mechanism":

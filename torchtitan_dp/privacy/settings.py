@@ -48,6 +48,11 @@ class Privacy:
     … rounds of groups in the run, the fewest within 10% of the least noise in the exported weights
     at `target_epsilon`, which the plan names."""
 
+    bands_for: Literal["export", "checkpoints"] = "export"
+    """The weights in which bands leave the least noise: `export`: those that the run ends with.
+    `checkpoints`: those of all its checkpoints, by the mean square; for a run whose checkpoint is
+    chosen later, or that may end early."""
+
     sampling: Literal["poisson", "allocation"] = "poisson"
     """`poisson`: each step draws every unit by a coin of its own. `allocation` (random allocation):
     in each round of t = 1 / q steps, rounded, every unit takes part in exactly one step, chosen
