@@ -9,8 +9,10 @@ import math
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
+from scipy.special import logsumexp
 
 import torchtitan_dp.audit.__main__ as audit
 import torchtitan_dp.distributed  # noqa: F401
@@ -25,10 +27,13 @@ from torchtitan_dp.gradients.fsdp import ReduceScatterOverCP
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.gradients.randomized_norm import RandomizedNorms
 from torchtitan_dp.models.lora import LoRA
+from torchtitan_dp.privacy.accounting import compose
 from torchtitan_dp.privacy.clipping import clip
 from torchtitan_dp.privacy.coefficients import found_for
 from torchtitan_dp.privacy.keys import RootKey
-from torchtitan_dp.privacy.mechanism import PoissonGaussian, mechanism_of
+from torchtitan_dp.privacy.lower_bounds import rate_upper_bound
+from torchtitan_dp.privacy.mechanism import AllocatedGaussian, PoissonGaussian, mechanism_of
+from torchtitan_dp.privacy.segments import Segment
 
 SIGMA = 1.0
 
@@ -285,6 +290,41 @@ def test_row35_and_75_with_estimated_norms_the_claim_is_a_mixtures(fault, estima
         assert max(bounds.values()) <= claim
         assert bounds["norm_100C"] > 0.1
         assert bounds["not_a_number"] < 0.1
+
+
+SIGMA_OF_ROUND, ROUND, DELTA = 0.7, 4, 0.1
+
+
+def bounds_on_a_round(trials):
+    """The epsilon that trials of a round of random allocation prove at `DELTA`: of an attacker who
+    has all its steps and does not know the unit's, and of one who does."""
+    mechanism = AllocatedGaussian(SIGMA_OF_ROUND, 1 / ROUND, round_steps=ROUND)
+    claim = compose([Segment(mechanism, ROUND)], delta=DELTA, accountant="pld")
+    terms = {"batch_size": 1, "degrees": (1, 1, 1), "root": RootKey.from_debug_seed(7)}
+    privacy = Privacy(gradient_method="microbatch", sampling="allocation", max_grad_norm=0.5)
+    game = Game(privacy, mechanism, **terms)
+    case = game.cases[0]  # of one unit alone
+    without, with_it = (
+        game.scores(case, case.without_UPN, trials * ROUND).reshape(trials, ROUND) for _ in range(2)
+    )
+    secret = np.random.default_rng(0).integers(ROUND, size=trials)
+    with_it[np.arange(trials), secret] = game.scores(case, case.with_UPN, trials)
+    losses, losses_with = ((x - 0.5) / SIGMA_OF_ROUND**2 for x in (without, with_it))
+
+    def proven(losses, losses_with):
+        errors = int((losses >= claim).sum()), int((losses_with < claim).sum())
+        alarms, missed = (rate_upper_bound(n, trials, 0.995) for n in errors)
+        return math.log(max(1 - missed - DELTA, 1e-9) / alarms)
+
+    hidden = proven(*(logsumexp(x, 1) - math.log(ROUND) for x in (losses, losses_with)))
+    known = proven(losses[:, 0], losses_with[np.arange(trials), secret])
+    return hidden, known, claim
+
+
+def test_row35_and_74_a_hidden_step_of_a_round_proves_less_than_the_claim():
+    """And a known one more: that a unit's step is secret is what allocation is accounted for."""
+    ((hidden, known, claim),) = on_ranks(1, bounds_on_a_round, 1000)
+    assert 0 < hidden < claim < known
 
 
 def estimated_matrices(adapters):

@@ -16,7 +16,6 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from torchtitan_dp.collectives import all_gather
@@ -25,8 +24,6 @@ from torchtitan_dp.plan.machines import Link, Machine
 from torchtitan_dp.plan.tracker import LocalOperators
 from torchtitan_dp.plan.work import ATTENTION, ATTENTION_BACKWARD, MEMORY, NEW, PRODUCT, Counting
 from torchtitan_dp.privacy.noise import add_gaussian_noise_
-
-BLOCKS = 8  # of the small step
 
 
 def calibrate(device: torch.device, name: str, memory_gib: float) -> Machine:
@@ -54,11 +51,11 @@ def calibrate(device: torch.device, name: str, memory_gib: float) -> Machine:
             seconds = timed(_in_turn(multiply, x, [1.0] * len(x)), _calls(moved))
             rates.setdefault(kind, []).append((moved, moved / seconds))
     rates["noise"] = [(0, _noise(timed, device))]
-    step = _step(mesh_of_this_rank(device.type, "alone"))
-    alone = timed(step, calls=3)
-    launch, link = _launch(alone, step), _link(timed, alone)
+    launch = _launch(timed)
     curves = {kind: tuple(points) for kind, points in rates.items()}
-    return Machine(name, memory_gib, dist.get_world_size(), curves, launch, link, None, is_cuda)
+    return Machine(
+        name, memory_gib, dist.get_world_size(), curves, launch, _link(timed), None, is_cuda
+    )
 
 
 class _Clock:
@@ -135,28 +132,28 @@ class _Operations(LocalOperators):
         self.counting(func, args, kwargs, result)
 
 
-def _step(mesh: DeviceMesh) -> Callable[[], None]:
-    """Return a small training step: under autograd, in modules, in `BLOCKS` groups of FSDP2."""
-    width, device = 32, mesh.device_type
+def _launch(timed: _Clock) -> float:
+    """Time a small operation in a training step: under autograd, in modules, in one FSDP2 group, as
+    a small model is."""
+    mesh = mesh_of_this_rank(timed.device.type, "alone")
+    width, layers = 32, 8
 
     def block() -> nn.Module:
         first, last = nn.Linear(width, width), nn.Linear(width, width)
         return nn.Sequential(nn.RMSNorm(width), first, nn.SiLU(), last)
 
-    blocks = [block() for _ in range(BLOCKS)]
-    model = nn.Sequential(*blocks).to(device)
-    for module in (*blocks, model):
-        fully_shard(module, mesh=mesh)
-    x = torch.ones(1, width, width, device=device)
-    return lambda: model(x).sum().backward()
+    model = nn.Sequential(*(block() for _ in range(layers))).to(timed.device)
+    fully_shard(model, mesh=mesh)
+    x = torch.ones(width, width, device=timed.device)
 
+    def step() -> None:
+        model(x).sum().backward()
 
-def _launch(seconds: float, step: Callable[[], None]) -> float:
-    """Return the seconds of an operation of a step that takes so many."""
+    step()
     operations = _Operations()
     with operations:
         step()
-    return seconds / sum(operations.counting.take().values())
+    return timed(step, calls=3) / sum(operations.counting.take().values())
 
 
 def _noise(timed: _Clock, device: torch.device) -> float:
@@ -166,9 +163,8 @@ def _noise(timed: _Clock, device: torch.device) -> float:
     return flat.numel() / timed(lambda: add_gaussian_noise_(flat, **terms))  # type: ignore[arg-type]
 
 
-def _link(timed: _Clock, alone: float) -> Link:
-    """Time all-gathers of little and of much. A call takes what it adds to a step that takes so
-    long `alone`: there ranks come late, one after the other, and threads must wake."""
+def _link(timed: _Clock) -> Link:
+    """Time all-gathers of little and of much."""
     ranks, world = dist.get_world_size(), dist.group.WORLD
     if world is None or ranks == 1:
         return Link(math.inf, 0.0)
@@ -177,6 +173,4 @@ def _link(timed: _Clock, alone: float) -> Link:
         return functools.partial(all_gather, torch.zeros(numel, device=timed.device), world)
 
     few, many = timed(gathering(64), calls=20), timed(gathering(2**22))
-    together = timed(_step(init_device_mesh(timed.device.type, (ranks,))), calls=3)
-    calls = 3 * BLOCKS  # gathered forward and backward, reduced
-    return Link(4 * 2**22 * (ranks - 1) / (many - few), max(few, (together - alone) / calls))
+    return Link(4 * 2**22 * (ranks - 1) / (many - few), few)
