@@ -1,11 +1,13 @@
 """The seconds of a step, predicted and measured, on this machine.
 
     python scripts/seconds.py [--rounds R] [--only debug] [--json FILE]
+    python scripts/seconds.py --sharing [--rounds R]
     python scripts/seconds.py --paper | --meshes [--only 8b] | --lengths
 
 In each round the ranks calibrate, then take a step of every setting, so that a prediction is of the
 machine as it was in that round; reported are medians of rounds. Every step has a draw of a fixed
-size, for timing only. The others measure nothing. `--paper` predicts LongShield's
+size, for timing only. `--sharing` takes steps of four processes in turns, in which all share each
+sample, or one has it alone. The others measure nothing. `--paper` predicts LongShield's
 lines (table 5, on four H100) beside its figures; `--meshes` what `plan --choose` finds for each
 shipped configuration beside all ranks on each sample; `--lengths` hours by length and GPUs.
 """
@@ -25,7 +27,7 @@ from benchmarking.arms import ARMS, Setting
 from benchmarking.measure import make_setting
 from benchmarking.paper import CP, Task, paper_figures
 from benchmarking.processes import on_processes, show
-from benchmarking.worker import build, draws_of_fixed_size, seconds_of
+from benchmarking.worker import Step, build, draws_of_fixed_size, seconds_of
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 
@@ -128,6 +130,30 @@ def rows(cases: list[Case], rounds: int) -> list[dict[str, Any]]:
     return found
 
 
+SHARED = ("debug", 256, 24), ("30M", 1024, 8)  # model, T, records a step
+
+
+def measure_sharing(folder: str, rounds: int) -> list[list[str]]:
+    """On each of four ranks: cells of each model, with all ranks on each sample and with one."""
+    found = []
+    for flavor, seq_len, records in SHARED:
+        steps = list[Step]()
+        for cp in (4, 1):
+            keys = {"model.flavor": flavor, "training.seq_len": seq_len}
+            keys |= {"parallelism.context_parallel_degree": cp}
+            given = [f"--{key}={value}" for key, value in keys.items()]
+            sizes = dict(local_batch_size=1, microbatches=records * cp // 4)
+            setting = make_setting(str(CONFIG), given, 4, **sizes)
+            steps.append(build(ARMS["microbatch"], setting, f"{folder}/{flavor}{cp}"))
+        with draws_of_fixed_size(records):
+            times = [[seconds_of(step, 1) for step in steps] for _ in range(rounds + 1)][1:]
+        medians = [statistics.median(column) for column in zip(*times, strict=True)]
+        ratio = statistics.median(alone / shared for shared, alone in times)
+        row = [flavor, f"{seq_len:,}", str(records)]
+        found.append([*row, *(f"{median:.3g}" for median in medians), f"{ratio:.2f}"])
+    return found
+
+
 def order(found: list[dict[str, Any]]) -> float:
     """The share of pairs, of those whose measured times are apart, that are predicted in order."""
     right = [
@@ -218,9 +244,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="", help="the settings whose words have this part")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    for name in ("--paper", "--meshes", "--lengths"):
+    for name in ("--sharing", "--paper", "--meshes", "--lengths"):
         parser.add_argument(name, action="store_true")
     options = parser.parse_args()
+    if options.sharing:
+        head = [
+            "model",
+            "T",
+            "records a step",
+            "all share, s a step",
+            "one alone, s a step",
+            "ratio",
+        ]
+        show_table(head, on_processes(4, measure_sharing, rounds=options.rounds)[0])
+        return
     if options.meshes:
         head = ["configuration", "GPUs", "machine", "all share: GiB", "s a step"]
         head += ["replicate x shard x cp", "recomputed", "GiB", "s a step", "ratio"]
