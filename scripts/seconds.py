@@ -38,7 +38,7 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.plan.calibration import calibrate
-from torchtitan_dp.plan.choose import Choice, Draws, choose
+from torchtitan_dp.plan.choose import Choice, Draws, choose, digits
 from torchtitan_dp.plan.fake_step import fake_world
 from torchtitan_dp.plan.machines import MACHINES, Machine
 from torchtitan_dp.plan.memory import GIB
@@ -214,7 +214,7 @@ def meshes(only: str) -> Iterator[list[str]]:
             before, after = one.step.total, best.step.total
             yield [
                 *(f"`{toml.stem}`", str(gpus), machine, f"{one.peak_bytes / GIB:.1f}"),
-                *(f"{before:,.3g}", *cells_of(best), f"{after:,.3g}", f"{after / before:.2f}"),
+                *(digits(before), *cells_of(best), digits(after), f"{after / before:.2f}"),
             ]
 
 
@@ -231,7 +231,7 @@ def lengths() -> Iterator[list[str]]:
                     yield [*row, "none fits", *[""] * 4]
                     continue
                 hours = best.step.hours(config.training.steps)
-                yield [*row, *cells_of(best), f"{best.step.total:,.3g}", f"{hours:,.3g}"]
+                yield [*row, *cells_of(best), digits(best.step.total), digits(hours)]
 
 
 def show_table(head: list[str], rows: Iterable[list[str]]) -> None:

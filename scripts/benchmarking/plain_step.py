@@ -29,8 +29,7 @@ from torchtitan_dp.plan.tracker import MemoryTracker
 class PlainStep:
     """Lays a model over the mesh of a default process group and takes TorchTitan's step."""
 
-    gathered_bytes = 0  # of keeping weights gathered, which plain runs do not
-    host_bytes = 0  # nor are inputs offloaded
+    host_bytes = 0  # no inputs are offloaded
 
     def __init__(self, config: JobConfig, args: ModelArgs, tracker: MemoryTracker) -> None:
         """

@@ -319,22 +319,6 @@ def test_a_run_that_does_not_fit_ends_with_its_json(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("terms", "says"),
-    [
-        ({"kept_gathered_bytes": 76 * GIB}, ["76.0 GiB: it fits; set parallelism.keep_weights"]),
-        ({"kept_gathered_bytes": 76 * GIB + 1}, ["76.0 GiB: it does not fit"]),
-        ({"kept_gathered_bytes": None}, []),  # they are
-        ({"kept_gathered_bytes": 76 * GIB, "memory_gib": 1}, []),
-    ],
-)
-def test_it_is_said_whether_weights_could_stay_gathered(config, terms, says):
-    lines = memory.advice(plan_of(parts=dict.fromkeys(CATEGORIES, GIB), **terms), config)
-    said = "      keeping the weights gathered within a step needs at most "
-    found = [line.removeprefix(said) for line in lines if line.startswith(said)]
-    assert [line[: len(words)] for line, words in zip(found, says, strict=True)] == says
-
-
-@pytest.mark.parametrize(
     "overrides", [(), RECOMPUTED, ("--parallelism.keep_weights_gathered",)], ids=str
 )
 def test_every_category_has_a_remedy(overrides):

@@ -19,7 +19,6 @@ from torchtitan_dp.plan.fake_step import fake_world
 from torchtitan_dp.plan.memory import GIB, LONGEST
 from torchtitan_dp.plan.peaks import Extrapolated, Model, Whole
 from torchtitan_dp.plan.prediction import longest
-from torchtitan_dp.plan.tracker import GATHERED
 
 KEEP = "--parallelism.keep_weights_gathered"
 UNIT = 1
@@ -65,31 +64,30 @@ def test_the_first_microbatch_takes_what_any_other_takes(overrides):
     assert first == second
 
 
-def kept_gathered(overrides, world_size):
-    """With the weights kept gathered and without: the peak, what of it is gathered, what the
-    weights take; and what the prediction without says of keeping them."""
+def peaks_of(overrides, world_size):
+    """The peak with weights gathered anew and kept gathered."""
     found = []
     with fake_world(world_size):
         for more in ("--parallelism.no-keep_weights_gathered", KEEP):
             config = load_config([*overrides, more], world_size)
             model = Model(config, shape(config), "full")
-            peak, gathered = model.at(1024)[0], model._tracker.peak[GATHERED]
-            found.append((peak, gathered, model._step.gathered_bytes, model.kept_gathered(1024)))
+            found.append(model.at(1024)[0])
             model.close()
     return found
 
 
-@pytest.mark.thorough_cases("*-overrides0", "1-*")
-@pytest.mark.parametrize("overrides", [(), ("--training.local_batch_size=2",)])
+@pytest.mark.thorough_cases("*-1")
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_weights_kept_gathered_are_all_in_the_peak_and_bounded_without_them(world_size, overrides):
+@pytest.mark.parametrize("overrides", [(), ("--training.local_batch_size=2",)])
+def test_weights_kept_gathered_are_in_the_peak(world_size, overrides):
+    """All of them, but the group that is gathered at the peak; one rank keeps a small model's."""
     bf16 = "--training.mixed_precision_param=bfloat16"
-    stock, kept = forks.call(kept_gathered, small(bf16, *overrides), world_size)
+    stock, kept = forks.call(peaks_of, small(bf16, *overrides), world_size)
     parameters = parameter_count(shape(load_config(small(), world_size)))
-    assert stock[1] < kept[1] == kept[2] == stock[2]
-    assert 2 * parameters <= kept[1] < 2.02 * parameters
-    scalars = 64  # bytes, that a kernel holds or not where the peak is
-    assert stock[0] < kept[0] <= stock[3] + scalars < 1.05 * kept[0]
+    if world_size == 1:
+        assert stock == kept
+    else:
+        assert parameters < kept - stock < 2.02 * parameters
 
 
 class Line:

@@ -184,8 +184,9 @@ class Parallelism(theirs.Parallelism):
     keep_weights_gathered: bool = False
     """With privacy: gather weights once a step, in its first microbatch, instead of in each
     microbatch's forward and backward pass, and free them before the update. Results are the same
-    bit by bit. Every rank then keeps the whole model in `training.mixed_precision_param`: the plan
-    reports whether that fits. `fsdp_reshard_after_forward` then has no effect."""
+    bit by bit. Every rank then keeps the whole model in `training.mixed_precision_param`: the
+    plan's `--choose` finds whether that fits and pays. `fsdp_reshard_after_forward` then has no
+    effect."""
 
     context_parallel_degree: Degree = "auto"  # type: ignore[assignment]
     """Ranks that share a sample; -1: all that the other degrees leave. `auto`: the fewest that fit,

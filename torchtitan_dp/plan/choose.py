@@ -256,8 +256,8 @@ def show_choices(choices: list[Choice], steps: int, machine: Machine) -> None:
             "kept gathered" if keys["parallelism.keep_weights_gathered"] else "gathered again",
             f"{keys['privacy.gradient_method']}, MBS {keys['training.local_batch_size']}",
             f"{one.peak_bytes / GIB:.1f}",
-            _digits(one.step.total),
-            _digits(one.step.hours(steps)),
+            digits(one.step.total),
+            digits(one.step.hours(steps)),
             one.step.limit,
         )
     console.print(f"predicted for {machine.name}, the fastest that fit:")
@@ -265,7 +265,8 @@ def show_choices(choices: list[Choice], steps: int, machine: Machine) -> None:
     console.print("chosen: " + " ".join(command_line(first.keys)))
 
 
-def _digits(value: float) -> str:
+def digits(value: float) -> str:
+    """Write a number of a table: whole from 100 on, else three digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

@@ -22,7 +22,6 @@ import torch.nn.functional as F
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 
 # isort: split
-from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 
 from torchtitan_dp import optimizer, torch_private
@@ -149,14 +148,6 @@ class Step:
     def free_gathered(self) -> None:
         """Start the next microbatch as the first of a step, which gathers all weights."""
         free_gathered(self.model)
-
-    @property
-    def gathered_bytes(self) -> int:
-        """The size of all weights when gathered, rows padded as FSDP2 pads them."""
-        _, dp_shard, cp = mesh_degrees(self.config)
-        dtype = TORCH_DTYPE_MAP[self.config.training.mixed_precision_param]
-        chunks = [RowLayout(p.shape, dp_shard, cp).chunk_numel for p in self.model.parameters()]
-        return dtype.itemsize * dp_shard * cp * sum(chunks)
 
     @property
     def trained_values(self) -> int:

@@ -55,7 +55,6 @@ class MemoryPlan:
     memory_gib: float  # of one device
     longest_seq_len: dict[str, int | None]  # by AC mode; None: not even the shortest
     fitting_world_size: int | None = None  # of more ranks, if these do not suffice
-    kept_gathered_bytes: int | None = None  # at most, with weights kept gathered; None if they are
     communicators: int = 0  # that a rank takes part in
     host_bytes: int = 0  # page-locked, of a rank
 
@@ -213,12 +212,6 @@ def table(memory: MemoryPlan) -> Table:
 def advice(memory: MemoryPlan, config: JobConfig) -> list[str]:
     """Say what would shrink the largest part, and which longest samples fit, a line each."""
     lines = [f"      largest: {shrink(memory.largest, config)}"]
-    if memory.fits and (size := memory.kept_gathered_bytes) is not None:
-        fits = "it fits; set parallelism.keep_weights_gathered = true"
-        lines.append(
-            f"      keeping the weights gathered within a step needs at most {size / GIB:.1f} GiB: "
-            f"{fits if size <= memory.limit_bytes else 'it does not fit'}"
-        )
     for mode in MODES:
         length = memory.longest_seq_len.get(mode)
         found = "none fits" if length is None else f"{length:,} tokens"

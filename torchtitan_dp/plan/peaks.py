@@ -17,11 +17,10 @@ from typing import NamedTuple
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import mesh_degrees
-from torchtitan_dp.gradients.fsdp import is_one_group
 from torchtitan_dp.models.families import ModelArgs
 from torchtitan_dp.plan.fake_step import Step, fake_world
 from torchtitan_dp.plan.memory import communicators, limit_bytes
-from torchtitan_dp.plan.tracker import GATHERED, MemoryTracker, tracking
+from torchtitan_dp.plan.tracker import MemoryTracker, tracking
 from torchtitan_dp.plan.work import Counting, StepWork, Work
 
 FEW_LAYERS = (4, 5)  # so that each stretch of a deeper model is there (`fake_step`)
@@ -33,7 +32,6 @@ class Microbatch(NamedTuple):
     """The predicted memory of a microbatch."""
 
     peak: tuple[int, dict[str, int]]  # bytes, in all and by category
-    bytes_without_gathered: int  # at the peak of all but gathered weights
     stretches: dict[str, int]  # the peak bytes of each
     work: Work  # none where it is not counted
 
@@ -64,7 +62,7 @@ class Model:
         self._take_work()
         self._step.update()
         self._update_work = self._take_work()
-        self.update = self._tracker.peak_bytes, _by_category(self._tracker.peak)
+        self.update = self._tracker.peak_bytes, dict(self._tracker.peak)
         self._known: dict[int, Microbatch] = {}
 
     def microbatch(self, seq_len: int) -> Microbatch:
@@ -76,8 +74,7 @@ class Model:
             self._take_work()
             self._step.microbatch(seq_len)
             self._known[seq_len] = Microbatch(
-                (tracker.peak_bytes, _by_category(tracker.peak)),
-                tracker.peak_bytes_without,
+                (tracker.peak_bytes, dict(tracker.peak)),
                 tracker.stretches,
                 self._take_work(),
             )
@@ -90,14 +87,6 @@ class Model:
     def at(self, seq_len: int) -> tuple[int, dict[str, int]]:
         """Predict the peak of microbatch and update, in all and by category."""
         return max(self.update, self.microbatch(seq_len).peak, key=lambda found: found[0])
-
-    def kept_gathered(self, seq_len: int) -> int | None:
-        """Bound that peak, were the weights kept gathered within a step, as if the buffers of the
-        last gather were there all the time; None if they are, in a model of one group."""
-        if is_one_group(self._step.model):
-            return None
-        without = self.microbatch(seq_len).bytes_without_gathered
-        return max(self.update[0], without + self._step.gathered_bytes)
 
     @property
     def host_bytes(self) -> int:
@@ -117,13 +106,6 @@ class Model:
         self._stack.close()
         del self._step, self._tracker
         gc.collect()
-
-
-def _by_category(peak: dict[str, int]) -> dict[str, int]:
-    """Count gathered weights as communication, as their gathering is."""
-    parts = dict(peak)
-    gathered = parts.pop(GATHERED, 0)
-    return parts | {"communication": parts.get("communication", 0) + gathered}
 
 
 def step_of(

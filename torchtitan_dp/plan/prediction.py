@@ -69,14 +69,12 @@ def measure(config: JobConfig, args: ModelArgs, world_size: int, memory_gib: flo
     seq_len = config.training.seq_len
     model = Model(config, args, config.activation_checkpoint.mode)
     parts = model.at(seq_len)[1]
-    keeps = config.parallelism.keep_weights_gathered
     plan = MemoryPlan(
         world_size,
         seq_len,
         {name: parts.get(name, 0) for name in CATEGORIES},
         memory_gib,
         {},
-        kept_gathered_bytes=None if keeps else model.kept_gathered(seq_len),
         communicators=communicators(mesh_degrees(config)),
         host_bytes=model.host_bytes,
     )

@@ -29,7 +29,6 @@ from torchtitan_dp.models.loss_head import LossHead
 from torchtitan_dp.models.parameters import local_part
 from torchtitan_dp.torch_private import DispatchMode, tree_iter, unsharded_gradients
 
-GATHERED = "gathered"  # the label of weights that FSDP2 has gathered
 M = TypeVar("M", bound="LocalOperators")
 
 
@@ -98,7 +97,6 @@ class MemoryTracker(LocalOperators):
         self.current: dict[str, int] = {}
         self.peak: dict[str, int] = {}
         self.peak_bytes = 0  # the most that were alive at once; `peak` has them by label
-        self.peak_bytes_without = 0  # the same without `GATHERED`
         self.stretches: dict[str, int] = {}  # the most in each, by the name of `end_stretch`
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], str, int]] = {}
 
@@ -133,7 +131,6 @@ class MemoryTracker(LocalOperators):
     def start_over(self) -> None:
         """Forget the peak so far: the next is sought from what is alive now."""
         self.peak_bytes, self.peak = self._total, dict(self.current)
-        self.peak_bytes_without = self._without
         self._peak_of_stretch = self._total
         self.stretches = {}
 
@@ -195,12 +192,7 @@ class MemoryTracker(LocalOperators):
         self._total += size
         if self._total > self.peak_bytes:
             self.peak_bytes, self.peak = self._total, dict(self.current)
-        self.peak_bytes_without = max(self.peak_bytes_without, self._without)
         self._peak_of_stretch = max(self._peak_of_stretch, self._total)
-
-    @property
-    def _without(self) -> int:
-        return self._total - self.current.get(GATHERED, 0)
 
 
 def wrapped(owner: Any, name: str, around: Callable[..., Any]) -> Any:
@@ -219,8 +211,8 @@ def wrapped(owner: Any, name: str, around: Callable[..., Any]) -> Any:
 def tracking(
     *, like_cuda: bool = True, counts: Callable[[Any, Any, Any, Any], None] | None = None
 ) -> Iterator[MemoryTracker]:
-    """Enter a tracker that labels storages by `memory.CATEGORIES`, and `GATHERED`; `like_cuda`
-    counts the workspaces of CUDA's kernels too, and `counts` is `MemoryTracker`'s."""
+    """Enter a tracker that labels storages by `memory.CATEGORIES`; `like_cuda` counts the
+    workspaces of CUDA's kernels too, and `counts` is `MemoryTracker`'s."""
     workspace = _flash_workspace if like_cuda else None
     tracker = MemoryTracker("activations", workspace, counts)
 
@@ -248,7 +240,7 @@ def tracking(
     forming = functools.partial(_forming, tracker)
     around: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
         (fsdp_group, "unshard", made(communication)),
-        (fsdp_group, "wait_for_unshard", made(GATHERED)),
+        (fsdp_group, "wait_for_unshard", made(communication)),
         (
             fsdp_group,
             "post_backward",
