@@ -214,7 +214,7 @@ def small_adds(degrees, method):
         loss_B = built.losses(tokens_NT[same_B], labels_NT[same_B])
         built.gradients.accumulate_clipped(loss_B, torch.ones_like(loss_B, dtype=torch.bool))
     dtypes = {t.dtype for t in built.gradients.clipped_sum.take().values()}
-    return build.norm(built.total()), dtypes | {p.dtype for p in built.model.parameters()}
+    return build.norm(built.total()), dtypes | {p.dtype for p in built.parameters.values()}
 
 
 @pytest.mark.thorough_cases("ghost", "ghost_two", "V2")
