@@ -193,7 +193,7 @@ def noise_by_bands(
     of_rounds = {-(-steps // 2**power) for power in range(steps.bit_length() + 1)}
     found = {}
     for bands in sorted({min(bands, math.floor(1 / rate)) for bands in of_rounds}):
-        column = column_of(config, bands)
+        column = found_for(shares, bands)
         sigma = _least_noise(config, units, column, spent, steps)
         mechanism = settings_of(config, units, sigma, column).mechanism
         in_step, _ = mechanism.noise_of_run(steps)
