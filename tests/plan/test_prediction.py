@@ -84,8 +84,9 @@ def test_weights_kept_gathered_are_in_the_peak(world_size, overrides):
     bf16 = "--training.mixed_precision_param=bfloat16"
     stock, kept = forks.call(peaks_of, small(bf16, *overrides), world_size)
     parameters = parameter_count(shape(load_config(small(), world_size)))
+    scalars = 64  # bytes, that a kernel holds or not where the peak is
     if world_size == 1:
-        assert stock == kept
+        assert abs(stock - kept) <= scalars
     else:
         assert parameters < kept - stock < 2.02 * parameters
 
