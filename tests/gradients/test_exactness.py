@@ -50,7 +50,7 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
     "way": methods(),
     "mesh": {mesh: [] for mesh in MESHES},
     "model": {
-        **{name: [] for name in ("narrow", "tied", "wide", "medium", "adapters")},
+        **{name: [] for name in ("narrow", "tied", "wide", "medium", "adapters", "B alone")},
         "qwen3": ["--model.name=transformers"],
     },
     "checkpointing": {
@@ -108,6 +108,7 @@ MODELS: dict[str, dict[str, object]] = {
     "adapters": {
         "lora": LoRA(rank=3, alpha=5.0, targets=("wq", "wk", "wv", "wo", "w1", "w2", "w3"))
     },
+    "B alone": {"lora": LoRA(2, 3.0, ("wq", "wo", "w1", "w2"), freeze_a=True)},
     "qwen3": {"family": "qwen3", "tie_word_embeddings": True},
 }
 

@@ -19,7 +19,7 @@ from torchtitan_dp.models.hugging_face_weights import write_folder
 from torchtitan_dp.models.llama3.model import FLAVORS, Llama
 from torchtitan_dp.models.lora import LoRA, fill_adapters, is_adapter
 from torchtitan_dp.models.parallelize import parallelize
-from torchtitan_dp.models.parameters import trainable_parameters
+from torchtitan_dp.models.parameters import canonical_name, trainable_parameters
 from torchtitan_dp.privacy.banded import StepNoise
 
 ALL = ("wq", "wk", "wv", "wo", "w1", "w2", "w3")
@@ -63,13 +63,19 @@ def test_row56_adapters_are_drawn_alike_on_every_mesh(degrees):
     assert on_ranks(2, drawn_on_this_rank, degrees) == [True, True]
 
 
-def held(degrees, dtype, method):
+def held(degrees, dtype, method, freeze_a):
     """What a step keeps of an adapted model on this rank: (dtypes of frozen and trained, optimizer
     states, values of the accumulator, gradients of frozen weights, whether frozen ones moved)."""
     both = (f"--training.mixed_precision_param={dtype}", f"--privacy.gradient_method={method}")
-    built = build.build(degrees, *both, args=ARGS)
+    args = dataclasses.replace(ARGS, lora=dataclasses.replace(LORA, freeze_a=freeze_a))
+    built = build.build(degrees, *both, args=args)
     trained = trainable_parameters(built.model)
-    frozen = {n: p for n, p in built.model.named_parameters() if not is_adapter(n)}
+    frozen = {n: p for n, p in built.model.named_parameters() if not p.requires_grad}
+    assert trained.keys() == {
+        canonical_name(name)
+        for name, _ in built.model.named_parameters()
+        if is_adapter(name) and not (freeze_a and ".lora_a." in name)
+    }
     before = {name: p.to_local().clone() for name, p in frozen.items()}
     adamw = torch.optim.AdamW([p for p in built.model.parameters() if p.requires_grad], lr=0.1)
     optimizer = built.step.optimizer(adamw, noise_multiplier=1.0, expected_batch_size=3.0)
@@ -87,10 +93,11 @@ def held(degrees, dtype, method):
     )
 
 
+@pytest.mark.parametrize("freeze_a", [False, True], ids=["A, B", "B"])
 @pytest.mark.parametrize("method", ["microbatch", "grad_sample", "ghost"])
-def test_row56_what_is_frozen_is_not_paid_for_and_does_not_move(method):
+def test_row56_what_is_frozen_is_not_paid_for_and_does_not_move(method, freeze_a):
     dtype = "float32" if method == "ghost" else "bfloat16"
-    for stored, trained, *true in on_ranks(2, held, (1, 1, 2), dtype, method):
+    for stored, trained, *true in on_ranks(2, held, (1, 1, 2), dtype, method, freeze_a):
         assert stored == {getattr(torch, dtype)}
         assert trained == {torch.float32}
         assert all(true), true

@@ -127,30 +127,33 @@ class _Dials(nn.Module):
 
 
 class _AdaptedDials(_Dials):
-    """W = 4 parameters: the factors, each (N, N), of two adapted layers.
+    """W = 4 parameters: the factors, each (N, N), of two adapted layers; 2 where A is frozen.
 
     With z = x A^T, the gradient of B is g^T z, and that of A is (g B)^T x, each times alpha / r. So
     where A is p times the identity and B q times, the gradient of B is p times the input, and that
     of A q times.
     """
 
-    dials = tuple(f"{name}.lora_{kind}.weight" for kind in "ba" for name in ("first", "second"))
-
     def __init__(self, tokens: int, rows: int, lora: LoRA) -> None:
         super().__init__(tokens, rows, rows)
-        self._rows, self._scaling = rows, lora.scaling
-        add_adapters(self, self, LoRA(rows, rows * lora.scaling, ("first", "second")))
+        self._rows, self._lora = rows, lora
+        layers = "first", "second"
+        add_adapters(self, self, LoRA(rows, rows * lora.scaling, layers, lora.freeze_a))
+        self._factors = [f"{name}.lora_{kind}.weight" for kind in "ba" for name in layers]
+        self.dials = tuple(n for n in self._factors if self.get_parameter(n).requires_grad)
 
     def forward(self, gradient_BPN: torch.Tensor) -> torch.Tensor:
-        return super().forward(gradient_BPN / self._scaling)
+        return super().forward(gradient_BPN / self._lora.scaling)
 
     @torch.no_grad()
     def place(self, case: Case) -> torch.Tensor:
-        for name, share in zip(self.dials, np.repeat(case.factors[::-1], 2), strict=True):
+        factors = (1.0, 0.0) if self._lora.freeze_a else case.factors
+        for name, share in zip(self._factors, np.repeat(factors[::-1], 2), strict=True):
             factor = self.get_parameter(name)
             assert isinstance(factor, DTensor)  # a write to a gathered copy would be lost
             copy_slice_(factor, share * torch.eye(self._rows))
-        return torch.cat([share * case.along_PN for share in case.factors])
+        along_WN = torch.cat([share * case.along_PN for share in factors])
+        return along_WN[: len(self.dials)]
 
 
 class _Observer(torch.optim.Optimizer):
@@ -193,7 +196,7 @@ class Game:
         """Lay the model over `degrees` (dp_replicate, dp_shard, cp). Collective over the world.
 
         `mechanism` is the claim; `root`, the same on all ranks, has its streams "noise" and
-        "projection" used up; of the adapters `lora` only alpha / r matters.
+        "projection" used up; of the adapters `lora` alpha / r and `freeze_a` matter.
         """
         self._C, self._mechanism, self._batch_size = privacy.max_grad_norm, mechanism, batch_size
         self._noise_keys, self._norm_keys = root.stream("noise"), root.stream("projection")

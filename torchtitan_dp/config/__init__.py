@@ -254,6 +254,10 @@ class LoRA:
     `wv`; in models of transformers `q_proj`, `v_proj`), or `all-linear`. The output layer and the
     embedding have none."""
 
+    freeze_a: bool = False
+    """Train B alone; A stays as it was drawn (FFA-LoRA, Sun et al. 2024). Half the values have
+    noise, and the product of two noises does not arise."""
+
     export: Literal["adapter", "merged"] = "adapter"
     """The weights that `checkpoint.last_save_in_hf`, and by default a release, writes: `adapter`,
     the trained matrices in PEFT's format, for the model that training started from; `merged`, a

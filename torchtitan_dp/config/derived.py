@@ -168,7 +168,8 @@ def trained(config: JobConfig) -> str:
     layers = ", ".join(sorted(lora.targets))
     if lora.targets == [ALL_LINEAR]:
         layers = "all linear layers of the blocks"
-    return f"LoRA of rank {lora.rank}, alpha {lora.alpha:g}, on {layers}"
+    factors = ", B alone" * lora.freeze_a
+    return f"LoRA of rank {lora.rank}, alpha {lora.alpha:g}{factors}, on {layers}"
 
 
 def feed_forward_chunk(config: JobConfig) -> int:

@@ -1,7 +1,8 @@
 """LoRA: small trained factors beside frozen linear layers (Hu et al. 2021, "LoRA", section 4.1).
 
 A target's y = x W^T becomes x W^T + (alpha / r) (x A^T) B^T, with A (r, in) and B (out, r). A is
-drawn and B is 0, so that training starts from the model as it was given.
+drawn and B is 0, so that training starts from the model as it was given. `freeze_a` trains B alone
+(Sun et al. 2024, "Improving LoRA in Privacy-preserving Federated Learning", section 4).
 
 Guarantee:
     Only factors are trained. They are `nn.Linear`s of their own, so they are clipped and noised
@@ -46,6 +47,7 @@ class LoRA:
     rank: int
     alpha: float
     targets: tuple[str, ...]  # the last parts of linear layers' names, or `ALL_LINEAR`
+    freeze_a: bool = False  # B alone is trained
 
     @property
     def scaling(self) -> float:
@@ -56,7 +58,9 @@ class LoRA:
 def lora_of(config: JobConfig) -> LoRA | None:
     """Return the adapters of `[lora]`; None if it is off."""
     lora = config.lora
-    return LoRA(lora.rank, lora.alpha, tuple(lora.targets)) if lora.rank else None
+    if not lora.rank:
+        return None
+    return LoRA(lora.rank, lora.alpha, tuple(lora.targets), lora.freeze_a)
 
 
 class LoRALinear(nn.Linear):
@@ -74,6 +78,7 @@ class LoRALinear(nn.Linear):
         adapted.weight, adapted.bias = layer.weight, layer.bias
         there = layer.weight.device
         adapted.lora_a = nn.Linear(layer.in_features, lora.rank, bias=False, device=there)
+        adapted.lora_a.requires_grad_(not lora.freeze_a)
         adapted.lora_b = nn.Linear(lora.rank, layer.out_features, bias=False, device=there)
         adapted.scaling = lora.scaling
         return adapted

@@ -272,7 +272,8 @@ def _with_rank(config: JobConfig, args: ModelArgs, rank: int) -> ModelArgs:
     if rank == 0:
         return without_lora(args)
     args = copy.deepcopy(args)
-    args.lora = LoRA(rank, config.lora.alpha, tuple(config.lora.targets))
+    lora = config.lora
+    args.lora = LoRA(rank, lora.alpha, tuple(lora.targets), lora.freeze_a)
     return args
 
 
