@@ -303,6 +303,14 @@ def test_a_log_that_lost_lines_is_refused(copy, data, text):
         plan_of(arguments(copy, data, *with_sigma(SIGMA)), copy)
 
 
+def test_a_plan_without_the_starts_is_refused_as_the_start_is(copy, data):
+    """Of steps that no checkpoint holds, and no crash is known."""
+    shutil.rmtree(copy / "checkpoint")
+    (copy / "starts.log").unlink()
+    with pytest.raises(ValueError, match=r"has 4 steps, but starts\.log leads to 0; restore both"):
+        plan_of(arguments(copy, data, *with_sigma(SIGMA)), copy)
+
+
 def test_another_checkpoint_folder_is_refused(copy, data):
     with pytest.raises(ValueError, match=r"^checkpoint\.folder = 'second': .* in 'checkpoint'"):
         plan_of(arguments(copy, data, *with_sigma(SIGMA), "--checkpoint.folder=second"), copy)

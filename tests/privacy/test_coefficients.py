@@ -183,3 +183,15 @@ def test_adamw_learns_as_much_over_less_noise(steps):
 def test_without_weight_in_the_weights_nothing_is_sought():
     assert found_for((0.0, 0.0, 0.0), 2) == cut_off(2)
     assert found_for((1.0,) * 9, 1) == (1.0,)
+
+
+@pytest.mark.parametrize("steps", [160, 1_000, 4_000])
+def test_two_bands_are_found_for_long_runs_too(steps):
+    """The search's first stride left the stable columns, and it ended where it began."""
+    shares = np.atleast_2d(shares_of_steps(run(steps)))
+    best = found_for(shares_of_steps(run(steps)), 2)[1]
+    least, below, above = (
+        coefficients._objective(np.array([best + by]), shares)[0] for by in (0, -0.01, 0.01)
+    )
+    assert least < min(below, above)
+    assert 0.6 < best < 0.7

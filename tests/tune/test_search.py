@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,17 +17,19 @@ from torch.utils.tensorboard import SummaryWriter
 from tests.accounts import begun, opened, publish, taken
 from tests.processes import forks
 from tests.processes.runs import arguments, write_records
+from torchtitan_dp.checkpoint.initial import InitialWeights, ledger_beside, with_initial
 from torchtitan_dp.checkpoint.terms import choose_losses
 from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.ledger import Losable, RunLog, write_fingerprint
-from torchtitan_dp.ledger.files import SEARCH_FILE, read_published
+from torchtitan_dp.ledger.files import read_published
+from torchtitan_dp.ledger.lineage import TRIAL
 from torchtitan_dp.ledger.runs import total
 from torchtitan_dp.ledger.settings import NoisedLoss
 from torchtitan_dp.preflight.check import check_run
 from torchtitan_dp.release.claims import claims
 from torchtitan_dp.tune import __main__ as tune
-from torchtitan_dp.tune.folder import Result, alike, result_of
+from torchtitan_dp.tune.folder import SEARCH_FILE, Result, alike, result_of
 from torchtitan_dp.tune.trials import Trial
 
 STEPS, EPSILON = 4, 4.0
@@ -43,9 +46,10 @@ class Trainer:
         self.true = {name: -loss for name, loss in losses.items()}  # the other way around
         self.codes: dict[str, int] = {}
 
-    def __call__(self, argv: list[str]) -> int:
+    def __call__(self, argv: list[str], has_begun: Callable[[], bool]) -> int:
         config = load_config(argv, 1)
         folder, steps = config.job.dump_folder, config.training.steps
+        assert not config.checkpoint.last_save_in_hf  # it would have the trial's own epsilon
         name = Path(folder).name
         self.started.append(name)
         checked = check_run(config)
@@ -138,7 +142,7 @@ def spent(search):
 
 def test_the_best_is_that_of_the_published_losses_alone(search, trainer, tmp_path):
     """True losses, in logs and in TensorBoard, and earlier published ones say the opposite."""
-    code, said = search("--json", str(tmp_path / "found.json"))
+    code, said = search("--json", str(tmp_path / "found.json"), "--checkpoint.last_save_in_hf")
     assert code == 0
     assert trainer.started == ["trial_1", "trial_2", "trial_3"]
     assert "best: trial_2: --optimizer.lr=3e-3\n" in said
@@ -216,9 +220,18 @@ def test_a_signal_goes_to_the_trial(number, monkeypatch):
     popen = subprocess.Popen
     monkeypatch.setattr(tune.subprocess, "Popen", start)
     before = signal.getsignal(getattr(signal, number))
-    assert tune._train(["--training.steps=4"]) == 75
+    assert tune._train(["--training.steps=4"], lambda: True) == 75
     assert started[0][1:] == ["-m", "torchtitan_dp", "train", "--training.steps=4"]
     assert signal.getsignal(getattr(signal, number)) == before
+
+
+def test_a_trial_is_watched_until_its_name_is_known(monkeypatch):
+    forks.need()
+    popen, asked = subprocess.Popen, []
+    script = [sys.executable, "-c", "import time; time.sleep(1.5); raise SystemExit(3)"]
+    monkeypatch.setattr(tune.subprocess, "Popen", lambda _: popen(script))
+    assert tune._train([], lambda: asked.append(1) or len(asked) == 2) == 3
+    assert len(asked) == 2
 
 
 def test_a_trial_that_finds_a_mistake_ends_the_search(search, trainer):
@@ -287,28 +300,57 @@ def test_what_may_have_spent_more_is_refused(done, trainer, what, line):
     assert [line in one for one in said.splitlines() if one.startswith("error: ")] == [True]
 
 
-def test_a_trial_that_was_launched_and_is_empty_is_refused(done, trainer):
-    """Its name is not known: the search was killed while it trained."""
-    state = json.loads((done.folder / SEARCH_FILE).read_text())
-    state["begun"]["trial_1"] = ""
-    (done.folder / SEARCH_FILE).write_text(json.dumps(state))
-    emptied(done.folder)
-    code, said = done()
-    assert (code, trainer.started) == (2, [])
-    assert "is not there, and may have spent its epsilon" in said
+def test_a_trial_that_was_launched_and_is_empty_is_refused(search, trainer, monkeypatch):
+    """The search was killed while it trained, at first before it knew the trial's name."""
+
+    def killed(learns):
+        def train(argv, has_begun):
+            trainer(argv, has_begun)
+            assert not learns or has_begun()
+            raise KeyboardInterrupt
+
+        return train
+
+    for learns in (False, True):
+        with monkeypatch.context() as patch:
+            patch.setattr(tune, "_train", killed(learns))
+            with pytest.raises(KeyboardInterrupt):
+                search()
+        mark = search.folder / "trial_1" / "trial.json"
+        keys = mark.read_text()
+        emptied(search.folder)
+        if learns:
+            mark.write_text(keys)
+        assert search()[0] == 2
+        assert "is not there, and may have spent its epsilon" in search()[1]
+        shutil.rmtree(search.folder)
 
 
 def test_a_trial_that_ended_before_its_first_step_goes_on(search, trainer, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(tune, "_train", lambda argv: 2)
+        patch.setattr(tune, "_train", lambda *_: 2)
         assert search()[0] == 2
     assert search()[0] == 0
 
 
-def test_a_trial_is_not_released_as_if_nothing_had_chosen_it(done):
-    trial = str(done.folder / "trial_1")
-    with pytest.raises(ValueError, match="it is a trial of the search in"):
-        claims(trial, "step-2", read_published(trial))
+def test_a_trial_is_not_released_as_if_nothing_had_chosen_it(done, tmp_path):
+    """Nor elsewhere, nor by another name, nor what begins with its weights."""
+    trial, link = done.folder / "trial_1", tmp_path / "link"
+    link.symlink_to(trial.resolve())
+    shutil.copytree(trial, tmp_path / "best", ignore=shutil.ignore_patterns("trial.json"))
+    for folder in (trial, link, tmp_path / "best"):
+        with pytest.raises(ValueError, match="is a trial of a search, or began with one's weights"):
+            claims(str(folder), "step-2", read_published(str(folder)))
+    content = json.loads((trial / "privacy.json").read_text())
+    assert TRIAL in content["caveats"]
+    config = load_config(arguments("next", "data"), 1)
+    child = with_initial(read_published(str(trial)), config, ledger_beside(str(trial)))
+    assert child.is_trial
+    grandchild = with_initial(
+        dataclasses.replace(child, caveats=()), config, InitialWeights("", child)
+    )
+    with pytest.raises(ValueError, match="is a trial of a search, or began with one's weights"):
+        claims("next", "step-2", grandchild)
 
 
 def test_a_copy_of_a_trial_that_had_not_begun_is_refused(done, trainer):

@@ -42,7 +42,6 @@ from torchtitan_dp.ledger import (
     versions,
     write_fingerprint,
 )
-from torchtitan_dp.ledger.files import search_of
 from torchtitan_dp.ledger.lineage import resumed, rewound
 from torchtitan_dp.ledger.settings import NoisedLoss
 from torchtitan_dp.models.hugging_face import shape
@@ -197,7 +196,7 @@ class Bookkeeping:
         for line in summary(spent):
             logger.info(line)
         logger.info(f"outputs: {self._folder}/")
-        if spent["private"] and search_of(self._folder) is None:
+        if spent["private"] and not self.ledger.is_trial:
             logger.info(f"to publish: torchtitan-dp release {self._folder} NEW_FOLDER")
 
     def _draw(self, step: int, loader: RecordLoader) -> Draw:

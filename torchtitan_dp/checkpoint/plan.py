@@ -5,6 +5,7 @@ the run's folder and its initial weights.
 """
 
 import bisect
+import os
 from dataclasses import dataclass, replace
 
 from torchtitan_dp.checkpoint.initial import InitialWeights, refuse_baseline_folder, with_initial
@@ -17,8 +18,13 @@ from torchtitan_dp.checkpoint.terms import (
 )
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import unit_word
-from torchtitan_dp.ledger.files import PRIVACY_FILE, ledger_of, read_published_fields
-from torchtitan_dp.ledger.lineage import Lineage, inherited, resumed, rewound
+from torchtitan_dp.ledger.files import (
+    PRIVACY_FILE,
+    TRIAL_FILE,
+    ledger_of,
+    read_published_fields,
+)
+from torchtitan_dp.ledger.lineage import TRIAL, Lineage, inherited, resumed, rewound
 from torchtitan_dp.ledger.log import (
     EVALUATIONS_FILE,
     EXECUTED_FILE,
@@ -83,6 +89,8 @@ def make_plan(
         planned_steps=steps,
         config_hash=config_hash(config),
     )
+    if os.path.exists(os.path.join(config.job.dump_folder, TRIAL_FILE)):
+        start = start.with_caveats(TRIAL)
     ledger = start if earlier is None else inherited(start, earlier)
     ledger = with_initial(ledger, config, initial)
     sigma, column = choose_noise(config, units, initial_steps(ledger), weights)
@@ -94,7 +102,10 @@ def make_plan(
     if weights is not None:
         ledger = resumed(ledger, weights)
     if earlier is not None:
-        ledger = RunLog(config.job.dump_folder).enter_lost(ledger)
+        log = RunLog(config.job.dump_folder)
+        ledger = log.enter_lost(ledger)
+        if problem := log.undercounted(ledger):
+            raise ValueError(_unlike(config.job.dump_folder, problem))
     refuse_more_losses(config, ledger)
     _refuse_interval(config, ledger.settings)
     epsilon = refuse_overspending(config, ledger)
@@ -248,8 +259,12 @@ def earlier_ledger(folder: str) -> Lineage | None:
             f"({stated.steps_executed} steps)"
         )
     if problem:
-        raise ValueError(
-            f"job.dump_folder = '{folder}': {problem}; restore both as the run wrote them, or use "
-            "another folder"
-        )
+        raise ValueError(_unlike(folder, problem))
     return ledger if log.count > 0 else None
+
+
+def _unlike(folder: str, problem: str) -> str:
+    return (
+        f"job.dump_folder = '{folder}': {problem}; restore both as the run wrote them, or use "
+        "another folder"
+    )

@@ -17,14 +17,8 @@ from torchtitan_dp.ledger.spending import recorded
 from torchtitan_dp.process import write_atomically
 
 PRIVACY_FILE = "privacy.json"
-SEARCH_FILE = "tune.json"  # of a search, whose trials are in folders beside it
+TRIAL_FILE = "trial.json"  # of a search's trial, from before its first start: the keys tried
 FINGERPRINT_FILE = "data_fingerprint.private"
-
-
-def search_of(run: str) -> str | None:
-    """Return the folder of the search that a run is a trial of, if it is one."""
-    folder = os.path.dirname(os.path.abspath(run))
-    return folder if os.path.exists(os.path.join(folder, SEARCH_FILE)) else None
 
 
 def read_published(folder: str) -> Lineage | None:

@@ -21,6 +21,7 @@ from torchtitan_dp.privacy.mechanism import from_fields
 from torchtitan_dp.privacy.segments import Segment
 
 FORMAT = 1  # of a ledger in a checkpoint, and of `privacy.json`
+TRIAL = "a trial of a search: epsilon counts it alone, and choosing it spent what all trials did"
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,11 @@ class Lineage:
     lost: int = 0  # steps begun in the folder beside the lineage, as published
     heldout_losses: HeldOutLosses | None = None  # if they are published
     config_hash: str = ""
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether it, or a run behind its initial weights, is a trial of a search."""
+        return any(caveat.endswith(TRIAL) for caveat in self.caveats)
 
     @property
     def composes(self) -> bool:

@@ -88,7 +88,10 @@ def found_for(shares: Shares, bands: int) -> tuple[float, ...]:
     a, start = np.atleast_2d(shares), np.array(cut_off(bands))
     if bands == 1 or not a.any():
         return cut_off(bands)
-    found = minimize(_objective, start[1:], args=(a,), jac=True, method="L-BFGS-B")
+    # The last is the product of the roots of 1 / C: beyond 1 noise grows with each step, and the
+    # search's first stride, of two bands, overflowed.
+    bounds = [(None, None)] * (bands - 2) + [(-1.0, 1.0)]
+    found = minimize(_objective, start[1:], (a,), "L-BFGS-B", jac=True, bounds=bounds)
     return 1.0, *(round(float(value), _DIGITS) for value in found.x)
 
 

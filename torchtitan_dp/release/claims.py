@@ -16,7 +16,7 @@ from torchtitan_dp.checkpoint.verify import check_checkpoint, verify
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.ledger import PRIVACY_FILE, Lineage, RunLog
 from torchtitan_dp.ledger.account import released
-from torchtitan_dp.ledger.files import read_published_fields, search_of
+from torchtitan_dp.ledger.files import read_published_fields
 from torchtitan_dp.ledger.lineage import of_weights
 from torchtitan_dp.ledger.spending import compose, recorded, spending
 from torchtitan_dp.models.hugging_face import config_file, read_settings
@@ -43,11 +43,11 @@ def claims(
     and `LOST_STATED`: epsilon leaves out planned steps that were not taken, and lost ones. Raises
     ValueError, one line, if the run is not private or its files disagree.
     """
-    if (search := search_of(run)) is not None:
+    if lineage.is_trial:
         raise ValueError(
-            f"RUN = '{run}': it is a trial of the search in '{search}', and choosing it spent what "
-            "all trials did; train a run with its keys, or take it out of that folder and state "
-            f"their total: python -m torchtitan_dp.ledger {search}/trial_*"
+            f"RUN = '{run}': it is a trial of a search, or began with one's weights, and choosing "
+            "them spent what all trials did, which its epsilon leaves out; train a run with the "
+            "trial's keys from the weights that the search began with"
         )
     published = read_published_fields(run)
     if published is None:

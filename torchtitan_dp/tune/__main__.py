@@ -24,6 +24,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
@@ -33,15 +34,15 @@ from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.config.derived import unit_word
 from torchtitan_dp.config.load import exit_on_mistake, parse_known, tool_parser, write_json
 from torchtitan_dp.distributed.devices import default_processes
-from torchtitan_dp.ledger.files import read_published
+from torchtitan_dp.ledger.files import TRIAL_FILE, read_published
 from torchtitan_dp.ledger.runs import Total, total
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import lock_folder
 from torchtitan_dp.tune.folder import (
-    TRIAL_FILE,
     Result,
     State,
     alike,
+    name_of,
     remember,
     result_of,
     spent_within,
@@ -138,7 +139,14 @@ def _run(search: Search, state: State, trial: Trial) -> bool:
     write_json(os.path.join(trial.folder, TRIAL_FILE), trial.keys)
     state.begun.setdefault(trial.name, "")
     state.write(search.folder)
-    code = _train(search.arguments(trial, state.noise))
+
+    def learn_name() -> bool:
+        if not state.begun[trial.name] and (name := name_of(trial)) is not None:
+            state.begun[trial.name] = name
+            state.write(search.folder)
+        return state.begun[trial.name] != ""
+
+    code = _train(search.arguments(trial, state.noise), learn_name)
     remember(search, state)
     state.write(search.folder)
     if code in (_EXIT_MISTAKE, _EXIT_STOPPED):
@@ -149,8 +157,9 @@ def _run(search: Search, state: State, trial: Trial) -> bool:
     return code == 0 and result_of(trial) is not None
 
 
-def _train(arguments: list[str]) -> int:
-    """Train as `torchtitan-dp train` does, and return its exit code; signals go to it."""
+def _train(arguments: list[str], has_begun: Callable[[], bool]) -> int:
+    """Train as `torchtitan-dp train` does, and return its exit code; signals go to it. `has_begun`
+    is called each second until it returns True, so that a search that is killed knows its trial."""
     command = [sys.executable, "-m", "torchtitan_dp", "train", *arguments]
     asked: list[int] = []
     started: list[subprocess.Popen[bytes]] = []
@@ -167,6 +176,9 @@ def _train(arguments: list[str]) -> int:
     started.append(subprocess.Popen(command))
     if asked:
         started[0].send_signal(signal.SIGTERM)
+    while started[0].poll() is None and not has_begun():
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            started[0].wait(timeout=1)
     code = started[0].wait()
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchtitan_dp.ledger.files import PRIVACY_FILE, SEARCH_FILE, read_published
+from torchtitan_dp.ledger.files import PRIVACY_FILE, TRIAL_FILE, read_published
 from torchtitan_dp.ledger.log import EXECUTED_FILE
 from torchtitan_dp.ledger.runs import Run, Total, total
 from torchtitan_dp.preflight.check import Checked
@@ -23,7 +23,7 @@ from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import write_atomically
 from torchtitan_dp.tune.trials import Noise, Search, Trial
 
-TRIAL_FILE = "trial.json"  # in a trial's folder, from before its first start: the keys tried
+SEARCH_FILE = "tune.json"
 
 
 @dataclass
@@ -81,11 +81,16 @@ def state_of(search: Search, epsilon: float) -> State:
     return known
 
 
+def name_of(trial: Trial) -> str | None:
+    """Return the name of a trial's run, once its ledger has begun."""
+    published = read_published(trial.folder)
+    return None if published is None else published.run
+
+
 def remember(search: Search, state: State) -> None:
     """Enter the trials that have begun; raise ValueError, one line, if one is no longer there."""
     for trial in search.trials:
-        published = read_published(trial.folder)
-        run = None if published is None else published.run
+        run = name_of(trial)
         before = state.begun.get(trial.name)
         is_gone = before is not None and not Path(trial.folder, TRIAL_FILE).is_file()
         if is_gone or (before and run != before):

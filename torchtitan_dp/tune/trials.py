@@ -104,6 +104,7 @@ class Search:
             *("--validation.enable", "--validation.steps=-1", f"--validation.freq={steps}"),
             "--validation.publish_epsilon=None",
             f"--validation.publish_noise_multiplier={noise.of_losses!r}",
+            "--checkpoint.no-last_save_in_hf",
         ]
 
     def check(self, noise: Noise) -> list[Checked]:
