@@ -1,15 +1,15 @@
 """What a private model is worth: pre-trains a small Llama on public text, tunes it on private text.
 
-    python scripts/experiment.py --out FOLDER [--of runs|bands] [--only NAME…] [--steps N]
-    python scripts/experiment.py --report docs [--of runs|bands --out FOLDER]
-    python scripts/experiment.py --show splits|tried|rates
+    python scripts/experiment.py --out FOLDER [--of runs|earlier] [--only NAME…] [--steps N]
+    python scripts/experiment.py --report docs [--out FOLDER]
+    python scripts/experiment.py --show tried|splits|others
 
-Takes the runs of docs/results/runs.json (or bands.json) again, each by the options that stand
-there, on one CPU core. A run that is done is not run again: its numbers are in
-FOLDER/results/NAME.json. `--only` takes those whose names begin so, `--steps` that many steps of
-everything, to try this script. `--report docs` makes the tables of docs/results.md from the two
-JSON files, and with `--out` first puts FOLDER's numbers into that of `--of`. `--show` prints a
-table that is not on the page: batch against steps, other settings, all runs of bands.json.
+Takes the runs of docs/results/runs.json again, each by the options that stand there, on one CPU
+core; or those of earlier.json, whose starting weights are lost. A run that is done is not run
+again: its numbers are in FOLDER/results/NAME.json. `--only` takes those whose names begin so,
+`--steps` that many steps of everything, to try this script. `--report docs` makes the tables of
+docs/results.md, and with `--out` first puts FOLDER's numbers into runs.json. `--show` prints a
+table that is not on the page: all of runs.json, or of earlier.json batch against steps, or others.
 
 Public text: Python's documentation and standard library. Private: the sources of one company's
 installed packages; a file is a unit. A folder is held out as a whole. Leaks are looked for by
@@ -64,7 +64,6 @@ privacy.initial_weights_public = true; lora.export = "merged"; checkpoint.initia
 training.dataset = "text"; training.local_batch_size = 1; training.loss_chunk_tokens = 0
 lr_scheduler.warmup_steps = 2; lr_scheduler.decay_ratio = 0.5; lr_scheduler.min_lr_factor = 0.1
 """
-WHAT = {0: "all weights", 8: "LoRA, rank 8"}
 TITLES = {
     **{"none": "no tuning", "noise": "noise alone, as at ε = {:g}"},
     **{"private": "ε = {:g}", "plain": "without privacy"},
@@ -74,17 +73,17 @@ TITLES = {
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, help="a folder for text, weights and numbers")
-    parser.add_argument("--of", choices=("runs", "bands"), default="runs")
+    parser.add_argument("--of", choices=("runs", "earlier"), default="runs")
     parser.add_argument("--only", nargs="+", default=[""], help="what names begin with")
     parser.add_argument("--steps", type=int, help="of pre-training and of each run")
     parser.add_argument("--report", type=Path, metavar="DOCS", help="make the page's tables there")
-    parser.add_argument("--show", choices=("splits", "tried", "rates"), help="print a table")
+    parser.add_argument("--show", choices=("tried", "splits", "others"), help="print a table")
     options = parser.parse_args(argv)
     if options.show is not None:
-        print(tables(read(ROOT / "docs", "runs"), read(ROOT / "docs", "bands"))[options.show])
+        print(tables(ROOT / "docs")[options.show])
         return
     if options.report is not None:
-        report(options.report, options.of, options.out)
+        report(options.report, options.out)
         return
     wanted = [r for r in read(ROOT / "docs", options.of) if r["name"].startswith((*options.only,))]
     if options.out is None:
@@ -266,8 +265,8 @@ def do(out: Path, run: Run, steps: int | None) -> Run:
         options += f" --training.steps {steps}" if steps else ""
         python(out, f"-m torchtitan_dp.train {options}")
         weights = folder / "hf"
-        if "privacy" in run:
-            told["privacy"] = spent(folder, run["privacy"])
+        if run["arm"]["kind"] != "plain":
+            told["privacy"] = spent(folder)
     told |= heldout_losses(weights, out / "corpus" / "heldout", 3 if steps else None)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(told, indent=1) + "\n")
@@ -275,13 +274,10 @@ def do(out: Path, run: Run, steps: int | None) -> Run:
     return told
 
 
-def spent(folder: Path, before: Run) -> Run:
-    """Return what a private run spent; its noise beside a gradient of norm C goes with sigma."""
+def spent(folder: Path) -> Run:
+    """Return what a private run spent."""
     said = json.loads((folder / "privacy.json").read_text())
-    scale = said["noise_multiplier"] / before["noise_multiplier"]
-    noise = {key: before[key] * scale for key in ("noise_norm", "averaged_noise_norm")}
-    terms = ("epsilon", "delta", "noise_multiplier", "sample_rate")
-    return before | noise | {key: said[key] for key in terms}
+    return {key: said[key] for key in ("epsilon", "delta", "noise_multiplier", "sample_rate")}
 
 
 def python(out: Path, arguments: str) -> None:
@@ -332,15 +328,17 @@ def read(docs: Path, name: str) -> list[Run]:
     return runs
 
 
-def report(docs: Path, of: str, out: Path | None) -> None:
-    """Put the numbers of `out` into the JSON of `of`, and make the page's tables from both."""
+def report(docs: Path, out: Path | None) -> None:
+    """Put the numbers of `out` into runs.json, and make the page's tables."""
     if out is not None:
         found = [json.loads(path.read_text()) for path in sorted((out / "results").glob("*.json"))]
-        corpus = json.dumps(json.loads((out / "corpus" / "corpus.json").read_text()))
+        weights = (out / "base" / "model.safetensors").read_bytes()
+        start = json.loads((out / "corpus" / "corpus.json").read_text())
+        start["starting_weights_sha256"] = hashlib.sha256(weights).hexdigest()
         runs = ",\n".join(json.dumps(run) for run in found)
-        text = f'{{"corpus": {corpus},\n"runs": [\n{runs}\n]}}\n'
-        (docs / "results" / f"{of}.json").write_text(text, "utf-8")
-    page, made = docs / "results.md", tables(read(docs, "runs"), read(docs, "bands"))
+        text = f'{{"start": {json.dumps(start)},\n"runs": [\n{runs}\n]}}\n'
+        (docs / "results" / "runs.json").write_text(text, "utf-8")
+    page, made = docs / "results.md", tables(docs)
     page.write_text(filled_in(page.read_text(), {name: made[name] for name in ON_THE_PAGE}))
 
 
@@ -359,24 +357,31 @@ def by_setting(runs: list[Run]) -> list[Run]:
     `closed`, its share of the way from no tuning to the best without privacy."""
     found: dict[str, Run] = {}
     for run in runs:
-        arm = {"bands": 1, "optimizer": "AdamW", "ema": False} | run["arm"]
+        arm = USUAL | run["arm"]
         terms = {**arm, "sigma": run.get("privacy", {}).get("noise_multiplier"), "runs": []}
         name = json.dumps({key: arm[key] for key in sorted(arm) if key != "seed"})
         found.setdefault(name, run.get("privacy", {}) | terms)["runs"].append(run)
     for row in found.values():
         row["loss"] = statistics.median(run["loss"] for run in row["runs"])
     untuned = max(row["loss"] for row in found.values() if row["kind"] == "none")
-    best = min(r["loss"] for r in found.values() if r["kind"] == "plain" and r["samples"] == 512)
+    plain = (row for row in found.values() if row["kind"] == "plain" and len(row["runs"]) == 3)
+    best = min(row["loss"] for row in plain if row["samples"] == 512)
     for row in found.values():
         row["closed"] = (untuned - row["loss"]) / (untuned - best)
-    order = ("samples", "epsilon", "rank", "batch", "bands", "optimizer", "max_grad_norm", "lr")
+    order = ("samples", "epsilon", "rank", "freeze_a", "part", "batch", "bands", "optimizer")
+    order += ("beta1", "decay_ratio", "max_grad_norm", "lr")
     kinds = [*TITLES]
     return sorted(found.values(), key=lambda r: [kinds.index(r["kind"]), *(r[k] for k in order)])
 
 
 def title(row: Run) -> str:
-    trained = "" if row["kind"] == "none" else f", {WHAT[row['rank']]}"
-    return TITLES[row["kind"]].format(row["epsilon"]) + trained
+    what = "" if row["kind"] == "none" else f", {trained(row)}"
+    return TITLES[row["kind"]].format(row["epsilon"]) + what
+
+
+def trained(row: Run) -> str:
+    alone = ", B alone" * row["freeze_a"]
+    return f"LoRA, rank {row['rank']}{alone}" if row["rank"] else "all weights"
 
 
 def spread(row: Run) -> str:
@@ -391,7 +396,9 @@ def at(place: int) -> Callable[[Run], str]:
     return lambda r: f"{statistics.median(run['by_position'][place] for run in r['runs']):.3f}"
 
 
-ON_THE_PAGE = ("main", "positions", "bands")
+ON_THE_PAGE = ("main", "positions")
+USUAL = {"bands": 1, "optimizer": "AdamW", "beta1": 0.9, "decay_ratio": 0.5, "freeze_a": False}
+USUAL |= {"part": 1, "ema": False, "windows": 0}
 BUCKETS = {f"{i * BUCKET:,}–{(i + 1) * BUCKET - 1:,}": at(i) for i in range(SEQ_LEN // BUCKET)}
 COLUMNS: dict[str, Callable[[Run], str]] = {
     "tuning": title,
@@ -400,8 +407,10 @@ COLUMNS: dict[str, Callable[[Run], str]] = {
     "C": lambda r: f"{r['max_grad_norm']:g}" if r["sigma"] else "",
     "K windows": lambda r: f"{r['windows'] or ''}",
     "`ema.enable`": lambda r: "yes" if r["ema"] else "",
+    "decay": lambda r: f"{r['decay_ratio']:g}" if r["lr"] else "",
+    "records": lambda r: f"{r['part']:.0%}" if r["lr"] else "",
     "noise": lambda r: f"{r['bands']} bands" if r["bands"] > 1 else "",
-    "optimizer": lambda r: r["optimizer"] if r["lr"] else "",
+    "optimizer": lambda r: f"{r['optimizer']}, β₁ = {r['beta1']:g}" if r["lr"] else "",
     "σ": lambda r: f"{r['sigma']:.3f}" if r["kind"] == "private" else "",
     "noise over C, a step": lambda r: f"{r['noise_norm']:.2f}",
     "averaged": lambda r: f"{r['averaged_noise_norm']:.2f}" if r["sigma"] else "",
@@ -417,33 +426,32 @@ def table(rows: list[Run], *names: str) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def tables(runs: list[Run], bands: list[Run]) -> dict[str, str]:
+def tables(docs: Path) -> dict[str, str]:
     """Return all tables in Markdown, by name; those `ON_THE_PAGE` by the names of their marks."""
-    every, result = by_setting(runs), ("held-out loss", "runs")
-    usual = [r for r in every if r["max_grad_norm"] == 1 and not r["windows"] and not r["ema"]]
+    runs, earlier = by_setting(read(docs, "runs")), by_setting(read(docs, "earlier"))
+    result, shape = ("held-out loss", "gap closed"), ("tuning", "batch × steps")
+    rates = ("noise", "optimizer", "C", "learning rate", "σ", *result)
+    main = [r for r in runs if len(r["runs"]) == 3 or r["kind"] == "none"]
+    by_place = [r for r in main if not r["rank"] and r["samples"] == 512 and r["part"] == 1]
+    usual = [r for r in earlier if r["max_grad_norm"] == 1 and not r["windows"] and not r["ema"]]
     chosen = [r for r in usual if len(r["runs"]) == 3 or r["kind"] in ("none", "noise")]
-    main = [r for r in chosen if r["steps"] == 16]
-    whole = [r for r in main if not r["rank"] and r["kind"] != "noise"]
-    splits = [r for r in chosen if r["kind"] == "private" and r["epsilon"] == 8]
-    others = [r for r in main if r["kind"] == "private" and r["epsilon"] != 8]
-    shape, noise = ("tuning", "batch × steps"), ("noise over C, a step", "averaged")
+    private = [r for r in chosen if r["kind"] == "private"]
+    splits = [r for r in private if r["epsilon"] == 8]
+    others = [r for r in private if r["steps"] == 16 and r["epsilon"] != 8]
     considered = correlations([*others, *(r for r in splits if r["steps"] >= 16)])
-    rates = (*shape, "noise", "optimizer", "learning rate", "σ", *result, "gap closed")
-    every_band = by_setting(bands)
-    best_rates = [r for r in every_band if len(r["runs"]) == 3 or r["kind"] == "none"]
     ranks = (
         "\n\nRank correlation (Spearman) of averaged noise with the median loss:\n\n"
         f"- all splits: {correlations(splits)}\n"
         f"- splits of 16 steps and more, with ε = 1 and 3 beside them: {considered}"
     )
+    noise = ("noise over C, a step", "averaged")
     return {
-        "main": table(main, "tuning", *result, "gap closed", "σ", "averaged"),
-        "positions": table(whole, "tuning", *BUCKETS),
+        "main": table(main, *shape, *rates),
+        "positions": table(by_place, "tuning", *BUCKETS),
+        "tried": table(runs, *shape, "records", "decay", *rates),
         "splits": table(splits, *shape, "learning rate", "σ", *noise, *result) + ranks,
-        "bands": table(best_rates, "tuning", *rates[2:6], "held-out loss", "gap closed"),
-        "rates": table(every_band, *rates),
-        "tried": table(
-            [r for r in every if r not in chosen],
+        "others": table(
+            [r for r in earlier if r not in chosen],
             *(*shape, "learning rate", "C", "K windows", "`ema.enable`", *result),
         ),
     }
@@ -454,7 +462,8 @@ def correlations(rows: list[Run]) -> str:
     from scipy import stats
 
     of, found = {"both": rows}, []
-    of |= {name: [row for row in rows if row["rank"] == rank] for rank, name in WHAT.items()}
+    for row in rows:
+        of.setdefault(trained(row), []).append(row)
     for name, mine in of.items():
         noise, losses = ([r[key] for r in mine] for key in ("averaged_noise_norm", "loss"))
         if len(mine) > 2:

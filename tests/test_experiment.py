@@ -36,14 +36,16 @@ def test_held_out_files_that_training_has_too_are_left_out():
 
 
 def test_runs_are_taken_again_by_their_options_and_once(tmp_path, monkeypatch):
-    (run,) = (r for r in experiment.read(DOCS, "runs") if r["name"].startswith("noise8-C1-lora8"))
+    (run,) = (
+        r for r in experiment.read(DOCS, "earlier") if r["name"].startswith("noise8-C1-lora8")
+    )
     ran = []
 
     def python(out, arguments):
         ran.append(arguments)
         (out / "runs" / run["name"]).mkdir(parents=True)
-        published = run["privacy"] | {"noise_multiplier": 2 * run["privacy"]["noise_multiplier"]}
-        (out / "runs" / run["name"] / "privacy.json").write_text(json.dumps(published))
+        published = json.dumps(run["privacy"] | {"epsilon": 7.5, "steps": 16})
+        (out / "runs" / run["name"] / "privacy.json").write_text(published)
 
     monkeypatch.setattr(experiment, "python", python)
     monkeypatch.setattr(experiment, "heldout_losses", lambda *_: {"loss": 1.0})
@@ -52,7 +54,8 @@ def test_runs_are_taken_again_by_their_options_and_once(tmp_path, monkeypatch):
     (arguments,) = ran
     assert "--job.config_file private.toml" in arguments
     assert "--privacy.max_grad_norm 0.0001" in arguments
-    assert told["privacy"]["noise_norm"] == 2 * run["privacy"]["noise_norm"]
+    assert told["privacy"].keys() == {"epsilon", "delta", "noise_multiplier", "sample_rate"}
+    assert told["privacy"]["epsilon"] == 7.5
     assert told["loss"] == 1.0
 
 
@@ -67,10 +70,11 @@ def test_losses_are_those_of_each_place():
 
 def test_the_page_has_the_tables_of_its_runs():
     page = (DOCS / "results.md").read_text()
-    made = experiment.tables(experiment.read(DOCS, "runs"), experiment.read(DOCS, "bands"))
+    made = experiment.tables(DOCS)
     on_the_page = {name: made[name] for name in experiment.ON_THE_PAGE}
     assert experiment.filled_in(page, on_the_page) == page
-    assert "ε = 8, all weights | 3.865 (3.858–3.878) | 3 | 54% | 0.415 | 1.58 |" in made["main"]
+    best = "| ε = 8, all weights | 32 × 16 | 16 bands | MomentumSGD, β₁ = 0.5 | 1 | 0.024 | 0.483 |"
+    assert f"{best} 3.671 (3.657–3.699) |" in made["main"]
     assert "beside them: both (10): -0.31; all weights (5): 0.90; LoRA" in made["splits"]
     cut = experiment.filled_in(page, {"main": "cut"})
     assert cut != page
