@@ -369,7 +369,7 @@ def by_setting(runs: list[Run]) -> list[Run]:
     for row in found.values():
         row["closed"] = (untuned - row["loss"]) / (untuned - best)
     order = ("samples", "epsilon", "rank", "freeze_a", "part", "batch", "bands", "optimizer")
-    order += ("beta1", "decay_ratio", "max_grad_norm", "lr")
+    order += ("beta1", "warmup_steps", "decay_ratio", "max_grad_norm", "lr")
     kinds = [*TITLES]
     return sorted(found.values(), key=lambda r: [kinds.index(r["kind"]), *(r[k] for k in order)])
 
@@ -398,7 +398,7 @@ def at(place: int) -> Callable[[Run], str]:
 
 ON_THE_PAGE = ("main", "positions")
 USUAL = {"bands": 1, "optimizer": "AdamW", "beta1": 0.9, "decay_ratio": 0.5, "freeze_a": False}
-USUAL |= {"part": 1, "ema": False, "windows": 0}
+USUAL |= {"part": 1, "ema": False, "windows": 0, "warmup_steps": 2}
 BUCKETS = {f"{i * BUCKET:,}–{(i + 1) * BUCKET - 1:,}": at(i) for i in range(SEQ_LEN // BUCKET)}
 COLUMNS: dict[str, Callable[[Run], str]] = {
     "tuning": title,
@@ -407,7 +407,7 @@ COLUMNS: dict[str, Callable[[Run], str]] = {
     "C": lambda r: f"{r['max_grad_norm']:g}" if r["sigma"] else "",
     "K windows": lambda r: f"{r['windows'] or ''}",
     "`ema.enable`": lambda r: "yes" if r["ema"] else "",
-    "decay": lambda r: f"{r['decay_ratio']:g}" if r["lr"] else "",
+    "warm-up, decay": lambda r: f"{r['warmup_steps']}, {r['decay_ratio']}" if r["lr"] else "",
     "records": lambda r: f"{r['part']:.0%}" if r["lr"] else "",
     "noise": lambda r: f"{r['bands']} bands" if r["bands"] > 1 else "",
     "optimizer": lambda r: f"{r['optimizer']}, β₁ = {r['beta1']:g}" if r["lr"] else "",
@@ -432,7 +432,7 @@ def tables(docs: Path) -> dict[str, str]:
     result, shape = ("held-out loss", "gap closed"), ("tuning", "batch × steps")
     rates = ("noise", "optimizer", "C", "learning rate", "σ", *result)
     main = [r for r in runs if len(r["runs"]) == 3 or r["kind"] == "none"]
-    by_place = [r for r in main if not r["rank"] and r["samples"] == 512 and r["part"] == 1]
+    by_place = [r for r in main if not r["rank"] and (r["kind"] != "plain" or r["closed"] == 1)]
     usual = [r for r in earlier if r["max_grad_norm"] == 1 and not r["windows"] and not r["ema"]]
     chosen = [r for r in usual if len(r["runs"]) == 3 or r["kind"] in ("none", "noise")]
     private = [r for r in chosen if r["kind"] == "private"]
@@ -448,7 +448,7 @@ def tables(docs: Path) -> dict[str, str]:
     return {
         "main": table(main, *shape, *rates),
         "positions": table(by_place, "tuning", *BUCKETS),
-        "tried": table(runs, *shape, "records", "decay", *rates),
+        "tried": table(runs, *shape, "records", "warm-up, decay", *rates),
         "splits": table(splits, *shape, "learning rate", "σ", *noise, *result) + ranks,
         "others": table(
             [r for r in earlier if r not in chosen],
