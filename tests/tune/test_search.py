@@ -339,7 +339,9 @@ def test_a_trial_is_not_released_as_if_nothing_had_chosen_it(done, tmp_path):
     link.symlink_to(trial.resolve())
     shutil.copytree(trial, tmp_path / "best", ignore=shutil.ignore_patterns("trial.json"))
     for folder in (trial, link, tmp_path / "best"):
-        with pytest.raises(ValueError, match="is a trial of a search, or began with one's weights"):
+        with pytest.raises(
+            ValueError, match="is a trial of a search, or began with the weights of one"
+        ):
             claims(str(folder), "step-2", read_published(str(folder)))
     content = json.loads((trial / "privacy.json").read_text())
     assert TRIAL in content["caveats"]
@@ -349,7 +351,9 @@ def test_a_trial_is_not_released_as_if_nothing_had_chosen_it(done, tmp_path):
     grandchild = with_initial(
         dataclasses.replace(child, caveats=()), config, InitialWeights("", child)
     )
-    with pytest.raises(ValueError, match="is a trial of a search, or began with one's weights"):
+    with pytest.raises(
+        ValueError, match="is a trial of a search, or began with the weights of one"
+    ):
         claims("next", "step-2", grandchild)
 
 

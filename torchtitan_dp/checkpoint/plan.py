@@ -264,6 +264,7 @@ def earlier_ledger(folder: str) -> Lineage | None:
 
 
 def _unlike(folder: str, problem: str) -> str:
+    """Word the refusal of logs that contradict each other or `privacy.json`."""
     return (
         f"job.dump_folder = '{folder}': {problem}; restore both as the run wrote them, or use "
         "another folder"

@@ -255,8 +255,8 @@ class LoRA:
     embedding have none."""
 
     freeze_a: bool = False
-    """Train B alone; A stays as it was drawn (FFA-LoRA, Sun et al. 2024). Half the values have
-    noise, and the product of two noises does not arise."""
+    """Train B alone; A stays as it was drawn (FFA-LoRA, Sun et al. 2024). About half of the
+    values have noise, and noise is not multiplied by noise."""
 
     export: Literal["adapter", "merged"] = "adapter"
     """The weights that `checkpoint.last_save_in_hf`, and by default a release, writes: `adapter`,

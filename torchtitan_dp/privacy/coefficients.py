@@ -88,8 +88,8 @@ def found_for(shares: Shares, bands: int) -> tuple[float, ...]:
     a, start = np.atleast_2d(shares), np.array(cut_off(bands))
     if bands == 1 or not a.any():
         return cut_off(bands)
-    # The last is the product of the roots of 1 / C: beyond 1 noise grows with each step, and the
-    # search's first stride, of two bands, overflowed.
+    # A last coefficient beyond 1 makes noise grow with each step: there the first stride of the
+    # search for two bands ended, and overflowed.
     bounds = [(None, None)] * (bands - 2) + [(-1.0, 1.0)]
     found = minimize(_objective, start[1:], (a,), "L-BFGS-B", jac=True, bounds=bounds)
     return 1.0, *(round(float(value), _DIGITS) for value in found.x)

@@ -45,8 +45,8 @@ def claims(
     """
     if lineage.is_trial:
         raise ValueError(
-            f"RUN = '{run}': it is a trial of a search, or began with one's weights, and choosing "
-            "them spent what all trials did, which its epsilon leaves out; train a run with the "
+            f"RUN = '{run}': is a trial of a search, or began with the weights of one, and its "
+            "epsilon leaves out what the other trials spent on the choice; train a run with the "
             "trial's keys from the weights that the search began with"
         )
     published = read_published_fields(run)
