@@ -34,7 +34,6 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 # isort: split
 import torch
 
-from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.plan.calibration import calibrate
@@ -184,16 +183,17 @@ def beside_the_paper() -> Iterator[list[str]]:
         yield cells
 
 
-def chosen(name: str, gpus: int, machine: str, *overrides: str) -> tuple[JobConfig, Choice, Choice]:
-    """Of a shipped configuration of a Llama: it, all ranks on each sample, and the fastest."""
-    folder = CONFIG.parent
-    given = [f"--job.config_file={folder / name}.toml", "--checkpoint.no-initial_load_in_hf"]
-    config = load_config([*given, *overrides], gpus)
-    draws = Draws(UNITS, config.training.global_batch_size / UNITS)
+def arguments(name: str, *overrides: str) -> list[str]:
+    """The command line of a shipped configuration of a Llama."""
+    toml = f"--job.config_file={CONFIG.parent / name}.toml"
+    return [toml, "--checkpoint.no-initial_load_in_hf", *overrides]
+
+
+def predicted(given: list[str], gpus: int, machine: str, *, as_given: bool = False) -> Choice:
+    """Predict a command line as it is given, or the fastest setting of it."""
+    draws = Draws(UNITS, load_config(given, gpus).training.global_batch_size / UNITS)
     of = MACHINES[machine], MACHINES[machine].memory_gib, draws
-    shares_all = "--parallelism.context_parallel_degree=-1"
-    (one,) = choose([*given, shares_all, *overrides], gpus, *of, given=True)
-    return config, one, choose([*given, *overrides], gpus, *of)[0]
+    return choose(given, gpus, *of, given=as_given)[0]
 
 
 def cells_of(one: Choice) -> list[str]:
@@ -210,7 +210,10 @@ def meshes(only: str) -> Iterator[list[str]]:
     for toml in sorted(CONFIG.parent.glob("llama3_*.toml")):
         for machine in ("h100", "h100-pcie") if only in toml.stem else ():
             gpus = 8 if "4m" in toml.stem else 4
-            _, one, best = chosen(toml.stem, gpus, machine)
+            given = arguments(toml.stem)
+            all_share = [*given, "--parallelism.context_parallel_degree=-1"]
+            one = predicted(all_share, gpus, machine, as_given=True)
+            best = predicted(given, gpus, machine)
             before, after = one.step.total, best.step.total
             yield [
                 *(f"`{toml.stem}`", str(gpus), machine, f"{one.peak_bytes / GIB:.1f}"),
@@ -223,14 +226,15 @@ def lengths() -> Iterator[list[str]]:
     for seq_len, name in LENGTHS.items():
         for trained, rank in (("LoRA", 16), ("all weights", 0)):
             for gpus in (8, 64, 512):
-                terms = f"--training.seq_len={seq_len}", f"--lora.rank={rank}"
+                given = arguments(name, f"--training.seq_len={seq_len}", f"--lora.rank={rank}")
                 row = [f"{seq_len:,}", trained, str(gpus)]
                 try:
-                    config, _, best = chosen(name, gpus, "h100", *terms)
-                except ValueError:
+                    best = predicted(given, gpus, "h100")
+                except ValueError as why:
+                    show(f"{why}")
                     yield [*row, "none fits", *[""] * 4]
                     continue
-                hours = best.step.hours(config.training.steps)
+                hours = best.step.hours(load_config(given, gpus).training.steps)
                 yield [*row, *cells_of(best), digits(best.step.total), digits(hours)]
 
 
