@@ -257,7 +257,7 @@ def do(out: Path, run: Run, steps: int | None) -> Run:
     if path.exists():
         found: Run = json.loads(path.read_text())
         return found
-    told: Run = {key: run[key] for key in ("name", "arm", "options") if key in run}
+    numbers: Run = {key: run[key] for key in ("name", "arm", "options") if key in run}
     weights = out / "base"
     if "options" in run:
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut off
@@ -266,18 +266,18 @@ def do(out: Path, run: Run, steps: int | None) -> Run:
         python(out, f"-m torchtitan_dp.train {options}")
         weights = folder / "hf"
         if run["arm"]["kind"] != "plain":
-            told["privacy"] = spent(folder)
-    told |= heldout_losses(weights, out / "corpus" / "heldout", 3 if steps else None)
+            numbers["privacy"] = spent(folder)
+    numbers |= heldout_losses(weights, out / "corpus" / "heldout", 3 if steps else None)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(told, indent=1) + "\n")
+    path.write_text(json.dumps(numbers, indent=1) + "\n")
     shutil.rmtree(folder, ignore_errors=True)
-    return told
+    return numbers
 
 
 def spent(folder: Path) -> Run:
     """Return what a private run spent."""
-    said = json.loads((folder / "privacy.json").read_text())
-    return {key: said[key] for key in ("epsilon", "delta", "noise_multiplier", "sample_rate")}
+    published = json.loads((folder / "privacy.json").read_text())
+    return {key: published[key] for key in ("epsilon", "delta", "noise_multiplier", "sample_rate")}
 
 
 def python(out: Path, arguments: str) -> None:

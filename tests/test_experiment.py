@@ -49,14 +49,14 @@ def test_runs_are_taken_again_by_their_options_and_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(experiment, "python", python)
     monkeypatch.setattr(experiment, "heldout_losses", lambda *_: {"loss": 1.0})
-    told = experiment.do(tmp_path, run, None)
-    assert experiment.do(tmp_path, run, None) == told
+    numbers = experiment.do(tmp_path, run, None)
+    assert experiment.do(tmp_path, run, None) == numbers
     (arguments,) = ran
     assert "--job.config_file private.toml" in arguments
     assert "--privacy.max_grad_norm 0.0001" in arguments
-    assert told["privacy"].keys() == {"epsilon", "delta", "noise_multiplier", "sample_rate"}
-    assert told["privacy"]["epsilon"] == 7.5
-    assert told["loss"] == 1.0
+    assert numbers["privacy"].keys() == {"epsilon", "delta", "noise_multiplier", "sample_rate"}
+    assert numbers["privacy"]["epsilon"] == 7.5
+    assert numbers["loss"] == 1.0
 
 
 def test_losses_are_those_of_each_place():

@@ -35,6 +35,7 @@ from torchtitan_dp.tune.trials import Trial
 STEPS, EPSILON = 4, 4.0
 LOSSES = {"trial_1": 3.5, "trial_2": 2.0, "trial_3": 3.0}
 RATES = ("optimizer.lr=1e-3,3e-3,1e-2",)
+A_TRIAL = "is a trial of a search, or began with the weights of one"
 
 
 class Trainer:
@@ -339,9 +340,7 @@ def test_a_trial_is_not_released_as_if_nothing_had_chosen_it(done, tmp_path):
     link.symlink_to(trial.resolve())
     shutil.copytree(trial, tmp_path / "best", ignore=shutil.ignore_patterns("trial.json"))
     for folder in (trial, link, tmp_path / "best"):
-        with pytest.raises(
-            ValueError, match="is a trial of a search, or began with the weights of one"
-        ):
+        with pytest.raises(ValueError, match=A_TRIAL):
             claims(str(folder), "step-2", read_published(str(folder)))
     content = json.loads((trial / "privacy.json").read_text())
     assert TRIAL in content["caveats"]
@@ -351,9 +350,7 @@ def test_a_trial_is_not_released_as_if_nothing_had_chosen_it(done, tmp_path):
     grandchild = with_initial(
         dataclasses.replace(child, caveats=()), config, InitialWeights("", child)
     )
-    with pytest.raises(
-        ValueError, match="is a trial of a search, or began with the weights of one"
-    ):
+    with pytest.raises(ValueError, match=A_TRIAL):
         claims("next", "step-2", grandchild)
 
 

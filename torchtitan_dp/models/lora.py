@@ -55,12 +55,11 @@ class LoRA:
         return self.alpha / self.rank
 
 
-def lora_of(config: JobConfig) -> LoRA | None:
-    """Return the adapters of `[lora]`; None if it is off."""
+def lora_of(config: JobConfig, rank: int | None = None) -> LoRA | None:
+    """Return the adapters of `[lora]`, or those of another rank; None for rank 0."""
     lora = config.lora
-    if not lora.rank:
-        return None
-    return LoRA(lora.rank, lora.alpha, tuple(lora.targets), lora.freeze_a)
+    rank = lora.rank if rank is None else rank
+    return LoRA(rank, lora.alpha, tuple(lora.targets), lora.freeze_a) if rank else None
 
 
 class LoRALinear(nn.Linear):

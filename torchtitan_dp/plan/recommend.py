@@ -20,8 +20,8 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import unit_word
 from torchtitan_dp.ledger import RunLog
 from torchtitan_dp.ledger.spending import initial_steps
-from torchtitan_dp.models.families import ModelArgs, trained_count, without_lora
-from torchtitan_dp.models.lora import LoRA
+from torchtitan_dp.models.families import ModelArgs, trained_count
+from torchtitan_dp.models.lora import lora_of
 from torchtitan_dp.plan.samplings import Samplings, weigh_samplings
 from torchtitan_dp.plan.signal import DROWNS, FEWEST_STEPS, Rows, Target, rows_of
 
@@ -269,11 +269,8 @@ def recommend(config: JobConfig, plan: Plan, args: ModelArgs, start: Start) -> R
 
 def _with_rank(config: JobConfig, args: ModelArgs, rank: int) -> ModelArgs:
     """Return the arguments with adapters of another rank, or without."""
-    if rank == 0:
-        return without_lora(args)
     args = copy.deepcopy(args)
-    lora = config.lora
-    args.lora = LoRA(rank, lora.alpha, tuple(lora.targets), lora.freeze_a)
+    args.lora = lora_of(config, rank)
     return args
 
 
