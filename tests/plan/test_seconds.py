@@ -3,18 +3,23 @@
 import json
 import math
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from tests import build
 from tests.processes import forks
+from tests.processes.ranks import on_ranks
 from torchtitan_dp.config.load import load_config, seeks_fewest_ranks
 from torchtitan_dp.gradients.operands import tiles
 from torchtitan_dp.models.hugging_face import shape
-from torchtitan_dp.plan import choose, fake_step, machines
+from torchtitan_dp.plan import calibration, choose, fake_step, machines
+from torchtitan_dp.plan.__main__ import main
 from torchtitan_dp.plan.cost import flops_of
 from torchtitan_dp.plan.fake_step import fake_world
 from torchtitan_dp.plan.machines import MACHINES, Link, Machine, machine_named
@@ -209,7 +214,7 @@ def test_rates_between_two_sizes_lie_on_a_line_of_logarithms():
     assert rates == pytest.approx([1, 1, 10, 100, 100])
 
 
-def test_a_measured_machine_comes_back_from_its_file(tmp_path):
+def test_a_measured_machine_comes_back_from_its_file(tmp_path, capsys):
     path = str(tmp_path / "machine.json")
     forks.call(calibrate, path)
     found = machine_named(path)
@@ -218,13 +223,48 @@ def test_a_measured_machine_comes_back_from_its_file(tmp_path):
         *("products", "attention", "attention's", "memory", "new", "noise")
     }
     assert all(rate > 0 for curve in found.rates.values() for _, rate in curve)
-    assert math.isinf(found.within.bytes)  # one process
-    assert json.loads(Path(path).read_text()) == json.loads(json.dumps(machines.fields(found)))
+    assert found.within is None
+    assert json.loads(Path(path).read_text()) == json.loads(json.dumps(asdict(found)))
+    with pytest.raises(SystemExit) as ended:  # of one process
+        main([f"--job.config_file={DEBUG}", "--gpus=2", f"--machine={path}"])
+    assert ended.value.code == 2
+    assert "measured with 1 process" in capsys.readouterr().err
+
+
+class Once:
+    """A clock of one call."""
+
+    device = torch.device("cpu")
+
+    def __call__(self, function, calls=1):
+        start = time.perf_counter()
+        function()
+        return time.perf_counter() - start
+
+
+DEBUG = "train_configs/llama3_debug.toml"
+FAST = {name: ((0, 1e12),) for name in ONES}
+
+
+def transfers() -> dict[str, machines.Curve]:
+    return calibration._transfers(Once(), Machine("fast", 1, 2, FAST, 0.0, overlaps=False))
+
+
+def test_what_ranks_send_is_measured_by_size():
+    for found in on_ranks(2, transfers):
+        assert found.keys() == {RING, GATHER}
+        for curve in found.values():
+            sizes = [size for size, _ in curve]
+            assert sizes == sorted(sizes)
+            assert all(rate > 0 for _, rate in curve)
+        machine = Machine("measured", 1, 2, FAST | found, 0.0)
+        for size, rate in found[GATHER]:
+            for kind in (GATHER, "reduce_scatter"):
+                took = transfer_seconds(Transfer(kind, size, 2, 1), machine)
+                assert took == pytest.approx(size / rate)
 
 
 def calibrate(path: str) -> None:
-    from torchtitan_dp.plan.__main__ import main
-
     main([f"--calibrate={path}"])
 
 
@@ -322,10 +362,8 @@ def test_chosen_keys_are_written_in_a_configuration(tmp_path):
 
 @pytest.mark.slow
 def test_the_plan_chooses_among_what_fits(tmp_path, capsys):
-    from torchtitan_dp.plan.__main__ import main
-
-    toml, chosen = "train_configs/llama3_debug.toml", tmp_path / "chosen.toml"
-    command = [f"--job.config_file={toml}", f"--job.dump_folder={tmp_path / 'out'}"]
+    chosen = tmp_path / "chosen.toml"
+    command = [f"--job.config_file={DEBUG}", f"--job.dump_folder={tmp_path / 'out'}"]
     main([*command, "--gpus=2", "--machine=h100", "--choose", f"--write={chosen}"])
     said = capsys.readouterr().err
     assert "the fastest that fit" in said

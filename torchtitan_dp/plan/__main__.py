@@ -15,6 +15,7 @@ that fit. `--calibrate` measures the machine that it runs on.
 """
 
 import argparse
+import dataclasses
 import math
 import multiprocessing
 import os
@@ -37,7 +38,7 @@ from torchtitan_dp.distributed.devices import cuda_devices, device_name, memory_
 from torchtitan_dp.distributed.host_memory import available_bytes
 from torchtitan_dp.plan.calibration import calibrate
 from torchtitan_dp.plan.choose import Draws, choose, fewest_ranks, show_choices, write
-from torchtitan_dp.plan.machines import MACHINES, Machine, fields, machine_named
+from torchtitan_dp.plan.machines import MACHINES, Machine, machine_named
 from torchtitan_dp.plan.memory import DEFAULT_GIB, GIB, predict, predicting, show_memory
 from torchtitan_dp.plan.recommend import refuse
 from torchtitan_dp.plan.report import for_programs, make_report, show
@@ -102,7 +103,7 @@ def main(argv: list[str]) -> list[str]:
         return []
     with exit_on_mistake():
         world_size = world_size_of(options)
-        machine = machine_of(options)
+        machine = machine_of(options, world_size)
         config = load_config(overrides, world_size)
         if options.recommend:
             refuse(config)
@@ -159,7 +160,7 @@ def main(argv: list[str]) -> list[str]:
     return found
 
 
-def machine_of(options: argparse.Namespace) -> Machine | None:
+def machine_of(options: argparse.Namespace, world_size: int) -> Machine | None:
     """Return the machine that the options name, if any; ValueError, one line."""
     if options.machine is None:
         if options.choose:
@@ -167,7 +168,14 @@ def machine_of(options: argparse.Namespace) -> Machine | None:
         return None
     if options.write and not options.choose:
         raise ValueError(f"--write = '{options.write}': it writes what --choose finds; add that")
-    return machine_named(options.machine)
+    found = machine_named(options.machine)
+    if found.between is None and world_size > found.ranks_a_node:
+        raise ValueError(
+            f"--machine = '{options.machine}': it was measured with {found.ranks_a_node} "
+            f"processes, which say nothing of {world_size}; measure with as many (torchrun "
+            f"--nproc_per_node {world_size} … --calibrate), or name one of {', '.join(MACHINES)}"
+        )
+    return found
 
 
 def ranks_a_sample(
@@ -206,7 +214,7 @@ def measure(path: str) -> None:
     gib = (memory_bytes(ranks.device)[1] if is_cuda else of_host) / GIB
     found = calibrate(ranks.device, device_name(ranks.device), gib)
     if dist.get_rank() == 0:
-        write_json(path, fields(found))
+        write_json(path, dataclasses.asdict(found))
     dist.destroy_process_group()
 
 

@@ -4,6 +4,7 @@ Operands are many enough to lie outside of caches, and launches are those of a s
 as in a run.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -16,13 +17,26 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torchtitan_dp.collectives import all_gather
+from torchtitan_dp.collectives import pass_on
 from torchtitan_dp.distributed.attention import mesh_of_this_rank
-from torchtitan_dp.plan.machines import Link, Machine
-from torchtitan_dp.plan.tracker import LocalOperators
-from torchtitan_dp.plan.work import ATTENTION, ATTENTION_BACKWARD, MEMORY, NEW, PRODUCT, Counting
+from torchtitan_dp.plan.machines import Curve, Machine
+from torchtitan_dp.plan.seconds import parts_of
+from torchtitan_dp.plan.tracker import MemoryTracker
+from torchtitan_dp.plan.work import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    GATHER,
+    MEMORY,
+    NEW,
+    PRODUCT,
+    RING,
+    Counting,
+    Transfer,
+    Work,
+)
 from torchtitan_dp.privacy.noise import add_gaussian_noise_
 
 
@@ -53,9 +67,8 @@ def calibrate(device: torch.device, name: str, memory_gib: float) -> Machine:
     rates["noise"] = [(0, _noise(timed, device))]
     launch = _launch(timed)
     curves = {kind: tuple(points) for kind, points in rates.items()}
-    return Machine(
-        name, memory_gib, dist.get_world_size(), curves, launch, _link(timed), None, is_cuda
-    )
+    alone = Machine(name, memory_gib, dist.get_world_size(), curves, launch, overlaps=is_cuda)
+    return dataclasses.replace(alone, rates=curves | _transfers(timed, alone))
 
 
 class _Clock:
@@ -121,17 +134,6 @@ def _attention(
     ]
 
 
-class _Operations(LocalOperators):
-    """Counts, as a mode, the operations that `Counting` counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counting = Counting()
-
-    def ran(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        self.counting(func, args, kwargs, result)
-
-
 def _launch(timed: _Clock) -> float:
     """Time a small operation in a training step: under autograd, in modules, in one FSDP2 group, as
     a small model is."""
@@ -145,15 +147,8 @@ def _launch(timed: _Clock) -> float:
     model = nn.Sequential(*(block() for _ in range(layers))).to(timed.device)
     fully_shard(model, mesh=mesh)
     x = torch.ones(width, width, device=timed.device)
-
-    def step() -> None:
-        model(x).sum().backward()
-
-    step()
-    operations = _Operations()
-    with operations:
-        step()
-    return timed(step, calls=3) / sum(operations.counting.take().values())
+    work, seconds = _counted(timed, lambda: model(x).sum(), calls=3)
+    return seconds / sum(work.values())
 
 
 def _noise(timed: _Clock, device: torch.device) -> float:
@@ -163,14 +158,50 @@ def _noise(timed: _Clock, device: torch.device) -> float:
     return flat.numel() / timed(lambda: add_gaussian_noise_(flat, **terms))  # type: ignore[arg-type]
 
 
-def _link(timed: _Clock) -> Link:
-    """Time all-gathers of little and of much."""
+def _transfers(timed: _Clock, alone: Machine) -> dict[str, Curve]:
+    """Time what a ring and FSDP2 send, by the bytes that a rank sends.
+
+    FSDP2's is what its steps take beyond their operations on one rank (`alone`): ranks wait for
+    each other, and its hooks take time, which a collective by itself does not show.
+    """
     ranks, world = dist.get_world_size(), dist.group.WORLD
     if world is None or ranks == 1:
-        return Link(math.inf, 0.0)
+        return {}
+    passed, grouped = [], []
+    for sent in (2**6, 2**14, 2**18, 2**20, 2**22, 2**24):
+        buffers = torch.zeros(_many(sent), sent // 4, device=timed.device)
+        pass_one = _in_turn(lambda buffer: pass_on(buffer, world).wait(), buffers)
+        passed.append((float(sent), sent / timed(pass_one, _calls(sent))))
+    for width in (128, 1024, 4096, 8192) if alone.overlaps else (8, 128, 512, 1024, 2048):
+        own, seconds = _sharded_step(timed, width)
+        calls = sum(own.pop(done) for done in [*own] if isinstance(done, Transfer))
+        if not alone.overlaps:
+            seconds -= math.fsum(parts_of(own, alone).values())
+        moved = 4 * width**2 * (ranks - 1) / ranks
+        grouped.append((moved, moved * calls / seconds))
+    return {RING: tuple(passed), GATHER: tuple(grouped)}
 
-    def gathering(numel: int) -> Callable[[], object]:
-        return functools.partial(all_gather, torch.zeros(numel, device=timed.device), world)
 
-    few, many = timed(gathering(64), calls=20), timed(gathering(2**22))
-    return Link(4 * 2**22 * (ranks - 1) / (many - few), few)
+def _sharded_step(timed: _Clock, width: int) -> tuple[Work, float]:
+    """Count and time a step of eight layers, each an FSDP2 group over all ranks."""
+    mesh = init_device_mesh(timed.device.type, (dist.get_world_size(),))
+    layers = (nn.Linear(width, width, bias=False, device=timed.device) for _ in range(8))
+    model = nn.Sequential(*layers)
+    for module in (*model, model):
+        sharded = fully_shard(module, mesh=mesh)
+        sharded.set_gradient_divide_factor(1.0)  # gloo sums alone
+        sharded.set_force_sum_reduction_for_comms(True)
+    return _counted(timed, lambda: model(torch.ones(8, width, device=timed.device)).sum())
+
+
+def _counted(timed: _Clock, loss: Callable[[], Tensor], calls: int = 1) -> tuple[Work, float]:
+    """Count the work of a step that ends in a loss, and time it."""
+
+    def step() -> None:
+        loss().backward()
+
+    step()
+    counting = Counting()
+    with MemoryTracker("", counts=counting):
+        step()
+    return counting.take(), timed(step, calls)

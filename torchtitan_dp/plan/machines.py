@@ -4,13 +4,11 @@ The list has makers' peaks times the share that is reached in practice, an assum
 source. A file is one that `calibration` measured.
 """
 
-import dataclasses
 import itertools
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torchtitan_dp.plan.work import ATTENTION, ATTENTION_BACKWARD, MEMORY, NEW, PRODUCT
 
@@ -35,10 +33,11 @@ class Machine:
     ranks_a_node: int
     rates: dict[str, Curve]
     """By kind and dtype, as "products float32": FLOPs by an operation's FLOPs. "memory" and "new
-    tensors": bytes by an operation's bytes. "noise": values."""
+    tensors": bytes by an operation's bytes. "noise": values. Where they were measured,
+    "all_gather", of FSDP2's collectives, and "ring": bytes that a rank sends, by these."""
 
     launch: float  # seconds until an operation has begun
-    within: Link  # a node
+    within: Link | None = None  # a node; None where `rates` has transfers
     between: Link | None = None  # nodes; None where they were not measured
     overlaps: bool = True  # whether launches, kernels and transfers run side by side
 
@@ -153,18 +152,9 @@ def machine_named(named: str) -> Machine:
         found = json.loads(Path(named).read_text(encoding="utf-8"))
         found["rates"] = {name: tuple(map(tuple, curve)) for name, curve in found["rates"].items()}
         links = {key: found[key] and Link(**found[key]) for key in ("within", "between")}
-        links["within"] = links["within"] or Link(math.inf, 0.0)  # one process
         return Machine(**found | links)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(
             f"--machine = '{named}': neither one of {', '.join(MACHINES)} nor a file that "
             "--calibrate wrote"
         ) from None
-
-
-def fields(machine: Machine) -> dict[str, Any]:
-    """Return what `machine_named` reads from JSON, where infinity is null."""
-    found = dataclasses.asdict(machine)
-    if math.isinf(machine.within.bytes):
-        found["within"] = None
-    return found

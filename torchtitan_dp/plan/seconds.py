@@ -99,7 +99,7 @@ def step_seconds(
     if config.parallelism.keep_weights_gathered:
         later = Work(float, {done: n for done, n in later.items() if done.kind != GATHER})
     first, others, update = (
-        _parts(part, machine) for part in (work.microbatch, later, work.update)
+        parts_of(part, machine) for part in (work.microbatch, later, work.update)
     )
     update[NOISE] = work.trained_values / machine.rate(NOISE, "", work.trained_values)
     last = max(times - 1, 0)
@@ -109,7 +109,8 @@ def step_seconds(
     return StepSeconds(total, microbatches / max(times, 1), parts)
 
 
-def _parts(work: Work, machine: Machine) -> defaultdict[str, float]:
+def parts_of(work: Work, machine: Machine) -> defaultdict[str, float]:
+    """Predict the seconds of a part of a step, by what they are spent on."""
     parts = defaultdict[str, float](float)
     for done, times in work.items():
         for name, seconds in _seconds(done, machine):
@@ -131,10 +132,14 @@ def _seconds(done: Operation | Transfer, machine: Machine) -> Iterator[tuple[str
 
 
 def transfer_seconds(transfer: Transfer, machine: Machine) -> float:
-    """Predict a collective: within a node, or by the slower of both links where it leaves one; each
-    of a node's ranks that take part has its own link between nodes, but a ring crosses by one."""
+    """Predict a collective: as it was measured; or within a node, or by the slower of both links
+    where it leaves one. Each of a node's ranks that take part has its own link between nodes, but a
+    ring crosses by one."""
     if transfer.ranks == 1:
         return 0.0
+    if machine.within is None:
+        kind = transfer.kind if transfer.kind in machine.rates else GATHER
+        return transfer.bytes / machine.rate(kind, "", transfer.bytes)
     within = transfer.bytes / machine.within.bytes + machine.within.seconds
     if transfer.ranks * transfer.stride <= machine.ranks_a_node:
         return within
