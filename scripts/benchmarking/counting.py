@@ -36,14 +36,13 @@ class Counts(LocalOperators):
         super().__init__()
         self.flops: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
-        self.by_operation: Counter[tuple[str, str]] = Counter()  # bytes by part and operation
         self.base: str | None = None  # of what no `part` is open for; None: by kind of operation
         self._parts: list[str] = []
         self.repeated = Repeated()
 
     def start_over(self) -> None:
         """Forget what was counted so far."""
-        for counter in (self.flops, self.bytes, self.by_operation):
+        for counter in (self.flops, self.bytes):
             counter.clear()
 
     @contextlib.contextmanager
@@ -58,9 +57,7 @@ class Counts(LocalOperators):
     def ran(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         part, times = self._part_of(func), self.repeated.times
         self.flops[part] += times * flops_of(func, args, kwargs, result)
-        moved = times * bytes_of(func, args, kwargs, result)
-        self.bytes[part] += moved
-        self.by_operation[part, str(func)] += moved
+        self.bytes[part] += times * bytes_of(func, args, kwargs, result)
 
     def _part_of(self, func: Any) -> str:
         if self._parts:

@@ -37,7 +37,6 @@ class Case:
     method: str  # "plain", or one of `gradient_method`
     local_batch_size: int
     world_size: int
-    compiled: bool = False  # of "grad_sample" alone: of whole blocks nothing can be counted
     overrides: tuple[str, ...] = ()  # of the configuration, which come last
     n_layers: int | None = None  # instead of all
 
@@ -59,7 +58,6 @@ class Case:
             "--parallelism.context_parallel_rotate_method=alltoall",
             "--activation_checkpoint.mode=none",
             *(["--privacy.no-enable"] if self.method == "plain" else private),
-            *(["--compile.enable"] if self.compiled else []),
             *self.overrides,
         ]
 
@@ -70,7 +68,6 @@ class Count:
 
     flops: dict[str, int]
     bytes: dict[str, int]
-    by_operation: dict[str, int]  # bytes
 
 
 def alone(module: str, task: Any) -> Any:
@@ -199,7 +196,6 @@ def count_here(case: Case, seq_lens: list[int]) -> dict[str, dict[int, Count]]:
     from . import fused
     from .counting import Counts
 
-    assert not case.compiled or case.method == "grad_sample"
     config = load_config(case.arguments(max(seq_lens)), case.world_size)
     args = shape(config)
     args.n_layers = case.n_layers or args.n_layers
@@ -212,7 +208,6 @@ def count_here(case: Case, seq_lens: list[int]) -> dict[str, dict[int, Count]]:
             (parallelize, "_sum_reductions_only", _nothing),
             # As on CUDA.
             (torch.nn.functional, "rms_norm", fused.rms_norm),
-            (parallelize, "compiled", fused.regions),
             (optimizer, "add_gaussian_noise_", fused.noise),
             (torch.optim, "AdamW", functools.partial(_fused, torch.optim.AdamW)),
         ):
@@ -242,11 +237,7 @@ def _fused(adamw: Any, parameters: Any, **_: Any) -> Any:
 
 
 def _taken(counts: Any) -> Count:
-    return Count(
-        dict(counts.flops),
-        dict(counts.bytes),
-        {f"{part}: {operation}": n for (part, operation), n in counts.by_operation.items()},
-    )
+    return Count(dict(counts.flops), dict(counts.bytes))
 
 
 def _private_step(config: Any, args: Any, counts: Any) -> Any:

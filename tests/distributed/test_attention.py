@@ -4,6 +4,7 @@ attention in fp32 has no grouped queries left."""
 import functools
 import inspect
 import types
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -117,7 +118,7 @@ class Problem:
 def apply_ring(mesh, balancer, rotate, apart=False):
     """An attention module that runs as a ring."""
     shard = Shard(mesh.get_group(), balancer == "headtail", rotate == "allgather")
-    attention.configure_ring(shard, 1 if apart else attention.HEADS_APART_FROM)
+    attention.configure_ring(replace(shard, heads_apart_from=1) if apart else shard)
     module = ScaledDotProductAttentionWrapper()
     attention.apply_ring_attention([module], mesh, cudnn=True)
     return module

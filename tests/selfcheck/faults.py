@@ -123,10 +123,10 @@ def heads_share_the_first_key():
 def ring_of_another_balancer():
     """The ring masks as if the sequence were dealt out in the other way."""
 
-    def of_the_other(of, shard, heads_apart):
-        return of(dataclasses.replace(shard, balanced=not shard.balanced), heads_apart)
+    def of_the_other(of, shard, *place):
+        return of(dataclasses.replace(shard, balanced=not shard.balanced), *place)
 
-    return wrapped(ring.Shard, "ring", of_the_other)
+    return wrapped(ring.Shard, "block", of_the_other)
 
 
 def _noise(change: Callable):

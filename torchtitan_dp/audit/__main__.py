@@ -98,7 +98,7 @@ def main(argv: list[str]) -> None:
         terms = {"trials": options.trials, "confidence": options.confidence}
         result = game_of(config, plan, root).play_all(**terms, delta=plan.settings.delta)
     else:
-        result = attack_texts(options, config, decide).result
+        result = attack_texts(options, config, decide)
     if dist.get_rank() == 0:
         if not is_game:
             _publish(config.job.dump_folder, result)
@@ -240,7 +240,7 @@ def game_of(config: JobConfig, plan: Plan, root: RootKey) -> Game:
 
 def attack_texts(
     options: argparse.Namespace, config: JobConfig, decide: Callable[[], Start]
-) -> released.TextAudit:
+) -> dict[str, Any]:
     """Train and attack in the audit's own folder, locked. Collective over the world."""
     register(config, decide=decide)
     lock = lock_folder(config.job.dump_folder) if dist.get_rank() == 0 else None

@@ -17,7 +17,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -37,14 +37,6 @@ from torchtitan_dp.train import DPTrainer, export_weights
 
 GUESSES_FILE = "audit_guesses.json"
 FALSE_ALARMS = 0.01
-
-
-class TextAudit(NamedTuple):
-    """What an attack found, and the bounds that it proves."""
-
-    scores: np.ndarray  # fp64 (canaries,)
-    included: np.ndarray  # bool (canaries,)
-    result: dict[str, Any]  # the content of `--json`
 
 
 class TextTrainer(DPTrainer):
@@ -99,8 +91,8 @@ def audit(
     canaries: int,
     guesses: int,
     confidence: float,
-) -> TextAudit:
-    """Train once on the configuration's records and canaries of text, export, and attack.
+) -> dict[str, Any]:
+    """Train once on the records and canaries of text, export, attack, and return the findings.
 
     The dump folder of `config` is the audit's own. Collective over the world; all ranks return the
     same.
@@ -135,7 +127,7 @@ def audit(
         },
     }
     correct = int(np.sum((guessed == 1) & included) + np.sum((guessed == -1) & ~included))
-    return TextAudit(scores, included, result | _bounds(trainer, result, correct, each))
+    return result | _bounds(trainer, result, correct, each)
 
 
 def _attack(

@@ -31,17 +31,13 @@ from torchtitan.distributed.context_parallel import apply_cp_to_attention_module
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
 from torchtitan_dp.distributed.devices import capability, cudnn_versions
-from torchtitan_dp.distributed.ring import Ring, Shard
+from torchtitan_dp.distributed.ring import Shard
 from torchtitan_dp.torch_private import (
     AttentionKernel,
     argument_names,
     attention_operators,
     context_parallel_handlers,
 )
-
-HEADS_APART_FROM = 2**16
-"""Tokens a rank, from which kernels run on one key head at a time: so many fill a device with few
-heads, and a kernel's workspace for all heads is among the largest tensors of a block."""
 
 _SEQ_DIM = 2  # of q, k, v: (batch, heads, sequence, head_dim)
 _efficient_op, _efficient_backward_op = attention_operators("efficient")
@@ -67,7 +63,7 @@ _OTHER_LAYOUT = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
 _BACKENDS_WITHOUT_RING = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def configure_ring(shard: Shard, heads_apart_from: int = HEADS_APART_FROM) -> None:
+def configure_ring(shard: Shard) -> None:
     """Attend by our ring under context parallelism, from now on in this process: over the mesh of
     each call, on the terms of `shard`. Of itself TorchTitan 0.2.2 ignores how keys are to travel.
     """
@@ -75,7 +71,7 @@ def configure_ring(shard: Shard, heads_apart_from: int = HEADS_APART_FROM) -> No
     for kernel in get_args(AttentionKernel):
         ways = zip(attention_operators(kernel), (_ring_forward, _ring_backward), strict=True)
         for operator, handler in ways:
-            handlers[operator] = functools.partial(handler, shard, heads_apart_from)
+            handlers[operator] = functools.partial(handler, shard)
 
 
 def apply_ring_attention(
@@ -118,26 +114,24 @@ def _safe(backends: list[SDPBackend], cudnn: bool = True) -> list[SDPBackend]:
 
 
 def _ring_forward(
-    shard: Shard, apart_from: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    shard: Shard, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...]:
     mesh, terms = _named(op, args, kwargs)
     if "compute_log_sumexp" in terms:
         terms["compute_log_sumexp"] = True  # the merge needs it, whether or not a gradient does
     kernel = attend_unpadded if op is _efficient_op else op
-    ring = _ring(shard, mesh, terms["query"], apart_from)
-    out, logsumexp, *rest = ring.attend(kernel, **terms)
+    out, logsumexp, *rest = _over(shard, mesh).attend(kernel, **terms)
     return (*_on_ring(mesh, out, logsumexp), *rest)
 
 
 def _ring_backward(
-    shard: Shard, apart_from: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    shard: Shard, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...]:
     mesh, terms = _named(op, args, kwargs)
     padded = op is _efficient_backward_op
     kernel = backward_padded if padded else functools.partial(_backward, op)
     of_queries = {name: terms.pop(name) for name in ("grad_out", "query", "out", "logsumexp")}
-    ring = _ring(shard, mesh, of_queries["query"], apart_from)
-    gradients = ring.attend_backward(kernel, of_queries, **terms)
+    gradients = _over(shard, mesh).attend_backward(kernel, of_queries, **terms)
     return (*_on_ring(mesh, *gradients[:3]), *gradients[3:])
 
 
@@ -158,9 +152,8 @@ def _named(
     return mesh, terms
 
 
-def _ring(shard: Shard, mesh: DeviceMesh, query: Tensor, apart_from: int) -> Ring:
-    here = dataclasses.replace(shard, group=mesh.get_group())
-    return here.ring(heads_apart=query.shape[_SEQ_DIM] >= apart_from)
+def _over(shard: Shard, mesh: DeviceMesh) -> Shard:
+    return dataclasses.replace(shard, group=mesh.get_group())
 
 
 def _on_ring(mesh: DeviceMesh, *local_tensors: Tensor) -> tuple[DTensor, ...]:

@@ -9,9 +9,9 @@ does, term by term in the same order, so that fp32 results are bit-identical, bu
 - partial outputs and gradients are merged in place, where PyTorch makes a copy a block;
 - keys and values are packed once, and not again for each rank that they pass;
 - outputs and gradients lie as (B, T, H, F), as the layers around attention read them;
-- with `heads_apart`, the kernel runs on the queries of one key head at a time. FlashAttention's
-  backward needs fp32 dQ, and dK and dV of every query head: at 131,072 tokens of 32 heads 4 GiB, of
-  4 heads 0.5 GiB.
+- from `heads_apart_from` tokens on, the kernel runs on the queries of one key head at a time.
+  FlashAttention's backward needs fp32 dQ, and dK and dV of every query head: at 131,072 tokens of
+  32 heads 4 GiB, of 4 heads 0.5 GiB.
 
 A ring of one rank is attention without a ring, with heads apart. A sequence is dealt out
 contiguously, or "head-tail" (rank r of n has chunks r and 2n - 1 - r), as by TorchTitan.
@@ -26,92 +26,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_dp.collectives import Pending, begin_all_gather, pass_on
+from torchtitan_dp.collectives import begin_all_gather, pass_on
 
-
-class PassedAround:
-    """Passes a flat buffer on to the next rank of the ring, and receives the previous rank's: one
-    other rank's buffer is here at a time."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._arriving: Pending | None = None
-
-    def send(self, buffer: Tensor) -> None:
-        """Begin to send."""
-        self._arriving = pass_on(buffer, self._group)
-
-    def receive(self) -> Tensor:
-        """Wait for what was sent to this rank; the buffer is the caller's alone."""
-        assert self._arriving is not None
-        return self._arriving.wait()
-
-
-class GatheredAtOnce(PassedAround):
-    """Gathers the buffers of all ranks when the first is sent: fewer, larger messages."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group)
-        self._gathered: Pending | Tensor | None = None
-        self._received = 0
-
-    def send(self, buffer: Tensor) -> None:
-        if self._gathered is None:
-            self._gathered = begin_all_gather(buffer, self._group)
-
-    def receive(self) -> Tensor:
-        assert self._gathered is not None
-        if isinstance(self._gathered, Pending):
-            self._gathered = self._gathered.wait()
-        self._received += 1
-        source = dist.get_rank(self._group) - self._received
-        return self._gathered.chunk(dist.get_world_size(self._group))[source]
-
-
-@dataclass(frozen=True)
-class Shard:
-    """This rank's part of a sample's sequence, and how keys travel to it."""
-
-    group: dist.ProcessGroup | None = None
-    """The ranks that share it; None for the whole sequence."""
-
-    balanced: bool = False
-    """Whether rank r of n has chunks r and 2n - 1 - r; otherwise it has chunk r of n."""
-
-    at_once: bool = False
-    """Whether a ring gathers all keys and values at once (fewer, larger messages); otherwise it
-    passes them around, holding one other rank's at a time (long context)."""
-
-    @property
-    def rank(self) -> int:
-        """This rank's place in the group."""
-        return 0 if self.group is None else dist.get_rank(self.group)
-
-    @property
-    def size(self) -> int:
-        """The number of ranks that share the sequence."""
-        return 1 if self.group is None else dist.get_world_size(self.group)
-
-    def chunks(self, rank: int) -> list[int]:
-        """Return the places of a rank's chunks in the sequence."""
-        return [rank, 2 * self.size - 1 - rank] if self.balanced else [rank]
-
-    def of(self, whole: Tensor, dim: int) -> Tensor:
-        """Return this rank's part of a tensor of all tokens."""
-        number = self.size * (2 if self.balanced else 1)
-        assert whole.shape[dim] % number == 0, "chunks are equally long"
-        chunks = whole.chunk(number, dim)
-        return torch.cat([chunks[place] for place in self.chunks(self.rank)], dim)
-
-    def ring(self, heads_apart: bool) -> "Ring":
-        """Return a ring for one round of keys; gradients go from rank to rank, since each adds to
-        them."""
-        if self.group is None or self.size == 1:
-            return Ring(0, 1, self.balanced, heads_apart, None, None)
-        keys = (GatheredAtOnce if self.at_once else PassedAround)(self.group)
-        place = self.rank, self.size, self.balanced
-        return Ring(*place, heads_apart, keys, PassedAround(self.group))
-
+HEADS_APART_FROM = 2**16
+"""Tokens a rank, from which kernels run on one key head at a time: so many fill a device with few
+heads, and a kernel's workspace for all heads is among the largest tensors of a block."""
 
 Kernel = Callable[..., tuple[Any, ...]]  # attention within one block, forward or backward
 
@@ -141,22 +60,42 @@ def _parts(
 
 
 @dataclass(frozen=True)
-class Ring:
-    """The ranks that share a sample: this one's place among them, and how keys travel."""
+class Shard:
+    """This rank's part of a sample's sequence, and how keys travel to it."""
 
-    rank: int
-    size: int
-    balanced: bool
-    """Whether ranks have a chunk from the head and one from the tail."""
+    group: dist.ProcessGroup | None = None
+    """The ranks that share it; None for the whole sequence."""
 
-    heads_apart: bool
-    """Whether a kernel runs on one key head at a time."""
+    balanced: bool = False
+    """Whether rank r of n has chunks r and 2n - 1 - r; otherwise it has chunk r of n."""
 
-    key_transport: PassedAround | None
-    """Passes on keys and values; None in a ring of one rank."""
+    at_once: bool = False
+    """Whether a ring gathers all keys and values at once (fewer, larger messages); otherwise it
+    passes them around, holding one other rank's at a time (long context)."""
 
-    gradient_transport: PassedAround | None
-    """Passes on the gradients of keys and values; None in a ring of one rank."""
+    heads_apart_from: int = HEADS_APART_FROM
+    """The number of tokens of a rank from which on a kernel runs on one key head at a time."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the group."""
+        return 0 if self.group is None else dist.get_rank(self.group)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks that share the sequence."""
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+    def chunks(self, rank: int) -> list[int]:
+        """Return the places of a rank's chunks in the sequence."""
+        return [rank, 2 * self.size - 1 - rank] if self.balanced else [rank]
+
+    def of(self, whole: Tensor, dim: int) -> Tensor:
+        """Return this rank's part of a tensor of all tokens."""
+        number = self.size * (2 if self.balanced else 1)
+        assert whole.shape[dim] % number == 0, "chunks are equally long"
+        chunks = whole.chunk(number, dim)
+        return torch.cat([chunks[place] for place in self.chunks(self.rank)], dim)
 
     def block(self, step: int, tokens: int, is_causal: bool) -> Block | None:
         """Return the scores to compute with the keys of the rank `step` places before this one;
@@ -197,8 +136,9 @@ class Ring:
             The output (B, H, T, F) in the dtype of `query`, the logsumexp in the kernel's shape and
             dtype, and what the kernel returned beside them for its last block.
 
-        Collectives: those of `key_transport`, ranks - 1 times.
+        Collectives, over the group: keys and values are passed on, ranks - 1 times, or gathered.
         """
+        apart = query.shape[2] >= self.heads_apart_from
         dtype = query.dtype if self.size == 1 else torch.float32
         out = _heads_last(query, (*query.shape[:3], value.shape[3]), dtype)
         merged = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
@@ -207,7 +147,7 @@ class Ring:
             block = self.block(step, query.shape[2], is_causal)
             if block is None:
                 continue
-            for queries, keys in _parts(block, query, key, self.heads_apart):
+            for queries, keys in _parts(block, query, key, apart):
                 part, logsumexp, *rest = kernel(
                     query[queries],
                     key_of_block[keys],
@@ -245,10 +185,11 @@ class Ring:
             The three gradients in the dtypes of `query`, `key` and `value`, and what the kernel
             returned beside them for its last block.
 
-        Collectives: those of `key_transport`, ranks - 1 times, and of `gradient_transport`, as
-        often as there are ranks.
+        Collectives, over the group: those of `attend`, and gradients are passed on, as often as
+        there are ranks, since each adds to them.
         """
-        query = of_queries["query"]
+        query, travelling = of_queries["query"], None
+        apart = query.shape[2] >= self.heads_apart_from
         dtype = query.dtype if self.size == 1 else torch.float32
         grad_query = _heads_last(query, query.shape, dtype).zero_()
         # cuDNN caches its kernels by the layouts of q, k and v alone: this one must not vary.
@@ -260,7 +201,7 @@ class Ring:
         for step, (key_of_block, value_of_block) in enumerate(self._passed_around(key, value)):
             block = self.block(step, query.shape[2], is_causal)
             formed = []
-            for queries, keys in _parts(block, query, key, self.heads_apart) if block else ():
+            for queries, keys in _parts(block, query, key, apart) if block else ():
                 assert block is not None
                 here = {name: tensor[queries] for name, tensor in of_queries.items()}
                 here["logsumexp"] = here["logsumexp"].contiguous()  # kernels assume its strides
@@ -275,29 +216,39 @@ class Ring:
                 formed.append((keys, of_keys_values[:2]))
                 rest = of_keys_values[2:]
                 del here, of_query, of_keys_values
-            # The sum of the ranks before has travelled while this block was computed.
-            if self.gradient_transport is not None and step > 0:
-                gradients = self.gradient_transport.receive().view(gradients.shape)
+            if travelling is not None:  # the ranks' before, while this block was computed
+                gradients = travelling.wait().view(gradients.shape)
             _add_to(gradients, formed)
-            if self.gradient_transport is not None:
-                self.gradient_transport.send(gradients.view(-1))
-        if self.gradient_transport is not None:  # back at the keys' own rank
-            gradients = self.gradient_transport.receive().view(gradients.shape)
+            if self.size > 1:
+                assert self.group is not None
+                travelling = pass_on(gradients.view(-1), self.group)
+        if travelling is not None:  # back at the keys' own rank
+            gradients = travelling.wait().view(gradients.shape)
         return grad_query.to(query.dtype), *gradients.to(key.dtype), *rest
 
     def _passed_around(self, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the keys and values of all ranks: this rank's, then those of the one before."""
-        if self.key_transport is None:
+        if self.size == 1:
             yield key, value
             return
-        flat = torch.cat([key.flatten(), value.flatten()])
-        for step in range(self.size):
-            if step > 0:
-                flat = self.key_transport.receive()
-            if step < self.size - 1:
-                self.key_transport.send(flat)
+        for flat in self._from_all_ranks(torch.cat([key.flatten(), value.flatten()])):
             of_key, of_value = flat.split((key.numel(), value.numel()))
             yield of_key.view(key.shape), of_value.view(value.shape)
+
+    def _from_all_ranks(self, own: Tensor) -> Iterator[Tensor]:
+        """Yield a flat buffer of each rank, in the same order."""
+        assert self.group is not None
+        if self.at_once:
+            gathered = begin_all_gather(own, self.group)
+            yield own
+            parts = gathered.wait().chunk(self.size)
+            yield from (parts[self.rank - step] for step in range(1, self.size))
+            return
+        for _ in range(1, self.size):
+            arriving = pass_on(own, self.group)
+            yield own
+            own = arriving.wait()
+        yield own
 
 
 def _merge(out: Tensor, logsumexp: Tensor, part: Tensor, part_logsumexp: Tensor) -> None:

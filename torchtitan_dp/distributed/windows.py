@@ -14,7 +14,7 @@ scores are all there. Without a window, each rank has the keys of all tokens bef
 `check_softcap`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,9 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_dp.collectives import exchange
-from torchtitan_dp.distributed.attention import HEADS_APART_FROM
 from torchtitan_dp.distributed.kernels import Kernel, kernel_of, row_sums, sum_dtype
-from torchtitan_dp.distributed.ring import Ring, Shard
+from torchtitan_dp.distributed.ring import Shard
 
 CAPPED_KEYS = 2**15
 """The most keys of a query with a soft cap of scores."""
@@ -131,19 +130,15 @@ class _Whole(NamedTuple):
     def attend(self, q: Tensor, keys_values: list[Tensor]) -> tuple[Any, ...]:
         """Return the output, its logsumexp, and more that backward needs."""
         terms: dict[str, Any] = {"is_causal": True, "bias": None, "scale": self.scale}
-        return self._ring(q).attend(self.kernel.forward, q, *keys_values, **terms)
+        return self.shard.attend(self.kernel.forward, q, *keys_values, **terms)
 
     def attend_backward(
         self, of_queries: dict[str, Tensor], keys_values: list[Tensor], more: list[Tensor]
     ) -> tuple[Tensor, ...]:
         """Return the gradients of queries, keys and values."""
         terms: dict[str, Any] = {"is_causal": True, "bias": None, "scale": self.scale, "more": more}
-        ring = self._ring(of_queries["query"])
-        return ring.attend_backward(self.kernel.backward, of_queries, *keys_values, **terms)[:3]
-
-    def _ring(self, q: Tensor) -> Ring:
-        """Return a ring for one round of keys."""
-        return self.shard.ring(heads_apart=q.shape[2] >= HEADS_APART_FROM)
+        backward = self.kernel.backward
+        return self.shard.attend_backward(backward, of_queries, *keys_values, **terms)[:3]
 
 
 class _Windowed(NamedTuple):
@@ -219,17 +214,6 @@ def _band(queries: int, keys: int, window: int, like: Tensor) -> Tensor:
     return bias.masked_fill_((distance < 0) | (distance >= window), -torch.inf)[:, :keys]
 
 
-_ByRank = list[list[Tensor]]
-
-
-class _Route(NamedTuple):
-    """Tokens of one rank that a chunk of another, or of its own, reaches."""
-
-    rows: slice  # among those of the first
-    chunk: int  # of the second
-    before: slice  # among those before this chunk
-
-
 @dataclass(frozen=True)
 class _Halo:
     """The tokens before each chunk that it reaches, and how they travel."""
@@ -247,8 +231,7 @@ class _Halo:
         numbers = self.shard.chunks(self.shard.rank)
         chunks = zip(numbers, own.split(self.tokens, dim=-2), strict=True)
         reached = [F.pad(chunk, (0, 0, self._before(number), 0)) for number, chunk in chunks]
-        sent, wanted = self._views(own, reached)
-        self._exchange(sent, wanted, Tensor.copy_)
+        self._exchange(own, reached)
         return reached
 
     def give_back(self, sums: list[Tensor]) -> Tensor:
@@ -259,15 +242,15 @@ class _Halo:
         own = torch.cat(
             [one.narrow(-2, one.shape[-2] - self.tokens, self.tokens) for one in sums], dim=-2
         )
-        wanted, sent = self._views(own, sums)
-        self._exchange(sent, wanted, Tensor.add_)
+        self._exchange(own, sums, back=True)
         return own
 
     def _before(self, number: int) -> int:
         return min(self.window - 1, number * self.tokens)
 
-    def _routes(self, source: int, target: int) -> Iterator[_Route]:
-        """Yield what a rank's chunks reach of a source's."""
+    def _routes(self, source: int, target: int) -> Iterator[tuple[slice, int, slice]]:
+        """Yield what a rank's chunks reach of a source's: which of the source's tokens, the place
+        of the chunk, and which of the tokens before it these are."""
         for chunk, number in enumerate(self.shard.chunks(target)):
             first = number * self.tokens - self._before(number)
             for place, other in enumerate(self.shard.chunks(source)):
@@ -275,24 +258,19 @@ class _Halo:
                 if other < number and start < end:
                     shift = (place - other) * self.tokens
                     rows = slice(start + shift, end + shift)
-                    yield _Route(rows, chunk, slice(start - first, end - first))
+                    yield rows, chunk, slice(start - first, end - first)
 
-    def _views(self, own: Tensor, reached: list[Tensor]) -> tuple[_ByRank, _ByRank]:
-        """Return the tokens that travel: what ranks reach here, and what is reached of theirs."""
-        rank, size = self.shard.rank, self.shard.size
-        here = [[own[..., one.rows, :] for one in self._routes(rank, to)] for to in range(size)]
-        there = [
-            [reached[one.chunk][..., one.before, :] for one in self._routes(of, rank)]
-            for of in range(size)
-        ]
-        return here, there
-
-    def _exchange(
-        self, sent: _ByRank, wanted: _ByRank, put: Callable[[Tensor, Tensor], Tensor]
-    ) -> None:
-        """Send tensors to the ranks, and put what they send into what is wanted of them."""
+    def _exchange(self, own: Tensor, reached: list[Tensor], *, back: bool = False) -> None:
+        """Copy the tokens that chunks reach from the ranks' own; or `back`, add them to these."""
         if self.shard.group is None or self.window == 1:
             return
+        rank, ranks = self.shard.rank, range(self.shard.size)
+        here = [[own[..., rows, :] for rows, _, _ in self._routes(rank, to)] for to in ranks]
+        there = [
+            [reached[chunk][..., before, :] for _, chunk, before in self._routes(of, rank)]
+            for of in ranks
+        ]
+        sent, wanted = (there, here) if back else (here, there)
         to_each, from_each = ([sum(x.numel() for x in xs) for xs in way] for way in (sent, wanted))
         flat_sent, flat_wanted = ([x for xs in way for x in xs] for way in (sent, wanted))
         empty = (flat_sent or flat_wanted)[0].new_empty(0)  # the last chunk is reached by none
@@ -300,4 +278,4 @@ class _Halo:
         arrived = exchange(buffer, to_each, from_each, self.shard.group).wait()
         parts = arrived.split([x.numel() for x in flat_wanted])
         for x, part in zip(flat_wanted, parts, strict=True):
-            put(x, part.view(x.shape))
+            (x.add_ if back else x.copy_)(part.view(x.shape))

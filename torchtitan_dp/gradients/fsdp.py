@@ -216,23 +216,11 @@ class RowLayout:
         return block_BT * self.rows + row_BT % self.rows
 
 
-def keep_gathered(model: nn.Module) -> None:
-    """Keep weights gathered after backward, until `free_gathered`, in a model all of whose groups
-    have `reshard_after_forward=False`."""
-    for module in fsdp_modules(model):
-        module.set_reshard_after_backward(False, recurse=False)
-
-
 def free_gathered(model: nn.Module) -> None:
     """Free all gathered weights, also those that a forward pass without a backward pass left, so
     that the next use gathers the current ones."""
     for module in fsdp_modules(model):
         module.reshard()
-
-
-def is_one_group(model: nn.Module) -> bool:
-    """Return whether FSDP2 gathers and reduces a model as a whole."""
-    return fsdp_modules(model) == [model]
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:

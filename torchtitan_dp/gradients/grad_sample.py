@@ -12,7 +12,7 @@ Guarantee:
     samples, and what `layers` assumes.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -46,13 +46,25 @@ class GradSampleGradients(LayerGradients):
         `LayerGradients`."""
         super().__init__(model, clipped_sum, transient_bytes)
         self._shard = shard_grad_samples
-        self._shards: dict[str, _Layers] = {}  # (B, dp_shard, rows, …), summed over cp
+        # (B, dp_shard, rows, …), summed over cp, of the layers of each parameter (a tied weight
+        # has several), with factors: all but the newest layer's are one sum.
+        self._shards: dict[str, list[tuple[Pending, Tensor | None]]] = {}
         self._wholes: dict[str, Tensor] = {}  # (cp, B, dp_shard, rows, …), not yet summed
         self._in_flight: deque[Pending] = deque()  # one entry for each sum over cp that was begun
-        early = shard_grad_samples and not clipped_sum.policy.is_flat
-        self._early = _CompleteGroups(model, clipped_sum) if early else None
+        # A clip group is added within backward when all of its layers have formed gradients. One
+        # with a vector is added at the end, since vectors wait for each other.
+        self._adds_early = shard_grad_samples and not clipped_sum.policy.is_flat
+        self._group, layers = clipped_sum.policy.group_of(), layers_of_each_parameter(model)
+        self._layers = [sum(layers[n] for n in names) for names in clipped_sum.policy.members]
+        self._start()
         self._valid_B = torch.empty(0)  # of this microbatch
-        self._clips: list[Clip] = []  # of groups that were added within backward
+
+    def _start(self) -> None:
+        """Begin a microbatch."""
+        self._left = [*self._layers]  # of each clip group, those without gradients so far
+        self._complete: int | None = None  # the group whose last layer's sum has just begun
+        self._added: set[int] = set()
+        self._clips: list[Clip] = []  # of the groups in `_added`
 
     def accumulate_clipped(
         self, loss_B: Tensor, valid_B: Tensor, positions: Sequence[int] | None = None
@@ -69,12 +81,13 @@ class GradSampleGradients(LayerGradients):
         loss_B.sum().backward()
         self._require_no_sum()
         self._sum_over_cp()
-        if self._early is None:
-            shards = [self._shards.pop(name).take().flatten(2) for name in self._layouts]
-            return self.clipped_sum.add(shards, valid_B)
-        for group in self._early.finish():
-            self._add_group(group)
-        clips, self._clips = self._clips, []
+        if not self._adds_early:
+            return self.clipped_sum.add([*map(self._take, self._layouts)], valid_B)
+        for group in range(len(self._layers)):
+            if group not in self._added:
+                self._add_group(group)
+        clips = self._clips
+        self._start()
         return Clip(*map(torch.cat, zip(*clips, strict=True))).over_groups()
 
     def form_grad_samples(self, name: str, batch_size: int, write: Write) -> None:
@@ -119,21 +132,44 @@ class GradSampleGradients(LayerGradients):
             add_to(self._wholes, name, formed.whole)
             return
         assert formed.shard is not None
-        self._shards.setdefault(name, _Layers()).add(formed.shard, factor_B)
-        if self._early is not None:
-            for group in self._early.take(name):
-                self._add_group(group)
+        self._add_shard(name, formed.shard, factor_B)
+        if not self._adds_early:
+            return
+        before, group = self._complete, self._group[name]
+        self._left[group] -= 1
+        self._complete = None if self._left[group] else group
+        if before is not None:
+            self._add_group(before)
 
     def _add_group(self, group: int) -> None:
         """Clip and add a group whose layers have all formed gradients; other layers' sums keep
         running."""
-        names = self.clipped_sum.policy.members[group]
-        parts = {name: self._shards.pop(name).take().flatten(2) for name in names}
+        parts = {name: self._take(name) for name in self.clipped_sum.policy.members[group]}
         self._clips.append(self.clipped_sum.add_group(group, parts, self._valid_B))
+        self._added.add(group)
+
+    def _add_shard(self, name: str, shard: Pending, factor_B: Tensor | None) -> None:
+        """Add another layer's gradients, times `factor_B`, without waiting for them."""
+        before = [(Pending(self._sum_of(name)), None)] if name in self._shards else []
+        self._shards[name] = [*before, (shard, factor_B)]
+
+    def _take(self, name: str) -> Tensor:
+        """Wait for the gradients of a parameter, and return them, (B, dp_shard, values)."""
+        return self._sum_of(name).flatten(2)
+
+    def _sum_of(self, name: str) -> Tensor:
+        total = None
+        for pending, factor_B in self._shards.pop(name):
+            shard = pending.wait()
+            if factor_B is not None:
+                shard.mul_(_along(factor_B, shard, dim=0))
+            total = shard if total is None else total.add_(shard)
+        assert total is not None
+        return total
 
     def storages(self) -> list[torch.UntypedStorage]:
         """List the memory of the per-sample gradients that this backward has formed so far."""
-        shards = [storage for layers in self._shards.values() for storage in layers.storages()]
+        shards = [pending.storage for layers in self._shards.values() for pending, _ in layers]
         return shards + [whole.untyped_storage() for whole in self._wholes.values()]
 
     def _sum_over_cp(self) -> None:
@@ -141,45 +177,11 @@ class GradSampleGradients(LayerGradients):
         self._in_flight.clear()  # `_shards` waits for those that run
         summed = sum_together_over_cp if self._shard else _sum_each_over_cp
         for name, shard in summed(self._wholes, self._cp).items():
-            self._shards.setdefault(name, _Layers()).add(Pending(shard), None)
+            self._add_shard(name, Pending(shard), None)
         self._wholes.clear()
-        added = self._early.added if self._early is not None else set()
+        added = {name for name in self._layouts if self._group[name] in self._added}
         unused = self._layouts.keys() - self._shards.keys() - added
         assert not unused, f"trainable but had no gradient: {sorted(unused)}"
-
-
-class _Layers:
-    """The per-sample gradients of one parameter: the sum of its layers' (a tied weight has
-    several), and the newest layer's, whose sum over cp may be running."""
-
-    def __init__(self) -> None:
-        self._sum: Tensor | None = None
-        self._newest: tuple[Pending, Tensor | None] | None = None
-
-    def add(self, shard: Pending, factor_B: Tensor | None) -> None:
-        """Add another layer's gradients, times `factor_B`, without waiting for them."""
-        self._settle()
-        self._newest = shard, factor_B
-
-    def take(self) -> Tensor:
-        """Wait for the newest layer's, and return the sum."""
-        self._settle()
-        assert self._sum is not None
-        return self._sum
-
-    def storages(self) -> list[torch.UntypedStorage]:
-        """List the memory of both."""
-        before = [] if self._sum is None else [self._sum.untyped_storage()]
-        return before if self._newest is None else [*before, self._newest[0].storage]
-
-    def _settle(self) -> None:
-        if self._newest is None:
-            return
-        (pending, factor_B), self._newest = self._newest, None
-        shard = pending.wait()
-        if factor_B is not None:
-            shard.mul_(_along(factor_B, shard, dim=0))
-        self._sum = shard if self._sum is None else self._sum.add_(shard)
 
 
 def _sum_each_over_cp(wholes: dict[str, Tensor], cp: dist.ProcessGroup | None) -> dict[str, Tensor]:
@@ -189,45 +191,6 @@ def _sum_each_over_cp(wholes: dict[str, Tensor], cp: dist.ProcessGroup | None) -
     for whole in wholes.values():
         dist.all_reduce(whole, group=cp)
     return {name: whole[dist.get_rank(cp)] for name, whole in wholes.items()}
-
-
-class _CompleteGroups:
-    """The clip groups that are complete while backward continues: all of their layers have formed
-    gradients. One with a vector is complete at the end, since vectors wait for each other."""
-
-    def __init__(self, model: nn.Module, clipped_sum: ClippedSum) -> None:
-        self._members = clipped_sum.policy.members
-        self._group = clipped_sum.policy.group_of()
-        layers = layers_of_each_parameter(model)
-        self._layers = [sum(layers[name] for name in names) for names in self._members]
-        self._start()
-
-    def _start(self) -> None:
-        self._formed: Counter[int] = Counter()  # layers, by group
-        self._complete: list[int] = []
-        self._taken: list[int] = []
-
-    @property
-    def added(self) -> set[str]:
-        """The parameters of groups that were taken."""
-        return {name for group in self._taken for name in self._members[group]}
-
-    def take(self, name: str) -> list[int]:
-        """Count one more layer's gradients of `name`, and return the groups that were complete
-        before: this layer's sum over cp has only just begun."""
-        before, self._complete = self._complete, []
-        group = self._group[name]
-        self._formed[group] += 1
-        if self._formed[group] == self._layers[group]:
-            self._complete = [group]
-        self._taken += before
-        return before
-
-    def finish(self) -> list[int]:
-        """Return the groups that were not taken, and start again."""
-        left = [group for group in range(len(self._members)) if group not in self._taken]
-        self._start()
-        return left
 
 
 def _along(factor_B: Tensor, gradients: Tensor, dim: int) -> Tensor:

@@ -226,38 +226,6 @@ def _rows(layer: Any, tokens_BT: Tensor, grad_BTD: Tensor) -> Rows:
     return Rows(tokens_BT, grad_BTD)
 
 
-class _RMSNorm(_OwnForward):
-    """y = x / rms(x) * w."""
-
-    @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        _, x_needed, weight_needed = ctx.needs_input_grad
-        (x,) = ctx.saved_tensors
-        layer = ctx.layer
-        # The fused kernel sums the weight's gradient over all it is given: one sample at a time.
-        of_samples = [
-            _rms_norm_grad(layer, *one, weight_needed) for one in zip(x, grad_y, strict=True)
-        ]
-        if weight_needed:
-            grad_weight = torch.stack([weight for _, weight in of_samples])
-            name = layer.parameter_names["weight"]
-            layer.sink.form_grad_samples(name, len(x), Existing(grad_weight))
-        return None, torch.stack([x for x, _ in of_samples]) if x_needed else None, None
-
-
-def _rms_norm_grad(
-    layer: Any, x: Tensor, grad_y: Tensor, weight_needed: bool
-) -> tuple[Tensor, ...]:
-    """Run the layer again on one sample, and return the gradients of its input and, if needed, of
-    its weight; else the weight takes that place."""
-    with torch.enable_grad():
-        x_again = x.detach().requires_grad_()
-        weight = layer.weight.detach().requires_grad_(weight_needed)
-        y = F.rms_norm(x_again, layer.normalized_shape, weight, layer.eps)
-    found = torch.autograd.grad(y, (x_again, weight) if weight_needed else (x_again,), grad_y)
-    return (*found, weight) if not weight_needed else found
-
-
 class _OneAtATime(torch.autograd.Function):
     """Any other layer of one tensor in, one out: its own forward on each sample apart."""
 
@@ -293,6 +261,11 @@ class _OneAtATime(torch.autograd.Function):
                 write = Existing(torch.stack([one.float() for one in found]))
             layer.sink.form_grad_samples(name, len(x), write)
         return None, grad_x, *(None for _ in parameters_needed)
+
+
+class _RMSNorm(_OwnForward, _OneAtATime):
+    """y = x / rms(x) * w. The fused kernel sums the weight's gradient over all it is given: in
+    backward one sample at a time."""
 
 
 def _plain_copy(layer: PerSampleLayer) -> nn.Module:

@@ -126,7 +126,7 @@ class RandomizedNorms(ExactNorms):
         both = project(factors, torch.cat([sketch_BPK, drawn_BPK], dim=2), shape[1])
         seen_BDK, y_BDK = self._over_cp(both).chunk(2, dim=2)
         basis_BDK = _orthonormal(seen_BDK)
-        head_BPK = self._over_cp(project_back(factors, basis_BDK, shape[0]))
+        head_BPK = self._over_cp(project(factors, basis_BDK, shape[0], back=True))
         y_BDK = y_BDK - basis_BDK @ (basis_BDK.mT @ y_BDK)
         return (_squares(head_BPK) + _squares(y_BDK)) / self._cp_size
 
@@ -170,45 +170,29 @@ def in_whole_blocks(count: int) -> int:
 
 
 def project(
-    factors: Sequence[Factors], by_BPK: Tensor, columns: int, *, block_elements: int = 2**24
+    factors: Sequence[Factors],
+    by_BNK: Tensor,
+    size: int,
+    *,
+    back: bool = False,
+    block_elements: int = 2**24,
 ) -> Tensor:
-    """Multiply B samples' transposed gradients by matrices of their own, without forming any.
+    """Multiply B samples' transposed gradients by matrices of their own, or `back` the gradients,
+    without forming any.
 
     Args:
-        factors: one parameter's, of D columns, for this rank's tokens.
+        factors: one parameter's, (N, size) or `back` (size, N), for this rank's tokens. A side is
+            (B, T, n), or tokens (B, T), which stand for unit vectors.
         block_elements: bound on the fp32 elements of a block, of at least one token.
 
     Returns:
-        fp32 (B, D, k): G^T `by`, summed over these tokens.
-    """
-    sides = [(layer.left, layer.right, layer.factor_B) for layer in factors]
-    return _product(sides, by_BPK, columns, block_elements)
-
-
-def project_back(
-    factors: Sequence[Factors], by_BDK: Tensor, rows: int, *, block_elements: int = 2**24
-) -> Tensor:
-    """Multiply B samples' gradients by matrices of their own: fp32 (B, P, k), as `project`."""
-    sides = [(layer.right, layer.left, layer.factor_B) for layer in factors]
-    return _product(sides, by_BDK, rows, block_elements)
-
-
-def _product(
-    layers: Sequence[tuple[Tensor, Tensor, Tensor | None]],
-    by_BNK: Tensor,
-    size: int,
-    block_elements: int,
-) -> Tensor:
-    """Sum b_t (a_t^T `by`) over the tokens t of all layers, in blocks: fp32 (B, size, k).
-
-    Args:
-        layers: of each, the sides a and b of its factors, and what each sample is multiplied by. A
-            side is (B, T, n), or tokens (B, T), which stand for unit vectors.
+        fp32 (B, size, k): G^T `by`, or G `by`, summed over these tokens.
     """
     samples, rows, k = by_BNK.shape
     at_once = max(block_elements // (samples * (rows + size + k)), 1)
     total_BSK = by_BNK.new_zeros(samples, size, k)
-    for a, b, factor_B in layers:
+    for layer in factors:
+        a, b = (layer.right, layer.left) if back else (layer.left, layer.right)
         part_BSK = torch.zeros_like(total_BSK)
         for block in tiles(a.shape[1], at_once):
             a_block, b_block = a[:, block], b[:, block]
@@ -220,7 +204,9 @@ def _product(
                 part_BSK.baddbmm_(b_block.float().mT, of_tokens_BTK)
             else:
                 part_BSK.scatter_add_(1, b_block[:, :, None].expand(-1, -1, k), of_tokens_BTK)
-        total_BSK += part_BSK if factor_B is None else part_BSK.mul_(factor_B[:, None, None])
+        if layer.factor_B is not None:
+            part_BSK.mul_(layer.factor_B[:, None, None])
+        total_BSK += part_BSK
     return total_BSK
 
 

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_dp.gradients.operands import tiles
-from torchtitan_dp.models.tiles import NormedLayers, NormOfTile, Sums, new_sums, rounded
+from torchtitan_dp.models.tiles import NormedLayers, Sums, new_sums, norm_of_tile, rounded
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -123,8 +123,7 @@ class _Body:
         sums_1, sums_3, sums_2 = self.layers.by_layer(sums)
         grad_h_ND = torch.empty_like(h_ND)
         for tokens in tiles(len(h_ND), self.tiling.tokens):
-            norm = NormOfTile(self.layers, h_ND[tokens], parameters, sums)
-            n_ND = norm.value
+            n_ND, norm_backward = norm_of_tile(self.layers, h_ND[tokens], parameters, sums)
             gate, up = w1(n_ND), w3(n_ND)
             trains = any(one is not None for one in sums_2)  # else w2 does not read its input
             product = self.tiling.swiglu(gate, up) if trains else gate
@@ -133,7 +132,7 @@ class _Body:
             del gate, up, product, grad_product
             grad_n_ND = w1.backward(n_ND, grad_gate, None, sums_1)
             grad_n_ND = w3.backward(n_ND, grad_up, grad_n_ND, sums_3)
-            grad_h_ND[tokens] = norm.backward(grad_n_ND)
+            grad_h_ND[tokens] = norm_backward(grad_n_ND)
             if self.layers.has_norm:
                 grad_h_ND[tokens] += grad_ND[tokens]
         return grad_h_ND

@@ -7,11 +7,12 @@ model's names in `transformers`, beside an `adapter_config.json` with r, alpha a
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -168,12 +169,10 @@ def _write_weights(
     narrowed = {*names} - model.kept_in_fp32()
     adapter, weight_map, total = family_of(args).adapter(args, None), {}, 0
     state_dict = get_model_state_dict(model)
-    whole_model = without_adapters(state_dict, *adapter.tied)
-    shards = list(_shards(whole_model, dtype.itemsize))
-    for number, parameters in enumerate(shards, start=1):
-        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        if len(shards) == 1:
-            name = "model.safetensors"
+    whole_model: dict[str, Any] = without_adapters(state_dict, *adapter.tied)
+    sizes = {n: torch.empty(v.shape, dtype=dtype, device="meta") for n, v in whole_model.items()}
+    shards = split_torch_state_dict_into_shards(sizes, max_shard_size=SHARD_BYTES)
+    for name, parameters in shards.filename_to_tensors.items():
         tensors: dict[str, Tensor] = {}
         for parameter in parameters:
             whole = _merged_whole(parameter, state_dict, args.lora)
@@ -186,7 +185,7 @@ def _write_weights(
         _save(tensors, os.path.join(folder, name))
         weight_map.update(dict.fromkeys(tensors, name))
         total += sum(tensor.nbytes for tensor in tensors.values())
-    if folder is not None and len(shards) > 1:
+    if folder is not None and shards.is_sharded:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(os.path.join(folder, INDEX_FILE), index)
 
@@ -201,19 +200,6 @@ def _save(tensors: dict[str, Tensor], path: str) -> None:
             )
     save_file(tensors, path, metadata={"format": "pt"})
     os.chmod(path, 0o600)
-
-
-def _shards(state_dict: dict[str, Any], itemsize: int) -> Iterator[dict[str, Tensor]]:
-    """Yield parts of the state dict of at most `SHARD_BYTES`, or of one parameter."""
-    part: dict[str, Tensor] = {}
-    size = 0
-    for name, value in state_dict.items():
-        if part and size + value.numel() * itemsize > SHARD_BYTES:
-            yield part
-            part, size = {}, 0
-        part[name] = value
-        size += value.numel() * itemsize
-    yield part
 
 
 def _write_json(path: str, content: dict[str, Any]) -> None:

@@ -139,8 +139,8 @@ class _Samples:
 
 
 class _OneSample(torch.autograd.Function):
-    """Computes gradients with the loss, and again for a second backward pass; of several samples
-    only if the weight is not trained."""
+    """Computes gradients with the loss; of several samples only if the weight is not trained, and
+    then for more than one backward pass."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -163,32 +163,20 @@ class _OneSample(torch.autograd.Function):
             grad_weights = [(slice(0, len(weight_VD)), grad_weight_VD)]
         samples = _Samples(h_BTD, labels_BT, weight_VD, scale_B, head, grad_h_BTD)
         losses = [samples.loss(sample, grad_weights) for sample in range(len(h_BTD))]
-        ctx.gradients = grad_h_BTD, grad_weight_VD
+        ctx.save_for_backward(grad_h_BTD, grad_weight_VD)
         ctx.weight_dtype = weight_VD.dtype
-        if grad_h_BTD is not None and not weight_needed:
-            ctx.head = head
-            ctx.save_for_backward(h_BTD, labels_BT, weight_VD, scale_B)
         return torch.stack(losses)
 
     @staticmethod
     def backward(ctx: Any, grad_loss_B: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        gradients, ctx.gradients = ctx.gradients, None
-        grad_h, grad_weight = gradients or (_input_gradients(ctx), None)
+        grad_h, grad_weight = ctx.saved_tensors
         if grad_h is not None:
+            if grad_weight is None:  # a second backward pass reads it again
+                grad_h = grad_h.clone()
             grad_h.mul_(grad_loss_B[:, None, None])
         if grad_weight is not None:
             grad_weight = grad_weight.mul_(grad_loss_B).to(ctx.weight_dtype)
         return grad_h, None, None, grad_weight, None, None
-
-
-def _input_gradients(ctx: Any) -> Tensor:
-    """Compute the gradient of the loss head's input again."""
-    h_BTD, labels_BT, weight_VD, scale_B = ctx.saved_tensors
-    grad_h_BTD = torch.empty_like(h_BTD)
-    samples = _Samples(h_BTD, labels_BT, weight_VD, scale_B, ctx.head, grad_h_BTD)
-    for sample in range(len(h_BTD)):
-        samples.loss(sample)
-    return grad_h_BTD
 
 
 class _SeveralSamples(torch.autograd.Function):

@@ -24,16 +24,15 @@ from torchtitan.tools.utils import device_type
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import feed_forward_chunk, most_tokens, ring_is_aligned
 from torchtitan_dp.distributed.attention import (
-    HEADS_APART_FROM,
     apply_ring_attention,
     configure_ring,
     mesh_of_this_rank,
     use_efficient_attention,
 )
 from torchtitan_dp.distributed.offload import InputsOnHost
-from torchtitan_dp.distributed.ring import Shard
+from torchtitan_dp.distributed.ring import HEADS_APART_FROM, Shard
 from torchtitan_dp.distributed.torchtitan_private import operations_to_save
-from torchtitan_dp.gradients.fsdp import fsdp_modules, is_one_group, keep_gathered
+from torchtitan_dp.gradients.fsdp import fsdp_modules
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.models import rms_norm
 from torchtitan_dp.models.causal_lm.model import CausalLM
@@ -186,7 +185,7 @@ def fsdp_groups(model: PrivateModel) -> list[list[nn.Module]]:
 def trained_fsdp_modules(model: PrivateModel) -> list[FSDPModule]:
     """Return one module of each FSDP2 group that has something to train: those that reduce
     gradients."""
-    groups = [[model]] if is_one_group(model) else fsdp_groups(model)
+    groups = [[model]] if fsdp_modules(model) == [model] else fsdp_groups(model)
     return [
         cast(FSDPModule, group[0])
         for group in groups
@@ -221,8 +220,8 @@ def _apply_fsdp(model: PrivateModel, mesh: DeviceMesh, job_config: JobConfig) ->
             ignored_params=frozen,
         )
     fully_shard(model, mesh=mesh, mp_policy=mp_policy, ignored_params=frozen)
-    if keep:
-        keep_gathered(model)
+    if keep:  # until `free_gathered`
+        cast(FSDPModule, model).set_reshard_after_backward(False)
     if mesh.size() == 1:
         return  # there is nothing to divide by; FSDP2 would copy every gradient once more
     for module in fsdp_modules(model):

@@ -14,13 +14,14 @@ class LeanRMSNorm(nn.RMSNorm):
     """An `nn.RMSNorm` that is computed by `rms_norm`; `use_lean_norms` converts modules to it."""
 
     def forward(self, x: Tensor) -> Tensor:
+        assert self.eps is not None
         return rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
 
 class OffsetRMSNorm(nn.Module):
     """An RMSNorm times 1 + weight, (D,), as Gemma's."""
 
-    def __init__(self, size: int, eps: float | None, device: str | None = None) -> None:
+    def __init__(self, size: int, eps: float, device: str | None = None) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.zeros(size, device=device))
@@ -37,25 +38,21 @@ def use_lean_norms(model: nn.Module) -> None:
     and `isinstance` stay. Call it before `per_sample_layers`, `torch.compile` and FSDP2.
     """
     for module in model.modules():
-        if type(module) is nn.RMSNorm and len(module.normalized_shape) == 1:
+        plain = type(module) is nn.RMSNorm and len(module.normalized_shape) == 1
+        if plain and module.weight is not None and module.eps is not None:
             module.__class__ = LeanRMSNorm
 
 
-def rms_norm(
-    x: Tensor,
-    normalized_shape: tuple[int, ...],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-) -> Tensor:
+def rms_norm(x: Tensor, normalized_shape: tuple[int, ...], weight: Tensor, eps: float) -> Tensor:
     """Compute `torch.nn.functional.rms_norm` of x, (…, D) of any floating dtype, in fp32 or wider,
     with a weight (D,)."""
     assert normalized_shape == x.shape[-1:], "over the last dimension only"
-    return cast(Tensor, _RMSNorm.apply(x, weight, _eps(eps, x)))
+    return cast(Tensor, _RMSNorm.apply(x, weight, eps))
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # type: ignore[override]
         y, scale = _norm(x, weight, eps)
         ctx.save_for_backward(x, scale, weight)
         return y
@@ -69,7 +66,7 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
-def _norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return the norm in the dtype of `x`, and 1 / rms(x), (…, 1), in fp32 or wider.
 
     Nothing is done in place, and no cast that does nothing: torch 2.11 compiles a function that
@@ -77,31 +74,21 @@ def _norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]
     """
     wide = _wide(x)
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    normed = wide * scale
-    if weight is not None:
-        normed = normed * weight
+    normed = wide * scale * weight
     return normed if normed.dtype == x.dtype else normed.to(x.dtype), scale
 
 
 def _gradients(
-    x: Tensor, scale: Tensor, weight: Tensor | None, grad_y: Tensor, x_needed: bool
+    x: Tensor, scale: Tensor, weight: Tensor, grad_y: Tensor, x_needed: bool
 ) -> tuple[Tensor | None, Tensor]:
     """Return the gradient of `x`, if needed, and each token's part of the weight's gradient."""
     normed, wide_grad_y = _wide(x) * scale, _wide(grad_y)
     products = normed * wide_grad_y
     if not x_needed:
         return None, products
-    if weight is None:
-        along, grad_normed = products.mean(-1, keepdim=True), wide_grad_y.clone()
-    else:
-        along = (products @ weight.to(products.dtype) / len(weight))[..., None]
-        grad_normed = wide_grad_y * weight
+    along = (products @ weight.to(products.dtype) / len(weight))[..., None]
+    grad_normed = wide_grad_y * weight
     return grad_normed.addcmul_(normed, along, value=-1).mul_(scale).to(x.dtype), products
-
-
-def _eps(eps: float | None, x: Tensor) -> float:
-    """Return PyTorch's default for an unset epsilon."""
-    return torch.finfo(x.dtype).eps if eps is None else eps
 
 
 def _wide(x: Tensor) -> Tensor:

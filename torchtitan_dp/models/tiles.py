@@ -6,7 +6,7 @@ factors are summed over tiles in fp32 (`gradients.operands`); frozen weights hav
 tokens is ALST's "sequence tiling" (Bekman et al. 2025, arXiv 2506.13996).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,32 +115,25 @@ class NormedLayers:
         return function(x, weight_D.shape, weight_D, self.eps)  # type: ignore[arg-type]
 
 
-class NormOfTile:
-    """The norm of one tile, computed again, for its gradients."""
+def norm_of_tile(
+    layers: NormedLayers, x: Tensor, parameters: Sequence[Tensor], sums: Sums
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Compute the norm of one tile again; the function beside it takes the gradient of the norm,
+    returns that of x, and adds that of the weight to its sum."""
+    if not layers.has_norm:
+        return x, lambda grad: grad
+    weight, total = parameters[0].detach(), sums[0]
+    with torch.enable_grad():
+        leaves = x.detach().requires_grad_(), weight.requires_grad_(total is not None)
+        normed = layers.norm(leaves[0], leaves[1:])
 
-    def __init__(
-        self, layers: NormedLayers, x: Tensor, parameters: Sequence[Tensor], sums: Sums
-    ) -> None:
-        self._sum = sums[0] if layers.has_norm else None
-        with torch.enable_grad():
-            self._x = x.detach().requires_grad_()
-            self._weight = parameters[0].detach().requires_grad_(self._sum is not None)
-            self._normed = layers.norm(self._x, [self._weight])
-
-    @property
-    def value(self) -> Tensor:
-        """The norm."""
-        return self._normed.detach()
-
-    def backward(self, grad: Tensor) -> Tensor:
-        """Return the gradient of x, and add that of the weight to its sum."""
-        if self._normed is self._x:
-            return grad
-        wanted = (self._x,) if self._sum is None else (self._x, self._weight)
-        of_x, *of_weight = torch.autograd.grad(self._normed, wanted, grad)
-        if self._sum is not None:
-            self._sum += of_weight[0]
+    def backward(grad: Tensor) -> Tensor:
+        of_x, *of_weight = torch.autograd.grad(normed, leaves[: 1 + (total is not None)], grad)
+        if total is not None:
+            total.add_(of_weight[0])
         return of_x
+
+    return normed.detach(), backward
 
 
 def new_sums(parameters: Sequence[Tensor], needed: Sequence[bool]) -> Sums:

@@ -61,6 +61,8 @@ def noise_in_step(column: Sequence[float], steps: int) -> float:
     >>> noise_in_step([1.0], 16)
     1.0
     """
+    if len(column) == 1:
+        return 1.0  # exactly, and nothing is imported
     first, left = _first_column(column, steps)
     return column_norm(column) * math.sqrt(float(left @ first**2) / steps)
 
@@ -75,6 +77,8 @@ def noise_in_weights(column: Sequence[float], shares: Shares) -> float:
     >>> noise_in_weights([1.0], [1.0] * 16), round(noise_in_weights(cut_off(16), [1.0] * 16), 3)
     (1.0, 0.486)
     """
+    if len(column) == 1:
+        return 1.0
     a = np.asarray(shares)
     return column_norm(column) * float(np.linalg.norm(_transposed(column, a)) / np.linalg.norm(a))
 

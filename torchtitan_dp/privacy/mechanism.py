@@ -11,13 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torchtitan_dp.privacy.banded import INDEPENDENT
-from torchtitan_dp.privacy.coefficients import (
-    Shares,
-    column_norm,
-    cut_off,
-    noise_in_step,
-    noise_in_weights,
-)
+from torchtitan_dp.privacy.coefficients import cut_off
 from torchtitan_dp.privacy.lower_bounds import mixture_mu
 from torchtitan_dp.privacy.randomized import largest_ratio, ratios, refuse_projections
 from torchtitan_dp.privacy.segments import GaussianSteps, Mechanism
@@ -181,23 +175,8 @@ class BandedGaussian(PoissonGaussian):
         return (GaussianSteps(self.noise_multiplier, self.draw_rate, -(-steps // self.bands)),)
 
     @property
-    def period(self) -> int:
-        return self.bands
-
-    @property
     def group(self) -> int | None:
         return self.step if self.step >= 0 else None
-
-    @property
-    def noise_of_step(self) -> float:
-        return self.noise_multiplier * column_norm(self.column)
-
-    def noise_of_run(self, steps: int) -> tuple[float, float]:
-        in_step = self.noise_multiplier * noise_in_step(self.column, steps)
-        return in_step, self.noise_in_weights([1.0] * steps)
-
-    def noise_in_weights(self, shares: Shares) -> float:
-        return self.noise_multiplier * noise_in_weights(self.column, shares)
 
     def at(self, step: int) -> Mechanism:
         return dataclasses.replace(self, step=step % self.bands)

@@ -26,7 +26,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torchtitan_dp.privacy.banded import INDEPENDENT
-from torchtitan_dp.privacy.coefficients import Shares
+from torchtitan_dp.privacy.coefficients import (
+    Shares,
+    column_norm,
+    noise_in_step,
+    noise_in_weights,
+)
 from torchtitan_dp.privacy.randomized import Ratios
 from torchtitan_dp.privacy.settings import Privacy
 
@@ -143,7 +148,7 @@ class Mechanism(ABC):
     def period(self) -> int:
         """b, the number of groups of units, of which each step draws from the next one: a unit is
         drawn at every b-th step at most."""
-        return 1
+        return len(self.column)
 
     @property
     def round_steps(self) -> int:
@@ -170,17 +175,18 @@ class Mechanism(ABC):
     @property
     def noise_of_step(self) -> float:
         """The standard deviation of the noise that a start's first step adds, over C."""
-        return self.noise_multiplier
+        return self.noise_multiplier * column_norm(self.column)
 
     def noise_of_run(self, steps: int) -> tuple[float, float]:
         """Return the standard deviation, over C, of the noise of a step in a run of so many, as a
         root mean square, and that of the sum of all steps over sqrt(steps)."""
-        return self.noise_multiplier, self.noise_multiplier
+        in_step = self.noise_multiplier * noise_in_step(self.column, steps)
+        return in_step, self.noise_in_weights([1.0] * steps)
 
     def noise_in_weights(self, shares: Shares) -> float:
         """Return the standard deviation, over C, of independent noise that would leave as much in
         weights in which each step's has one of these shares, a root mean square over rows."""
-        return self.noise_multiplier
+        return self.noise_multiplier * noise_in_weights(self.column, shares)
 
     def at(self, step: int) -> "Mechanism":
         """Return the mechanism of the one step with this number."""

@@ -26,8 +26,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import ALIGNED_TOKENS, feed_forward_chunk, ladder, mesh_degrees
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.distributed.attention import HEADS_APART_FROM
 from torchtitan_dp.distributed.cpu import has_accelerator
+from torchtitan_dp.distributed.ring import HEADS_APART_FROM
 from torchtitan_dp.gradients.fsdp import ReductionGroups
 from torchtitan_dp.gradients.methods import METHODS, build_step
 from torchtitan_dp.models.families import ModelArgs, on_meta

@@ -6,6 +6,7 @@ import math
 import shutil
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,7 @@ def attention(
     elif apart:
         cp_mesh = attn.mesh_of_this_rank(ranks.device.type, "cp")
     if cp_mesh is not None:
-        attn.configure_ring(shard, heads_apart_from=1 if apart else attn.HEADS_APART_FROM)
+        attn.configure_ring(replace(shard, heads_apart_from=1) if apart else shard)
         attn.apply_ring_attention([*holder], cp_mesh, cudnn=terms.cudnn)
     elif ranks.device.type != "cpu":  # as in training
         attn.use_efficient_attention(holder)

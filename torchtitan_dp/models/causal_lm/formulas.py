@@ -26,7 +26,8 @@ def use_our_norms(model: nn.Module) -> None:
             for kind, offset in _NORMS:
                 if _is_norm(theirs, offset):
                     weight: Any = theirs.weight
-                    ours = kind(len(weight), eps=_eps(theirs), device="meta")
+                    eps: Any = _eps(theirs)
+                    ours = kind(len(weight), eps=eps, device="meta")
                     ours.weight = weight
                     setattr(parent, name, ours)
 

@@ -18,7 +18,7 @@ from torchtitan.models.llama3.model.model import TransformerBlock, apply_rotary_
 
 from torchtitan_dp.gradients.operands import tiles
 from torchtitan_dp.models.feed_forward import Tiling, feed_forward_in_tiles
-from torchtitan_dp.models.tiles import NormedLayers, NormOfTile, add_class, new_sums, rounded
+from torchtitan_dp.models.tiles import NormedLayers, add_class, new_sums, norm_of_tile, rounded
 
 
 class TiledLlamaBlock(nn.Module):
@@ -89,13 +89,13 @@ class _Heads(torch.autograd.Function):
         linear, by_layer = ctx.layers.linear(parameters), ctx.layers.by_layer(sums)
         grad_x_BTD = torch.empty_like(x_BTD)
         for tile in tiles(x_BTD.shape[1], ctx.tokens):
-            norm = NormOfTile(ctx.layers, x_BTD[:, tile], parameters, sums)
-            n_ND, grad_n_ND = norm.value.flatten(0, 1), None
+            n_BTD, norm_backward = norm_of_tile(ctx.layers, x_BTD[:, tile], parameters, sums)
+            n_ND, grad_n_ND = n_BTD.flatten(0, 1), None
             parts = [grad_BTHF[:, tile] for grad_BTHF in grads]
             parts[:2] = apply_rotary_emb(*parts[:2], rotary_TF[tile].conj())
             for one, part, its_sums in zip(linear, parts, by_layer, strict=True):
                 part_NP = part.reshape(len(n_ND), -1)
                 grad_n_ND = one.backward(n_ND, part_NP, grad_n_ND, its_sums)
             assert grad_n_ND is not None
-            grad_x_BTD[:, tile] = norm.backward(grad_n_ND.view_as(norm.value))
+            grad_x_BTD[:, tile] = norm_backward(grad_n_ND.view_as(n_BTD))
         return grad_x_BTD, None, None, None, None, *rounded(sums, parameters)
