@@ -46,3 +46,6 @@ def test_modules_stay_what_they_are():
     assert isinstance(model[0], nn.RMSNorm)
     assert list(model.state_dict()) == names
     torch.testing.assert_close(model[0](x), expected)
+    others = nn.Sequential(nn.RMSNorm(24), nn.RMSNorm(24, eps=1e-3, elementwise_affine=False))
+    use_lean_norms(others)
+    assert {type(norm) for norm in others} == {nn.RMSNorm}

@@ -228,7 +228,7 @@ def test_a_measured_machine_comes_back_from_its_file(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:  # of one process
         main([f"--job.config_file={DEBUG}", "--gpus=2", f"--machine={path}"])
     assert ended.value.code == 2
-    assert "measured with 1 process" in capsys.readouterr().err
+    assert "measured on one node, ranks: 1;" in capsys.readouterr().err
 
 
 class Once:
@@ -246,18 +246,22 @@ DEBUG = "train_configs/llama3_debug.toml"
 FAST = {name: ((0, 1e12),) for name in ONES}
 
 
-def transfers() -> dict[str, machines.Curve]:
-    return calibration._transfers(Once(), Machine("fast", 1, 2, FAST, 0.0, overlaps=False))
+def transfers(launch: float) -> dict[str, machines.Curve]:
+    return calibration._transfers(Once(), Machine("fast", 1, 2, FAST, launch, overlaps=False))
 
 
-def test_what_ranks_send_is_measured_by_size():
-    for found in on_ranks(2, transfers):
+@pytest.mark.parametrize("launch", [0.0, 10.0])  # in 10 s an operation, a step takes less than that
+def test_what_ranks_send_is_measured_by_size(launch):
+    for found in on_ranks(2, transfers, launch):
         assert found.keys() == {RING, GATHER}
         for curve in found.values():
             sizes = [size for size, _ in curve]
             assert sizes == sorted(sizes)
             assert all(rate > 0 for _, rate in curve)
         machine = Machine("measured", 1, 2, FAST | found, 0.0)
+        (smallest, slowest), *_ = found[GATHER]
+        took = transfer_seconds(Transfer("all_reduce", 1, 2, 1), machine)
+        assert took == pytest.approx(smallest / slowest)
         for size, rate in found[GATHER]:
             for kind in (GATHER, "reduce_scatter"):
                 took = transfer_seconds(Transfer(kind, size, 2, 1), machine)

@@ -4,7 +4,7 @@ PyTorch chooses the kernel, on CUDA and CPU alike, and under TorchTitan's contex
 the function that is registered for it: here, `distributed.ring` with that kernel. Flash attention
 on CPU returns `(out, logsumexp)`, which is all that the ring's merge needs. CUDA's memory-efficient
 kernels, the only ones for fp32, pad logsumexp to 32 rows, which is cut off here and added again for
-backward. From `HEADS_APART_FROM` tokens a rank, a sequence that one rank has alone is a ring of
+backward. From `Shard.heads_apart_from` tokens, a sequence that one rank has alone is a ring of
 one, too.
 
 Without a ring: flash and cuDNN take 16 bits only, so TorchTitan's list leaves fp32 to the math

@@ -74,7 +74,7 @@ class Shard:
     passes them around, holding one other rank's at a time (long context)."""
 
     heads_apart_from: int = HEADS_APART_FROM
-    """The number of tokens of a rank from which on a kernel runs on one key head at a time."""
+    """The fewest tokens of a rank at which a kernel runs on one key head at a time."""
 
     @property
     def rank(self) -> int:
@@ -216,7 +216,7 @@ class Shard:
                 formed.append((keys, of_keys_values[:2]))
                 rest = of_keys_values[2:]
                 del here, of_query, of_keys_values
-            if travelling is not None:  # the ranks' before, while this block was computed
+            if travelling is not None:  # sent by the rank before while this block was computed
                 gradients = travelling.wait().view(gradients.shape)
             _add_to(gradients, formed)
             if self.size > 1:
@@ -236,11 +236,12 @@ class Shard:
             yield of_key.view(key.shape), of_value.view(value.shape)
 
     def _from_all_ranks(self, own: Tensor) -> Iterator[Tensor]:
-        """Yield a flat buffer of each rank, in the same order."""
+        """Yield the flat buffers of all ranks: this rank's, then those of the ones before it."""
         assert self.group is not None
         if self.at_once:
             gathered = begin_all_gather(own, self.group)
             yield own
+            del own
             parts = gathered.wait().chunk(self.size)
             yield from (parts[self.rank - step] for step in range(1, self.size))
             return

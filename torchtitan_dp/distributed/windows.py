@@ -261,7 +261,7 @@ class _Halo:
                     yield rows, chunk, slice(start - first, end - first)
 
     def _exchange(self, own: Tensor, reached: list[Tensor], *, back: bool = False) -> None:
-        """Copy the tokens that chunks reach from the ranks' own; or `back`, add them to these."""
+        """Copy what chunks reach of `own` into `reached`; with `back`, add it to `own`."""
         if self.shard.group is None or self.window == 1:
             return
         rank, ranks = self.shard.rank, range(self.shard.size)

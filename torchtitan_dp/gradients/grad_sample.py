@@ -46,8 +46,8 @@ class GradSampleGradients(LayerGradients):
         `LayerGradients`."""
         super().__init__(model, clipped_sum, transient_bytes)
         self._shard = shard_grad_samples
-        # (B, dp_shard, rows, …), summed over cp, of the layers of each parameter (a tied weight
-        # has several), with factors: all but the newest layer's are one sum.
+        # (B, dp_shard, rows, …), summed over cp, of each parameter: of its newest layer, with that
+        # one's factor, and before it the sum of its other layers (a tied weight has several).
         self._shards: dict[str, list[tuple[Pending, Tensor | None]]] = {}
         self._wholes: dict[str, Tensor] = {}  # (cp, B, dp_shard, rows, …), not yet summed
         self._in_flight: deque[Pending] = deque()  # one entry for each sum over cp that was begun
@@ -56,11 +56,11 @@ class GradSampleGradients(LayerGradients):
         self._adds_early = shard_grad_samples and not clipped_sum.policy.is_flat
         self._group, layers = clipped_sum.policy.group_of(), layers_of_each_parameter(model)
         self._layers = [sum(layers[n] for n in names) for names in clipped_sum.policy.members]
-        self._start()
-        self._valid_B = torch.empty(0)  # of this microbatch
+        self._start(torch.empty(0))
 
-    def _start(self) -> None:
+    def _start(self, valid_B: Tensor) -> None:
         """Begin a microbatch."""
+        self._valid_B = valid_B
         self._left = [*self._layers]  # of each clip group, those without gradients so far
         self._complete: int | None = None  # the group whose last layer's sum has just begun
         self._added: set[int] = set()
@@ -77,7 +77,7 @@ class GradSampleGradients(LayerGradients):
         """
         assert not self._shards
         assert not self._wholes
-        self._valid_B = valid_B
+        self._start(valid_B)
         loss_B.sum().backward()
         self._require_no_sum()
         self._sum_over_cp()
@@ -86,9 +86,7 @@ class GradSampleGradients(LayerGradients):
         for group in range(len(self._layers)):
             if group not in self._added:
                 self._add_group(group)
-        clips = self._clips
-        self._start()
-        return Clip(*map(torch.cat, zip(*clips, strict=True))).over_groups()
+        return Clip(*map(torch.cat, zip(*self._clips, strict=True))).over_groups()
 
     def form_grad_samples(self, name: str, batch_size: int, write: Write) -> None:
         """Write a layer's per-sample gradients within backward, and start their sum over cp."""

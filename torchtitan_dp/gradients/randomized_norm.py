@@ -177,12 +177,12 @@ def project(
     back: bool = False,
     block_elements: int = 2**24,
 ) -> Tensor:
-    """Multiply B samples' transposed gradients by matrices of their own, or `back` the gradients,
-    without forming any.
+    """Multiply B samples' transposed gradients by matrices of their own (with `back`, their
+    gradients), without forming any.
 
     Args:
-        factors: one parameter's, (N, size) or `back` (size, N), for this rank's tokens. A side is
-            (B, T, n), or tokens (B, T), which stand for unit vectors.
+        factors: one parameter's, (N, size), with `back` (size, N), for this rank's tokens. A side
+            is (B, T, n), or tokens (B, T), which stand for unit vectors.
         block_elements: bound on the fp32 elements of a block, of at least one token.
 
     Returns:

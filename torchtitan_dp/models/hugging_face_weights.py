@@ -161,7 +161,7 @@ def _write_adapters(
 def _write_weights(
     model: PrivateModel, args: ModelArgs, dtype: torch.dtype, folder: str | None
 ) -> None:
-    """Write shards of safetensors into `folder`, in the order of the model, and their index.
+    """Write shards of safetensors into `folder`, and their index.
 
     What is no parameter, and what transformers keeps in fp32, is not narrowed to `dtype`.
     """

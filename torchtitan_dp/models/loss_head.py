@@ -139,8 +139,8 @@ class _Samples:
 
 
 class _OneSample(torch.autograd.Function):
-    """Computes gradients with the loss; of several samples only if the weight is not trained, and
-    then for more than one backward pass."""
+    """Computes gradients with the loss; of several samples only if the weight is not trained; then
+    backward may run more than once."""
 
     @staticmethod
     def forward(  # type: ignore[override]

@@ -171,8 +171,8 @@ def machine_of(options: argparse.Namespace, world_size: int) -> Machine | None:
     found = machine_named(options.machine)
     if found.between is None and world_size > found.ranks_a_node:
         raise ValueError(
-            f"--machine = '{options.machine}': it was measured with {found.ranks_a_node} "
-            f"processes, which say nothing of {world_size}; measure with as many (torchrun "
+            f"--machine = '{options.machine}': it was measured on one node, ranks: "
+            f"{found.ranks_a_node}; for --gpus {world_size} measure a node of as many (torchrun "
             f"--nproc_per_node {world_size} … --calibrate), or name one of {', '.join(MACHINES)}"
         )
     return found

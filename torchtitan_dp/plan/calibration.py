@@ -99,8 +99,9 @@ class _Clock:
 
 
 def _many(size: int) -> int:
-    """Return how many tensors of so many bytes do not fit into caches, as in a step."""
-    return max(2**26 // size, 1)
+    """Return how many tensors of so many bytes do not fit into caches, as in a step; up to as many
+    as are used."""
+    return max(min(2**26 // size, 1000), 1)
 
 
 def _in_turn(function: Callable[..., object], *operands: Iterable[Any]) -> Callable[[], object]:
@@ -159,10 +160,10 @@ def _noise(timed: _Clock, device: torch.device) -> float:
 
 
 def _transfers(timed: _Clock, alone: Machine) -> dict[str, Curve]:
-    """Time what a ring and FSDP2 send, by the bytes that a rank sends.
+    """Time the transfers of a ring and of FSDP2, by the bytes that a rank sends.
 
-    FSDP2's is what its steps take beyond their operations on one rank (`alone`): ranks wait for
-    each other, and its hooks take time, which a collective by itself does not show.
+    Those of FSDP2 share the time of its step, less that of the operations (`alone`) where nothing
+    overlaps: in a step ranks wait for each other, and hooks take time.
     """
     ranks, world = dist.get_world_size(), dist.group.WORLD
     if world is None or ranks == 1:
@@ -172,12 +173,14 @@ def _transfers(timed: _Clock, alone: Machine) -> dict[str, Curve]:
         buffers = torch.zeros(_many(sent), sent // 4, device=timed.device)
         pass_one = _in_turn(lambda buffer: pass_on(buffer, world).wait(), buffers)
         passed.append((float(sent), sent / timed(pass_one, _calls(sent))))
+    ring = dataclasses.replace(alone, rates=alone.rates | {RING: tuple(passed)})
     for width in (128, 1024, 4096, 8192) if alone.overlaps else (8, 128, 512, 1024, 2048):
         own, seconds = _sharded_step(timed, width)
         calls = sum(own.pop(done) for done in [*own] if isinstance(done, Transfer))
-        if not alone.overlaps:
-            seconds -= math.fsum(parts_of(own, alone).values())
         moved = 4 * width**2 * (ranks - 1) / ranks
+        if not alone.overlaps:
+            least = calls * moved / ring.rate(RING, "", moved)  # operations were timed by others
+            seconds = max(seconds - math.fsum(parts_of(own, alone).values()), least)
         grouped.append((moved, moved * calls / seconds))
     return {RING: tuple(passed), GATHER: tuple(grouped)}
 

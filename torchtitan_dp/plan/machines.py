@@ -33,24 +33,24 @@ class Machine:
     ranks_a_node: int
     rates: dict[str, Curve]
     """By kind and dtype, as "products float32": FLOPs by an operation's FLOPs. "memory" and "new
-    tensors": bytes by an operation's bytes. "noise": values. Where they were measured,
-    "all_gather", of FSDP2's collectives, and "ring": bytes that a rank sends, by these."""
+    tensors": bytes by an operation's bytes. "noise": values. Of a measured machine
+    "all_gather", for the collectives of FSDP2, and "ring": bytes by the bytes that a rank sends."""
 
     launch: float  # seconds until an operation has begun
-    within: Link | None = None  # a node; None where `rates` has transfers
+    within: Link | None = None  # a node; None where they were measured
     between: Link | None = None  # nodes; None where they were not measured
     overlaps: bool = True  # whether launches, kernels and transfers run side by side
 
     def rate(self, kind: str, dtype: str, size: float) -> float:
         """Return what a second does of operations of a size."""
         curve = self.rates.get(f"{kind} {dtype}") or self.rates[kind]
-        return _read(curve, size)
+        return read(curve, size)
 
 
-def _read(curve: Curve, size: float) -> float:
+def read(curve: Curve, size: float) -> float:
     """Interpolate a curve; beyond its ends it is level.
 
-    >>> _read(((1.0, 10.0), (100.0, 1000.0)), 10.0)
+    >>> read(((1.0, 10.0), (100.0, 1000.0)), 10.0)
     100.0
     """
     if size <= curve[0][0] or len(curve) == 1:

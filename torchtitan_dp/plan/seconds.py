@@ -17,7 +17,7 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.models.families import ModelArgs
 from torchtitan_dp.plan.fake_step import fake_world
-from torchtitan_dp.plan.machines import Machine
+from torchtitan_dp.plan.machines import Machine, read
 from torchtitan_dp.plan.peaks import step_of
 from torchtitan_dp.plan.work import (
     ATTENTION,
@@ -132,14 +132,17 @@ def _seconds(done: Operation | Transfer, machine: Machine) -> Iterator[tuple[str
 
 
 def transfer_seconds(transfer: Transfer, machine: Machine) -> float:
-    """Predict a collective: as it was measured; or within a node, or by the slower of both links
-    where it leaves one. Each of a node's ranks that take part has its own link between nodes, but a
-    ring crosses by one."""
+    """Predict a collective by its measured rate, if there is one.
+
+    Otherwise by the link within a node, or by the slower of both links where it leaves one. Each of
+    a node's ranks that take part has its own link between nodes, but a ring crosses by one.
+    """
     if transfer.ranks == 1:
         return 0.0
     if machine.within is None:
-        kind = transfer.kind if transfer.kind in machine.rates else GATHER
-        return transfer.bytes / machine.rate(kind, "", transfer.bytes)
+        curve = machine.rates.get(transfer.kind) or machine.rates[GATHER]
+        size = max(transfer.bytes, curve[0][0])  # less takes as long
+        return size / read(curve, size)
     within = transfer.bytes / machine.within.bytes + machine.within.seconds
     if transfer.ranks * transfer.stride <= machine.ranks_a_node:
         return within
