@@ -32,7 +32,7 @@ class OffsetRMSNorm(nn.Module):
 
 
 def use_lean_norms(model: nn.Module) -> None:
-    """Turn every `nn.RMSNorm` of `model` into a `LeanRMSNorm`, in place.
+    """Turn each `nn.RMSNorm` with a weight and an epsilon into a `LeanRMSNorm`, in place.
 
     As `fully_shard` does, this gives the module a class that adds to its own: names, parameters
     and `isinstance` stay. Call it before `per_sample_layers`, `torch.compile` and FSDP2.

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 from torchtitan_dp.collectives import pass_on
 from torchtitan_dp.distributed.attention import mesh_of_this_rank
-from torchtitan_dp.plan.machines import Curve, Machine
+from torchtitan_dp.plan.machines import Curve, Machine, read
 from torchtitan_dp.plan.seconds import parts_of
 from torchtitan_dp.plan.tracker import MemoryTracker
 from torchtitan_dp.plan.work import (
@@ -173,15 +173,15 @@ def _transfers(timed: _Clock, alone: Machine) -> dict[str, Curve]:
         buffers = torch.zeros(_many(sent), sent // 4, device=timed.device)
         pass_one = _in_turn(lambda buffer: pass_on(buffer, world).wait(), buffers)
         passed.append((float(sent), sent / timed(pass_one, _calls(sent))))
-    ring = dataclasses.replace(alone, rates=alone.rates | {RING: tuple(passed)})
     for width in (128, 1024, 4096, 8192) if alone.overlaps else (8, 128, 512, 1024, 2048):
         own, seconds = _sharded_step(timed, width)
-        calls = sum(own.pop(done) for done in [*own] if isinstance(done, Transfer))
-        moved = 4 * width**2 * (ranks - 1) / ranks
+        sent_by = {done: own.pop(done) for done in [*own] if isinstance(done, Transfer)}
+        moved = math.fsum(done.bytes * times for done, times in sent_by.items())
+        of_one = moved / sum(sent_by.values())
         if not alone.overlaps:
-            least = calls * moved / ring.rate(RING, "", moved)  # operations were timed by others
+            least = moved / read(tuple(passed), of_one)  # operations were timed by others
             seconds = max(seconds - math.fsum(parts_of(own, alone).values()), least)
-        grouped.append((moved, moved * calls / seconds))
+        grouped.append((of_one, moved / seconds))
     return {RING: tuple(passed), GATHER: tuple(grouped)}
 
 
