@@ -8,6 +8,7 @@ which it logs the `mfu(%)`, halves nothing, computes nothing again and leaves ou
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch.nn as nn
@@ -17,20 +18,14 @@ from torchtitan_dp.config.derived import mesh_degrees
 from torchtitan_dp.models.families import ModelArgs, on_meta
 
 
-@dataclass(frozen=True)
-class Weights:
+class Weights(NamedTuple):
     """Values of the matrices that every token is multiplied with."""
 
     trained: int
-    frozen: int = 0
-
-    @property
-    def all(self) -> int:
-        return self.trained + self.frozen
+    all: int
 
 
-@dataclass(frozen=True)
-class SampleFlops:
+class SampleFlops(NamedTuple):
     """The FLOPs of one sample's forward and backward pass, on all its ranks together."""
 
     products: float
@@ -119,7 +114,7 @@ def weights_of(args: ModelArgs) -> tuple[Weights, Weights]:
         matrices = [p for name, p in parameters if p.dim() in shares and not name.endswith("bias")]
         sizes = [(int(shares[p.dim()] * p.numel()), p.requires_grad) for p in matrices]
         trained = sum(size for size, is_trained in sizes if is_trained)
-        return Weights(trained, sum(size for size, _ in sizes) - trained)
+        return Weights(trained, sum(size for size, _ in sizes))
 
     return count(model.layers.named_parameters()), count([("weight", model.output.weight)])
 
