@@ -11,11 +11,15 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests import build
 from tests.processes import forks
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.config.load import load_config, seeks_fewest_ranks
+from torchtitan_dp.distributed import ring
+from torchtitan_dp.distributed.attention import apply_ring_attention, configure_ring
+from torchtitan_dp.distributed.ring import Shard
 from torchtitan_dp.gradients.operands import tiles
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.plan import calibration, choose, fake_step, machines
@@ -26,6 +30,9 @@ from torchtitan_dp.plan.machines import MACHINES, Link, Machine, machine_named
 from torchtitan_dp.plan.peaks import Model
 from torchtitan_dp.plan.seconds import StepSeconds, step_seconds, transfer_seconds
 from torchtitan_dp.plan.work import GATHER, RING, Counting, Operation, StepWork, Transfer, Work
+
+# isort: split
+from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -247,7 +254,16 @@ FAST = {name: ((0, 1e12),) for name in ONES}
 
 
 def transfers(launch: float) -> dict[str, machines.Curve]:
-    return calibration._transfers(Once(), Machine("fast", 1, 2, FAST, launch, overlaps=False))
+    """Also checks that a trainer of this process attends as it did before."""
+    mesh = init_device_mesh("cpu", (2,))
+    configure_ring(Shard(balanced=True, at_once=True))
+    attention = ScaledDotProductAttentionWrapper()
+    apply_ring_attention([attention], mesh, cudnn=False)
+    found = calibration._transfers(Once(), Machine("fast", 1, 2, FAST, launch, overlaps=False))
+    with mock.patch.object(ring, "begin_all_gather", wraps=ring.begin_all_gather) as gather:
+        attention(*torch.ones(3, 1, 2, 8, 16))
+    assert gather.called
+    return found
 
 
 @pytest.mark.parametrize("launch", [0.0, 10.0])  # in 10 s an operation, a step takes less than that

@@ -11,17 +11,29 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+# isort: split
+from torchtitan.models.attention import ScaledDotProductAttentionWrapper
+
 from torchtitan_dp.collectives import pass_on
-from torchtitan_dp.distributed.attention import mesh_of_this_rank
+from torchtitan_dp.distributed.attention import (
+    apply_ring_attention,
+    configure_ring,
+    mesh_of_this_rank,
+)
+from torchtitan_dp.distributed.ring import Shard
+from torchtitan_dp.models.rms_norm import use_lean_norms
 from torchtitan_dp.plan.machines import Curve, Machine, read
 from torchtitan_dp.plan.seconds import parts_of
 from torchtitan_dp.plan.tracker import MemoryTracker
@@ -38,10 +50,11 @@ from torchtitan_dp.plan.work import (
     Work,
 )
 from torchtitan_dp.privacy.noise import add_gaussian_noise_
+from torchtitan_dp.torch_private import context_parallel_handlers
 
 
 def calibrate(device: torch.device, name: str, memory_gib: float) -> Machine:
-    """Measure this machine in some seconds: a rank's rates, all ranks at once.
+    """Measure this machine in half a minute: a rank's rates, all ranks at once.
     Collective over the world, within one node."""
     timed = _Clock(device)
     is_cuda = device.type == "cuda"
@@ -77,7 +90,7 @@ class _Clock:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def __call__(self, function: Callable[[], object], calls: int = 1, rounds: int = 7) -> float:
+    def __call__(self, function: Callable[[], object], calls: int = 1, rounds: int = 5) -> float:
         """Return the seconds of a call, of so many a round."""
         function()
         seconds = []
@@ -118,20 +131,28 @@ def _calls(size: float) -> int:
 def _attention(
     timed: _Clock, tokens: int, dtype: torch.dtype, device: torch.device
 ) -> list[tuple[str, float, float]]:
-    """Time causal attention of 8 heads of 64, forward and backward: kind, FLOPs and seconds."""
+    """Time attention of 8 heads of 64 in the blocks of a rank's ring, each of equally many scores,
+    forward and backward: kind, FLOPs and seconds of a block."""
     shape = (_many(3 * 8 * tokens * 64 * dtype.itemsize), 3, 1, 8, tokens, 64)
     inputs = [
         [x.requires_grad_() for x in qkv] for qkv in torch.randn(shape, dtype=dtype, device=device)
     ]
-    causal: Any = functools.partial(F.scaled_dot_product_attention, is_causal=True)
-    outputs = [causal(*qkv) for qkv in inputs]
-    forward = _in_turn(causal, *zip(*inputs, strict=True))
+    ranks, attend = dist.get_world_size(), F.scaled_dot_product_attention
+
+    def blocks(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        of_another = query, key[:, :, : tokens // 2], value[:, :, : tokens // 2]
+        others = [attend(*of_another) for _ in range(1, ranks)]
+        return [attend(query, key, value, is_causal=True), *others]
+
+    outputs = [blocks(*qkv) for qkv in inputs]
+    forward = _in_turn(blocks, *zip(*inputs, strict=True))
     differentiate = functools.partial(torch.autograd.grad, retain_graph=True)
-    backward = _in_turn(differentiate, outputs, inputs, map(torch.ones_like, outputs))
+    ones = ([*map(torch.ones_like, of_blocks)] for of_blocks in outputs)
+    backward = _in_turn(differentiate, outputs, inputs, ones)
     products = 2 * 8 * tokens**2 * 64 / 2
     return [
-        (ATTENTION, 2 * products, timed(forward, _calls(products))),
-        (ATTENTION_BACKWARD, 5 * products, timed(backward, _calls(products))),
+        (ATTENTION, 2 * products, timed(forward, _calls(products)) / ranks),
+        (ATTENTION_BACKWARD, 5 * products, timed(backward, _calls(products)) / ranks),
     ]
 
 
@@ -143,9 +164,11 @@ def _launch(timed: _Clock) -> float:
 
     def block() -> nn.Module:
         first, last = nn.Linear(width, width), nn.Linear(width, width)
-        return nn.Sequential(nn.RMSNorm(width), first, nn.SiLU(), last)
+        return nn.Sequential(nn.RMSNorm(width, eps=1e-5), first, nn.SiLU(), last)
 
     model = nn.Sequential(*(block() for _ in range(layers))).to(timed.device)
+    if timed.device.type == "cpu":
+        use_lean_norms(model)
     fully_shard(model, mesh=mesh)
     x = torch.ones(width, width, device=timed.device)
     work, seconds = _counted(timed, lambda: model(x).sum(), calls=3)
@@ -162,30 +185,36 @@ def _noise(timed: _Clock, device: torch.device) -> float:
 def _transfers(timed: _Clock, alone: Machine) -> dict[str, Curve]:
     """Time the transfers of a ring and of FSDP2, by the bytes that a rank sends.
 
-    Those of FSDP2 share the time of its step, less that of the operations (`alone`) where nothing
-    overlaps: in a step ranks wait for each other, and hooks take time.
+    Those of FSDP2 share the time of a step, less that of its operations (`alone`) where nothing
+    overlaps: in a step ranks wait for each other, and hooks take time. So do those of a ring there.
     """
     ranks, world = dist.get_world_size(), dist.group.WORLD
     if world is None or ranks == 1:
         return {}
-    passed, grouped = [], []
+    passed = []
     for sent in (2**6, 2**14, 2**18, 2**20, 2**22, 2**24):
         buffers = torch.zeros(_many(sent), sent // 4, device=timed.device)
         pass_one = _in_turn(lambda buffer: pass_on(buffer, world).wait(), buffers)
         passed.append((float(sent), sent / timed(pass_one, _calls(sent))))
-    for width in (128, 1024, 4096, 8192) if alone.overlaps else (8, 128, 512, 1024, 2048):
-        own, seconds = _sharded_step(timed, width)
+
+    def in_a_step(own: Work, seconds: float) -> tuple[float, float]:
         sent_by = {done: own.pop(done) for done in [*own] if isinstance(done, Transfer)}
         moved = math.fsum(done.bytes * times for done, times in sent_by.items())
         of_one = moved / sum(sent_by.values())
         if not alone.overlaps:
             least = moved / read(tuple(passed), of_one)  # operations were timed by others
             seconds = max(seconds - math.fsum(parts_of(own, alone).values()), least)
-        grouped.append((of_one, moved / seconds))
+        return of_one, moved / seconds
+
+    if alone.overlaps:  # few tokens, so that next to nothing hides transfers
+        grouped = [in_a_step(*_sharded_step(timed, n, 8)) for n in (128, 1024, 4096, 8192)]
+    else:
+        grouped = [in_a_step(*_sharded_step(timed, n, 256)) for n in (8, 128, 512, 1024, 2048)]
+        passed = [in_a_step(*_ring_step(timed, n)) for n in (64, 128, 512, 2048)]
     return {RING: tuple(passed), GATHER: tuple(grouped)}
 
 
-def _sharded_step(timed: _Clock, width: int) -> tuple[Work, float]:
+def _sharded_step(timed: _Clock, width: int, tokens: int) -> tuple[Work, float]:
     """Count and time a step of eight layers, each an FSDP2 group over all ranks."""
     mesh = init_device_mesh(timed.device.type, (dist.get_world_size(),))
     layers = (nn.Linear(width, width, bias=False, device=timed.device) for _ in range(8))
@@ -194,7 +223,36 @@ def _sharded_step(timed: _Clock, width: int) -> tuple[Work, float]:
         sharded = fully_shard(module, mesh=mesh)
         sharded.set_gradient_divide_factor(1.0)  # gloo sums alone
         sharded.set_force_sum_reduction_for_comms(True)
-    return _counted(timed, lambda: model(torch.ones(8, width, device=timed.device)).sum())
+    x_TD = torch.ones(tokens, width, device=timed.device)
+    return _counted(timed, lambda: model(x_TD).sum())
+
+
+def _ring_step(timed: _Clock, width: int) -> tuple[Work, float]:
+    """Count and time a step of eight layers, each with attention by a ring over all ranks."""
+    mesh = init_device_mesh(timed.device.type, (dist.get_world_size(),))
+    x_BTD = torch.ones(1, 256, width, device=timed.device)
+    with mock.patch.dict(context_parallel_handlers()):
+        configure_ring(Shard(balanced=True))
+        attention = _Attention(mesh)
+        layers = (nn.Sequential(nn.Linear(width, width), attention) for _ in range(8))
+        model = nn.Sequential(*layers).to(timed.device)
+        found = _counted(timed, lambda: model(x_BTD).sum())
+    apply_ring_attention([], mesh, cudnn=False)  # on the terms that this process had before
+    return found
+
+
+class _Attention(nn.Module):
+    """Attention in heads of 64, by a ring over a mesh."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.inner = ScaledDotProductAttentionWrapper()
+        apply_ring_attention([self.inner], mesh, cudnn=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        heads = x_BTD.unflatten(-1, (-1, 64)).transpose(1, 2)
+        attended: Tensor = self.inner(heads, heads, heads)
+        return attended.transpose(1, 2).flatten(2)
 
 
 def _counted(timed: _Clock, loss: Callable[[], Tensor], calls: int = 1) -> tuple[Work, float]:
