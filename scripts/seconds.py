@@ -4,12 +4,13 @@
     python scripts/seconds.py --sharing [--rounds R]
     python scripts/seconds.py --paper | --meshes [--only 8b] | --lengths
 
-In each round the ranks calibrate, then take a step of every setting, so that a prediction is of the
-machine as it was in that round; reported are medians of rounds. Every step has a draw of a fixed
-size, for timing only. `--sharing` takes steps of four processes in turns, in which all share each
-sample, or one has it alone. The others measure nothing. `--paper` predicts LongShield's
-lines (table 5, on four H100) beside its figures; `--meshes` what `plan --choose` finds for each
-shipped configuration beside all ranks on each sample; `--lengths` hours by length and GPUs.
+Each setting has processes of its own, as a run has. In each round they calibrate, then take steps,
+so that a prediction is of the machine as it was in that round; reported are medians of rounds.
+Every step has a draw of a fixed size, for timing only. `--sharing` takes steps of four processes in
+turns, in which all share each sample, or one has it alone. The others measure nothing. `--paper`
+predicts LongShield's lines (table 5, on four H100) beside its figures; `--meshes` what
+`plan --choose` finds for each shipped configuration beside all ranks on each sample; `--lengths`
+hours by length and GPUs.
 """
 
 import argparse
@@ -53,6 +54,7 @@ LENGTHS = {
     1048576: "llama3_8b_1m_lora",
     4194304: "llama3_8b_4m_lora",
 }
+STEPS = {"debug": 4, "30M": 1}  # in a round
 APART = 0.1  # two settings whose times differ by more have an order
 
 
@@ -89,44 +91,38 @@ CASES = (
 )
 
 
-def measure(cases: list[Case], folder: str, rounds: int) -> tuple[list[list[float]], list[Machine]]:
-    """On every rank: seconds of a step of each case, by round, and the machine at each round."""
+def measure(case: Case, folder: str, rounds: int) -> tuple[list[float], list[Machine]]:
+    """On every rank: seconds of a step, by round, and the machine at each round."""
     from torchtitan_dp.distributed.devices import device_name
 
-    device, steps = torch.device("cpu"), []
-    for case in cases:
-        steps.append(build(ARMS[case.arm], case.setting, f"{folder}/{len(steps)}"))
-    machines, found = [], [list[float]() for _ in cases]
-    for _ in range(rounds + 1):  # the first warms up
-        machines.append(calibrate(device, device_name(device), 1.0))
-        for case, step, times in zip(cases, steps, found, strict=True):
-            with draws_of_fixed_size(case.setting.records):
-                times.append(seconds_of(step, 1))
-    return [times[1:] for times in found], machines[1:]
+    device, step = torch.device("cpu"), build(ARMS[case.arm], case.setting, folder)
+    found, machines, steps = [], [], STEPS[case.flavor]
+    with draws_of_fixed_size(case.setting.records):
+        for _ in range(rounds + 1):  # the first warms up
+            machines.append(calibrate(device, device_name(device), 1.0))
+            step()
+            found.append(seconds_of(step, steps) / steps)
+    return found[1:], machines[1:]
 
 
-def rows(cases: list[Case], rounds: int) -> list[dict[str, Any]]:
-    """Measure and predict the cases of one number of processes."""
-    (processes,) = {case.processes for case in cases}
-    measured, machines = on_processes(processes, measure, cases, rounds=rounds)[0]
-    found = []
-    for case, times in zip(cases, measured, strict=True):
-        config = load_config(case.setting.arguments(ARMS[case.arm], "unused"), processes)
-        counting, args = Counting(), shape(config)
-        with fake_world(processes, like_cuda=False, repeated=counting.repeated):
-            _, work = step_of(config, args, counting)
-        of = work, config, args.n_layers + 2, case.microbatches
-        steps = [step_seconds(*of, machine) for machine in machines]
-        predicted = [step.total for step in steps]
-        ratio = statistics.median(map(operator.truediv, predicted, times))
-        found.append(
-            case._asdict()
-            | {"measured": statistics.median(times), "rounds": times}
-            | {"predicted": statistics.median(predicted), "by_round": predicted}
-            | {"ratio": ratio, "parts": steps[-1].parts}
-        )
-        show(f"{case}: {ratio:.2f}")
-    return found
+def row(case: Case, rounds: int) -> dict[str, Any]:
+    """Measure and predict a case, in processes of its own, as a run's are."""
+    times, machines = on_processes(case.processes, measure, case, rounds=rounds)[0]
+    config = load_config(case.setting.arguments(ARMS[case.arm], "unused"), case.processes)
+    counting, args = Counting(), shape(config)
+    with fake_world(case.processes, like_cuda=False, repeated=counting.repeated):
+        _, work = step_of(config, args, counting)
+    of = work, config, args.n_layers + 2, case.microbatches
+    steps = [step_seconds(*of, machine) for machine in machines]
+    predicted = [step.total for step in steps]
+    ratio = statistics.median(map(operator.truediv, predicted, times))
+    show(f"{case}: {ratio:.2f}")
+    return (
+        case._asdict()
+        | {"measured": statistics.median(times), "rounds": times}
+        | {"predicted": statistics.median(predicted), "by_round": predicted}
+        | {"ratio": ratio, "parts": steps[-1].parts}
+    )
 
 
 SHARED = ("debug", 256, 24), ("30M", 1024, 8)  # model, T, records a step
@@ -275,13 +271,7 @@ def main() -> None:
         head = ["model", "T", "method", "LongShield, measured", "predicted", "ratio"]
         show_table([*head, "`microbatch`, predicted", "ratio"], beside_the_paper())
         return
-    found = []
-    for processes in (1, 2):
-        cases = [
-            case for case in CASES if case.processes == processes and options.only in str(case)
-        ]
-        if cases:
-            found += rows(cases, options.rounds)
+    found = [row(case, options.rounds) for case in CASES if options.only in str(case)]
     head = ["processes", "arm", "model", "T", "MBS", "measured, s", "predicted, s", "ratio"]
     show_table(
         head,
