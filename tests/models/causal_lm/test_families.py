@@ -95,7 +95,8 @@ def test_adapters_of_all_layers_in_samples_shorter_than_the_window(name):
 
 
 def errors_in_bf16(degrees, name):
-    """The largest relative distances from transformers in bf16: of ours, and of fp64."""
+    """Relative distances from transformers in bf16: of ours, and of fp64. Of three samples the
+    largest, or with experts the second: a rounding may send a token to another expert."""
     args = arguments(name)
     samples = data(3, args=args)
     exact, rounded = (
@@ -105,7 +106,8 @@ def errors_in_bf16(degrees, name):
     how = ("--training.mixed_precision_param=bfloat16", *checkpointed_and_in_chunks(name))
     ours = small(args, degrees, *how)
     found = [clipped_sum(ours, *samples, drawn=np.array([sample]))[0] for sample in range(3)]
-    return [max(map(relative_error, of, rounded)) for of in (found, exact)]
+    place = -1 if args.share_of_experts == 1 else -2
+    return [sorted(map(relative_error, of, rounded))[place] for of in (found, exact)]
 
 
 @pytest.mark.thorough_cases(*OTHERS, "qwen*", "phi*", "granite", "gpt*", "deep*")
