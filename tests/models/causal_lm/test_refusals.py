@@ -65,6 +65,17 @@ def test_types(kind, said):
         read_args(settings(kind), "config.json", "model.hf_assets_path")
 
 
+@pytest.mark.parametrize("changes", [{"pad_token_id": 10**6}, {"hidden_act": "of_mine"}])
+def test_settings_of_which_transformers_builds_no_model(changes):
+    """A file that leaves `pad_token_id` out has that of the family's own vocabulary."""
+    args = read_args(settings(**changes), "config.json", "model.hf_assets_path")
+    with pytest.raises(
+        ValueError, match=r"config\.json: transformers builds no llama of it"
+    ) as why:
+        on_meta(args)
+    assert "\n" not in str(why.value)
+
+
 @pytest.mark.parametrize("kind", ["mamba", "jamba", "falcon_h1"])
 def test_models_that_mix_tokens_beside_attention(kind):
     given = settings(kind)

@@ -57,8 +57,15 @@ class _Theirs(ModelProtocol):
         how: dict[str, Any] = {"attn_implementation": self.attention, "dtype": torch.float32}
         if self.attention != NAME:
             how["experts_implementation"] = self.attention
-        with _buffers_computed():
-            self.model = AutoModelForCausalLM.from_config(config, **how).eval()
+        try:
+            with _buffers_computed():
+                self.model = AutoModelForCausalLM.from_config(config, **how).eval()
+        except Exception as error:  # of any type: a module's own check of a size
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ValueError(
+                f"config.json: transformers builds no {config.model_type} of it ({reason}); "
+                "correct it: a key that it leaves out has its family's own value"
+            ) from error
         self.gated: list[Any] = []
         if self.attention == NAME:
             use_our_norms(self.model)
