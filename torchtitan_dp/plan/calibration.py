@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
@@ -228,31 +228,26 @@ def _sharded_step(timed: _Clock, width: int, tokens: int) -> tuple[Work, float]:
 
 
 def _ring_step(timed: _Clock, width: int) -> tuple[Work, float]:
-    """Count and time a step of eight layers, each with attention by a ring over all ranks."""
+    """Count and time a step of eight layers, each with attention in heads of 64 by a ring over all
+    ranks."""
     mesh = init_device_mesh(timed.device.type, (dist.get_world_size(),))
     x_BTD = torch.ones(1, 256, width, device=timed.device)
+    layers = [nn.Linear(width, width, device=timed.device) for _ in range(8)]
+    attention = ScaledDotProductAttentionWrapper()
+
+    def loss() -> Tensor:
+        made_BTD = x_BTD
+        for layer in layers:
+            heads = layer(made_BTD).unflatten(-1, (-1, 64)).transpose(1, 2)
+            made_BTD = attention(heads, heads, heads).transpose(1, 2).flatten(2)
+        return made_BTD.sum()
+
     with mock.patch.dict(context_parallel_handlers()):
         configure_ring(Shard(balanced=True))
-        attention = _Attention(mesh)
-        layers = (nn.Sequential(nn.Linear(width, width), attention) for _ in range(8))
-        model = nn.Sequential(*layers).to(timed.device)
-        found = _counted(timed, lambda: model(x_BTD).sum())
+        apply_ring_attention([attention], mesh, cudnn=False)
+        found = _counted(timed, loss)
     apply_ring_attention([], mesh, cudnn=False)  # on the terms that this process had before
     return found
-
-
-class _Attention(nn.Module):
-    """Attention in heads of 64, by a ring over a mesh."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        super().__init__()
-        self.inner = ScaledDotProductAttentionWrapper()
-        apply_ring_attention([self.inner], mesh, cudnn=False)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        heads = x_BTD.unflatten(-1, (-1, 64)).transpose(1, 2)
-        attended: Tensor = self.inner(heads, heads, heads)
-        return attended.transpose(1, 2).flatten(2)
 
 
 def _counted(timed: _Clock, loss: Callable[[], Tensor], calls: int = 1) -> tuple[Work, float]:
