@@ -103,8 +103,8 @@ def edit_config(folder: Path, **changes) -> None:
     """Change keys of `config.json`; None removes one."""
     path = folder / "config.json"
     settings = json.loads(path.read_text()) | changes
-    removed = {key for key, value in changes.items() if value is None}
-    path.write_text(json.dumps({k: v for k, v in settings.items() if k not in removed}))
+    kept = {k: v for k, v in settings.items() if v is not None or k not in changes}
+    path.write_text(json.dumps(kept))
 
 
 def sample_tokens() -> torch.Tensor:

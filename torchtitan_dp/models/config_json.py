@@ -49,7 +49,7 @@ class Reader:
         try:
             return configuration(self.settings)
         except Exception as error:  # classes check their settings by errors of many kinds
-            self.refuse("model_type", kind, f"transformers cannot read it ({_in_one_line(error)})")
+            self.refuse("model_type", kind, f"transformers cannot read it ({in_one_line(error)})")
 
     def refuse(self, name: str, value: object, why: str) -> NoReturn:
         """Raise ValueError for a key's value."""
@@ -70,5 +70,6 @@ def configuration(settings: dict[str, Any]) -> Any:
     return made
 
 
-def _in_one_line(error: Exception) -> str:
+def in_one_line(error: Exception) -> str:
+    """Return an error's message without line breaks."""
     return " ".join(str(error).split())

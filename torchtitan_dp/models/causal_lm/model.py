@@ -33,6 +33,7 @@ from torchtitan_dp.models.causal_lm.transformers_private import (
     kept_in_fp32,
     one_sequence,
 )
+from torchtitan_dp.models.config_json import in_one_line
 from torchtitan_dp.models.feed_forward import TiledMLP, Tiling
 from torchtitan_dp.models.loss_head import LossHead
 from torchtitan_dp.models.parameters import canonical_name
@@ -61,7 +62,7 @@ class _Theirs(ModelProtocol):
             with _buffers_computed():
                 self.model = AutoModelForCausalLM.from_config(config, **how).eval()
         except Exception as error:  # of any type: a module's own check of a size
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            reason = f"{type(error).__name__}: {in_one_line(error)}"
             raise ValueError(
                 f"config.json: transformers builds no {config.model_type} of it ({reason}); "
                 "correct it: a key that it leaves out has its family's own value"
