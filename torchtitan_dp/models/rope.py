@@ -6,9 +6,10 @@ that differ by one rounding are angles that differ by up to 0.06.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_dp.config import JobConfig
@@ -55,3 +56,39 @@ def rotary_table(rope: Rope, head_size: int, positions_T: Tensor) -> Tensor:
     frequencies_F, factor = frequencies(rope, head_size)
     angles_TF = torch.outer(positions_T, frequencies_F.to(positions_T.device))
     return torch.polar(torch.full_like(angles_TF, factor), angles_TF)
+
+
+def rotate(x_BHTF: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Return x cos + (-x2, x1) sin, where x1 and x2 are the halves of heads, in the dtype of x.
+    Where cosines and sines are shorter than a head, its last values stay.
+
+    It makes no tensors of halves, and keeps cosines and sines alone for backward.
+    """
+    if (more := x_BHTF.shape[-1] - cosine.shape[-1]) > 0:
+        cosine = F.pad(cosine, (0, more), value=1.0)
+    return cast(Tensor, _Rotation.apply(x_BHTF, cosine, sine))
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(cosine, sine)
+        return _turned(x, cosine, *sine.chunk(2, -1), sign=1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        cosine, sine = ctx.saved_tensors
+        first, second = sine.chunk(2, -1)
+        return _turned(grad, cosine, second, first, sign=-1), None, None
+
+
+def _turned(x: Tensor, cosine: Tensor, of_second: Tensor, of_first: Tensor, sign: int) -> Tensor:
+    """Return x cos; its first half less the second of x times a sine, its second half plus the
+    first of x times the other sine, or both with the other sign."""
+    turned, half = x * cosine, of_first.shape[-1]
+    (first, second), (first_turned, second_turned) = (
+        y[..., : 2 * half].chunk(2, -1) for y in (x, turned)
+    )
+    first_turned.addcmul_(second, of_second, value=-sign)
+    second_turned.addcmul_(first, of_first, value=sign)
+    return turned.to(x.dtype)

@@ -1,19 +1,23 @@
 """Modules of transformers whose formula is one of ours, found by their values.
 
-Families write the same norm and the same feed-forward each in a class of its own. Ours keep less
-for backward: an RMSNorm its input alone, a gated feed-forward in tiles its input alone.
+Families write the same norm, the same feed-forward and the same rotary embeddings each in a file
+of its own. Ours keep less for backward: an RMSNorm its input alone, a gated feed-forward in tiles
+its input alone; and rotary embeddings pass over fewer bytes.
 """
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
+from torchtitan_dp.models.causal_lm.transformers_private import rotation_of, with_rotation
 from torchtitan_dp.models.feed_forward import TiledMLP
 from torchtitan_dp.models.rms_norm import OffsetRMSNorm
+from torchtitan_dp.models.rope import rotate
 
 _NORMS = ((nn.RMSNorm, 0.0), (OffsetRMSNorm, 1.0))
 """Our norms, and what they add to the weight."""
@@ -37,14 +41,49 @@ def gated_feed_forwards(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if _is_gated(module)]
 
 
+def use_our_rotation(model: nn.Module) -> None:
+    """Have attention turn queries and keys by `rotate`, in place, where it computes the same."""
+    classes: dict[type, type] = {}
+    for module in model.modules():
+        kind = type(module)
+        theirs = rotation_of(kind)
+        if theirs is not None and _is_rotation(theirs):
+            module.__class__ = classes.setdefault(kind, with_rotation(kind, apply_rotary))
+
+
+def apply_rotary(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Turn queries and keys; arguments as those of transformers' `apply_rotary_pos_emb`."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return rotate(q, cos, sin), rotate(k, cos, sin)
+
+
+def _is_rotation(theirs: Callable[..., Any]) -> bool:
+    """Return whether a function has the arguments of `apply_rotary`, and its results."""
+    if [*inspect.signature(theirs).parameters] != [*inspect.signature(apply_rotary).parameters]:
+        return False
+    q, k = _values(1, 2, 4, 3, 8), _values(2, 2, 2, 3, 8)
+    for size in (8, 4):  # of whole heads, and of their first half
+        cos, sin = _values(3, 2, 3, size), _values(4, 2, 3, size)
+        try:
+            found = theirs(q, k, cos, sin)
+        except RuntimeError:  # of sizes
+            return size < 8
+        if not all(map(_close, found, apply_rotary(q, k, cos, sin))):
+            return False
+    return True
+
+
 def _is_norm(theirs: Any, offset: float) -> bool:
     """Return whether a module is an RMSNorm times its weight plus `offset`."""
     shapes = {name: parameter.dim() for name, parameter in theirs.named_parameters()}
-    if shapes != {"weight": 1} or _eps(theirs) is None:
+    if shapes != {"weight": 1} or (eps := _eps(theirs)) is None:
         return False
     x_ND, weight_D = _values(1, 6, 8), _values(2, 8)
     x_ND *= torch.logspace(-4, 2, 6, device="cpu")[:, None]  # the first are of the size of eps
-    expected = F.rms_norm(x_ND, (8,), weight_D + offset, _eps(theirs))
+    # Not `F.rms_norm`, which a fake step computes otherwise.
+    expected = x_ND * torch.rsqrt(x_ND.square().mean(-1, keepdim=True) + eps) * (weight_D + offset)
     return _computes(theirs, {"weight": weight_D}, x_ND, expected)
 
 
@@ -72,7 +111,13 @@ def _computes(theirs: nn.Module, weights: dict[str, Tensor], x: Tensor, expected
         found = functional_call(theirs, weights, x)
     except (TypeError, AttributeError, RuntimeError):  # it takes more than a tensor, or another
         return False
-    return isinstance(found, Tensor) and torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+    return _close(found, expected)
+
+
+def _close(found: Any, expected: Tensor) -> bool:
+    if not isinstance(found, Tensor) or found.shape != expected.shape:
+        return False
+    return torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def _values(seed: int, *shape: int) -> Tensor:

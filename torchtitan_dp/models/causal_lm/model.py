@@ -26,7 +26,11 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 from torchtitan_dp.distributed.ring import Shard
 from torchtitan_dp.models.causal_lm.attention import NAME, Sample, register
-from torchtitan_dp.models.causal_lm.formulas import gated_feed_forwards, use_our_norms
+from torchtitan_dp.models.causal_lm.formulas import (
+    gated_feed_forwards,
+    use_our_norms,
+    use_our_rotation,
+)
 from torchtitan_dp.models.causal_lm.settings import LONGER, PREFIX, CausalLMArgs
 from torchtitan_dp.models.causal_lm.transformers_private import (
     draw_weights_,
@@ -70,6 +74,7 @@ class _Theirs(ModelProtocol):
         self.gated: list[Any] = []
         if self.attention == NAME:
             use_our_norms(self.model)
+            use_our_rotation(self.model)
             self.gated = gated_feed_forwards(self.model)
         self.buffers_at_start = {n: b.clone() for n, b in self.model.named_buffers()}
         self.full_attention = ScaledDotProductAttentionWrapper()
