@@ -12,8 +12,10 @@ import torch.nn as nn
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.models.families import ModelArgs, on_meta
-from torchtitan_dp.models.llama3.model import LlamaArgs
+from torchtitan_dp.models.causal_lm.settings import ModelArgs
+from torchtitan_dp.models.config_json import configuration
+from torchtitan_dp.models.flavors import on_meta
+from torchtitan_dp.models.lora import LoRA
 from torchtitan_dp.selfcheck import reference, small
 from torchtitan_dp.selfcheck.reference import norm as norm
 from torchtitan_dp.selfcheck.reference import reference_sum as reference_sum
@@ -23,9 +25,19 @@ from torchtitan_dp.selfcheck.small import mesh as mesh
 
 T = 32
 VOCABULARY = 37  # no mesh divides it
-_SIZES = {"dim": 24, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2}
-_SIZES |= {"vocab_size": VOCABULARY, "max_seq_len": T}
-ARGS = LlamaArgs(**_SIZES, multiple_of=4)
+_LLAMA = {"model_type": "llama", "vocab_size": VOCABULARY, "max_position_embeddings": T}
+_LLAMA |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def llama(hidden_size: int = 24, lora: LoRA | None = None, **changes: Any) -> ModelArgs:
+    """A small Llama, with changes to its `config.json`."""
+    sizes = {"hidden_size": hidden_size, "intermediate_size": (8 * hidden_size // 3 + 3) // 4 * 4}
+    args = ModelArgs.of(configuration({**_LLAMA, **sizes, **changes}))
+    args.lora = lora
+    return args
+
+
+ARGS = llama()
 
 
 def config(*overrides: str, degrees: tuple[int, int, int] = (1, 1, 1)) -> JobConfig:

@@ -11,7 +11,8 @@ from tests.data.chats import chat, folder
 from tests.processes.ranks import on_ranks
 from tests.processes.runs import arguments, privacy, train, with_sigma
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.models.llama3.model import FLAVORS, Llama
+from torchtitan_dp.models.causal_lm.model import CausalLM
+from torchtitan_dp.models.flavors import flavor
 from torchtitan_dp.preflight.check import open_records
 
 USERS, STEPS = 6, 2
@@ -72,7 +73,7 @@ def loss_by_hand(argv: list[str]) -> float:
     """The mean over held-out prompts of each answer's mean loss; who has none is left out."""
     config = load_config(argv, 1)
     lines = Path(str(config.training.dataset_path)).read_text().splitlines()
-    model, losses = Llama(FLAVORS["debug"]), []
+    model, losses = CausalLM(flavor("debug")), []
     model.init_weights()
     for position in open_records(config).heldout:
         record = json.loads(lines[position])

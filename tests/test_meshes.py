@@ -58,9 +58,10 @@ def read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def initial_weights() -> dict[str, torch.Tensor]:
-    from torchtitan_dp.models.llama3.model import FLAVORS, Llama
+    from torchtitan_dp.models.causal_lm.model import CausalLM
+    from torchtitan_dp.models.flavors import flavor
 
-    model = Llama(FLAVORS["debug"])
+    model = CausalLM(flavor("debug"))
     model.init_weights()
     return dict(model.named_parameters())
 

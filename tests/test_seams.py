@@ -47,6 +47,7 @@ DOORS = {
         torch.nn.Module._parameters
         torch.Tensor._indices
         torch.Tensor._values
+        torch.Tensor._version
         torch.utils._python_dispatch.TorchDispatchMode
         torch.utils._pytree.tree_iter
         torch.distributed.checkpoint.filesystem._StorageInfo
@@ -187,11 +188,7 @@ TORCHTITAN = {
     "distributed.context_parallel": "apply_cp_to_attention_module",
     "distributed.utils": "set_pg_timeouts",
     "models.attention": "ScaledDotProductAttentionWrapper",
-    "models.llama3": "Transformer TransformerModelArgs",
-    "models.llama3.infra.parallelize": "_op_sac_save_list apply_compile parallelize_llama",
-    "models.llama3.model.args": "RoPEScalingArgs",
-    "models.llama3.model.model": "TransformerBlock apply_rotary_emb precompute_freqs_cis",
-    "models.llama3.model.state_dict_adapter": "Llama3StateDictAdapter",
+    "models.llama3.infra.parallelize": "_op_sac_save_list",
     "protocols.model": "BaseModelArgs ModelProtocol",
     "protocols.state_dict_adapter": "StateDictAdapter",
     "protocols.train_spec": "TrainSpec register_train_spec",

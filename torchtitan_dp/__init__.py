@@ -1,4 +1,4 @@
-"""Differentially private training of Llamas on long private documents, on TorchTitan."""
+"""Differentially private training of language models on long private documents, on TorchTitan."""
 
 from torchtitan_dp.process import require_environment
 

@@ -134,6 +134,11 @@ def sparse_rows(gradient: Tensor) -> tuple[Tensor, Tensor]:
     return gradient._indices()[0], gradient._values()
 
 
+def version_of(tensor: Tensor) -> int:
+    """Return a number that grows when a tensor is changed in place; autograd compares it, too."""
+    return tensor._version
+
+
 def with_parameters(
     module: nn.Module,
     kind: type[ModuleT],

@@ -35,15 +35,15 @@ from torchtitan_dp.checkpoint.initial import baseline_ledger
 from torchtitan_dp.checkpoint.manager import Checkpointer
 from torchtitan_dp.checkpoint.start import Start
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.derived import unit_word
+from torchtitan_dp.config.derived import LLAMAS, TRANSFORMERS, unit_word
 from torchtitan_dp.data.batching import RecordLoader
 from torchtitan_dp.data.dataset import Records, describe
 from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.ledger import PRIVACY_FILE, Lineage
 from torchtitan_dp.ledger.account import without_privacy
 from torchtitan_dp.ledger.files import to_bytes, write_published
+from torchtitan_dp.models.causal_lm.model import CausalLM, HuggingFaceAdapter
 from torchtitan_dp.models.ema import ema_of
-from torchtitan_dp.models.families import FAMILIES, Family
 from torchtitan_dp.models.hugging_face import origin, shape
 from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.parallelize import parallelize
@@ -92,12 +92,12 @@ def is_shown(record: logging.LogRecord) -> bool:
     return not record.pathname.startswith(_TORCHTITAN) or bool(_SHOWN.match(message))
 
 
-def build_model(family: Family, decide: Callable[[], Start] | None, args: Any) -> Any:
+def build_model(decide: Callable[[], Start] | None, args: Any) -> CausalLM:
     """Build a model, which draws only the weights that its start does not load."""
     if decide is not None:
         start = decide()
         args.draw_weights, args.draw_adapters = not start.loads, not start.resumes
-    return family.model(args)
+    return CausalLM(args)
 
 
 def build_optimizers(
@@ -169,19 +169,17 @@ def register(
     records: Records | None = None,
     decide: Callable[[], Start] | None = None,
 ) -> None:
-    """Register our specs under the names of all families, in this process. Call it once.
+    """Register our spec under the names of models, in this process. Call it once.
 
     Args:
         config: the run's; its flavor then has the shape of `hugging_face.shape`.
         records: the run's; by default those that a trainer's own configuration names.
         decide: from `checkpoint.start.decision`; by default all weights are drawn.
     """
-    for name, family in FAMILIES.items():
-        flavors = dict(family.flavors)
-        if config is not None and config.model.name == name:
-            flavors[config.model.flavor] = shape(config)
+    for name in (LLAMAS, TRANSFORMERS):
+        flavors = {} if config is None else {config.model.flavor: shape(config)}
         spec = TrainSpec(
-            model_cls=functools.partial(build_model, family, decide),  # type: ignore[arg-type]
+            model_cls=functools.partial(build_model, decide),  # type: ignore[arg-type]
             model_args=flavors,  # type: ignore[arg-type]
             parallelize_fn=parallelize,
             pipelining_fn=None,
@@ -192,7 +190,7 @@ def register(
             build_loss_fn=build_cross_entropy_loss,
             build_validator_fn=functools.partial(build_validator, records),  # type: ignore[arg-type]
             build_metrics_processor_fn=build_metrics,
-            state_dict_adapter=family.adapter,
+            state_dict_adapter=HuggingFaceAdapter,
         )
         register_train_spec(name, spec)
 

@@ -5,12 +5,12 @@ gradients, a layer at a time), `ghost` the same with ghost norms: two backward p
 FSDP2 nor context parallelism; fp32.
 """
 
-import dataclasses
 import warnings
 from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.nn as nn
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 
@@ -25,7 +25,8 @@ from torchtitan_dp.data.batching import Draw
 from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.distributed.attention import use_efficient_attention
 from torchtitan_dp.distributed.ring import Shard
-from torchtitan_dp.models.llama3.model import FLAVORS, Llama
+from torchtitan_dp.models.causal_lm.model import CausalLM
+from torchtitan_dp.models.flavors import flavor
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.train_spec import build_loader
 
@@ -96,15 +97,16 @@ class OpacusTrainer:
                 loss_B.mean().backward()
 
 
-def _build_model(config: JobConfig, device: torch.device) -> Llama:
-    args = dataclasses.replace(FLAVORS[config.model.flavor])
+def _build_model(config: JobConfig, device: torch.device) -> CausalLM:
+    args = flavor(config.model.flavor)
     args.update_from_config(config)
     with torch.device(device):
-        model = Llama(args)
+        model = CausalLM(args)
     model.init_weights(buffer_device=device)
     if device.type != "cpu":  # as for the other arms: fp32 would keep T x T scores a head
         use_efficient_attention(model)
-    return model.train()
+    nn.Module.train(model)  # Opacus computes no gradients in eval mode, where ours stays
+    return model
 
 
 def _build_adamw(config: JobConfig, module: Any) -> torch.optim.AdamW:

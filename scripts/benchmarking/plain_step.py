@@ -14,13 +14,13 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 
 # isort: split
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import cross_entropy_loss
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.context_parallel import prepare_context_parallel_input
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.models.families import ModelArgs, family_of
+from torchtitan_dp.models.causal_lm.model import CausalLM
+from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.parallelize import parallelize
 from torchtitan_dp.plan.fake_step import end_stretches_at_blocks, parallel_dims
 from torchtitan_dp.plan.tracker import MemoryTracker
@@ -38,21 +38,18 @@ class PlainStep:
             tracker: entered already, if memory is of interest.
         """
         self.config, self.tracker = config, tracker
-        family = family_of(args)
         with unset_fake_temporarily():
             dims, _ = parallel_dims(config)
             with torch.device("meta"):
                 args = copy.deepcopy(args)
                 args.max_seq_len = config.training.seq_len
-                self.model: Any = family.model(args)
+                self.model = CausalLM(args)
             parallelize(self.model, dims, config)
         with tracker.labelled("parameters"):
             self.model.to_empty(device="cpu")
             self.parameters = list(self.model.parameters())
             for parameter in self.parameters:
-                # TorchTitan lays out nothing on one rank.
-                sharded = isinstance(parameter, DTensor)
-                torch.nn.init.zeros_(parameter.to_local() if sharded else parameter)
+                torch.nn.init.zeros_(parameter.to_local())
         with tracker.labelled("accumulator"):  # no microbatch is the first of a step
             for parameter in self.parameters:
                 parameter.grad = torch.zeros_like(parameter)
@@ -66,7 +63,7 @@ class PlainStep:
         """Run forward and backward, and add to the gradients."""
         self.model.model_args.max_seq_len = seq_len
         with torch.no_grad(), torch.device("cpu"), self.tracker.labelled("activations"):
-            self.model.freqs_cis = self.model._precompute_freqs_cis()
+            self.model.compute_buffers()
         shape = self.config.training.local_batch_size, seq_len
         tokens_BT = torch.zeros(shape, dtype=torch.int64)
         labels_BT, more = torch.zeros_like(tokens_BT), {}

@@ -160,18 +160,15 @@ rope.type=yarn rope.factor=4 → \
 rope.type=dynamic
 lora.rank=-1
 lora.alpha=0
-lora.rank=2 lora.targets=wq,wq → name each target once
+lora.rank=2 lora.targets=q_proj,q_proj → name each target once
 activation_checkpoint.offload_inputs activation_checkpoint.mode=none
 training.feed_forward_chunk=-1
 training.feed_forward_chunk=16 activation_checkpoint.mode=selective → products of tiles
 training.feed_forward_chunk=16 activation_checkpoint.mode=none training.local_batch_size=2 → \
     tiles are for microbatches of one sample
-compile.enable privacy.gradient_method=grad_sample activation_checkpoint.mode=selective \
-    activation_checkpoint.selective_ac_option=op → activation_checkpoint.selective_ac_option = 'op'
-compile.enable privacy.gradient_method=grad_sample activation_checkpoint.mode=memory_budget → \
-    activation_checkpoint.mode = 'memory_budget'
-compile.enable parallelism.context_parallel_load_balancer None → leaves out collectives
-privacy.gradient_method=ghost privacy.ghost_passes=two compile.enable → compiled code runs backward
+compile.enable activation_checkpoint.mode=selective activation_checkpoint.selective_ac_option=op → \
+    activation_checkpoint.selective_ac_option = 'op'
+compile.enable privacy.gradient_method=ghost → 'ghost' forms gradients in the layers
 privacy.gradient_method=ghost privacy.ghost_passes=two activation_checkpoint.mode=selective \
     activation_checkpoint.selective_ac_option=op → PyTorch allows one backward pass
 privacy.sigma=1 → --privacy.sigma: unknown option; see the keys of [privacy]
@@ -192,9 +189,9 @@ training.steps → --training.steps: its value is missing; give a whole
 training.steps privacy.enable → its value is missing
 job.config_file=/nowhere.toml
 training.steps=4 stray → 'stray': neither an option
-lora.targets wq wv → --lora.targets … wv: a list is one word with commas; write --lora.targets a,b
+lora.targets q_proj k → --lora.targets … k: a list is one word with commas; write --lora.targets a,b
 """
-WORDS = {"a", "512", "None", "true", "stray", "wq", "wv"}  # not options
+WORDS = {"a", "512", "None", "true", "stray", "q_proj", "k"}  # not options
 
 
 @pytest.mark.parametrize("case", BAD.strip().splitlines(), ids=lambda case: case.partition("→")[0])

@@ -65,11 +65,12 @@ def gloo_threads(interfaces):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", interfaces)
+        dist.all_reduce(torch.ones(1))  # a thread names itself, some time after its start
         before = count()
         group = dist.new_group(list(range(dist.get_world_size())))
     x = torch.ones(3)
     dist.all_reduce(x, group=group)
-    added = count() - before  # a thread names itself, some time after its start
+    added = count() - before
     dist.destroy_process_group(group)
     return before, added, x.tolist()
 

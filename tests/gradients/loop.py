@@ -1,6 +1,5 @@
 """The selfcheck's comparison of clipped sums and norms with the plain loop, on gloo ranks."""
 
-import dataclasses
 import math
 
 import torch
@@ -14,14 +13,14 @@ def excess_on_this_rank(
     degrees: Degrees,
     overrides: list[str],
     changes: dict[str, object],
-    family: str = "llama3",
+    family: str = "llama",
     tolerance: float | None = None,
 ) -> dict[str, float]:
     """The errors of the sum and of the norms that are above their bounds.
 
     Args:
-        changes: to the model's shape.
-        family: `llama3`, or one of transformers'.
+        changes: to the model's `config.json`; and `lora`.
+        family: `llama`, of `build.ARGS`, or one of the tests' others.
         tolerance: of the norms; by default what the dtype allows.
     """
     from tests import build
@@ -30,8 +29,8 @@ def excess_on_this_rank(
     from torchtitan_dp.selfcheck.small import Terms
     from torchtitan_dp.selfcheck.steps import clipped_sum
 
-    if family == "llama3":
-        args = dataclasses.replace(build.ARGS, **changes)
+    if family == "llama":
+        args = build.llama(**changes)
     else:
         args = arguments(family, build.T, **changes)
     terms = Terms(build.config(*overrides, degrees=degrees), args)
@@ -47,10 +46,11 @@ def check(
     degrees: Degrees,
     *overrides: str,
     tolerance: float | None = None,
-    family: str = "llama3",
+    family: str = "llama",
     **changes: object,
 ) -> None:
-    """The sum and the norms are the loop's, on every rank; `changes` are to the model's shape."""
+    """The sum and the norms are the loop's, on every rank; `changes` are to the
+    model's `config.json`, and `lora`."""
     arguments = (degrees, list(overrides), changes, family, tolerance)
     for excess in on_ranks(math.prod(degrees), excess_on_this_rank, *arguments):
         assert excess == {}

@@ -4,7 +4,6 @@ Steps of four samples are taken as in training, with noise: a first one, one tha
 a forward pass without a backward pass (as validation's is), and a last.
 """
 
-import dataclasses
 from unittest import mock
 
 import pytest
@@ -28,7 +27,7 @@ WAYS = {
     "offload, tied": (
         (1, 1, 2),
         (*GRAD_SAMPLE, FULL, "--activation_checkpoint.offload_inputs"),
-        {"tie_embeddings": True},
+        {"tie_word_embeddings": True},
     ),
     "always": ((1, 1, 2), (*MICROBATCH, BF16, f"{RESHARD}=always"), {}),
     "never": ((1, 2, 1), (*MICROBATCH, BF16, f"{RESHARD}=never"), {}),
@@ -60,7 +59,7 @@ def steps(degrees, overrides, changes, reshard=False, one_group=0):
     """
     from tests import build
 
-    args = dataclasses.replace(build.ARGS, **changes)
+    args = build.llama(**changes)
     with mock.patch("torchtitan_dp.models.parallelize.IN_ONE_GROUP", one_group):
         built = build.build(degrees, *overrides, args=args)
     inner, seen = Inner(built), []

@@ -3,7 +3,6 @@
 Hazard rows 1, 13, 22 and 28.
 """
 
-import dataclasses
 import math
 from unittest import mock
 
@@ -14,8 +13,12 @@ from tests.processes.ranks import on_ranks
 from torchtitan_dp.gradients.ghost_norm import is_cheaper, squared_norms
 from torchtitan_dp.gradients.operands import Products, Rows
 
-DENSE, GHOST, MIXED = {}, {"dim": 96, "vocab_size": 101}, {"dim": 40, "vocab_size": 101}
-TIED = {"tie_embeddings": True}
+DENSE, GHOST, MIXED = (
+    {},
+    {"hidden_size": 96, "vocab_size": 101},
+    {"hidden_size": 40, "vocab_size": 101},
+)
+TIED = {"tie_word_embeddings": True}
 B, T, P, D = 3, 9, 13, 5
 PARTS = ("products", "scaled", "rows")
 
@@ -133,7 +136,7 @@ def built_for(degrees, passes, changes, max_grad_norm=1.0):
     from tests import build
 
     options = ("--privacy.gradient_method=ghost", f"--privacy.ghost_passes={passes}")
-    args = dataclasses.replace(build.ARGS, **changes)
+    args = build.llama(**changes)
     several = "--training.local_batch_size=2"
     return build.build(degrees, *options, several, args=args, max_grad_norm=max_grad_norm)
 

@@ -6,7 +6,6 @@ them. What no operation shows is a number that becomes a tensor on the device.
 """
 
 import contextlib
-import dataclasses
 from unittest import mock
 
 import pytest
@@ -66,7 +65,7 @@ def waits_of_a_step(degrees, overrides, fault=None):
     from tests import build
     from torchtitan_dp.privacy.clipping import ClipPolicy
 
-    args = dataclasses.replace(build.ARGS, dim=96, vocab_size=101)  # `ghost` finds ghost norms
+    args = build.llama(96, vocab_size=101)  # `ghost` finds ghost norms
     built = build.build(degrees, *overrides, args=args)
     tokens_NT, labels_NT = build.data(samples=4)
     size = built.batch_size

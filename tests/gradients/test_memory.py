@@ -3,7 +3,6 @@
 Counted from the tensors that are alive and read from a profiler's trace, not from formulas.
 """
 
-import dataclasses
 import gc
 import itertools
 import math
@@ -22,14 +21,14 @@ V2 = ("--privacy.gradient_method=grad_sample", "--training.local_batch_size=2")
 V1 = (*V2, "--privacy.no-shard_grad_samples")
 GHOST = ("--privacy.gradient_method=ghost", "--training.local_batch_size=3")
 TWO = (*GHOST, "--privacy.ghost_passes=two")
-TIED = {"tie_embeddings": True}
-WIDE = {"dim": 96, "vocab_size": 101}  # whose matrices' norms are ghosts
+TIED = {"tie_word_embeddings": True}
+WIDE = {"hidden_size": 96, "vocab_size": 101}  # whose matrices' norms are ghosts
 
 
 def built_for(degrees, overrides, changes=()):
     from tests import build
 
-    return build.build(degrees, *overrides, args=dataclasses.replace(build.ARGS, **dict(changes)))
+    return build.build(degrees, *overrides, args=build.llama(**dict(changes)))
 
 
 def accumulate(built, samples=2):
@@ -57,7 +56,9 @@ def live_bytes() -> int:
 
 def bytes_after_backward(degrees, overrides):
     """What is alive between backward and clipping that was not before: per-sample gradients."""
-    built = built_for(degrees, overrides, {"dim": 64, "n_layers": 3, "vocab_size": 264})
+    built = built_for(
+        degrees, overrides, {"hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 264}
+    )
     accumulate(built)
     at_rest, seen, clipped_sum = live_bytes(), [], built.gradients.clipped_sum
     add = clipped_sum.add
@@ -120,7 +121,7 @@ def trace():
     """(name, start, end, whether it is an asynchronous collective), in µs."""
     from torchtitan_dp.collectives import Pending
 
-    built = built_for((1, 1, 2), V2, {"dim": 256, "n_layers": 3})
+    built = built_for((1, 1, 2), V2, {"hidden_size": 256, "num_hidden_layers": 3})
     accumulate(built)
     wait = Pending.wait_for_first
 

@@ -1,5 +1,6 @@
 """Our reference loop and Opacus' GradSampleModule agree on every per-sample gradient."""
 
+import torch.nn as nn
 from opacus import GradSampleModule
 
 from tests import build
@@ -10,7 +11,9 @@ from torchtitan_dp.models.parameters import canonical_name
 def test_the_reference_is_what_opacus_computes():
     tokens_NT, labels_NT = build.data(samples=3)
     expected = build.reference_gradients(build.reference_model(), tokens_NT, labels_NT)
-    model = GradSampleModule(build.reference_model(), loss_reduction="sum")
+    ours = build.reference_model()
+    nn.Module.train(ours)  # as ours stays in eval mode, where Opacus computes nothing
+    model = GradSampleModule(ours, loss_reduction="sum")
     targets_N = (labels_NT != -100).sum(dim=1)
     per_sample_loss(model(tokens_NT), labels_NT, targets_N).sum().backward()
     for name, parameter in model._module.named_parameters():

@@ -16,8 +16,8 @@ from tests.processes.ranks import on_ranks
 METHOD = "--privacy.gradient_method=randomized"
 ACCOUNTED = "--privacy.underestimates=accounted"
 CAPPED = "--privacy.underestimates=capped"
-WIDE = {"dim": 128, "vocab_size": 131, "max_seq_len": 64}
-TIED = {"tie_embeddings": True}
+WIDE = {"hidden_size": 128, "vocab_size": 131, "max_position_embeddings": 64}
+TIED = {"tie_word_embeddings": True}
 K = 8
 
 
@@ -37,7 +37,7 @@ def built_for(degrees, method, changes=(), C=1.0):
     """The step, and as many samples of 64 tokens as asked for."""
     from tests import build
 
-    args = dataclasses.replace(build.ARGS, **WIDE, **dict(changes))
+    args = build.llama(**WIDE, **dict(changes))
     return build.build(degrees, *method, args=args, max_grad_norm=C)
 
 
@@ -374,7 +374,7 @@ def shrunk(k, estimator):
     """Of eight samples: the length of what is added over C, and its cosine with the gradient."""
     from tests import build
 
-    args = dataclasses.replace(build.ARGS, dim=256, vocab_size=512, max_seq_len=256)
+    args = build.llama(256, vocab_size=512, max_position_embeddings=256)
     generator = torch.Generator().manual_seed(0)
     tokens_NT = torch.randint(0, 512, (8, 256), generator=generator)
     ghost = ["--privacy.gradient_method=ghost", "--training.local_batch_size=1"]

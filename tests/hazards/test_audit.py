@@ -54,7 +54,7 @@ def new_game(degrees, method="microbatch", batch_size=1, adapters=False, bands=1
         batch_size=batch_size,
         degrees=degrees,
         root=RootKey.from_debug_seed(7),
-        lora=LoRA(8, 24.0, ("wq",), adapters == "B") if adapters else None,
+        lora=LoRA(8, 24.0, ("q_proj",), adapters == "B") if adapters else None,
     )
 
 

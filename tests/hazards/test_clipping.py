@@ -41,7 +41,7 @@ def args_for(method):
     wide = {tuple(GHOST): 96, tuple(MIXED): 40}
     if tuple(method) not in wide:
         return build.ARGS
-    return dataclasses.replace(build.ARGS, dim=wide[tuple(method)], vocab_size=101)
+    return build.llama(wide[tuple(method)], vocab_size=101)
 
 
 def built_for(method, degrees=(1, 1, 1), *options, **terms):
@@ -338,7 +338,7 @@ def test_row27_live_tensors_stay_flat_over_16_steps(mode, method):
 
 
 def frozen_layer(degrees, frozen, method):
-    args = dataclasses.replace(args_for(method), tie_embeddings=frozen == "tok_embeddings")
+    args = dataclasses.replace(args_for(method), tie_embeddings=frozen == "embed_tokens")
     built = build.build(degrees, *method, frozen=frozen, args=args)
     before = {n: p.full_tensor().clone() for n, p in built.model.named_parameters()}
     optimizer = torch.optim.AdamW(list(built.parameters.values()), lr=0.1, weight_decay=0.1)
@@ -361,7 +361,7 @@ def frozen_layer(degrees, frozen, method):
 
 
 @by_method
-@pytest.mark.parametrize("frozen", ["layers.0.", "tok_embeddings", "norm"])
+@pytest.mark.parametrize("frozen", ["layers.0.", "embed_tokens", "norm"])
 def test_row36_frozen_is_bit_identical_and_the_rest_is_in_the_norm(frozen, method):
     for changed, norms, expected in on_ranks(2, frozen_layer, (1, 1, 2), frozen, method):
         assert changed == {name: frozen not in name for name in changed}

@@ -34,7 +34,7 @@ def tokenizer(folder: Path) -> Path:
     """Bytes, and one token more than the debug model's vocabulary has."""
     import tokenizers
 
-    from torchtitan_dp.models.llama3.model import FLAVORS
+    from torchtitan_dp.models.flavors import FLAVORS
     from torchtitan_dp.release.byte_tokenizer import byte_tokenizer_files
 
     folder.mkdir()
@@ -42,7 +42,7 @@ def tokenizer(folder: Path) -> Path:
         (folder / name).write_text(text)
     path = str(folder / "tokenizer.json")
     backend = tokenizers.Tokenizer.from_file(path)
-    missing = FLAVORS["debug"].vocab_size - backend.get_vocab_size()
+    missing = FLAVORS["debug"]["vocab_size"] - backend.get_vocab_size()
     backend.add_tokens([f"<|unused {i}|>" for i in range(missing)])
     backend.add_tokens([TOO_LARGE])
     backend.save(path)

@@ -24,7 +24,7 @@ from tests.processes.runs import TIMEOUT_S, load, privacy, with_sigma
 from torchtitan_dp.checkpoint import manager
 from torchtitan_dp.checkpoint.manager import Checkpointer
 from torchtitan_dp.checkpoint.start import Start, Weights
-from torchtitan_dp.models.families import on_meta
+from torchtitan_dp.models.flavors import on_meta
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.parameters import first_overflow, overflow
@@ -144,13 +144,13 @@ def test_row69_such_weights_are_not_released(tmp_path, bad):
     held = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     dcp.save(held, checkpoint_id=tmp_path / "whole", no_dist=True)
     load_weights(str(tmp_path / "whole"), model)
-    held["norm.weight"][0] = bad
+    held["model.model.norm.weight"][0] = bad
     dcp.save(held, checkpoint_id=tmp_path / "broken", no_dist=True)
     with pytest.raises(ValueError, match=r"norm\.weight is not finite there"):
         load_weights(str(tmp_path / "broken"), model)
 
 
-@pytest.mark.parametrize("lora", [(), ("--lora.rank=2", "--lora.targets=wq")])
+@pytest.mark.parametrize("lora", [(), ("--lora.rank=2", "--lora.targets=q_proj")])
 def test_row69_such_weights_are_not_exported(tmp_path, lora):
     settings = build.config(f"--job.dump_folder={tmp_path}", *lora)
     args = shape(settings)
@@ -160,7 +160,7 @@ def test_row69_such_weights_are_not_exported(tmp_path, lora):
         for parameter in model.parameters():
             parameter.zero_()
     export(model, settings)
-    name = "layers.0.attention.wq.lora_b.weight" if lora else "layers.0.attention.wq.weight"
+    name = f"model.model.layers.0.self_attn.q_proj.{'lora_b.' if lora else ''}weight"
     with torch.no_grad():
         dict(model.named_parameters())[name][0, 0] = torch.nan
     (tmp_path / "hf").rename(tmp_path / "before")

@@ -42,10 +42,11 @@ SECRET = bytes(range(101, 133))  # what `RootKey.from_os` gives in `probed`
 def main(argv):
     """Train with known secrets, a smaller model."""
     import torchtitan_dp.train as train
-    from torchtitan_dp.models.llama3.model import FLAVORS, LlamaArgs
+    from torchtitan_dp.models.flavors import FLAVORS
     from torchtitan_dp.privacy.keys import RootKey
 
-    FLAVORS["debug"] = LlamaArgs(dim=32, n_layers=1, n_heads=4, vocab_size=264, multiple_of=8)
+    smaller = {"hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 1}
+    FLAVORS["debug"] |= smaller
     RootKey.from_os = classmethod(lambda cls: cls(SECRET))
     train.main(argv)
 
@@ -283,8 +284,8 @@ def test_hazard_24_published_epsilon_is_that_of_the_log(probed):
 # --- checkpoints ----------------------------------------------------------------------------------
 
 PARAMETER = (
-    r"(tok_embeddings|norm|output|layers\.\d+\.(attention\.w[qkvo]|feed_forward\.w[123]"
-    r"|attention_norm|ffn_norm))\.weight"
+    r"model\.(lm_head|model\.(embed_tokens|norm|layers\.\d+\.(self_attn\.[qkvo]_proj"
+    r"|mlp\.(gate|up|down)_proj|(input|post_attention)_layernorm)))\.weight"
 )
 ALLOWED = (
     PARAMETER,

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from torchtitan_dp.models import feed_forward, loss
-from torchtitan_dp.models.llama3 import regions
 from torchtitan_dp.privacy import clipping, noise, secure_noise
 from torchtitan_dp.privacy.kernels import compile_kernel
 
@@ -68,20 +67,14 @@ def of_loss(dtype: torch.dtype) -> Iterator[Inputs]:
     yield 4 * normal(64, 1003, dtype=dtype), labels, torch.linspace(0.1, 1, 64)
 
 
-def of_layers(*names: str) -> Iterator[Inputs]:
-    """Yield inputs of the functions within a block: (B, T, D) in bf16, and what else they take."""
-    x = normal(2, 48, 256, dtype=torch.bfloat16)
-    heads, turns = x.view(2, 48, 4, 64), normal(48, 32, 2)
-    of = {"x": x, "scale": normal(2, 256), "eps": 1e-5, "heads": heads, "turns": turns}
-    yield tuple(of[name] for name in names)
+def in_layers(function: Callable[..., Any], tensors: int) -> Case:
+    """Return the case of a function within a block, of so many tensors (B, T, D) in bf16."""
+    x_BTD = normal(2, 48, 256, dtype=torch.bfloat16)
 
-
-def in_layers(function: Callable[..., Any], *names: str) -> Case:
     def compile_(backend: Any) -> Callable[..., Any]:
-        by_name = [vars(regions.compiled(backend)), vars(feed_forward.Tiling.compiled(16, backend))]
-        return {**by_name[0], **by_name[1]}[function.__name__]
+        return vars(feed_forward.Tiling.compiled(16, backend))[function.__name__]
 
-    return Case(function, lambda: of_layers(*names), compile=compile_)
+    return Case(function, lambda: iter([(x_BTD,) * tensors]), compile=compile_)
 
 
 def of_logits(dtype: torch.dtype) -> Case:
@@ -105,11 +98,8 @@ CASES = {
     "clip": Case(clipping._add_scaled, of_clip, clipped),
     "loss, fp32": of_logits(torch.float32),
     "loss, bf16": of_logits(torch.bfloat16),
-    "norm": in_layers(regions.norm, "x", "scale", "eps"),
-    "add and norm": in_layers(regions.add_and_norm, "x", "x", "scale", "eps"),
-    "rotate": in_layers(regions.rotate, "heads", "heads", "turns"),
-    "swiglu": in_layers(feed_forward.swiglu, "x", "x"),
-    "backward of swiglu": in_layers(feed_forward.swiglu_backward, "x", "x", "x"),
+    "swiglu": in_layers(feed_forward.swiglu, 2),
+    "backward of swiglu": in_layers(feed_forward.swiglu_backward, 3),
 }
 """By name. On a CPU noise has another generator, and clipping one operation of other rounding:
 noise is compared with the same formulas, uncompiled, and clipping with what it means."""

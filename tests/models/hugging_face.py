@@ -18,9 +18,8 @@ from transformers import (
 from tests import build
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import read_config
-from torchtitan_dp.models.families import FAMILIES
+from torchtitan_dp.models.causal_lm.model import CausalLM, HuggingFaceAdapter
 from torchtitan_dp.models.hugging_face import shape
-from torchtitan_dp.models.llama3.model import Llama
 
 VOCABULARY = 264
 # Wavelengths on both sides of and between the original 64 tokens / 4 and / 1.
@@ -45,9 +44,9 @@ SMALL: dict[str, Any] = dict(
 )
 
 
-def write(family: str, folder: Path, *, tied: bool = False) -> Path:
-    """A random model of the family, without scaling, and a tokenizer."""
-    if family == "llama3":
+def write(kind: str, folder: Path, *, tied: bool = False) -> Path:
+    """A random Llama or Qwen3, without scaling, and a tokenizer."""
+    if kind == "llama":
         return write_llama(folder, tied=tied, rope=PLAIN, eps=1e-6)
     torch.manual_seed(7)
     config = Qwen3Config(
@@ -119,10 +118,9 @@ def transformers_logits(folder: Path, **more: Any) -> torch.Tensor:
     return AutoModelForCausalLM.from_pretrained(folder, **options).eval()(sample_tokens()).logits
 
 
-def given(folder: Path, *overrides: str, family: str = "llama3") -> JobConfig:
+def given(folder: Path, *overrides: str) -> JobConfig:
     """The configuration of a run that starts from the folder, and ends in one."""
     return build.config(
-        f"--model.name={family}",
         f"--model.hf_assets_path={folder}",
         f"--job.dump_folder={folder.parent / 'out'}",
         "--checkpoint.enable",
@@ -134,13 +132,13 @@ def given(folder: Path, *overrides: str, family: str = "llama3") -> JobConfig:
 
 def ours(config: JobConfig, folder: Path) -> Any:
     """Our model with the folder's weights, and adapters if it has some."""
-    args, family = shape(config), FAMILIES[config.model.name]
-    model = family.model(args)
+    args = shape(config)
+    model = CausalLM(args)
     model.init_weights()
     weights: dict[str, Any] = {}
     for path in folder.glob("*.safetensors"):
         weights |= load_file(path)
-    loaded = family.adapter(args, None).from_hf(weights)
+    loaded = HuggingFaceAdapter(args, None).from_hf(weights)
     missing, unexpected = model.load_state_dict(loaded, strict=False)
     assert unexpected == []
     assert all("lora" in name for name in missing)
@@ -150,6 +148,6 @@ def ours(config: JobConfig, folder: Path) -> Any:
 @torch.no_grad()
 def checkpoint_logits(run: Path, weights: dict[str, torch.Tensor]) -> torch.Tensor:
     """Our fp32 logits, of the weights in a checkpoint of a run."""
-    model = Llama(shape(read_config(str(run))))
+    model = CausalLM(shape(read_config(str(run))))
     model.load_state_dict({name: value.float() for name, value in weights.items()}, strict=False)
     return model(sample_tokens())

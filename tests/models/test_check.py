@@ -7,7 +7,7 @@ from tests.processes import forks
 from tests.processes.runs import CONFIG
 from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.models.llama3.model import FLAVORS
+from torchtitan_dp.models.flavors import flavor
 from torchtitan_dp.models.parallelize import takes_cudnn
 from torchtitan_dp.preflight.check import check_model
 
@@ -25,8 +25,8 @@ def mistake(*options: str) -> str:
 @pytest.mark.parametrize(
     ("groups", "clipping", "expected"),
     [
-        ("*.attention.*,*", "per_layer", ""),
-        ("*.attention.*", "per_layer", "fits none of them; '*' as the last one takes the rest"),
+        ("*.self_attn.*,*", "per_layer", ""),
+        ("*.self_attn.*", "per_layer", "fits none of them; '*' as the last one takes the rest"),
         ("*,layers.*", "per_layer", "'layers.*' has no trained parameter"),
         ("*", "flat", "remove it, or set privacy.clipping to 'per_layer'"),
     ],
@@ -53,4 +53,4 @@ def test_groups_to_clip(tmp_path, groups, clipping, expected):
 def test_cudnn_attends_on_a_ring_where_it_counts_and_fills_its_tiles(seq_len, cp, taken):
     options = [f"--training.seq_len={seq_len}", "--data.no-length_buckets"]
     config = build.config(*options, degrees=(1, 1, cp))
-    assert takes_cudnn(config, FLAVORS["8B"]) == taken
+    assert takes_cudnn(config, flavor("8B")) == taken

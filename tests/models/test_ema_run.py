@@ -86,7 +86,7 @@ def test_row76_each_average_follows_from_released_weights_alone(finished):
     """Whoever has all checkpoints' weights can compute it: there is nothing else in it."""
     saved = [state(finished, step) for step in range(1, STEPS + 1)]
     for t, (before, after) in enumerate(itertools.pairwise(saved), start=1):
-        trained = {name for name in weights_of(after) if name != "output.weight"}  # tied
+        trained = {name for name in weights_of(after) if name != "model.lm_head.weight"}  # tied
         names = {average_name(name) for name in trained} | {"ema.updates"}
         assert {name for name in after if name.startswith("ema.")} == names
         assert_same(averages(after), followed(before, after, t))
@@ -96,15 +96,15 @@ def test_row76_each_average_follows_from_released_weights_alone(finished):
 
 
 def weights_of(saved):
-    return {k: v for k, v in saved.items() if re.match(r"(layers|tok_|norm|output)", k)}
+    return {k: v for k, v in saved.items() if k.startswith("model.")}
 
 
 def test_it_begins_with_the_weights_that_were_given(finished, place):
     """a_1 = 0.1 w_0 + 0.9 w_1, of w_0 that were loaded and not of those that were drawn."""
     model = LlamaForCausalLM.from_pretrained(place / "given")
     first = state(finished, 1)
-    expected = model.model.norm.weight.detach().lerp(first["norm.weight"], 0.9)
-    torch.testing.assert_close(averages(first)["norm.weight"], expected)
+    expected = model.model.norm.weight.detach().lerp(first["model.model.norm.weight"], 0.9)
+    torch.testing.assert_close(averages(first)["model.model.norm.weight"], expected)
 
 
 def test_validation_tells_both_losses(place, finished):
@@ -118,8 +118,8 @@ def logits(run, average):
     """Ours, of the last checkpoint."""
     saved = state(run, STEPS)
     held = weights_of(saved) | (averages(saved) if average else {})
-    if average and "output.weight" in held:
-        held["output.weight"] = held["tok_embeddings.weight"]
+    if average and "model.lm_head.weight" in held:
+        held["model.lm_head.weight"] = held["model.model.embed_tokens.weight"]
     return checkpoint_logits(run, held)
 
 

@@ -73,8 +73,8 @@ def on_cp_4(tied, tmp_path_factory):
 
 def test_a_tied_weight_has_one_optimizer_state(on_cp_4):
     state = load(on_cp_4[1] / "checkpoint" / "step-4")
-    assert torch.equal(state["output.weight"], state["tok_embeddings.weight"])
-    assert "optimizer.state.tok_embeddings.weight.exp_avg" in state
+    assert torch.equal(state["model.lm_head.weight"], state["model.model.embed_tokens.weight"])
+    assert "optimizer.state.model.model.embed_tokens.weight.exp_avg" in state
     assert not [key for key in state if key.startswith("optimizer.") and "output" in key]
 
 
@@ -110,7 +110,7 @@ def test_the_plan_reads_the_same_shape(tied, tmp_path, capsys):
     said = capsys.readouterr().err
     model = LlamaForCausalLM.from_pretrained(tied)
     count = sum(p.numel() for p in model.parameters())
-    assert f"model: {count:,} parameters" in said
-    assert f"tied embeddings), from {tied}/config.json" in said
+    assert f"model: Llama of {count:,} parameters" in said
+    assert f"tied embeddings, without dropout), from {tied}/config.json" in said
     assert f"initial weights: {tied}\n" in said
     assert "the initial weights are assumed to be public" in said

@@ -14,21 +14,21 @@ from tests.models.hugging_face import PLAIN, ours, sample_tokens, transformers_l
 from tests.models.test_check import mistake
 from tests.processes import forks
 from tests.processes.ranks import on_ranks
-from torchtitan_dp.models.families import on_meta, without_lora
+from torchtitan_dp.models.causal_lm.model import CausalLM
+from torchtitan_dp.models.flavors import flavor, on_meta, without_lora
 from torchtitan_dp.models.hugging_face_weights import write_folder
-from torchtitan_dp.models.llama3.model import FLAVORS, Llama
 from torchtitan_dp.models.lora import LoRA, fill_adapters, is_adapter
 from torchtitan_dp.models.parallelize import parallelize
 from torchtitan_dp.models.parameters import canonical_name, trainable_parameters
 from torchtitan_dp.privacy.banded import StepNoise
 
-ALL = ("wq", "wk", "wv", "wo", "w1", "w2", "w3")
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj", "up_proj")
 LORA = LoRA(rank=3, alpha=5.0, targets=ALL)
 ARGS = dataclasses.replace(build.ARGS, lora=LORA)
 
 
 def test_it_begins_as_the_model_without():
-    plain, adapted = Llama(copy.deepcopy(build.ARGS)), Llama(copy.deepcopy(ARGS))
+    plain, adapted = CausalLM(copy.deepcopy(build.ARGS)), CausalLM(copy.deepcopy(ARGS))
     plain.init_weights()
     adapted.init_weights()
     tokens_NT, _ = build.data()
@@ -42,15 +42,15 @@ def test_it_begins_as_the_model_without():
 
 def drawn_on_this_rank(degrees):
     """Whether the whole adapters, each gathered, are those of a model without a mesh."""
-    args = dataclasses.replace(ARGS, lora=LoRA(3, 5.0, ("wq", "w2")))
+    args = dataclasses.replace(ARGS, lora=LoRA(3, 5.0, ("q_proj", "down_proj")))
     with torch.device("meta"):
-        model = Llama(copy.deepcopy(args))
+        model = CausalLM(copy.deepcopy(args))
     dims, _ = build.mesh("cpu", degrees)
     parallelize(model, dims, build.config(degrees=degrees))
     model.to_empty(device="cpu")
     model.init_weights()
     found = {name: p.full_tensor() for name, p in trainable_parameters(model).items()}
-    alone = Llama(copy.deepcopy(args))
+    alone = CausalLM(copy.deepcopy(args))
     alone.init_weights()
     expected = trainable_parameters(alone)
     return found.keys() == expected.keys() and all(
@@ -104,7 +104,7 @@ def test_row56_what_is_frozen_is_not_paid_for_and_does_not_move(method, freeze_a
 
 
 def test_flops_are_less_by_the_gradients_of_frozen_weights():
-    args = FLAVORS["debug"]
+    args = flavor("debug")
     adapted = dataclasses.replace(args, lora=LORA)
     (all_, flops), (more, fewer) = (
         one.get_nparams_and_flops(on_meta(one), 1024) for one in (args, adapted)
@@ -118,12 +118,13 @@ def test_flops_are_less_by_the_gradients_of_frozen_weights():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (("--lora.rank=4", "--lora.targets=wq,output"), "no linear layer 'output'; use some"),
-        (("--lora.rank=4", "--lora.targets=wq,all-linear"), "layer 'all-linear'; use some"),
+        (("--lora.rank=4", "--lora.targets=q_proj,output"), "no linear layer 'output'; use some"),
+        (("--lora.rank=4", "--lora.targets=q_proj,all-linear"), "layer 'all-linear'; use some"),
         (("--lora.rank=4",), ""),  # all linear layers
         (
-            ("--lora.rank=4", "--lora.targets=q_proj,up_proj"),
-            "no linear layer 'q_proj'; use some of w1, w2, w3, wk, wo, wq, wv, or all-linear",
+            ("--lora.rank=4", "--lora.targets=q_proj,wq"),
+            "no linear layer 'wq'; use some of down_proj, gate_proj, k_proj, o_proj, q_proj, "
+            "up_proj, v_proj, or all-linear",
         ),
         (("--lora.targets=wx",), ""),  # off
     ],

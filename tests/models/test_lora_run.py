@@ -10,12 +10,17 @@ from tests.models.hugging_face import PLAIN, checkpoint_logits, transformers_log
 from tests.processes import forks
 from tests.processes.runs import arguments, load, privacy, train, weights, with_sigma, write_records
 from torchtitan_dp.config.load import read_config
+from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.hugging_face import shape
-from torchtitan_dp.models.llama3.model import Llama
 from torchtitan_dp.models.lora import is_adapter
 from torchtitan_dp.release.__main__ import main as release
 
-LORA = ("--lora.rank=4", "--lora.alpha=8", "--lora.targets=wq,wk,wv,wo,w1,w2,w3")
+TARGETS = "q_proj,k_proj,v_proj,o_proj,gate_proj,down_proj,up_proj"
+LORA = (
+    "--lora.rank=4",
+    "--lora.alpha=8",
+    f"--lora.targets={TARGETS}",
+)
 FROM_HF = ("--checkpoint.initial_load_in_hf", "--privacy.initial_weights_public")
 BF16 = "--training.mixed_precision_param=bfloat16"
 
@@ -50,7 +55,7 @@ def finished(place):
 def test_row56_the_base_keeps_its_bits_and_every_adapter_moves(finished):
     """And what is frozen has no optimizer state."""
     first, last = (weights(finished / "checkpoint" / step) for step in ("step-2", "step-4"))
-    model = Llama(shape(read_config(str(finished))))
+    model = CausalLM(shape(read_config(str(finished))))
     model.init_weights()
     begun = dict(model.named_parameters())
     adapters = [name for name in last if is_adapter(name)]
@@ -128,7 +133,7 @@ def refusal(overrides):
     return ""
 
 
-TRAINED = "LoRA of rank 4, alpha 8, on w1, w2, w3, wk, wo, wq, wv"
+TRAINED = f"LoRA of rank 4, alpha 8, on {', '.join(sorted(TARGETS.split(',')))}"
 
 
 def adapter_config(folder):

@@ -6,7 +6,7 @@ from scripts.benchmarking import counts
 from tests import build
 from tests.processes import forks
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.models.families import FAMILIES
+from torchtitan_dp.models.flavors import flavor
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.plan.cost import Weights, flops_of, step_cost, weights_of
 
@@ -30,7 +30,7 @@ def test_a_step_is_of_its_samples(mode):
 def test_weights_are_those_of_products():
     """The embedding is looked up, and a tied one is multiplied with as the output."""
     assert weights_of(build.ARGS) == (Weights(2 * BLOCK, 2 * BLOCK), Weights(OUTPUT, OUTPUT))
-    tied = FAMILIES["llama3"].flavors["1B"]
+    tied = flavor("1B")
     assert tied.tie_embeddings
     assert weights_of(tied)[1].trained == weights_of(tied)[1].all == 128_256 * 2048
 
@@ -76,7 +76,7 @@ def test_the_real_step_takes_as_much(mode, more):
         assert found.products - 0.25 * 2 * T * blocks.all <= products <= found.products
     elif more:
         assert output.trained == 0 < 2 * blocks.trained < blocks.all
-        keys = (args.n_kv_heads or args.n_heads) * args.head_size
+        keys = args.n_kv_heads * args.head_dim
         spared = 2 * T * args.dim * (args.dim + 2 * keys + 3 * RANK)
         assert found.products == products + spared
     else:

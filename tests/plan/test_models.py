@@ -13,13 +13,14 @@ from scripts import models
 from tests.processes import forks
 from tests.processes.runs import ROOT
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.models.families import parameter_count, trained_count
+from torchtitan_dp.models.flavors import on_meta, parameter_count, trained_count
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.plan.cost import flops_of
 from torchtitan_dp.plan.fake_step import fake_world
 from torchtitan_dp.plan.memory import GIB, predict
 from torchtitan_dp.plan.peaks import Extrapolated, Whole, few_layers
 from torchtitan_dp.selfcheck.small import given_terms
+from torchtitan_dp.torch_private import real_tensors
 
 PAGE = (ROOT / "docs/models.md").read_text()
 NAMES = {name.partition(" ")[0].partition("/")[2]: name for name in models.CONFIGS}
@@ -147,3 +148,16 @@ def test_the_folder_of_any_model_is_to_be_named(capsys):
     assert stop.value.code == 2
     said = capsys.readouterr().err
     assert "model.hf_assets_path = '/path/to/model': no such folder; name the one with" in said
+
+
+def norms_in_a_fake_step():
+    from tests import build
+
+    with fake_world(1), real_tensors():
+        norms = on_meta(build.ARGS).layers[0].input_layernorm, on_meta(build.ARGS).outer()[0]
+    return [type(norm).__name__ for norm in norms]
+
+
+def test_a_fake_step_recognizes_norms():
+    """It replaces `F.rms_norm`: a plan once counted transformers' own."""
+    assert forks.call(norms_in_a_fake_step) == ["RMSNorm", "RMSNorm"]

@@ -11,7 +11,7 @@ import torchtitan_dp.distributed  # noqa: F401
 from tests.plan.test_memory import small
 from tests.processes import forks
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.models.families import parameter_count
+from torchtitan_dp.models.flavors import parameter_count
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.plan import memory as plan_memory
 from torchtitan_dp.plan import prediction
@@ -61,7 +61,7 @@ def peak_at_any_time(overrides):
 @pytest.mark.parametrize("overrides", [(), ("--training.local_batch_size=2",), (KEEP,)])
 def test_the_first_microbatch_takes_what_any_other_takes(overrides):
     first, second = forks.call(peak_at_any_time, small(*overrides))
-    assert first == second
+    assert first == pytest.approx(second, abs=4096)  # of nearly 90 MB
 
 
 def peaks_of(overrides, world_size):

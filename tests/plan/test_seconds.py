@@ -149,7 +149,7 @@ def test_a_ring_sends_its_keys_and_fsdp2_its_weights():
     args = shape(load_config([*LLAMA, *KINDS["a ring"][0]], 2))
     # Keys and values of 256 tokens: in bf16 forward and again in backward, their gradients in fp32
     # all around. Four layers.
-    values = 2 * 256 * (args.n_kv_heads or args.n_heads) * args.head_size
+    values = 2 * 256 * args.n_kv_heads * args.head_dim
     assert sent[RING] == 4 * (2 * 2 + 2 * 4) * values
     assert sent.keys() == {RING, GATHER, "reduce_scatter", "all_reduce"}
 

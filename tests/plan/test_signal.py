@@ -158,10 +158,9 @@ def loaded(tmp_path):
     import torch
     import torch.distributed.checkpoint as dcp
 
-    from torchtitan_dp.models.families import on_meta
-    from torchtitan_dp.models.llama3.model import FLAVORS
+    from torchtitan_dp.models.flavors import flavor, on_meta
 
-    weights = on_meta(FLAVORS["debug"]).state_dict()
+    weights = on_meta(flavor("debug")).state_dict()
     shaped = {name: torch.zeros(weight.shape) for name, weight in weights.items()}
     dcp.save(shaped, checkpoint_id=tmp_path / "given", no_dist=True)
     given = f"--checkpoint.initial_load_path={tmp_path / 'given'}"

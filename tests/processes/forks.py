@@ -36,6 +36,7 @@ THIRD_PARTY = (
     *("dp_accounting.pld.privacy_loss_distribution", "opacus.grad_sample"),
     *("scipy.signal", "scipy.stats", "torch._inductor.compile_fx"),
     *("torch.distributed.checkpoint", "torch.utils.tensorboard"),
+    "transformers.models.llama.modeling_llama",
 )
 OURS = (
     *("torchtitan_dp.train", "torchtitan_dp.audit.__main__"),

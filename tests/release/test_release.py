@@ -37,8 +37,8 @@ from torchtitan_dp.data.tokenizer import ByteTokenizer
 from torchtitan_dp.ledger import Lineage, Settings, schema
 from torchtitan_dp.ledger.lineage import Ancestor
 from torchtitan_dp.ledger.spending import initial_steps
+from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.hugging_face import shape
-from torchtitan_dp.models.llama3.model import Llama
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import lock_folder
 from torchtitan_dp.release.__main__ import empty_model, main, release
@@ -118,7 +118,7 @@ def test_it_holds_these_files_with_their_sums_and_no_more(released):
 
 
 def test_transformers_computes_what_the_trainer_did(released, finished):
-    model = Llama(shape(read_config(str(finished))))
+    model = CausalLM(shape(read_config(str(finished))))
     model.load_state_dict(weights(finished / "checkpoint" / "step-4"), strict=False)
     with torch.no_grad():
         expected = model(sample_tokens())
@@ -439,7 +439,7 @@ def without(name):
 def without_ledger(run):
     """As `checkpoint.last_save_model_only` leaves it."""
     step = run / "checkpoint" / "step-9"
-    dcp.save({"tok_embeddings.weight": torch.zeros(1)}, checkpoint_id=step, no_dist=True)
+    dcp.save({"model.model.embed_tokens.weight": torch.zeros(1)}, checkpoint_id=step, no_dist=True)
 
 
 def truncated(run):
@@ -574,7 +574,7 @@ def test_tied_weights_and_a_given_tokenizer(tmp_path):
     ledger = Lineage(settings_of(config, 100, 1.0), steps=1, caveats=(caveat,))
     publish(ledger, run, 1)
     torch.manual_seed(1)
-    model = Llama(shape(config))
+    model = CausalLM(shape(config))
     state = {**model.state_dict(), "train_state": {"ledger": ledger.to_json()}}
     dcp.save(state, checkpoint_id=run / "checkpoint" / "step-1", no_dist=True)
 

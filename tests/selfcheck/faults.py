@@ -17,7 +17,7 @@ from torchtitan_dp.distributed import ring
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import ReduceScatterOverCP
 from torchtitan_dp.models import feed_forward, loss_head
-from torchtitan_dp.models.llama3.model import Llama
+from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.privacy import clipping
 from torchtitan_dp.privacy.keys import KeyStream
 
@@ -91,7 +91,7 @@ def another_samples_targets():
             targets = targets.sum().expand_as(targets)
         return original(self, tokens, *args, targets=targets, **kwargs)
 
-    return wrapped(Llama, "forward", forward)
+    return wrapped(CausalLM, "forward", forward)
 
 
 def chunk_edge_lost():
@@ -206,7 +206,7 @@ def adapter_stays():
     """A step leaves one adapter as it was."""
 
     def step(original, self):
-        stays = self.model_parts[0].layers["1"].attention.wo.lora_a.weight
+        stays = self.model_parts[0].layers[1].self_attn.o_proj.lora_a.weight
         before = stays.to_local().clone()
         original(self)
         with torch.no_grad():
@@ -222,5 +222,5 @@ def _load_without(lost: Callable[[str], bool]):
     return lambda: wrapped(safe_load, "load", load)
 
 
-checkpoint_loses_a_tensor = _load_without(lambda n: n.endswith("layers.0.attention.wq.weight"))
+checkpoint_loses_a_tensor = _load_without(lambda n: n.endswith("layers.0.self_attn.q_proj.weight"))
 checkpoint_without_optimizer = _load_without(lambda name: name == "optimizer")

@@ -16,7 +16,7 @@ from tests.processes.ranks import on_ranks
 from torchtitan_dp.distributed.attention import configure_ring
 from torchtitan_dp.models.causal_lm import attention
 from torchtitan_dp.models.causal_lm import model as causal_lm
-from torchtitan_dp.models.families import on_meta
+from torchtitan_dp.models.flavors import on_meta
 from torchtitan_dp.models.lora import LoRA
 from torchtitan_dp.models.loss import shard_of
 from torchtitan_dp.process import Fault
@@ -128,7 +128,7 @@ FAULTS = {  # of the review's table: what stands in the place of a remedy, and f
         (QWEN_MOE, "mistral"),
     ),
     "the sample's length, not this rank's": (
-        (causal_lm, "_freed_of_past_lengths", lambda _: []),
+        (causal_lm, "freed_of_past_lengths", lambda _: []),
         ("phi3, longrope", "llama, dynamic"),
     ),
     "eval mode": (
@@ -136,7 +136,7 @@ FAULTS = {  # of the review's table: what stands in the place of a remedy, and f
         ("llama, dropout", "phi3, resid_pdrop", "phimoe"),
     ),
     "an object that FSDP2 does not copy": ((causal_lm, "Sample", _Copied), ("llama",)),
-    "buffers": ((_CausalLM, "compute_rotary", lambda *_: None), ("llama",)),
+    "buffers": ((_CausalLM, "compute_buffers", lambda *_: None), ("llama",)),
     "sinks": (without("s_aux"), ("gpt_oss",)),
     "soft caps": (without("softcap"), ("gemma2",)),
     "the scale of scores": (without("scaling"), ("granite",)),
@@ -205,8 +205,3 @@ def test_all_ranks_end_where_one_is_wrong():
     assert first == second
     assert "a tiny llama, with these settings on this mesh, are 0.25 off" in first
     assert "(the limit is 0.0001)" in first
-
-
-def test_our_own_families_need_none():
-    trainer = SimpleNamespace(model_parts=[SimpleNamespace(model_args=build.ARGS)])
-    proof.prove(trainer)

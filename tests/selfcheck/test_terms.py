@@ -7,7 +7,7 @@ import torch
 
 from tests.processes.runs import ROOT
 from torchtitan_dp.gradients.methods import METHODS
-from torchtitan_dp.models.families import parameter_count
+from torchtitan_dp.models.flavors import parameter_count
 from torchtitan_dp.selfcheck.small import default_terms, given_terms
 
 CONFIGS = sorted(p for p in (ROOT / "train_configs").glob("*.toml") if p.stem != "any_lora")
@@ -55,9 +55,9 @@ DEBUG = ("--job.config_file", str(ROOT / "train_configs/llama3_debug.toml"))
 def test_groups_to_clip_are_those_of_the_small_model():
     """Patterns that name layers which only the whole model has are left out; a mistake is not."""
     options = [*DEBUG, "--privacy.clipping=per_layer"]
-    groups = "--privacy.clipping_groups=layers.1.*,layers.3.*,layers.*,*"
+    groups = "--privacy.clipping_groups=*layers.1.*,*layers.3.*,*layers.*,*"
     (own,) = given_terms([*options, groups], 1)
-    assert own.config.privacy.clipping_groups == ["layers.1.*", "layers.*", "*"]
+    assert own.config.privacy.clipping_groups == ["*layers.1.*", "*layers.*", "*"]
     assert own.args.n_layers == 2
     # Attention is checked at the ladder's rungs.
     assert given_terms([*DEBUG], 2)[0].lengths == (4, 8, 16, 32, 64, 128, 256)

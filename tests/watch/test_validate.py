@@ -1,7 +1,6 @@
 """The held-out loss and its means by position, against one process and plain logits."""
 
 import contextlib
-import dataclasses
 import doctest
 import functools
 import itertools
@@ -20,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
-from tests.build import ARGS, build, config, reference_model
+from tests.build import build, config, llama, reference_model
 from tests.data.drawn import UNITS, dealt, loader, same, samples_of
 from tests.data.stores import store_of
 from tests.hazards.test_trainer import SETTINGS, bookkeeping
@@ -55,8 +54,8 @@ def samples() -> Any:
 
 
 def model_args(rank: int) -> Any:
-    lora = LoRA(rank, 8.0, ("wq", "wo")) if rank else None
-    return dataclasses.replace(ARGS, vocab_size=258, max_seq_len=SEQ_LEN, lora=lora)
+    lora = LoRA(rank, 8.0, ("q_proj", "o_proj")) if rank else None
+    return llama(vocab_size=258, max_position_embeddings=SEQ_LEN, lora=lora)
 
 
 def validated(degrees: tuple[int, int, int], rank: int, *overrides: str) -> dict[str, float]:
@@ -79,9 +78,9 @@ def validated(degrees: tuple[int, int, int], rank: int, *overrides: str) -> dict
 
     @contextlib.contextmanager
     def doubled() -> Any:
-        built.model.norm.weight.mul_(2)
+        built.model.model.model.norm.weight.mul_(2)
         yield
-        built.model.norm.weight.div_(2)
+        built.model.model.model.norm.weight.div_(2)
 
     published: list[float] = []
 
@@ -119,7 +118,7 @@ def by_hand(rank: int) -> dict[str, float]:
         told[name] = math.fsum(means) / len(means)
         told |= {f"{name}_at/{where}": math.fsum(x) / len(x) for where, x in at.items()}
         with torch.no_grad():
-            model.norm.weight.mul_(2)
+            model.model.model.norm.weight.mul_(2)
     return told | units  # those of the average, which a release has
 
 

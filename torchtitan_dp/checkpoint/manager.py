@@ -81,7 +81,7 @@ class Checkpointer(CheckpointManager):
         """
         config, theirs = trainer.job_config, trainer.checkpointer
         averages = {} if average is None else {AVERAGE: average}
-        settings = json.dumps(shape(config).computed_with())  # compared before a load
+        settings = json.dumps(shape(config).settings)  # compared before a load
         theirs.close()
         super().__init__(
             dataloader=trainer.dataloader,

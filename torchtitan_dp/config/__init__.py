@@ -250,9 +250,9 @@ class LoRA:
     """The adapters' output is multiplied by alpha / r."""
 
     targets: list[str] = field(default_factory=lambda: [ALL_LINEAR])
-    """The linear layers of each block that have adapters, by the last part of their names (`wq`,
-    `wv`; in models of transformers `q_proj`, `v_proj`), or `all-linear`. The output layer and the
-    embedding have none."""
+    """The linear layers of each block that have adapters, by the last part of their names in
+    transformers (`q_proj`, `v_proj`), or `all-linear`. The output layer and the embedding have
+    none."""
 
     freeze_a: bool = False
     """Train B alone; A stays as it was drawn (FFA-LoRA, Sun et al. 2024). About half of the

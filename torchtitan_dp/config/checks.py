@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import (
     DEGREES,
-    TRANSFORMERS,
     mesh_degrees,
     publishing_key,
 )
@@ -26,7 +25,7 @@ def check(config: JobConfig, world_size: int) -> None:
     together. `config` has degrees, sampling and the gradient method resolved."""
     refuse(config, out_of_range(config))
     refuse(config, _mesh(config, world_size))
-    for rows in (_optimizer, _length, _memory, _heldout, _weights, _samples, _rope, _family):
+    for rows in (_optimizer, _length, _memory, _heldout, _weights, _samples, _rope):
         refuse(config, rows(config))
     if config.privacy.enable:
         for rows in (_privacy, unsupported, _methods):
@@ -81,8 +80,18 @@ def _length(config: JobConfig) -> Iterator[Row]:
 
 
 def _memory(config: JobConfig) -> Iterator[Row]:
-    """Yield the rows of tiles, offloading and the store."""
-    mode, method = config.activation_checkpoint.mode, config.privacy.gradient_method
+    """Yield the rows of tiles, checkpointing, offloading and the store."""
+    blocks, method = config.activation_checkpoint, config.privacy.gradient_method
+    mode = blocks.mode
+    yield (
+        config.compile.enable and mode == "selective" and blocks.selective_ac_option == "op",
+        "activation_checkpoint.selective_ac_option: set it to a number ('1'), or compile.enable "
+        "to false; it chooses among operations, and compiled ones would run uncompiled",
+    )
+    yield (
+        config.training.enable_cpu_offload,
+        "training.enable_cpu_offload: weights stay on the device; set it to false",
+    )
     tiled = config.privacy.enable and config.training.feed_forward_chunk not in ("auto", 0)
     yield (
         tiled and mode not in ("none", "full"),
@@ -96,7 +105,7 @@ def _memory(config: JobConfig) -> Iterator[Row]:
         "to 'microbatch', or feed_forward_chunk to 'auto'",
     )
     yield (
-        config.activation_checkpoint.offload_inputs and mode != "full",
+        blocks.offload_inputs and mode != "full",
         f"activation_checkpoint.offload_inputs: with mode = '{mode}' there are no inputs of whole "
         "blocks, which alone are offloaded; set activation_checkpoint.mode = 'full'",
     )
@@ -105,21 +114,6 @@ def _memory(config: JobConfig) -> Iterator[Row]:
         store is not None and _is_within(store, config.job.dump_folder),
         f"data.store: lies within job.dump_folder = '{config.job.dump_folder}', parts of which "
         "may be published; name a folder elsewhere",
-    )
-
-
-def _family(config: JobConfig) -> Iterator[Row]:
-    """Yield the rows of models of transformers."""
-    theirs = config.model.name == TRANSFORMERS
-    replicate, *sharded = mesh_degrees(config)
-    yield (
-        theirs and not config.privacy.enable and replicate > 1 and sharded == [1, 1],
-        "parallelism.data_parallel_replicate_degree: without privacy a model of transformers is "
-        "sharded; set data_parallel_shard_degree to 2 or more as well",
-    )
-    yield (
-        theirs and config.compile.enable,
-        "compile.enable: models of transformers are not compiled; set it to false",
     )
 
 
@@ -179,7 +173,7 @@ def _weights(config: JobConfig) -> Iterator[Row]:
     )
     yield (
         lora.rank > 0 and not 0 < len(set(lora.targets)) == len(lora.targets),
-        "lora.targets: name each target once, and at least one (wq, say); lora.rank = 0 trains "
+        "lora.targets: name each target once, and at least one (q_proj, say); lora.rank = 0 trains "
         "all weights",
     )
     yield (
@@ -308,7 +302,6 @@ def _methods(config: JobConfig) -> Iterator[Row]:
     """Yield the rows of supported keys that a mechanism or a gradient method does not cover."""
     privacy, checkpoint, blocks = config.privacy, config.checkpoint, config.activation_checkpoint
     name, method = privacy.gradient_method, METHODS[privacy.gradient_method]
-    by_regions = config.compile.enable and method.compiles == "regions"
     by_operation = blocks.mode == "selective" and blocks.selective_ac_option == "op"
     twice = method.backward_passes(privacy) > 1
     mechanism = mechanism_of(
@@ -325,30 +318,9 @@ def _methods(config: JobConfig) -> Iterator[Row]:
         "all as one group",
     )
     yield (
-        by_regions and by_operation,
-        "activation_checkpoint.selective_ac_option: set it to a number ('1'), or compile.enable "
-        f"to false; it chooses among operations, and those that '{name}' compiles would run "
-        "uncompiled",
-    )
-    yield (
-        by_regions and blocks.mode == "memory_budget",
-        "activation_checkpoint.mode: set it to 'full'; the budget is of compiled blocks, and "
-        f"'{name}' compiles only the regions between their layers",
-    )
-    parallelism = config.parallelism
-    unbalanced = parallelism.context_parallel_load_balancer is None
-    yield (
-        unbalanced
-        and parallelism.context_parallel_degree > 1
-        and config.compile.enable
-        and method.compiles == "blocks",
-        "parallelism.context_parallel_load_balancer: a compiled rank leaves out collectives whose "
-        "results it masks, and the others wait; set it to 'headtail', or compile.enable to false",
-    )
-    yield (
-        twice and config.compile.enable,
-        "privacy.ghost_passes: compiled code runs backward once; set ghost_passes = 'one', or "
-        "compile.enable = false",
+        config.compile.enable and method.per_sample_layers,
+        f"compile.enable: '{name}' forms gradients in the layers, which are not compiled; set it "
+        "to false, or privacy.gradient_method to 'microbatch'",
     )
     yield (
         twice and by_operation,

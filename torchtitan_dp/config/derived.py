@@ -1,7 +1,6 @@
 """Facts that follow from a configuration: the mesh, how samples are made, and terms in words."""
 
 import dataclasses
-import json
 import os
 
 from torchtitan_dp.config import ALL_LINEAR, JobConfig
@@ -12,11 +11,8 @@ from torchtitan_dp.privacy import settings
 ALL, AS_GIVEN, AUTO = "all weights", "as given", "auto"
 CONFIG_FILE = "config.json"
 
-TRANSFORMERS = "transformers"
-"""The family, by `model.name`, of every causal LM that is none of ours."""
-
-_DEFAULT_NAME = "llama3"  # TorchTitan's
-_OWN_TYPE = "llama"  # of `config.json`, which `_DEFAULT_NAME` computes
+LLAMAS, TRANSFORMERS = "llama3", "transformers"
+"""`model.name`: of Llamas by `model.flavor`, TorchTitan's default; of models by `config.json`."""
 
 # The keys of `mesh_degrees` in [parallelism].
 DEGREES = (
@@ -55,22 +51,8 @@ def config_file(config: JobConfig) -> tuple[str, str] | None:
     return None
 
 
-def _family(config: JobConfig) -> str:
-    """Return `model.name`, or that of any model of transformers if it is at its default and
-    `config.json` is of no Llama."""
-    source = config_file(config)
-    if config.model.name != _DEFAULT_NAME or source is None:
-        return config.model.name
-    try:
-        with open(source[0], encoding="utf-8") as file:
-            kind = json.load(file)["model_type"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return config.model.name  # which refuses it
-    return config.model.name if kind == _OWN_TYPE else TRANSFORMERS
-
-
 def resolve(config: JobConfig, world_size: int) -> None:
-    """Replace degrees of -1, `auto`, and a family that is not named, by what they stand for, in
+    """Replace degrees of -1, `auto`, and a default name of the model, by what they stand for, in
     place.
 
     cp takes all of `world_size` ranks that the other degrees leave, then dp_shard takes the rest.
@@ -84,7 +66,8 @@ def resolve(config: JobConfig, world_size: int) -> None:
     if shard == -1:
         shard = max(world_size // max(replicate * cp, 1), 1)
     parallelism.context_parallel_degree, parallelism.data_parallel_shard_degree = cp, shard
-    config.model.name = _family(config)
+    if config.model.name == LLAMAS and config_file(config) is not None:
+        config.model.name = TRANSFORMERS
     if config.privacy.gradient_method == "auto":
         config.privacy.gradient_method = automatic(config.training.local_batch_size)
     data, has_answers = config.data, _has_answers(config)

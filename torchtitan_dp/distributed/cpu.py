@@ -58,7 +58,7 @@ def _import_torchtitan() -> None:
     """Import TorchTitan as a CPU program.
 
     Its mixture-of-experts kernels import `triton` unconditionally, and its device type falls back
-    to "cuda". No Llama uses these kernels, so an empty module takes their place, even where torch's
+    to "cuda". No run uses these kernels, so an empty module takes their place, even where torch's
     CUDA build brings `triton`: both builds run the same code.
     """
     kernels = types.ModuleType("torchtitan.models.moe.kernels")

@@ -46,10 +46,8 @@ class Method:
     """When to choose it; `docs/methods.md` has the figures."""
 
     per_sample_layers: bool
-    """Whether the model's layers must first be converted by `layers.per_sample_layers`."""
-
-    compiles: Literal["blocks", "regions"]
-    """What may be compiled: whole blocks, or only the regions between their layers."""
+    """Whether the model's layers must first be converted by `layers.per_sample_layers`. They start
+    collectives within backward, so they are not compiled."""
 
     backward_passes: Callable[[Privacy], int] = lambda _: 1
     """How often backward runs over a microbatch."""
@@ -89,7 +87,6 @@ METHODS: dict[str, Method] = {
         lambda _, modules, total, __: MicrobatchGradients(modules, total),
         "one sample per microbatch; its reduced gradient is already per-sample",
         per_sample_layers=False,
-        compiles="blocks",
         averages_windows=True,
     ),
     # Per-sample layers hand over what they have, or start collectives, within backward.
@@ -100,7 +97,6 @@ METHODS: dict[str, Method] = {
         ),
         "several samples per microbatch; for per-sample gradients that fit in memory",
         per_sample_layers=True,
-        compiles="regions",
         own_settings=("shard_grad_samples",),
     ),
     "ghost": Method(
@@ -108,7 +104,6 @@ METHODS: dict[str, Method] = {
         lambda model, _, total, privacy: GhostGradients(model, total, passes=privacy.ghost_passes),
         "norms without per-sample gradients; for short contexts and little memory",
         per_sample_layers=True,
-        compiles="regions",
         backward_passes=_ghost_passes,
         own_settings=("ghost_passes",),
     ),
@@ -119,7 +114,6 @@ METHODS: dict[str, Method] = {
         ),
         "estimated norms; for long contexts, several samples and little memory",
         per_sample_layers=True,
-        compiles="regions",
         backward_passes=_ghost_passes,
         estimates_norms=True,
         own_settings=("ghost_passes", "projections", "norm_estimator", "underestimates"),

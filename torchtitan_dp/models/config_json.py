@@ -9,17 +9,6 @@ from typing import Any, NoReturn
 Supported = Iterable[tuple[str, tuple[Any, ...], str]]
 """Keys of a `config.json`, the values that a family computes, and what else they would mean."""
 
-SIZES = {
-    "dim": "hidden_size",
-    "n_layers": "num_hidden_layers",
-    "n_heads": "num_attention_heads",
-    "n_kv_heads": "num_key_value_heads",
-    "vocab_size": "vocab_size",
-    "max_seq_len": "max_position_embeddings",
-    "tie_embeddings": "tie_word_embeddings",
-}
-"""The keys of a `config.json`, by the arguments that all families have."""
-
 
 class Reader:
     """The values of one `config.json`, checked as they are read.

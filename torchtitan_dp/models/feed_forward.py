@@ -1,13 +1,16 @@
 """A block's feed-forward in tiles of tokens: its hidden activations are never all there.
 
-At long T most of a recomputed block is its feed-forward: w1 n, w3 n, silu(w1 n) and the product are
-each 3.5 times as wide as the residual stream of an 8B Llama. Here norm, feed-forward and residual
-add are one function that saves its input alone; backward computes a tile again, then its gradients.
+At long T most of a recomputed block is its feed-forward: gate, up, their activation and product are
+each 3.5 times as wide as the residual stream of an 8B Llama. Here it is a function that saves its
+input alone, and computes some thousand tokens at a time; backward computes a tile again, then its
+gradients. Those of weights and LoRA's factors are summed over tiles in fp32 (`gradients.operands`);
+frozen weights have none. Tiling by tokens is ALST's "sequence tiling" (Bekman et al. 2025, arXiv
+2506.13996).
 
 No product is computed more often than with full activation checkpointing. The function is two nodes
 of the graph: `_Inputs`, which saves, and `_Output`, which computes and saves nothing. Checkpointing
 recomputes a block only up to the last tensor that it saves (`activation_checkpoint.early_stop`), so
-it never computes `_Output` again, and the tiles of w1 and w3 are computed a second time by
+it never computes `_Output` again, and the tiles of gate and up are computed a second time by
 `_Inputs.backward` alone.
 
 Guarantee:
@@ -27,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_dp.gradients.operands import tiles
-from torchtitan_dp.models.tiles import NormedLayers, Sums, new_sums, norm_of_tile, rounded
+from torchtitan_dp.models.linear import Linear, Sums, new_sums, parameters_of, rounded
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -73,31 +76,34 @@ class Tiling:
 
 
 class TiledMLP(nn.Module):
-    """The class that tiles mix into a gated feed-forward of transformers."""
+    """The class that `use_tiles` mixes into a gated feed-forward of transformers."""
 
     tiling: Tiling
     in_order = ("gate_proj", "up_proj", "down_proj")
 
-    def forward(self, n_BTD: Tensor) -> Tensor:
-        """Return the feed-forward; of tokens without a sample, as its own class does."""
-        if n_BTD.dim() != 3:
-            return cast(Tensor, super().forward(n_BTD))
-        layers = [getattr(self, name) for name in self.in_order]
-        return feed_forward_in_tiles(n_BTD, None, layers, self.tiling)
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # one graph would hold every tile
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Return down(act(gate x) * up x); of tokens without a sample, as its own class does. The
+        layers may have LoRA's factors; B is 1 where a parameter is trained."""
+        if x_BTD.dim() != 3:
+            return cast(Tensor, super().forward(x_BTD))
+        parameters: list[Tensor] = []
+        scalings = []
+        for layer in (getattr(self, name) for name in self.in_order):
+            own, scaling = parameters_of(layer, len(x_BTD))
+            parameters += own
+            scalings.append(scaling)
+        body = _Body(self.tiling, tuple(scalings))
+        kept_BTD = _Inputs.apply(x_BTD, body, *parameters)
+        return cast(Tensor, _Output.apply(kept_BTD, body, [p.detach() for p in parameters]))
 
 
-def feed_forward_in_tiles(
-    h_BTD: Tensor, norm: nn.RMSNorm | None, in_order: Sequence[nn.Module], tiling: Tiling
-) -> Tensor:
-    """Compute h + w2(silu(w1 n) * w3 n), with n = norm(h), tile by tile; without a norm, w2(silu(w1
-    h) * w3 h).
-
-    The layers `in_order`, w1, w3, w2, may have LoRA's factors; B is 1 where a parameter is trained.
-    """
-    layers, parameters = NormedLayers.of(norm, in_order, len(h_BTD))
-    body = _Body(tiling, layers)
-    kept_BTD = _Inputs.apply(h_BTD, body, *parameters)
-    return cast(Tensor, _Output.apply(kept_BTD, body, [p.detach() for p in parameters]))
+def use_tiles(module: nn.Module, tiling: Tiling) -> None:
+    """Have a gated feed-forward compute in tiles, in place, by a class that adds `TiledMLP` to its
+    own, as `fully_shard` does: names, parameters and `isinstance` stay."""
+    own: Any = type(module)
+    module.__class__ = type(f"Tiled{own.__name__}", (TiledMLP, own), {})
+    cast(TiledMLP, module).tiling = tiling.of(cast(Any, module).act_fn)
 
 
 @dataclass(frozen=True)
@@ -105,64 +111,69 @@ class _Body:
     """The computation of all tiles, apart from the parameters."""
 
     tiling: Tiling
-    layers: NormedLayers
+    scalings: tuple[float | None, ...]  # of each layer's factors; None without
 
-    def forward(self, h_ND: Tensor, parameters: list[Tensor], out_ND: Tensor) -> None:
+    def by_layer(self, values: Sequence[Any]) -> list[list[Any]]:
+        """Split one value a parameter by layer: weight, or weight and factors."""
+        rest = iter(values)
+        return [[next(rest) for _ in range(1 if s is None else 3)] for s in self.scalings]
+
+    def layers(self, parameters: Sequence[Tensor]) -> list[Linear]:
+        """Return the layers with their parameters."""
+        return list(map(Linear, self.by_layer(parameters), self.scalings))
+
+    def forward(self, x_ND: Tensor, parameters: list[Tensor], out_ND: Tensor) -> None:
         """Compute the output, into `out_ND`."""
-        w1, w3, w2 = self.layers.linear(parameters)
-        for tokens in tiles(len(h_ND), self.tiling.tokens):
-            n_ND = self.layers.norm(h_ND[tokens], parameters)
-            y_ND = w2(self.tiling.swiglu(w1(n_ND), w3(n_ND)))
-            out_ND[tokens] = y_ND.add_(h_ND[tokens]) if self.layers.has_norm else y_ND
+        gate, up, down = self.layers(parameters)
+        for tokens in tiles(len(x_ND), self.tiling.tokens):
+            tile_ND = x_ND[tokens]
+            out_ND[tokens] = down(self.tiling.swiglu(gate(tile_ND), up(tile_ND)))
 
     def backward(
-        self, h_ND: Tensor, parameters: list[Tensor], grad_ND: Tensor, sums: Sums
+        self, x_ND: Tensor, parameters: list[Tensor], grad_ND: Tensor, sums: Sums
     ) -> Tensor:
-        """Add the gradients of parameters to `sums`, and return that of h."""
-        w1, w3, w2 = self.layers.linear(parameters)
-        sums_1, sums_3, sums_2 = self.layers.by_layer(sums)
-        grad_h_ND = torch.empty_like(h_ND)
-        for tokens in tiles(len(h_ND), self.tiling.tokens):
-            n_ND, norm_backward = norm_of_tile(self.layers, h_ND[tokens], parameters, sums)
-            gate, up = w1(n_ND), w3(n_ND)
-            trains = any(one is not None for one in sums_2)  # else w2 does not read its input
-            product = self.tiling.swiglu(gate, up) if trains else gate
-            grad_product = w2.backward(product, grad_ND[tokens], None, sums_2)
-            grad_gate, grad_up = self.tiling.swiglu_backward(gate, up, grad_product)
-            del gate, up, product, grad_product
-            grad_n_ND = w1.backward(n_ND, grad_gate, None, sums_1)
-            grad_n_ND = w3.backward(n_ND, grad_up, grad_n_ND, sums_3)
-            grad_h_ND[tokens] = norm_backward(grad_n_ND)
-            if self.layers.has_norm:
-                grad_h_ND[tokens] += grad_ND[tokens]
-        return grad_h_ND
+        """Add the gradients of parameters to `sums`, and return that of x."""
+        gate, up, down = self.layers(parameters)
+        of_gate, of_up, of_down = self.by_layer(sums)
+        grad_x_ND = torch.empty_like(x_ND)
+        for tokens in tiles(len(x_ND), self.tiling.tokens):
+            tile_ND = x_ND[tokens]
+            gated, upped = gate(tile_ND), up(tile_ND)
+            trains = any(one is not None for one in of_down)  # else it does not read its input
+            product = self.tiling.swiglu(gated, upped) if trains else gated
+            grad_product = down.backward(product, grad_ND[tokens], None, of_down)
+            grad_gated, grad_upped = self.tiling.swiglu_backward(gated, upped, grad_product)
+            del gated, upped, product, grad_product
+            grad_tile_ND = gate.backward(tile_ND, grad_gated, None, of_gate)
+            grad_x_ND[tokens] = up.backward(tile_ND, grad_upped, grad_tile_ND, of_up)
+        return grad_x_ND
 
 
 class _Inputs(torch.autograd.Function):
     """Saves the input and the parameters; its backward computes all gradients of `_Body`."""
 
     @staticmethod
-    def forward(ctx: Any, h_BTD: Tensor, body: _Body, *parameters: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x_BTD: Tensor, body: _Body, *parameters: Tensor) -> Tensor:  # type: ignore[override]
         ctx.body = body
-        ctx.save_for_backward(h_BTD, *parameters)
-        return h_BTD.view_as(h_BTD)
+        ctx.save_for_backward(x_BTD, *parameters)
+        return x_BTD.view_as(x_BTD)
 
     @staticmethod
     def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        h_BTD, *parameters = (saved.detach() for saved in ctx.saved_tensors)
+        x_BTD, *parameters = (saved.detach() for saved in ctx.saved_tensors)
         sums = new_sums(parameters, ctx.needs_input_grad[2:])
-        flat = h_BTD.flatten(0, 1), parameters, grad_BTD.reshape(-1, h_BTD.shape[-1])
-        grad_h_BTD = ctx.body.backward(*flat, sums).view(h_BTD.shape)
-        return grad_h_BTD, None, *rounded(sums, parameters)
+        flat = x_BTD.flatten(0, 1), parameters, grad_BTD.reshape(-1, x_BTD.shape[-1])
+        grad_x_BTD = ctx.body.backward(*flat, sums).view(x_BTD.shape)
+        return grad_x_BTD, None, *rounded(sums, parameters)
 
 
 class _Output(torch.autograd.Function):
     """Computes the output, saves nothing, and passes its gradient on to `_Inputs`."""
 
     @staticmethod
-    def forward(ctx: Any, h_BTD: Tensor, body: _Body, parameters: list[Tensor]) -> Tensor:  # type: ignore[override]
-        out_BTD = torch.empty_like(h_BTD)  # no view is returned: FSDP2 hooks the output
-        body.forward(h_BTD.flatten(0, 1), parameters, out_BTD.flatten(0, 1))
+    def forward(ctx: Any, x_BTD: Tensor, body: _Body, parameters: list[Tensor]) -> Tensor:  # type: ignore[override]
+        out_BTD = torch.empty_like(x_BTD)  # no view is returned: FSDP2 hooks the output
+        body.forward(x_BTD.flatten(0, 1), parameters, out_BTD.flatten(0, 1))
         return out_BTD
 
     @staticmethod

@@ -1,11 +1,10 @@
 """The shape of the model, from a Hugging Face folder's `config.json` or a flavor, and its weights.
 
 `config.json` counts if the folder of `model.hf_assets_path` (or of Hugging Face weights to start
-from) has one, else `model.flavor`; with the adapters of `[lora]`. A model that ours cannot compute
-is refused in one line.
+from) has one, else `model.flavor`; with the adapters of `[lora]`. A model that cannot be trained is
+refused in one line.
 """
 
-import copy
 import json
 import os
 from typing import Any
@@ -16,6 +15,7 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import (
     AS_GIVEN,
     CONFIG_FILE,
+    LLAMAS,
     TRANSFORMERS,
     config_file,
     rope_in_words,
@@ -23,16 +23,9 @@ from torchtitan_dp.config.derived import (
     weights_folder,
 )
 from torchtitan_dp.data.tokenizer import load_tokenizer
-from torchtitan_dp.models.causal_lm.settings import CausalLMArgs
-from torchtitan_dp.models.families import (
-    FAMILIES,
-    Family,
-    ModelArgs,
-    family_of,
-    on_meta,
-    parameter_count,
-    trained_count,
-)
+from torchtitan_dp.models.causal_lm.model import HuggingFaceAdapter
+from torchtitan_dp.models.causal_lm.settings import ModelArgs, read_args
+from torchtitan_dp.models.flavors import FLAVORS, flavor, on_meta, parameter_count, trained_count
 from torchtitan_dp.models.lora import lora_of
 from torchtitan_dp.models.rope import rope_of
 
@@ -47,7 +40,7 @@ def shape(config: JobConfig) -> ModelArgs:
 
     Raises:
         ValueError: one line for the user; the flavor is unknown, or `config.json` is broken or
-            describes a model that ours cannot compute.
+            describes a model that cannot be trained.
     """
     args = _given_shape(config)
     args.lora = lora_of(config)
@@ -58,44 +51,38 @@ def shape(config: JobConfig) -> ModelArgs:
 
 def _given_shape(config: JobConfig) -> ModelArgs:
     """Return the arguments without adapters."""
-    source = config_file(config)
-    family = FAMILIES.get(config.model.name)
-    if source is None and config.model.name == TRANSFORMERS:
+    source, model = config_file(config), config.model
+    if source is None and model.name == TRANSFORMERS:
         raise ValueError(
-            f"model.hf_assets_path = '{config.model.hf_assets_path}': model.name = "
+            f"model.hf_assets_path = '{model.hf_assets_path}': model.name = "
             f"'{TRANSFORMERS}' takes the model of a {CONFIG_FILE}, which is not there; name a "
             "Hugging Face folder"
         )
-    if family is None or (source is None and config.model.flavor not in family.flavors):
-        built = "; or ".join(
-            f"name '{name}' and one of the flavors {', '.join(one.flavors)}"
-            for name, one in FAMILIES.items()
-            if one.flavors
-        )
+    if model.name not in (LLAMAS, TRANSFORMERS) or (source is None and model.flavor not in FLAVORS):
         raise ValueError(
-            f"model = {config.model.name} {config.model.flavor}: use {built}; or leave model.name "
-            "out, for the model of any config.json"
+            f"model = {model.name} {model.flavor}: use name '{LLAMAS}' and one of the flavors "
+            f"{', '.join(FLAVORS)}; or leave model.name out, for the model of any config.json"
         )
     if source is None:
-        return copy.deepcopy(family.flavors[config.model.flavor])
+        return flavor(model.flavor)
     path, key = source
-    settings = read_settings(path, key)
-    args = family.read_args(settings, path, key)
+    args = read_args(read_settings(path, key), path, key)
     if config.checkpoint.initial_load_in_hf:
-        _refuse_another_model(weights_folder(config), source, args, family)
+        _refuse_another_model(weights_folder(config), source, args)
     return args
 
 
 def _refuse_another_model(
-    weights: tuple[str, str], source: tuple[str, str], args: ModelArgs, family: Family
+    weights: tuple[str, str], source: tuple[str, str], args: ModelArgs
 ) -> None:
     """Raise ValueError if the weights come with a `config.json` of another model than `args`."""
     folder, key = weights
     path = os.path.join(folder, CONFIG_FILE)
     if not os.path.isfile(path):
         return
-    theirs = family.read_args(read_settings(path, key), path, key)
-    theirs.max_seq_len = args.max_seq_len  # a limit that we do not have
+    theirs = read_args(read_settings(path, key), path, key)
+    window = "max_position_embeddings"  # a limit that we do not have
+    theirs.settings[window], theirs.max_seq_len = args.settings[window], args.max_seq_len
     if theirs != args:
         raise ValueError(
             f"{key} = '{folder}': its {CONFIG_FILE} describes another model than {source[0]}, by "
@@ -128,17 +115,17 @@ def describe(config: JobConfig, args: ModelArgs) -> str:
     more = ", tied embeddings" if args.tie_embeddings else ""
     if (rope := rope_in_words(config)) != AS_GIVEN:
         more += f", rotary embeddings of {rope} in place of its own"
+    if config_file(config) is not None:
+        more += ", without dropout"
     if config.checkpoint.initial_load_in_hf:
         start = weights_folder(config)[0]
     else:
         drawn = f"drawn from debug.seed = {config.debug.seed or 0}"
         start = config.checkpoint.initial_load_path or drawn
-    if isinstance(args, CausalLMArgs):
-        more += f", a {args.title} of transformers without dropout"
     return (
-        f"model: {parameter_count(args):,} parameters ({args.n_layers} layers of {args.dim:,}, "
-        f"{args.n_heads} heads, vocabulary {args.vocab_size:,}{more}), from {origin(config)}; "
-        f"{of_these}initial weights: {start}"
+        f"model: {args.title} of {parameter_count(args):,} parameters ({args.n_layers} layers of "
+        f"{args.dim:,}, {args.n_heads} heads, vocabulary {args.vocab_size:,}{more}), from "
+        f"{origin(config)}; {of_these}initial weights: {start}"
     )
 
 
@@ -181,7 +168,7 @@ def check_weights(problem: str, folder: str, args: ModelArgs) -> None:
                     found[name] = (tuple(entry.get_shape()), entry.get_dtype())
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{problem}: {path} is broken ({error}); download it again") from error
-    expected = family_of(args).adapter(args, None).to_hf(on_meta(args).state_dict())
+    expected = HuggingFaceAdapter(args, None).to_hf(on_meta(args).state_dict())
     for name, tensor in expected.items():
         if name not in found:
             remedy = "download all files of one model"

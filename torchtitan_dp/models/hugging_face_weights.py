@@ -21,7 +21,8 @@ from torchtitan.config import TORCH_DTYPE_MAP
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import AS_GIVEN, rope_in_words
-from torchtitan_dp.models.families import ModelArgs, family_of
+from torchtitan_dp.models.causal_lm.model import CausalLM, HuggingFaceAdapter
+from torchtitan_dp.models.causal_lm.settings import PREFIX, ModelArgs
 from torchtitan_dp.models.hugging_face import (
     ADAPTER_FILE,
     CONFIG_FILE,
@@ -31,7 +32,6 @@ from torchtitan_dp.models.hugging_face import (
 from torchtitan_dp.models.local_paths import without_local_paths
 from torchtitan_dp.models.lora import FACTORS, LoRA, is_adapter, merged, without_adapters
 from torchtitan_dp.models.parameters import canonical_name
-from torchtitan_dp.models.private import PrivateModel
 from torchtitan_dp.process import write_atomically
 
 EXPORT_FOLDER = "hf"
@@ -48,9 +48,7 @@ SHARD_BYTES = 2 * 2**30
 _PEFT_NAMES = dict(zip(FACTORS, ("lora_A", "lora_B"), strict=True))
 
 
-def export(
-    model: PrivateModel, config: JobConfig, beside: Mapping[str, bytes] | None = None
-) -> str:
+def export(model: CausalLM, config: JobConfig, beside: Mapping[str, bytes] | None = None) -> str:
     """Write `<job.dump_folder>/hf` for `transformers` or, of adapters, PEFT; return its path.
 
     Its files are those of `write_folder`, readable by the owner only. A complete new folder
@@ -80,7 +78,7 @@ def export(
 
 
 def write_folder(
-    model: PrivateModel,
+    model: CausalLM,
     config: JobConfig,
     folder: str | None,
     *,
@@ -113,7 +111,7 @@ def write_folder(
     if folder is not None and (adapters is None or rope_in_words(config) != AS_GIVEN):
         _write_json(os.path.join(folder, CONFIG_FILE), settings)
     if adapters is not None:
-        _write_adapters(model, args, adapters, base_model, folder)
+        _write_adapters(model, adapters, base_model, folder)
         return
     dtype = TORCH_DTYPE_MAP[next(settings[k] for k in ("dtype", "torch_dtype") if k in settings)]
     _write_weights(model, args, dtype, folder)
@@ -145,11 +143,9 @@ def tokenizer_files(config: JobConfig) -> dict[str, bytes]:
 
 
 @torch.no_grad()
-def _write_adapters(
-    model: PrivateModel, args: ModelArgs, lora: LoRA, base: str | None, folder: str | None
-) -> None:
+def _write_adapters(model: CausalLM, lora: LoRA, base: str | None, folder: str | None) -> None:
     """Write LoRA's factors and their `adapter_config.json` into `folder`."""
-    tensors = _peft_tensors(get_model_state_dict(model), args)
+    tensors = _peft_tensors(get_model_state_dict(model))
     if folder is None:
         return
     _save(tensors, os.path.join(folder, ADAPTER_FILE))
@@ -159,7 +155,7 @@ def _write_adapters(
 
 @torch.no_grad()
 def _write_weights(
-    model: PrivateModel, args: ModelArgs, dtype: torch.dtype, folder: str | None
+    model: CausalLM, args: ModelArgs, dtype: torch.dtype, folder: str | None
 ) -> None:
     """Write shards of safetensors into `folder`, and their index.
 
@@ -167,7 +163,7 @@ def _write_weights(
     """
     names = map(canonical_name, dict(model.named_parameters(remove_duplicate=False)))
     narrowed = {*names} - model.kept_in_fp32()
-    adapter, weight_map, total = family_of(args).adapter(args, None), {}, 0
+    adapter, weight_map, total = HuggingFaceAdapter(args, None), {}, 0
     state_dict = get_model_state_dict(model)
     whole_model: dict[str, Any] = without_adapters(state_dict, *adapter.tied)
     sizes = {n: torch.empty(v.shape, dtype=dtype, device="meta") for n, v in whole_model.items()}
@@ -228,26 +224,15 @@ def _adapter_settings(names: Mapping[str, Any], lora: LoRA, base: str | None) ->
     }
 
 
-def _peft_tensors(state_dict: Mapping[str, Any], args: ModelArgs) -> dict[str, Tensor]:
-    """Return all factors, whole fp32 on the CPU, under PEFT's names, B's rows in the order of
-    `transformers`. Collective over the FSDP mesh: each factor is gathered."""
+def _peft_tensors(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return all factors, whole fp32 on the CPU, under PEFT's names. Collective over the FSDP mesh:
+    each factor is gathered."""
     found = {}
     for name in filter(is_adapter, state_dict):
         layer, _, factor = name.removesuffix(".weight").rpartition(".")
-        whole = _whole(state_dict[name]).to("cpu", torch.float32)
-        theirs, order = _rows_for_transformers(layer, state_dict[f"{layer}.weight"].shape, args)
-        if factor == "lora_b":
-            whole = whole[order]
-        found[f"base_model.model.{theirs}.{_PEFT_NAMES[factor]}.weight"] = whole.contiguous()
+        theirs = f"base_model.model.{layer.removeprefix(PREFIX)}.{_PEFT_NAMES[factor]}.weight"
+        found[theirs] = _whole(state_dict[name]).to("cpu", torch.float32).contiguous()
     return found
-
-
-def _rows_for_transformers(layer: str, shape: torch.Size, args: ModelArgs) -> tuple[str, Tensor]:
-    """Return a layer's name in `transformers`, and the index of our row for each row of its weight
-    there. The family's adapter is applied to a weight whose values are the row numbers."""
-    rows = torch.arange(shape[0], dtype=torch.int32)[:, None].expand(shape)
-    ((name, moved),) = family_of(args).adapter(args, None).to_hf({f"{layer}.weight": rows}).items()
-    return name.removesuffix(".weight"), moved[:, 0].long()
 
 
 def _merged_whole(name: str, state_dict: Mapping[str, Any], lora: LoRA | None) -> Tensor:

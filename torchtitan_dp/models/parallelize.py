@@ -1,24 +1,19 @@
-"""Lay a model over the mesh `dp_replicate x dp_shard x cp`: CP, AC, compile, FSDP2, in this order.
+"""Lay a model over the mesh `dp_replicate x dp_shard x cp`: CP, compile, AC, FSDP2, in this order.
 
-Where only what lies between layers is compiled, that is done before AC: a block of such regions is
-checkpointed like any other.
-
-TorchTitan's `parallelize_llama` as a whole would mix samples before they are clipped (DDP or HSDP
-over `dp_replicate`), so training with privacy calls its parts: FSDP2 lies on the one-dimensional
-`fsdp = dp_shard x cp` mesh alone, and what crosses data-parallel ranks is sent by
-`torchtitan_dp.gradients`, after clipping. Training without privacy is TorchTitan's own.
+With privacy FSDP2 lies on the one-dimensional `fsdp = dp_shard x cp` mesh alone: DDP or HSDP over
+`dp_replicate`, as TorchTitan's models have without, would mix samples before they are clipped. What
+crosses data-parallel ranks is sent by `torchtitan_dp.gradients`, after clipping.
 """
 
 from typing import Any, cast
 
 import torch
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
-from torchtitan.models.llama3.infra import parallelize as torchtitan_llama
 from torchtitan.tools.utils import device_type
 
 from torchtitan_dp.config import JobConfig
@@ -36,20 +31,17 @@ from torchtitan_dp.gradients.fsdp import fsdp_modules
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.models import rms_norm
 from torchtitan_dp.models.causal_lm.model import CausalLM
-from torchtitan_dp.models.families import ModelArgs
+from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.feed_forward import Tiling
-from torchtitan_dp.models.llama3.regions import compiled, use_regions
+from torchtitan_dp.models.linear import keep_norm_inputs
 from torchtitan_dp.models.lora import store_frozen
 from torchtitan_dp.models.loss import shard_of
 from torchtitan_dp.models.parameters import canonical_name
-from torchtitan_dp.models.private import PrivateModel
 from torchtitan_dp.torch_private import attention_operators
 
 
-def parallelize(
-    model: PrivateModel, parallel_dims: ParallelDims, job_config: JobConfig
-) -> nn.Module:
-    """Apply CP, AC, `torch.compile` and FSDP2 to a model on the meta device, in place.
+def parallelize(model: CausalLM, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
+    """Apply CP, `torch.compile`, AC and FSDP2 to a model on the meta device, in place.
 
     With privacy, gradients are reduced within the `fsdp` mesh only, by the later
     `set_custom_reduce_scatter`; parameters are fp32 shards over `fsdp`, also of one rank, so that
@@ -64,29 +56,23 @@ def parallelize(
         configure_ring(shard_of(parallel_dims, job_config))
     elif device_type != "cpu":
         use_efficient_attention(model)
-    if job_config.privacy.enable or parallel_dims.fsdp_enabled:  # else autocast keeps fp32
+    dtype = torch.float32  # where TorchTitan's trainer takes autocast
+    if job_config.privacy.enable or parallel_dims.fsdp_enabled:
         dtype = TORCH_DTYPE_MAP[job_config.training.mixed_precision_param]
         store_frozen(model, dtype, model.kept_in_fp32())
-    if job_config.privacy.enable:
-        _apply_parts(model, parallel_dims, fsdp_mesh(parallel_dims), job_config)
-    elif isinstance(model, CausalLM) or (
-        model.model_args.tie_embeddings and parallel_dims.fsdp_enabled
-    ):
-        # TorchTitan's own grouping knows its own modules alone, and would untie a weight.
-        mesh = fsdp_mesh(parallel_dims)
-        if parallel_dims.dp_replicate_enabled:
-            mesh = parallel_dims.get_mesh(["dp_replicate", "fsdp"])
-        _apply_parts(model, parallel_dims, mesh, job_config)
-    else:
-        torchtitan_llama.parallelize_llama(model, parallel_dims, job_config)
+    _apply_parts(model, parallel_dims, job_config)
+    mesh = fsdp_mesh(parallel_dims)
+    if parallel_dims.dp_replicate_enabled and not job_config.privacy.enable:
+        degrees = parallel_dims.dp_replicate, mesh.size()
+        mesh = init_device_mesh(device_type, degrees, mesh_dim_names=("dp_replicate", "fsdp"))
+    _apply_fsdp(model, mesh, dtype, job_config)
     if device_type == "cpu":
         _sum_reductions_only(model)
     return model
 
 
-def _apply_parts(
-    model: PrivateModel, parallel_dims: ParallelDims, mesh: DeviceMesh, job_config: JobConfig
-) -> None:
+def _apply_parts(model: CausalLM, parallel_dims: ParallelDims, job_config: JobConfig) -> None:
+    """Apply what comes before FSDP2."""
     parallelism = job_config.parallelism
     if job_config.privacy.enable:
         if job_config.training.loss_chunk_tokens:
@@ -98,18 +84,19 @@ def _apply_parts(
     ring = _ring_mesh(parallel_dims, job_config)
     if ring is not None:
         cudnn = takes_cudnn(job_config, model.model_args)
-        apply_ring_attention(model.attention_modules(), ring, cudnn=cudnn)
+        apply_ring_attention([model.full_attention], ring, cudnn=cudnn)
     if parallel_dims.cp_enabled:
-        model.share_samples(shard_of(parallel_dims, job_config))
+        model.shard = shard_of(parallel_dims, job_config)
     compile_model = job_config.compile.enable and "model" in job_config.compile.components
     chunk = feed_forward_chunk(job_config)
-    if chunk and model.in_tiles:
-        backend = job_config.compile.backend
-        tiling = Tiling.compiled(chunk, backend) if compile_model else Tiling(chunk)
-        model.use_tiles(tiling)
-    by_regions = compile_model and _compiles_regions(job_config)
-    if by_regions:
-        use_regions(model.layers, compiled(job_config.compile.backend))
+    backend = job_config.compile.backend
+    if chunk:
+        model.use_tiles(Tiling.compiled(chunk, backend) if compile_model else Tiling(chunk))
+        if not compile_model:
+            keep_norm_inputs(model.layers)
+    if compile_model:
+        for block in model.layers:
+            block.forward = torch.compile(block.forward, backend=backend)
     if job_config.activation_checkpoint.mode != "none":
         apply_ac(
             model,
@@ -121,15 +108,6 @@ def _apply_parts(
         if job_config.activation_checkpoint.offload_inputs:
             longest = job_config.training.seq_len // parallelism.context_parallel_degree
             model.offload(InputsOnHost(longest))
-    if compile_model and not by_regions and not chunk:  # one graph would hold every tile
-        torchtitan_llama.apply_compile(model, job_config.compile)
-    _apply_fsdp(model, mesh, job_config)
-
-
-def _compiles_regions(job_config: JobConfig) -> bool:
-    """Return whether only the regions between layers may be compiled."""
-    privacy = job_config.privacy
-    return privacy.enable and METHODS[privacy.gradient_method].compiles == "regions"
 
 
 def _ops_to_save() -> set[Any]:
@@ -156,7 +134,7 @@ def takes_cudnn(job_config: JobConfig, args: ModelArgs) -> bool:
     Blocks of other ranks' keys have no causal mask, and there its backward has returned NaN where
     keys do not fill the last tile. Nothing documents that it indexes 2^31 values or more.
     """
-    values = most_tokens(job_config) * args.n_heads * args.head_size
+    values = most_tokens(job_config) * args.n_heads * args.head_dim
     return ring_is_aligned(job_config) and values < 2**31
 
 
@@ -172,7 +150,7 @@ IN_ONE_GROUP = 2**24
 hooks of groups would take as long as their blocks."""
 
 
-def fsdp_groups(model: PrivateModel) -> list[list[nn.Module]]:
+def fsdp_groups(model: CausalLM) -> list[list[nn.Module]]:
     """List the modules that are gathered and reduced together, in order of use, unless the model is
     one group."""
     blocks = [[block] for block in model.layers.children()]
@@ -182,7 +160,7 @@ def fsdp_groups(model: PrivateModel) -> list[list[nn.Module]]:
     return [[model.tok_embeddings], *blocks, [*model.outer(), model.output]]
 
 
-def trained_fsdp_modules(model: PrivateModel) -> list[FSDPModule]:
+def trained_fsdp_modules(model: CausalLM) -> list[FSDPModule]:
     """Return one module of each FSDP2 group that has something to train: those that reduce
     gradients."""
     groups = [[model]] if fsdp_modules(model) == [model] else fsdp_groups(model)
@@ -193,7 +171,9 @@ def trained_fsdp_modules(model: PrivateModel) -> list[FSDPModule]:
     ]
 
 
-def _apply_fsdp(model: PrivateModel, mesh: DeviceMesh, job_config: JobConfig) -> None:
+def _apply_fsdp(
+    model: CausalLM, mesh: DeviceMesh, dtype: torch.dtype, job_config: JobConfig
+) -> None:
     kept = model.kept_in_fp32()
     # FSDP2 would compute with them in bf16. They are small: routers, their biases.
     frozen = {
@@ -206,7 +186,7 @@ def _apply_fsdp(model: PrivateModel, mesh: DeviceMesh, job_config: JobConfig) ->
     keep = job_config.parallelism.keep_weights_gathered or at_once
     keep = keep and job_config.privacy.enable
     mp_policy = MixedPrecisionPolicy(
-        param_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
+        param_dtype=dtype,
         reduce_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_reduce],
     )
     for group in [] if at_once else fsdp_groups(model):
@@ -228,7 +208,7 @@ def _apply_fsdp(model: PrivateModel, mesh: DeviceMesh, job_config: JobConfig) ->
         module.set_gradient_divide_factor(1.0)
 
 
-def _sum_reductions_only(model: PrivateModel) -> None:
+def _sum_reductions_only(model: CausalLM) -> None:
     """Have FSDP2 reduce by plain sums: gloo lacks its other choice, a pre-multiplied sum."""
     for module in fsdp_modules(model):
         module.set_force_sum_reduction_for_comms(True)

@@ -1,8 +1,6 @@
-"""The parameters of a model of any family: their names, and whether they are trained and loaded."""
+"""The parameters of a model: their names, and whether they are trained and loaded."""
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable
 
 import torch
 import torch.nn as nn
@@ -62,23 +60,3 @@ def copy_slice_(parameter: Tensor, whole: Tensor) -> None:
         parameter.copy_(whole)
         return
     parameter.to_local().copy_(whole[local_slices(parameter)])
-
-
-def in_threads(
-    draws: Sequence[Callable[[], Tensor]], threads: int | None = None
-) -> Iterator[Tensor]:
-    """Yield what each call returns, in order; at most `threads` run at once, by default PyTorch's
-    number (OMP_NUM_THREADS), up to 8.
-
-    A generator's draws are one after the other, so a thread takes a whole parameter. No more of
-    them are in memory than there are threads, and the one that is yielded.
-    """
-    threads = threads or min(torch.get_num_threads(), 8)
-    begun: deque[Future[Tensor]] = deque()
-    with ThreadPoolExecutor(threads) as pool:
-        for draw in draws:
-            if len(begun) == threads:
-                yield begun.popleft().result()
-            begun.append(pool.submit(draw))
-        while begun:
-            yield begun.popleft().result()

@@ -1,9 +1,5 @@
-"""Rotary embeddings (RoPE) by `transformers`, also for samples beyond the window that a model was
-trained on.
-
-The formulas are transformers' own, and its order of operations: at a million positions, frequencies
-that differ by one rounding are angles that differ by up to 0.06.
-"""
+"""Rotary embeddings (RoPE): those of `[rope]`, also for samples beyond the window that a model was
+trained on, and a function that turns queries and keys."""
 
 import dataclasses
 from typing import Any, cast
@@ -38,34 +34,19 @@ def window_of(rope: Rope, given: int) -> int:
     return round(rope.get("factor", 1.0) * original)
 
 
-def frequencies(rope: Rope, head_size: int) -> tuple[Tensor, float]:
-    """Return the angle of a position of 1 for each pair of a head's values, fp32 on the CPU, since
-    a GPU's powers may round differently, and the factor of cosines and sines."""
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    shape: dict[str, Any] = {"hidden_size": head_size, "num_attention_heads": 1}
-    shape["max_position_embeddings"] = window_of(rope, 1)  # transformers warns of another
-    with torch.device("cpu"):
-        rotary = LlamaRotaryEmbedding(LlamaConfig(**shape, rope_parameters=dict(rope)))
-    return rotary.inv_freq.detach(), rotary.attention_scaling
-
-
-def rotary_table(rope: Rope, head_size: int, positions_T: Tensor) -> Tensor:
-    """Return the complex table (position, pair), on the device of its positions."""
-    frequencies_F, factor = frequencies(rope, head_size)
-    angles_TF = torch.outer(positions_T, frequencies_F.to(positions_T.device))
-    return torch.polar(torch.full_like(angles_TF, factor), angles_TF)
-
-
 def rotate(x_BHTF: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Return x cos + (-x2, x1) sin, where x1 and x2 are the halves of heads, in the dtype of x.
-    Where cosines and sines are shorter than a head, its last values stay.
+    """Return x cos + (-x2, x1) sin, where x1 and x2 are the halves of heads, in the dtype of x. Of
+    sines that are shorter than a head, its last values have only the cosines.
 
-    It makes no tensors of halves, and keeps cosines and sines alone for backward.
+    It makes no tensors of halves, and keeps cosines and sines alone for backward. In compiled code
+    it is the formula, which is fused there.
     """
-    if (more := x_BHTF.shape[-1] - cosine.shape[-1]) > 0:
-        cosine = F.pad(cosine, (0, more), value=1.0)
+    if torch.compiler.is_compiling():
+        turned = x_BHTF[..., : sine.shape[-1]]
+        first, second = turned.chunk(2, -1)
+        turned = torch.cat([-second, first], -1) * sine
+        turned = F.pad(turned, (0, x_BHTF.shape[-1] - sine.shape[-1]))
+        return (x_BHTF * cosine + turned).to(x_BHTF.dtype)
     return cast(Tensor, _Rotation.apply(x_BHTF, cosine, sine))
 
 
@@ -73,7 +54,8 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(cosine, sine)
-        return _turned(x, cosine, *sine.chunk(2, -1), sign=1)
+        first, second = sine.chunk(2, -1)
+        return _turned(x, cosine, first, second, sign=1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -82,7 +64,7 @@ class _Rotation(torch.autograd.Function):
         return _turned(grad, cosine, second, first, sign=-1), None, None
 
 
-def _turned(x: Tensor, cosine: Tensor, of_second: Tensor, of_first: Tensor, sign: int) -> Tensor:
+def _turned(x: Tensor, cosine: Tensor, of_second: Tensor, of_first: Tensor, *, sign: int) -> Tensor:
     """Return x cos; its first half less the second of x times a sine, its second half plus the
     first of x times the other sine, or both with the other sign."""
     turned, half = x * cosine, of_first.shape[-1]

@@ -15,7 +15,8 @@ import torch.nn as nn
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import mesh_degrees
-from torchtitan_dp.models.families import ModelArgs, on_meta
+from torchtitan_dp.models.causal_lm.settings import ModelArgs
+from torchtitan_dp.models.flavors import on_meta
 
 
 class Weights(NamedTuple):
@@ -93,7 +94,7 @@ def flops_of(config: JobConfig, args: ModelArgs) -> SampleFlops:
     # A window of w: w scores of each query but the first w.
     seen = (min(window or tokens, tokens) for window in args.windows())
     scores = sum(w * (tokens - w / 2) for w in seen)
-    attention = 2 * args.n_heads * args.head_size * scores * (2 * (1 + again) + 5)
+    attention = 2 * args.n_heads * args.head_dim * scores * (2 * (1 + again) + 5)
     return SampleFlops(tokens * (of_blocks + of_output), attention)
 
 

@@ -34,9 +34,9 @@ from torchtitan_dp.gradients.fsdp import ReductionGroups, RowLayout, free_gather
 from torchtitan_dp.gradients.methods import build_step
 from torchtitan_dp.gradients.operands import tiles
 from torchtitan_dp.models import feed_forward, loss_head, rms_norm
+from torchtitan_dp.models.causal_lm.model import CausalLM
+from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.ema import ema_of
-from torchtitan_dp.models.families import ModelArgs, family_of
-from torchtitan_dp.models.llama3 import tiles as llama_tiles
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.models.parallelize import parallelize, trained_fsdp_modules
 from torchtitan_dp.models.parameters import trainable_parameters
@@ -82,13 +82,12 @@ class Step:
         Updates and microbatches may come in any order; the first update makes AdamW's state.
         """
         self.config, self.tracker = config, tracker
-        family = family_of(args)
         with torch_private.real_tensors():  # meshes are lists of ranks, which are looked at
             dims, degrees = parallel_dims(config)
             with torch.device("meta"):
                 args = copy.deepcopy(args)
                 args.max_seq_len = config.training.seq_len
-                self.model = family.model(args)
+                self.model = CausalLM(args)
             parallelize(self.model, dims, config)
             groups = ReductionGroups.build("cpu", degrees)
         with tracker.labelled("parameters"):
@@ -133,7 +132,7 @@ class Step:
         """Run forward and backward, clip, and add to the sum."""
         self.model.model_args.max_seq_len = seq_len
         with torch.no_grad(), torch.device("cpu"), self.tracker.labelled("activations"):
-            self.model.compute_rotary()
+            self.model.compute_buffers()
         samples = self.gradients.batch_size or self.config.training.local_batch_size
         shape = (samples, seq_len)
         tokens_BT = torch.zeros(shape, dtype=torch.int64)
@@ -243,7 +242,7 @@ def fake_world(
         patch(torch_private.functional_collectives, "wait_tensor", lambda tensor: tensor)
         # The host's memory is another: `Step.host_bytes` counts it.
         patch(offload, "page_locked", _on_no_device)
-        for owner in (feed_forward, llama_tiles, loss_head):
+        for owner in (feed_forward, loss_head):
             patch(owner, "tiles", functools.partial(_some_tiles, repeated))
         if repeated is None:
             patch(windows, "tiles", functools.partial(_some_tiles, None))

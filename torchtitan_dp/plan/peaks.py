@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import mesh_degrees
-from torchtitan_dp.models.families import ModelArgs
+from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.plan.fake_step import Step, fake_world
 from torchtitan_dp.plan.memory import communicators, limit_bytes
 from torchtitan_dp.plan.tracker import MemoryTracker, tracking

@@ -17,7 +17,7 @@ from typing import cast
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import mesh_degrees
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.models.families import ModelArgs
+from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.plan.fake_step import fake_world
 from torchtitan_dp.plan.memory import (

@@ -20,7 +20,8 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import unit_word
 from torchtitan_dp.ledger import RunLog
 from torchtitan_dp.ledger.spending import initial_steps
-from torchtitan_dp.models.families import ModelArgs, trained_count
+from torchtitan_dp.models.causal_lm.settings import ModelArgs
+from torchtitan_dp.models.flavors import trained_count
 from torchtitan_dp.models.lora import lora_of
 from torchtitan_dp.plan.samplings import Samplings, weigh_samplings
 from torchtitan_dp.plan.signal import DROWNS, FEWEST_STEPS, Rows, Target, rows_of

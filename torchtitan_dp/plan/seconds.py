@@ -15,7 +15,7 @@ from typing import Any
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.gradients.methods import METHODS
-from torchtitan_dp.models.families import ModelArgs
+from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.plan.fake_step import fake_world
 from torchtitan_dp.plan.machines import Machine, read
 from torchtitan_dp.plan.peaks import step_of

@@ -36,8 +36,8 @@ from torchtitan_dp.data.samples import Samples
 from torchtitan_dp.data.tokenizer import ByteTokenizer, from_hub, load_tokenizer
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.models.causal_lm.model import CausalLM
-from torchtitan_dp.models.causal_lm.settings import CausalLMArgs
-from torchtitan_dp.models.families import ModelArgs, on_meta
+from torchtitan_dp.models.causal_lm.settings import ModelArgs
+from torchtitan_dp.models.flavors import on_meta
 from torchtitan_dp.models.hugging_face import check_weights, origin, shape
 from torchtitan_dp.models.hugging_face_weights import EXPORT_FOLDER, tokenizer_files
 from torchtitan_dp.models.parameters import trainable_parameters
@@ -152,7 +152,7 @@ def check_model(config: JobConfig, start: Start) -> ModelArgs:
     """Return the shape of the model that a run trains.
 
     Raises:
-        ValueError: one line for the user: it is of no family, or its modules ask for what is not
+        ValueError: one line for the user: its name is unknown, or its modules ask for what is not
             built; its files do not fit it, no kernel of this machine computes it, or it has no
             parameters as adapters or clipping groups name them; or the tokenizer has ids outside
             its vocabulary, which would end a run.
@@ -165,11 +165,10 @@ def check_model(config: JobConfig, start: Start) -> ModelArgs:
         )
     args = shape(config)
     model = on_meta(args)  # refuses unknown targets of adapters
-    if isinstance(args, CausalLMArgs):
-        check_forward(args)
+    check_forward(args)
     if config.privacy.enable and METHODS[config.privacy.gradient_method].per_sample_layers:
         model.use_per_sample_layers()  # refuses samples that meet
-    if config.training.feed_forward_chunk not in ("auto", 0) and not model.in_tiles:
+    if config.training.feed_forward_chunk not in ("auto", 0) and not model.gated:
         raise ValueError(
             "training.feed_forward_chunk: no feed-forward of this model can be computed in tiles; "
             "set it to 'auto'"
@@ -188,10 +187,10 @@ def check_model(config: JobConfig, start: Start) -> ModelArgs:
     return args
 
 
-def check_forward(args: CausalLMArgs) -> None:
-    """Refuse, by ValueError, a model of transformers whose modules ask for what is not built: a
-    small one computes logits."""
-    shared = args.n_heads // (args.n_kv_heads or args.n_heads)
+def check_forward(args: ModelArgs) -> None:
+    """Refuse, by ValueError, a model whose modules ask for what is not built: a small one computes
+    logits."""
+    shared = args.n_heads // args.n_kv_heads
     small = args.with_heads(2 * shared, 2, n_layers=1, vocab_size=64, max_seq_len=16)
     with torch.device("cpu"), torch.no_grad():
         CausalLM(small)(torch.zeros(1, 16, dtype=torch.int64))
@@ -230,7 +229,7 @@ def check_files(config: JobConfig, args: ModelArgs, start: Start) -> None:
     else:
         check_start(start, on_meta(args).state_dict(), origin(config))
         if start.resumes:
-            refuse_other_settings(start.place, args.computed_with(), origin(config))
+            refuse_other_settings(start.place, args.settings, origin(config))
 
 
 def _check_target(target: str, config: JobConfig) -> None:

@@ -25,8 +25,8 @@ from torchtitan_dp.distributed.cpu import has_accelerator
 from torchtitan_dp.distributed.host_memory import available_bytes, page_locked_bytes
 from torchtitan_dp.distributed.windows import check_softcap
 from torchtitan_dp.gradients.methods import METHODS
-from torchtitan_dp.models.causal_lm.settings import CausalLMArgs
-from torchtitan_dp.models.families import ModelArgs, parameter_count, trained_count
+from torchtitan_dp.models.causal_lm.settings import ModelArgs
+from torchtitan_dp.models.flavors import parameter_count, trained_count
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.optimizer import MomentumSGD
 from torchtitan_dp.process import Fault
@@ -41,14 +41,14 @@ def check_attention(config: JobConfig, args: ModelArgs) -> None:
     Flash and cuDNN take 16 bits only, and the memory-efficient kernel no grouped queries.
     """
     cp, dtype = (config.parallelism.context_parallel_degree, config.training.mixed_precision_param)
-    grouped = args.n_kv_heads is not None and args.n_kv_heads != args.n_heads
+    grouped = args.n_kv_heads != args.n_heads
     if cp > 1 and dtype == "float32" and grouped and has_accelerator():
         raise ValueError(
             f"training.mixed_precision_param = '{dtype}': with context_parallel_degree = {cp} and "
             f"{args.n_heads} heads that share {args.n_kv_heads} keys no kernel for this device "
             "attends in 32 bits; set it to 'bfloat16', or parallelism.context_parallel_degree to 1"
         )
-    if isinstance(args, CausalLMArgs) and args.settings.get("attn_logit_softcapping"):
+    if args.settings.get("attn_logit_softcapping"):
         for window in set(args.windows()):
             check_softcap(config.training.seq_len, window)
 
@@ -57,7 +57,7 @@ def check_norms(config: JobConfig, args: ModelArgs) -> None:
     """Refuse more values a rank than the 32-bit indices of PyTorch's RMSNorm on CUDA can reach:
     beyond 2^32 it would read other rows, in silence."""
     tokens = most_tokens(config)
-    width = max(args.dim, args.n_heads * args.head_size)
+    width = max(args.dim, args.n_heads * args.head_dim)
     if has_accelerator() and tokens * width > 2**32:
         raise ValueError(
             f"training.seq_len = {config.training.seq_len}: {tokens:,} tokens a rank of "

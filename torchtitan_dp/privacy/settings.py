@@ -77,7 +77,7 @@ class Privacy:
 
     clipping_groups: list[str] = field(default_factory=list)
     """For `per_layer`: what is clipped together, by patterns of parameters' names, as
-    `["layers.*.attention.*", "*"]`. A parameter belongs to the first that fits."""
+    `["*.self_attn.*", "*"]`. A parameter belongs to the first that fits."""
 
     clip_function: Literal["vanilla", "automatic"] = "vanilla"
     """How a gradient g is scaled: `vanilla` by min(1, C / |g|), `automatic` (Bu et al. 2023) by

@@ -50,14 +50,15 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import exit_on_mistake, read_config
 from torchtitan_dp.ledger import PRIVACY_FILE, Lineage
 from torchtitan_dp.ledger.files import write_published
-from torchtitan_dp.models.families import ModelArgs, on_meta, without_lora
+from torchtitan_dp.models.causal_lm.model import CausalLM
+from torchtitan_dp.models.causal_lm.settings import ModelArgs
+from torchtitan_dp.models.flavors import on_meta, without_lora
 from torchtitan_dp.models.hugging_face_weights import write_folder
 from torchtitan_dp.models.parameters import (
     first_overflow,
     saved_tensors,
     trainable_parameters,
 )
-from torchtitan_dp.models.private import PrivateModel
 from torchtitan_dp.preflight.check import check_model
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import lock_folder, write_atomically
@@ -179,9 +180,9 @@ def read_ledger(folder: str) -> Lineage:
         ) from error
 
 
-def empty_model(args: ModelArgs) -> PrivateModel:
+def empty_model(args: ModelArgs) -> CausalLM:
     """Build the model in fp32 on the CPU, with NaN wherever a checkpoint has values."""
-    model: PrivateModel = on_meta(args).to_empty(device="cpu")
+    model: CausalLM = on_meta(args).to_empty(device="cpu")
     if args.tie_embeddings:  # to_empty gives the two places of one weight a tensor each
         model.output.weight = model.tok_embeddings.weight
     for tensor in saved_tensors(model).values():

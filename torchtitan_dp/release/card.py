@@ -17,7 +17,8 @@ from torchtitan_dp.config.derived import AS_GIVEN, rope_in_words
 from torchtitan_dp.data.formats import FORMATS
 from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
 from torchtitan_dp.ledger.lineage import Ancestor
-from torchtitan_dp.models.families import ModelArgs, parameter_count, without_lora
+from torchtitan_dp.models.causal_lm.settings import ModelArgs
+from torchtitan_dp.models.flavors import parameter_count, without_lora
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.meaning import Meaning
 from torchtitan_dp.privacy.mechanism import from_fields

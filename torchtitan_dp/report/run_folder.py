@@ -20,7 +20,7 @@ from torchtitan_dp.config.load import RUN_CONFIG_FILE, read_config
 from torchtitan_dp.ledger import EXECUTED_FILE, PRIVACY_FILE, Lineage, schema
 from torchtitan_dp.ledger.files import ledger_of, read_description, read_published_fields
 from torchtitan_dp.ledger.spending import assumptions
-from torchtitan_dp.models.families import trained_count
+from torchtitan_dp.models.flavors import trained_count
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.mechanism import NoMechanism

@@ -32,7 +32,6 @@ from torchtitan_dp.distributed.cpu import has_accelerator
 from torchtitan_dp.distributed.host_memory import available_bytes
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger import versions
-from torchtitan_dp.models.causal_lm.settings import CausalLMArgs
 from torchtitan_dp.process import die_with_parent, untested
 from torchtitan_dp.selfcheck import proof, steps
 from torchtitan_dp.selfcheck.run import Check, Measured, Outcome, Ranks, run, start
@@ -219,10 +218,9 @@ def _of_sums(terms: Terms, every: bool) -> Iterator[Check]:
     )
     for of_kind, of in kinds.items():
         yield Check(f"clipped sum, {of_kind}", remedy, steps.clipped_sum, (of,))
-    if terms.dtype == torch.float32 and isinstance(terms.args, CausalLMArgs):
+    if terms.dtype == torch.float32:
         name = f"a tiny {terms.args.settings['model_type']}"
         yield Check(name, proof.REMEDY, proof.gradients, (terms,))
-    if terms.dtype == torch.float32:
         remedy = (
             f"{_DO_NOT_TRAIN}; if it passes with optimizer.implementation = 'for-loop', the fused "
             "optimizer is at fault"

@@ -31,7 +31,7 @@ from torchtitan.tools.logging import logger
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.distributed.cpu import has_accelerator
 from torchtitan_dp.distributed.stop import is_lost_rank
-from torchtitan_dp.models.causal_lm.settings import CausalLMArgs
+from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.parameters import canonical_name, copy_slice_
 from torchtitan_dp.process import Fault
 from torchtitan_dp.selfcheck.reference import (
@@ -62,15 +62,13 @@ _SAFETY = 1e-5  # by which `clip` stays below C
 def prove(trainer: Any) -> None:
     """Compare gradients on the mesh of a `DPTrainer` with transformers' own; log error and time.
 
-    Collective over the world. Does nothing for families that are ours.
+    Collective over the world.
 
     Raises:
         Fault: the same on all ranks: an error above `BOUND`, or a step that failed on some rank.
     """
     (model,) = trainer.model_parts
     args, begun = model.model_args, time.perf_counter()
-    if not isinstance(args, CausalLMArgs):
-        return
     mine, failed = math.nan, ""
     mesh = trainer.parallel_dims, trainer.clipped_sum.groups
     try:
@@ -115,7 +113,7 @@ def gradients(ranks: Ranks, terms: Terms) -> Measured:
     return {"per-sample gradients, and transformers' own": (error, BOUND)}
 
 
-def _tiny(config: JobConfig, args: CausalLMArgs) -> Terms:
+def _tiny(config: JobConfig, args: ModelArgs) -> Terms:
     """Return a run's terms in fp32, with samples that the eager model computes at once."""
     config = copy.deepcopy(config)
     config.training.mixed_precision_param = "float32"

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchtitan.components.loss import IGNORE_INDEX
 
-from torchtitan_dp.models.families import ModelArgs, family_of
+from torchtitan_dp.models.causal_lm.model import Eager
+from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.lora import fill_adapters
 from torchtitan_dp.models.parameters import trainable_parameters
 
@@ -57,10 +58,10 @@ def reference_of(args: ModelArgs, count: int, privacy: Any) -> Reference:
 
 
 def reference_model(args: ModelArgs) -> Any:
-    """Build the model in one process, on the CPU, with the weights that it has on any mesh."""
-    family = family_of(args)
+    """Build transformers' own model in one process, on the CPU, with the weights that ours has on
+    any mesh."""
     with torch.device("cpu"):
-        model = (family.reference or family.model)(copy.deepcopy(args))
+        model = Eager(copy.deepcopy(args))
         model.init_weights()
         fill_adapters(model)
     return model

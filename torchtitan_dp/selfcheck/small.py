@@ -30,7 +30,8 @@ from torchtitan_dp.distributed.cpu import has_accelerator
 from torchtitan_dp.distributed.ring import HEADS_APART_FROM
 from torchtitan_dp.gradients.fsdp import ReductionGroups
 from torchtitan_dp.gradients.methods import METHODS, build_step
-from torchtitan_dp.models.families import ModelArgs, on_meta
+from torchtitan_dp.models.causal_lm.settings import ModelArgs
+from torchtitan_dp.models.flavors import flavor, on_meta
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.lora import fill_adapters
 from torchtitan_dp.models.loss import SampleLosses
@@ -135,10 +136,9 @@ def default_terms(world_size: int) -> list[Terms]:
         if dtype == "float32" and METHODS[method].per_sample_layers:
             overrides += " --training.loss_chunk_tokens=0"
         config = load_config(overrides.split(), world_size)
-        args = shape(config)
+        # In bf16 query heads share keys.
+        args = flavor("1B" if dtype == "bfloat16" else "debug")
         args.tie_embeddings = True
-        if dtype == "bfloat16":  # as in Llama 3.2 1B
-            args.dim, args.n_heads, args.n_kv_heads = 512, 8, 2
         found.append(scaled(config, args))
     return found
 
@@ -155,11 +155,11 @@ def scaled(config: JobConfig, args: ModelArgs, tokens: int = 0) -> Terms:
         training.loss_chunk_tokens = _third(scaled)
     training.feed_forward_chunk = _third(scaled) if feed_forward_chunk(config) else 0
     scaled.optimizer.lr = 1e-2  # so that fp32 resolves an update
-    kv_heads = args.n_kv_heads or args.n_heads
+    kv_heads = args.n_kv_heads
     shared = args.n_heads // kv_heads  # the query heads that share a key
     few = 2 if shared == 1 else 1
     sizes = {"vocab_size": _VOCABULARY, "max_seq_len": training.seq_len}
-    small: ModelArgs = args.with_heads(shared * few, few, n_layers=min(args.n_layers, 2), **sizes)
+    small = args.with_heads(shared * few, few, n_layers=min(args.n_layers, 2), **sizes)
     if groups := config.privacy.clipping_groups:
         names = trainable_parameters(on_meta(small))
         scaled.privacy.clipping_groups = patterns_in_use(names, groups)

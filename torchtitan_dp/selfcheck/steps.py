@@ -76,7 +76,7 @@ def _attention_errors(
     generator = torch.Generator().manual_seed(length)
     # q, k, v and the gradient of the output, rounded to the dtype before either side computes
     *inputs, g = (
-        torch.randn(2, n, length, terms.args.head_size, generator=generator).to(terms.dtype)
+        torch.randn(2, n, length, terms.args.head_dim, generator=generator).to(terms.dtype)
         for n in (heads, kv_heads, kv_heads, heads)
     )
     true = [x.double().requires_grad_() for x in inputs]

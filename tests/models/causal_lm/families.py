@@ -8,7 +8,7 @@ import torch.nn as nn
 
 from tests import build
 from torchtitan_dp.models.causal_lm.model import Eager
-from torchtitan_dp.models.causal_lm.settings import CausalLMArgs
+from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.lora import LoRA
 from torchtitan_dp.models.parameters import canonical_name, copy_slice_
 from torchtitan_dp.selfcheck.small import Small, Terms
@@ -142,10 +142,10 @@ def configuration(kind: str, **changes: Any) -> Any:
     return CONFIG_MAPPING[kind](**{**_SIZES, **changes})
 
 
-def arguments(name: str, tokens: int = T, lora: LoRA | None = None, **changes: Any) -> CausalLMArgs:
+def arguments(name: str, tokens: int = T, lora: LoRA | None = None, **changes: Any) -> ModelArgs:
     """The arguments of a family, or type, for samples of so many tokens."""
     kind, own = FAMILIES.get(name, (name, {}))
-    args = CausalLMArgs.of(configuration(kind, **{**own, **changes}))
+    args = ModelArgs.of(configuration(kind, **{**own, **changes}))
     args.max_seq_len, args.lora = tokens, lora
     return args
 
@@ -163,7 +163,7 @@ def fill(model: nn.Module) -> None:
         copy_slice_(parameter, whole)
 
 
-def eager(args: CausalLMArgs, dtype: torch.dtype = torch.float64) -> Eager:
+def eager(args: ModelArgs, dtype: torch.dtype = torch.float64) -> Eager:
     """transformers' own model with the values of `fill`, rounded to a dtype."""
     with torch.device("cpu"):
         model = Eager(args)
@@ -174,7 +174,7 @@ def eager(args: CausalLMArgs, dtype: torch.dtype = torch.float64) -> Eager:
 
 
 def small(
-    args: CausalLMArgs, degrees: tuple[int, int, int], *overrides: str, max_grad_norm: float = 1e6
+    args: ModelArgs, degrees: tuple[int, int, int], *overrides: str, max_grad_norm: float = 1e6
 ) -> Small:
     """Our model on a mesh, with the values of `fill`."""
     config = build.config(*TRANSFORMERS, *overrides, degrees=degrees)

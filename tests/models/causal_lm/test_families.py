@@ -26,7 +26,7 @@ from tests.models.causal_lm.families import (
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.config import ALL_LINEAR
 from torchtitan_dp.distributed import offload
-from torchtitan_dp.models.families import on_meta
+from torchtitan_dp.models.flavors import on_meta
 from torchtitan_dp.models.lora import LoRA
 
 BOUND = 1e-5

@@ -6,13 +6,14 @@ import torch.nn as nn
 
 from tests.models.causal_lm.families import arguments
 from torchtitan_dp.models.causal_lm.formulas import (
+    apply_partial_rotary,
     apply_rotary,
     gated_feed_forwards,
     use_our_norms,
     use_our_rotation,
 )
 from torchtitan_dp.models.causal_lm.transformers_private import rotation_of
-from torchtitan_dp.models.families import on_meta
+from torchtitan_dp.models.flavors import on_meta
 from torchtitan_dp.models.rms_norm import OffsetRMSNorm
 
 
@@ -23,19 +24,19 @@ def kinds(model):
 @pytest.mark.parametrize(
     "name, norms, gated, rotates",
     [
-        ("mistral", {"RMSNorm"}, 2, True),
-        ("gemma3", {"OffsetRMSNorm"}, 3, True),
-        ("phi3", {"RMSNorm"}, 0, True),  # one layer for both gates
-        ("cohere2", {"Cohere2LayerNorm"}, 2, False),  # it turns neighbours
-        ("mixtral", {"RMSNorm"}, 0, True),
-        ("gpt_oss", {"RMSNorm"}, 0, False),  # its cosines are of half a head
+        ("mistral", {"RMSNorm"}, 2, apply_rotary),
+        ("gemma3", {"OffsetRMSNorm"}, 3, apply_rotary),
+        ("phi3", {"RMSNorm"}, 0, apply_partial_rotary),  # one layer for both gates
+        ("cohere2", {"Cohere2LayerNorm"}, 2, None),  # it turns neighbours
+        ("mixtral", {"RMSNorm"}, 0, apply_rotary),
+        ("gpt_oss", {"RMSNorm"}, 0, None),  # its cosines are of half a head
     ],
 )
 def test_of_a_family(name, norms, gated, rotates):
     model = on_meta(arguments(name))
     assert kinds(model) == norms
     assert len(model.gated) == gated
-    assert (rotation_of(type(model.layers[0].self_attn)) is apply_rotary) == rotates
+    assert rotation_of(type(model.layers[0].self_attn)) is rotates or not rotates
 
 
 class Norm(nn.Module):
@@ -148,6 +149,16 @@ def scaled_first_half(q, k, cos, sin, unsqueeze_dim=1):
     return q * (q.shape[-1] / cos.shape[-1]), k
 
 
+def of_whole_heads(q, k, cos, sin, unsqueeze_dim=1):
+    """As transformers' of Llama, which fails where cosines are shorter than a head."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return q * cos + halves(q) * sin, k * cos + halves(k) * sin
+
+
+def of_heads_first(q, k, cos, sin, unsqueeze_dim=1):
+    return of_whole_heads(q, k, cos, sin)
+
+
 def positions_first(q, k, sin, cos, unsqueeze_dim=1):
     return apply_rotary(q, k, cos, sin)
 
@@ -170,7 +181,7 @@ def test_rotation(kind, size, dim, x):
     """Results and gradients are those of the same formula; the class of other models stays."""
     model, of_them = nn.Sequential(kind()), kind()
     use_our_rotation(model)
-    assert rotation_of(type(model[0])) is apply_rotary
+    assert rotation_of(type(model[0])) is apply_partial_rotary
     assert isinstance(model[0], kind)
     assert rotation_of(kind) is apply_rotary_pos_emb
     x = torch.randn(x, dtype=torch.double, requires_grad=True)
@@ -193,7 +204,28 @@ def test_rotation_by_wider_cosines():
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("other", [of_neighbours, scaled_first_half, positions_first])
+def test_a_rotation_that_fails_still_fails(monkeypatch):
+    monkeypatch.setitem(globals(), "apply_rotary_pos_emb", of_whole_heads)
+    model = nn.Sequential(Attention())
+    use_our_rotation(model)
+    assert rotation_of(type(model[0])) is apply_rotary
+    cos, sin = torch.randn(2, 1, 3, 6)
+    with pytest.raises(RuntimeError):
+        model[0](torch.randn(1, 4, 3, 8), cos, sin)
+
+
+def test_compiled_it_is_the_formula():
+    x, cos, sin = torch.randn(2, 4, 3, 8), torch.randn(2, 3, 6), torch.randn(2, 3, 6)
+    compiled = torch.compile(apply_partial_rotary, backend="eager", fullgraph=True)
+    for found, expected in zip(
+        compiled(x, x, cos, sin), apply_partial_rotary(x, x, cos, sin), strict=True
+    ):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    "other", [of_neighbours, scaled_first_half, positions_first, of_heads_first]
+)
 def test_other_rotations(monkeypatch, other):
     monkeypatch.setitem(globals(), "apply_rotary_pos_emb", other)
     model = nn.Sequential(Attention())

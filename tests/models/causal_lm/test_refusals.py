@@ -12,7 +12,7 @@ from tests.models.causal_lm.families import FAMILIES, TRANSFORMERS, arguments, c
 from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.models.causal_lm.attention import Band, Sample, attention, band
 from torchtitan_dp.models.causal_lm.settings import read_args
-from torchtitan_dp.models.families import on_meta
+from torchtitan_dp.models.flavors import on_meta
 from torchtitan_dp.models.hugging_face import check_weights
 from torchtitan_dp.preflight.check import check_model
 
@@ -120,7 +120,7 @@ def test_the_small_model_has_a_layer_of_each_kind_and_smaller_windows(name):
     assert len(model.layers) == small.n_layers <= 4
     assert set(small.windows()) == {w and 10 for w in given.windows()}
     assert small.vocab_size == model.tok_embeddings.num_embeddings == 1009
-    assert (small.head_size, small.tie_embeddings) == (given.head_size, given.tie_embeddings)
+    assert (small.head_dim, small.tie_embeddings) == (given.head_dim, given.tie_embeddings)
     for key in ("max_position_embeddings", "original_max_position_embeddings"):
         if "dynamic" in name or "longrope" in name:
             assert small.settings.get(key, 16) == 16  # below the small model's samples
@@ -199,18 +199,6 @@ def test_modules_stay_in_eval_mode():
     assert not any(module.training for module in model.modules())
 
 
-@pytest.mark.parametrize(
-    "override, said",
-    [
-        ("--compile.enable", "set it to false"),
-        ("--privacy.no-enable", "parallelism.data_parallel_replicate_degree = 2: without privacy"),
-    ],
-)
-def test_settings_of_a_run(override, said):
-    with pytest.raises(ValueError, match=said):
-        config(*TRANSFORMERS, override, degrees=(2, 1, 1))
-
-
 def test_tiles_of_a_model_without(tmp_path):
     arguments("phi3").config().save_pretrained(tmp_path)
     checked = config(f"--model.hf_assets_path={tmp_path}", "--training.feed_forward_chunk=8")
@@ -225,16 +213,10 @@ def test_without_a_config_json():
         shape(config(*TRANSFORMERS))
 
 
-def test_the_family_is_chosen_by_the_file(tmp_path):
-    kinds = {
-        "llama": "llama3",
-        "qwen3": "transformers",
-        "mistral": "transformers",
-        "x": "transformers",
-    }
-    for kind, name in kinds.items():
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-        assert config(f"--model.hf_assets_path={tmp_path}").model.name == name
+def test_a_file_goes_before_the_flavor(tmp_path):
+    assert config(f"--model.hf_assets_path={tmp_path}").model.name == "llama3"
+    (tmp_path / "config.json").write_text("{}")
+    assert config(f"--model.hf_assets_path={tmp_path}").model.name == "transformers"
 
 
 def test_files_with_a_key_for_each_expert(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 
 from scripts.models import CONFIGS
 from torchtitan_dp.models.causal_lm.settings import read_args
-from torchtitan_dp.models.families import on_meta, parameter_count
+from torchtitan_dp.models.flavors import on_meta, parameter_count
 from torchtitan_dp.plan.cost import weights_of
 
 
@@ -39,7 +39,7 @@ def test_released_models(settings, parameters, windows):
     assert args.windows()[: len(windows)] == windows
     small = args.with_heads(2, 1, n_layers=2, vocab_size=1009, max_seq_len=64)
     assert len(on_meta(small).layers) == 2
-    assert small.head_size == args.head_size
+    assert small.head_dim == args.head_dim
 
 
 def test_a_token_takes_some_of_the_experts():

@@ -7,6 +7,7 @@ is TorchTitan's module, on which the ring acts; windows, soft caps and sinks are
 
 from typing import Any
 
+import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
@@ -53,6 +54,7 @@ def band(*_: Any, local_size: int | None = None, use_vmap: bool = False, **terms
     return Band(local_size)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # rings start collectives
 def attention(
     module: nn.Module,
     query: Tensor,

@@ -6,11 +6,13 @@ its input alone; and rotary embeddings pass over fewer bytes.
 """
 
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
@@ -47,8 +49,11 @@ def use_our_rotation(model: nn.Module) -> None:
     for module in model.modules():
         kind = type(module)
         theirs = rotation_of(kind)
-        if theirs is not None and _is_rotation(theirs):
-            module.__class__ = classes.setdefault(kind, with_rotation(kind, apply_rotary))
+        if theirs is None:
+            continue
+        for ours in (apply_rotary, apply_partial_rotary):
+            if _rotates_as(theirs, ours):
+                module.__class__ = classes.setdefault(kind, with_rotation(kind, ours))
 
 
 def apply_rotary(
@@ -59,20 +64,40 @@ def apply_rotary(
     return rotate(q, cos, sin), rotate(k, cos, sin)
 
 
-def _is_rotation(theirs: Callable[..., Any]) -> bool:
-    """Return whether a function has the arguments of `apply_rotary`, and its results."""
-    if [*inspect.signature(theirs).parameters] != [*inspect.signature(apply_rotary).parameters]:
+def apply_partial_rotary(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Turn the first values of heads where cosines are shorter than these; else as
+    `apply_rotary`."""
+    cos = F.pad(cos, (0, q.shape[-1] - cos.shape[-1]), value=1.0)
+    return apply_rotary(q, k, cos, sin, unsqueeze_dim)
+
+
+_Rotation = Callable[..., tuple[Tensor, Tensor]]
+
+
+def _rotates_as(theirs: _Rotation, ours: _Rotation) -> bool:
+    """Return whether a function has the arguments and the results of one of ours, for heads before
+    tokens and after them, and fails where it does."""
+    if [*inspect.signature(theirs).parameters] != [*inspect.signature(ours).parameters]:
         return False
     q, k = _values(1, 2, 4, 3, 8), _values(2, 2, 2, 3, 8)
-    for size in (8, 4):  # of whole heads, and of their first half
-        cos, sin = _values(3, 2, 3, size), _values(4, 2, 3, size)
-        try:
-            found = theirs(q, k, cos, sin)
-        except RuntimeError:  # of sizes
-            return size < 8
-        if not all(map(_close, found, apply_rotary(q, k, cos, sin))):
+    for size, dim in itertools.product((8, 4), (1, 2)):  # of whole heads, and of their first half
+        inputs = q, k, _values(3, 2, 3, size), _values(4, 2, 3, size)
+        if dim == 2:
+            inputs = q.transpose(1, 2), k.transpose(1, 2), *inputs[2:]
+        found, expected = (_results(function, *inputs, dim) for function in (theirs, ours))
+        if len(found) != len(expected) or not all(map(_close, found, expected)):
             return False
     return True
+
+
+def _results(function: _Rotation, *inputs: Any) -> tuple[Tensor, ...]:
+    """Return a function's results; none if it refuses its inputs."""
+    try:
+        return function(*inputs)
+    except Exception:  # of sizes, in any family's way
+        return ()
 
 
 def _is_norm(theirs: Any, offset: float) -> bool:

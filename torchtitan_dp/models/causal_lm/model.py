@@ -1,90 +1,81 @@
-"""A causal LM of transformers with the interface of our own families.
+"""A causal LM of transformers for private training: per-sample losses, adapters, and initial
+weights that depend on no mesh.
 
 At one sample a microbatch, the gradient that FSDP2 reduces over the ranks of a sample is that
 sample's gradient, for modules of any kind. So they are transformers' own; ours are attention,
-masks, the loss, and rotary embeddings that depend on a sample's length.
+masks, the loss, rotary embeddings that depend on a sample's length, and modules of the same
+formula that keep less (`formulas`).
 
 Modules are in eval mode, always: dropout, and routers that draw, would add noise that no account
 of privacy knows of. Auxiliary losses of routers are off: they multiply means over tokens, which do
 not add up over the ranks of a sample.
 """
 
-import contextlib
 import functools
-import inspect
-from collections.abc import Callable, Iterator
+import hashlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 from torchtitan.protocols.model import ModelProtocol
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 from torchtitan_dp.distributed.ring import Shard
-from torchtitan_dp.models.causal_lm.attention import NAME, Sample, register
+from torchtitan_dp.gradients.layers import per_sample_layers
+from torchtitan_dp.models.causal_lm.attention import NAME, Sample
+from torchtitan_dp.models.causal_lm.build import build, draw_, freed_of_past_lengths, own_logits
 from torchtitan_dp.models.causal_lm.formulas import (
     gated_feed_forwards,
     use_our_norms,
     use_our_rotation,
 )
-from torchtitan_dp.models.causal_lm.settings import LONGER, PREFIX, CausalLMArgs
-from torchtitan_dp.models.causal_lm.transformers_private import (
-    draw_weights_,
-    kept_in_fp32,
-    one_sequence,
-)
-from torchtitan_dp.models.config_json import in_one_line
-from torchtitan_dp.models.feed_forward import TiledMLP, Tiling
+from torchtitan_dp.models.causal_lm.settings import PREFIX, ModelArgs
+from torchtitan_dp.models.causal_lm.transformers_private import kept_in_fp32, one_sequence
+from torchtitan_dp.models.feed_forward import Tiling, use_tiles
+from torchtitan_dp.models.lora import add_adapters, draw_factor_, is_adapter, without_adapters
+from torchtitan_dp.models.loss import per_sample_loss, token_losses
 from torchtitan_dp.models.loss_head import LossHead
-from torchtitan_dp.models.parameters import canonical_name
-from torchtitan_dp.models.private import PrivateAdapter, PrivateModel
-from torchtitan_dp.models.tiles import add_class
-from torchtitan_dp.torch_private import NormOverSamples, with_parameters
+from torchtitan_dp.models.parameters import canonical_name, copy_slice_
 
 
-class _Theirs(ModelProtocol):
-    """transformers' module, and where it has what the package looks for."""
+class CausalLM(ModelProtocol):
+    """A causal LM of transformers, `model`, and where it has what the package looks for."""
 
     attention = NAME
+    model_args: ModelArgs
 
-    def __init__(self, args: CausalLMArgs) -> None:
-        super().__init__(args)
-        from transformers import AutoModelForCausalLM
-
-        register()
-        config = args.config()
-        config.use_cache = config.output_router_logits = config.output_hidden_states = False
-        config.return_dict = True
-        how: dict[str, Any] = {"attn_implementation": self.attention, "dtype": torch.float32}
-        if self.attention != NAME:
-            how["experts_implementation"] = self.attention
-        try:
-            with _buffers_computed():
-                self.model = AutoModelForCausalLM.from_config(config, **how).eval()
-        except Exception as error:  # of any type: a module's own check of a size
-            reason = f"{type(error).__name__}: {in_one_line(error)}"
-            raise ValueError(
-                f"config.json: transformers builds no {config.model_type} of it ({reason}); "
-                "correct it: a key that it leaves out has its family's own value"
-            ) from error
+    def __init__(self, model_args: ModelArgs) -> None:
+        """Build it. Raises ValueError, one line for the user, if its modules cannot be trained."""
+        super().__init__(model_args)
+        self.model_args, self.model = model_args, build(model_args, self.attention)
         self.gated: list[Any] = []
+        self._by_length: list[Callable[[int], None]] = []
         if self.attention == NAME:
             use_our_norms(self.model)
             use_our_rotation(self.model)
             self.gated = gated_feed_forwards(self.model)
+            self._by_length = freed_of_past_lengths(self.model)
         self.buffers_at_start = {n: b.clone() for n, b in self.model.named_buffers()}
         self.full_attention = ScaledDotProductAttentionWrapper()
+        self.shard = Shard()
+        self.around_block: Any = None  # wraps the call of a block, by the block's input
+        if model_args.tie_embeddings:
+            self.output.weight = self.tok_embeddings.weight
+        if model_args.lora is not None:
+            add_adapters(self, self.layers, model_args.lora)
 
     @property
     def tok_embeddings(self) -> nn.Embedding:
         return self.model.get_input_embeddings()
 
     @property
-    def output(self) -> nn.Linear:
+    def output(self) -> Any:
+        """The output layer, an nn.Linear or `LossHead`."""
         return self.model.get_output_embeddings()
 
     @functools.cached_property
@@ -99,27 +90,6 @@ class _Theirs(ModelProtocol):
         """The blocks, an nn.ModuleList."""
         return self.model.get_submodule(self._path_of_layers)
 
-
-class CausalLM(PrivateModel, _Theirs):  # type: ignore[misc]
-    """A causal LM of transformers, for private training."""
-
-    model_args: CausalLMArgs
-
-    def __init__(self, model_args: CausalLMArgs) -> None:
-        super().__init__(model_args)
-        self.shard = Shard()
-        for path, module in self.named_modules():
-            if isinstance(module, NormOverSamples | nn.Conv1d):
-                raise ValueError(
-                    f"config.json: {path} is a {type(module).__name__}, which mixes samples or "
-                    "tokens; use a model of attention alone"
-                )
-        self._by_length = [] if self.attention != NAME else _freed_of_past_lengths(self.model)
-
-    def train(self, mode: bool = True) -> "CausalLM":
-        """Stay in eval mode."""
-        return super().train(False)
-
     def outer(self) -> list[nn.Module]:
         """List what has parameters beside blocks, embedding and output layer: the last norm."""
         apart = {*self.layers.modules(), self.tok_embeddings, *self.output.modules()}
@@ -129,7 +99,12 @@ class CausalLM(PrivateModel, _Theirs):  # type: ignore[misc]
             if module not in apart and any(True for _ in module.parameters(recurse=False))
         ]
 
+    def train(self, mode: bool = True) -> "CausalLM":
+        """Stay in eval mode."""
+        return super().train(False)
+
     def kept_in_fp32(self) -> set[str]:
+        """Return the names of parameters that are fp32 also in a model of bf16."""
         from transformers.core_model_loading import build_glob_alternation
 
         if not (patterns := kept_in_fp32(self.model)):
@@ -138,37 +113,32 @@ class CausalLM(PrivateModel, _Theirs):  # type: ignore[misc]
         names = map(canonical_name, dict(self.named_parameters()))
         return {name for name in names if kept.search(name.removeprefix(PREFIX))}
 
-    def attention_modules(self) -> list[nn.Module]:
-        return [self.full_attention]
-
-    def share_samples(self, shard: Shard) -> None:
-        self.shard = shard
-
     def use_per_sample_layers(self) -> None:
+        """Have layers form per-sample gradients, in place. Raises ValueError, one line for the
+        user, where samples meet."""
         if experts := self.model_args.experts_key:
             raise ValueError(
                 f"privacy.gradient_method: config.json has {experts} = "
                 f"{self.model_args.settings[experts]}, and experts take the tokens of all samples "
                 "at once; set it to 'microbatch'"
             )
-        super().use_per_sample_layers()
+        per_sample_layers(self)
 
     def use_loss_head(self, chunk_tokens: int) -> None:
+        """Compute losses by `LossHead`, in place."""
         head = LossHead.over(self.output, chunk_tokens)
         head.transform = self._own_transform()
         self.model.set_output_embeddings(head)
 
-    @property
-    def in_tiles(self) -> bool:
-        return bool(self.gated)
-
     def use_tiles(self, tiling: Tiling) -> None:
+        """Compute gated feed-forwards in tiles of tokens, in place; before activation
+        checkpointing and FSDP2."""
         for module in self.gated:
-            add_class(module, TiledMLP)
-            module.tiling = tiling.of(module.act_fn)
+            use_tiles(module, tiling)
 
     def offload(self, around: Callable[[Tensor], AbstractContextManager[None]]) -> None:
-        super().offload(around)
+        """Call each block, checkpointed or not, within `around` of its input."""
+        self.around_block = around
 
         def within(forward: Callable[..., Any], h_BTD: Tensor, *args: Any, **terms: Any) -> Any:
             with around(h_BTD):
@@ -185,6 +155,12 @@ class CausalLM(PrivateModel, _Theirs):  # type: ignore[misc]
         labels: Tensor | None = None,
         targets: Tensor | None = None,
     ) -> Any:
+        """Return logits (B, T, V); with labels and targets, their `per_sample_loss`; with labels
+        alone, and without gradients, their `token_losses`.
+
+        Args:
+            positions: int64 (1 or B, T), of this rank's tokens; the same for all samples.
+        """
         sample = Sample(tokens.shape[1] * self.shard.size, self.shard, self.full_attention)
         for set_frequencies in self._by_length:
             set_frequencies(sample.tokens)
@@ -201,39 +177,55 @@ class CausalLM(PrivateModel, _Theirs):  # type: ignore[misc]
                 f"{sample.calls} times in {self.model_args.n_layers} layers; use a model of "
                 "attention alone"
             )
+        if labels is None:
+            return made.logits
         if in_chunks:
             return self.output(made.last_hidden_state, labels, targets)
-        return made.logits if labels is None else self.losses(made.logits, labels, targets)
+        if targets is None:
+            return token_losses(made.logits, labels)
+        return per_sample_loss(made.logits, labels, targets)
 
-    def compute_rotary(self, device: torch.device | None = None) -> None:
-        """Set all buffers as the constructor computed them."""
+    def compute_buffers(self) -> None:
+        """Set all buffers as the constructor computed them, on their own device."""
         with torch.no_grad():
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(self.buffers_at_start[canonical_name(name)])
 
-    def _initialize_(self, whole: Tensor, name: str, generator: torch.Generator) -> None:
-        """Draw a whole parameter, in place, as its family does."""
-        path, _, last = name.rpartition(".")
-        module, drawn = self.get_submodule(path), nn.Parameter(whole)
+    @torch.no_grad()
+    def init_weights(self, buffer_device: torch.device | None = None) -> None:
+        """Set each parameter to its slice of a whole drawn from (`debug.seed`, its name) alone, as
+        its family does; set buffers.
 
-        def alone(attribute: str, value: nn.Parameter | None) -> Tensor | None:
-            if attribute == last:
-                return drawn
-            return None if value is None else torch.empty(value.shape, device="meta")
+        Each whole parameter is drawn on the CPU, one at a time, so the result is bit-identical on
+        every mesh and rank.
+        """
+        self.compute_buffers()
+        args = self.model_args
+        if args.tie_embeddings and not isinstance(self.output.weight, DTensor):
+            # Without FSDP2, `to_empty` has made two of one: then an export would lack the second.
+            self.output.weight = self.tok_embeddings.weight
+        for name, parameter in self.named_parameters():
+            if args.draw_adapters if is_adapter(name) else args.draw_weights:
+                copy_slice_(parameter, self._drawn(canonical_name(name), parameter.shape))
+            else:
+                parameter.fill_(torch.nan)
 
-        whole.fill_(torch.nan)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(generator.initial_seed())
-            draw_weights_(self.model, with_parameters(module, type(module), alone))
-        if whole.isnan().any():  # its family has no rule for it
-            whole.normal_(std=0.02, generator=generator)
-
-    draws_at_once = 1  # a family draws from the process's own generator
+    def _drawn(self, name: str, shape: torch.Size) -> Tensor:
+        """Draw a whole parameter, fp32 on the CPU, from a generator of its own."""
+        whole = torch.empty(shape, dtype=torch.float32, device="cpu")
+        digest = hashlib.sha256(f"{self.model_args.init_seed}/{name}".encode()).digest()
+        seed = int.from_bytes(digest[:4], "big")  # 32 bits suffice: initial weights are public
+        if is_adapter(name):
+            draw_factor_(whole, name, torch.Generator().manual_seed(seed))
+        else:
+            path, _, last = name.rpartition(".")
+            draw_(self.model, self.get_submodule(path), last, whole, seed)
+        return whole
 
     def _own_transform(self) -> Callable[[Tensor], Tensor] | None:
         """Return what the family's own forward makes of the output layer's products; None for
         nothing."""
-        transform = functools.partial(_own_logits, self.model)
+        transform = functools.partial(own_logits, self.model)
         with torch.device("cpu"), torch.no_grad():
             raw_NV = torch.linspace(-90, 90, 33).view(3, 11)
             same = torch.equal(transform(raw_NV), raw_NV)
@@ -251,85 +243,21 @@ class Eager(CausalLM):
         return self.model(input_ids=tokens, use_cache=False).logits
 
 
-@contextlib.contextmanager
-def _buffers_computed() -> Iterator[None]:
-    """On the meta device, build modules whose buffers (rotary frequencies, scales) have values, and
-    parameters none."""
-    if torch.get_default_device().type != "meta":
-        yield
-        return
-    register = nn.Module.register_parameter
+class HuggingFaceAdapter(StateDictAdapter):
+    """Converts to names of transformers, as in files of Hugging Face, and back; without LoRA's
+    factors and tied parameters, which no file of a whole model has."""
 
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None:
-            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-        register(module, name, parameter)
-
-    with torch.device("cpu"), mock.patch.object(nn.Module, "register_parameter", on_meta):
-        yield
-
-
-def _freed_of_past_lengths(model: nn.Module) -> list[Callable[[int], None]]:
-    """Have rotary embeddings that depend on a sample's length take it as it is set, in place.
-
-    transformers takes the largest position that this rank has, and one kind keeps frequencies of
-    the longest sample so far. Returns what sets the length for each kind of layer.
-    """
-    found: list[Callable[[int], None]] = []
-    for rotary in model.modules():
-        types: Any = getattr(rotary, "rope_type", None)
-        kinds = types if isinstance(types, dict) else {None: types}
-        changing = {layer: kind for layer, kind in kinds.items() if kind in LONGER}
-        if changing:
-            forward = torch.no_grad()(inspect.unwrap(type(rotary).forward))
-            rotary.forward = functools.partial(forward, rotary)
-            found.append(functools.partial(_set_frequencies, rotary, changing))
-    return found
-
-
-@torch.no_grad()
-def _set_frequencies(rotary: Any, kinds: dict[str | None, str], tokens: int) -> None:
-    """Set the frequencies of samples of so many tokens, for each kind of layer."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    for layer, kind in kinds.items():
-        buffer = getattr(rotary, "inv_freq" if layer is None else f"{layer}_inv_freq")
-        how = {"seq_len": tokens, "layer_type": layer}
-        buffer.copy_(ROPE_INIT_FUNCTIONS[kind](rotary.config, buffer.device, **how)[0])
-
-
-class _Head:
-    """A stand-in for `self` in a family's forward, whose output layer has raw logits already."""
-
-    def __init__(self, model: Any, raw_NV: Tensor) -> None:
-        from transformers.modeling_outputs import MoeModelOutputWithPast
-
-        output = model.get_output_embeddings()
-        name = next(name for name, module in model.named_children() if module is output)
-        made = MoeModelOutputWithPast(last_hidden_state=raw_NV[None])
-        self.__dict__ |= {"_model": model, name: lambda raw: raw}
-        self.__dict__[model.base_model_prefix] = lambda *_, **__: made
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-
-def _own_logits(model: Any, raw_NV: Tensor) -> Tensor:
-    """Return the logits that a family's own forward makes of the output layer's products."""
-    forward = type(model).forward
-    logits: Tensor = forward(_Head(model, raw_NV), input_ids=None, use_cache=False).logits[0]
-    return logits
-
-
-class _Names(StateDictAdapter):
-    """Names of transformers, as in files of Hugging Face, and ours."""
+    def __init__(self, model_args: ModelArgs, hf_assets_path: str | None) -> None:
+        super().__init__(model_args, None)  # TorchTitan reads an index there, for saving alone
+        self.hf_assets_path = hf_assets_path or None
+        self.tied = model_args.tied()
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return {name.removeprefix(PREFIX): value for name, value in state_dict.items()}
+        """Convert to Hugging Face's names."""
+        kept = without_adapters(state_dict, *self.tied)
+        return {name.removeprefix(PREFIX): value for name, value in kept.items()}
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        return {PREFIX + name: value for name, value in hf_state_dict.items()}
-
-
-class HuggingFaceAdapter(PrivateAdapter, _Names):
-    """Converts to the names in files and back."""
+        """Convert from Hugging Face's; a tied parameter is the other's tensor."""
+        found = {PREFIX + name: value for name, value in hf_state_dict.items()}
+        return found | {one: found[same] for one, same in self.tied.items() if same in found}

@@ -8,14 +8,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.nn as nn
 from torchtitan.protocols.model import BaseModelArgs
 
 from torchtitan_dp.data.tokenizer import Tokenizer
 from torchtitan_dp.models.causal_lm.transformers_private import attends_by_name, tied_names
-from torchtitan_dp.models.config_json import SIZES, Reader, configuration
-from torchtitan_dp.models.private import ModelArgs
+from torchtitan_dp.models.config_json import Reader, configuration
+from torchtitan_dp.models.lora import LoRA, lora_of
 from torchtitan_dp.models.rope import Rope
 
+_SIZES = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "vocab_size": "vocab_size",
+    "max_seq_len": "max_position_embeddings",
+    "tie_embeddings": "tie_word_embeddings",
+}
 _LAYERS = ("full_attention", "sliding_attention")
 # Of the file and of what is generated, not of the model.
 _NOT_OF_THE_MODEL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
@@ -39,23 +48,32 @@ _SUPPORTED = (
 
 
 @dataclass
-class CausalLMArgs(ModelArgs, BaseModelArgs):
-    """A `config.json`, all defaults filled in, and the sizes in it that the package reads."""
+class ModelArgs(BaseModelArgs):
+    """A `config.json`, all defaults filled in, the sizes in it that the package reads, adapters,
+    and how weights are initialized."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     dim: int = 0
     n_layers: int = 0
     n_heads: int = 0
-    n_kv_heads: int | None = None
+    n_kv_heads: int = 0
     head_dim: int = 0
     vocab_size: int = 0
     max_seq_len: int = 0
+    tie_embeddings: bool = False
+    lora: LoRA | None = None
+    init_seed: int = 0
+    draw_weights: bool = True
+    """Whether `init_weights` draws the weights. If not, they are NaN until they are loaded, which
+    the load checks (a draw of 8B takes minutes)."""
+    draw_adapters: bool = True
+    """The same for the factors of `lora`, which initial weights may lack."""
 
     @classmethod
-    def of(cls, config: Any) -> "CausalLMArgs":
+    def of(cls, config: Any) -> "ModelArgs":
         """Return the arguments of a configuration of transformers."""
         heads = config.num_attention_heads
-        sizes = {ours: getattr(config, key) for ours, key in SIZES.items() if ours != "n_kv_heads"}
+        sizes = {ours: getattr(config, key) for ours, key in _SIZES.items()}
         return cls(
             settings={k: v for k, v in config.to_dict().items() if k not in _NOT_OF_THE_MODEL},
             n_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
@@ -63,28 +81,54 @@ class CausalLMArgs(ModelArgs, BaseModelArgs):
             **sizes,
         )
 
-    @property
-    def head_size(self) -> int:
-        return self.head_dim
+    def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
+        """Take over what a run's configuration decides beside the model, as TorchTitan asks."""
+        self.init_seed = job_config.debug.seed or 0
+        self.lora = lora_of(job_config)
+
+    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+        """Count parameters, and a token's FLOPs as TorchTitan does, without the gradients of frozen
+        weights, with a tied output layer's products; of experts, those that it takes."""
+        active, total = 0.0, 0
+        embedding = model.get_parameter("tok_embeddings.weight")
+        for parameter in model.parameters():
+            share = self.share_of_experts if parameter.dim() == 3 else 1.0
+            if parameter is not embedding or self.tie_embeddings:
+                active += share * parameter.numel() * (6 if parameter.requires_grad else 4)
+            total += parameter.numel()
+        scores = 12 * self.n_layers * self.n_heads * self.head_dim * seq_len
+        return total, int(active) + scores
 
     def tied(self) -> dict[str, str]:
+        """Return our names of tied parameters, with those of whose tensors they are."""
+        if not self.tie_embeddings:
+            return {}
         return {PREFIX + one: PREFIX + same for one, same in tied_names(self.config()).items()}
 
     @property
     def title(self) -> str:
-        return str(self.settings["model_type"])
+        """The name of the kind of model for people."""
+        kind = str(self.settings["model_type"])
+        return "Llama" if kind == "llama" else kind
 
-    def new_settings(self, _: Tokenizer) -> dict[str, Any]:
-        settings: dict[str, Any] = self.config().to_dict()
+    def new_settings(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """Return the `config.json` of such a model and its tokenizer, as transformers 4 and 5 read
+        it."""
+        settings = self.config().to_diff_dict()
+        settings["architectures"] = [causal_lm_of(self.settings["model_type"])]
+        settings |= {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+        if "rope_theta" in self.rope_parameters():
+            scaling = dict(settings.pop("rope_parameters"))
+            settings |= {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
         return settings
 
-    def computed_with(self) -> dict[str, Any]:
-        return self.settings
-
     def rope_parameters(self) -> Rope:
+        """Return the rotary embeddings, as a `config.json` has them."""
         return self.settings.get("rope_parameters") or {}
 
     def set_rope(self, rope: Rope, window: int) -> None:
+        """Set other rotary embeddings, and the positions up to which they serve. Raises ValueError,
+        one line for the user, where the family computes others."""
         settings = self.settings | {"rope_parameters": rope, "max_position_embeddings": window}
         try:
             found = configuration(settings).rope_parameters
@@ -152,11 +196,12 @@ class CausalLMArgs(ModelArgs, BaseModelArgs):
             "vocab_size": vocabulary,
         }
         known = {key: value for key, value in sizes.items() if key in settings}
-        small = CausalLMArgs.of(configuration(settings | known))
+        small = ModelArgs.of(configuration(settings | known))
         small.max_seq_len, small.lora, small.init_seed = tokens, self.lora, self.init_seed
         return small
 
     def windows(self) -> list[int | None]:
+        """List the tokens that each layer attends to; None for all."""
         window = self.settings.get("sliding_window")
         kinds = self.config().to_dict().get("layer_types")
         if not kinds:
@@ -174,6 +219,8 @@ class CausalLMArgs(ModelArgs, BaseModelArgs):
 
     @property
     def share_of_experts(self) -> float:
+        """The share of the experts that a token is computed by; 1 without experts, or under names
+        that are not known."""
         experts = next((self.settings[k] for k in _EXPERTS if self.settings.get(k)), 0)
         taken = self.settings.get("num_experts_per_tok")
         return taken / experts if taken and experts else 1.0
@@ -194,14 +241,21 @@ def _ropes(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield found
 
 
-def read_args(settings: dict[str, Any], path: str, key: str) -> CausalLMArgs:
+def causal_lm_of(model_type: str) -> str | None:
+    """Return the name of the class of a type's causal LM, if this transformers has one."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name: str | None = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    return name
+
+
+def read_args(settings: dict[str, Any], path: str, key: str) -> ModelArgs:
     """Return the arguments of the model of a `config.json`; arguments and errors as `Reader`."""
     from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     read = Reader(settings, path, key, _SUPPORTED)
     kind = str(settings.get("model_type"))
-    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    name = causal_lm_of(kind)
     if kind not in CONFIG_MAPPING or name is None:
         none = "this version of transformers has no such causal LM"
         code = " (and code beside the weights is never run)" if "auto_map" in settings else ""
@@ -213,9 +267,12 @@ def read_args(settings: dict[str, Any], path: str, key: str) -> CausalLMArgs:
             read.size(size)
     config = read.configuration()
     try:
-        args = CausalLMArgs.of(config)
+        args = ModelArgs.of(config)
     except (AttributeError, RuntimeError):  # none of that name, or another for each layer
         read.refuse("model_type", kind, "a size has another name, or differs from layer to layer")
+    if args.n_heads % args.n_kv_heads != 0:
+        why = f"must divide the {args.n_heads} heads"
+        read.refuse("num_key_value_heads", args.n_kv_heads, why)
     if "num_hidden_layers" not in args.settings:  # other names, of models from before Llama
         read.refuse("model_type", kind, "its sizes have names that are not built")
     if isinstance(wide := args.settings.get("intermediate_size"), list):

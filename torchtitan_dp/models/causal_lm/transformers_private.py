@@ -50,7 +50,7 @@ calls it in its own file, and takes no other by an argument."""
 def rotation_of(attention: type) -> Callable[..., Any] | None:
     """Return the function that turns queries and keys in a class of attention, if it is found by
     its usual name."""
-    forward: Any = vars(attention).get("forward")
+    forward = _forward_of(attention)
     if not inspect.isfunction(forward) or _ROTATION not in forward.__code__.co_names:
         return None
     return forward.__globals__.get(_ROTATION)
@@ -58,12 +58,20 @@ def rotation_of(attention: type) -> Callable[..., Any] | None:
 
 def with_rotation(attention: type, rotation: Callable[..., Any]) -> type:
     """Return the same class with another function in the place of `rotation_of` it."""
-    forward: Any = vars(attention)["forward"]
+    forward = _forward_of(attention)
     names = {**forward.__globals__, _ROTATION: rotation}
     how = forward.__name__, forward.__defaults__, forward.__closure__
     ours = types.FunctionType(forward.__code__, names, *how)
     ours.__kwdefaults__ = forward.__kwdefaults__
     return type(attention.__name__, (attention,), {"forward": ours})
+
+
+def _forward_of(attention: type) -> Any:
+    """Return a class's own forward, without what takes arguments by earlier names."""
+    forward: Any = vars(attention).get("forward")
+    while getattr(forward, "__globals__", {}).get("__name__") == "transformers.utils.deprecation":
+        forward = forward.__wrapped__
+    return forward
 
 
 def _model_class(config: Any) -> Any:
