@@ -1,4 +1,4 @@
-"""The wiring with TorchTitan: a TrainSpec for each family, its Trainer with our parts, for all runs
+"""The wiring with TorchTitan: a TrainSpec, its Trainer with our parts, for all runs
 and for the baseline without privacy, and a filter of its console's lines."""
 
 import contextlib
@@ -35,7 +35,7 @@ from torchtitan_dp.checkpoint.initial import baseline_ledger
 from torchtitan_dp.checkpoint.manager import Checkpointer
 from torchtitan_dp.checkpoint.start import Start
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.derived import LLAMAS, TRANSFORMERS, unit_word
+from torchtitan_dp.config.derived import unit_word
 from torchtitan_dp.data.batching import RecordLoader
 from torchtitan_dp.data.dataset import Records, describe
 from torchtitan_dp.data.tokenizer import load_tokenizer
@@ -165,34 +165,32 @@ def build_validator(
 
 
 def register(
-    config: JobConfig | None = None,
+    config: JobConfig,
     records: Records | None = None,
     decide: Callable[[], Start] | None = None,
 ) -> None:
-    """Register our spec under the names of models, in this process. Call it once.
+    """Register our spec under the name of a run's model, in this process. Call it once.
 
     Args:
         config: the run's; its flavor then has the shape of `hugging_face.shape`.
         records: the run's; by default those that a trainer's own configuration names.
         decide: from `checkpoint.start.decision`; by default all weights are drawn.
     """
-    for name in (LLAMAS, TRANSFORMERS):
-        flavors = {} if config is None else {config.model.flavor: shape(config)}
-        spec = TrainSpec(
-            model_cls=functools.partial(build_model, decide),  # type: ignore[arg-type]
-            model_args=flavors,  # type: ignore[arg-type]
-            parallelize_fn=parallelize,
-            pipelining_fn=None,
-            build_optimizers_fn=build_optimizers,
-            build_lr_schedulers_fn=build_lr_schedulers,
-            build_dataloader_fn=functools.partial(build_loader, records),  # type: ignore[arg-type]
-            build_tokenizer_fn=lambda config: load_tokenizer(config.model.hf_assets_path),  # type: ignore[arg-type,return-value]
-            build_loss_fn=build_cross_entropy_loss,
-            build_validator_fn=functools.partial(build_validator, records),  # type: ignore[arg-type]
-            build_metrics_processor_fn=build_metrics,
-            state_dict_adapter=HuggingFaceAdapter,
-        )
-        register_train_spec(name, spec)
+    spec = TrainSpec(
+        model_cls=functools.partial(build_model, decide),  # type: ignore[arg-type]
+        model_args={config.model.flavor: shape(config)},  # type: ignore[arg-type]
+        parallelize_fn=parallelize,
+        pipelining_fn=None,
+        build_optimizers_fn=build_optimizers,
+        build_lr_schedulers_fn=build_lr_schedulers,
+        build_dataloader_fn=functools.partial(build_loader, records),  # type: ignore[arg-type]
+        build_tokenizer_fn=lambda config: load_tokenizer(config.model.hf_assets_path),  # type: ignore[arg-type,return-value]
+        build_loss_fn=build_cross_entropy_loss,
+        build_validator_fn=functools.partial(build_validator, records),  # type: ignore[arg-type]
+        build_metrics_processor_fn=build_metrics,
+        state_dict_adapter=HuggingFaceAdapter,
+    )
+    register_train_spec(config.model.name, spec)
 
 
 class RunTrainer(Trainer):

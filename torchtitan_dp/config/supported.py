@@ -49,7 +49,6 @@ _REMEDIES = {
     "training.loss_scale": "set it to 1; a scaled loss scales the gradient that is clipped to "
     "privacy.max_grad_norm, and can only overflow; where fp16 loses small gradients, set "
     "training.mixed_precision_param to 'bfloat16'",
-    "training.enable_cpu_offload": "set it to false; it is not supported with privacy",
     "training.dtype": "set it to 'float32' (and mixed_precision_param to 'bfloat16' for bf16 "
     "compute); norms, noise and updates need fp32",
     "optimizer.early_step_in_backward": "set it to false; the step needs the whole batch's clipped "

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_dp.gradients.operands import tiles
-from torchtitan_dp.models.linear import Linear, Sums, new_sums, parameters_of, rounded
+from torchtitan_dp.models.linear import Linear, Sums, add_class, new_sums, parameters_of, rounded
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -99,10 +99,8 @@ class TiledMLP(nn.Module):
 
 
 def use_tiles(module: nn.Module, tiling: Tiling) -> None:
-    """Have a gated feed-forward compute in tiles, in place, by a class that adds `TiledMLP` to its
-    own, as `fully_shard` does: names, parameters and `isinstance` stay."""
-    own: Any = type(module)
-    module.__class__ = type(f"Tiled{own.__name__}", (TiledMLP, own), {})
+    """Have a gated feed-forward compute in tiles, in place."""
+    add_class(module, TiledMLP)
     cast(TiledMLP, module).tiling = tiling.of(cast(Any, module).act_fn)
 
 

@@ -77,13 +77,19 @@ def parameters_of(layer: Any, samples: int) -> tuple[list[Tensor], float | None]
 
 def keep_norm_inputs(blocks: nn.Module) -> None:
     """Have each linear layer without a bias that takes a norm's output keep the norm's input, in
-    place, by classes that add to their own. Call it before activation checkpointing and FSDP2."""
+    place. Call it before activation checkpointing and FSDP2."""
     for module in list(blocks.modules()):
-        own: Any = type(module)
         if isinstance(module, nn.RMSNorm | OffsetRMSNorm):
-            module.__class__ = type(own.__name__, (_NamesItsInput, own), {})
-        elif own in (nn.Linear, LoRALinear) and module.bias is None:
-            module.__class__ = type(own.__name__, (_OfNorm, own), {})
+            add_class(module, _NamesItsInput)
+        elif type(module) in (nn.Linear, LoRALinear) and module.bias is None:
+            add_class(module, _OfNorm)
+
+
+def add_class(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Give a module a class that adds `kind` to its own, as `fully_shard` does: names, parameters
+    and `isinstance` stay."""
+    own = type(module)
+    module.__class__ = type(own.__name__, (kind, own), {})
 
 
 class _NamesItsInput(nn.Module):

@@ -45,15 +45,9 @@ def gated_feed_forwards(model: nn.Module) -> list[nn.Module]:
 
 def use_our_rotation(model: nn.Module) -> None:
     """Have attention turn queries and keys by `rotate`, in place, where it computes the same."""
-    classes: dict[type, type] = {}
+    by_class = {kind: _with_our_rotation(kind) for kind in {type(m) for m in model.modules()}}
     for module in model.modules():
-        kind = type(module)
-        theirs = rotation_of(kind)
-        if theirs is None:
-            continue
-        for ours in (apply_rotary, apply_partial_rotary):
-            if _rotates_as(theirs, ours):
-                module.__class__ = classes.setdefault(kind, with_rotation(kind, ours))
+        module.__class__ = by_class[type(module)]
 
 
 def apply_rotary(
@@ -74,6 +68,16 @@ def apply_partial_rotary(
 
 
 _Rotation = Callable[..., tuple[Tensor, Tensor]]
+
+
+def _with_our_rotation(kind: type) -> type:
+    """Return a class of modules that calls the one of our rotations that computes the same as its
+    own; the class itself without."""
+    if (theirs := rotation_of(kind)) is not None:
+        for ours in (apply_rotary, apply_partial_rotary):
+            if _rotates_as(theirs, ours):
+                return with_rotation(kind, ours)
+    return kind
 
 
 def _rotates_as(theirs: _Rotation, ours: _Rotation) -> bool:
