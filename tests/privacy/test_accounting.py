@@ -19,7 +19,7 @@ from scipy.stats import norm
 
 from tests.accounts import epsilon, gaussian_steps, noise_multiplier, steps_of
 from torchtitan_dp.privacy import pld, rdp
-from torchtitan_dp.privacy.accounting import compose
+from torchtitan_dp.privacy.accounting import compose, counted_by
 
 REFERENCE = {"noise_multiplier": 1.0, "sample_rate": 0.01, "steps": 1_000, "delta": 1e-5}
 NOISE = [(0.6, 1e-5), (0.8, 1e-6), (1.0, 1e-5), (1.5, 1e-7), (2.0, 1e-5), (4.0, 1e-6)]
@@ -166,15 +166,23 @@ def test_pld_answers_within_seconds_where_it_is_hard(sigma, q, steps, delta):
     assert math.isfinite(spent)
 
 
-@pytest.mark.parametrize(
-    "sigma, steps, delta", [(0.03, 1_000, 1e-5), (1.0, 10**7, 1e-9), (1.0, 1_000, 1e-200)]
-)
-def test_pld_out_of_its_depth_is_rdps_bound(caplog, sigma, steps, delta):
+@pytest.mark.parametrize("sigma, steps, delta", [(0.03, 1_000, 1e-5), (0.04, 10, 1e-9)])
+def test_where_plds_numbers_cannot_be_had_rdp_counts_and_it_is_said(caplog, sigma, steps, delta):
     query = {"noise_multiplier": sigma, "sample_rate": 0.01, "steps": steps, "delta": delta}
     with caplog.at_level(logging.INFO, logger=pld.__name__):
         fallen = epsilon(**query, accountant="pld")
     assert fallen == epsilon(**query, accountant="rdp")
     assert "PLD" in caplog.text
+    named = counted_by([steps_of(sigma, 0.01, steps)], delta=delta, accountant="pld")
+    assert named == "rdp"
+
+
+@pytest.mark.parametrize("sigma, steps, delta", [(1.0, 10**7, 1e-9), (1.0, 1_000, 1e-200)])
+def test_many_steps_and_the_smallest_deltas_are_counted_by_pld(sigma, steps, delta):
+    query = {"noise_multiplier": sigma, "sample_rate": 0.01, "steps": steps, "delta": delta}
+    assert epsilon(**query, accountant="pld") < 0.999 * epsilon(**query, accountant="rdp")
+    named = counted_by([steps_of(sigma, 0.01, steps)], delta=delta, accountant="pld")
+    assert named == "pld"
 
 
 @pytest.mark.parametrize("wrong", [math.nan, -math.inf, math.inf, -1e-3])

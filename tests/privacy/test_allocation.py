@@ -84,16 +84,16 @@ def test_steps_are_uniform_and_units_and_rounds_independent():
 
 
 CACHED = (
-    allocation.round_distribution,
+    allocation.round_losses,
     allocation._both_directions,
-    *(pld.pld_epsilon, pld._one_step, pld._steps),
+    pld.pld_epsilon,
 )
 
 
 @pytest.fixture
 def coarse(monkeypatch):
     """A coarse grid of losses, on which epsilon must be a bound, too."""
-    monkeypatch.setattr(allocation, "_POINTS", 600)
+    monkeypatch.setattr(allocation, "_POINTS", {False: 600, True: 600})
     for function in CACHED:
         function.cache_clear()
     yield
@@ -208,7 +208,7 @@ def test_a_round_of_two_steps_by_quadrature():
         for p, q in ((present, without), (without, present))
     )
     profile = pld_profile(composition([Segment(of(sigma, 2), 2)]), 1e-4)
-    assert 1 - 1e-4 <= float(profile.at(np.array([at]))[0]) / exact < 1.01
+    assert 1 - 1e-4 <= float(profile.at(np.array([at]))[0]) / exact < 1.015
 
 
 # --- Whole rounds, beside other steps. ------------------------------------------------------------

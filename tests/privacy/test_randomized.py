@@ -9,10 +9,12 @@ from scipy import stats
 
 from tests.accounts import gaussian_steps, mechanism, steps_of
 from torchtitan_dp.privacy import accounting
+from torchtitan_dp.privacy.losses import gaussian_losses
 from torchtitan_dp.privacy.meaning import meaning
 from torchtitan_dp.privacy.pld import pld_epsilon
-from torchtitan_dp.privacy.randomized import Mixture, largest_ratio, mixture_distribution, ratios
+from torchtitan_dp.privacy.randomized import largest_ratio, ratios
 from torchtitan_dp.privacy.segments import composition, dp_event, merged
+from torchtitan_dp.privacy.tilted import composed
 
 DELTA = 1e-5
 
@@ -146,7 +148,7 @@ def test_a_simulation_agrees(sigma, q, steps, k, present):
 def test_one_step_is_the_hockey_stick_of_both_directions():
     """By numerical integration over the output."""
     sigma, q, k = 1.3, 0.2, 32
-    found = mixture_distribution(sigma, q, ratios(k), interval=2.0**-8, log_tail=-40)
+    found = gaussian_losses(sigma, q, ratios(k), interval=2.0**-8, log_tail=-40)
     z, p = ratios(k).values, ratios(k).probabilities
     x = np.linspace(-15, 18, 100_001)
     absent = stats.norm.pdf(x, scale=sigma)
@@ -157,22 +159,9 @@ def test_one_step_is_the_hockey_stick_of_both_directions():
         e = math.exp(epsilon_)
         remove = np.trapezoid(np.maximum(present - e * absent, 0), x)
         add = np.trapezoid(np.maximum(absent - e * present, 0), x)
-        bound = found.get_delta_for_epsilon(epsilon_)
+        bound = max(composed([(one, 1)], 2.0**-8, 0.0, 1e-3).at(epsilon_) for one in found)
         assert max(remove, add) <= bound + 1e-10  # of the integration
         assert bound == pytest.approx(max(remove, add), rel=1e-3, abs=1e-9)
-
-
-def test_without_randomness_it_is_the_gaussian():
-    sigma, q = 1.3, 0.2
-    one = Mixture(sigma, q, np.array([1.0]), np.array([1.0]))
-    from dp_accounting.pld import privacy_loss_mechanism as mechanism
-
-    for delta, kind in ((one.delta_present, "REMOVE"), (one.delta_absent, "ADD")):
-        theirs = mechanism.GaussianPrivacyLoss(
-            sigma, sampling_prob=q, adjacency_type=mechanism.AdjacencyType[kind]
-        )
-        at = np.linspace(-1, 3, 50)
-        np.testing.assert_allclose(delta(at), theirs.get_delta_for_epsilon(at), atol=1e-12)
 
 
 # What it costs, and in which order.

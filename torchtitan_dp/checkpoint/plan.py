@@ -33,7 +33,7 @@ from torchtitan_dp.ledger.log import (
     RunLog,
 )
 from torchtitan_dp.ledger.settings import Settings
-from torchtitan_dp.ledger.spending import compose, initial_steps, spending
+from torchtitan_dp.ledger.spending import BY_RDP, compose, counted_by, initial_steps, spending
 from torchtitan_dp.ledger.spending import epsilon as epsilon_of
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.banded import INDEPENDENT
@@ -110,6 +110,8 @@ def make_plan(
     _refuse_interval(config, ledger.settings)
     epsilon = refuse_overspending(config, ledger)
     stated = max(epsilon, compose(ledger, spending(ledger, lost=True, planned=True)))
+    if ledger.composes and counted_by(ledger) != privacy.accountant:
+        warnings.append(BY_RDP)
     if sigma == 0:
         ledger = ledger.marked_not_private("privacy.noise_multiplier = 0")
         warnings.append("privacy.noise_multiplier = 0: the run is NOT private")

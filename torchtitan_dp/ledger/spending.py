@@ -147,6 +147,10 @@ def assumptions(lineage: Lineage) -> list[str]:
 _EARLY = "not all planned steps were taken: "
 _LOST = "steps were lost: "
 _ROUNDED = "the clipped sum is rounded: "
+BY_RDP = (
+    "RDP counts in the place of privacy.accountant = 'pld', whose numbers float64 cannot hold here "
+    "or are larger: epsilon holds, but may be above the least one"
+)
 
 
 def caveats(lineage: Lineage, epsilon: float, epsilon_planned: float) -> list[str]:
@@ -192,12 +196,26 @@ def caveats(lineage: Lineage, epsilon: float, epsilon_planned: float) -> list[st
             )
         )
         found += dict.fromkeys(filter(None, (settings.mechanism.caveat for settings in taken)))
+        if counted_by(lineage) != lineage.settings.accountant:
+            found.append(BY_RDP)
     return found
+
+
+def counted_by(lineage: Lineage) -> accounting.Accountant:
+    """Return the accountant that counts all executed and planned steps of this run."""
+    steps, terms = spending(lineage, lost=True, planned=True), lineage.settings
+    return accounting.counted_by(steps, delta=terms.delta, accountant=terms.accountant)
 
 
 def recorded(found: Iterable[str]) -> list[str]:
     """Return the caveats that weights trained on from these inherit: those not computed anew."""
-    computed_anew = (_EARLY, _LOST, _ROUNDED, *(kind.caveat for kind in MECHANISMS if kind.caveat))
+    computed_anew = (
+        _EARLY,
+        _LOST,
+        _ROUNDED,
+        BY_RDP,
+        *(kind.caveat for kind in MECHANISMS if kind.caveat),
+    )
     return [caveat for caveat in found if not caveat.startswith(computed_anew)]
 
 

@@ -19,7 +19,8 @@ moved by at most C on the other, and both directions are covered. Replacing one 
 Several segments go one after the other on the same data and with the same neighbours; their
 mechanisms and steps were all fixed before training ("planned").
 
-Accountants (RDP's bound is the answer where it is smaller, or PLD is out of its numerical depth):
+Accountants (RDP's bound is the answer where it is smaller, or where PLD's numbers cannot be had;
+`counted_by` names the accountant that counted):
 
 - `rdp`: Renyi DP of the sampled Gaussian (`rdp`). Proved for both directions.
 - `pld`, the default: privacy loss distributions (Koskela, Jalko & Honkela 2020; `pld`). Tight, and
@@ -35,18 +36,17 @@ from collections.abc import Callable, Sequence
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Literal, get_args
 
+from torchtitan_dp.privacy.mechanism import PoissonGaussian
 from torchtitan_dp.privacy.pld import pld_epsilon
 from torchtitan_dp.privacy.rdp import rdp_epsilon
 from torchtitan_dp.privacy.segments import Mechanism, Segment, composition
 
 Accountant = Literal["rdp", "pld"]
-_Excess = Callable[[float], float]
-_Point = tuple[float, float]  # log sigma, and its excess
 
 MAX_NOISE_MULTIPLIER = 1e4
 _MIN_NOISE_MULTIPLIER = 1e-4
 _AIM = 0.9995  # of the target: the middle of [0.999, 1]
-_TOLERANCE = 0.0004  # of an excess, around it
+_TOLERANCE = 0.00049  # of an excess, around it
 _POINTS: dict[Accountant, int] = {"pld": 20, "rdp": 100}  # of a curve
 
 
@@ -81,6 +81,21 @@ def compose(segments: Sequence[Segment], *, delta: float, accountant: Accountant
         return math.inf
     bound = rdp_epsilon(merged, delta)
     return min(bound, pld_epsilon(merged, delta)) if accountant == "pld" else bound
+
+
+def counted_by(segments: Sequence[Segment], *, delta: float, accountant: Accountant) -> Accountant:
+    """Return the accountant whose bound `compose` returns: "rdp" also where it counts in the place
+    of "pld".
+
+    >>> from torchtitan_dp.privacy.mechanism import PoissonGaussian
+    >>> few = Segment(PoissonGaussian(0.03, 0.01), 10)
+    >>> counted_by([few], delta=1e-5, accountant="pld")
+    'rdp'
+    """
+    merged = composition(segments)
+    if accountant == "rdp" or not merged or merged[0].noise_multiplier == 0:
+        return accountant
+    return "pld" if pld_epsilon(merged, delta) <= rdp_epsilon(merged, delta) else "rdp"
 
 
 def noise_for(
@@ -128,56 +143,53 @@ def noise_for(
     if steps == 0 or mechanism.sample_rate == 0:
         return 0.0
 
-    def excess(log_sigma: float) -> float:  # falls with sigma
-        coming = Segment(mechanism.with_noise(math.exp(log_sigma)), steps)
-        spent = compose([*before, coming], delta=delta, accountant=accountant)
-        return math.log(max(spent, 1e-300) / (_AIM * target_epsilon))
+    def root(coming: Mechanism, start: float) -> float:
+        def excess(log_sigma: float) -> float:  # falls with sigma
+            steps_to_come = Segment(coming.with_noise(math.exp(log_sigma)), steps)
+            spent = compose([*before, steps_to_come], delta=delta, accountant=accountant)
+            return math.log(max(spent, 1e-300) / (_AIM * target_epsilon))
 
-    return math.exp(_crossing(excess, *_bracket(excess, target_epsilon)))
+        return _root(excess, start, target_epsilon)
+
+    start = 0.0
+    if mechanism.round_steps > 1:  # a round takes seconds: begin where Poisson sampling ends
+        start = root(PoissonGaussian(1.0, mechanism.sample_rate), start)
+    return math.exp(root(mechanism, start))
 
 
-def _bracket(excess: _Excess, target_epsilon: float) -> tuple[_Point, _Point]:
-    """Find a log sigma of too little noise and one of enough, each with its excess."""
+def _root(excess: Callable[[float], float], start: float, target_epsilon: float) -> float:
+    """Find a log sigma whose excess is next to 0, by secants within a bracket: the side that does
+    not overshoot, even where epsilon jumps."""
     floor, ceiling = math.log(_MIN_NOISE_MULTIPLIER), math.log(MAX_NOISE_MULTIPLIER)
-    low = high = (0.0, excess(0.0))
-    least_stride = 0.1
-    while high[1] > _TOLERANCE:
-        if high[0] >= ceiling:
+    too_little, enough = (floor - 1, math.inf), (ceiling + 1, -math.inf)  # noise: the bracket
+    at, last, stride = start, None, 0.5
+    while abs((found := (at, excess(at)))[1]) > _TOLERANCE:
+        if found[1] > 0:
+            too_little = found
+        else:
+            enough = found
+        width = enough[0] - too_little[0]
+        if width <= 1e-7:
+            return enough[0]
+        if at == ceiling and found[1] > 0:
             raise ValueError(
                 f"privacy.target_epsilon = {target_epsilon} needs a noise multiplier above "
                 f"{MAX_NOISE_MULTIPLIER:g}; raise it, or lower training.steps or the sample rate"
             )
-        low = high
-        # Epsilon falls about as 1 / sigma or faster, but less where most was spent before.
-        log_sigma = min(high[0] + max(high[1], least_stride), ceiling)
-        least_stride *= 2
-        high = log_sigma, excess(log_sigma)
-    while low[1] < -_TOLERANCE:
-        if low[0] <= floor:
+        if at == floor and found[1] < 0:
             raise ValueError(
                 f"privacy.target_epsilon = {target_epsilon} is spent with hardly any noise; "
                 "lower it, or set privacy.noise_multiplier instead"
             )
-        high = low
-        log_sigma = max(low[0] - min(max(-low[1], 0.1), 1.0), floor)
-        low = log_sigma, excess(log_sigma)
-    return low, high
-
-
-def _crossing(excess: _Excess, low: _Point, high: _Point) -> float:
-    """Find a log sigma whose excess is next to 0: regula falsi, kept off the ends so that the
-    bracket shrinks from both sides."""
-    if abs(low[1]) <= _TOLERANCE:
-        return low[0]
-    while abs(high[1]) > _TOLERANCE and high[0] - low[0] > 1e-7:
-        share = low[1] / (low[1] - high[1]) if math.isfinite(low[1]) else 0.5
-        log_sigma = low[0] + (high[0] - low[0]) * min(max(share, 0.05), 0.95)
-        middle = log_sigma, excess(log_sigma)
-        if middle[1] > _TOLERANCE:
-            low = middle
-        else:
-            high = middle
-    return high[0]  # the side that does not overshoot, even where epsilon jumps
+        # Epsilon falls about as 1 / sigma^2, but less where most was spent before.
+        slope = -2.0 if last is None else (found[1] - last[1]) / (found[0] - last[0])
+        ahead = -found[1] / slope if slope < 0 else math.copysign(math.inf, found[1])
+        last = found
+        at = min(max(at + min(max(ahead, -stride), stride), floor), ceiling)
+        stride *= 2
+        if not too_little[0] < at < enough[0]:  # a secant that jumps back: bisect
+            at = too_little[0] + width / 2
+    return at
 
 
 class EpsilonCurve:

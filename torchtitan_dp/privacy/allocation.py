@@ -27,7 +27,7 @@ Guarantee:
     divergences are quasi-convex, so that without any amplification a round is one Gaussian
     mechanism of noise multiplier sigma: that is what `rdp` counts.
 
-    `round_distribution` is an upper bound: the package rounds losses up in "remove" and the sum of
+    `round_losses` is an upper bound: the package rounds losses up in "remove" and the sum of
     likelihood ratios down in "add", its truncated tails count as infinite loss, and its sums are of
     positive terms. The bound is tight for few rounds, within 0.1% of epsilon for one. Losses of
     each round are rounded by about 1% of 1 / sigma, so that of dozens of rounds it is loose.
@@ -35,43 +35,45 @@ Guarantee:
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:  # imported when it is used: it takes a second
-    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+from torchtitan_dp.privacy.losses import Losses
 
-_POINTS = 2_500  # of one step's losses: time grows with their square
+_POINTS = {False: 2_000, True: 2_500}  # of one step's losses: time grows with their square
 _DEVIATIONS = 16  # of one step's loss, about the width of its grid
 
 
 @functools.lru_cache(maxsize=16)
-def round_distribution(
-    sigma: float, steps: int, *, interval: float, log_tail: float
-) -> "PrivacyLossDistribution":
-    """Bound the privacy loss of one round, in both directions.
+def round_losses(
+    sigma: float, steps: int, has_several: bool, *, interval: float, log_tail: float
+) -> tuple[Losses, Losses]:
+    """Bound the privacy loss of one round, for "remove" and for "add".
 
     Args:
         steps: t, at least 2.
+        has_several: whether several rounds, whose roundings add up, are to be composed.
         interval: of the grid of losses.
         log_tail: ln of the mass that its tails may lose.
     """
-    from PLD_accounting import BoundType, compose_full_pld, rediscretize_dist_by_bound
+    from PLD_accounting import BoundType, rediscretize_dist_by_bound
 
-    both = (
+    found = [
         rediscretize_dist_by_bound(
             dist=dist,
             tail_truncation=math.exp(log_tail) / 2,
             loss_discretization=interval,
             bound_type=BoundType.DOMINATES,
         )
-        for dist in _both_directions(sigma, steps, log_tail)
-    )
-    remove, add = both
-    return compose_full_pld(remove_dist=remove, add_dist=add, bound_type=BoundType.DOMINATES)
+        for dist in _both_directions(sigma, steps, has_several, log_tail)
+    ]
+    remove, add = (Losses(d.grid.index_0, d.prob_arr, d.p_max, 0.0) for d in found)
+    return remove, add
 
 
 @functools.lru_cache(maxsize=16)
-def _both_directions(sigma: float, steps: int, log_tail: float) -> tuple[Any, Any]:
+def _both_directions(
+    sigma: float, steps: int, has_several: bool, log_tail: float
+) -> tuple[Any, Any]:
     """Bound the losses of "remove" and of "add", on the package's own grid."""
     from PLD_accounting import (
         AllocationSchemeConfig,
@@ -82,7 +84,7 @@ def _both_directions(sigma: float, steps: int, log_tail: float) -> tuple[Any, An
 
     roundings = 2 + 1.5 * math.log2(steps)  # about: the package divides its interval among them
     config = AllocationSchemeConfig(
-        loss_discretization=roundings * _DEVIATIONS / (sigma * _POINTS),
+        loss_discretization=roundings * _DEVIATIONS / (sigma * _POINTS[has_several]),
         tail_truncation=math.exp(log_tail) / 2,
     )
     params = PrivacyParams(sigma=sigma, num_steps=steps)

@@ -1,40 +1,33 @@
-"""Numerical accounting: privacy loss distributions (PLD), by Google's dp-accounting.
+"""Numerical accounting by privacy loss distributions (PLD).
 
 Guarantee
 ---------
 `pld_epsilon` is an upper bound on epsilon for neighbours in both directions, by construction and
-not by an error bar: each step's distribution is replaced by one on a grid that dominates it
-(connect the dots: Doroshenko, Ghazi, Kamath, Kumar & Manurangsi 2022), what the tails of steps and
-of their composition lose counts as infinite loss, and delta is lowered by what Fourier transforms
-in float64 may add to it. Add-or-remove and zero-out neighbours have the same distributions, of
-which both directions are composed and the worse one is returned. A round of random allocation
-counts as one step, whose distribution is the upper bound of `allocation`. Where these numbers
-cannot be had, the answer is infinity. `gaussian_epsilon` is exact but for float64's rounding,
-allowed for.
+not by an error bar, at a delta of 1e-15 as at 1e-5: each step's losses are replaced by masses on a
+grid that dominate them (`losses`; for a round of random allocation `allocation`), and composed with
+all that float64 may take from delta added to it (`tilted`). Add-or-remove and zero-out neighbours
+have the same losses, of which both directions are composed and the worse one is returned. Where
+its numbers cannot be had, the answer is infinity. `gaussian_epsilon` is exact but for float64's
+rounding, allowed for.
 
-The grid is fine enough for a bound within about 0.1% of the true epsilon, and coarser only where
-it would exceed `_MAX_POINTS`. `pld_profile` is the same bound at every epsilon at once.
+The grid is fine enough for a bound within about 0.1% of the true epsilon, and coarser only where it
+would exceed `_MAX_POINTS`. `pld_profile` is the same bound at every epsilon at once.
 """
 
-import dataclasses
 import functools
 import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from scipy.special import log_ndtr, ndtr
 
-from torchtitan_dp.privacy.allocation import round_distribution
-from torchtitan_dp.privacy.randomized import mixture_distribution
+from torchtitan_dp.privacy.allocation import round_losses
+from torchtitan_dp.privacy.losses import gaussian_losses
 from torchtitan_dp.privacy.rdp import loss_bound, rdp_epsilon
-from torchtitan_dp.privacy.segments import GaussianSteps, fft_noise
-
-if TYPE_CHECKING:  # imported when it is used: it takes a second
-    from dp_accounting.pld.pld_pmf import PLDPmf
-    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+from torchtitan_dp.privacy.segments import GaussianSteps
+from torchtitan_dp.privacy.tilted import Parts, Profile, chernoff, composed
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +35,7 @@ _COARSEST, _FINEST = 2.0**-6, 2.0**-40  # intervals of the grid of privacy losse
 _MAX_POINTS = 2**18  # of one step's distribution
 _MAX_COMPOSED_POINTS = 2**20
 _MAX_LOSS = 690.0  # of one step: its exp() must stay finite
-_TAIL = 1e-5  # share of delta that truncated tails may take, once for steps, once for sums
+_TAIL = 1e-5  # share of delta that truncated tails of steps may take
 
 
 @dataclass(frozen=True)
@@ -61,20 +54,16 @@ def pld_epsilon(segments: tuple[GaussianSteps, ...], delta: float) -> float:
     Args:
         segments: merged: at least one, noise and sample rate above 0.
     """
-    exact = is_one_gaussian(segments)
-    if exact or fft_noise(segments) <= delta / 2:
-        try:
-            with np.errstate(all="ignore"):  # log(0) and the like at the ends of the grid
-                if exact:
-                    bound = gaussian_epsilon(1 / segments[0].noise_multiplier, delta)
-                else:
-                    bound = min(bound for bound, _ in _attempts(segments, delta))
-        except (ArithmeticError, IndexError, ValueError) as why:
-            logger.info("PLD accounting failed: %s", why)
-        else:
-            if bound >= 0:  # not NaN
-                return bound
-    logger.info("PLD is out of its depth at %s: RDP", segments)
+    if is_one_gaussian(segments):
+        return gaussian_epsilon(1 / segments[0].noise_multiplier, delta)
+    try:
+        bound = min(bound for bound, _ in _attempts(segments, delta))
+    except (ArithmeticError, ValueError) as why:
+        logger.info("PLD accounting failed: %s", why)
+    else:
+        if 0 <= bound < math.inf:  # not NaN
+            return bound
+    logger.info("PLD is out of its depth at %s", segments)
     return math.inf
 
 
@@ -115,32 +104,6 @@ def gaussian_delta(mu: float, epsilons: np.ndarray) -> tuple[np.ndarray, np.ndar
     return value, 1e-14 * (1 + epsilons) * outside
 
 
-@dataclass(frozen=True, eq=False)
-class Profile:
-    """An upper bound on delta at every epsilon >= 0, in the worse of both directions.
-
-    Args:
-        interval: between the epsilons at which `deltas` holds; the first of them is 0.
-        deltas: (points,) float64, falling; the last also bounds delta at every larger epsilon.
-    """
-
-    interval: float
-    deltas: np.ndarray
-
-    def at(self, epsilons: np.ndarray) -> np.ndarray:
-        """Return the bound at each epsilon >= 0: float64, same shape.
-
-        Between points it is linear in e^epsilon: delta is convex in that, as the largest
-        P[S] - e^epsilon Q[S] over events S, so a chord lies above it.
-        """
-        position = epsilons / self.interval
-        left = np.minimum(np.floor(position), len(self.deltas) - 1).astype(int)
-        right = np.minimum(left + 1, len(self.deltas) - 1)
-        share = np.expm1(np.minimum(epsilons - left * self.interval, self.interval))
-        share = share / math.expm1(self.interval)
-        return self.deltas[left] + share * (self.deltas[right] - self.deltas[left])
-
-
 @functools.lru_cache(maxsize=16)
 def pld_profile(segments: tuple[GaussianSteps, ...], delta: float) -> Profile | None:
     """Compute PLD's upper bound on delta(epsilon) for all epsilons; None where it cannot be had.
@@ -149,79 +112,60 @@ def pld_profile(segments: tuple[GaussianSteps, ...], delta: float) -> Profile | 
         segments: merged: at least one, noise above 0.
         delta: about which the bound is to be tight: its grid and its tails are `pld_epsilon`'s.
     """
-    noise = fft_noise(segments)
-    aim = max(delta, 2 * noise)
     try:
-        with np.errstate(all="ignore"):  # as in pld_epsilon
-            *_, (_, total) = _attempts(segments, aim)
-            worse = np.maximum.reduce(_aligned(total._pmf_remove, total._pmf_add))
-    except (ArithmeticError, IndexError, ValueError) as why:
+        *_, (_, grid) = _attempts(segments, delta)
+        both = _both_directions(segments, grid)
+        tilt, _ = chernoff(both[0], grid.interval, delta)
+        # Each is a bound, tight about a delta of its own; of no tilt that is 1.
+        tilts = [share * tilt for share in (0.0, 0.3, 0.6, 1.0)]
+        found = [[composed(parts, grid.interval, t, delta) for t in tilts] for parts in both]
+    except (ArithmeticError, ValueError) as why:
         logger.info("PLD accounting failed: %s", why)
         return None
-    # Sums of up to 2^20 positive terms round by less than 2^-30 of themselves.
-    worse = np.minimum(worse * (1 + 2.0**-30) + noise, 1.0)
+    points = max(len(profile.deltas) for direction in found for profile in direction)
+    of_each = [
+        [np.pad(profile.deltas, (0, points - len(profile.deltas)), "edge") for profile in direction]
+        for direction in found
+    ]
+    worse = np.maximum(*(np.minimum.reduce(direction) for direction in of_each))
     if np.isnan(worse).any():
         logger.info("PLD is out of its depth at %s", segments)
         return None
     worse = np.minimum.accumulate(worse)  # delta falls with epsilon
     worse.setflags(write=False)  # it is shared by the cache
-    return Profile(total._pmf_remove._discretization, worse)
+    drift = max(direction[0].drift for direction in found)
+    return Profile(grid.interval, worse, drift)
 
 
-def _aligned(*pmfs: "PLDPmf") -> tuple[np.ndarray, ...]:
-    """Return each one's delta at the same multiples 0, 1, 2, … of the grid's interval."""
-    profiles = [_profile(pmf) for pmf in pmfs]
-    points = max(len(deltas) for deltas in profiles)
-    return tuple(np.pad(deltas, (0, points - len(deltas)), "edge") for deltas in profiles)
-
-
-def _profile(pmf: "PLDPmf") -> np.ndarray:
-    """Compute delta = E[(1 - e^(epsilon - loss))+] at each multiple of the interval d up to the
-    last loss.
-
-    By sums of positive terms, since a difference of two would lose digits where losses are small:
-    with W(k) = sum of p(l) e^(-(l - k) d) over l > k, and infinite loss beyond,
-    delta(k) - delta(k + 1) = (e^d - 1) W(k), and W(k) = e^-d (p(k + 1) + W(k + 1)).
-    """
-    from scipy.signal import lfilter  # a second to import
-
-    dense = pmf.to_dense_pmf()
-    first, d = dense._lower_loss, dense._discretization
-    positive = dense._probs[max(0, 1 - first) :]  # of losses d, 2 d, …
-    if first > 1:
-        positive = np.concatenate([np.zeros(first - 1), positive])
-    decay = math.exp(-d)
-    weighted = lfilter([decay], [1.0, -decay], positive[::-1])
-    rises = np.concatenate([[dense._infinity_mass], math.expm1(d) * weighted])
-    return np.cumsum(rises)[::-1]
-
-
-def _attempts(
-    segments: tuple[GaussianSteps, ...], delta: float
-) -> "Iterator[tuple[float, PrivacyLossDistribution]]":
-    """Yield epsilon at `delta` and the distribution behind it, on finer and finer grids."""
+def _attempts(segments: tuple[GaussianSteps, ...], delta: float) -> Iterator[tuple[float, _Grid]]:
+    """Yield epsilon at `delta` and its grid, on finer and finer grids."""
     rough, least = rdp_epsilon(segments, delta), math.inf
     grid = _grid(segments, delta, rough)
     for _ in range(3):  # `rough` may overestimate, and then the first grid is too coarse
-        total = _compose_on(grid, segments, delta)
-        bound = float(total.get_epsilon_for_delta(delta - fft_noise(segments)))
-        yield bound, total
-        least = min(least, bound)
+        both = _both_directions(segments, grid)
+        tilt, _ = chernoff(both[0], grid.interval, delta)
+        found = [composed(parts, grid.interval, tilt, delta).epsilon(delta) for parts in both]
+        yield max(found), grid
+        least = min(least, max(found))
         finer = _grid(segments, delta, least)
         if finer.interval > grid.interval / 4:
             break
         grid = finer
 
 
-def _compose_on(
-    grid: _Grid, segments: tuple[GaussianSteps, ...], delta: float
-) -> "PrivacyLossDistribution":
-    total = None
+def _both_directions(segments: tuple[GaussianSteps, ...], grid: _Grid) -> tuple[Parts, Parts]:
+    of_each = []
     for s in segments:
-        part = _steps(s, grid, _TAIL * delta)
-        total = part if total is None else total.compose(part, _TAIL * delta)
-    assert total is not None, "no segment, no distribution"
-    return total
+        if s.round_steps > 1:
+            assert s.ratios is None, "no accounting of estimated norms in rounds"
+            terms = s.noise_multiplier, s.round_steps, s.steps > 1
+            one = round_losses(*terms, interval=grid.interval, log_tail=grid.log_tail)
+        else:
+            rates = s.noise_multiplier, s.sample_rate, s.ratios
+            one = gaussian_losses(*rates, interval=grid.interval, log_tail=grid.log_tail)
+        of_each.append((one, s.steps))
+    remove, add = ([(one[way], steps) for one, steps in of_each] for way in (0, 1))
+    return remove, add
 
 
 def _grid(segments: tuple[GaussianSteps, ...], delta: float, rough: float) -> _Grid:
@@ -240,6 +184,8 @@ def _grid(segments: tuple[GaussianSteps, ...], delta: float, rough: float) -> _G
     log_tail = 10.0 * math.floor((log_delta + math.log(_TAIL / steps)) / 10)
     widest = max(_one_step_loss(s.least_noise, s.bounding_rate, log_tail) for s in segments)
     composed = 2 * loss_bound(segments, _TAIL * delta)
+    if any(s.ratios is not None for s in segments):
+        widest *= 2  # a point of a mixture takes a hundred times as long
     interval = max(wanted, 2 * widest / _MAX_POINTS, composed / _MAX_COMPOSED_POINTS, _FINEST)
     return _Grid(2.0 ** math.floor(math.log2(interval)), log_tail)
 
@@ -250,32 +196,3 @@ def _one_step_loss(sigma: float, q: float, log_tail: float) -> float:
     if whole > _MAX_LOSS:
         raise ArithmeticError(f"a privacy loss of {whole:.3g}")
     return max(math.log1p(q * math.expm1(whole)), -math.log1p(-q) if q < 1 else 0.0)
-
-
-@functools.lru_cache(maxsize=16)
-def _one_step(one: GaussianSteps, grid: _Grid) -> "PrivacyLossDistribution":
-    from dp_accounting.pld import privacy_loss_distribution
-
-    sigma, q, ratios, t = one.noise_multiplier, one.sample_rate, one.ratios, one.round_steps
-    if t > 1:
-        assert ratios is None, "no accounting of estimated norms in rounds"
-        return round_distribution(sigma, t, interval=grid.interval, log_tail=grid.log_tail)
-    if ratios is not None:
-        return mixture_distribution(
-            sigma, q, ratios, interval=grid.interval, log_tail=grid.log_tail
-        )
-    return privacy_loss_distribution.from_gaussian_mechanism(
-        sigma,
-        sampling_prob=q,
-        value_discretization_interval=grid.interval,
-        log_mass_truncation_bound=grid.log_tail,
-        pessimistic_estimate=True,
-        use_connect_dots=True,
-    )
-
-
-@functools.lru_cache(maxsize=8)
-def _steps(segment: GaussianSteps, grid: _Grid, tail: float) -> "PrivacyLossDistribution":
-    """Compose all steps of a segment; kept for questions about later segments."""
-    one = _one_step(dataclasses.replace(segment, steps=1), grid)
-    return one.self_compose(segment.steps, tail) if segment.steps > 1 else one

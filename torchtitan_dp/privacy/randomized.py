@@ -63,22 +63,19 @@ sees Z: it is in the output as a part of the mixture alone. So
 That c is independent of the others needs projections of each unit's own; if units shared them, Z
 would have to be accounted for as shown, as in the paper, which costs more. For exact norms Z = 1.
 
-Float64: losses are inverted to about 1e-12, which moves delta by its square; what lies beyond
-`log_tail` counts as infinite loss.
+`losses` has the mixture's losses.
 """
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy.special import chdtr, chdtri, ndtr
+from scipy.special import chdtr, chdtri
 
 if TYPE_CHECKING:  # imported when it is used: it takes a second
-    from dp_accounting.pld.pld_pmf import PLDPmf
-    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+    pass
 
 FEWEST, MOST = 8, 4096  # projections
 
@@ -150,140 +147,3 @@ def ratios(projections: int) -> Ratios:
     found.values.setflags(write=False)
     found.probabilities.setflags(write=False)
     return found
-
-
-def mixture_distribution(
-    sigma: float, q: float, ratios: Ratios, *, interval: float, log_tail: float
-) -> "PrivacyLossDistribution":
-    """Compute the privacy loss distribution of one step, pessimistically, by connecting the dots.
-
-    Args:
-        ratios: of what a drawn unit adds, over C.
-        interval: of the grid of losses.
-        log_tail: ln of the mass that may count as infinite loss.
-    """
-    from dp_accounting.pld import privacy_loss_distribution
-
-    mixture = Mixture(sigma, q, ratios.values, ratios.probabilities)
-    reach = sigma * math.sqrt(-2 * log_tail)
-    present = _distribution(
-        mixture.delta_present, mixture.loss(-reach), mixture.loss(mixture.largest + reach), interval
-    )
-    absent = _distribution(
-        mixture.delta_absent, -mixture.loss(reach), -mixture.loss(-reach), interval
-    )
-    return privacy_loss_distribution.PrivacyLossDistribution(present, absent)
-
-
-class Mixture:
-    """A unit's step in one dimension: absent, N(0, sigma^2); present, a mixture of Gaussians.
-
-    >>> exact = Mixture(1.0, 1.0, np.array([1.0]), np.array([1.0]))
-    >>> round(float(exact.delta_present(np.array([1.0]))[0]), 4)
-    0.1269
-    """
-
-    def __init__(
-        self, sigma: float, q: float, values: np.ndarray, probabilities: np.ndarray
-    ) -> None:
-        """
-        Args:
-            values, probabilities: (n,) float64, of how much a present unit adds.
-        """
-        self._sigma, self._q = sigma, q
-        self._values_N, self._probabilities_N = values, probabilities
-        self.largest = float(values[-1])
-        # At output x the ratio of densities is (1 - q) + sum of exp(slope x + offset).
-        self._slope_N = values / sigma**2
-        self._offset_N = np.log(q * probabilities) - values**2 / (2 * sigma**2)
-
-    def loss(self, output: float) -> float:
-        """Return ln of the density with the unit over that without, which rises with the output."""
-        return float(self._loss_and_slope(np.array([output]))[0][0])
-
-    def delta_present(self, epsilons: np.ndarray) -> np.ndarray:
-        """Compute sup over events of P[event | present] - e^epsilon P[event | absent].
-
-        Args:
-            epsilons: rising float64, of any sign.
-        """
-        found = -np.expm1(epsilons)  # where every output has a larger loss
-        inside = epsilons > self._least
-        outputs = self._outputs(epsilons[inside])
-        above = self._mixed(-outputs, -self._values_N)  # the probability of a larger output
-        found[inside] = above - np.exp(epsilons[inside]) * ndtr(-outputs / self._sigma)
-        return _falling(found)
-
-    def delta_absent(self, epsilons: np.ndarray) -> np.ndarray:
-        """Compute sup over events of P[event | absent] - e^epsilon P[event | present]."""
-        found = np.zeros_like(epsilons)  # where every output has a smaller loss
-        inside = -epsilons > self._least
-        outputs = self._outputs(-epsilons[inside][::-1])[::-1]
-        below = self._mixed(outputs, self._values_N)
-        found[inside] = ndtr(outputs / self._sigma) - np.exp(epsilons[inside]) * below
-        return _falling(found)
-
-    @property
-    def _least(self) -> float:
-        """The value that every loss exceeds."""
-        return math.log1p(-self._q) if self._q < 1 else -math.inf
-
-    def _outputs(self, losses: np.ndarray) -> np.ndarray:
-        """Return the outputs of these losses, which rise, by Newton's method from a table."""
-        if len(losses) == 0:
-            return np.zeros(0)
-        low, high = -self._sigma, self._sigma
-        while self.loss(low) > losses[0] and low > -1e6 * self._sigma:
-            low *= 2
-        while self.loss(high) < losses[-1]:
-            high *= 2
-        table = np.linspace(low, high, 4097)
-        known, _ = self._loss_and_slope(table)
-        outputs = np.interp(losses, known, table)
-        width = table[1] - table[0]
-        for _ in range(4):
-            now, slope = self._loss_and_slope(outputs)
-            step = (losses - now) / np.maximum(slope, 1e-300)
-            outputs = np.clip(outputs + np.clip(step, -width, width), low, high)
-        return outputs
-
-    def _loss_and_slope(self, outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the loss at each output, and its derivative."""
-        loss, slope = np.empty_like(outputs), np.empty_like(outputs)
-        for rows in _blocks(len(outputs)):
-            exponent_XN = np.multiply.outer(outputs[rows], self._slope_N) + self._offset_N
-            top_X = np.maximum(exponent_XN.max(axis=1), 0.0)
-            weight_XN = np.exp(exponent_XN - top_X[:, None])
-            total_X = weight_XN.sum(axis=1) + (1 - self._q) * np.exp(-top_X)
-            loss[rows] = top_X + np.log(total_X)
-            slope[rows] = weight_XN @ self._slope_N / total_X
-        return loss, slope
-
-    def _mixed(self, outputs: np.ndarray, means_N: np.ndarray) -> np.ndarray:
-        """Return the probability of a smaller output in a mixture with these means."""
-        found = np.empty_like(outputs)
-        for rows in _blocks(len(outputs)):
-            each_XN = ndtr(np.subtract.outer(outputs[rows], means_N) / self._sigma)
-            found[rows] = each_XN @ self._probabilities_N
-        return self._q * found + (1 - self._q) * ndtr(outputs / self._sigma)
-
-
-def _distribution(
-    deltas: Callable[[np.ndarray], np.ndarray], low: float, high: float, interval: float
-) -> "PLDPmf":
-    """Connect the dots between these losses; any range gives a bound, the wider the tighter."""
-    from dp_accounting.pld import pld_pmf
-
-    first, last = math.floor(low / interval), math.ceil(high / interval)
-    return pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(
-        interval, first, last, deltas(np.arange(first, last + 1) * interval)
-    )
-
-
-def _falling(deltas: np.ndarray) -> np.ndarray:
-    """Undo rounding, upwards: delta is a probability that falls with epsilon."""
-    return np.maximum.accumulate(np.clip(deltas, 0.0, 1.0)[::-1])[::-1]
-
-
-def _blocks(length: int) -> list[slice]:
-    return [slice(start, start + _ROWS) for start in range(0, length, _ROWS)]

@@ -306,11 +306,6 @@ def steps_in_a_row(mechanism: Mechanism, first: int, steps: int, run: str) -> li
     return [Segment(one, count, run) for one, count in counts.items()]
 
 
-def fft_noise(parts: Sequence[GaussianSteps]) -> float:
-    """Bound what float64 may add to or take from delta in the powers of Fourier transforms."""
-    return sum(part.steps for part in parts) * 4e-15
-
-
 def dp_event(parts: Sequence[GaussianSteps]) -> dict[str, Any] | None:
     """Return merged steps as a `dp_accounting.DpEvent`, the fields of `to_named_tuple` in a dict.
 
