@@ -75,14 +75,6 @@ DOORS = {
         transformers.PreTrainedModel._supports_attention_backend
         transformers.masking_utils.find_packed_sequence_indices
     """,
-    "privacy.pld": """
-        dp_accounting.pld.privacy_loss_distribution.PrivacyLossDistribution._pmf_add
-        dp_accounting.pld.privacy_loss_distribution.PrivacyLossDistribution._pmf_remove
-        dp_accounting.pld.pld_pmf.PLDPmf._discretization
-        dp_accounting.pld.pld_pmf.PLDPmf._infinity_mass
-        dp_accounting.pld.pld_pmf.DensePLDPmf._lower_loss
-        dp_accounting.pld.pld_pmf.DensePLDPmf._probs
-    """,
 }
 """Private names, by the one module that may use them."""
 

@@ -29,7 +29,7 @@ class Privacy:
     """C: the norm that each unit's gradient is clipped to."""
 
     accountant: Literal["rdp", "pld"] = "pld"
-    """How epsilon is computed: `pld` (tight, pessimistic by construction; Google's dp-accounting),
+    """How epsilon is computed: `pld` (tight at any delta, pessimistic by construction),
     `rdp` (looser, quick; Opacus')."""
 
     initial_weights_public: bool = False
