@@ -31,6 +31,7 @@ from torchtitan_dp.privacy.randomized import Ratios
 
 UNIT = 2.0**-53  # of rounding in float64
 _TAIL_ROUNDING = 8 * UNIT  # of a Gaussian tail, relative, over 1 + t^2
+_SUBNORMAL = 1e-300  # below it tails have an absolute rounding
 _FARTHEST = 1e4  # deviations, beyond which float64 has no mass
 _TABLE = 2**14  # outputs, from which Newton's method starts
 _NEWTON_STEPS = 2
@@ -118,7 +119,7 @@ def _cells(t_E: np.ndarray, weight: float) -> np.ndarray:
     """Return the normal distribution's mass below, between and above these rising points, times a
     weight, and a bound on the rounding of each: (2, points + 1)."""
     tail = ndtr(-np.abs(t_E))
-    rounding = np.pad(_TAIL_ROUNDING * (1 + t_E**2) * tail, 1)
+    rounding = np.pad(_TAIL_ROUNDING * (1 + t_E**2) * (tail + _SUBNORMAL), 1)
     right, tail = np.pad(t_E > 0, 1, constant_values=(False, True)), np.pad(tail, 1)
     straddles = right[1:] != right[:-1]
     masses = np.where(straddles, 1 - tail[1:] - tail[:-1], np.abs(np.diff(tail)))
