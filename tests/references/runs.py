@@ -20,8 +20,12 @@ import numpy
 import scipy
 import torch
 
+from tests.accounts import mechanism
 from tests.processes.runs import train, with_sigma, write_records
 from tests.test_meshes import arguments, read_weights
+from torchtitan_dp.privacy.accounting import compose, noise_for
+from torchtitan_dp.privacy.mechanism import AllocatedGaussian, BandedGaussian
+from torchtitan_dp.privacy.segments import Mechanism, Segment
 
 MESHES = {"1": (1, 1), "cp2": (1, 2), "dp2_cp2": (2, 2)}  # dp_shard, cp
 PAIRS = ("--training.local_batch_size=2",)
@@ -66,20 +70,44 @@ CASES = {
     **{f"{name}, {mesh}": (o, mesh) for name, o in OPTIONS.items() for mesh in ("1", "cp2")},
     "lora, dp2_cp2": (OPTIONS["lora"], "dp2_cp2"),
 }
-# What `compose` is asked for: noise, rate, steps and projections of each segment.
-SPENDINGS: dict[str, tuple[str, float, list[tuple[float, float, int, int]]]] = {
-    f"{accountant} {name}": (accountant, delta, segments)
-    for name, delta, segments in (
-        ("usual", 1e-5, [(0.8, 0.01, 500, 0)]),
-        ("resumed", 1e-5, [(0.8, 0.01, 200, 0), (0.8, 0.01, 300, 0)]),
-        ("more noise after", 1e-6, [(0.7, 0.02, 40, 0), (1.1, 0.02, 400, 0)]),
-        ("all units at each step", 1e-5, [(12.0, 1.0, 100, 0)]),
-        ("of two runs", 1e-7, [(0.9, 0.004, 700, 0), (4.0, 1.0, 20, 0), (0.6, 0.001, 64, 0)]),
-        ("estimated", 1e-5, [(1.0, 0.01, 200, 32)]),
-        ("estimated in part", 1e-5, [(1.0, 0.01, 100, 32), (1.0, 0.01, 100, 0)]),
-    )
-    for accountant in ("pld", "rdp")
+USUAL = ("poisson", 0.8, 0.01, 500)
+# What `compose` is asked for: kind, noise, rate, steps, and projections, bands or a round's steps.
+SETTINGS: dict[str, tuple[float, tuple[tuple[Any, ...], ...]]] = {
+    "usual": (1e-5, (USUAL,)),
+    "usual, 1e-8": (1e-8, (USUAL,)),
+    "usual, 1e-12": (1e-12, (USUAL,)),
+    "resumed": (1e-5, (("poisson", 0.8, 0.01, 200), ("poisson", 0.8, 0.01, 300))),
+    "more noise after": (1e-6, (("poisson", 0.7, 0.02, 40), ("poisson", 1.1, 0.02, 400))),
+    "all units at each step": (1e-5, (("poisson", 12.0, 1.0, 100),)),
+    "of two runs": (
+        1e-7,
+        (("poisson", 0.9, 0.004, 700), ("poisson", 4.0, 1.0, 20), ("poisson", 0.6, 0.001, 64)),
+    ),
+    "many steps": (1.1e-10, (("poisson", 0.614, 4e-5, 100_000),)),
+    "few steps": (1e-5, (("poisson", 0.4463, 0.0141, 30),)),
+    "half of all units": (1e-4, (("poisson", 2.0, 0.5, 20),)),
+    "estimated": (1e-5, (("estimated", 1.0, 0.01, 200, 32),)),
+    "estimated, 1e-12": (1e-12, (("estimated", 1.0, 0.01, 200, 32),)),
+    "estimated from 256": (1e-6, (("estimated", 0.8, 0.02, 100, 256),)),
+    "estimated in part": (1e-5, (("estimated", 1.0, 0.01, 100, 32), ("poisson", 1.0, 0.01, 100))),
+    "bands": (1e-5, (("bands", 0.8, 0.01, 400, 8),)),
+    "bands, 1e-12": (1e-12, (("bands", 0.8, 0.01, 400, 8),)),
+    "bands after steps": (1e-6, (USUAL, ("bands", 1.0, 0.01, 400, 4))),
+    "a round": (1e-5, (("rounds", 0.6, 1 / 64, 64, 64),)),
+    "rounds": (1e-6, (("rounds", 0.8, 1 / 20, 60, 20),)),
+    "rounds, 1e-12": (1e-12, (("rounds", 0.8, 1 / 20, 60, 20),)),
+    "rounds after steps": (1e-5, (USUAL, ("rounds", 0.8, 1 / 20, 40, 20))),
 }
+SPENDINGS = [f"{accountant} {name}" for name in SETTINGS for accountant in ("pld", "rdp")]
+TARGETS = {"poisson": 8.0, "estimated": 2.0, "bands": 3.0, "rounds": 8.0}  # epsilon, of each sigma
+
+
+def mechanism_of(kind: str, sigma: float, rate: float, *more: int) -> Mechanism:
+    if kind == "bands":
+        return BandedGaussian(sigma, rate, bands=more[0])
+    if kind == "rounds":
+        return AllocatedGaussian(sigma, rate, round_steps=more[0])
+    return mechanism(sigma, rate, *more)
 
 
 def machine() -> str:
@@ -133,12 +161,23 @@ def weights_of(case: str, folder: Path) -> dict[str, str]:
 
 def epsilon_of(case: str) -> str:
     """Return an accountant's epsilon, to the last digit."""
-    from tests.accounts import steps_of
-    from torchtitan_dp.privacy.accounting import compose
+    accountant, _, name = case.partition(" ")
+    delta, parts = SETTINGS[name]
+    segments = [
+        Segment(mechanism_of(kind, sigma, rate, *more), steps)
+        for kind, sigma, rate, steps, *more in parts
+    ]
+    return repr(compose(segments, delta=delta, accountant=accountant))
 
-    accountant, delta, segments = SPENDINGS[case]
-    composed = compose([steps_of(*s) for s in segments], delta=delta, accountant=accountant)
-    return repr(composed)
+
+def sigma_of(kind: str) -> str:
+    """Return the noise for a target, to the last digit."""
+    _, _, rate, steps, *more = {
+        "poisson": USUAL,
+        **{parts[0][0]: parts[0] for _, parts in SETTINGS.values() if parts[0][0] != "poisson"},
+    }[kind]
+    terms = {"target_epsilon": TARGETS[kind], "delta": 1e-6, "accountant": "pld"}
+    return repr(noise_for(mechanism_of(kind, 1.0, rate, *more), steps, **terms))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,16 +187,18 @@ class Reference:
     machine: str
     weights: dict[str, dict[str, str]]
     epsilons: dict[str, str]
+    sigmas: dict[str, str]
 
 
 def main(file: str, *cases: str) -> None:
     weights: dict[str, Any] = {}
     epsilons = {} if cases else {case: epsilon_of(case) for case in SPENDINGS}
+    sigmas = {} if cases else {kind: sigma_of(kind) for kind in TARGETS}
     for case in cases or CASES:
         with tempfile.TemporaryDirectory() as folder:
             weights[case] = weights_of(case, Path(folder))
         print(case, weights[case], flush=True)
-        found = Reference(machine(), weights, epsilons)
+        found = Reference(machine(), weights, epsilons, sigmas)
         Path(file).write_text(json.dumps(dataclasses.asdict(found), indent=1) + "\n")
 
 

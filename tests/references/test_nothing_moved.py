@@ -1,8 +1,9 @@
-"""Three noisy steps and fourteen epsilons, as commit 82bacc4 computed them.
+"""Three noisy steps, as commit 82bacc4 computed them; 42 epsilons and four sigmas of the version
+that composes losses by tilted transforms.
 
 The references are of PyTorch 2.13, numpy 2.4 and scipy 1.17 on a CPU with AVX-512:
 `python -m tests.references.runs`, with PYTHONPATH at that commit. With others weights are compared
-in a few digits, and epsilons in seven: other Fourier transforms moved them by 3e-9. Those with
+in a few digits, and epsilons in seven: other Fourier transforms move them. Weights with
 `secure_noise` are of the version that began to draw units from SHAKE-256; with draws from Philox
 its weights were those of 82bacc4. All weights are of the version that took transformers' Llama in
 the place of TorchTitan's: cases that were equal before it were equal after it.
@@ -13,7 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.references.runs import CASES, SPENDINGS, epsilon_of, machine, weights_of
+from tests.references.runs import (
+    CASES,
+    SPENDINGS,
+    TARGETS,
+    epsilon_of,
+    machine,
+    sigma_of,
+    weights_of,
+)
 
 REFERENCE = json.loads((Path(__file__).parent / "82bacc4.json").read_text())
 
@@ -22,7 +31,8 @@ BY_DEFAULT = {"microbatch, cp2", "randomized, 1", "prompts, 1", "windows, 1", "l
 
 def test_every_case_has_a_reference() -> None:
     assert REFERENCE["weights"].keys() == CASES.keys()
-    assert REFERENCE["epsilons"].keys() == SPENDINGS.keys()
+    assert list(REFERENCE["epsilons"]) == SPENDINGS
+    assert REFERENCE["sigmas"].keys() == TARGETS.keys()
 
 
 @pytest.mark.slow
@@ -43,3 +53,9 @@ def test_epsilon_to_the_last_digit(case: str) -> None:
     is_exact = machine() == REFERENCE["machine"]
     assert float(found) == pytest.approx(float(expected), rel=1e-14 if is_exact else 1e-7)
     assert found == expected or not is_exact
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", TARGETS)
+def test_the_noise_of_a_target(kind: str) -> None:
+    assert float(sigma_of(kind)) == pytest.approx(float(REFERENCE["sigmas"][kind]), rel=1e-7)
