@@ -36,7 +36,7 @@ from torchtitan_dp.ledger.settings import Settings
 from torchtitan_dp.ledger.spending import compose, initial_steps, spending
 from torchtitan_dp.ledger.spending import epsilon as epsilon_of
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.banded import INDEPENDENT
+from torchtitan_dp.privacy.coefficients import INDEPENDENT
 from torchtitan_dp.privacy.segments import steps_in_a_row
 
 

@@ -23,8 +23,7 @@ from torchtitan_dp.ledger.lineage import Lineage
 from torchtitan_dp.ledger.settings import HeldOutLosses, Settings, scheduled
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.accounting import rounded_up
-from torchtitan_dp.privacy.banded import INDEPENDENT
-from torchtitan_dp.privacy.coefficients import found_for
+from torchtitan_dp.privacy.coefficients import INDEPENDENT, found_for
 from torchtitan_dp.privacy.mechanism import mechanism_of
 from torchtitan_dp.privacy.published_loss import LossNoise, noise_of
 from torchtitan_dp.privacy.segments import Segment

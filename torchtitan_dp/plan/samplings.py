@@ -9,7 +9,7 @@ from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.ledger.spending import initial_steps
 from torchtitan_dp.privacy.accounting import compose, rounded_up
-from torchtitan_dp.privacy.banded import INDEPENDENT
+from torchtitan_dp.privacy.coefficients import INDEPENDENT
 from torchtitan_dp.privacy.segments import Segment
 
 WORTH = 0.98

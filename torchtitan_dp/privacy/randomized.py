@@ -76,11 +76,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy.special import chdtr, chdtri, ndtr
 
+from torchtitan_dp.privacy.settings import FEWEST, MOST
+
 if TYPE_CHECKING:  # imported when it is used: it takes a second
     from dp_accounting.pld.pld_pmf import PLDPmf
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
-FEWEST, MOST = 8, 4096  # projections
 
 _POINTS = 256  # the values that Z is rounded up to
 _BEYOND = 1e-6  # P[X_1 <= x] at the largest ratio

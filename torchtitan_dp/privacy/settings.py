@@ -6,6 +6,8 @@ The docstring below each field is its reference, as in `config/__init__.py`.
 from dataclasses import dataclass, field
 from typing import Literal
 
+FEWEST, MOST = 8, 4096  # projections
+
 
 @dataclass
 class Privacy:
