@@ -225,18 +225,13 @@ def test_several_mistakes_are_one_answer(tmp_path, data, capsys):
 
 
 def test_a_configuration_is_judged_without_pytorch(tmp_path, data):
-    """A wrong one before any import of it, and a right one too: seconds, at each start."""
+    """Importing it takes seconds."""
     forks.need()
-    code = "import sys; from torchtitan_dp.config.load import load_config; load_config(sys.argv[1:], 1)"
+    code = "import sys; from torchtitan_dp.config import load; load.load_config(sys.argv[1:], 1)"
     given = [*arguments(tmp_path / "out", data), "--data.no-length_buckets"]
-    for options, said_ in (
-        (given, ""),
-        ([*given, "--training.steps=0"], "training.steps = 0: must"),
-    ):
-        done = said(sys.executable, "-c", f"{code}; print(*sys.modules)", *options)
-        assert said_ in done.stderr
-        if not said_:
-            assert not {"torch", "torchtitan"} & {*done.stdout.split()}
+    done = said(sys.executable, "-c", f"{code}; print(*sys.modules)", *given)
+    done.check_returncode()
+    assert not {"torch", "torchtitan"} & {*done.stdout.split()}
 
 
 @pytest.mark.parametrize("room", ["plan", "tune", "audit", "selfcheck"])
