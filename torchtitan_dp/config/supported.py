@@ -132,7 +132,7 @@ _RANGES: dict[str, _Range] = {
     "optimizer.name": _one_of("AdamW", "Adam", "MomentumSGD"),
     "optimizer.beta1": _BELOW_1,
     "optimizer.beta2": _BELOW_1,
-    "optimizer.lr": _least(0, "0 or more (1e-3, say)"),
+    "optimizer.lr": _least(0, "a positive number (1e-3, say)"),
     "optimizer.eps": _NOT_NEGATIVE,
     "optimizer.weight_decay": _NOT_NEGATIVE,
     "lr_scheduler.warmup_steps": _NOT_NEGATIVE,

@@ -41,6 +41,7 @@ from torchtitan_dp.models.flavors import on_meta
 from torchtitan_dp.models.hugging_face import check_weights, origin, shape
 from torchtitan_dp.models.hugging_face_weights import EXPORT_FOLDER, tokenizer_files
 from torchtitan_dp.models.parameters import trainable_parameters
+from torchtitan_dp.preflight.learning import check_learning
 from torchtitan_dp.preflight.machine import check_attention, check_norms
 from torchtitan_dp.privacy.clipping import clip_policy
 from torchtitan_dp.process import untested
@@ -90,6 +91,7 @@ def check_run(config: JobConfig, *, units: int | None = None) -> Checked:
     Raises ValueError, one line. `units` is the number of units, for a plan without records.
     """
     check_packages(config)
+    check_learning(config)
     start = decide_start(config)
     refuse_another_optimizer(config, start)
     args = check_model(config, start)
@@ -102,7 +104,7 @@ def check_run(config: JobConfig, *, units: int | None = None) -> Checked:
         fraction = config.data.heldout_fraction
         records = Records.empty(source_of(config), units, fraction)
         samples = build_samples(records, config)
-    if config.data.on_undecodable == "error" and (bad := records.undecodable()):
+    if units is None and config.data.on_undecodable == "error" and (bad := records.undecodable()):
         raise ValueError(
             f"data.on_undecodable = 'error': {bad} of {len(records.store)} records cannot be "
             "decoded; fix them, or set it to 'empty' (they then contribute nothing)"
@@ -264,7 +266,7 @@ def show_records(config: JobConfig, checked: Checked) -> None:
 
 def notices(config: JobConfig) -> list[str]:
     """List the notices of the configuration, and of releases that are not tested."""
-    lines = [never_trained(config), _beyond_the_window(config), _left_out(config)]
+    lines = [never_trained(config), _beyond_the_window(config), _left_out(config), _rises(config)]
     return untested() + [line for line in lines if line is not None] + _without_effect(config)
 
 
@@ -278,6 +280,18 @@ def tokenizer_lines(config: JobConfig, source: Source) -> list[str]:
         end = "the tokenizer has no eos: the model never learns to stop"
     named = f"tokenizer: {source.tokenizer.describe()}" + (f", from {where}" if where else "")
     return [named, *filter(None, [end])]
+
+
+def _rises(config: JobConfig) -> str | None:
+    """Describe a warm-up that no step follows; None if some do."""
+    warmup, steps = config.lr_scheduler.warmup_steps, config.training.steps
+    if warmup < steps:
+        return None
+    share = steps / min(warmup, config.lr_scheduler.total_steps or steps)
+    return (
+        f"lr_scheduler.warmup_steps = {warmup:,}: the learning rate rises in all {steps:,} "
+        f"training.steps, up to {share:.2g} of optimizer.lr; lower it"
+    )
 
 
 def _without_effect(config: JobConfig) -> list[str]:
