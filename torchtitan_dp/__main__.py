@@ -5,6 +5,7 @@ command's own options.
 """
 
 import contextlib
+import difflib
 import os
 import runpy
 import sys
@@ -94,8 +95,9 @@ def config_path(name: str) -> Path:
         return path
     configs = shipped()
     if name.removesuffix(".toml") not in configs:
-        names = ", ".join(configs)
-        _refuse(f"'{name}': no such file; shipped configurations: {names}")
+        close = difflib.get_close_matches(name.removesuffix(".toml"), configs, n=1)
+        hint = f"did you mean {close[0]}?" if close else "--help lists the shipped configurations"
+        _refuse(f"'{name}': no such file; {hint}")
     return configs[name.removesuffix(".toml")]
 
 

@@ -190,7 +190,7 @@ training.steps → --training.steps: its value is missing; give a whole
 training.steps privacy.enable → its value is missing
 job.config_file=/nowhere.toml
 training.steps=4 stray → 'stray': neither an option
-lora.targets q_proj k → --lora.targets … k: a list is one word with commas; write --lora.targets a,b
+lora.targets q_proj k → 'k' after --lora.targets: a list is one word with commas; write
 """
 WORDS = {"a", "512", "None", "true", "stray", "q_proj", "k"}  # not options
 

@@ -173,7 +173,8 @@ def _check_delta(config: JobConfig, units: int) -> list[str]:
         bounds = [public, ("not private: ", *bounds[0][1:])]
     warnings: list[str] = []
     for label, most, source in bounds:
-        given, less = f"{label}privacy.delta = {delta:g}", "use a tenth of that or less"
+        given = f"{label}privacy.delta = {delta:g}"
+        less = f"use a tenth of that, {accounting.rounded_down(most / 10, digits=2)}, or less"
         if _reaches(delta, most):
             mistake = (
                 f"{given}: at least {source}, which allows publishing a {word} outright; {less}"

@@ -294,5 +294,6 @@ def refuse_delta_of_losses(config: JobConfig, heldout: int) -> None:
         word = unit_word(config)
         raise ValueError(
             f"{key} = {delta:g}: at least 1 / number of held-out {word}s ({1 / heldout:.2g}), "
-            f"which allows publishing a {word} outright; use a tenth of that or less"
+            f"which allows publishing a {word} outright; use a tenth of that, "
+            f"{accounting.rounded_down(0.1 / heldout, digits=2)}, or less"
         )

@@ -14,6 +14,7 @@ from torchtitan_dp.config.derived import (
     DEGREES,
     mesh_degrees,
     publishing_key,
+    unit_word,
 )
 from torchtitan_dp.config.keys import Mistakes
 from torchtitan_dp.config.supported import Row, refusals, unsupported
@@ -290,7 +291,7 @@ def _privacy(config: JobConfig) -> Iterator[Row]:
     )
     yield (
         privacy.delta is None,
-        "privacy.delta: choose it well below 1 / number of records (1e-5, say)",
+        f"privacy.delta: choose a tenth of 1 / number of {unit_word(config)}s, or less (1e-5, say)",
     )
     yield (
         privacy.noise == "banded" and privacy.bands == "auto" and epsilon is None,

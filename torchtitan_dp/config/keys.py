@@ -207,7 +207,7 @@ def _stray(word: str, option: str, known: dict[str, Any]) -> str:
     if known.get(_switched(option)) is bool:
         return f"--{option} {word}: {_switch(_switched(option))}"
     if typing.get_origin(known.get(option)) is list:
-        return f"--{option} … {word}: a list is one word with commas; write --{option} a,b"
+        return f"{word!r} after --{option}: a list is one word with commas; write --{option} a,b"
     return f"{word!r}: neither an option (--section.key) nor the value of one; remove it"
 
 

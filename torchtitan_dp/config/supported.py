@@ -183,7 +183,7 @@ _RANGES: dict[str, _Range] = {
     "validation.publish_clip": _above(0, "a positive number of nats (4, say)"),
     "validation.publish_delta": (
         lambda delta: 0 < delta < 1,
-        "between 0 and 1, and well below 1 / number of held-out records",
+        "between 0 and 1 (a tenth of 1 / number of held-out units, or less)",
     ),
     "privacy.target_epsilon": _POSITIVE,
     # With the largest clipping norm, fp32 still has the square of a gradient, which Adam keeps.

@@ -146,7 +146,8 @@ def machine_of(options: argparse.Namespace, world_size: int) -> Machine | None:
         raise ValueError(
             f"--machine = '{options.machine}': it was measured on one node, ranks: "
             f"{found.ranks_a_node}; for --gpus {world_size} measure a node of as many (torchrun "
-            f"--nproc_per_node {world_size} … --calibrate), or name one of {', '.join(MACHINES)}"
+            f"--nproc_per_node {world_size} -m torchtitan_dp.plan --calibrate FILE), or name one "
+            f"of {', '.join(MACHINES)}"
         )
     return found
 

@@ -33,8 +33,9 @@ class Samplings:
 
     def sentence(self) -> str:
         """Return the recommended sampling, and the reason."""
+        advice = "take" if self.best == "allocation" else "keep"
         return (
-            f"sampling: privacy.sampling = '{self.best}': with sigma = "
+            f"sampling: {advice} privacy.sampling = '{self.best}': with sigma = "
             f"{self.noise_multiplier:.4g}, at which 'poisson' spends epsilon = {self.target:g}, "
             f"'allocation' spends {rounded_up(self.epsilon, digits=4)}, in whole rounds of "
             f"{self.round_steps} steps"

@@ -19,6 +19,7 @@ Guarantee:
 
 import contextlib
 import dataclasses
+import math
 import os
 import signal
 import subprocess
@@ -54,6 +55,9 @@ from torchtitan_dp.tune.folder import (
     state_of,
 )
 from torchtitan_dp.tune.trials import Search, Trial
+
+TELLS_APART = 0.3
+"""The difference of two trials' losses, in nats, that a search must show, a heuristic."""
 
 _LOG_WIDTH = 250  # where there is no terminal that a table could be too wide for
 _EXIT_MISTAKE, _EXIT_STOPPED = 2, 75  # of the launcher
@@ -108,6 +112,15 @@ def _announce(search: Search, state: State, epsilon: float) -> Total:
         f"published losses: of {units:,} held-out {unit_word(search.config)}s, with noise of "
         f"standard deviation {deviation:.2g} nats"
     )
+    if deviation > TELLS_APART / 3:
+        word, enough = unit_word(search.config), math.ceil(units * 3 * deviation / TELLS_APART)
+        raise ValueError(
+            f"--epsilon = {epsilon:g}: noise of {deviation:.2g} nats hides which recipe is better; "
+            f"losses that are {TELLS_APART:g} nats apart (a heuristic) show by a third of that: "
+            f"hold out more (data.heldout_fraction: about {enough:,} {word}s, now {units:,}), "
+            f"lower validation.publish_clip (now {losses.clip:g}), try fewer values, or raise "
+            "--epsilon"
+        )
     return spent
 
 
