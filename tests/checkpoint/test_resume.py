@@ -87,7 +87,7 @@ def test_a_run_ends_at_its_step(finished):
         (("--training.global_batch_size=4",), "training.global_batch_size", ("4", "3")),
         (("--privacy.sample_rate=0.25",), "privacy.sample_rate", ("0.25", "0.125")),
         (with_sigma(3), "privacy.noise_multiplier", ("3.0", "0.49")),
-        (("--training.steps=8",), "privacy.target_epsilon", ("8", "training.steps")),
+        (("--training.steps=8",), "training.steps", ("8", "was started with 4, for which")),
     ],
 )
 def test_changed_terms_are_refused(finished, capsys, overrides, key, values):

@@ -6,7 +6,7 @@ from tests import build
 from torchtitan_dp.checkpoint.start import own_checkpoint
 from torchtitan_dp.models import flavors
 from torchtitan_dp.preflight import machine
-from torchtitan_dp.preflight.check import check_model
+from torchtitan_dp.preflight.check import check_names
 
 FP32 = "--training.mixed_precision_param=float32"
 LONG = r"training.seq_len = .*raise parallelism\.context_parallel_degree"
@@ -16,7 +16,7 @@ def test_a_run_that_resumes_needs_its_models_folder(tmp_path):
     """Without it the flavor's shape would count, and the checkpoint seem to be of another model."""
     config = build.config("--model.hf_assets_path=gone")
     with pytest.raises(ValueError, match=r"^model\.hf_assets_path = 'gone': no such folder; name"):
-        check_model(config, own_checkpoint(str(tmp_path), 10))
+        check_names(config, own_checkpoint(str(tmp_path), 10))
 
 
 @pytest.mark.parametrize(

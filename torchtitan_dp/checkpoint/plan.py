@@ -108,7 +108,7 @@ def make_plan(
             raise ValueError(_unlike(config.job.dump_folder, problem))
     refuse_more_losses(config, ledger)
     _refuse_interval(config, ledger.settings)
-    epsilon = refuse_overspending(config, ledger)
+    epsilon = refuse_overspending(config, ledger, begun_with=weights and weights.planned_steps)
     stated = max(epsilon, compose(ledger, spending(ledger, lost=True, planned=True)))
     if sigma == 0:
         ledger = ledger.marked_not_private("privacy.noise_multiplier = 0")
@@ -197,16 +197,26 @@ def _reaches(value: float, bound: float) -> bool:
     return value >= bound * (1 - 1e-9)
 
 
-def refuse_overspending(config: JobConfig, ledger: Lineage) -> float:
-    """Return the epsilon after a run's last step; raise ValueError if it is above the target."""
+def refuse_overspending(config: JobConfig, ledger: Lineage, begun_with: int | None = None) -> float:
+    """Return the epsilon after a run's last step; raise ValueError if it is above the target.
+
+    Args:
+        begun_with: the `training.steps` of this run's last start, if there was one.
+    """
     privacy, steps = config.privacy, config.training.steps
     epsilon = epsilon_of(ledger, max(steps, ledger.steps))
     if privacy.target_epsilon is not None and epsilon > privacy.target_epsilon:
+        spends = f"would spend {accounting.rounded_up(epsilon)}"
+        if begun_with not in (None, steps):
+            raise ValueError(
+                f"training.steps = {steps}: this run was started with {begun_with}, for which its "
+                f"noise was fixed, and more {spends}; set it back, raise privacy.target_epsilon "
+                f"(now {privacy.target_epsilon:g}), or start afresh in another job.dump_folder"
+            )
         raise ValueError(
             f"privacy.target_epsilon = {privacy.target_epsilon:g}: this run's noise was fixed at "
-            f"its first start, and {steps} training.steps would spend "
-            f"{accounting.rounded_up(epsilon)}; lower training.steps, raise the target, or "
-            "start afresh in another job.dump_folder"
+            f"its first start, and {steps} training.steps {spends}; lower training.steps, raise "
+            "the target, or start afresh in another job.dump_folder"
         )
     return epsilon
 
