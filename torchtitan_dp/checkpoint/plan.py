@@ -108,7 +108,9 @@ def make_plan(
             raise ValueError(_unlike(config.job.dump_folder, problem))
     refuse_more_losses(config, ledger)
     _refuse_interval(config, ledger.settings)
-    epsilon = refuse_overspending(config, ledger, begun_with=weights and weights.planned_steps)
+    epsilon = refuse_overspending(
+        config, ledger, begun_with=weights.planned_steps if weights else None
+    )
     stated = max(epsilon, compose(ledger, spending(ledger, lost=True, planned=True)))
     if sigma == 0:
         ledger = ledger.marked_not_private("privacy.noise_multiplier = 0")

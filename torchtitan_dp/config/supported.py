@@ -223,9 +223,9 @@ def _shown(value: object) -> str:
 def out_of_range(config: JobConfig) -> Iterator[Row]:
     """Yield the rows of numbers that are not finite, and of values that a run would fail on."""
     for key, value, _ in values(config):
-        is_right, words = _RANGES.get(key, (lambda _: True, "a number"))
+        holds, words = _RANGES.get(key, (lambda _: True, "a number"))
         is_finite = not isinstance(value, int | float) or abs(value) <= sys.float_info.max
-        is_right = value is None or (is_finite and is_right(value))
+        is_right = value is None or (is_finite and holds(value))
         yield not is_right, f"{key}: must be {'' if is_finite else 'finite, '}{words}"
         most = _MOST.get(key, _LARGEST)
         is_more = isinstance(value, int) and is_right and abs(value) > most

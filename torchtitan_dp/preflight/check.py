@@ -131,9 +131,11 @@ def check_folder(
         refuse_private_folder(folder)
         return None, None
     if units is None:
-        data, fields = config.data, {key: field for field, key in source.reading.keys.items()}
-        held = {"data.unit_field": data.unit_field, "data.heldout_fraction": data.heldout_fraction}
-        check_records(folder, None, held | fields)
+        data = config.data
+        settings: dict[str, object] = {key: field for field, key in source.reading.keys.items()}
+        settings["data.unit_field"] = data.unit_field
+        settings["data.heldout_fraction"] = data.heldout_fraction
+        check_records(folder, None, settings)
     refuse_another_optimizer(config, start)
     if (earlier := earlier_ledger(folder)) is None:
         return None, None
