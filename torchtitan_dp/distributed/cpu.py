@@ -4,9 +4,9 @@ This is the one place where the package changes other libraries' globals. On a m
 accelerator `install()` changes gloo's groups only. Each change is a function that names what is
 missing; `tests/distributed/test_cpu.py` fails when a new TorchTitan makes it unnecessary.
 
-While it is imported, TorchTitan compiles attention functions that no run here uses, and imports
-others of the compiler, which loads all of that, and Hugging Face's `datasets` with pandas and
-pyarrow: half of a start's seconds. `until_called` postpones these to their first call, so that
+While it is imported, TorchTitan compiles attention functions that no run here uses, which loads the
+whole compiler, and imports Hugging Face's `datasets` with pandas and pyarrow, and converters to
+float8: half of a start's seconds. `until_called` postpones these to their first use, so that
 TorchTitan's functions do the same as ever.
 """
 
@@ -28,9 +28,7 @@ import torch.distributed as dist
 
 from torchtitan_dp import torch_private
 
-_VARLEN = "torch.nn.attention.varlen"
-# They load the whole compiler, and no run here calls them.
-_OF_THE_COMPILER = (_VARLEN, "torchtitan.components.quantization")
+_QUANTIZATION = "torchtitan.components.quantization"  # it loads Inductor; `train_spec` asks for it
 
 
 def has_accelerator() -> bool:
@@ -166,9 +164,8 @@ def _give_gloo_groups_one_thread() -> None:
 def until_called() -> Iterator[None]:
     """Postpone what imports inside the block would compile or load; restores all patches."""
     stand_ins = {} if "datasets" in sys.modules else _datasets()
-    stand_ins |= {n: types.ModuleType(n) for n in _OF_THE_COMPILER if n not in sys.modules}
-    for name in {_VARLEN} & stand_ins.keys():
-        stand_ins[name].varlen_attn = _later(name, "varlen_attn")  # type: ignore[attr-defined]
+    if _QUANTIZATION not in sys.modules:
+        stand_ins[_QUANTIZATION] = types.ModuleType(_QUANTIZATION)
     sys.modules.update(stand_ins)
     try:
         with mock.patch.object(torch, "compile", _compile_later):
