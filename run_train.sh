@@ -22,7 +22,7 @@ fi
 config=(--job.config_file "${CONFIG_FILE:-$ROOT/train_configs/llama3_debug.toml}")
 for arg in "$@"; do
     case "$arg" in
-        -h | --help) exec "$PY" -m torchtitan_dp.plan --help ;;
+        -h | --help) exec "$PY" -m torchtitan_dp train --help ;;
         --job.config[_-]file | --job.config[_-]file=*) config=() ;;
     esac
 done

@@ -32,7 +32,10 @@ def test_a_configuration_is_a_path_or_a_name(
     with pytest.raises(SystemExit) as stopped:
         command.config_path("mine.toml")
     assert stopped.value.code == 2
-    assert "error: 'mine.toml': no such file; shipped configurations: " in capsys.readouterr().err
+    assert "error: 'mine.toml': no such file; --help lists the shipped" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command.config_path("lama3_debug.toml")
+    assert capsys.readouterr().err.endswith("no such file; did you mean llama3_debug?\n")
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,11 @@ A release that moves one fails here, by that name.
 """
 
 import ast
+import dataclasses
 import importlib
 import inspect
 import re
+import sys
 from collections.abc import Iterator
 from functools import reduce
 from types import ModuleType
@@ -16,6 +18,9 @@ import pytest
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 from tests.test_imports import modules
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.keys import keys
+from torchtitan_dp.config.load import load_config
 
 DOORS = {
     "torch_private": """
@@ -63,8 +68,6 @@ DOORS = {
         torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParam._unsharded_param
     """,
     "distributed.torchtitan_private": """
-        torchtitan.config.ConfigManager._merge_configs
-        torchtitan.config.ConfigManager._dict_to_dataclass
         torchtitan.components.checkpoint.CheckpointManager._should_save
         torchtitan.models.llama3.infra.parallelize._op_sac_save_list
     """,
@@ -172,7 +175,7 @@ TORCHTITAN = {
     "components.lr_scheduler": "build_lr_schedulers",
     "components.metrics": "BaseLogger DeviceMemStats MetricsProcessor build_device_memory_monitor",
     "components.optimizer": "OptimizersContainer build_optimizers",
-    "config": "ConfigManager JobConfig TORCH_DTYPE_MAP",
+    "config": "JobConfig TORCH_DTYPE_MAP",
     "config.job_config": "ActivationCheckpoint Checkpoint JobConfig Metrics Model Optimizer "
     "Parallelism Training Validation",
     "distributed": "ParallelDims",
@@ -213,3 +216,27 @@ def test_these_names_of_torchtitan_are_used_and_no_others() -> None:
 def test_torchtitan_has_them(part: str) -> None:
     for name in TORCHTITAN[part].split():
         named(f"torchtitan.{part}.{name}")
+
+
+def test_the_schema_that_is_read_alone_is_torchtitans() -> None:
+    """`config.schema` reads one file of TorchTitan's, without what that imports: keys, types and
+    defaults are those of the package, and ours are merged as `ConfigManager` does."""
+    from torchtitan.config import ConfigManager
+
+    from torchtitan_dp.config.schema import schema
+
+    theirs = ConfigManager()._merge_configs(
+        importlib.import_module("torchtitan.config").JobConfig, JobConfig
+    )
+    assert list(keys(schema())) == list(keys(theirs))
+    assert dataclasses.asdict(schema()()) == dataclasses.asdict(theirs())
+    assert sys.modules["torch"].__file__ is not None  # its stand-in is gone
+
+
+def test_what_torchtitans_sections_assert_is_refused_by_key() -> None:
+    """These would be tracebacks; a new one is listed here, and in `config.supported`."""
+    source = inspect.getsource(importlib.import_module("torchtitan.config.job_config"))
+    assert source.count("__post_init__") == source.count("assert (") + 1 == 2
+    for given in ("--validation.steps=0", "--parallelism.context_parallel_load_balancer="):
+        with pytest.raises(ValueError, match=given.strip("-=0")):
+            load_config([given], 1)

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from tests.processes import forks
-from tests.processes.runs import said
+from tests.processes.runs import CONFIG, said
 from torchtitan_dp.launch import EXIT_STOPPED
 
 HEAVY = (
@@ -137,8 +137,9 @@ def signalled_in_the_plan(connection, number, log):
         time.sleep(60)
 
     into(log)
+    run = ["-m", "torchtitan_dp.train", "--job.config_file", str(CONFIG)]
     with mock.patch.object(launch, "_run_plan", plan):
-        launch.main(["--processes", "2", "-m", "torchtitan_dp.train"])
+        launch.main(["--processes", "2", *run])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
@@ -147,6 +148,24 @@ def test_a_signal_during_the_plan_ends_the_start_to_be_run_again(number, tmp_pat
     assert forks.Process(signalled_in_the_plan, number, str(log)).wait(30) == EXIT_STOPPED
     told = log.read_text().splitlines()[1:]  # after "checking…"
     assert told == (["", "Ctrl-C: stopped"] if number == signal.SIGINT else [])
+
+
+@pytest.mark.parametrize("nodes, waits", [("1", False), ("1:1", False), ("2", True), ("1:4", True)])
+def test_variables_of_torchrun_are_left_out_or_refused(nodes, waits, monkeypatch, capsys):
+    """A PyTorchJob of Kubernetes sets them, and a start would wait for its other nodes for ever."""
+    from torchtitan_dp import launch
+
+    for name, value in (("NNODES", nodes), ("NODE_RANK", "1"), ("RDZV_ENDPOINT", "192.0.2.1:1")):
+        monkeypatch.setenv(f"PET_{name}", value)
+    monkeypatch.setattr(launch, "_checked", lambda _, argv: (argv, ""))
+    monkeypatch.setattr(launch.Signals, "handle", lambda _: None)
+    found = []
+    monkeypatch.setattr(launch, "_run", lambda *_: found.extend(os.environ))
+    with pytest.raises(SystemExit) if waits else contextlib.nullcontext():
+        launch.main(["--processes", "1", "-m", "torchtitan_dp.train"])
+    assert capsys.readouterr().err.startswith("error: PET_NNODES = '") == waits
+    assert not [name for name in found if name.startswith("PET_")]
+    assert bool(found) != waits
 
 
 LISTENING = (

@@ -46,7 +46,7 @@ def test_an_untested_release_is_a_warning_that_names_it(monkeypatch: pytest.Monk
     python, torch = untested()
     assert python.startswith("warning: Python 3.15.0 was not tested (3.10, 3.11")
     assert torch.startswith("warning: torch 2.1.0a0+git was not tested (2.11, ")
-    assert torch.endswith(" only if python -m torchtitan_dp.selfcheck passes")
+    assert torch.endswith(" selfcheck passes")
 
 
 def test_a_plan_and_a_start_show_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

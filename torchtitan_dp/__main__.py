@@ -5,12 +5,15 @@ command's own options.
 """
 
 import contextlib
+import difflib
 import os
 import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
+
+from torchtitan_dp.config.commands import help_of
 
 _COMMANDS = {
     "train": "CONFIG [--section.key value …]: train on this machine",
@@ -23,6 +26,19 @@ _COMMANDS = {
     "report": "RUN: one HTML page on a run, or its --status",
     "selfcheck": "check gradients, sums and noise on this machine",
 }
+_TRAIN_HELP = """usage: torchtitan-dp train CONFIG [--section.key value …]
+
+Train on this machine. CONFIG is a TOML or the name of a shipped one; any key of the configuration
+is taken too (docs/configuration.md has all of them).
+
+in the environment:
+  NGPU      processes; default: one for each CUDA device, or 2 on a machine without
+  LOG_RANK  ranks whose output is shown, as "0,1"; default: 0
+  NO_COLOR  no colours, as where the output is no terminal
+
+Exit code 2: the configuration is wrong, and nothing was started; 75: stopped by Ctrl-C, SIGTERM,
+SIGUSR1 or SIGHUP after a checkpoint, and the same command goes on.
+"""
 _OTHER_NAMES = {"data": "prepare"}
 _TAKE_CONFIG = ("train", "prepare", "plan", "audit", "tune")
 
@@ -53,8 +69,11 @@ def main(argv: list[str] | None = None) -> None:
     if command in _TAKE_CONFIG and rest and not rest[0].startswith("-"):
         rest[:1] = ["--job.config_file", str(config_path(rest[0]))]
     module = "data" if command == "prepare" else command
+    if {"-h", "--help"} & {*rest} and command != "prepare":
+        print(_TRAIN_HELP if command == "train" else help_of(command, _COMMANDS[command]), end="")
+        return
     if command == "train":
-        module, rest = ("plan", ["--help"]) if {"-h", "--help"} & {*rest} else _training(rest)
+        module, rest = _training(rest)
     sys.argv = [f"torchtitan_dp.{module}", *rest]
     runpy.run_module(f"torchtitan_dp.{module}", run_name="__main__", alter_sys=True)
 
@@ -76,8 +95,9 @@ def config_path(name: str) -> Path:
         return path
     configs = shipped()
     if name.removesuffix(".toml") not in configs:
-        names = ", ".join(configs)
-        _refuse(f"'{name}': no such file; shipped configurations: {names}")
+        close = difflib.get_close_matches(name.removesuffix(".toml"), configs, n=1)
+        hint = f"did you mean {close[0]}?" if close else "--help lists the shipped configurations"
+        _refuse(f"'{name}': no such file; {hint}")
     return configs[name.removesuffix(".toml")]
 
 

@@ -37,6 +37,7 @@ def main(argv: list[str]) -> None:
     signals.handle()
     processes, argv = _processes(argv)
     if processes is not None:
+        _leave_other_nodes()
         _say("checking the configuration and the data…")
         argv, signals.folder = _checked(processes, argv)
     if not sys.stdout.isatty():
@@ -123,6 +124,21 @@ def _processes(argv: list[str]) -> tuple[str | None, list[str]]:
     return argv[1], argv[2:]
 
 
+def _leave_other_nodes() -> None:
+    """Take torchrun's variables, which a PyTorchJob of Kubernetes sets, from the environment; exit
+    with code 2 where they say that this is one machine of several, for which it would wait."""
+    nodes = os.environ.get("PET_NNODES", "1")
+    if {*nodes.split(":")} != {"1"}:
+        print(
+            f"error: PET_NNODES = '{nodes}': this command trains on one machine; unset it, or "
+            "start python -m torchtitan_dp.launch on each (docs/clusters.md)",
+            file=sys.stderr,
+        )
+        raise SystemExit(2)
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        del os.environ[name]
+
+
 def _checked(processes: str, argv: list[str]) -> tuple[list[str], str]:
     """Run the plan on the workers' own arguments; return torchrun's arguments for so many workers,
     and the folder of their checkpoints.
@@ -130,8 +146,13 @@ def _checked(processes: str, argv: list[str]) -> tuple[list[str], str]:
     Raises:
         SystemExit: the plan found and printed a mistake, or the devices cannot be used.
     """
-    from torchtitan_dp.checkpoint.folder import checkpoint_folder
     from torchtitan_dp.config.load import exit_on_mistake, load_config
+
+    module = argv.index("-m")
+    with exit_on_mistake():  # before PyTorch, which takes seconds to import
+        load_config(argv[module + 2 :], None if processes == "auto" else int(processes))
+
+    from torchtitan_dp.checkpoint.folder import checkpoint_folder
     from torchtitan_dp.distributed.devices import (
         cuda_devices,
         default_processes,
@@ -145,7 +166,6 @@ def _checked(processes: str, argv: list[str]) -> tuple[list[str], str]:
         _say(warning)
     if processes == "auto":
         processes = str(default_processes())
-    module = argv.index("-m")
     here = ["--world_size", processes, "--ranks_here", processes]
     argv = [*argv, *_run_plan([*here, *argv[module + 2 :]])]
     os.environ[PLANNED] = "1"

@@ -10,6 +10,7 @@ import logging
 import os
 import platform
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -92,12 +93,22 @@ def require_environment() -> None:
         raise SystemExit(2)
 
 
+def typed(command: str) -> str:
+    """Return a command of this package as it can be typed here: `torchtitan-dp …` where a shell
+    finds this Python's, else by the path of this Python."""
+    here, found = os.path.dirname(sys.executable), shutil.which("torchtitan-dp")
+    if found is not None and os.path.dirname(found) == here:
+        return f"torchtitan-dp {command}"
+    short = os.path.relpath(sys.executable)
+    return f"{sys.executable if short.startswith('..') else short} -m torchtitan_dp {command}"
+
+
 def untested() -> list[str]:
     """Return a warning, one line, if Python is not of a tested release, and another for torch."""
     found = {"Python": platform.python_version(), "torch": importlib.metadata.version("torch")}
     return [
         f"warning: {name} {found[name]} was not tested ({', '.join(releases)} were): train with it "
-        "only if python -m torchtitan_dp.selfcheck passes"
+        f"only if {typed('selfcheck')} passes"
         for name, releases in RELEASES.items()
         if minor(found[name]) not in releases
     ]
@@ -172,7 +183,7 @@ def lock_folder(folder: str, wait_s: float = 15.0) -> IO[str]:
     """Lock the run's folder for as long as the returned file is open; the kernel frees it at death.
 
     Waits a little for the workers of a run that was just killed; raises ValueError if another run
-    has it, or it cannot be written.
+    has it, or it cannot be written or locked.
     """
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
@@ -195,6 +206,12 @@ def lock_folder(folder: str, wait_s: float = 15.0) -> IO[str]:
                     "this one its own job.dump_folder"
                 ) from None
             time.sleep(0.2)
+        except OSError as error:  # of a file system without locks, such as some NFS mounts
+            file.close()
+            raise ValueError(
+                f"job.dump_folder = '{folder}': its file system gives no lock ({error}), so two "
+                "runs might write there; name a folder on another one"
+            ) from error
 
 
 def write_atomically(path: str, content: bytes) -> None:

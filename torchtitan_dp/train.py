@@ -40,7 +40,7 @@ from torchtitan_dp.data.batching import Feed, Microbatch
 from torchtitan_dp.distributed.devices import require_usable_devices
 from torchtitan_dp.distributed.stop import StopRequest, lost_ranks_as_faults, shorten_timeouts
 from torchtitan_dp.gradients.fsdp import ReductionGroups
-from torchtitan_dp.gradients.methods import build_step
+from torchtitan_dp.gradients.step import build_step
 from torchtitan_dp.ledger import Lineage
 from torchtitan_dp.models.hugging_face import describe, shape
 from torchtitan_dp.models.loss import SampleLosses

@@ -4,6 +4,7 @@ and for the baseline without privacy, and a filter of its console's lines."""
 import contextlib
 import dataclasses
 import functools
+import importlib
 import inspect
 import logging
 import math
@@ -176,6 +177,8 @@ def register(
         records: the run's; by default those that a trainer's own configuration names.
         decide: from `checkpoint.start.decision`; by default all weights are drawn.
     """
+    if config.model.converters:  # of the baseline; `distributed.cpu` leaves them out
+        importlib.import_module("torchtitan.components.quantization")
     spec = TrainSpec(
         model_cls=functools.partial(build_model, decide),  # type: ignore[arg-type]
         model_args={config.model.flavor: shape(config)},  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ import torch
 import torchtitan_dp.plan.__main__ as plan
 from tests.processes import runs
 from tests.processes.runs import Run, arguments, privacy, weights, with_sigma, write_records
+from torchtitan_dp.preflight import check
 from torchtitan_dp.process import lock_folder
 
 STEPS = 4
@@ -87,7 +88,7 @@ def test_a_run_ends_at_its_step(finished):
         (("--training.global_batch_size=4",), "training.global_batch_size", ("4", "3")),
         (("--privacy.sample_rate=0.25",), "privacy.sample_rate", ("0.25", "0.125")),
         (with_sigma(3), "privacy.noise_multiplier", ("3.0", "0.49")),
-        (("--training.steps=8",), "privacy.target_epsilon", ("8", "training.steps")),
+        (("--training.steps=8",), "training.steps", ("8", "was started with 4, for which")),
     ],
 )
 def test_changed_terms_are_refused(finished, capsys, overrides, key, values):
@@ -95,6 +96,20 @@ def test_changed_terms_are_refused(finished, capsys, overrides, key, values):
     assert line.startswith(f"error: {key} = {values[0]}")
     assert values[1] in line
     assert "job.dump_folder" in line
+
+
+@pytest.mark.parametrize(
+    "overrides, line",
+    [
+        (("--training.steps=8",), "training.steps = 8: this run was started with 4"),
+        (("--data.heldout_fraction=.5",), "data.heldout_fraction = 0.5: this run was started with"),
+    ],
+)
+def test_the_folder_is_judged_before_a_model(finished, capsys, monkeypatch, overrides, line):
+    """Private records are not tokenized for a start that is refused."""
+    for name in ("check_model", "open_records"):
+        monkeypatch.setattr(check, name, None)
+    assert finished[0].refuses(capsys, *overrides).startswith(f"error: {line}")
 
 
 def test_changed_data_is_refused_and_the_same_elsewhere_is_not(finished, capsys, tmp_path):

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from tests.processes.runs import CONFIG
-from torchtitan_dp.config import JobConfig, derived
+from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import MOST_LENGTHS, ladder, ring_is_aligned
 from torchtitan_dp.config.load import load_config
+from torchtitan_dp.distributed import cpu
 
 T = 32
 
@@ -34,7 +35,7 @@ def test_rungs_on_an_accelerator_fill_the_tiles_of_attention(
     """A ring's parts have 128 tokens at least; without a ring, and on CPU, nothing changes."""
     on_cpu = ladder(configured(seq_len=1024, cp=2))
     alone = ladder(configured(seq_len=1024))
-    monkeypatch.setattr(derived, "has_accelerator", lambda: True)
+    monkeypatch.setattr(cpu, "has_accelerator", lambda: True)
     for seq_len, cp in [(1024, 2), (1000, 2), (131072, 8), (64, 2), (96, 3)]:
         rungs = ladder(configured(seq_len=seq_len, cp=cp))
         assert rungs[-1] == seq_len
@@ -49,7 +50,7 @@ def test_samples_of_512_tokens_on_two_gpus_take_no_unaligned_part(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Both of a rank's parts fill whole tiles of attention, at every length of the ladder."""
-    monkeypatch.setattr(derived, "has_accelerator", lambda: True)
+    monkeypatch.setattr(cpu, "has_accelerator", lambda: True)
     config = load_config(["--job.config_file", str(CONFIG), "--training.seq_len=512"], 2)
     cp = config.parallelism.context_parallel_degree
     assert (cp, config.training.mixed_precision_param) == (2, "float32")

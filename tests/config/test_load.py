@@ -36,10 +36,11 @@ def refused(tmp_path, data, capsys, *overrides, world_size=2):
     output = capsys.readouterr()
     assert (stop.value.code, output.out) == (2, "")
     announced = "not private: tokenizing "  # the records, whose number a mistake may be about
-    (line,) = (line for line in output.err.splitlines() if not line.startswith(announced))
-    assert line.startswith("error: ")
+    lines = [line for line in output.err.splitlines() if not line.startswith(announced)]
+    assert lines
+    assert all(line.startswith("error: ") for line in lines)
     assert not (tmp_path / "out").exists()
-    return line.removeprefix("error: ").rstrip()
+    return "\n".join(line.removeprefix("error: ").rstrip() for line in lines)
 
 
 def accepted(tmp_path, data, capsys, *overrides):
@@ -189,7 +190,7 @@ training.steps → --training.steps: its value is missing; give a whole
 training.steps privacy.enable → its value is missing
 job.config_file=/nowhere.toml
 training.steps=4 stray → 'stray': neither an option
-lora.targets q_proj k → --lora.targets … k: a list is one word with commas; write --lora.targets a,b
+lora.targets q_proj k → 'k' after --lora.targets: a list is one word with commas; write
 """
 WORDS = {"a", "512", "None", "true", "stray", "q_proj", "k"}  # not options
 
@@ -201,6 +202,49 @@ def test_bad_input(tmp_path, data, capsys, case):
     key = overrides[0].partition("=")[0].replace("no-", "")
     options = [word if word in WORDS else f"--{word}" for word in overrides]
     assert (named.strip() if arrow else f"{key} = ") in refused(tmp_path, data, capsys, *options)
+
+
+def test_several_mistakes_are_one_answer(tmp_path, data, capsys):
+    """Of the command line's keys, types and ranges; and, where these hold, of each table."""
+    options = ("--privacy.clip_norm=1", "--training.stepz", "9", "--training.seq_len=x")
+    asked = refused(
+        tmp_path, data, capsys, *options, "--optimizer.beta1=2", "--debug.seed=" + "9" * 20
+    )
+    assert asked.splitlines() == [
+        "--privacy.clip_norm: unknown option; did you mean --privacy.max_grad_norm?",
+        "--training.stepz: unknown option; did you mean --training.steps?",
+        "training.seq_len = 'x': must be a whole number",
+        "optimizer.beta1 = 2.0: must be at least 0 and below 1",
+        "debug.seed = 99999999999999999999: must be from 0 to 9223372036854775807",
+    ]
+    asked = refused(tmp_path, data, capsys, "--validation.enable", "--training.seq_len=30")
+    assert [line.split(" ")[0] for line in asked.splitlines()] == [
+        "training.seq_len",
+        "data.heldout_fraction",
+    ]
+
+
+def test_a_configuration_is_judged_without_pytorch(tmp_path, data):
+    """Importing it takes seconds."""
+    forks.need()
+    code = "import sys; from torchtitan_dp.config import load; load.load_config(sys.argv[1:], 1)"
+    given = [*arguments(tmp_path / "out", data), "--data.no-length_buckets"]
+    done = said(sys.executable, "-c", f"{code}; print(*sys.modules)", *given)
+    done.check_returncode()
+    assert not {"torch", "torchtitan"} & {*done.stdout.split()}
+
+
+@pytest.mark.parametrize("room", ["plan", "tune", "audit", "selfcheck"])
+def test_a_command_answers_before_it_imports_pytorch(room):
+    forks.need()
+    code = (
+        "import runpy, sys; sys.modules['torch'] = None; sys.argv[0] = 'x'; "  # an import fails
+        f"runpy.run_module('torchtitan_dp.{room}', run_name='__main__', alter_sys=True)"
+    )
+    needs = ["--epsilon=1", "--try=optimizer.lr=1,2"] if room == "tune" else []
+    toml = ["--config" if room == "selfcheck" else "--job.config_file", CONFIG]
+    done = said(sys.executable, "-c", code, *map(str, toml), *needs, "--training.steps=0")
+    assert (done.returncode, done.stderr) == (2, "error: training.steps = 0: must be at least 1\n")
 
 
 def test_good_input(tmp_path, data, capsys):

@@ -12,15 +12,20 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 
 # isort: split
 
-from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.keys import keys
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.config.supported import refuse, supported_keys, unsupported, values
-from torchtitan_dp.distributed.torchtitan_private import merged_sections
+from torchtitan_dp.config.schema import schema
+from torchtitan_dp.config.supported import refusals, supported_keys, unsupported, values
 
 ROOT = Path(__file__).parents[2]
 TOMLS = sorted([*ROOT.glob("train_configs/*.toml"), *ROOT.glob("examples/**/*.toml")])
 DEBUG = str(ROOT / "train_configs/llama3_debug.toml")
+
+
+def refuse(config):
+    """Raise the first key that privacy does not support."""
+    for line in refusals(config, unsupported(config)):
+        raise ValueError(line)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +49,7 @@ def test_every_key_is_supported_or_refused_when_changed(shipped):
             section = getattr(section, part)
         setattr(section, name, "changed")
         with pytest.raises(ValueError, match="^" + key.replace(".", r"\.") + " = 'changed': "):
-            refuse(config, unsupported(config))
+            refuse(config)
 
 
 def test_unknown_keys_and_sections_are_refused(shipped):
@@ -57,10 +62,10 @@ def test_unknown_keys_and_sections_are_refused(shipped):
         teleport: Teleport = dataclasses.field(default_factory=Teleport)
 
     config = Later(**{f.name: getattr(shipped, f.name) for f in dataclasses.fields(shipped)})
-    refuse(config, unsupported(config))
+    refuse(config)
     config.teleport.enable = True
     with pytest.raises(ValueError, match=r"^teleport\.enable = true: .* default is false"):
-        refuse(config, unsupported(config))
+        refuse(config)
 
 
 OUT_OF_RANGE = """
@@ -86,8 +91,7 @@ def test_values_that_torchtitan_would_fail_on_later_are_refused_at_once(given, p
 
 def _numbers():
     """Every key, TorchTitan's and ours, whose value may be a number with a fraction."""
-    schema = merged_sections(JobConfig)
-    return [key for key, kind in keys(schema) if float in (kind, *typing.get_args(kind))]
+    return [key for key, kind in keys(schema()) if float in (kind, *typing.get_args(kind))]
 
 
 @pytest.mark.parametrize("key", _numbers())
@@ -97,6 +101,16 @@ def test_no_number_is_not_finite_or_negative(key, value, shipped):
     with pytest.raises(ValueError, match=f"^{re.escape(key)} = .*: must be ") as refused:
         load_config(["--job.config_file", DEBUG, f"--{key}={value}"], 1)
     assert "\n" not in str(refused.value)
+
+
+WHOLE = [key for key, kind in keys(schema()) if int in (kind, *typing.get_args(kind))]
+
+
+@pytest.mark.parametrize("key", WHOLE)
+@pytest.mark.parametrize("value", [2**64, -(2**64)])
+def test_a_whole_number_has_both_bounds(key, value, shipped):
+    with pytest.raises(ValueError, match=f"^{re.escape(key)} = {value}: must be "):
+        load_config(["--job.config_file", DEBUG, f"--{key}={value}"], 1)
 
 
 def test_numbers_are_found():

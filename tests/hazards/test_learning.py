@@ -62,3 +62,53 @@ def test_row69_one_record_with_a_target_is_enough(argv, tmp_path, capsys):
     plan.main([*argv, *talks(tmp_path / "d", {"messages": chats.chat("why?", "so")})])
     said = capsys.readouterr().err
     assert "warning (not private): 24 of 25 records have no target and contribute nothing" in said
+
+
+UNCHANGED = {
+    "optimizer.lr=0": "optimizer.lr = 0: every step would spend epsilon, and none change a weight",
+    "optimizer.lr=1e-20": "optimizer.lr = 1e-20: every step",
+    "optimizer.eps=1e12": "optimizer.eps = 1e+12: every step",
+    "lora.rank=4 lora.alpha=1e-12": "lora.alpha = 1e-12: every step",
+    "lr_scheduler.warmup_steps=1000000000000 lr_scheduler.total_steps=1000000000000": (
+        "lr_scheduler.warmup_steps = 1000000000000: every step"
+    ),
+}
+
+
+@pytest.mark.parametrize("given", UNCHANGED)
+def test_row69_steps_that_can_change_no_weight_are_refused(given, argv, tmp_path, capsys):
+    documents(tmp_path / "d")
+    with pytest.raises(SystemExit) as stopped:
+        plan.main([*argv, *(f"--{word}" for word in given.split())])
+    said = capsys.readouterr().err
+    assert (stopped.value.code, said.startswith(f"error: {UNCHANGED[given]}")) == (2, True), said
+    assert said.count("\n") == 1  # before any record is read
+
+
+def test_row69_last_steps_that_can_change_no_weight_are_refused(monkeypatch):
+    """As a schedule that ends too early would have; TorchTitan's own do not."""
+    from torchtitan_dp.config.load import load_config
+    from torchtitan_dp.preflight import learning
+
+    config = load_config([*arguments("o", "d"), "--training.steps=1000"], 1)
+    assert len(learning.factors(config)) == 1000
+    for last in (1000, 995, 900):
+        of_step = {step: float(step <= last) for step in range(1, 1001)}
+        monkeypatch.setattr(learning, "factors", lambda _, of_step=of_step: of_step)
+        if last == 900:
+            with pytest.raises(
+                ValueError, match=r"^lr_scheduler\.min_lr_factor = .*: steps after 900"
+            ):
+                learning.check_learning(config)
+        else:
+            learning.check_learning(config)
+
+
+@pytest.mark.parametrize("kind", ["linear", "sqrt", "cosine"])
+@pytest.mark.parametrize("steps", [1, 2, 30, 100_000, 3_000_000])
+def test_row69_every_shipped_schedule_changes_weights_to_its_end(kind, steps):
+    from torchtitan_dp.config.load import load_config
+    from torchtitan_dp.preflight.learning import check_learning
+
+    options = (f"--lr_scheduler.decay_type={kind}", "--lr_scheduler.warmup_steps=200")
+    check_learning(load_config([*arguments("o", "d"), f"--training.steps={steps}", *options], 1))

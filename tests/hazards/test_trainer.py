@@ -32,7 +32,7 @@ from torchtitan_dp.data.batching import Feed, RecordLoader
 from torchtitan_dp.data.samples import Samples
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 from torchtitan_dp.distributed import agreement
-from torchtitan_dp.gradients import methods
+from torchtitan_dp.gradients import step as builder
 from torchtitan_dp.ledger import Lineage, Settings
 from torchtitan_dp.privacy.clipping import Clip
 from torchtitan_dp.privacy.keys import RootKey
@@ -160,8 +160,8 @@ def test_row39_with_secure_noise_choices_and_projections_are_shakes(tmp_path):
     sums.groups.cp = None
     with pytest.MonkeyPatch.context() as patch:
         made = MagicMock()
-        patch.setattr(methods, "GhostGradients", made)
-        methods.METHODS["randomized"].build(MagicMock(), [], sums, config.privacy)
+        patch.setattr(builder, "GhostGradients", made)
+        builder.BUILD["randomized"](MagicMock(), [], sums, config.privacy)
     assert made.call_args.kwargs["norms"]._secure
 
 
@@ -433,9 +433,8 @@ def test_row49_the_trainer_adds_noise_as_configured(monkeypatch, secure):
         monkeypatch.setattr(train, name, MagicMock())
     for name in ("Checkpointer", "require_host_memory"):
         monkeypatch.setattr(train_spec, name, MagicMock())
-    monkeypatch.setattr(methods, "DPOptimizer", MagicMock())
-    method = SimpleNamespace(build=MagicMock())
-    monkeypatch.setattr(methods, "METHODS", {"microbatch": method})
+    monkeypatch.setattr(builder, "DPOptimizer", MagicMock())
+    monkeypatch.setattr(builder, "BUILD", {"microbatch": MagicMock()})
     options = ["--privacy.secure_noise"] if secure else []
     train.DPTrainer(build.config(*options), MagicMock())
-    assert methods.DPOptimizer.call_args.kwargs["secure_noise"] == secure
+    assert builder.DPOptimizer.call_args.kwargs["secure_noise"] == secure

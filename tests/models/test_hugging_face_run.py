@@ -48,7 +48,7 @@ def test_a_step_at_lr_0_changes_nothing(tied, tmp_path):
         (tmp_path / "disk" / there).mkdir(parents=True)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "checkpoint").symlink_to(tmp_path / "disk")
-    steps = ("--training.steps=1", "--optimizer.lr=0")
+    steps = ("--training.steps=1", "--optimizer.lr=1e-12")
     overrides = command(tmp_path, tied, *steps, *mesh(1, 2))
     output = train(overrides, log=tmp_path / "log", world_size=2)
     exported = tmp_path / "out" / "hf"

@@ -6,7 +6,7 @@ from tests import build
 from torchtitan_dp.checkpoint.start import own_checkpoint
 from torchtitan_dp.models import flavors
 from torchtitan_dp.preflight import machine
-from torchtitan_dp.preflight.check import check_model
+from torchtitan_dp.preflight.check import check_names
 
 FP32 = "--training.mixed_precision_param=float32"
 LONG = r"training.seq_len = .*raise parallelism\.context_parallel_degree"
@@ -16,7 +16,7 @@ def test_a_run_that_resumes_needs_its_models_folder(tmp_path):
     """Without it the flavor's shape would count, and the checkpoint seem to be of another model."""
     config = build.config("--model.hf_assets_path=gone")
     with pytest.raises(ValueError, match=r"^model\.hf_assets_path = 'gone': no such folder; name"):
-        check_model(config, own_checkpoint(str(tmp_path), 10))
+        check_names(config, own_checkpoint(str(tmp_path), 10))
 
 
 @pytest.mark.parametrize(
@@ -46,3 +46,30 @@ def test_what_cudas_kernels_cannot_compute_is_refused(
     with pytest.raises(ValueError, match=refused) as error:
         getattr(machine, check)(config, flavors.flavor(flavor))
     assert "\n" not in str(error.value)
+
+
+def test_weights_that_are_missing_are_refused_by_names_alone(tmp_path, monkeypatch):
+    """Before a model is built; without them the model is trained from drawn weights, and a plan
+    says so."""
+    from torchtitan_dp.preflight import check
+
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(check, "check_model", None)
+    given = f"--model.hf_assets_path={tmp_path}"
+    with pytest.raises(
+        ValueError, match=r"it has no \*\.safetensors; download the model's weights"
+    ):
+        check.check_run(
+            build.config(given, "--checkpoint.initial_load_in_hf", "--checkpoint.enable"), units=99
+        )
+    assert "has no weights: training starts from drawn" in str(check._left_out(build.config(given)))
+    assert check._left_out(build.config()) is None
+
+
+def test_a_plan_of_many_units_holds_none_of_them():
+    from torchtitan_dp.data.dataset import Records
+
+    records = Records.empty(None, 13 * 10**9, 0.05)  # type: ignore[arg-type]
+    assert (len(records.train), len(records.heldout)) == (12_350_000_000, 650_000_000)
+    with pytest.raises(ValueError, match="leaves no record or unit to train on"):
+        Records.empty(None, 3, 0.9)  # type: ignore[arg-type]

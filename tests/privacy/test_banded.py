@@ -13,8 +13,9 @@ import pytest
 import torch
 from dp_accounting.pld import PLDAccountant
 
-from torchtitan_dp.privacy.banded import INDEPENDENT, NoiseChain, StepNoise
+from torchtitan_dp.privacy.banded import NoiseChain, StepNoise
 from torchtitan_dp.privacy.coefficients import (
+    INDEPENDENT,
     column_norm,
     cut_off,
     found_for,

@@ -93,6 +93,14 @@ def test_adapters_and_clipping_by_layers():
     check(CP, "gemma2", (*HOW, *layers), LoRA(3, 6.0, ("q_proj", "down_proj")))
 
 
+@pytest.mark.parametrize("layers", [(), ("--privacy.clipping=per_layer",)])
+@pytest.mark.parametrize("tokens", [16, 8, 2])
+def test_a_run_of_short_samples_is_proved(tokens, layers):
+    """Of one layer too: samples of a few tokens have targets, and a gradient."""
+    options = (*HOW[:1], f"--training.seq_len={tokens}", *layers)
+    check(ONE, "llama", options, None, {"num_hidden_layers": 1})
+
+
 def test_a_bf16_run_is_proved_in_fp32():
     check(CP, "mistral", (*HOW, "--training.mixed_precision_param=bfloat16"))
 

@@ -22,6 +22,7 @@ def test_a_search_spends_by_the_ledger_what_it_announced(tmp_path):
         tmp_path / "out",
         write_records(tmp_path / "data", 48),
         *("--data.heldout_fraction=0.3", "--privacy.accountant=pld"),
+        "--validation.publish_clip=0.2",  # 14 held-out units
     )
     tune = [
         *(sys.executable, "-m", "torchtitan_dp.tune", *basics, "--epsilon=4"),

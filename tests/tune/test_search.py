@@ -99,6 +99,7 @@ class Search:
         patch.chdir(root)
         patch.setenv("XDG_CACHE_HOME", str(root / "cache"))
         patch.setenv("NGPU", "1")
+        patch.setattr(tune, "TELLS_APART", 100.0)  # of 14 held-out units
 
     def __call__(self, *overrides: str, epsilon: object = EPSILON, tries=RATES) -> tuple[int, str]:
         """Run it: its exit code, and what it prints on stderr."""
@@ -175,6 +176,18 @@ def test_losses_that_noise_cannot_tell_apart_are_named(search, trainer):
     results = [Result(Trial(name, "", {}), loss, 0.1) for name, loss in (("a", 1.0), ("b", 1.28))]
     assert [one.trial.name for one in alike(results)] == ["b"]  # 2 * sqrt(2) * 0.1
     assert alike([results[0], results[1]._replace(loss=1.29)]) == []
+
+
+def test_a_search_that_noise_would_decide_is_refused(search, trainer, monkeypatch):
+    """In its plan too, with the number of units that suffices, before a trial spends anything."""
+    monkeypatch.setattr(tune, "TELLS_APART", 0.3)
+    code, said = search()
+    *_, line = said.splitlines()
+    assert (code, trainer.started) == (2, [])
+    assert line.startswith("error: --epsilon = 4: noise of ")
+    assert "(data.heldout_fraction: about " in line
+    assert not (search.folder / SEARCH_FILE).exists()
+    assert search("--validation.publish_clip=0.1")[0] == 0
 
 
 def test_a_trial_that_is_done_is_not_run_again(search, trainer):

@@ -19,6 +19,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torchtitan_dp.config.commands import AUDIT_OPTIONS, CONFIDENCE, first, parsed
+
+if __name__ == "__main__":  # before PyTorch, which takes seconds to import
+    first("audit", __doc__)
+
+# isort: split
 import torch
 import torch.distributed as dist
 
@@ -37,8 +43,6 @@ from torchtitan_dp.config.derived import mesh_degrees
 from torchtitan_dp.config.load import (
     exit_on_mistake,
     load_config,
-    parse_known,
-    tool_parser,
     write_json,
 )
 from torchtitan_dp.distributed.agreement import shared_root_key
@@ -55,27 +59,10 @@ from torchtitan_dp.templates import templates
 from torchtitan_dp.train_spec import quiet, register
 
 RESULT_FILE = "audit.json"
-_OPTIONS: tuple[tuple[str, Any, str, Any, str, str], ...] = (
-    ("trials", int, "N", 2000, "game", "steps with the unit, and as many without"),
-    ("canaries", int, "N", 1000, "text", "how many"),
-    # The default share is near the best for claims from 3 to 12.
-    ("guesses", float, "F", 0.2, "text", "the share to guess at"),
-    (
-        "folder",
-        os.path.expanduser,
-        "DIR",
-        None,
-        "text",
-        "of the audited run (<job.dump_folder>_audit)",
-    ),
-)
-"""Options of one instrument alone: name, type, metavar, default, instrument and meaning."""
-# A correct step meets a game's claim exactly; a bound from one run is far below a true claim.
-_CONFIDENCE = {"game": 0.999, "text": 0.95}
 
 
 def main(argv: list[str]) -> None:
-    options, overrides = parse(argv)
+    options, overrides = parsed("audit", __doc__, argv)
     forbid_core_dumps()
     os.umask(0o077)
     is_game = options.instrument == "game"
@@ -110,35 +97,15 @@ def main(argv: list[str]) -> None:
         raise SystemExit(1)
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the audit's own options, and return the configuration's command line too."""
-    parser = tool_parser("python -m torchtitan_dp.audit", __doc__)
-    parser.add_argument(
-        "--instrument",
-        choices=tuple(_CONFIDENCE),
-        default="game",
-        help="game: single steps of a tiny model, with a unit and without (default); text: one "
-        "training run of the configured model with documents that are included by chance, and an "
-        "attack on the exported model alone",
-    )
-    for name, kind, metavar, default, of, meaning in _OPTIONS:
-        text = f"{of}: {meaning}" + (f" ({default})" if default is not None else "")
-        parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
-    text = f"of the bound ({_CONFIDENCE})"
-    parser.add_argument("--confidence", type=float, metavar="P", help=text)
-    parser.add_argument("--json", metavar="FILE", help="write the result there; - is stdout")
-    return parse_known(parser, argv)
-
-
 def check(options: argparse.Namespace) -> None:
     """Check the options, and set missing ones to their defaults, in place."""
-    for name, _, _, default, of, _ in _OPTIONS:
+    for name, _, _, default, of, _ in AUDIT_OPTIONS:
         if (given := getattr(options, name)) is None:
             setattr(options, name, default)
         elif options.instrument != of:
             raise ValueError(f"--{name} = {given}: only --instrument {of} has it; remove it")
     if options.confidence is None:
-        options.confidence = _CONFIDENCE[options.instrument]
+        options.confidence = CONFIDENCE[options.instrument]
     if not 0 < options.confidence < 1:
         raise ValueError(f"--confidence = {options.confidence}: must be between 0 and 1 (0.95)")
     if options.trials < 1:

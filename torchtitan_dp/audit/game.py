@@ -37,7 +37,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan_dp.config import Privacy
 from torchtitan_dp.gradients.fsdp import ReductionGroups
 from torchtitan_dp.gradients.layers import per_sample_layers
-from torchtitan_dp.gradients.methods import METHODS, build_step
+from torchtitan_dp.gradients.methods import METHODS
+from torchtitan_dp.gradients.step import build_step
 from torchtitan_dp.models.lora import LoRA, add_adapters
 from torchtitan_dp.models.parallelize import fsdp_mesh
 from torchtitan_dp.models.parameters import copy_slice_, trainable_parameters

@@ -47,6 +47,7 @@ from torchtitan_dp.ledger.settings import NoisedLoss
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.privacy.banded import NoiseChain
 from torchtitan_dp.privacy.sampling import allocate, poisson_draw
+from torchtitan_dp.process import typed
 
 
 class Bookkeeping:
@@ -197,7 +198,7 @@ class Bookkeeping:
             logger.info(line)
         logger.info(f"outputs: {self._folder}/")
         if spent["private"] and not self.ledger.is_trial:
-            logger.info(f"to publish: torchtitan-dp release {self._folder} NEW_FOLDER")
+            logger.info(f"to publish: {typed('release')} {self._folder} NEW_FOLDER")
 
     def _draw(self, step: int, loader: RecordLoader) -> Draw:
         """Draw a step's units, and take its window key."""

@@ -140,7 +140,7 @@ def refuse_another_model(step: str, state_dict: Mapping[str, torch.Tensor], orig
 
 
 SETTINGS = "model_settings"
-"""The state of what the model computes with (`ModelArgs.computed_with`), as JSON."""
+"""The state of what the model computes with (`ModelArgs.settings`), as JSON."""
 
 
 def refuse_other_settings(step: str, settings: Mapping[str, Any], origin: str) -> None:

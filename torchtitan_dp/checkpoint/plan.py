@@ -36,7 +36,7 @@ from torchtitan_dp.ledger.settings import Settings
 from torchtitan_dp.ledger.spending import BY_RDP, compose, counted_by, initial_steps, spending
 from torchtitan_dp.ledger.spending import epsilon as epsilon_of
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.banded import INDEPENDENT
+from torchtitan_dp.privacy.coefficients import INDEPENDENT
 from torchtitan_dp.privacy.segments import steps_in_a_row
 
 
@@ -108,7 +108,9 @@ def make_plan(
             raise ValueError(_unlike(config.job.dump_folder, problem))
     refuse_more_losses(config, ledger)
     _refuse_interval(config, ledger.settings)
-    epsilon = refuse_overspending(config, ledger)
+    epsilon = refuse_overspending(
+        config, ledger, begun_with=weights.planned_steps if weights else None
+    )
     stated = max(epsilon, compose(ledger, spending(ledger, lost=True, planned=True)))
     if ledger.composes and counted_by(ledger) != privacy.accountant:
         warnings.append(BY_RDP)
@@ -175,7 +177,8 @@ def _check_delta(config: JobConfig, units: int) -> list[str]:
         bounds = [public, ("not private: ", *bounds[0][1:])]
     warnings: list[str] = []
     for label, most, source in bounds:
-        given, less = f"{label}privacy.delta = {delta:g}", "use a tenth of that or less"
+        given = f"{label}privacy.delta = {delta:g}"
+        less = f"use a tenth of that, {accounting.rounded_down(most / 10, digits=2)}, or less"
         if _reaches(delta, most):
             mistake = (
                 f"{given}: at least {source}, which allows publishing a {word} outright; {less}"
@@ -198,16 +201,26 @@ def _reaches(value: float, bound: float) -> bool:
     return value >= bound * (1 - 1e-9)
 
 
-def refuse_overspending(config: JobConfig, ledger: Lineage) -> float:
-    """Return the epsilon after a run's last step; raise ValueError if it is above the target."""
+def refuse_overspending(config: JobConfig, ledger: Lineage, begun_with: int | None = None) -> float:
+    """Return the epsilon after a run's last step; raise ValueError if it is above the target.
+
+    Args:
+        begun_with: the `training.steps` of this run's last start, if there was one.
+    """
     privacy, steps = config.privacy, config.training.steps
     epsilon = epsilon_of(ledger, max(steps, ledger.steps))
     if privacy.target_epsilon is not None and epsilon > privacy.target_epsilon:
+        spends = f"would spend {accounting.rounded_up(epsilon)}"
+        if begun_with not in (None, steps):
+            raise ValueError(
+                f"training.steps = {steps}: this run was started with {begun_with}, for which its "
+                f"noise was fixed, and more {spends}; set it back, raise privacy.target_epsilon "
+                f"(now {privacy.target_epsilon:g}), or start afresh in another job.dump_folder"
+            )
         raise ValueError(
             f"privacy.target_epsilon = {privacy.target_epsilon:g}: this run's noise was fixed at "
-            f"its first start, and {steps} training.steps would spend "
-            f"{accounting.rounded_up(epsilon)}; lower training.steps, raise the target, or "
-            "start afresh in another job.dump_folder"
+            f"its first start, and {steps} training.steps {spends}; lower training.steps, raise "
+            "the target, or start afresh in another job.dump_folder"
         )
     return epsilon
 

@@ -268,7 +268,7 @@ def _refuse_another_run(start: Start, earlier: Lineage) -> None:
         )
 
 
-def check_records(folder: str, fingerprint: str, settings: Mapping[str, object]) -> None:
+def check_records(folder: str, fingerprint: str | None, settings: Mapping[str, object]) -> None:
     """Refuse, by ValueError, other records than those of this folder's run, if it has begun a step
     or saved one: no output depends on the records of a start that failed before."""
     if not os.path.isdir(folder):

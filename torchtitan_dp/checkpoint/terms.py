@@ -23,8 +23,7 @@ from torchtitan_dp.ledger.lineage import Lineage
 from torchtitan_dp.ledger.settings import HeldOutLosses, Settings, scheduled
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.accounting import rounded_up
-from torchtitan_dp.privacy.banded import INDEPENDENT
-from torchtitan_dp.privacy.coefficients import found_for
+from torchtitan_dp.privacy.coefficients import INDEPENDENT, found_for
 from torchtitan_dp.privacy.mechanism import mechanism_of
 from torchtitan_dp.privacy.published_loss import LossNoise, noise_of
 from torchtitan_dp.privacy.segments import Segment
@@ -295,5 +294,6 @@ def refuse_delta_of_losses(config: JobConfig, heldout: int) -> None:
         word = unit_word(config)
         raise ValueError(
             f"{key} = {delta:g}: at least 1 / number of held-out {word}s ({1 / heldout:.2g}), "
-            f"which allows publishing a {word} outright; use a tenth of that or less"
+            f"which allows publishing a {word} outright; use a tenth of that, "
+            f"{accounting.rounded_down(0.1 / heldout, digits=2)}, or less"
         )

@@ -230,7 +230,8 @@ class Model(theirs.Model):
     """TorchTitan's section; these defaults differ."""
 
     flavor: str = "debug"
-    """`debug`, `1B`, `3B` or `8B`; not used where `hf_assets_path` has a `config.json`."""
+    """`debug`, `30M`, `100M`, `1B`, `3B` or `8B`; not used where `hf_assets_path` has a
+    `config.json`."""
 
     hf_assets_path: str = ""
     """A Hugging Face folder. Its `config.json` decides shape, RoPE and tied weights; without one,

@@ -7,29 +7,38 @@ shown, and a row may rely on those before it. `supported` has the rows of single
 
 import os
 from collections.abc import Iterator
+from itertools import islice
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import (
     DEGREES,
     mesh_degrees,
     publishing_key,
+    unit_word,
 )
-from torchtitan_dp.config.supported import Row, out_of_range, refuse, unsupported
+from torchtitan_dp.config.keys import Mistakes
+from torchtitan_dp.config.supported import Row, refusals, unsupported
 from torchtitan_dp.gradients.methods import METHODS
-from torchtitan_dp.privacy.coefficients import cut_off
-from torchtitan_dp.privacy.mechanism import mechanism_of
 
 
-def check(config: JobConfig, world_size: int) -> None:
-    """Raise ValueError, one line with key, value and remedy, for settings that cannot work
-    together. `config` has degrees, sampling and the gradient method resolved."""
-    refuse(config, out_of_range(config))
-    refuse(config, _mesh(config, world_size))
-    for rows in (_optimizer, _length, _memory, _heldout, _weights, _samples, _rope):
-        refuse(config, rows(config))
+def check(config: JobConfig, world_size: int | None) -> None:
+    """Raise `Mistakes` for settings that cannot work together: of each table the first row, with
+    key, value and remedy. `config` has its values in range, and degrees, sampling and the gradient
+    method resolved; the mesh is not checked without `world_size`."""
+    tables = [_mesh(config, world_size)] if world_size else []
+    tables += [rows(config) for rows in (_optimizer, _length, _memory, _heldout, _weights)]
+    tables += [_samples(config), _rope(config)]
     if config.privacy.enable:
-        for rows in (_privacy, unsupported, _methods):
-            refuse(config, rows(config))
+        tables.append(_privacy(config))
+    mistakes = [line for rows in tables for line in islice(refusals(config, rows), 1)]
+    if config.privacy.enable:
+        known = {line.split()[0] for line in mistakes}
+        rows = refusals(config, unsupported(config))
+        mistakes += [line for line in rows if line.split()[0] not in known]
+        mistakes = mistakes or [*islice(refusals(config, _methods(config)), 1)]
+    mistakes = mistakes or [*refusals(config, _compile(config))]
+    if mistakes:
+        raise Mistakes(mistakes)
 
 
 def _optimizer(config: JobConfig) -> Iterator[Row]:
@@ -46,8 +55,11 @@ def _optimizer(config: JobConfig) -> Iterator[Row]:
         "optimizer.name: its learning rate is in multiples of the noise, and there is none; use "
         "'AdamW'",
     )
+
+
+def _compile(config: JobConfig) -> Iterator[Row]:
     if config.compile.enable:
-        import torch  # compiling imports it anyway
+        import torch  # seconds; compiling imports it anyway
 
         backends = torch.compiler.list_backends(None)  # type: ignore[arg-type]
         yield (
@@ -80,7 +92,7 @@ def _length(config: JobConfig) -> Iterator[Row]:
 
 
 def _memory(config: JobConfig) -> Iterator[Row]:
-    """Yield the rows of tiles, checkpointing, offloading and the store."""
+    """Yield the rows of tiles, checkpointing, offloading, the store and the profiler."""
     blocks, method = config.activation_checkpoint, config.privacy.gradient_method
     mode = blocks.mode
     yield (
@@ -108,6 +120,12 @@ def _memory(config: JobConfig) -> Iterator[Row]:
         blocks.offload_inputs and mode != "full",
         f"activation_checkpoint.offload_inputs: with mode = '{mode}' there are no inputs of whole "
         "blocks, which alone are offloaded; set activation_checkpoint.mode = 'full'",
+    )
+    profiling = config.profiling
+    cycle = profiling.profiler_warmup + profiling.profiler_active
+    yield (
+        profiling.enable_profiling and profiling.profile_freq < cycle,
+        f"profiling.profile_freq: below profiler_warmup + profiler_active = {cycle}; raise it",
     )
     store = config.data.store
     yield (
@@ -273,7 +291,7 @@ def _privacy(config: JobConfig) -> Iterator[Row]:
     )
     yield (
         privacy.delta is None,
-        "privacy.delta: choose it well below 1 / number of records (1e-5, say)",
+        f"privacy.delta: choose a tenth of 1 / number of {unit_word(config)}s, or less (1e-5, say)",
     )
     yield (
         privacy.noise == "banded" and privacy.bands == "auto" and epsilon is None,
@@ -300,6 +318,10 @@ def _privacy(config: JobConfig) -> Iterator[Row]:
 
 def _methods(config: JobConfig) -> Iterator[Row]:
     """Yield the rows of supported keys that a mechanism or a gradient method does not cover."""
+    # NumPy and SciPy: half a second to import, which other mistakes need not wait for.
+    from torchtitan_dp.privacy.coefficients import cut_off
+    from torchtitan_dp.privacy.mechanism import mechanism_of
+
     privacy, checkpoint, blocks = config.privacy, config.checkpoint, config.activation_checkpoint
     name, method = privacy.gradient_method, METHODS[privacy.gradient_method]
     by_operation = blocks.mode == "selective" and blocks.selective_ac_option == "op"

@@ -4,7 +4,6 @@ import dataclasses
 import os
 
 from torchtitan_dp.config import ALL_LINEAR, JobConfig
-from torchtitan_dp.distributed.cpu import has_accelerator
 from torchtitan_dp.gradients.methods import METHODS, automatic
 from torchtitan_dp.privacy import settings
 
@@ -187,8 +186,10 @@ def ladder(config: JobConfig) -> tuple[int, ...]:
     """
     seq_len, cp = config.training.seq_len, config.parallelism.context_parallel_degree
     rung, shortest = 2 * cp, 2 * cp
-    if cp > 1 and has_accelerator():
-        shortest = 2 * cp * ALIGNED_TOKENS
+    if cp > 1:
+        from torchtitan_dp.distributed.cpu import has_accelerator  # PyTorch: seconds to import
+
+        shortest = 2 * cp * ALIGNED_TOKENS if has_accelerator() else shortest
     lengths = [seq_len]
     if config.data.length_buckets:
         powers = (rung << power for power in range((seq_len // rung).bit_length()))

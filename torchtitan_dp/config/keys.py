@@ -9,11 +9,22 @@ import difflib
 import re
 import types
 import typing
+from collections import deque
 from collections.abc import Collection, Iterator
 from typing import Any
 
 _OTHER_NAMES = {"peft": "lora", "dp": "privacy"}
 """Other projects' names of sections."""
+
+_OTHER_KEYS = {
+    "clip_norm": "privacy.max_grad_norm",
+    "clipping_norm": "privacy.max_grad_norm",
+    "l2_norm_clip": "privacy.max_grad_norm",
+    "learning_rate": "optimizer.lr",
+    "max_steps": "training.steps",
+    "warmup_ratio": "lr_scheduler.warmup_steps",
+}
+"""Keys by other projects' names of them, in any section."""
 
 
 Keys = dict[str, Any]
@@ -29,51 +40,72 @@ def keys(schema: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield prefix + field.name, field.type
 
 
-def check_toml(values: dict[str, Any], schema: Any, path: str, prefix: str = "") -> None:
-    """Refuse, by ValueError in one line, unknown keys, which would silently keep their defaults,
-    and values of another type than their key's. `path` is for messages."""
-    fields = {field.name: field.type for field in dataclasses.fields(schema)}
+class Mistakes(ValueError):
+    """The user's mistakes, one line each."""
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__("; and ".join(lines))
+        self.lines = lines
+
+
+def known_values(
+    values: dict[str, Any], schema: Any, path: str, mistakes: list[str], prefix: str = ""
+) -> dict[str, Any]:
+    """Return the values of a TOML whose keys are known, which else would silently keep their
+    defaults, and whose types are their keys'; enter one line for each other. `path` is for them."""
+    fields, found = {field.name: field.type for field in dataclasses.fields(schema)}, {}
     for name, value in values.items():
-        key = prefix + name
+        key, mistake = prefix + name, ""
         if name not in fields:
             hint = _proposal(key, [prefix + known for known in fields])
-            raise ValueError(f"{key}: unknown key in {path}; {hint}")
-        if dataclasses.is_dataclass(fields[name]):
-            if not isinstance(value, dict):
-                raise ValueError(f"{key} = {value!r} in {path}: must be a [{key}] section")
-            check_toml(value, fields[name], path, f"{key}.")
+            mistake = f"{key}: unknown key in {path}; {hint}"
+        elif dataclasses.is_dataclass(fields[name]):
+            if isinstance(value, dict):
+                value = known_values(value, fields[name], path, mistakes, f"{key}.")
+            else:
+                mistake = f"{key} = {value!r} in {path}: must be a [{key}] section"
         elif not _has_type(value, fields[name]):
-            raise ValueError(f"{key} = {value!r} in {path}: must be {_describe(fields[name])}")
+            mistake = f"{key} = {value!r} in {path}: must be {_describe(fields[name])}"
+        if mistake:
+            mistakes.append(mistake)
+        else:
+            found[name] = value
+    return found
 
 
-def read_command_line(argv: list[str], schema: Any) -> dict[str, Any]:
+def read_command_line(argv: list[str], schema: Any, mistakes: list[str]) -> dict[str, Any]:
     """Return the values of the command line by key; of a key that is given twice, the last.
 
-    Of `--section.key value` or `--section.key=value`, a switch alone; `-` equals `_`. An unknown
-    option, a value of another type, or a word of no option is a ValueError in one line.
+    Of `--section.key value` or `--section.key=value`, a switch alone; `-` equals `_`. Enter one
+    line for each unknown option, value of another type, and word of no option.
     """
     known, values = dict(keys(schema)), {}
-    words, last = iter(argv), ""
-    for word in words:
+    words, last = deque(argv), ""
+    while words:
+        word = words.popleft()
         option, equals, text = word.partition("=")
         key = option.removeprefix("--").replace("-", "_")
         if not word.startswith("--"):
-            raise ValueError(_stray(word, last, known))
+            if not last or _switched(last) in known:  # else the value of an unknown option
+                mistakes.append(_stray(word, last, known))
+            continue
         last, name = key, _switched(key)
         if known.get(name) is bool:
             if equals:
-                raise ValueError(f"--{key} = {text!r}: {_switch(name)}")
+                mistakes.append(f"--{key} = {text!r}: {_switch(name)}")
             values[name] = name == key
             continue
         if key not in known:
-            raise ValueError(f"--{key}: unknown option; {_proposal(key, known, '--')}")
-        given = text if equals else next(words, None)
-        if given is None or (not equals and given.startswith("--")):
-            raise ValueError(f"--{key}: its value is missing; give {_describe(known[key])}")
+            mistakes.append(f"--{key}: unknown option; {_proposal(key, known, '--')}")
+            continue
+        if not equals and (not words or words[0].startswith("--")):
+            mistakes.append(f"--{key}: its value is missing; give {_describe(known[key])}")
+            continue
+        given = text if equals else words.popleft()
         try:
             values[key] = _parsed(given, known[key])
         except ValueError:
-            raise ValueError(f"{key} = {given!r}: must be {_describe(known[key])}") from None
+            mistakes.append(f"{key} = {given!r}: must be {_describe(known[key])}")
     return values
 
 
@@ -130,6 +162,8 @@ def _proposal(key: str, known: Collection[str], dashes: str = "") -> str:
     sections = {one.partition(".")[0] for one in known}
     if not name:
         return _section(section, sections)
+    if _OTHER_KEYS.get(name) in known:
+        return f"did you mean {dashes}{_OTHER_KEYS[name]}?"
     section = _OTHER_NAMES.get(section, section)
     named = [one for one in known if one.rpartition(".")[2] == name]
     here = [one for one in known if one.partition(".")[0] == section]
@@ -173,7 +207,7 @@ def _stray(word: str, option: str, known: dict[str, Any]) -> str:
     if known.get(_switched(option)) is bool:
         return f"--{option} {word}: {_switch(_switched(option))}"
     if typing.get_origin(known.get(option)) is list:
-        return f"--{option} … {word}: a list is one word with commas; write --{option} a,b"
+        return f"{word!r} after --{option}: a list is one word with commas; write --{option} a,b"
     return f"{word!r}: neither an option (--section.key) nor the value of one; remove it"
 
 

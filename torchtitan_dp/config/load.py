@@ -4,7 +4,6 @@ A user's mistake is one `ValueError` line that names the key, the value and the 
 `exit_on_mistake` prints it and exits with code 2.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -13,16 +12,12 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
-
-# isort: split
-from torchtitan.config import ConfigManager
-
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import check
 from torchtitan_dp.config.derived import AUTO, DEGREES, resolve
-from torchtitan_dp.config.keys import check_toml, read_command_line
-from torchtitan_dp.distributed.torchtitan_private import from_values, merged_sections
+from torchtitan_dp.config.keys import Mistakes, known_values, read_command_line
+from torchtitan_dp.config.schema import from_values, schema
+from torchtitan_dp.config.supported import out_of_range, refusals
 from torchtitan_dp.process import write_atomically
 
 if sys.version_info >= (3, 11):
@@ -36,31 +31,30 @@ RUN_CONFIG_FILE = "run_config.json"
 _CUSTOM_CONFIG = "torchtitan_dp.config"
 
 
-def load_config(argv: list[str], world_size: int) -> JobConfig:
-    """Read the command line over a TOML over defaults, and check the result.
+def load_config(argv: list[str], world_size: int | None) -> JobConfig:
+    """Read the command line over a TOML over defaults, and check the result, without PyTorch.
 
-    `world_size` is the number of processes, which degrees of -1 follow. Raises ValueError, one
-    line; SystemExit of code 0 after `--help`.
+    `world_size` is the number of processes, which degrees of -1 follow; None if it is not known
+    yet, and then the mesh is not checked. Raises ValueError: `Mistakes`, one line each.
     """
-    if {"-h", "--help"} & {*argv}:
-        ConfigManager().parse_args([f"--job.custom_config_module={_CUSTOM_CONFIG}", "--help"])
-    schema = _schema()
-    return _checked(_read(argv, schema), schema, world_size)
+    mistakes = list[str]()
+    return _checked(_read(argv, mistakes), world_size, mistakes)
 
 
 def seeks_fewest_ranks(argv: list[str]) -> bool:
     """Return whether a sample is to be shared by the fewest ranks that fit, which `load_config`
     does not predict: it takes all that the other degrees leave."""
-    given = _read(argv, _schema()).get("parallelism", {})
+    given = _read(argv, []).get("parallelism", {})
     return given.get("context_parallel_degree", AUTO) == AUTO
 
 
-def _read(argv: list[str], schema: Any) -> dict[str, Any]:
-    """Return the values, by section, that a command line and its TOML give."""
-    given = read_command_line(argv, schema) | {"job.custom_config_module": _CUSTOM_CONFIG}
+def _read(argv: list[str], mistakes: list[str]) -> dict[str, Any]:
+    """Return the values, by section, that a command line and its TOML give; enter `mistakes`."""
+    given = read_command_line(argv, schema(), mistakes)
+    given["job.custom_config_module"] = _CUSTOM_CONFIG
     path = given.get("job.config_file")
     values = {} if path is None else _read_toml(path)
-    check_toml(values, schema, str(path))
+    values = known_values(values, schema(), str(path), mistakes)
     for key, value in given.items():
         *sections, name = key.split(".")
         section = values
@@ -70,16 +64,14 @@ def _read(argv: list[str], schema: Any) -> dict[str, Any]:
     return values
 
 
-def _schema() -> Any:
-    """Return the dataclass of all sections: TorchTitan's with those of this project."""
-    return merged_sections(JobConfig)
-
-
-def _checked(values: dict[str, Any], schema: Any, world_size: int) -> JobConfig:
-    """Return the configuration of checked values, `~`, `auto` and -1 resolved, if it can work."""
-    config = from_values(schema, values)
+def _checked(values: dict[str, Any], world_size: int | None, mistakes: list[str]) -> JobConfig:
+    """Return the configuration of checked values, `~`, `auto` and -1 resolved, if it can work;
+    `mistakes` are those in their keys and types."""
+    config: JobConfig = from_values(schema(), values)
     _resolve_home(config)
-    resolve(config, world_size)
+    resolve(config, world_size or 1)
+    if mistakes := [*mistakes, *refusals(config, out_of_range(config))]:
+        raise Mistakes(mistakes)
     check(config, world_size)
     return config
 
@@ -142,46 +134,26 @@ def read_config(folder: str) -> JobConfig:
         values["parallelism"].update(dict.fromkeys(DEGREES, 1))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} cannot be read ({error!r}): restore it") from error
-    schema = _schema()
-    check_toml(values, schema, path)
-    return _checked(values, schema, world_size=1)
+    mistakes = list[str]()
+    return _checked(known_values(values, schema(), path, mistakes), 1, mistakes)
 
 
 @contextlib.contextmanager
 def exit_on_mistake() -> Iterator[None]:
-    """Turn a user's mistake into one line on stderr and exit code 2."""
+    """Turn each of a user's mistakes into one line on stderr, and exit with code 2."""
     try:
         yield
+    except Mistakes as error:
+        fail(*error.lines)
     except ValueError as error:
         fail(str(error))
 
 
-def fail(message: str) -> NoReturn:
-    """Print a user's mistake in one line, and exit with code 2."""
-    print("error: " + " ".join(message.split()), file=sys.stderr)
+def fail(*mistakes: str) -> NoReturn:
+    """Print a user's mistakes, one line each, and exit with code 2."""
+    for mistake in mistakes:
+        print("error: " + " ".join(mistake.split()), file=sys.stderr)
     raise SystemExit(2)
-
-
-def tool_parser(
-    prog: str,
-    doc: str | None,
-    epilog: str = "Any --section.key value of the configuration is taken too.",
-) -> argparse.ArgumentParser:
-    """Return the parser of a tool, described by the first line of its module's `doc`."""
-    first, *_ = (doc or "").splitlines()
-    return argparse.ArgumentParser(prog, description=first, epilog=epilog, allow_abbrev=False)
-
-
-def parse_known(
-    parser: argparse.ArgumentParser, argv: list[str]
-) -> tuple[argparse.Namespace, list[str]]:
-    """Return a tool's own options, and the configuration's command line for `load_config`."""
-    names = "--job.config_file", "--job.config-file"
-    parser.add_argument(*names, dest="config_file", metavar="FILE", help="the TOML")
-    known, overrides = parser.parse_known_args(argv)
-    if known.config_file is None:
-        fail("--job.config_file is missing: name the TOML of the run")
-    return known, ["--job.config_file", known.config_file, *overrides]
 
 
 def write_json(path: str, content: dict[str, Any]) -> None:

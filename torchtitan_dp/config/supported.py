@@ -14,7 +14,7 @@ from typing import Any
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.keys import keys
-from torchtitan_dp.privacy.randomized import FEWEST, MOST
+from torchtitan_dp.privacy.settings import FEWEST, MOST
 
 # By section. The keys that `schema` defines are supported too.
 _SUPPORTED = {
@@ -81,6 +81,18 @@ _BELOW_1: _Range = (lambda value: 0 <= value < 1, "at least 0 and below 1")
 _NOT_NEGATIVE: _Range = (lambda value: value >= 0, "0 or more")
 _POSITIVE: _Range = (lambda value: value > 0, "a positive number")
 _COUNT: _Range = (lambda value: value >= 1, "at least 1")
+_LARGEST = 2**63 - 1  # a whole number of PyTorch's
+_MOST = {  # of what there are arrays, lists or loops of
+    "training.steps": 2**31,
+    "training.seq_len": 2**31,
+    "training.local_batch_size": 2**31,
+    "training.global_batch_size": 2**31,
+    "data.windows_per_draw": 2**31,
+    "privacy.bands": 2**16,
+    "lora.rank": 2**31,
+}
+_SEED: _Range = (lambda value: 0 <= value <= _LARGEST, f"from 0 to {_LARGEST}")
+_SECONDS: _Range = (lambda value: 1 <= value <= 10**9, "from 1 to 1000000000")
 _DEGREE: _Range = (lambda value: value >= 1, "at least 1 (or -1 for auto)")
 _NO_DEGREE: _Range = (
     lambda value: value == 1,
@@ -120,7 +132,7 @@ _RANGES: dict[str, _Range] = {
     "optimizer.name": _one_of("AdamW", "Adam", "MomentumSGD"),
     "optimizer.beta1": _BELOW_1,
     "optimizer.beta2": _BELOW_1,
-    "optimizer.lr": _least(0, "0 or more (1e-3, say)"),
+    "optimizer.lr": _least(0, "a positive number (1e-3, say)"),
     "optimizer.eps": _NOT_NEGATIVE,
     "optimizer.weight_decay": _NOT_NEGATIVE,
     "lr_scheduler.warmup_steps": _NOT_NEGATIVE,
@@ -144,8 +156,9 @@ _RANGES: dict[str, _Range] = {
         1, "at least 1, -1 for all ranks that are left, or 'auto'", "auto"
     ),
     "parallelism.context_parallel_load_balancer": _one_of("headtail", None),
-    "comm.init_timeout_seconds": _COUNT,
-    "comm.train_timeout_seconds": _COUNT,
+    "comm.init_timeout_seconds": _SECONDS,
+    "comm.train_timeout_seconds": _SECONDS,
+    "comm.trace_buf_size": _NOT_NEGATIVE,
     "checkpoint.interval": _COUNT,
     "checkpoint.keep_latest_k": (lambda k: k == 0 or k > 1, "2 or more, or 0 to keep all"),
     "checkpoint.initial_load_in_hf_quantized": _unset(
@@ -157,14 +170,20 @@ _RANGES: dict[str, _Range] = {
     ),
     "activation_checkpoint.memory_budget": _SHARE,
     "activation_checkpoint.determinism_check": _one_of("default", "none"),
+    "debug.seed": _SEED,
+    "privacy.debug_seed": _SEED,
+    "profiling.profile_freq": _COUNT,
+    "profiling.profiler_active": _COUNT,
+    "profiling.profiler_warmup": _NOT_NEGATIVE,
     "metrics.log_freq": _COUNT,
     "validation.freq": _COUNT,
+    "validation.steps": _least(1, "1 or more, or -1 for all held-out units", -1),
     "validation.publish_epsilon": _above(0, "a positive number (1, say)"),
     "validation.publish_noise_multiplier": _above(0, "a positive number (10, say)"),
     "validation.publish_clip": _above(0, "a positive number of nats (4, say)"),
     "validation.publish_delta": (
         lambda delta: 0 < delta < 1,
-        "between 0 and 1, and well below 1 / number of held-out records",
+        "between 0 and 1 (a tenth of 1 / number of held-out units, or less)",
     ),
     "privacy.target_epsilon": _POSITIVE,
     # With the largest clipping norm, fp32 still has the square of a gradient, which Adam keeps.
@@ -187,14 +206,14 @@ _RANGES: dict[str, _Range] = {
 }
 
 
-def refuse(config: JobConfig, rows: Iterable[Row]) -> None:
-    """Raise ValueError for the first row that is refused: one line with key, value and remedy."""
+def refusals(config: JobConfig, rows: Iterable[Row]) -> Iterator[str]:
+    """Yield one line, with key, value and remedy, for each row that is refused."""
     for is_refused, line in rows:
         if is_refused:
             key, _, remedy = line.partition(": ")
             value = operator.attrgetter(key)(config)
             given = "is not set" if value is None else f"= {_shown(value)}"
-            raise ValueError(f"{key} {given}: {remedy}")
+            yield f"{key} {given}: {remedy}"
 
 
 def _shown(value: object) -> str:
@@ -204,12 +223,13 @@ def _shown(value: object) -> str:
 def out_of_range(config: JobConfig) -> Iterator[Row]:
     """Yield the rows of numbers that are not finite, and of values that a run would fail on."""
     for key, value, _ in values(config):
-        is_right, words = _RANGES.get(key, (lambda _: True, "a number"))
+        holds, words = _RANGES.get(key, (lambda _: True, "a number"))
         is_finite = not isinstance(value, int | float) or abs(value) <= sys.float_info.max
-        yield (
-            value is not None and not (is_finite and is_right(value)),
-            f"{key}: must be {'' if is_finite else 'finite, '}{words}",
-        )
+        is_right = value is None or (is_finite and holds(value))
+        yield not is_right, f"{key}: must be {'' if is_finite else 'finite, '}{words}"
+        most = _MOST.get(key, _LARGEST)
+        is_more = isinstance(value, int) and is_right and abs(value) > most
+        yield is_more, f"{key}: must be from -{most} to {most}"
 
 
 def unsupported(config: JobConfig) -> Iterator[Row]:

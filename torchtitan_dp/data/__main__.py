@@ -10,18 +10,11 @@ import argparse
 import os
 import sys
 
+from torchtitan_dp.config.commands import parse_known, tool_parser
 from torchtitan_dp.config.derived import unit_word
-from torchtitan_dp.config.load import (
-    exit_on_mistake,
-    load_config,
-    parse_known,
-    tool_parser,
-    write_json,
-)
+from torchtitan_dp.config.load import exit_on_mistake, load_config, write_json
 from torchtitan_dp.data import store as stores
 from torchtitan_dp.data.console import amount, say, warn
-from torchtitan_dp.data.dataset import describe
-from torchtitan_dp.preflight.check import build_samples, open_records
 
 
 def main(argv: list[str]) -> None:
@@ -42,6 +35,10 @@ def _prepare(options: argparse.Namespace, overrides: list[str]) -> None:
     if options.store is not None:
         overrides.append(f"--data.store={options.store}")
     config = load_config(overrides, 1)
+    # PyTorch, which takes seconds to import: after all that needs none.
+    from torchtitan_dp.data.dataset import describe
+    from torchtitan_dp.preflight.check import build_samples, open_records
+
     records = open_records(config)
     samples = build_samples(records, config)
     warnings = records.warnings + records.check_targets(samples)

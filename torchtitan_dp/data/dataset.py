@@ -8,6 +8,7 @@ Guarantee:
 """
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -96,12 +97,16 @@ class Records:
 
     @classmethod
     def empty(cls, source: Source, count: int, heldout_fraction: float) -> "Records":
-        """Return `count` units without tokens, for a plan before there are records."""
-        hashes = np.arange(count, dtype=np.uint64) * np.uint64((2**64 - 1) // max(count, 1))
-        nothing, places = np.zeros(count, dtype=np.int64), np.arange(count + 1)
-        units = Units(places[:-1], places, hashes)
+        """Return the number of units, and no records, for a plan before there are any: `train` and
+        `heldout` have lengths alone, in no memory."""
+        held = math.ceil(heldout_fraction * count)
+        if held == count:
+            split(np.zeros(1, dtype=np.uint64), heldout_fraction)  # refuses it
+        nothing, one = np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64)
+        units = Units(nothing, one, nothing.astype(np.uint64))
         store = Store("", nothing, nothing, nothing, units, {"lacks": []})
-        return cls(source, store, *split(hashes, heldout_fraction), "", {}, ())
+        train, heldout = (np.broadcast_to(one, number) for number in (count - held, held))
+        return cls(source, store, train, heldout, "", {}, ())
 
     def check_targets(self, samples: Samples) -> tuple[str, ...]:
         """Describe units whose samples have no target, NOT PRIVATE; ValueError if no unit has."""

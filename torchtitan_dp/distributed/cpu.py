@@ -5,9 +5,9 @@ accelerator `install()` changes gloo's groups only. Each change is a function th
 missing; `tests/distributed/test_cpu.py` fails when a new TorchTitan makes it unnecessary.
 
 While it is imported, TorchTitan compiles attention functions that no run here uses, which loads the
-whole compiler, and imports Hugging Face's `datasets` with pandas and pyarrow: half of a start's
-seconds. `until_called` postpones both to their first call, so that TorchTitan's functions do the
-same as ever.
+whole compiler, and imports Hugging Face's `datasets` with pandas and pyarrow, and converters to
+float8: half of a start's seconds. `until_called` postpones these to their first use, so that
+TorchTitan's functions do the same as ever.
 """
 
 import contextlib
@@ -27,6 +27,8 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_dp import torch_private
+
+_QUANTIZATION = "torchtitan.components.quantization"  # it loads Inductor; `train_spec` asks for it
 
 
 def has_accelerator() -> bool:
@@ -162,6 +164,8 @@ def _give_gloo_groups_one_thread() -> None:
 def until_called() -> Iterator[None]:
     """Postpone what imports inside the block would compile or load; restores all patches."""
     stand_ins = {} if "datasets" in sys.modules else _datasets()
+    if _QUANTIZATION not in sys.modules:
+        stand_ins[_QUANTIZATION] = types.ModuleType(_QUANTIZATION)
     sys.modules.update(stand_ins)
     try:
         with mock.patch.object(torch, "compile", _compile_later):

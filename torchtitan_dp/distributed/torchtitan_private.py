@@ -6,23 +6,6 @@
 from typing import Any
 
 
-def merged_sections(ours: type) -> Any:
-    """Return TorchTitan's configuration with sections of ours: its dataclass, extended.
-
-    The public way is `parse_args`, which reads a file and the command line as well, its own way.
-    """
-    from torchtitan.config import ConfigManager, JobConfig
-
-    return ConfigManager._merge_configs(JobConfig, ours)
-
-
-def from_values(schema: Any, values: dict[str, Any]) -> Any:
-    """Return a configuration of checked values, by section; `parse_args` takes those of a file."""
-    from torchtitan.config import ConfigManager
-
-    return ConfigManager()._dict_to_dataclass(schema, values)
-
-
 def operations_to_save() -> set[Any]:
     """Return the operations that TorchTitan's selective checkpointing saves; `apply_ac` has none of
     its own."""

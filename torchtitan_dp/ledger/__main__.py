@@ -6,11 +6,16 @@ RUN is a `job.dump_folder`. Exit code 0 if all that the runs' files say holds to
 2 for a mistake on the command line.
 """
 
-import argparse
 import dataclasses
 import sys
 from typing import Any
 
+from torchtitan_dp.config.commands import first, parsed
+
+if __name__ == "__main__":  # before PyTorch, which takes seconds to import
+    first("ledger", __doc__)
+
+# isort: split
 from rich.console import Console
 from rich.table import Column, Table
 
@@ -24,7 +29,7 @@ _LOG_WIDTH = 250  # where there is no terminal that a table could be too wide fo
 
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
-    options = _parse(argv)
+    options, _ = parsed("ledger", __doc__, argv)
     with exit_on_mistake():
         runs = [verify(folder) for folder in options.runs]
         holds = not any(run.faults for run in runs)
@@ -33,22 +38,6 @@ def main(argv: list[str]) -> int:
             write_json(options.json, for_programs(runs, spent))
     _show(runs, spent, overlapping=options.overlapping)
     return 0 if holds else 1
-
-
-def _parse(argv: list[str]) -> argparse.Namespace:
-    """Return the options of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan_dp.ledger", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="the job.dump_folder of a run")
-    parser.add_argument("--delta", type=float, help="of the total; default: the runs' smallest")
-    parser.add_argument(
-        "--overlapping",
-        action="store_true",
-        help="add up runs on different records too: the sum is that of a unit in all of them",
-    )
-    parser.add_argument("--json", metavar="FILE", help="write it for programs; - is stdout")
-    return parser.parse_args(argv)
 
 
 def _show(runs: list[Run], spent: Total | None, *, overlapping: bool) -> None:

@@ -23,15 +23,19 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 
+from torchtitan_dp.config.commands import first, parsed
+
+if __name__ == "__main__":  # before PyTorch, which takes seconds to import
+    first("plan", __doc__)
+
+# isort: split
 import torch
 import torch.distributed as dist
 
 from torchtitan_dp.config.load import (
     exit_on_mistake,
     load_config,
-    parse_known,
     seeks_fewest_ranks,
-    tool_parser,
     write_json,
 )
 from torchtitan_dp.distributed.devices import cuda_devices, device_name, memory_bytes
@@ -43,37 +47,6 @@ from torchtitan_dp.plan.memory import DEFAULT_GIB, GIB, predict, predicting, sho
 from torchtitan_dp.plan.recommend import refuse
 from torchtitan_dp.plan.report import for_programs, make_report, show
 from torchtitan_dp.selfcheck.run import start
-
-
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the plan's own options, and leave the configuration's command line."""
-    parser = tool_parser("python -m torchtitan_dp.plan", __doc__)
-    for name, kind, metavar, says in (
-        ("--world_size", int, "N", "processes, or --gpus; default: NGPU, else 1"),
-        ("--ranks_here", int, "R", "that start here: exit with code 2 if the host is too small"),
-        ("--units", int, "N", "plan for so many records or units, before there are any"),
-        ("--memory_gib", float, "G", "of a GPU: exit with code 2 if the run does not fit"),
-        ("--json", str, "FILE", "write the plan there; - is stdout"),
-        ("--machine", str, "M", f"{', '.join(MACHINES)}, or a calibrated FILE: predict the time"),
-        ("--write", str, "TOML", "write the configuration with the chosen keys there"),
-        ("--calibrate", str, "FILE", "measure this machine, under torchrun, and write it there"),
-    ):
-        names = (name, "--gpus") if name == "--world_size" else (name,)
-        parser.add_argument(*names, type=kind, metavar=metavar, help=says)
-    parser.add_argument(
-        "--choose",
-        action="store_true",
-        help="compare meshes, checkpointing and methods, the fastest that fit first",
-    )
-    parser.add_argument(
-        "--recommend",
-        action="store_true",
-        help="list batches, steps and adapters by the noise they leave at the same compute",
-    )
-    parser.add_argument("--no_memory", action="store_true", help="--json without memory: quick")
-    if (own := parser.parse_known_args(argv)[0]).calibrate:
-        return own, []  # of no configuration
-    return parse_known(parser, argv)
 
 
 def world_size_of(options: argparse.Namespace) -> int:
@@ -97,7 +70,7 @@ def world_size_of(options: argparse.Namespace) -> int:
 
 def main(argv: list[str]) -> list[str]:
     """Plan; return what it has found of the configuration, for the command line of a start."""
-    options, overrides = parse(argv)
+    options, overrides = parsed("plan", __doc__, argv)
     if options.calibrate:
         measure(options.calibrate)
         return []
@@ -173,7 +146,8 @@ def machine_of(options: argparse.Namespace, world_size: int) -> Machine | None:
         raise ValueError(
             f"--machine = '{options.machine}': it was measured on one node, ranks: "
             f"{found.ranks_a_node}; for --gpus {world_size} measure a node of as many (torchrun "
-            f"--nproc_per_node {world_size} … --calibrate), or name one of {', '.join(MACHINES)}"
+            f"--nproc_per_node {world_size} -m torchtitan_dp.plan --calibrate FILE), or name one "
+            f"of {', '.join(MACHINES)}"
         )
     return found
 

@@ -31,8 +31,8 @@ from torchtitan_dp.distributed import offload, windows
 from torchtitan_dp.gradients import randomized_norm
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import ReductionGroups, RowLayout, free_gathered
-from torchtitan_dp.gradients.methods import build_step
 from torchtitan_dp.gradients.operands import tiles
+from torchtitan_dp.gradients.step import build_step
 from torchtitan_dp.models import feed_forward, loss_head, rms_norm
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.causal_lm.settings import ModelArgs

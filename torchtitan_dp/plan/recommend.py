@@ -24,7 +24,7 @@ from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.flavors import trained_count
 from torchtitan_dp.models.lora import lora_of
 from torchtitan_dp.plan.samplings import Samplings, weigh_samplings
-from torchtitan_dp.plan.signal import DROWNS, FEWEST_STEPS, Rows, Target, rows_of
+from torchtitan_dp.plan.signal import DROWNS, FEWEST_STEPS, LARGEST_RATE, Rows, Target, rows_of
 
 _LOG_WIDTH = 160  # where there is no terminal that a table could be too wide for
 _TITLE = (  # a table's own is cut to its width
@@ -168,12 +168,24 @@ class Recommendation:
         if self.variant != own:
             keys += f", lora.rank = {self.variant.rank}"
         noise = best.noise(self.variant.trained)
-        remedy = "more records, fewer trained values or a larger epsilon have less"
+        remedy = "more records or a larger epsilon have less"
+        if not own.rank:
+            remedy += ", and so have adapters ([lora]) beside the weights of a model that is loaded"
         drowns = f", still above {DROWNS:g} C: {remedy}" if noise.drowns else ""
+        beside = f"where the settings asked for have {asked.noise(own.trained).over_run:.3g} C"
+        if best is asked and self.variant == own:
+            beside = "as asked for"
+        larger = [row for row in self.rows.rows if row.batch > best.batch]
+        if larger and not larger[0].within_bounds:
+            beside += (
+                f" (a batch of {larger[0].batch:,} has less in {larger[0].steps:,} steps, too few "
+                f"or too large to learn from: below {FEWEST_STEPS} steps, or q above "
+                f"{LARGEST_RATE:g})"
+            )
         return (
-            f"recommended: {keys}: noise {noise.over_run:.3g} C averaged over the run, where the "
-            f"settings asked for have {asked.noise(own.trained).over_run:.3g} C{drowns} "
-            f"({'of Poisson sampling; ' if self.allocates else ''}heuristics: docs/tuning.md)"
+            f"recommended: {keys}: noise {noise.over_run:.3g} C averaged over the run, {beside}"
+            f"{drowns} ({'of Poisson sampling; ' if self.allocates else ''}heuristics: "
+            "docs/tuning.md)"
         )
 
     def table(self) -> Table:

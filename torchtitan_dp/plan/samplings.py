@@ -9,7 +9,7 @@ from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.ledger.spending import initial_steps
 from torchtitan_dp.privacy.accounting import compose, rounded_up
-from torchtitan_dp.privacy.banded import INDEPENDENT
+from torchtitan_dp.privacy.coefficients import INDEPENDENT
 from torchtitan_dp.privacy.segments import Segment
 
 WORTH = 0.98
@@ -33,8 +33,9 @@ class Samplings:
 
     def sentence(self) -> str:
         """Return the recommended sampling, and the reason."""
+        advice = "take" if self.best == "allocation" else "keep"
         return (
-            f"sampling: privacy.sampling = '{self.best}': with sigma = "
+            f"sampling: {advice} privacy.sampling = '{self.best}': with sigma = "
             f"{self.noise_multiplier:.4g}, at which 'poisson' spends epsilon = {self.target:g}, "
             f"'allocation' spends {rounded_up(self.epsilon, digits=4)}, in whole rounds of "
             f"{self.round_steps} steps"

@@ -91,7 +91,7 @@ def step_seconds(
         groups: the number of FSDP2's: blocks, the embedding, the output layer.
         rounds: the expected microbatches of a data-parallel rank.
     """
-    one_by_one = METHODS[config.privacy.gradient_method].kind.batch_size == 1
+    one_by_one = not METHODS[config.privacy.gradient_method].per_sample_layers
     windows = config.data.windows_per_draw  # of which a counted microbatch has one or two
     times = rounds * (windows if windows == 1 else windows / 2)
     times *= config.training.local_batch_size if one_by_one else 1

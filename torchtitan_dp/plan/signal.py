@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.mechanism import PoissonGaussian
 from torchtitan_dp.privacy.segments import Mechanism, Segment
+from torchtitan_dp.process import typed
 
 DROWNS = 5.0
 """Above this much noise over the run, in C, the plan warns. A heuristic: of what the default model
@@ -64,8 +65,8 @@ class Noise:
             return None
         return (
             f"the noise is {self.over_run:.3g} C even averaged over the run, more than {DROWNS:g} "
-            "C (a heuristic): it may drown what could be learned; python -m torchtitan_dp.plan "
-            "… --recommend shows by which batch and steps there is less, and, of weights that are "
+            f"C (a heuristic): it may drown what could be learned; {typed('plan')} CONFIG "
+            "--recommend shows by which batch and steps there is less, and, of weights that are "
             "loaded, by which adapters"
         )
 

@@ -24,7 +24,7 @@ from torchtitan_dp import torch_private
 from torchtitan_dp.distributed import ring, windows
 from torchtitan_dp.gradients.clipped_sum import ClippedSum, GradientMethod
 from torchtitan_dp.gradients.fsdp import ReduceScatterOverCP, RowLayout
-from torchtitan_dp.gradients.methods import METHODS
+from torchtitan_dp.gradients.step import KINDS
 from torchtitan_dp.models.loss_head import LossHead
 from torchtitan_dp.models.parameters import local_part
 from torchtitan_dp.torch_private import DispatchMode, tree_iter, unsharded_gradients
@@ -236,7 +236,6 @@ def tracking(
 
     fsdp_group = torch_private.fsdp_param_group()
     shards, communication = "per_sample_shards", "communication"
-    kinds = {method.kind for method in METHODS.values()}
     forming = functools.partial(_forming, tracker)
     around: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
         (fsdp_group, "unshard", made(communication)),
@@ -254,7 +253,7 @@ def tracking(
         (ClippedSum, "add", becomes(shards, added)),
         (ClippedSum, "add_group", becomes(shards, lambda _, __, parts, *___: parts.values())),
         (ClippedSum, "lay_out", made("accumulator")),
-        *((kind, name, forming) for kind in kinds for name in kind.makes_gradients),
+        *((kind, name, forming) for kind in KINDS for name in kind.makes_gradients),
         (LossHead, "chunk", made("loss_head")),
     )
     with contextlib.ExitStack() as stack:

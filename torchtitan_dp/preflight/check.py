@@ -35,12 +35,14 @@ from torchtitan_dp.data.reading import reading
 from torchtitan_dp.data.samples import Samples
 from torchtitan_dp.data.tokenizer import ByteTokenizer, from_hub, load_tokenizer
 from torchtitan_dp.gradients.methods import METHODS
+from torchtitan_dp.ledger import Lineage
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.flavors import on_meta
 from torchtitan_dp.models.hugging_face import check_weights, origin, shape
 from torchtitan_dp.models.hugging_face_weights import EXPORT_FOLDER, tokenizer_files
 from torchtitan_dp.models.parameters import trainable_parameters
+from torchtitan_dp.preflight.learning import check_learning
 from torchtitan_dp.preflight.machine import check_attention, check_norms
 from torchtitan_dp.privacy.clipping import clip_policy
 from torchtitan_dp.process import untested
@@ -57,11 +59,11 @@ class Checked:
     plan: Plan | None  # None without privacy
 
 
-def open_records(config: JobConfig) -> Records:
+def open_records(config: JobConfig, source: Source | None = None) -> Records:
     """Open the records that a configuration names; raise ValueError, one line, if it cannot."""
     data, privacy = config.data, config.privacy
     return Records.open(
-        source_of(config),
+        source or source_of(config),
         data.store,
         heldout_fraction=data.heldout_fraction,
         needs_heldout=config.validation.enable,
@@ -90,34 +92,54 @@ def check_run(config: JobConfig, *, units: int | None = None) -> Checked:
     Raises ValueError, one line. `units` is the number of units, for a plan without records.
     """
     check_packages(config)
-    start = decide_start(config)
-    refuse_another_optimizer(config, start)
+    check_learning(config)
+    start, source = decide_start(config), source_of(config)
+    earlier, plan = check_folder(config, start, source, units)
+    check_names(config, start)
     args = check_model(config, start)
     if units is None:
-        records = open_records(config)
+        records = open_records(config, source)
         samples = build_samples(records, config)
         found = records.check_targets(samples)
         records = dataclasses.replace(records, warnings=records.warnings + found)
     else:
         fraction = config.data.heldout_fraction
-        records = Records.empty(source_of(config), units, fraction)
+        records = Records.empty(source, units, fraction)
         samples = build_samples(records, config)
-    if config.data.on_undecodable == "error" and (bad := records.undecodable()):
+    if units is None and config.data.on_undecodable == "error" and (bad := records.undecodable()):
         raise ValueError(
             f"data.on_undecodable = 'error': {bad} of {len(records.store)} records cannot be "
             "decoded; fix them, or set it to 'empty' (they then contribute nothing)"
             + "".join(f"; not private: {warning}" for warning in records.warnings)
         )
-    folder = config.job.dump_folder
-    plan = None
     if config.privacy.enable:
         refuse_delta_of_losses(config, len(records.heldout))
         if units is None:
-            check_records(folder, records.fingerprint, records.settings)
-        plan = plan_start(config, len(records.train), start, earlier_ledger(folder))
-    else:
-        refuse_private_folder(folder)
+            check_records(config.job.dump_folder, records.fingerprint, records.settings)
+        if plan is None or plan.settings.implied_units != len(records.train):
+            plan = plan_start(config, len(records.train), start, earlier)
     return Checked(start, args, records, samples, plan)
+
+
+def check_folder(
+    config: JobConfig, start: Start, source: Source, units: int | None
+) -> tuple[Lineage | None, Plan | None]:
+    """Refuse, by ValueError, other terms than those of the run in `job.dump_folder`, before a file
+    of records is looked for; return its ledger, and its plan for as many units as it has."""
+    folder = config.job.dump_folder
+    if not config.privacy.enable:
+        refuse_private_folder(folder)
+        return None, None
+    if units is None:
+        data = config.data
+        settings: dict[str, object] = {key: field for field, key in source.reading.keys.items()}
+        settings["data.unit_field"] = data.unit_field
+        settings["data.heldout_fraction"] = data.heldout_fraction
+        check_records(folder, None, settings)
+    refuse_another_optimizer(config, start)
+    if (earlier := earlier_ledger(folder)) is None:
+        return None, None
+    return earlier, plan_start(config, earlier.settings.implied_units, start, earlier)
 
 
 def build_samples(records: Records, config: JobConfig) -> Samples:
@@ -157,12 +179,6 @@ def check_model(config: JobConfig, start: Start) -> ModelArgs:
             parameters as adapters or clipping groups name them; or the tokenizer has ids outside
             its vocabulary, which would end a run.
     """
-    assets = config.model.hf_assets_path
-    if start.resumes and assets and not os.path.isdir(assets):  # the shape would be another one
-        raise ValueError(
-            f"model.hf_assets_path = '{assets}': no such folder; name the one that this run was "
-            "started with"
-        )
     args = shape(config)
     model = on_meta(args)  # refuses unknown targets of adapters
     check_forward(args)
@@ -208,16 +224,36 @@ def check_clipping(config: JobConfig, args: ModelArgs) -> None:
         raise ValueError(f"{where}: {mistake}") from None
 
 
-def check_files(config: JobConfig, args: ModelArgs, start: Start) -> None:
-    """Refuse, by ValueError, weights that cannot be loaded and an export that cannot be written."""
+def check_names(config: JobConfig, start: Start) -> None:
+    """Refuse, by ValueError, folders that are missing or hold no weights, and an export that cannot
+    be written, before a file is read."""
+    assets, at = config.model.hf_assets_path, f"{start.key} = '{start.place}'"
+    if start.resumes and assets and not os.path.isdir(assets):  # the shape would be another one
+        raise ValueError(
+            f"model.hf_assets_path = '{assets}': no such folder; name the one that this run was "
+            "started with"
+        )
     if config.checkpoint.last_save_in_hf:
         _check_target(os.path.join(config.job.dump_folder, EXPORT_FOLDER), config)
         tokenizer_files(config)
+    if start.loads and not os.path.isdir(start.place):
+        remedy = from_hub(start.place) or "name the one with initial weights"
+        raise ValueError(f"{at}: no such folder; {remedy}")
+    if start.weights is Weights.INITIAL_HF and not _has_weights(start.place):
+        raise ValueError(
+            f"{at}: it has no *.safetensors; download the model's weights, or train from drawn "
+            "ones with checkpoint.initial_load_in_hf = false"
+        )
+
+
+def _has_weights(folder: str) -> bool:
+    return bool(glob.glob(os.path.join(glob.escape(folder), "*.safetensors")))
+
+
+def check_files(config: JobConfig, args: ModelArgs, start: Start) -> None:
+    """Refuse, by ValueError, weights that cannot be loaded."""
     if not start.loads:
         return
-    if not start.place or not os.path.isdir(start.place):
-        remedy = from_hub(start.place) or "name the one with initial weights"
-        raise ValueError(f"{start.key} = '{start.place}': no such folder; {remedy}")
     if start.weights is Weights.INITIAL_HF:
         check_weights(f"{start.key} = '{start.place}'", start.place, args)
         if isinstance(load_tokenizer(config.model.hf_assets_path), ByteTokenizer):
@@ -264,7 +300,7 @@ def show_records(config: JobConfig, checked: Checked) -> None:
 
 def notices(config: JobConfig) -> list[str]:
     """List the notices of the configuration, and of releases that are not tested."""
-    lines = [never_trained(config), _beyond_the_window(config), _left_out(config)]
+    lines = [never_trained(config), _beyond_the_window(config), _left_out(config), _rises(config)]
     return untested() + [line for line in lines if line is not None] + _without_effect(config)
 
 
@@ -278,6 +314,18 @@ def tokenizer_lines(config: JobConfig, source: Source) -> list[str]:
         end = "the tokenizer has no eos: the model never learns to stop"
     named = f"tokenizer: {source.tokenizer.describe()}" + (f", from {where}" if where else "")
     return [named, *filter(None, [end])]
+
+
+def _rises(config: JobConfig) -> str | None:
+    """Describe a warm-up that no step follows; None if some do."""
+    warmup, steps = config.lr_scheduler.warmup_steps, config.training.steps
+    if warmup < steps:
+        return None
+    share = steps / min(warmup, config.lr_scheduler.total_steps or steps)
+    return (
+        f"lr_scheduler.warmup_steps = {warmup:,}: the learning rate rises in all {steps:,} "
+        f"training.steps, up to {share:.2g} of optimizer.lr; lower it"
+    )
 
 
 def _without_effect(config: JobConfig) -> list[str]:
@@ -299,8 +347,10 @@ def _left_out(config: JobConfig) -> str | None:
     """Describe weights beside the tokenizer that a run does not start from; None without."""
     folder, checkpoint = config.model.hf_assets_path, config.checkpoint
     starts_elsewhere = checkpoint.initial_load_in_hf or checkpoint.initial_load_path
-    if starts_elsewhere or not glob.glob(os.path.join(glob.escape(folder), "*.safetensors")):
+    if starts_elsewhere:
         return None
+    if not _has_weights(folder):
+        return f"{folder} has no weights: training starts from drawn ones" if folder else None
     return (
         "the weights in model.hf_assets_path are not loaded; checkpoint.initial_load_in_hf = true "
         "starts from them"

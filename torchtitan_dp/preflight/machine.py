@@ -205,8 +205,7 @@ def _samples_at_once(config: JobConfig) -> int:
     samples = config.training.local_batch_size
     if not config.privacy.enable:
         return samples
-    method: Any = METHODS[config.privacy.gradient_method].kind
-    return method.batch_size or samples
+    return samples if METHODS[config.privacy.gradient_method].per_sample_layers else 1
 
 
 def _copy_bytes(config: JobConfig, args: ModelArgs) -> int:

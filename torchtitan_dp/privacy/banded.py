@@ -32,9 +32,6 @@ from torch import Tensor
 
 from torchtitan_dp.privacy.keys import KeyStream, RootKey, Secret
 
-INDEPENDENT = (1.0,)
-"""The column of noise that does not depend on earlier steps'."""
-
 _AT_ONCE = 2**14  # values that stay in a core's cache while earlier noise is added to them
 
 
@@ -108,7 +105,7 @@ class NoiseChain(Secret):
         """
         Args:
             stream: of a root key that no other chain has.
-            column: c; `INDEPENDENT` for independent noise.
+            column: c; `coefficients.INDEPENDENT` for independent noise.
         """
         self.__stream, self.__row = stream, 0
         self.__kept = _Kept(column) if len(column) > 1 else None

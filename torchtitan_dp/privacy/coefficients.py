@@ -31,6 +31,9 @@ OF_A_STEP = 0.1
 """The power of a step's noise in the objective: a tenth less of it is worth 1% more noise in the
 weights, a heuristic."""
 
+INDEPENDENT = (1.0,)
+"""The column of noise that does not depend on earlier steps'."""
+
 _DIGITS = 4  # of a coefficient: other processors round the search's last ones otherwise
 
 

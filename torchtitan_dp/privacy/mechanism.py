@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from torchtitan_dp.privacy.banded import INDEPENDENT
-from torchtitan_dp.privacy.coefficients import cut_off
+from torchtitan_dp.privacy.coefficients import INDEPENDENT, cut_off
 from torchtitan_dp.privacy.lower_bounds import mixture_mu
 from torchtitan_dp.privacy.randomized import largest_ratio, ratios, refuse_projections
 from torchtitan_dp.privacy.segments import GaussianSteps, Mechanism

@@ -74,10 +74,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy.special import chdtr, chdtri
 
+from torchtitan_dp.privacy.settings import FEWEST, MOST
+
 if TYPE_CHECKING:  # imported when it is used: it takes a second
     pass
 
-FEWEST, MOST = 8, 4096  # projections
 
 _POINTS = 256  # the values that Z is rounded up to
 _BEYOND = 1e-6  # P[X_1 <= x] at the largest ratio

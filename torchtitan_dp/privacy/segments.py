@@ -25,8 +25,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torchtitan_dp.privacy.banded import INDEPENDENT
 from torchtitan_dp.privacy.coefficients import (
+    INDEPENDENT,
     Shares,
     column_norm,
     noise_in_step,

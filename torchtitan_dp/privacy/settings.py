@@ -6,6 +6,8 @@ The docstring below each field is its reference, as in `config/__init__.py`.
 from dataclasses import dataclass, field
 from typing import Literal
 
+FEWEST, MOST = 8, 4096  # projections
+
 
 @dataclass
 class Privacy:
@@ -23,7 +25,8 @@ class Privacy:
     """sigma: the noise's standard deviation over `max_grad_norm`. 0 is allowed, and not private."""
 
     delta: float | None = None
-    """Probability that the guarantee may fail; well below 1 / number of records. Required."""
+    """Probability that the guarantee may fail: a tenth of 1 / number of units (records, or what
+    `data.unit_field` groups), or less. Required."""
 
     max_grad_norm: float = 1.0
     """C: the norm that each unit's gradient is clipped to."""

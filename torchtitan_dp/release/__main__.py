@@ -22,13 +22,18 @@ Guarantee:
     No JSON file has a path of this machine as a value (`models.local_paths`).
 """
 
-import argparse
 import hashlib
 import os
 import shutil
 import sys
 from typing import Any
 
+from torchtitan_dp.config.commands import first, parsed
+
+if __name__ == "__main__":  # before PyTorch, which takes seconds to import
+    first("release", __doc__)
+
+# isort: split
 import torch
 import torch.nn as nn
 
@@ -234,50 +239,8 @@ def _sha256(path: str) -> str:
     return digest.hexdigest()
 
 
-_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "--stop_not_from_results": (
-        {"action": "store_true"},
-        "state, in the card too, that neither results nor a clock (a time limit, a preemption) "
-        "decided when a run stopped early: epsilon then leaves out the planned steps that were not "
-        "taken",
-    ),
-    "--lost_steps_not_seen": (
-        {"action": "store_true"},
-        "state, in the card too, that nobody saw anything of the steps that crashes lost (no "
-        "checkpoint, no log): epsilon then leaves them out",
-    ),
-    "--merged": (
-        {"action": "store_true"},
-        "of a run with [lora]: a whole model, with the adapters merged into its weights",
-    ),
-    "--ema": (
-        {"action": argparse.BooleanOptionalAction},
-        "of a run with [ema]: the average of weights, or those after the last step; by default the "
-        "average, where the newest checkpoint has one",
-    ),
-    "--base_model": (
-        {"metavar": "NAME"},
-        "the model that training started from, by its public name (meta-llama/Llama-3.2-1B): for "
-        "the card and, of adapters, for PEFT's AutoPeftModelForCausalLM",
-    ),
-    "--license": ({"metavar": "ID"}, "for the card, from Hugging Face's list: apache-2.0"),
-    "--datasets": (
-        {"metavar": "NAME", "nargs": "+", "default": []},
-        "for the card: the data sets of the records, by their public names",
-    ),
-    "--unit_name": ({"metavar": "WORD"}, "what the card calls a unit: patient, for one"),
-}
-
-
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan_dp.release", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("run", metavar="RUN", help="the job.dump_folder of a private run")
-    parser.add_argument("out", metavar="OUT", help="a folder that does not exist yet")
-    for name, (terms, text) in _OPTIONS.items():
-        parser.add_argument(name, help=text, **terms)
-    options = parser.parse_args(argv)
+    options, _ = parsed("release", __doc__, argv)
     names = PublicNames(
         options.base_model, options.license, tuple(options.datasets), options.unit_name
     )

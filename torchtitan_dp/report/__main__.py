@@ -8,12 +8,17 @@ RUN is a `job.dump_folder`, also of a run that is training. The page is RUN/repo
 --public leaves only what may be published.
 """
 
-import argparse
 import os
 import sys
 from pathlib import Path
 
-from torchtitan_dp.config.load import exit_on_mistake
+from torchtitan_dp.config.commands import first, parsed
+
+if __name__ == "__main__":  # before PyTorch, which takes seconds to import
+    first("report", __doc__)
+
+# isort: split
+from torchtitan_dp.config.load import exit_on_mistake, fail
 from torchtitan_dp.process import write_atomically
 from torchtitan_dp.report.content import private_content, public_content
 from torchtitan_dp.report.run_folder import as_text, open_run, status_rows
@@ -30,27 +35,9 @@ def report(folder: str, *, public: bool = False) -> str:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan_dp.report", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("run", metavar="RUN", help="the job.dump_folder of a run")
-    parser.add_argument(
-        "--output",
-        type=os.path.expanduser,
-        metavar="FILE.html",
-        help="default: report.html or report_public.html in RUN",
-    )
-    parser.add_argument(
-        "--public", action="store_true", help="leave only what may be published with the weights"
-    )
-    parser.add_argument(
-        "--status",
-        action="store_true",
-        help="print step, epsilon, time left and last checkpoint, and write no page",
-    )
-    options = parser.parse_args(argv)
+    options, _ = parsed("report", __doc__, argv)
     if options.status and (options.public or options.output):
-        parser.error("--status writes no page: omit --public and --output")
+        fail("--status: it writes no page; omit --public and --output")
     with exit_on_mistake():
         if options.status:
             run = open_run(options.run)

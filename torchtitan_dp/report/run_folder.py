@@ -168,6 +168,8 @@ def _is_locked(path: Path) -> bool:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
+        except OSError:  # a file system without locks, on which no run starts: it holds a copy
+            return False
     return False
 
 

@@ -9,7 +9,6 @@ dp_shard 2 x cp; with it, what that file would use. It reads no record, and writ
 a temporary checkpoint. Exit code 1 if a check fails, in one line each; 2 for a user's mistake.
 """
 
-import argparse
 import dataclasses
 import hashlib
 import itertools
@@ -21,11 +20,17 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from torchtitan_dp.config.commands import first, parsed
+
+if __name__ == "__main__":  # before PyTorch, which takes seconds to import
+    first("selfcheck", __doc__)
+
+# isort: split
 import torch
 import torch.distributed as dist
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.load import exit_on_mistake, fail, tool_parser, write_json
+from torchtitan_dp.config.load import exit_on_mistake, write_json
 from torchtitan_dp.distributed import devices
 from torchtitan_dp.distributed.agreement import shared_root_key
 from torchtitan_dp.distributed.cpu import has_accelerator
@@ -42,7 +47,7 @@ _GIB = 2**30
 
 
 def main(argv: list[str]) -> None:
-    options, overrides = parse(argv)
+    options, overrides = parsed("selfcheck", __doc__, argv)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     with exit_on_mistake():
         terms = given_terms(overrides, world_size) if overrides else default_terms(world_size)
@@ -74,22 +79,6 @@ def main(argv: list[str]) -> None:
     if failed:
         raise SystemExit(1)  # some rank may still be in a collective: do not wait for it
     dist.destroy_process_group()
-
-
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse selfcheck's own options, and return the configuration's command line too, if any."""
-    keys = "With --config any --section.key value of the configuration is taken too."
-    parser = tool_parser("python -m torchtitan_dp.selfcheck", __doc__, keys)
-    given = "the TOML of a run: check what it would use (default: every gradient method)"
-    shared = "of the process group, for ranks that share a device: cpu:gloo,cuda:gloo"
-    parser.add_argument("--config", "--job.config_file", dest="config", metavar="FILE", help=given)
-    parser.add_argument("--json", metavar="FILE", help="write the result there; - is stdout")
-    parser.add_argument("--backend", metavar="NAME", help=shared)
-    options, overrides = parser.parse_known_args(argv)
-    if overrides and options.config is None:
-        fail(f"{overrides[0]}: without --config there is nothing to override; name a TOML")
-    config = [] if options.config is None else ["--job.config_file", options.config]
-    return options, [*config, *overrides]
 
 
 def checkpoint_folder(config: JobConfig | None, nodes: int) -> str:

@@ -26,6 +26,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+# isort: split
 from torchtitan.tools.logging import logger
 
 from torchtitan_dp.config import JobConfig

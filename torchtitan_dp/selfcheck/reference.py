@@ -15,6 +15,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+# isort: split
 from torchtitan.components.loss import IGNORE_INDEX
 
 from torchtitan_dp.models.causal_lm.model import Eager
@@ -145,7 +149,8 @@ def make_samples(args: ModelArgs, count: int, seed: int = 0) -> Samples:
     tokens_NT, labels_NT = (
         torch.randint(0, args.vocab_size, (count, T), generator=generator) for _ in range(2)
     )
-    targets = ((0, T // 5), (0, T), (0, T - 3), (0, T // 2), (0, 0), (T - T // 4, T))
+    early, late, half = (max(end, 1) for end in (T // 5, T - 3, T // 2))  # one target at least
+    targets = ((0, early), (0, T), (0, late), (0, half), (0, 0), (T - T // 4, T))
     for row in range(count):
         start, end = targets[row % len(targets)]
         labels_NT[row, :start] = labels_NT[row, end:] = IGNORE_INDEX

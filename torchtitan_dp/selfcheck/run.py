@@ -11,6 +11,10 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+# isort: split
 from torchtitan.tools.utils import device_type
 
 from torchtitan_dp.distributed.devices import cuda_devices

@@ -19,6 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+# isort: split
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
@@ -29,7 +33,8 @@ from torchtitan_dp.config.load import load_config
 from torchtitan_dp.distributed.cpu import has_accelerator
 from torchtitan_dp.distributed.ring import HEADS_APART_FROM
 from torchtitan_dp.gradients.fsdp import ReductionGroups
-from torchtitan_dp.gradients.methods import METHODS, build_step
+from torchtitan_dp.gradients.methods import METHODS
+from torchtitan_dp.gradients.step import build_step
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.flavors import flavor, on_meta
 from torchtitan_dp.models.hugging_face import shape

@@ -14,6 +14,10 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+# isort: split
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
 from torchtitan_dp.checkpoint import safe_load

@@ -17,9 +17,9 @@ Guarantee:
     are refused too: they may have spent what no sum counts.
 """
 
-import argparse
 import contextlib
 import dataclasses
+import math
 import os
 import signal
 import subprocess
@@ -27,12 +27,18 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from torchtitan_dp.config.commands import first, parsed
+
+if __name__ == "__main__":  # before PyTorch, which takes seconds to import
+    first("tune", __doc__)
+
+# isort: split
 from rich.console import Console
 from rich.table import Table
 
 from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.config.derived import unit_word
-from torchtitan_dp.config.load import exit_on_mistake, parse_known, tool_parser, write_json
+from torchtitan_dp.config.load import exit_on_mistake, write_json
 from torchtitan_dp.distributed.devices import default_processes
 from torchtitan_dp.ledger.files import TRIAL_FILE, read_published
 from torchtitan_dp.ledger.runs import Total, total
@@ -50,13 +56,16 @@ from torchtitan_dp.tune.folder import (
 )
 from torchtitan_dp.tune.trials import Search, Trial
 
+TELLS_APART = 0.3
+"""The difference of two trials' losses, in nats, that a search must show, a heuristic."""
+
 _LOG_WIDTH = 250  # where there is no terminal that a table could be too wide for
 _EXIT_MISTAKE, _EXIT_STOPPED = 2, 75  # of the launcher
 
 
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
-    options, shared = _parse(argv)
+    options, shared = parsed("tune", __doc__, argv)
     with exit_on_mistake(), contextlib.ExitStack() as held:
         search = Search.of(shared, options.tries, _processes())
         if not options.plan:
@@ -68,26 +77,6 @@ def main(argv: list[str]) -> int:
         state.write(search.folder)
         failed = [trial for trial in search.trials if not _run(search, state, trial)]
         return _conclude(search, announced, failed, options.json)
-
-
-def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options, and the command line of all trials."""
-    keys = "Any --section.key value of the configuration is taken too, for all trials."
-    parser = tool_parser("python -m torchtitan_dp.tune", __doc__, keys)
-    parser.add_argument(
-        "--epsilon", type=float, required=True, metavar="E", help="of all trials together"
-    )
-    parser.add_argument(
-        "--try",
-        dest="tries",
-        action="append",
-        required=True,
-        metavar="KEY=V,V",
-        help="values of a key, or of keys that change together: KEY/KEY=V/V,V/V; repeat it",
-    )
-    parser.add_argument("--plan", action="store_true", help="print what it will spend; run nothing")
-    parser.add_argument("--json", metavar="FILE", help="write the result there; - is stdout")
-    return parse_known(parser, argv)
 
 
 def _processes() -> int:
@@ -123,6 +112,15 @@ def _announce(search: Search, state: State, epsilon: float) -> Total:
         f"published losses: of {units:,} held-out {unit_word(search.config)}s, with noise of "
         f"standard deviation {deviation:.2g} nats"
     )
+    if deviation > TELLS_APART / 3:
+        word, enough = unit_word(search.config), math.ceil(units * 3 * deviation / TELLS_APART)
+        raise ValueError(
+            f"--epsilon = {epsilon:g}: noise of {deviation:.2g} nats hides which recipe is better; "
+            f"losses that are {TELLS_APART:g} nats apart (a heuristic) show by a third of that: "
+            f"hold out more (data.heldout_fraction: about {enough:,} {word}s, now {units:,}), "
+            f"lower validation.publish_clip (now {losses.clip:g}), try fewer values, or raise "
+            "--epsilon"
+        )
     return spent
 
 

@@ -1,0 +1,245 @@
+"""The command lines of the commands, parsed and judged before PyTorch is imported.
+
+Each `__main__` calls `first` above its imports of PyTorch, which take seconds: help, a wrong option
+and a wrong key or value of the configuration need none of them.
+"""
+
+import argparse
+import os
+import sys
+from typing import Any
+
+from torchtitan_dp.config.load import exit_on_mistake, fail, load_config
+
+_CONFIG = ("--job.config_file", "--job.config-file")
+_ALL_KEYS = "Any --section.key value of the configuration is taken too."
+
+AUDIT_OPTIONS: tuple[tuple[str, Any, str, Any, str, str], ...] = (
+    ("trials", int, "N", 2000, "game", "steps with the unit, and as many without"),
+    ("canaries", int, "N", 1000, "text", "how many"),
+    # The default share is near the best for claims from 3 to 12.
+    ("guesses", float, "F", 0.2, "text", "the share to guess at"),
+    (
+        "folder",
+        os.path.expanduser,
+        "DIR",
+        None,
+        "text",
+        "of the audited run (<job.dump_folder>_audit)",
+    ),
+)
+"""Options of one instrument alone: name, type, metavar, default, instrument and meaning."""
+# A correct step meets a game's claim exactly; a bound from one run is far below a true claim.
+CONFIDENCE = {"game": 0.999, "text": 0.95}
+
+_Option = tuple[tuple[str, ...], dict[str, Any]]
+
+
+def _takes(name: str, metavar: str, text: str, kind: Any = str, **terms: Any) -> _Option:
+    return tuple(name.split()), {"type": kind, "metavar": metavar, "help": text, **terms}
+
+
+def _flag(name: str, text: str, action: Any = "store_true") -> _Option:
+    return (name,), {"action": action, "help": text}
+
+
+_JSON = _takes("--json", "FILE", "write the result there; - is stdout")
+_OPTIONS: dict[str, tuple[_Option, ...]] = {
+    "plan": (
+        _takes("--world_size --gpus", "N", "processes; default: NGPU, else 1", int),
+        _takes(
+            "--ranks_here", "R", "that start here: exit with code 2 if the host is too small", int
+        ),
+        _takes("--units", "N", "plan for so many records or units, before there are any", int),
+        _takes("--memory_gib", "G", "of a GPU: exit with code 2 if the run does not fit", float),
+        _takes("--json", "FILE", "write the plan there; - is stdout"),
+        _takes(
+            "--machine",
+            "M",
+            "h100, another that a wrong name lists, or a calibrated FILE: predict the time",
+        ),
+        _takes("--write", "TOML", "write the configuration with the chosen keys there"),
+        _takes("--calibrate", "FILE", "measure this machine, under torchrun, and write it there"),
+        _flag("--choose", "compare meshes, checkpointing and methods, the fastest that fit first"),
+        _flag(
+            "--recommend",
+            "list batches, steps and adapters by the noise they leave at the same compute",
+        ),
+        _flag("--no_memory", "--json without memory: quick"),
+    ),
+    "tune": (
+        _takes("--epsilon", "E", "of all trials together", float, required=True),
+        _takes(
+            "--try",
+            "KEY=V,V",
+            "values of a key, or of keys that change together: KEY/KEY=V/V,V/V; repeat it",
+            dest="tries",
+            action="append",
+            required=True,
+        ),
+        _flag("--plan", "print what it will spend; run nothing"),
+        _JSON,
+    ),
+    "audit": (
+        _takes(
+            "--instrument",
+            "game|text",
+            "game: single steps of a tiny model, with a unit and without (default); text: one "
+            "training run of the configured model with documents that are included by chance, and "
+            "an attack on the exported model alone",
+            choices=tuple(CONFIDENCE),
+            default="game",
+        ),
+        *(
+            _takes(
+                f"--{name}",
+                metavar,
+                f"{of}: {meaning}" + (f" ({default})" if default is not None else ""),
+                kind,
+            )
+            for name, kind, metavar, default, of, meaning in AUDIT_OPTIONS
+        ),
+        _takes("--confidence", "P", f"of the bound ({CONFIDENCE})", float),
+        _JSON,
+    ),
+    "ledger": (
+        _takes("runs", "RUN", "the job.dump_folder of a run", nargs="+"),
+        _takes("--delta", "DELTA", "of the total; default: the runs' smallest", float),
+        _flag(
+            "--overlapping",
+            "add up runs on different records too: the sum is that of a unit in all of them",
+        ),
+        _takes("--json", "FILE", "write it for programs; - is stdout"),
+    ),
+    "report": (
+        _takes("run", "RUN", "the job.dump_folder of a run"),
+        _takes(
+            "--output",
+            "FILE.html",
+            "default: report.html or report_public.html in RUN",
+            os.path.expanduser,
+        ),
+        _flag("--public", "leave only what may be published with the weights"),
+        _flag("--status", "print step, epsilon, time left and last checkpoint, and write no page"),
+    ),
+    "release": (
+        _takes("run", "RUN", "the job.dump_folder of a private run"),
+        _takes("out", "OUT", "a folder that does not exist yet"),
+        _flag(
+            "--stop_not_from_results",
+            "state, in the card too, that neither results nor a clock (a time limit, a preemption) "
+            "decided when a run stopped early: epsilon then leaves out the planned steps that were "
+            "not taken",
+        ),
+        _flag(
+            "--lost_steps_not_seen",
+            "state, in the card too, that nobody saw anything of the steps that crashes lost (no "
+            "checkpoint, no log): epsilon then leaves them out",
+        ),
+        _flag(
+            "--merged",
+            "of a run with [lora]: a whole model, with the adapters merged into its weights",
+        ),
+        _flag(
+            "--ema",
+            "of a run with [ema]: the average of weights, or those after the last step; by default "
+            "the average, where the newest checkpoint has one",
+            argparse.BooleanOptionalAction,
+        ),
+        _takes(
+            "--base_model",
+            "NAME",
+            "the model that training started from, by its public name (meta-llama/Llama-3.2-1B): "
+            "for the card and, of adapters, for PEFT's AutoPeftModelForCausalLM",
+        ),
+        _takes("--license", "ID", "for the card, from Hugging Face's list: apache-2.0"),
+        _takes(
+            "--datasets",
+            "NAME",
+            "for the card: the data sets of the records, by their public names",
+            nargs="+",
+            default=[],
+        ),
+        _takes("--unit_name", "WORD", "what the card calls a unit: patient, for one"),
+    ),
+    "selfcheck": (
+        _takes(
+            f"--config {' '.join(_CONFIG)}",
+            "FILE",
+            "the TOML of a run: check what it would use (default: every gradient method)",
+            dest="config_file",
+        ),
+        _JSON,
+        _takes(
+            "--backend",
+            "NAME",
+            "of the process group, for ranks that share a device: cpu:gloo,cuda:gloo",
+        ),
+    ),
+}
+_EPILOGS = {
+    "tune": "Any --section.key value of the configuration is taken too, for all trials.",
+    "selfcheck": "With --config any --section.key value of the configuration is taken too.",
+}
+_OF_NO_CONFIG = ("ledger", "report", "release")
+
+
+def parser_of(command: str, doc: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a command, described by the first line of its module's `doc`."""
+    epilog = None if command in _OF_NO_CONFIG else _EPILOGS.get(command, _ALL_KEYS)
+    parser = tool_parser(f"torchtitan-dp {command}", doc, epilog)
+    for names, terms in _OPTIONS[command]:
+        parser.add_argument(*names, **terms)
+    return parser
+
+
+def help_of(command: str, words: str) -> str:
+    """Return the help of a command that is described by `words`."""
+    parser = parser_of(command, words.split(": ")[-1].capitalize())
+    if command not in (*_OF_NO_CONFIG, "selfcheck"):
+        parser.add_argument(*_CONFIG, metavar="FILE", help="the TOML")
+    return parser.format_help()
+
+
+def tool_parser(
+    prog: str, doc: str | None, epilog: str | None = _ALL_KEYS
+) -> argparse.ArgumentParser:
+    """Return the parser of a tool, described by the first line of its module's `doc`."""
+    first, *_ = (doc or "").splitlines()
+    return argparse.ArgumentParser(prog, description=first, epilog=epilog, allow_abbrev=False)
+
+
+def parsed(command: str, doc: str | None, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return a command's own options, and the configuration's command line for `load_config`."""
+    parser = parser_of(command, doc)
+    if command in _OF_NO_CONFIG:
+        return parser.parse_args(argv), []
+    if command == "plan" and (own := parser.parse_known_args(argv)[0]).calibrate:
+        return own, []  # of no configuration
+    if command != "selfcheck":
+        return parse_known(parser, argv)
+    options, overrides = parser.parse_known_args(argv)
+    if overrides and options.config_file is None:
+        fail(f"{overrides[0]}: without --config there is nothing to override; name a TOML")
+    config = [] if options.config_file is None else [_CONFIG[0], options.config_file]
+    return options, [*config, *overrides]
+
+
+def parse_known(
+    parser: argparse.ArgumentParser, argv: list[str]
+) -> tuple[argparse.Namespace, list[str]]:
+    """Return a tool's own options, and the configuration's command line for `load_config`."""
+    parser.add_argument(*_CONFIG, dest="config_file", metavar="FILE", help="the TOML")
+    known, overrides = parser.parse_known_args(argv)
+    if known.config_file is None:
+        fail("--job.config_file is missing: name the TOML of the run")
+    return known, [_CONFIG[0], known.config_file, *overrides]
+
+
+def first(command: str, doc: str | None) -> None:
+    """Answer this process's `--help`, wrong options, or wrong keys and values of its configuration,
+    and exit; return where there is nothing to answer."""
+    _, overrides = parsed(command, doc, sys.argv[1:])
+    if overrides:
+        with exit_on_mistake():
+            load_config(overrides, None)
