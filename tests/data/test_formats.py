@@ -129,6 +129,13 @@ def test_compressed_files_are_read_to_their_end_or_refused(tmp_path: Path, codec
         assert [path for path in (tmp_path / "store").iterdir() if path.suffix != ".lock"] == []
 
 
+def test_a_window_of_zstd_that_is_too_large_is_named(tmp_path: Path) -> None:
+    """Of a frame's header: no checksum, a window of 2 GiB, as `zstd --long=31` writes it."""
+    data = b"\x28\xb5\x2f\xfd" + bytes([0, 21 << 3]) + bytes([1, 0, 0])
+    root = write(tmp_path / "d", {"a.jsonl.zst": data})
+    refuse(root, "jsonl", r"training\.dataset_path: .* window is above 128 MiB .* zstd -dc --long=31")
+
+
 @pytest.mark.parametrize("missing", [1, 20])
 def test_a_stream_that_ends_early_is_named(tmp_path: Path, missing: int) -> None:
     """pyarrow's own error gets out, of several kinds."""
@@ -147,8 +154,9 @@ CSV = [
     (b'6,"a ""quote"", and more"\n', 'a "quote", and more'),
     (b'7,in the mid"dle\n', 'in the mid"dle'),
     (b'"8\xff",kept\n', "kept"),
-    (b"9," + b"x" * 990 + b"\n", "x" * 990),
-    (b'10,"' + b"x," * 500 + b'"\n', None),
+    (b'"7"a,"at the"b"egin"\n', 'at theb"egin"'),
+    (b"9," + b"x" * 1000 + b"\n", "x" * 1000),
+    (b'10,"' + b"x," * 501 + b'"\n', None),
     (b"10," + b"x" * 1001 + b"\n", None),
     (b"11,a\0b\r", "a\0b"),
     (b"12,", ""),
@@ -302,6 +310,7 @@ def test_a_file_of_another_format_is_explained(
     assert re.fullmatch(f".*{message}.*", explanation)
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 9\n"
 OTHER = b"something else, and long enough to be looked at"
 COMMAS = "its columns must be separated by commas"
 
@@ -312,9 +321,10 @@ COMMAS = "its columns must be separated by commas"
         ("parquet", "a.parquet", OTHER, r"training\.dataset_path: .*a.parquet is no Parquet file"),
         ("arrow", "a.arrow", OTHER, r"training\.dataset_path: .*a.arrow is no Arrow file"),
         ("hf", "data-1.arrow", b"", r"training\.dataset_path: .*data-1.arrow is no Arrow file"),
-        ("csv", "a.csv", b'text\na\n"b\nc\n', r"training\.dataset_path: .*a.csv, line 4 \(not pri"),
-        ("csv", "a.csv", b'text\n"a\nb"c\n', r"training\.dataset_path: .*a.csv, line 3 \(not priv"),
-        ("csv", "a.csv", b'"text\n', r"training\.dataset_path: .*a.csv is no CSV file"),
+        ("csv", "a.csv", b'text\na\n"b\nc\n', r"training\.dataset_path: .*a.csv: a quote.* line 3 "),
+        ("csv", "a.csv", b'"text\n', r"training\.dataset_path: .*a.csv: a quote opens .* line 1 "),
+        ("csv", "a.csv", POINTER, r"training\.dataset_path: 'a.csv' is a Git LFS pointer.* lfs pull"),
+        ("parquet", "a.parquet", POINTER, r"training\.dataset_path: 'a.parquet' is a Git LFS poin"),
         ("csv", "a.csv", b"text;who\na;b\n", rf"data\.text_field = 'text': .*text;who; {COMMAS}"),
         ("csv", "a.csv", "text\n".encode("utf-16"), r"training\.dataset_path: 'a.csv' is UTF-16"),
         ("csv", "a.csv", b"", r"data\.text_field = 'text': .*a.csv has no such column"),

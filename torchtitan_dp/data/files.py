@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 Fields = Mapping[str, object]  # of a row
 Columns = list[tuple[str, Any]]  # names and types, which all rows of a file have
 MOST_ROW_BYTES = 64 * 2**20  # that are read of a row, of each column, decoded
+BROKEN = b""  # a value that cannot be read: neither a text nor a list
 MOST_ITEMS = 256  # that are read of a list: messages of a chat
 PYTHON_STDLIB = "python-stdlib"  # as a path: the source files of the running Python's library
 

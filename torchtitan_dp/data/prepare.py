@@ -296,6 +296,13 @@ def _naming_file(path: str, rows: Iterator[Fields | None]) -> Iterator[Fields | 
 
     try:
         yield from rows
+    except MemoryError:
+        lacks = f"memory cannot hold a row of {path} (not private); take one with more"
+        raise ValueError(f"training.dataset_path: this machine's {lacks}") from None
     except (OSError, EOFError, ArrowException) as error:
         damaged = f"training.dataset_path: {path} cannot be read to its end ({error})"
-        raise ValueError(f"{damaged}: restore it, or name the others by a glob") from error
+        remedy = "restore it, or name the others by a glob"
+        if "too much memory" in str(error):  # zstd's words
+            again = f"zstd -dc --long=31 '{path}' | zstd -o SMALLER.zst"
+            remedy = f"its zstd window is above 128 MiB (--long=28 to 31), so write it again: {again}"
+        raise ValueError(f"{damaged}: {remedy}") from error
