@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_dp.data.console import Lack, listed
-from torchtitan_dp.data.prepare import Source, prepared
+from torchtitan_dp.data.console import Lack
+from torchtitan_dp.data.prepare import prepared
 from torchtitan_dp.data.samples import Samples
+from torchtitan_dp.data.source import Source
 from torchtitan_dp.data.store import Store
 from torchtitan_dp.data.units import Units, split
 from torchtitan_dp.privacy.settings import unit_word
@@ -63,14 +64,31 @@ class Records:
             raise ValueError(f"training.dataset_path is not set: {remedy}")
         if number_is_secret and source.unit_field is None and source.facts.named_by_position:
             _refuse_names_by_position(source, heldout_fraction, in_groups)
-        store = prepared(source, data_store)
-        unnamed = _require_units(source, store)
+        source.check()
+        files = source.files()
+        store = prepared(source, data_store, files)
         train, heldout = split(store.units.hashes, heldout_fraction)
-        warnings = []
-        if store.facts["unnamed"]:
+        facts, setting = source.facts, f"data.unit_field = {source.unit_field!r}"
+        warnings = source.notices(files)
+        if pointers := store.facts["pointers"]:
             warnings.append(
-                f"{unnamed}: each is a unit of its own that contributes nothing, and counts in the "
-                f"number of units, so that q and the delta check are against {len(train)} units"
+                f"{pointers:,} files of training.dataset_path are Git LFS pointers, which are read "
+                "in the place of the files that they stand for; fetch these: git lfs pull"
+            )
+        alike, people = store.facts["alike"]
+        if alike:
+            warnings.append(
+                f"{alike:,} units may be {people:,}: their names differ only by case, blanks, "
+                "Unicode form, or zeros around a number, and each is drawn, clipped and counted by "
+                f"itself; write each name of {setting} in one way (nothing is merged here)"
+            )
+        if unnamed := store.facts["unnamed"]:
+            in_none = f"lie in no folder below training.dataset_path ({setting})"
+            lacks = f"have no usable {setting}" if facts.fields else in_none
+            warnings.append(
+                f"{unnamed} of {len(store)} {facts.row}s {lacks}: each is a unit of its own that "
+                "contributes nothing, and counts in the number of units, so that q and the delta "
+                f"check are against {len(train)} units"
             )
         if needs_heldout and len(heldout) == 0:
             none = (
@@ -108,24 +126,16 @@ class Records:
         has_target, name = samples.has_target(self.train), unit_word(self.source.unit_field)
         lacks = self._lacks(self.train[~has_target])
         if not has_target.any():
-            raise ValueError(self._refusal(lacks, samples.seq_len))
+            none = f"none of the {len(self.train):,} {name}s has a target to learn"
+            if lacks:
+                self.source.refuse_lacks(lacks, none, "" if name == "record" else "records ")
+            remedy = "within it; raise it, or take longer texts"
+            raise ValueError(f"training.seq_len = {samples.seq_len}: {none} {remedy}")
         if has_target.all():
             return ()
         why = f" (records: {'; '.join(lack.explain() for lack in lacks)})" if lacks else ""
         some = f"{int((~has_target).sum()):,} of {len(self.train):,} {name}s"
         return (f"{some} have no target and contribute nothing{why}",)
-
-    def _refusal(self, lacks: list[Lack], seq_len: int) -> str:
-        source, name = self.source, unit_word(self.source.unit_field)
-        none = f"none of the {len(self.train):,} {name}s has a target to learn"
-        if not lacks:
-            return f"training.seq_len = {seq_len}: {none} within it; raise it, or take longer texts"
-        first, *others = lacks
-        also = "".join(f"; {one.number:,} {one.what} ({one.setting})" for one in others)
-        remedy = first.remedy or source.facts.explain(first.file, next(iter(source.reading.keys)))
-        named = f" (not private: {first.they} {listed(first.names)})" if first.they else ""
-        of = "" if name == "record" else "records "
-        return f"{first.setting}: {none}: {first.number:,} {of}{first.what}{also}; {remedy}{named}"
 
     def figures(self, samples: Samples) -> dict[str, Any]:
         """Count units and tokens, and what samples of several lengths have of them. PRIVATE."""
@@ -207,24 +217,3 @@ def _refuse_names_by_position(source: Source, heldout_fraction: float, in_groups
         remedy = "keep held-out records in another file and set it to 0, or remove "
         setting = f"data.heldout_fraction = {heldout_fraction}"
         raise ValueError(f"{setting}: {which} {row}s are held out; {remedy}privacy.sample_rate")
-
-
-def _require_units(source: Source, store: Store) -> str:
-    """Describe records whose unit is not known, or refuse a data set of such records alone."""
-    facts, unnamed = source.facts, store.facts["unnamed"]
-    setting = f"data.unit_field = {source.unit_field!r}"
-    if unnamed < len(store):
-        in_none = f"lie in no folder below training.dataset_path ({setting})"
-        lacks = f"have no usable {setting}" if facts.fields else in_none
-        return f"{unnamed} of {len(store)} {facts.row}s {lacks}"
-    none = f"{setting}: none of the {len(store)} records has one"
-    if not facts.fields:
-        why = "every file lies in no folder below training.dataset_path"
-        raise ValueError(f"{none}: {why}; give a path above the units' folders")
-    found = [Lack(**fact) for fact in store.facts["lacks"]]
-    if (named := next((lack for lack in found if lack.names), None)) is not None:
-        remedy = f"name the {facts.fields} that holds the unit, a string or a whole number"
-        have = f"{named.they} {listed(named.names)}"
-        raise ValueError(f"{none}: {remedy} (not private: {have})")
-    none = f"training.dataset_path: none of the {len(store)} {facts.row}s is a {facts.content}"
-    raise ValueError(f"{none}; {facts.explain(found[0].file, str(source.unit_field))}")

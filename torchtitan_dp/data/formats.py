@@ -22,7 +22,7 @@ from pathlib import PurePath
 from types import ModuleType
 from typing import IO, Any
 
-from torchtitan_dp.data.files import BROKEN, MOST_ROW_BYTES, Columns, Fields
+from torchtitan_dp.data.files import BROKEN, MOST_ROW_BYTES, Columns, Fields, saved_files
 from torchtitan_dp.data.tokenizer import text_of
 
 MOST_LINE_BYTES = 16 * 2**20  # JSON is parsed whole, in up to 30 times its size
@@ -47,6 +47,7 @@ class Format:
     remedy: str  # for files none of whose records are that
     signs: tuple[Sign, ...] = ()  # of other formats
     fields: str | None = None  # a phrase for named fields; without any, only folders are units
+    listed: Callable[[str], tuple[str, list[str], list[str]]] | None = None  # of its own list
     columns: Callable[[str], Columns] | None = None  # of all rows; ValueError for a damaged file
     named_by_position: bool = True  # whether names, and so who is held out, depend on other records
     has_lists: bool = True  # whether a field may be a list, as of messages
@@ -196,6 +197,17 @@ def _recognized(path: str, signs: Iterable[Sign]) -> str:
     return ""
 
 
+def is_pointer(path: str) -> bool:
+    """Return whether a file is one of Git LFS, which stands for another."""
+    try:
+        if os.path.getsize(path) > 1024:
+            return False
+        with open(path, "rb") as file:
+            return file.read(len(POINTER)) == POINTER
+    except PermissionError:
+        return False
+
+
 def _tables() -> ModuleType:
     from torchtitan_dp.data import tables  # pyarrow takes half a second of a start
 
@@ -278,8 +290,8 @@ FORMATS: dict[str, Format] = {
     ),
     "hf": Format(
         below=("data-*.arrow",),
-        found_in="row in a data-*.arrow file of a folder that datasets.Dataset.save_to_disk wrote; "
-        "for a DatasetDict, name the folder of one split",
+        listed=saved_files,
+        found_in="row in a file that state.json names",
         record="one row of a Hugging Face data set",
         **_ARROW,
     ),

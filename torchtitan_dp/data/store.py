@@ -35,10 +35,11 @@ from torchtitan_dp.data.console import FIRST_LINE_S, Lack, say
 from torchtitan_dp.data.files import Files
 from torchtitan_dp.data.units import Units
 
-VERSION = 2  # of the form of the files and of how rows become ids: another is another store
+VERSION = 3  # of the form of the files and of how rows become ids: another is another store
 TOKENS, ARRAYS, FACTS, SEEN = "tokens", "arrays", "facts.json", "seen"
 RECORD_BYTES = 41  # of `arrays`, for each record
-_FACTS = {"terms", "path", "records", "units", "unnamed", "dtype", "between", "contents", "lacks"}
+_FACTS = {"terms", "path", "tokenizer", "records", "units", "unnamed", "alike", "pointers"}
+_FACTS |= {"dtype", "between", "contents", "lacks"}
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,9 @@ from torchtitan_dp.config import JobConfig, Privacy
 from torchtitan_dp.config.derived import never_trained, unit_word
 from torchtitan_dp.data.console import say, warn
 from torchtitan_dp.data.dataset import Records, describe
-from torchtitan_dp.data.prepare import Source
 from torchtitan_dp.data.reading import reading
 from torchtitan_dp.data.samples import Samples
+from torchtitan_dp.data.source import Source
 from torchtitan_dp.data.tokenizer import ByteTokenizer, from_hub, load_tokenizer
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.models.causal_lm.model import CausalLM
