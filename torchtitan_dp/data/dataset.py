@@ -30,9 +30,9 @@ _COUNTS = (
     "{undecodable_records:,} records cannot be decoded"
 )
 _OF_LENGTH = (
-    "samples of {seq_len:,} tokens{own}: {share_in_one_sample:.0%} of the tokens in one sample of "
-    "each {word}, {share_in_reach:.0%} in reach of all draws; {longer_units:.0%} of {word}s are "
-    "longer, {tokens_per_sample:,.0f} tokens a sample on average"
+    "at {length}, one pass reads {share_in_one_sample:.0%} of all tokens, and {reach}: "
+    "{longer:.0%} of {drawn}s are longer than {seq_len:,}; a sample averages "
+    "{tokens_per_sample:,.0f} tokens"
 )
 
 
@@ -99,16 +99,11 @@ class Records:
                 raise ValueError(f"{none}; raise it")
             # A refusal would show whether a unit that is held out is there.
             warnings.append(f"{none}, so held-out losses are nan; raise it")
-        fields = "data.text_field", "data.prompt_field", "data.messages_field"
-        settings: dict[str, object] = {
-            "data.unit_field": source.unit_field,
-            "data.heldout_fraction": heldout_fraction,
-            "data.verify_records": "contents",
-            **dict.fromkeys(fields),
-            **{key: field for field, key in source.reading.keys.items()},
-        }
+        settings = settings_of(source, heldout_fraction)
         named = hashlib.sha256(store.units.hashes.tobytes()).hexdigest()
-        terms = source.format, store.contents, named, sorted(settings.items(), key=str)
+        # With a key of earlier versions, so that their runs resume.
+        every = sorted({**settings, "data.verify_records": "contents"}.items(), key=str)
+        terms = source.format, store.contents, named, every
         fingerprint = hashlib.sha256(repr(terms).encode()).hexdigest()
         return cls(source, store, train, heldout, fingerprint, settings, tuple(warnings))
 
@@ -141,7 +136,8 @@ class Records:
         """Count units and tokens, and what samples of several lengths have of them. PRIVATE."""
         units = self.store.units
         record_P = np.maximum(self.store.lengths()[units.members] - self.store.between, 0)
-        tokens_N = _of_units(record_P, units)[self.train]
+        tokens_N, drawn = _of_units(record_P, units)[self.train], record_P[self._places(self.train)]
+        drawn = drawn if samples.one_record else tokens_N  # what a draw takes of a unit
         records_N, total = np.diff(units.starts)[self.train], max(int(tokens_N.sum()), 1)
         by_length = []
         for power in range(-4, 5):
@@ -152,7 +148,7 @@ class Records:
             by_length.append(
                 {
                     "seq_len": length,
-                    "longer_units": float((tokens_N > length).mean()),
+                    "longer": float((drawn > length).mean()),
                     "share_in_one_sample": float(sample_N.sum() / total),
                     "share_in_reach": 1.0 if samples.window else float(reached_N.sum() / total),
                     "tokens_per_sample": float(sample_N.mean()),
@@ -167,7 +163,8 @@ class Records:
             "undecodable_records": self.undecodable(),
             "empty_units": int((~samples.has_target(self.train)).sum()),
             "tokens": int(tokens_N.sum()),
-            "tokens_quantiles": {str(q): int(np.percentile(tokens_N, q)) for q in _QUANTILES},
+            "one_record": samples.one_record,
+            "tokens_quantiles": {str(q): int(np.percentile(drawn, q)) for q in _QUANTILES},
             "seq_len": samples.seq_len,
             "by_length": by_length,
         }
@@ -178,14 +175,28 @@ class Records:
 
     def _lacks(self, units: np.ndarray) -> list[Lack]:
         """Count why these units' records have no ids, the most frequent first; names are of all."""
-        starts, members = self.store.units.starts, self.store.units.members
-        is_chosen = np.zeros(len(starts) - 1, dtype=bool)
-        is_chosen[units] = True
-        records = members[np.repeat(is_chosen, np.diff(starts))]
+        records = self.store.units.members[self._places(units)]
         counts = np.bincount(self.store.reasons[records], minlength=256).tolist()
         found = zip(self.store.facts["lacks"], counts[1:], strict=False)
         lacks = [Lack(**{**fact, "number": count}) for fact, count in found if count]
         return sorted(lacks, key=lambda lack: -lack.number)
+
+    def _places(self, units: np.ndarray) -> np.ndarray:
+        """Return which places have a record of these units: bool (records,)."""
+        starts = self.store.units.starts
+        is_chosen = np.zeros(len(starts) - 1, dtype=bool)
+        is_chosen[units] = True
+        return np.repeat(is_chosen, np.diff(starts))
+
+
+def settings_of(source: Source, heldout_fraction: float) -> dict[str, object]:
+    """Return the settings on which samples depend, by their keys: a resume must have them alike."""
+    return {
+        "data.unit_field": source.unit_field,
+        "data.heldout_fraction": heldout_fraction,
+        **dict.fromkeys(("data.text_field", "data.prompt_field", "data.messages_field")),
+        **{key: field for field, key in source.reading.keys.items()},
+    }
 
 
 def _of_units(values_P: np.ndarray, units: Units) -> np.ndarray:
@@ -196,14 +207,19 @@ def describe(figures: Mapping[str, Any], word: str) -> list[str]:
     """Describe `Records.figures`, a line each. NOT PRIVATE."""
     grouped = "" if word == "record" else f" in {figures['units']:,} {word}s"
     lines = [_COUNTS.format(grouped=grouped, word=word, **figures)]
+    drawn = "record" if figures["one_record"] else word
+    draw = f" (a draw of a {word} takes one)" if drawn != word else ""
     quantiles = figures["tokens_quantiles"].items()
     each = ", ".join(f"{_WORDS.get(q, f'{q}%')} {value:,}" for q, value in quantiles)
-    lines.append(f"tokens per {word}: {each}")
+    lines.append(f"tokens per {drawn}{draw}: {each}")
     seq_len = figures["seq_len"]
     for row in figures["by_length"]:
         if row["seq_len"] in (max(seq_len // 2, 1), seq_len, 2 * seq_len):
-            own = " (training.seq_len)" if row["seq_len"] == seq_len else ""
-            lines.append(_OF_LENGTH.format(own=own, word=word, **row))
+            own = "training.seq_len = " if row["seq_len"] == seq_len else ""
+            length, reach = f"{own}{row['seq_len']:,}", f"{row['share_in_reach']:.0%}"
+            more = reach != f"{row['share_in_one_sample']:.0%}"
+            reach = f"all draws reach {reach}" if more else "no draw can reach more"
+            lines.append(_OF_LENGTH.format(length=length, drawn=drawn, reach=reach, **row))
     return lines
 
 

@@ -79,10 +79,11 @@ def read_fingerprint(folder: str) -> str | None:
     return next(iter(_lines(folder)), None)
 
 
-def check_fingerprint(folder: str, fingerprint: str, settings: Mapping[str, object]) -> None:
+def check_fingerprint(folder: str, fingerprint: str | None, settings: Mapping[str, object]) -> None:
     """Refuse other data than the run was started with; a first start has nothing to compare.
 
     Args:
+        fingerprint: None compares the settings alone, before the records are read.
         settings: that the fingerprint depends on besides the records, by their keys.
 
     Raises:
@@ -105,6 +106,8 @@ def check_fingerprint(folder: str, fingerprint: str, settings: Mapping[str, obje
                 f"{key} = {value!r}: this run was started with {earlier[key]!r}, on "
                 f"which its samples depend; set it back, {afresh}"
             )
+    if fingerprint is None:
+        return
     raise ValueError(
         "training.dataset_path: the records are not those that this run was started with: a file "
         f"was added, removed, renamed or changed; restore them, {afresh}"

@@ -29,7 +29,7 @@ from torchtitan_dp.checkpoint.terms import refuse_delta_of_losses
 from torchtitan_dp.config import JobConfig, Privacy
 from torchtitan_dp.config.derived import never_trained, unit_word
 from torchtitan_dp.data.console import say, warn
-from torchtitan_dp.data.dataset import Records, describe
+from torchtitan_dp.data.dataset import Records, describe, settings_of
 from torchtitan_dp.data.reading import reading
 from torchtitan_dp.data.samples import Samples
 from torchtitan_dp.data.source import Source
@@ -93,7 +93,11 @@ def check_run(config: JobConfig, *, units: int | None = None) -> Checked:
     start = decide_start(config)
     refuse_another_optimizer(config, start)
     args = check_model(config, start)
+    folder = config.job.dump_folder
     if units is None:
+        if config.privacy.enable:  # before tokens of another field are stored
+            settings = settings_of(source_of(config), config.data.heldout_fraction)
+            check_records(folder, None, settings)
         records = open_records(config)
         samples = build_samples(records, config)
         found = records.check_targets(samples)
@@ -108,7 +112,6 @@ def check_run(config: JobConfig, *, units: int | None = None) -> Checked:
             "decoded; fix them, or set it to 'empty' (they then contribute nothing)"
             + "".join(f"; not private: {warning}" for warning in records.warnings)
         )
-    folder = config.job.dump_folder
     plan = None
     if config.privacy.enable:
         refuse_delta_of_losses(config, len(records.heldout))
