@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from tests.data.chats import PLAIN
 from torchtitan_dp.data.chat_template import ChatTemplate
+from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.data.prepare import prepared
 from torchtitan_dp.data.reading import Reading
 from torchtitan_dp.data.source import Source
@@ -51,6 +52,14 @@ def store_of(
         write(folder, {"a.jsonl": as_lines(data)})
         data, format = folder, format or "jsonl"
     return prepared(source(data, format or "text", **how), str(tmp_path / "store"))
+
+
+def records_in(wanted: Source, place: str, *, in_groups: bool = False, **terms: Any) -> Records:
+    """Open the records of a source, prepared in `place`, as `preflight.check.open_records` does."""
+    if terms.get("number_is_secret"):
+        wanted.refuse_names_by_position(terms.get("heldout_fraction", 0.0), in_groups)
+    files = wanted.files()
+    return Records.of(wanted, files, prepared(wanted, place, files), **terms)
 
 
 class Stored(NamedTuple):

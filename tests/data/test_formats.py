@@ -311,9 +311,7 @@ def test_row80_files_that_state_json_does_not_name_are_not_read(tmp_path: Path) 
     write(root, {"state.json": state("data-10.arrow", "./data-1.arrow")})
     assert texts(store_of(root, tmp_path, "hf")) == ["10", "1"]
     (notice,) = (data := source(root, "hf")).notices(data.files())
-    assert notice.startswith(
-        "2 other files of training.dataset_path are not read (2 .arrow), since"
-    )
+    assert notice.startswith("2 of 4 files in training.dataset_path are not read (2 .arrow), since")
     for one in (root / "data-1.arrow", root / "*.arrow"):
         refuse(
             one, "hf", r"training\.dataset_path = .* no folder .*: .* training\.dataset = 'arrow'"

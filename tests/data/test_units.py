@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.stores import Row, as_jsonl, records_of, source, store_of, texts, write
+from tests.data.stores import Row, as_jsonl, records_in, records_of, source, store_of, texts, write
 from tests.processes import forks
-from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.data.prepare import prepared
 from torchtitan_dp.data.store import Store
 from torchtitan_dp.data.units import group, record_hash, singles, split
@@ -121,7 +120,7 @@ def test_records_without_any_unit_are_refused(tmp_path: Path, format: str, unit_
     wanted = source(as_jsonl(tmp_path / "d", named("a")), format, unit_field=unit_field)
     match = rf"^data\.unit_field = '{unit_field}': none of the 1 records has one.*\Z"
     with pytest.raises(ValueError, match=match):
-        Records.open(wanted, str(tmp_path / "store"))
+        records_in(wanted, str(tmp_path / "store"))
 
 
 def test_many_records_are_grouped_by_all_of_their_hash() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan_dp.data.console import Lack
-from torchtitan_dp.data.prepare import prepared
+from torchtitan_dp.data.files import Files
 from torchtitan_dp.data.samples import Samples
 from torchtitan_dp.data.source import Source
 from torchtitan_dp.data.store import Store
@@ -47,33 +47,25 @@ class Records:
     warnings: tuple[str, ...]  # about records that contribute nothing; private
 
     @classmethod
-    def open(
+    def of(
         cls,
         source: Source,
-        data_store: str | None = None,
+        files: Files,
+        store: Store,
         *,
         heldout_fraction: float = 0.0,
         needs_heldout: bool = False,  # none held out is an error; a warning if number_is_secret
         number_is_secret: bool = False,  # neighbours differ in it: a public privacy.sample_rate
-        in_groups: bool = False,  # units take turns, by a hash of their names
     ) -> "Records":
-        """Open the records' tokens in `data.store`, made first if they are missing, and hold some
-        units out, by a hash of their names. Raises ValueError, one line, also if none is left."""
-        if not source.path:
-            remedy = "give a file, a directory or a glob ('python-stdlib' to try)"
-            raise ValueError(f"training.dataset_path is not set: {remedy}")
-        if number_is_secret and source.unit_field is None and source.facts.named_by_position:
-            _refuse_names_by_position(source, heldout_fraction, in_groups)
-        source.check()
-        files = source.files()
-        store = prepared(source, data_store, files)
+        """Return the records of a source's store, with some units held out, by a hash of their
+        names. Raises ValueError, one line, also if none is left."""
         train, heldout = split(store.units.hashes, heldout_fraction)
         facts, setting = source.facts, f"data.unit_field = {source.unit_field!r}"
         warnings = source.notices(files)
         if pointers := store.facts["pointers"]:
             warnings.append(
-                f"{pointers:,} files of training.dataset_path are Git LFS pointers, which are read "
-                "in the place of the files that they stand for; fetch these: git lfs pull"
+                f"{pointers:,} of {len(files.names):,} files of training.dataset_path are Git LFS "
+                "pointers, read in the place of the files themselves; fetch these: git lfs pull"
             )
         alike, people = store.facts["alike"]
         if alike:
@@ -221,15 +213,3 @@ def describe(figures: Mapping[str, Any], word: str) -> list[str]:
             reach = f"all draws reach {reach}" if more else "no draw can reach more"
             lines.append(_OF_LENGTH.format(length=length, drawn=drawn, reach=reach, **row))
     return lines
-
-
-def _refuse_names_by_position(source: Source, heldout_fraction: float, in_groups: bool) -> None:
-    row = source.facts.row
-    which = f"with a public privacy.sample_rate, one {source.format} {row} more would change which"
-    if in_groups:
-        remedy = "set data.unit_field, or remove privacy.sample_rate"
-        raise ValueError(f"privacy.noise = 'banded': {which} {row}s take turns together; {remedy}")
-    if heldout_fraction > 0:
-        remedy = "keep held-out records in another file and set it to 0, or remove "
-        setting = f"data.heldout_fraction = {heldout_fraction}"
-        raise ValueError(f"{setting}: {which} {row}s are held out; {remedy}privacy.sample_rate")

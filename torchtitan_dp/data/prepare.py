@@ -50,10 +50,10 @@ def prepared(source: Source, data_store: str | None = None, files: Files | None 
     records without any text or unit, a path that is missing or without records, files that fail or
     change meanwhile, a folder that fails or has no room.
     """
-    source.check()
+    files = files or source.files()
     folder = stores.private_folder(data_store)
     try:
-        facts, files = source.facts, files or source.files()
+        facts = source.facts
         target = os.path.join(folder, stores.key_of(files, source.terms))
         if (store := stores.load_if_seen(target, files)) is not None:
             return store

@@ -74,8 +74,27 @@ class Source:
             if mistake:
                 raise ValueError(f"{key} = {name!r}: {mistake}")
 
+    def refuse_names_by_position(self, heldout_fraction: float, in_groups: bool) -> None:
+        """Refuse units whose names depend on other records, where their number is secret."""
+        if self.unit_field is not None or not self.facts.named_by_position:
+            return
+        row, key = self.facts.row, "privacy.sample_rate"
+        which = f"with a public {key}, one {self.format} {row} more would change which {row}s"
+        if in_groups:
+            take_turns = f"{which} take turns together; set data.unit_field, or remove {key}"
+            raise ValueError(f"privacy.noise = 'banded': {take_turns}")
+        if heldout_fraction > 0:
+            setting = f"data.heldout_fraction = {heldout_fraction}: {which} are held out"
+            remedy = f"keep held-out records in another file and set it to 0, or remove {key}"
+            raise ValueError(f"{setting}; {remedy}")
+
     def files(self) -> Files:
-        """List the files that the path names; ValueError, one line, if there are none."""
+        """List the files that the path names; ValueError, one line, if there are none, or the
+        format has not the fields that are read."""
+        if not self.path:
+            remedy = "give a file, a directory or a glob ('python-stdlib' to try)"
+            raise ValueError(f"training.dataset_path is not set: {remedy}")
+        self.check()
         facts = self.facts
         try:
             if facts.listed is not None:
@@ -106,7 +125,8 @@ class Source:
             if facts.listed is not None:
                 why = "the folder's state.json does not name them"
                 remedy = "remove them if they are left over, or save the data set again"
-            what = f"{len(files.passed):,} other files of training.dataset_path are not read"
+            every = len(files.passed) + len(files.names)
+            what = f"{len(files.passed):,} of {every:,} files in training.dataset_path are not read"
             found.append(f"{what} ({_endings(files.passed)}), since {why}; {remedy}")
         words = (set(re.split(r"[^a-z]+", name.lower())) & _SPLITS.keys() for name in files.names)
         splits = Counter(split for of in words for split in {_SPLITS[word] for word in of})

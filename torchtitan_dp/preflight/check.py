@@ -30,6 +30,7 @@ from torchtitan_dp.config import JobConfig, Privacy
 from torchtitan_dp.config.derived import never_trained, unit_word
 from torchtitan_dp.data.console import say, warn
 from torchtitan_dp.data.dataset import Records, describe, settings_of
+from torchtitan_dp.data.prepare import prepared
 from torchtitan_dp.data.reading import reading
 from torchtitan_dp.data.samples import Samples
 from torchtitan_dp.data.source import Source
@@ -59,14 +60,18 @@ class Checked:
 
 def open_records(config: JobConfig) -> Records:
     """Open the records that a configuration names; raise ValueError, one line, if it cannot."""
-    data, privacy = config.data, config.privacy
-    return Records.open(
-        source_of(config),
-        data.store,
+    data, privacy, source = config.data, config.privacy, source_of(config)
+    number_is_secret = privacy.enable and privacy.sample_rate is not None
+    if number_is_secret:
+        source.refuse_names_by_position(data.heldout_fraction, privacy.noise == "banded")
+    files = source.files()
+    return Records.of(
+        source,
+        files,
+        prepared(source, data.store, files),
         heldout_fraction=data.heldout_fraction,
         needs_heldout=config.validation.enable,
-        number_is_secret=privacy.enable and privacy.sample_rate is not None,
-        in_groups=privacy.enable and privacy.noise == "banded",
+        number_is_secret=number_is_secret,
     )
 
 
