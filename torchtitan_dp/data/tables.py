@@ -140,17 +140,18 @@ def _values(column: Any) -> list[object]:
 
 
 def _size(column: Any) -> int:
-    """Count the bytes of values. `nbytes` has a byte more where another row is null."""
+    """Count the bytes of values, never more than `nbytes`: which has some of other rows, as where
+    one of them is null."""
     kind = column.type
+    if is_.is_null(kind):
+        return 0
     if is_.is_struct(kind):
         return sum(map(_size, column.flatten()))
     if _is_list(kind):
-        return 8 * len(column) + _size(column.flatten())
-    if is_.is_null(kind) or is_.is_primitive(kind):
-        return 8 * len(column)
+        return 4 * len(column) + _size(column.flatten())
     if _is_text(kind):
         return int(pc.sum(pc.binary_length(column)).as_py() or 0)
-    return int(column.nbytes)
+    return len(column) * kind.bit_width // 8 if is_.is_primitive(kind) else int(column.nbytes)
 
 
 def _is_whole(column: Any) -> bool:
