@@ -64,7 +64,6 @@ def prepared(source: Source, data_store: str | None = None, files: Files | None 
                     raise OSError(errno.EROFS, os.strerror(errno.EROFS), folder)
                 for path in files.paths:  # those of a store that is there were checked
                     facts.check(path, source.keys)
-                _require_usable(files, source)
                 _require_room(folder, files, source)
                 stores.write(target, lambda temporary: _make(temporary, files, source))
                 store = stores.load(target)
@@ -131,26 +130,6 @@ def _make(folder: str, files: Files, source: Source) -> tuple[bytes, dict[str, A
     return made
 
 
-def _require_usable(files: Files, source: Source) -> None:
-    """Refuse files none of whose records has a text, or none a unit, before any is tokenized. It
-    reads up to the first that has: one record of most data sets, all of those that it refuses."""
-    lacks: dict[Lack, Lack] = {}
-    has_text = has_unit = False
-    count = 0
-    for row in _rows(files, source):
-        count, has_unit = count + 1, has_unit or row.has_unit
-        has_text = has_text or row.lack in (None, EMPTY)
-        if has_text and has_unit:
-            return
-        if row.lack:
-            _count_by_reason(lacks, row.lack, row.path)
-    if count == 0:
-        raise ValueError(source.no_record(files))
-    if not has_unit:
-        source.refuse_units([*lacks.values()], count)
-    source.refuse_lacks(lacks.values(), f"none of the {count:,} records has a target to learn")
-
-
 class _Row(NamedTuple):
     """A record before its texts are tokenized."""
 
@@ -163,15 +142,15 @@ class _Row(NamedTuple):
 
 
 def _tokenize(output: IO[bytes], files: Files, source: Source) -> tuple[bytes, dict[str, Any]]:
-    """Tokenize all records, and return the arrays and facts of their store."""
+    """Tokenize all records, and return the arrays and facts of their store. Refuse those none of
+    which has a text, or none a unit: of these nothing was tokenized, and no store is left."""
     assembler = Assembler(source.tokenizer, source.reading)
     ends, firsts, reasons, hashes = array("q", [0]), array("q"), bytearray(), bytearray()
     spellings = bytearray()
     lacks: dict[Lack, Lack] = {}  # by what does not differ between their records
     contents: list[str] = []
-    progress = Progress("tokenizing training.dataset_path", _rows_bytes(files))
     unnamed = 0
-    rows, ahead = itertools.tee(_rows(files, source, contents, progress))
+    rows, ahead = itertools.tee(_rows(files, source, contents))
     encoded = _ids(source.tokenizer, (piece.text for row in ahead for piece in row.pieces))
     for row in rows:
         ids_of = [next(encoded) for _ in row.pieces]
@@ -184,10 +163,14 @@ def _tokenize(output: IO[bytes], files: Files, source: Source) -> tuple[bytes, d
         hashes.extend(row.unit)
         spellings.extend(row.spelling)
         unnamed += not row.has_unit
-    progress.end()
-    if not reasons:
+    count = len(reasons)
+    if count == 0:
         raise ValueError(source.no_record(files))
-    hashes_R2 = np.frombuffer(hashes, dtype="<u8").reshape(len(reasons), -1)
+    if unnamed == count:
+        source.refuse_units([*lacks.values()], count)
+    if all(reasons) and EMPTY not in lacks:
+        source.refuse_lacks(lacks.values(), f"none of the {count:,} records has a target to learn")
+    hashes_R2 = np.frombuffer(hashes, dtype="<u8").reshape(count, -1)
     units = (singles if source.unit_field is None else group)(hashes_R2)
     _, times = np.unique(np.frombuffer(spellings, "<u8")[units.first()], return_counts=True)
     columns = np.array(ends)[1:], np.array(firsts), np.array(reasons)
@@ -195,7 +178,7 @@ def _tokenize(output: IO[bytes], files: Files, source: Source) -> tuple[bytes, d
         "terms": source.terms,
         "path": source.path,
         "tokenizer": source.tokenizer.describe(),
-        "records": len(reasons),
+        "records": count,
         "units": len(units),
         "unnamed": unnamed,
         "alike": [int(times[times > 1].sum()), int((times > 1).sum())],  # units, and of how many
@@ -238,20 +221,15 @@ def _batch(texts: Iterator[str]) -> list[str]:
     return batch
 
 
-def _rows(
-    files: Files,
-    source: Source,
-    hashes: list[str] | None = None,
-    progress: Progress | None = None,
-) -> Iterator[_Row]:
-    """Yield the records of all files; add the hash of each file to `hashes` before its records."""
+def _rows(files: Files, source: Source, hashes: list[str]) -> Iterator[_Row]:
+    """Yield the records of all files; hash each file before its records."""
     facts, by = source.facts, source.unit_field
     broken = Lack("training.dataset_path", f"are no {facts.content}s")
     what = "have no usable one" if facts.fields else "lie in no folder of training.dataset_path"
     unknown = Lack(f"data.unit_field = {by!r}", what, "name each unit", THEIR_FIELDS)
+    progress = Progress("tokenizing training.dataset_path", _rows_bytes(files))
     for name, path in zip(files.names, files.paths, strict=True):
-        if hashes is not None:
-            hashes.append(stores.file_hash(path, skip_unreadable=not facts.fields))
+        hashes.append(stores.file_hash(path, skip_unreadable=not facts.fields))
         for number, fields in enumerate(_naming_file(path, facts.rows(path, [*source.keys])), 1):
             record = f"{name}:{number}" if facts.fields else name
             found: list[Piece] | Lack = broken
@@ -270,10 +248,10 @@ def _rows(
             if isinstance(found, Lack):
                 yield row._replace(lack=found)
                 continue
-            if progress is not None:
-                progress.add(sum(len(piece.text) for piece in found))
+            progress.add(sum(len(piece.text) for piece in found))
             parts = [Piece(part, of.is_target) for of in found for part in split(of.text) if part]
             yield row._replace(pieces=parts)
+    progress.end()
 
 
 def _naming_file(path: str, rows: Iterator[Fields | None]) -> Iterator[Fields | None]:
