@@ -318,6 +318,23 @@ def test_row80_files_that_state_json_does_not_name_are_not_read(tmp_path: Path) 
         )
 
 
+LISTS = [
+    ("arrow", "state.json"),
+    ("parquet", "_delta_log/00000000000000000000.json"),
+    ("parquet", "metadata/v1.metadata.json"),
+]
+
+
+@pytest.mark.parametrize("format, name", LISTS)
+def test_row80_a_folder_with_a_list_that_is_not_read_is_refused(
+    tmp_path: Path, format: str, name: str
+) -> None:
+    root = WRITERS[format](tmp_path / "d", [{"text": "a"}])
+    write(root, {name: b"{}"})
+    refuse(root, format, rf"training\.dataset_path = .*: {name} lists the files of .* by a glob")
+    assert texts(store_of(root / f"*.{format}", tmp_path, format)) == ["a"]
+
+
 PACKED = packed(b"words\n", ".gz")
 
 

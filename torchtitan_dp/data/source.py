@@ -23,6 +23,16 @@ from torchtitan_dp.data.tokenizer import Tokenizer
 
 _SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"}
 _SPLITS |= dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation")
+# By format, files with a list of those that count, of which this program reads none: the others
+# that lie beside them hold rows that were deleted.
+_LISTS = {
+    "arrow": (r"(^|/)state\.json$", "a saved data set", "set training.dataset = 'hf'"),
+    "parquet": (
+        r"(^|/)_delta_log/|\.metadata\.json$",
+        "a table of Delta or Iceberg",
+        "write its rows as Parquet to another folder",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -105,6 +115,11 @@ class Source:
         except OSError as error:
             setting = f"training.dataset_path = {self.path!r}"
             raise ValueError(f"{setting}: cannot be read ({error}): check permissions") from error
+        mark, what, remedy = _LISTS.get(self.format, ("$^", "", ""))
+        if own := next((name for name in files.passed if re.search(mark, name)), None):
+            lists = f"{own} lists the files of {what}, and others may be left over"
+            remedy = f"{remedy}, or name files by a glob"
+            raise ValueError(f"training.dataset_path = {self.path!r}: {lists}; {remedy}")
         if not files.names:
             raise ValueError(self.no_record(files))
         return files
