@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.data.stores import state
 from tests.processes.runs import train, with_sigma
 from tests.test_meshes import arguments, read_weights
 
@@ -36,6 +37,7 @@ def write(folder: Path) -> None:
     pq.write_table(table, folder / "parquet/a.parquet", row_group_size=5)
     with pa.ipc.new_file(str(folder / "arrow/a.arrow"), table.schema) as file:
         file.write_table(table, max_chunksize=7)
+    (folder / "saved/state.json").write_bytes(state("data-00000-of-00001.arrow"))
     with pa.ipc.new_stream(str(folder / "saved/data-00000-of-00001.arrow"), table.schema) as out:
         out.write_table(table)
 

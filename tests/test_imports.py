@@ -37,8 +37,8 @@ STAGES = [  # of data/: each imports from itself and from those before
     {"console", "files", "tokenizer", "units"},
     {"tables", "chat_template", "store"},
     {"formats", "reading", "samples"},
-    {"prepare", "batching"},
-    {"dataset"},
+    {"source", "batching"},
+    {"prepare", "dataset"},
 ]
 WITHOUT_TORCHTITAN = {"privacy", "process", "data", "gradients", "optimizer", "ledger"}
 WITHOUT_COLLECTIVES = {"privacy", "process", "config", "ledger"}

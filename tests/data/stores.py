@@ -14,8 +14,10 @@ import pyarrow.parquet as pq
 
 from tests.data.chats import PLAIN
 from torchtitan_dp.data.chat_template import ChatTemplate
-from torchtitan_dp.data.prepare import Source, prepared
+from torchtitan_dp.data.dataset import Records
+from torchtitan_dp.data.prepare import prepared
 from torchtitan_dp.data.reading import Reading
+from torchtitan_dp.data.source import Source
 from torchtitan_dp.data.store import Store
 from torchtitan_dp.data.tokenizer import ByteTokenizer, Tokenizer
 from torchtitan_dp.data.units import Units
@@ -50,6 +52,14 @@ def store_of(
         write(folder, {"a.jsonl": as_lines(data)})
         data, format = folder, format or "jsonl"
     return prepared(source(data, format or "text", **how), str(tmp_path / "store"))
+
+
+def records_in(wanted: Source, place: str, *, in_groups: bool = False, **terms: Any) -> Records:
+    """Open the records of a source, prepared in `place`, as `preflight.check.open_records` does."""
+    if terms.get("number_is_secret"):
+        wanted.refuse_names_by_position(terms.get("heldout_fraction", 0.0), in_groups)
+    files = wanted.files()
+    return Records.of(wanted, files, prepared(wanted, place, files), **terms)
 
 
 class Stored(NamedTuple):
@@ -140,8 +150,14 @@ def as_arrow(root: Path, rows: Any, name: str = "a.arrow", new: Any = pa.ipc.new
 
 def as_hf(root: Path, rows: Any) -> Path:
     """Write an Arrow stream, as `Dataset.save_to_disk` does."""
-    write(root, {"state.json": b"{}", "cache-1.arrow": b"no data of the set"})
-    return as_arrow(root, rows, "data-00000-of-00001.arrow", pa.ipc.new_stream)
+    name = "data-00000-of-00001.arrow"
+    write(root, {"state.json": state(name), "cache-1.arrow": b"no data of the set"})
+    return as_arrow(root, rows, name, pa.ipc.new_stream)
+
+
+def state(*names: str) -> bytes:
+    """Write the list of files of a data set as `datasets` does."""
+    return json.dumps({"_data_files": [{"filename": name} for name in names]}).encode()
 
 
 WRITERS: dict[str, Callable[..., Path]] = {"jsonl": as_jsonl, "csv": as_csv, "hf": as_hf}

@@ -7,7 +7,7 @@ import pytest
 
 from tests.data.chats import chat
 from tests.data.drawn import NoMarks
-from tests.data.stores import as_jsonl, source
+from tests.data.stores import as_jsonl, as_lines, records_in, source, write
 from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.data.samples import Samples
 
@@ -15,12 +15,12 @@ NOTES = [{"patient_id": f"p{i % 5}", "date": "2020", "note": f"note {i}"} for i 
 
 
 def opened(root: Path, rows: list[Any], *, place: Path | None = None, **how: Any) -> Records:
-    """Open rows as JSON Lines; `how` is for `source` and `Records.open`."""
+    """Open rows as JSON Lines; `how` is for `source` and `records_in`."""
     known = {"heldout_fraction", "needs_heldout", "number_is_secret", "in_groups"}
     terms = {key: how.pop(key) for key in known & how.keys()}
     path = as_jsonl(root / "d", rows)
     files = source(path, "jsonl", **{"text_field": "note", **how})
-    return Records.open(files, str(place or root / "store"), **terms)
+    return records_in(files, str(place or root / "store"), **terms)
 
 
 def warned(root: Path, rows: list[Any], **how: Any) -> tuple[str, ...]:
@@ -103,6 +103,27 @@ def test_a_units_record_without_a_text_is_no_lack_of_the_unit(tmp_path: Path) ->
     rows = [*NOTES, {"patient_id": "p0", "note": ""}, {"patient_id": "p9", "note": 1}]
     (warning,) = warned(tmp_path, rows, unit_field="patient_id")
     assert warning.startswith("1 of 6 units have no target and contribute nothing (records: 1 have")
+
+
+def test_what_was_left_out_or_may_not_belong_is_one_line_each(tmp_path: Path) -> None:
+    """Spellings of a name, files of other endings, pointers, and files of several splits."""
+    rows: list[Any] = [
+        *NOTES,
+        {"patient_id": "P0.", "note": "x"},
+        {"patient_id": "P 1", "note": "x"},
+    ]
+    root = write(tmp_path / "d", dict.fromkeys(["b.ndjson", "c/d.JSONL", "e.jsonl.bz2"], b"{}"))
+    write(root, {"my-train.jsonl": as_lines([*NOTES]), "test/a.jsonl": b"\n"})
+    write(root, {"v.jsonl": b"version https://git-lfs.github.com/spec/v1\noid sha256:\nsize 1\n"})
+    other, splits, pointers, spellings = opened(tmp_path, rows, unit_field="patient_id").warnings[
+        :4
+    ]
+    assert other.startswith(
+        "3 of 7 files in training.dataset_path are not read (1 .JSONL, 1 .bz2, 1 .ndj"
+    )
+    assert "trained on together: 1 of 'train', 1 of 'test'; name those to train on" in splits
+    assert pointers.startswith("1 of 4 files of training.dataset_path are Git LFS pointers")
+    assert spellings.startswith("2 units may be 1: their names differ only by case, blanks")
 
 
 def test_row43_records_of_no_unit_are_counted_and_contribute_nothing(tmp_path: Path) -> None:

@@ -10,7 +10,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.data.stores import WRITERS, as_lines, as_parquet, source, store_of, stored, texts, write
+from tests.data.stores import (
+    WRITERS,
+    as_arrow,
+    as_lines,
+    as_parquet,
+    source,
+    state,
+    store_of,
+    stored,
+    texts,
+    write,
+)
 from torchtitan_dp.data import formats, tables
 from torchtitan_dp.data import store as stores
 from torchtitan_dp.data.formats import FORMATS
@@ -129,6 +140,15 @@ def test_compressed_files_are_read_to_their_end_or_refused(tmp_path: Path, codec
         assert [path for path in (tmp_path / "store").iterdir() if path.suffix != ".lock"] == []
 
 
+def test_a_window_of_zstd_that_is_too_large_is_named(tmp_path: Path) -> None:
+    """Of a frame's header: no checksum, a window of 2 GiB, as `zstd --long=31` writes it."""
+    data = b"\x28\xb5\x2f\xfd" + bytes([0, 21 << 3]) + bytes([1, 0, 0])
+    root = write(tmp_path / "d", {"a.jsonl.zst": data})
+    refuse(
+        root, "jsonl", r"training\.dataset_path: .* window is above 128 MiB .* zstd -dc --long=31"
+    )
+
+
 @pytest.mark.parametrize("missing", [1, 20])
 def test_a_stream_that_ends_early_is_named(tmp_path: Path, missing: int) -> None:
     """pyarrow's own error gets out, of several kinds."""
@@ -147,8 +167,9 @@ CSV = [
     (b'6,"a ""quote"", and more"\n', 'a "quote", and more'),
     (b'7,in the mid"dle\n', 'in the mid"dle'),
     (b'"8\xff",kept\n', "kept"),
-    (b"9," + b"x" * 990 + b"\n", "x" * 990),
-    (b'10,"' + b"x," * 500 + b'"\n', None),
+    (b'"7"a,"at the"b"egin"\n', 'at theb"egin"'),
+    (b"9," + b"x" * 1000 + b"\n", "x" * 1000),
+    (b'10,"' + b"x," * 501 + b'"\n', None),
     (b"10," + b"x" * 1001 + b"\n", None),
     (b"11,a\0b\r", "a\0b"),
     (b"12,", ""),
@@ -176,7 +197,6 @@ COLUMNS: list[tuple[Callable[[], Any], list[str | None]]] = [
     (lambda: binary([b"a", b"\xff", b"\xe2\x98", b"b"]), ["a", None, None, "b"]),
     (lambda: pa.array(["a", "x" * 1001, "y" * 900]), ["a", None, "y" * 900]),
     (lambda: pa.array(["a", "☃"], pa.large_string()), ["a", "☃"]),
-    (lambda: pa.nulls(2), [None, None]),
     (lambda: codes(pa.array(["a", "b"]), 0, 1, 0), ["a", "b", "a"]),
     (lambda: codes(binary([b"a", b"\xff"]), 0, 1, 0), ["a", None, "a"]),
     (lambda: pa.ExtensionArray.from_storage(pa.json_(), pa.array(["1", None])), ["1", None]),
@@ -192,7 +212,7 @@ def test_every_value_keeps_its_row_and_unit(tmp_path: Path, format: str, column:
     root = WRITERS[format](tmp_path / "d", pa.table({"text": make(), "who": who}))
     store = store_of(root, tmp_path, format, unit_field="who")
     assert texts(store) == expected
-    plain = store_of([{"who": i} for i in who], tmp_path, unit_field="who")
+    plain = store_of([{"who": i, "text": ""} for i in who], tmp_path, unit_field="who")
     assert [one.unit for one in stored(store)] == [one.unit for one in stored(plain)]
 
 
@@ -204,6 +224,14 @@ def test_offsets_out_of_a_file_break_two_values_alone(tmp_path: Path, format: st
     assert data.count(good) == 1
     write(root, {FILE[format]: data.replace(good, bad)})
     assert texts(store_of(root, tmp_path, format)) == ["aaa", None, None]
+
+
+@pytest.mark.parametrize("format", TABLES)
+def test_a_column_of_nulls_has_no_text(tmp_path: Path, format: str) -> None:
+    root = WRITERS[format](tmp_path / "d", pa.table({"text": pa.nulls(2)}))
+    refuse(
+        root, format, r"data\.text_field = 'text': none of the 2 records has a target.* hold null"
+    )
 
 
 @pytest.mark.parametrize("format", TABLES)
@@ -275,6 +303,38 @@ def test_a_folder_that_datasets_saved_is_read(tmp_path: Path) -> None:
     assert texts(store_of(tmp_path / "d", tmp_path, "hf")) == expected
 
 
+def test_row80_files_that_state_json_does_not_name_are_not_read(tmp_path: Path) -> None:
+    """Of an earlier save: whoever was withdrawn since is there, and who was not would be twice."""
+    root = WRITERS["hf"](tmp_path / "d", [{"text": "a"}])
+    for i in (1, 0, 10):
+        as_arrow(root, [{"text": f"{i}"}], f"data-{i}.arrow", pa.ipc.new_stream)
+    write(root, {"state.json": state("data-10.arrow", "./data-1.arrow")})
+    assert texts(store_of(root, tmp_path, "hf")) == ["10", "1"]
+    (notice,) = (data := source(root, "hf")).notices(data.files())
+    assert notice.startswith("2 of 4 files in training.dataset_path are not read (2 .arrow), since")
+    for one in (root / "data-1.arrow", root / "*.arrow"):
+        refuse(
+            one, "hf", r"training\.dataset_path = .* no folder .*: .* training\.dataset = 'arrow'"
+        )
+
+
+LISTS = [
+    ("arrow", "state.json"),
+    ("parquet", "_delta_log/00000000000000000000.json"),
+    ("parquet", "metadata/v1.metadata.json"),
+]
+
+
+@pytest.mark.parametrize("format, name", LISTS)
+def test_row80_a_folder_with_a_list_that_is_not_read_is_refused(
+    tmp_path: Path, format: str, name: str
+) -> None:
+    root = WRITERS[format](tmp_path / "d", [{"text": "a"}])
+    write(root, {name: b"{}"})
+    refuse(root, format, rf"training\.dataset_path = .*: {name} lists the files of .* by a glob")
+    assert texts(store_of(root / f"*.{format}", tmp_path, format)) == ["a"]
+
+
 PACKED = packed(b"words\n", ".gz")
 
 
@@ -302,6 +362,8 @@ def test_a_file_of_another_format_is_explained(
     assert re.fullmatch(f".*{message}.*", explanation)
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 9\n"
+INDICES = b'{"_data_files": [], "_indices_data_files": [{"filename": "indices.arrow"}]}'
 OTHER = b"something else, and long enough to be looked at"
 COMMAS = "its columns must be separated by commas"
 
@@ -311,10 +373,26 @@ COMMAS = "its columns must be separated by commas"
     [
         ("parquet", "a.parquet", OTHER, r"training\.dataset_path: .*a.parquet is no Parquet file"),
         ("arrow", "a.arrow", OTHER, r"training\.dataset_path: .*a.arrow is no Arrow file"),
-        ("hf", "data-1.arrow", b"", r"training\.dataset_path: .*data-1.arrow is no Arrow file"),
-        ("csv", "a.csv", b'text\na\n"b\nc\n', r"training\.dataset_path: .*a.csv, line 4 \(not pri"),
-        ("csv", "a.csv", b'text\n"a\nb"c\n', r"training\.dataset_path: .*a.csv, line 3 \(not priv"),
-        ("csv", "a.csv", b'"text\n', r"training\.dataset_path: .*a.csv is no CSV file"),
+        (
+            "parquet",
+            "a.parquet.tmp",
+            b"",
+            r"training\.dataset_path = .* record: .*there are 1 \.tmp\)",
+        ),
+        (
+            "csv",
+            "a.csv",
+            b'text\na\n"b\nc\n',
+            r"training\.dataset_path: .*a.csv: a quote.* line 3 ",
+        ),
+        ("csv", "a.csv", b'"text\n', r"training\.dataset_path: .*a.csv: a quote opens .* line 1 "),
+        (
+            "csv",
+            "a.csv",
+            POINTER,
+            r"training\.dataset_path: 'a.csv' is a Git LFS pointer.* lfs pull",
+        ),
+        ("parquet", "a.parquet", POINTER, r"training\.dataset_path: 'a.parquet' is a Git LFS poin"),
         ("csv", "a.csv", b"text;who\na;b\n", rf"data\.text_field = 'text': .*text;who; {COMMAS}"),
         ("csv", "a.csv", "text\n".encode("utf-16"), r"training\.dataset_path: 'a.csv' is UTF-16"),
         ("csv", "a.csv", b"", r"data\.text_field = 'text': .*a.csv has no such column"),
@@ -322,6 +400,26 @@ COMMAS = "its columns must be separated by commas"
         ("jsonl", "a.jsonl", b"", r"training\.dataset_path = .* no record: .* \*\.jsonl\.zst file"),
         ("text", ".hidden", b"x", r"training\.dataset_path = .* holds no record"),
         ("hf", "train/data-0.arrow", b"", r"training\.dataset_path = .* the folder of one split"),
+        ("hf", "state.json", b"{}", r"training\.dataset_path = .* its state.json lists no files"),
+        (
+            "hf",
+            "state.json",
+            state("a"),
+            r"training\.dataset_path = .*: a, which .* is missing; save",
+        ),
+        (
+            "hf",
+            "state.json",
+            state("../d/state.json", "state.json"),
+            r".* state.json, .* named twice",
+        ),
+        (
+            "hf",
+            "state.json",
+            state("state.json"),
+            r"training\.dataset_path: .*json is no Arrow file",
+        ),
+        ("hf", "state.json", INDICES, r"training\.dataset_path = .*, after flatten_indices\(\)"),
         ("xml", "a.xml", b"", r"training\.dataset = 'xml' is not a known format: use one of 'te"),
     ],
 )

@@ -111,7 +111,7 @@ def test_a_disk_that_fails_is_one_line_with_the_remedy(
     (tmp_path / "store").mkdir()
     monkeypatch.setattr(place, name, instead)
     why = "(No space|Read-only|Quota|of the data)"
-    match = rf"^training\.dataset_path = .*{why}.* data\.store\Z"
+    match = rf"^training\.dataset_path = .*{why}.* (data\.store|check permissions)\Z"
     with pytest.raises(ValueError, match=match):
         store_of(root, tmp_path, "jsonl")
     monkeypatch.undo()

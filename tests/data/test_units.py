@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.stores import Row, as_jsonl, records_of, source, store_of, texts, write
+from tests.data.stores import Row, as_jsonl, records_in, records_of, source, store_of, texts, write
 from tests.processes import forks
-from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.data.prepare import prepared
 from torchtitan_dp.data.store import Store
 from torchtitan_dp.data.units import group, record_hash, singles, split
@@ -78,6 +77,31 @@ def test_hashes_are_of_the_name_or_else_the_place_alone(tmp_path: Path) -> None:
     assert files.units.hashes.tolist() == [digest(b"a", size=8), digest(b"b/c", size=8)]
 
 
+SPELLINGS = [
+    "17",
+    "17.0",
+    " 17",
+    "017",
+    "José",
+    "Jose\u0301",
+    "JOSÉ\u200b",
+    "ﬁn",
+    "FIN",
+    "0",
+    "17.5",
+]
+
+
+def test_names_that_may_be_one_are_counted_and_not_merged(tmp_path: Path) -> None:
+    rows = named(*SPELLINGS, None, b"torn", "José", 17)
+    store = store_of(rows, tmp_path, unit_field="who")
+    assert len(store.units) == len(SPELLINGS) + 2
+    assert store.facts["alike"] == [9, 3]
+    for plain in (named("a", "b", None, None), named(*range(9))):
+        assert store_of(plain, tmp_path, unit_field="who").facts["alike"] == [0, 0]
+    assert store_of(rows, tmp_path).facts["alike"] == [0, 0]
+
+
 FOLDERS = {"p": b"4", "p0": b"\xff", "p1/a": b"1", "p1/deep/b": b"2", "p2.txt": b"3", "p2/a": b""}
 
 
@@ -96,7 +120,7 @@ def test_records_without_any_unit_are_refused(tmp_path: Path, format: str, unit_
     wanted = source(as_jsonl(tmp_path / "d", named("a")), format, unit_field=unit_field)
     match = rf"^data\.unit_field = '{unit_field}': none of the 1 records has one.*\Z"
     with pytest.raises(ValueError, match=match):
-        Records.open(wanted, str(tmp_path / "store"))
+        records_in(wanted, str(tmp_path / "store"))
 
 
 def test_many_records_are_grouped_by_all_of_their_hash() -> None:
@@ -162,7 +186,7 @@ def test_a_unit_is_on_the_same_side_whatever_the_locale(tmp_path: Path) -> None:
         for path in (name + b".jsonl", b"u" + name + b"/" + name, b"u" + name + b"/" + name * 2):
             os.makedirs(os.path.dirname(root + b"/" + path), exist_ok=True)
             with open(root + b"/" + path, "wb") as file:
-                file.write(b"{}")
+                file.write(b'{"text": ""}')
     utf8 = in_locale(tmp_path / "d", tmp_path / "utf8", PYTHONUTF8="1")
     ascii = in_locale(tmp_path / "d", tmp_path / "ascii", LC_ALL="C")
     assert (utf8[0], ascii[0]) == ("utf-8", "ascii")

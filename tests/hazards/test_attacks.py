@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from tests.data.stores import source, store_of
+from tests.data.stores import records_in, source, store_of
 from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.data.formats import FORMATS, MOST_ROW_BYTES
 from torchtitan_dp.data.prepare import prepared
@@ -49,7 +49,7 @@ def test_tokens_never_become_records(tmp_path):
 def test_figures_count_all_tokens_of_answers(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"q": "q" * 500, "text": "t" * 500}) + "\n")
     wanted = source(tmp_path, "jsonl", prompt_field="q")
-    records = Records.open(wanted, str(tmp_path / "store"))
+    records = records_in(wanted, str(tmp_path / "store"))
     figures = records.figures(Samples(records.store, 16, has_answers=True))
     assert figures["tokens"] == records.store.lengths().sum()
 

@@ -18,9 +18,20 @@ import pytest
 import tokenizers
 
 from tests.data.chats import PLAIN as TEMPLATE
-from tests.data.stores import Row, Stored, as_arrow, as_hf, as_parquet, store_of, stored, write
+from tests.data.stores import (
+    WRITERS,
+    Row,
+    Stored,
+    as_arrow,
+    as_hf,
+    as_parquet,
+    store_of,
+    stored,
+    write,
+)
 from tests.processes import forks
 from torchtitan_dp.data import formats, tables
+from torchtitan_dp.data.files import BROKEN, list_files, locate
 from torchtitan_dp.data.tokenizer import HFTokenizer
 
 COUNT, WORST = 20, 7  # records, and which is replaced
@@ -279,3 +290,94 @@ def test_row68_a_row_that_memory_does_not_hold_is_refused(store_schema, tmp_path
     done = in_another_process(f"read('parquet', Path({str(root)!r}))", preexec_fn=limit)
     assert done.returncode != 0
     assert "this machine's memory cannot hold a row of" in done.stderr.splitlines()[-1]
+
+
+# ---------------------------------------------------------------- values above the limit of a row
+
+PLACES = ['"', '""', ",", "\n", "\r\n", "\r", "\0", "x", "☃", '"y', 'y"', '"y"z', ""]
+LONG = 40  # characters, of which a small limit takes 20
+
+
+def raw_csv(rows: list[str]) -> bytes:
+    """Values without quotes of the writer's: of "u, a" and then the value as it is."""
+    return "".join(f"unit {i},{text}\n" for i, text in enumerate(rows)).encode()
+
+
+def values_of(format: str, seed: int) -> list[str]:
+    """Values with what a parser looks for at their begin, within and at their end; some long."""
+    drawn = np.random.default_rng(seed)
+
+    def place() -> str:
+        return "".join(drawn.choice(PLACES, 2))
+
+    def value() -> str:
+        fill = "x" * int(drawn.integers(0, LONG)) if drawn.random() < 0.5 else ""
+        return place() + fill + place() + fill + place()
+
+    return [value() for _ in range(12)]
+
+
+@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("format", ["text", "jsonl", "csv", "raw csv", "parquet", "arrow", "hf"])
+def test_row78_a_value_above_the_limit_divides_a_file_as_one_below_it(
+    format, seed, tmp_path, monkeypatch
+):
+    """Every value above the limit reads as nothing in its own place; all else is as without one."""
+    values = values_of(format, seed)
+    rows: list[dict[str, Any]] = [{"who": f"unit {i}", "note": v} for i, v in enumerate(values)]
+    rows[3]["note"] = rows[3]["note"] if format in ("text", "csv", "raw csv") else None
+    kind = "csv" if format == "raw csv" else format
+    if format == "text":
+        root = write(tmp_path, {f"{i:02}": v.encode() for i, v in enumerate(values)})
+    elif format == "raw csv":
+        root = write(tmp_path, {"a.csv": b"who,note\n" + raw_csv(values)})
+    else:
+        root = WRITERS[format](tmp_path, rows)
+
+    def read_all() -> "list[list[Any] | None] | str":
+        facts, names = formats.FORMATS[kind], ["note"] if kind == "text" else ["who", "note"]
+        paths = list_files(*locate(str(root), facts.below)).paths
+        try:
+            every = [row for path in paths for row in facts.rows(path, names)]
+        except ValueError as refusal:
+            return str(refusal)
+        return [None if row is None else [row[name] for name in names] for row in every]
+
+    whole = read_all()
+    most = int(np.random.default_rng(seed).integers(10, 2 * LONG))
+    for module in (tables, formats):
+        monkeypatch.setattr(module, "MOST_ROW_BYTES", most)
+    monkeypatch.setattr(formats, "MOST_LINE_BYTES", 60 + most)
+
+    def limited(place: int, read: "list[Any] | None") -> "list[Any] | None":
+        if read is None or kind == "text":
+            return None if read is None or len(read[0].encode()) > most else read
+        if kind == "jsonl":
+            return None if len(json.dumps(rows[place])) + 1 > 60 + most else read
+        sizes = [len(one if kind == "csv" else one.encode()) if one else 0 for one in read]
+        return [BROKEN if size > most else one for one, size in zip(read, sizes, strict=True)]
+
+    # A quote that never closes is refused either way.
+    known = whole if isinstance(whole, str) else [limited(*row) for row in enumerate(whole)]
+    assert read_all() == known
+
+
+@pytest.mark.parametrize("format", ["parquet", "arrow", "hf"])
+def test_row78_a_chat_at_the_limit_is_read_alone_as_among_others(format, tmp_path, monkeypatch):
+    turn = {"role": "user", "content": "x" * 20, "seen": True, "at": 7}
+    chats = [[turn] * 3, None, [None], [], [{**turn, "content": None}], [turn], [turn] * 40]
+    texts = [("role", pa.string()), ("content", pa.large_string())]
+    kind = pa.list_(pa.struct([*texts, ("seen", pa.bool_()), ("at", pa.int64())]))
+    paths = []
+    for count in range(1, len(chats) + 1):
+        root = WRITERS[format](
+            tmp_path / f"{count}", pa.table({"chat": pa.array(chats[:count], kind)})
+        )
+        paths += list_files(*locate(str(root / "*-of-*" if format == "hf" else root))).paths
+    whole = set()
+    for most in range(90, 115):
+        monkeypatch.setattr(tables, "MOST_ROW_BYTES", most)
+        first = [next(iter(formats.FORMATS[format].rows(path, ["chat"])))["chat"] for path in paths]
+        assert all(one == first[0] for one in first), most
+        whole.add(first[0] != BROKEN)
+    assert whole == {True, False}

@@ -16,7 +16,8 @@ import tokenizers
 from tests.data.chats import MARKED, chat
 from tests.data.stores import source, stored, write
 from torchtitan_dp.data import store as stores
-from torchtitan_dp.data.prepare import Source, prepared
+from torchtitan_dp.data.prepare import prepared
+from torchtitan_dp.data.source import Source
 from torchtitan_dp.data.tokenizer import HFTokenizer
 
 

@@ -10,12 +10,20 @@ import numpy as np
 import pytest
 
 from tests.data.drawn import dealt, sample
-from tests.data.stores import WRITERS, records_of, source, store_of, stored, texts, write
+from tests.data.stores import (
+    WRITERS,
+    records_in,
+    records_of,
+    source,
+    store_of,
+    stored,
+    texts,
+    write,
+)
 from tests.processes.runs import arguments
 from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.data.batching import Draw, RecordLoader
-from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.data.formats import FORMATS
 from torchtitan_dp.data.prepare import prepared
 from torchtitan_dp.data.samples import Samples
@@ -44,7 +52,7 @@ def test_row42_bad_records_stay_in_the_store_and_have_no_targets(store):
 
 
 def test_row42_a_run_trains_on_as_many_units_as_there_are_records(store):
-    records = Records.open(source(store.facts["path"]), os.path.dirname(store.folder))
+    records = records_in(source(store.facts["path"]), os.path.dirname(store.folder))
     assert records.train.tolist() == list(range(RECORDS))
 
 

@@ -8,8 +8,9 @@ import stat
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.build import config
 from tests.models.hugging_face import (
@@ -26,11 +27,12 @@ from tests.models.hugging_face import (
 from torchtitan_dp.checkpoint.start import decide_start, decision
 from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.models import hugging_face_weights
-from torchtitan_dp.models.causal_lm.model import CausalLM
+from torchtitan_dp.models.causal_lm.model import CausalLM, HuggingFaceAdapter
 from torchtitan_dp.models.flavors import flavor, parameter_count
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.parameters import first_overflow
+from torchtitan_dp.models.weight_files import INDEX_FILE
 from torchtitan_dp.preflight.check import check_files
 from torchtitan_dp.train_spec import build_model
 
@@ -206,8 +208,24 @@ def spoil(folder, change):
         change(path)
 
 
-def replace_by_an_adapter(folder):
+def remove_weights(folder):
     spoil(folder, lambda path: path.unlink())
+    (folder / INDEX_FILE).unlink()
+
+
+def repeat_a_tensor(folder):
+    first, second = sorted(folder.glob("model-*.safetensors"))[:2]
+    save_file(load_file(second) | dict([*load_file(first).items()][:1]), second)
+
+
+def edit_index(folder, name):
+    index = json.loads((folder / INDEX_FILE).read_text())
+    index["weight_map"][name] = min(index["weight_map"].values())
+    (folder / INDEX_FILE).write_text(json.dumps(index))
+
+
+def replace_by_an_adapter(folder):
+    remove_weights(folder)
     (folder / "adapter_model.safetensors").write_bytes(b"PEFT's")
 
 
@@ -216,16 +234,21 @@ def quantize(path):
 
 
 BROKEN = {
-    "is in none of its *.safetensors; download all": lambda folder: min(
+    "is missing, which model.safetensors.index.json names; download all": lambda folder: min(
         folder.glob("model-*.safetensors")
     ).unlink(),
+    "model-00002-of": repeat_a_tensor,
+    "lacks model.norm.weight, which model.safetensors.index": lambda folder: edit_index(
+        folder, "model.norm.weight"
+    ),
+    "index.json is broken": lambda folder: (folder / INDEX_FILE).write_text('{"weight_map": {}}'),
     "model.layers.2.": lambda folder: edit_config(folder, num_hidden_layers=3),
     "has shape [100, 48], but the model's is [96, 48]": lambda folder: edit_config(
         folder, intermediate_size=96
     ),
     "quantized": lambda folder: spoil(folder, quantize),
     "broken": lambda folder: spoil(folder, lambda path: path.write_bytes(path.read_bytes()[:100])),
-    "has no *.safetensors": lambda folder: spoil(folder, lambda path: path.unlink()),
+    "it has neither model.safetensors nor": remove_weights,
     "it is an adapter, not a whole model; release its run with --merged": replace_by_an_adapter,
     "config.json cannot be read": lambda folder: (folder / "config.json").write_text("{"),
 }
@@ -238,6 +261,25 @@ def test_broken_folders_are_refused(editable, words):
     with pytest.raises(ValueError, match="hf_assets_path") as refusal:
         check_files(settings, shape(settings), decide_start(settings))
     assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize("is_whole", [True, False], ids=["model.safetensors", "index"])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_row80_weights_that_the_folder_does_not_name_are_not_read(editable, is_whole):
+    """Shards of an earlier save, and another copy: each tensor of them is one too large."""
+    expected = AutoModelForCausalLM.from_pretrained(editable).state_dict()
+    older = {name: tensor + 1 for name, tensor in expected.items()}
+    if is_whole:  # the older shards stay, without and with their index
+        spoil(editable, lambda p: save_file({k: older[k] for k in load_file(p)}, p))
+        save_file(expected, editable / "model.safetensors")
+    save_file(older, editable / "model.old.safetensors")
+    save_file(older, editable / "z.safetensors")
+    settings = given(editable)
+    check_files(settings, args := shape(settings), decide_start(settings))
+    found = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
+    reader = HuggingFaceAdapter(args, str(editable)).get_hf_storage_reader(str(editable))
+    dcp.load(found, storage_reader=reader, no_dist=True)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("key", ["model.hf_assets_path", "checkpoint.initial_load_path"])
@@ -264,7 +306,7 @@ def test_files_that_would_not_load_are_refused(given_llama, tmp_path):
     overwritten = (f"--job.dump_folder={tmp_path}", f"--model.hf_assets_path={tmp_path / 'hf'}")
     for more, words in (
         (("--checkpoint.initial_load_path=/nowhere",), "initial_load_path = '/nowhere': no such"),
-        ((f"--checkpoint.initial_load_path={tmp_path / 'empty'}",), "has no"),
+        ((f"--checkpoint.initial_load_path={tmp_path / 'empty'}",), "has neither"),
         (in_dcp, "no .metadata"),
         (("--checkpoint.folder=hf",), "checkpoint.folder"),
         (overwritten, "replace"),

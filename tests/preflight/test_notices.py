@@ -101,8 +101,13 @@ def test_a_text_field_that_no_line_has_is_refused_by_plan_start_and_resume(
     assert f"error: {none}" in said
     assert "built" not in said
     assert not (tmp_path / "out" / "privacy.json").exists()
+    assert [path for path in cache.rglob("*") if path.name == "tokens"] == []
     begun(tmp_path)
-    assert none in refused(tmp_path, capsys, "--data.text_field=text")
+    stores = [path for path in cache.rglob("tokens")]
+    for other in ("text", "who"):  # which no line has, and all: nothing is read
+        message = refused(tmp_path, capsys, f"--data.text_field={other}")
+        assert f"data.text_field = '{other}': this run was started with 'note'" in message
+    assert [path for path in cache.rglob("tokens")] == stores
 
 
 def begun(root: Path, *overrides: str) -> None:

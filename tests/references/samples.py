@@ -87,6 +87,7 @@ def write(folder: Path) -> None:
     pq.write_table(table[:25], folder / "tables/a.parquet", row_group_size=7)
     pq.write_table(table[25:], folder / "tables/b.parquet", row_group_size=100)
     (folder / "saved").mkdir()
+    (folder / "saved/state.json").write_text(STATE)
     with pa.ipc.new_stream(str(folder / "saved/data-00000-of-00001.arrow"), table.schema) as stream:
         stream.write_table(table, max_chunksize=9)
     for number in range(30):
@@ -117,6 +118,7 @@ def write_tokenizers(folder: Path) -> None:
         (folder / name / "tokenizer_config.json").write_text(json.dumps(marks))
 
 
+STATE = '{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}'
 PLACES = {"jsonl": "lines", "parquet": "tables", "hf": "saved", "text": "texts"}
 READINGS = {
     "text": (),

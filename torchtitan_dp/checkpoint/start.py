@@ -270,7 +270,8 @@ def _refuse_another_run(start: Start, earlier: Lineage) -> None:
 
 def check_records(folder: str, fingerprint: str | None, settings: Mapping[str, object]) -> None:
     """Refuse, by ValueError, other records than those of this folder's run, if it has begun a step
-    or saved one: no output depends on the records of a start that failed before."""
+    or saved one: no output depends on the records of a start that failed before. Without a
+    fingerprint, as before they are read, their settings are compared alone."""
     if not os.path.isdir(folder):
         return
     if RunLog(folder).count or checkpoint_folders(folder):

@@ -9,12 +9,14 @@ Everything that is printed depends on private records, and is labelled so: it is
 import argparse
 import os
 import sys
+import time
 
 from torchtitan_dp.config.commands import parse_known, tool_parser
 from torchtitan_dp.config.derived import unit_word
 from torchtitan_dp.config.load import exit_on_mistake, load_config, write_json
 from torchtitan_dp.data import store as stores
 from torchtitan_dp.data.console import amount, say, warn
+from torchtitan_dp.data.formats import format_named
 
 
 def main(argv: list[str]) -> None:
@@ -79,12 +81,27 @@ def _manage(options: argparse.Namespace) -> None:
         return
     names = stores.names(folder)
     for name in names:
-        described = "not whole, or damaged"
-        if (store := stores.load(os.path.join(folder, name))) is not None:
-            size = amount(sum(entry.stat().st_size for entry in os.scandir(store.folder)))
-            described = f"{len(store):,} records of {store.facts['path']}, {size}"
-        say(f"{name}: {described}")
+        store = stores.load(os.path.join(folder, name))
+        say(f"{name}: {'not whole, or damaged' if store is None else _described(store)}")
     say(f"{len(names)} stores in {folder}; --delete NAME erases one")
+
+
+def _described(store: stores.Store) -> str:
+    """Describe what a store was made of, and the runs that use it. NOT PRIVATE."""
+    facts, files = store.facts, [*os.scandir(store.folder)]
+    terms = facts["terms"]
+    size = amount(sum(entry.stat().st_size for entry in files))
+    written = time.localtime(next(e.stat().st_mtime for e in files if e.name == stores.FACTS))
+    read = [f"training.dataset = '{terms['format']}'"]
+    if format_named(terms["format"]).fields:
+        read += [f"{key} = '{field}'" for field, key in terms["fields"].items()]
+    if terms["unit_field"] is not None:
+        read.append(f"data.unit_field = '{terms['unit_field']}'")
+    what = f"{len(store):,} records of {facts['path']}, {', '.join(read)}; {facts['tokenizer']}"
+    used = ", ".join(
+        run if os.path.isdir(run) else f"{run} (gone)" for run in stores.runs_of(store)
+    )
+    return f"{what}; {size}, of {time.strftime('%Y-%m-%d %H:%M', written)}; runs: {used or 'none'}"
 
 
 if __name__ == "__main__":

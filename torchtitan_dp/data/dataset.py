@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_dp.data.console import Lack, listed
-from torchtitan_dp.data.prepare import Source, prepared
+from torchtitan_dp.data.console import Lack
+from torchtitan_dp.data.files import Files
 from torchtitan_dp.data.samples import Samples
+from torchtitan_dp.data.source import Source
 from torchtitan_dp.data.store import Store
 from torchtitan_dp.data.units import Units, split
 from torchtitan_dp.privacy.settings import unit_word
@@ -30,9 +31,9 @@ _COUNTS = (
     "{undecodable_records:,} records cannot be decoded"
 )
 _OF_LENGTH = (
-    "samples of {seq_len:,} tokens{own}: {share_in_one_sample:.0%} of the tokens in one sample of "
-    "each {word}, {share_in_reach:.0%} in reach of all draws; {longer_units:.0%} of {word}s are "
-    "longer, {tokens_per_sample:,.0f} tokens a sample on average"
+    "at {length}, one pass reads {share_in_one_sample:.0%} of all tokens, and {reach}: "
+    "{longer:.0%} of {drawn}s are longer than {seq_len:,}; a sample averages "
+    "{tokens_per_sample:,.0f} tokens"
 )
 
 
@@ -47,31 +48,40 @@ class Records:
     warnings: tuple[str, ...]  # about records that contribute nothing; private
 
     @classmethod
-    def open(
+    def of(
         cls,
         source: Source,
-        data_store: str | None = None,
+        files: Files,
+        store: Store,
         *,
         heldout_fraction: float = 0.0,
         needs_heldout: bool = False,  # none held out is an error; a warning if number_is_secret
         number_is_secret: bool = False,  # neighbours differ in it: a public privacy.sample_rate
-        in_groups: bool = False,  # units take turns, by a hash of their names
     ) -> "Records":
-        """Open the records' tokens in `data.store`, made first if they are missing, and hold some
-        units out, by a hash of their names. Raises ValueError, one line, also if none is left."""
-        if not source.path:
-            remedy = "give a file, a directory or a glob ('python-stdlib' to try)"
-            raise ValueError(f"training.dataset_path is not set: {remedy}")
-        if number_is_secret and source.unit_field is None and source.facts.named_by_position:
-            _refuse_names_by_position(source, heldout_fraction, in_groups)
-        store = prepared(source, data_store)
-        unnamed = _require_units(source, store)
+        """Return the records of a source's store, with some units held out, by a hash of their
+        names. Raises ValueError, one line, also if none is left."""
         train, heldout = split(store.units.hashes, heldout_fraction)
-        warnings = []
-        if store.facts["unnamed"]:
+        facts, setting = source.facts, f"data.unit_field = {source.unit_field!r}"
+        warnings = source.notices(files)
+        if pointers := store.facts["pointers"]:
             warnings.append(
-                f"{unnamed}: each is a unit of its own that contributes nothing, and counts in the "
-                f"number of units, so that q and the delta check are against {len(train)} units"
+                f"{pointers:,} of {len(files.names):,} files of training.dataset_path are Git LFS "
+                "pointers, read in the place of the files themselves; fetch these: git lfs pull"
+            )
+        alike, people = store.facts["alike"]
+        if alike:
+            warnings.append(
+                f"{alike:,} units may be {people:,}: their names differ only by case, blanks, "
+                "Unicode form, or zeros around a number, and each is drawn, clipped and counted by "
+                f"itself; write each name of {setting} in one way (nothing is merged here)"
+            )
+        if unnamed := store.facts["unnamed"]:
+            in_none = f"lie in no folder below training.dataset_path ({setting})"
+            lacks = f"have no usable {setting}" if facts.fields else in_none
+            warnings.append(
+                f"{unnamed} of {len(store)} {facts.row}s {lacks}: each is a unit of its own that "
+                "contributes nothing, and counts in the number of units, so that q and the delta "
+                f"check are against {len(train)} units"
             )
         if needs_heldout and len(heldout) == 0:
             none = (
@@ -82,16 +92,11 @@ class Records:
                 raise ValueError(f"{none}; raise it")
             # A refusal would show whether a unit that is held out is there.
             warnings.append(f"{none}, so held-out losses are nan; raise it")
-        fields = "data.text_field", "data.prompt_field", "data.messages_field"
-        settings: dict[str, object] = {
-            "data.unit_field": source.unit_field,
-            "data.heldout_fraction": heldout_fraction,
-            "data.verify_records": "contents",
-            **dict.fromkeys(fields),
-            **{key: field for field, key in source.reading.keys.items()},
-        }
+        settings = settings_of(source, heldout_fraction)
         named = hashlib.sha256(store.units.hashes.tobytes()).hexdigest()
-        terms = source.format, store.contents, named, sorted(settings.items(), key=str)
+        # With a key of earlier versions, so that their runs resume.
+        every = sorted({**settings, "data.verify_records": "contents"}.items(), key=str)
+        terms = source.format, store.contents, named, every
         fingerprint = hashlib.sha256(repr(terms).encode()).hexdigest()
         return cls(source, store, train, heldout, fingerprint, settings, tuple(warnings))
 
@@ -113,30 +118,23 @@ class Records:
         has_target, name = samples.has_target(self.train), unit_word(self.source.unit_field)
         lacks = self._lacks(self.train[~has_target])
         if not has_target.any():
-            raise ValueError(self._refusal(lacks, samples.seq_len))
+            none = f"none of the {len(self.train):,} {name}s has a target to learn"
+            if lacks:
+                self.source.refuse_lacks(lacks, none, "" if name == "record" else "records ")
+            remedy = "within it; raise it, or take longer texts"
+            raise ValueError(f"training.seq_len = {samples.seq_len}: {none} {remedy}")
         if has_target.all():
             return ()
         why = f" (records: {'; '.join(lack.explain() for lack in lacks)})" if lacks else ""
         some = f"{int((~has_target).sum()):,} of {len(self.train):,} {name}s"
         return (f"{some} have no target and contribute nothing{why}",)
 
-    def _refusal(self, lacks: list[Lack], seq_len: int) -> str:
-        source, name = self.source, unit_word(self.source.unit_field)
-        none = f"none of the {len(self.train):,} {name}s has a target to learn"
-        if not lacks:
-            return f"training.seq_len = {seq_len}: {none} within it; raise it, or take longer texts"
-        first, *others = lacks
-        also = "".join(f"; {one.number:,} {one.what} ({one.setting})" for one in others)
-        remedy = first.remedy or source.facts.explain(first.file, next(iter(source.reading.keys)))
-        named = f" (not private: {first.they} {listed(first.names)})" if first.they else ""
-        of = "" if name == "record" else "records "
-        return f"{first.setting}: {none}: {first.number:,} {of}{first.what}{also}; {remedy}{named}"
-
     def figures(self, samples: Samples) -> dict[str, Any]:
         """Count units and tokens, and what samples of several lengths have of them. PRIVATE."""
         units = self.store.units
         record_P = np.maximum(self.store.lengths()[units.members] - self.store.between, 0)
-        tokens_N = _of_units(record_P, units)[self.train]
+        tokens_N, drawn = _of_units(record_P, units)[self.train], record_P[self._places(self.train)]
+        drawn = drawn if samples.one_record else tokens_N  # what a draw takes of a unit
         records_N, total = np.diff(units.starts)[self.train], max(int(tokens_N.sum()), 1)
         by_length = []
         for power in range(-4, 5):
@@ -147,7 +145,7 @@ class Records:
             by_length.append(
                 {
                     "seq_len": length,
-                    "longer_units": float((tokens_N > length).mean()),
+                    "longer": float((drawn > length).mean()),
                     "share_in_one_sample": float(sample_N.sum() / total),
                     "share_in_reach": 1.0 if samples.window else float(reached_N.sum() / total),
                     "tokens_per_sample": float(sample_N.mean()),
@@ -162,7 +160,8 @@ class Records:
             "undecodable_records": self.undecodable(),
             "empty_units": int((~samples.has_target(self.train)).sum()),
             "tokens": int(tokens_N.sum()),
-            "tokens_quantiles": {str(q): int(np.percentile(tokens_N, q)) for q in _QUANTILES},
+            "one_record": samples.one_record,
+            "tokens_quantiles": {str(q): int(np.percentile(drawn, q)) for q in _QUANTILES},
             "seq_len": samples.seq_len,
             "by_length": by_length,
         }
@@ -173,14 +172,28 @@ class Records:
 
     def _lacks(self, units: np.ndarray) -> list[Lack]:
         """Count why these units' records have no ids, the most frequent first; names are of all."""
-        starts, members = self.store.units.starts, self.store.units.members
-        is_chosen = np.zeros(len(starts) - 1, dtype=bool)
-        is_chosen[units] = True
-        records = members[np.repeat(is_chosen, np.diff(starts))]
+        records = self.store.units.members[self._places(units)]
         counts = np.bincount(self.store.reasons[records], minlength=256).tolist()
         found = zip(self.store.facts["lacks"], counts[1:], strict=False)
         lacks = [Lack(**{**fact, "number": count}) for fact, count in found if count]
         return sorted(lacks, key=lambda lack: -lack.number)
+
+    def _places(self, units: np.ndarray) -> np.ndarray:
+        """Return which places have a record of these units: bool (records,)."""
+        starts = self.store.units.starts
+        is_chosen = np.zeros(len(starts) - 1, dtype=bool)
+        is_chosen[units] = True
+        return np.repeat(is_chosen, np.diff(starts))
+
+
+def settings_of(source: Source, heldout_fraction: float) -> dict[str, object]:
+    """Return the settings on which samples depend, by their keys: a resume must have them alike."""
+    return {
+        "data.unit_field": source.unit_field,
+        "data.heldout_fraction": heldout_fraction,
+        **dict.fromkeys(("data.text_field", "data.prompt_field", "data.messages_field")),
+        **{key: field for field, key in source.reading.keys.items()},
+    }
 
 
 def _of_units(values_P: np.ndarray, units: Units) -> np.ndarray:
@@ -191,45 +204,17 @@ def describe(figures: Mapping[str, Any], word: str) -> list[str]:
     """Describe `Records.figures`, a line each. NOT PRIVATE."""
     grouped = "" if word == "record" else f" in {figures['units']:,} {word}s"
     lines = [_COUNTS.format(grouped=grouped, word=word, **figures)]
+    drawn = "record" if figures["one_record"] else word
+    draw = f" (a draw of a {word} takes one)" if drawn != word else ""
     quantiles = figures["tokens_quantiles"].items()
     each = ", ".join(f"{_WORDS.get(q, f'{q}%')} {value:,}" for q, value in quantiles)
-    lines.append(f"tokens per {word}: {each}")
+    lines.append(f"tokens per {drawn}{draw}: {each}")
     seq_len = figures["seq_len"]
     for row in figures["by_length"]:
         if row["seq_len"] in (max(seq_len // 2, 1), seq_len, 2 * seq_len):
-            own = " (training.seq_len)" if row["seq_len"] == seq_len else ""
-            lines.append(_OF_LENGTH.format(own=own, word=word, **row))
+            own = "training.seq_len = " if row["seq_len"] == seq_len else ""
+            length, reach = f"{own}{row['seq_len']:,}", f"{row['share_in_reach']:.0%}"
+            more = reach != f"{row['share_in_one_sample']:.0%}"
+            reach = f"all draws reach {reach}" if more else "no draw can reach more"
+            lines.append(_OF_LENGTH.format(length=length, drawn=drawn, reach=reach, **row))
     return lines
-
-
-def _refuse_names_by_position(source: Source, heldout_fraction: float, in_groups: bool) -> None:
-    row = source.facts.row
-    which = f"with a public privacy.sample_rate, one {source.format} {row} more would change which"
-    if in_groups:
-        remedy = "set data.unit_field, or remove privacy.sample_rate"
-        raise ValueError(f"privacy.noise = 'banded': {which} {row}s take turns together; {remedy}")
-    if heldout_fraction > 0:
-        remedy = "keep held-out records in another file and set it to 0, or remove "
-        setting = f"data.heldout_fraction = {heldout_fraction}"
-        raise ValueError(f"{setting}: {which} {row}s are held out; {remedy}privacy.sample_rate")
-
-
-def _require_units(source: Source, store: Store) -> str:
-    """Describe records whose unit is not known, or refuse a data set of such records alone."""
-    facts, unnamed = source.facts, store.facts["unnamed"]
-    setting = f"data.unit_field = {source.unit_field!r}"
-    if unnamed < len(store):
-        in_none = f"lie in no folder below training.dataset_path ({setting})"
-        lacks = f"have no usable {setting}" if facts.fields else in_none
-        return f"{unnamed} of {len(store)} {facts.row}s {lacks}"
-    none = f"{setting}: none of the {len(store)} records has one"
-    if not facts.fields:
-        why = "every file lies in no folder below training.dataset_path"
-        raise ValueError(f"{none}: {why}; give a path above the units' folders")
-    found = [Lack(**fact) for fact in store.facts["lacks"]]
-    if (named := next((lack for lack in found if lack.names), None)) is not None:
-        remedy = f"name the {facts.fields} that holds the unit, a string or a whole number"
-        have = f"{named.they} {listed(named.names)}"
-        raise ValueError(f"{none}: {remedy} (not private: {have})")
-    none = f"training.dataset_path: none of the {len(store)} {facts.row}s is a {facts.content}"
-    raise ValueError(f"{none}; {facts.explain(found[0].file, str(source.unit_field))}")

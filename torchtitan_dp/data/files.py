@@ -3,6 +3,7 @@
 import fnmatch
 import glob
 import heapq
+import json
 import os
 import struct
 import sysconfig
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 Fields = Mapping[str, object]  # of a row
 Columns = list[tuple[str, Any]]  # names and types, which all rows of a file have
 MOST_ROW_BYTES = 64 * 2**20  # that are read of a row, of each column, decoded
+BROKEN = b""  # a value that cannot be read: neither a text nor a list
 MOST_ITEMS = 256  # that are read of a list: messages of a chat
 PYTHON_STDLIB = "python-stdlib"  # as a path: the source files of the running Python's library
 
@@ -23,13 +25,14 @@ class Files(NamedTuple):
     names: list[str]  # below the root
     sizes: list[int]  # bytes
     stamps: list[bytes]  # each file's size, times, and inode, since times can be set
+    passed: Sequence[str] = ()  # names of files that are there and are not among these
 
     @property
     def paths(self) -> list[str]:
         return [os.path.join(self.root, name) for name in self.names]
 
 
-def list_files(root: str, names: Iterable[str]) -> Files:
+def list_files(root: str, names: Iterable[str], passed: Iterable[str] = ()) -> Files:
     """List files as they are now."""
     kept = list(names)
     found = [os.stat(os.path.join(root, name)) for name in kept]
@@ -37,41 +40,79 @@ def list_files(root: str, names: Iterable[str]) -> Files:
     sizes = [status.st_size for status in found]
     every = ((s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, s.st_dev) for s in found)
     stamps = [struct.pack("=qqqQQ", *stamp) for stamp in every]
-    return Files(os.path.realpath(root), kept, sizes, stamps)
+    return Files(os.path.realpath(root), kept, sizes, stamps, tuple(passed))
 
 
 def locate(
     path: str, below: Sequence[str] = ("**",), *, has_stdlib: bool = True
-) -> tuple[str, list[str]]:
-    """Find the files that a path names: a root, and their sorted names below it.
+) -> tuple[str, list[str], list[str]]:
+    """Find the files that a path names: a root, their sorted names below it, and the names of the
+    others in a folder that is named.
 
     A path is a file, a glob, a folder (its files that match a pattern of `below`) or, with
     `has_stdlib`, Python's own sources. Raises ValueError, one line, if there is no such path.
     """
     if has_stdlib and path == PYTHON_STDLIB:
         root = sysconfig.get_path("stdlib")
-        return root, _walk(root, ("**/*.py",), skipped=("site-packages", "dist-packages"))
+        return root, _walk(root, ("**/*.py",), skipped=("site-packages", "dist-packages"))[0], []
     full = os.path.abspath(os.path.expanduser(path)) if path else ""
     if os.path.isfile(full):
-        return os.path.dirname(full), [os.path.basename(full)]
+        return os.path.dirname(full), [os.path.basename(full)], []
     if os.path.isdir(full):
-        return full, _walk(full, below)
+        return full, *_walk(full, below)
     parts = full.split("/")
     magic = next((i for i, part in enumerate(parts) if glob.has_magic(part)), None)
     root = "/".join(parts[:magic]) or "/"
     if magic is None or not os.path.isdir(root):
         lacks = "does not exist: give a file, a folder or a glob"
         raise ValueError(f"training.dataset_path = {path!r} {lacks}")
-    return root, _walk(root, ["/".join(parts[magic:])])
+    return root, _walk(root, ["/".join(parts[magic:])])[0], []
 
 
-def _walk(root: str, patterns: Sequence[str], skipped: Sequence[str] = ()) -> list[str]:
-    """List names below `root` that match, sorted by their bytes. Files are met by their own names
-    first, then by links, the first of them: lest a link put a file into another unit."""
+def saved_files(path: str) -> tuple[str, list[str], list[str]]:
+    """Find the files of a folder that `datasets.Dataset.save_to_disk` wrote: those that its
+    `state.json` names, in that order, and other data-*.arrow, such as those of an earlier save.
+
+    Raises ValueError, one line, for a path without that list, and a file that is missing.
+    """
+    setting, again = f"training.dataset_path = {path!r}", "save the data set again"
+    root = os.path.abspath(os.path.expanduser(path))
+    if not os.path.isfile(state := os.path.join(root, "state.json")):
+        lacks = "is no folder that datasets.Dataset.save_to_disk wrote (it has no state.json)"
+        remedy = "of a DatasetDict, name the folder of one split; for other files, set "
+        raise ValueError(f"{setting} {lacks}: {remedy}training.dataset = 'arrow'")
+    try:
+        with open(state, encoding="utf-8") as file:
+            saved = json.load(file)
+        names = [os.path.normpath(entry["filename"]) for entry in saved["_data_files"]]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        lists = f"its state.json lists no files as datasets does ({type(error).__name__}: {error})"
+        raise ValueError(f"{setting}: {lists}; {again}") from error
+    if saved.get("_indices_data_files"):
+        raise ValueError(f"{setting}: state.json selects rows; {again}, after flatten_indices()")
+    found = set()
+    for name in names:
+        full = os.path.join(root, name)
+        mistake = "is missing" if not os.path.isfile(full) else ""
+        mistake = mistake or ("is named twice" if _identity(os.stat(full)) in found else "")
+        if mistake:
+            raise ValueError(f"{setting}: {name}, which its state.json names, {mistake}; {again}")
+        found.add(_identity(os.stat(full)))
+    others = sorted(set(fnmatch.filter(os.listdir(root), "data-*.arrow")) - {*names})
+    return root, names, others
+
+
+def _walk(
+    root: str, patterns: Sequence[str], skipped: Sequence[str] = ()
+) -> tuple[list[str], list[str]]:
+    """List names below `root` that match, sorted by their bytes, and those that do not. Files are
+    met by their own names first, then by links, the first of them: lest a link put a file into
+    another unit."""
     ways = [pattern.split("/") for pattern in patterns]
     waiting: list[tuple[bool, bytes]] = [(False, b"")]  # whether by a link, and the folder's name
     entered: set[tuple[int, int]] = set()  # devices and inodes
     names: dict[tuple[int, int], tuple[bool, bytes]] = {}  # of each file, its best one
+    passed: list[str] = []
     while waiting:
         is_linked, folder = heapq.heappop(waiting)
         path = os.path.join(os.fsencode(root), folder)
@@ -87,10 +128,13 @@ def _walk(root: str, patterns: Sequence[str], skipped: Sequence[str] = ()) -> li
             if os.path.isdir(entry.path):  # false for a link that leads nowhere
                 if any(_may_hold(parts, way) for way in ways):
                     heapq.heappush(waiting, ranked)
-            elif os.path.isfile(entry.path) and any(_matches(parts, way) for way in ways):
-                of = _identity(entry.stat())
-                names[of] = min(names.get(of, ranked), ranked)
-    return [os.fsdecode(name) for name in sorted(name for _, name in names.values())]
+            elif os.path.isfile(entry.path):
+                if any(_matches(parts, way) for way in ways):
+                    of = _identity(entry.stat())
+                    names[of] = min(names.get(of, ranked), ranked)
+                else:
+                    passed.append(os.fsdecode(below))
+    return [os.fsdecode(name) for name in sorted(name for _, name in names.values())], passed
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:

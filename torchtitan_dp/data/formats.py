@@ -5,15 +5,16 @@ that is broken. A new format is a reader and an entry in `FORMATS`; no other cod
 
 Guarantee:
     How a row is read depends on no other row (hazard row 68), and none is left out (row 42): types
-    are never inferred over rows. How a file divides into rows is public; one in which that is
-    damaged (a CSV file whose quotes do not close, a compressed file that ends early) is refused.
+    are never inferred over rows. Limits act on values that the parser has finished, so one that is
+    too large divides a file as any other does (row 78). How a file divides into rows is public; one
+    in which that is damaged (a CSV file whose last quote does not close, a compressed file that
+    ends early) is refused.
 """
 
 import csv
 import io
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,10 +22,11 @@ from pathlib import PurePath
 from types import ModuleType
 from typing import IO, Any
 
-from torchtitan_dp.data.files import MOST_ROW_BYTES, Columns, Fields
+from torchtitan_dp.data.files import BROKEN, MOST_ROW_BYTES, Columns, Fields, saved_files
 from torchtitan_dp.data.tokenizer import text_of
 
 MOST_LINE_BYTES = 16 * 2**20  # JSON is parsed whole, in up to 30 times its size
+POINTER = b"version https://git-lfs.github.com/spec/"  # what a file of Git LFS begins with
 FOLDER = "folder"  # the unit field of records without fields
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
 # Stands for NUL, which the csv of Python 3.10 refuses; bytes other than UTF-8 are U+DC80 to U+DCFF.
@@ -45,6 +47,7 @@ class Format:
     remedy: str  # for files none of whose records are that
     signs: tuple[Sign, ...] = ()  # of other formats
     fields: str | None = None  # a phrase for named fields; without any, only folders are units
+    listed: Callable[[str], tuple[str, list[str], list[str]]] | None = None  # of its own list
     columns: Callable[[str], Columns] | None = None  # of all rows; ValueError for a damaged file
     named_by_position: bool = True  # whether names, and so who is held out, depend on other records
     has_lists: bool = True  # whether a field may be a list, as of messages
@@ -53,12 +56,19 @@ class Format:
         """Refuse, by ValueError in one line, a file without a column that a key names."""
         if self.columns is None:
             return
-        columns = self.columns(path)
+        try:
+            columns = self.columns(path)
+        except ValueError:
+            if found := _recognized(path, _SIGNS[:1]):
+                raise ValueError(f"training.dataset_path: {found}") from None
+            raise
         for field, key in keys.items():
             kinds = [kind for name, kind in columns if name == field]
             mistake = None
             if not kinds:
                 is_csv = [kind for _, kind in columns] == [None]
+                if is_csv and (found := _recognized(path, _SIGNS)):
+                    raise ValueError(f"training.dataset_path: {found}")
                 hint = "; its columns must be separated by commas" if is_csv else ""
                 names = ", ".join(name for name, _ in columns)
                 mistake = f"has no such column; its columns are {names}{hint}"
@@ -122,48 +132,41 @@ def _parsed(line: bytes) -> Fields | None:
 
 
 def csv_rows(path: str, fields: Sequence[str]) -> Iterator[Fields | None]:
-    """Yield the rows behind the first, which names the columns, as texts; None for a row with
-    another number of values. Bytes other than UTF-8 are surrogates. ValueError: an open quote."""
-    csv.field_size_limit(sys.maxsize)
-    size = 0  # of the row that is being read
-
-    def bounded(lines: Iterable[str]) -> Iterator[str]:
-        nonlocal size
-        for line in lines:
-            size += len(line)
-            # Of a row that is too large, only what divides values and rows is passed on.
-            line = line if size <= MOST_ROW_BYTES else re.sub('[^",\r\n]+', "", line)
-            yield line.replace("\0", _NUL)
-
-    with _csv_text(path) as file:
-        rows = csv.reader(bounded(file), strict=True)
-        try:
-            names, size = _with_nul(next(rows)), 0
-            for values in map(_with_nul, rows):
-                fits = len(values) == len(names) and size <= MOST_ROW_BYTES
-                yield dict(zip(names, values, strict=True)) if fits else None
-                size = 0
-        except csv.Error as error:
-            where = f"training.dataset_path: {path}, line {rows.line_num} (not private)"
-            remedy = "write it again, with each text in quotes and quotes in it doubled"
-            raise ValueError(f"{where}: {error}; {remedy}") from None
+    """Yield the rows behind the first, which names the columns, as texts; a value that is too large
+    is `BROKEN`, and None stands for a row with another number of values."""
+    rows = _csv_values(path)
+    names = next(rows)
+    for values in rows:
+        read = [value if len(value) <= MOST_ROW_BYTES else BROKEN for value in values]
+        yield dict(zip(names, read, strict=True)) if len(read) == len(names) else None
 
 
 def csv_columns(path: str) -> Columns:
-    """List the columns of a CSV file, which have no types; raise ValueError if it is none."""
+    """List the columns of a CSV file, which have no types."""
+    return [(name, None) for name in next(_csv_values(path), [])]
+
+
+def _csv_values(path: str) -> Iterator[list[str]]:
+    """Yield the values of each row, whole. Bytes other than UTF-8 are surrogates, and what follows
+    a closed quote is part of the value. Raises ValueError for a quote that is open at the end of
+    the file, since nobody can tell its rows apart."""
+    csv.field_size_limit(sys.maxsize)
+    is_over = False
+
+    def lines(file: IO[str]) -> Iterator[str]:
+        nonlocal is_over
+        yield from (line.replace("\0", _NUL) for line in file)
+        is_over = True
+
     with _csv_text(path) as file:
-        try:
-            lines = (line.replace("\0", _NUL) for line in file)
-            names = _with_nul(next(csv.reader(lines, strict=True), []))
-        except csv.Error as error:
-            raise ValueError(f"training.dataset_path: {path} is no CSV file ({error})") from None
-    if "\0" in "".join(names) and (found := _recognized(path, _SIGNS)):
-        raise ValueError(f"training.dataset_path: {found}")
-    return [(name, None) for name in names]
-
-
-def _with_nul(values: list[str]) -> list[str]:
-    return [value.replace(_NUL, "\0") for value in values]
+        rows, first = csv.reader(lines(file)), 1
+        for values in rows:
+            if is_over:  # the reader asked for more lines to end a row
+                opens = f"a quote opens in the row at line {first} (not private) and never closes"
+                remedy = "write it again, with each text in quotes and quotes in it doubled"
+                raise ValueError(f"training.dataset_path: {path}: {opens}; {remedy}")
+            yield [value.replace(_NUL, "\0") for value in values]
+            first = rows.line_num + 1
 
 
 def _csv_text(path: str) -> IO[str]:
@@ -194,6 +197,17 @@ def _recognized(path: str, signs: Iterable[Sign]) -> str:
     return ""
 
 
+def is_pointer(path: str) -> bool:
+    """Return whether a file is one of Git LFS, which stands for another."""
+    try:
+        if os.path.getsize(path) > 1024:
+            return False
+        with open(path, "rb") as file:
+            return file.read(len(POINTER)) == POINTER
+    except PermissionError:
+        return False
+
+
 def _tables() -> ModuleType:
     from torchtitan_dp.data import tables  # pyarrow takes half a second of a start
 
@@ -202,6 +216,7 @@ def _tables() -> ModuleType:
 
 _ICONV = "convert it: iconv -f {} -t UTF-8 '{{name}}' > '{{stem}}_utf8{{ending}}'"
 _SIGNS: tuple[Sign, ...] = (
+    (POINTER, "is a Git LFS pointer, not the file itself", "fetch it: git lfs pull"),
     (b"PAR1", "is Parquet", "set training.dataset = 'parquet'"),
     (b"ARROW1", "is Arrow", "set training.dataset = 'arrow'"),
     (b"\x1f\x8b", "is gzip", "unpack it, or name it {name}.gz for 'jsonl'"),
@@ -275,8 +290,8 @@ FORMATS: dict[str, Format] = {
     ),
     "hf": Format(
         below=("data-*.arrow",),
-        found_in="row in a data-*.arrow file of a folder that datasets.Dataset.save_to_disk wrote; "
-        "for a DatasetDict, name the folder of one split",
+        listed=saved_files,
+        found_in="row in a file that state.json names",
         record="one row of a Hugging Face data set",
         **_ARROW,
     ),

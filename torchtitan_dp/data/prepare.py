@@ -16,7 +16,6 @@ from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -24,81 +23,37 @@ import numpy as np
 from torchtitan_dp.data import store as stores
 from torchtitan_dp.data.chat_template import Piece
 from torchtitan_dp.data.console import MOST_CHARACTERS, MOST_NAMES, Lack, Progress, amount, say
-from torchtitan_dp.data.files import Fields, Files, list_files, locate
-from torchtitan_dp.data.formats import FOLDER, Format, format_named, unit_name
-from torchtitan_dp.data.reading import MOST_PART, THEIR_FIELDS, Assembler, Reading, split
+from torchtitan_dp.data.files import Fields, Files, list_files
+from torchtitan_dp.data.formats import is_pointer, unit_name
+from torchtitan_dp.data.reading import EMPTY, MOST_PART, THEIR_FIELDS, Assembler, split
+from torchtitan_dp.data.source import Source
 from torchtitan_dp.data.store import Store
 from torchtitan_dp.data.tokenizer import Tokenizer
-from torchtitan_dp.data.units import folder_of, group, record_hash, singles, unit_hash
+from torchtitan_dp.data.units import (
+    folder_of,
+    group,
+    record_hash,
+    singles,
+    spelling_hash,
+    unit_hash,
+)
 
 # Of one call: the tokenizer takes some 100 bytes a token, and a part goes to one core.
 _BATCH_CHARACTERS, _BATCH_TEXTS = MOST_PART * min(max(os.cpu_count() or 1, 8), 32), 2**14
 _UNPACKED = {".gz": 4, ".zst": 4, ".parquet": 2}  # bytes of rows to a byte of a file, about
 
 
-@dataclass(frozen=True)
-class Source:
-    """Files, and how they are read."""
+def prepared(source: Source, data_store: str | None = None, files: Files | None = None) -> Store:
+    """Open the store of a source, of its `files`, in `data.store`: written unless one fits.
 
-    format: str
-    path: str
-    reading: Reading
-    tokenizer: Tokenizer
-    unit_field: str | None = None
-
-    @property
-    def facts(self) -> Format:
-        return format_named(self.format)
-
-    @property
-    def keys(self) -> dict[str, str]:
-        """The configuration's key of each field that is read."""
-        unit = {self.unit_field: "data.unit_field"} if self.unit_field and self.facts.fields else {}
-        return {**self.reading.keys, **unit}
-
-    @property
-    def terms(self) -> dict[str, object]:
-        """The terms, besides the files, that decide ids and units."""
-        template = self.reading.template.identity if self.reading.template else ""
-        read = {"format": self.format, "fields": self.reading.keys, "unit_field": self.unit_field}
-        return {**read, "tokenizer": self.tokenizer.identity, "template": template}
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The integers that hold the ids and their complements."""
-        return np.dtype("<i2" if self.tokenizer.get_vocab_size() <= 2**15 else "<i4")
-
-    def check(self) -> None:
-        """Refuse, by ValueError in one line, fields that the format has not."""
-        named, none = self.facts.fields, f"{self.format} files have no fields"
-        for name, key in [*self.reading.keys.items(), (self.unit_field, "data.unit_field")]:
-            mistake = None
-            if named and name == "":
-                mistake = f"name the {named}"
-            elif named and key == "data.messages_field" and not self.facts.has_lists:
-                mistake = f"{none} with lists; use training.dataset = 'jsonl' or 'parquet'"
-            elif not named and key == "data.unit_field" and name not in (None, FOLDER):
-                place = "the first folder below training.dataset_path"
-                mistake = f"{none}; use '{FOLDER}' ({place}), or remove it: one file, one unit"
-            elif not named and key in ("data.prompt_field", "data.messages_field"):
-                mistake = f"{none}; use training.dataset = 'jsonl', or remove it"
-            if mistake:
-                raise ValueError(f"{key} = {name!r}: {mistake}")
-
-
-def prepared(source: Source, data_store: str | None = None) -> Store:
-    """Open the store of a source in `data.store`, written unless there is one that fits.
-
-    Raises ValueError, one line: an unknown format, a field that it has not, a path that is missing
-    or without records, files that fail or change meanwhile, a folder that fails or has no room.
+    Raises ValueError, one line, and leaves no store: an unknown format, a field that it has not,
+    records without any text or unit, a path that is missing or without records, files that fail or
+    change meanwhile, a folder that fails or has no room.
     """
-    source.check()
+    files = files or source.files()
     folder = stores.private_folder(data_store)
     try:
         facts = source.facts
-        files = list_files(*locate(source.path, facts.below, has_stdlib=not facts.fields))
-        if not files.names:
-            raise _no_record(source)
         target = os.path.join(folder, stores.key_of(files, source.terms))
         if (store := stores.load_if_seen(target, files)) is not None:
             return store
@@ -120,12 +75,6 @@ def prepared(source: Source, data_store: str | None = None) -> Store:
         remedy = "check permissions and the space left, or set data.store"
         setting = f"training.dataset_path = {source.path!r}"
         raise ValueError(f"{setting}: {cannot} ({error}): {remedy}") from error
-
-
-def _no_record(source: Source) -> ValueError:
-    none = f"training.dataset_path = {source.path!r} holds no record: it needs at least one"
-    globs = "a glob must match files, not folders; '**' matches any depth"
-    return ValueError(f"{none} {source.facts.found_in} ({globs})")
 
 
 def _reusable_store(target: str, files: Files, source: Source) -> Store | None:
@@ -186,15 +135,18 @@ class _Row(NamedTuple):
 
     path: str
     unit: bytes  # hash
+    spelling: bytes  # one hash for all spellings of a unit's name
     has_unit: bool  # or else it is one by itself that contributes nothing
     pieces: Sequence[Piece] = (Piece("", False),)  # not empty, which bounds a batch's rows
     lack: Lack | None = None  # why it has no text
 
 
 def _tokenize(output: IO[bytes], files: Files, source: Source) -> tuple[bytes, dict[str, Any]]:
-    """Tokenize all records, and return the arrays and facts of their store."""
+    """Tokenize all records, and return the arrays and facts of their store. Refuse those none of
+    which has a text, or none a unit: of these nothing was tokenized, and no store is left."""
     assembler = Assembler(source.tokenizer, source.reading)
     ends, firsts, reasons, hashes = array("q", [0]), array("q"), bytearray(), bytearray()
+    spellings = bytearray()
     lacks: dict[Lack, Lack] = {}  # by what does not differ between their records
     contents: list[str] = []
     unnamed = 0
@@ -209,18 +161,28 @@ def _tokenize(output: IO[bytes], files: Files, source: Source) -> tuple[bytes, d
         firsts.append(first)
         ends.append(ends[-1] + len(ids))
         hashes.extend(row.unit)
+        spellings.extend(row.spelling)
         unnamed += not row.has_unit
-    if not reasons:
-        raise _no_record(source)
-    hashes_R2 = np.frombuffer(hashes, dtype="<u8").reshape(len(reasons), -1)
+    count = len(reasons)
+    if count == 0:
+        raise ValueError(source.no_record(files))
+    if unnamed == count:
+        source.refuse_units([*lacks.values()], count)
+    if all(reasons) and EMPTY not in lacks:
+        source.refuse_lacks(lacks.values(), f"none of the {count:,} records has a target to learn")
+    hashes_R2 = np.frombuffer(hashes, dtype="<u8").reshape(count, -1)
     units = (singles if source.unit_field is None else group)(hashes_R2)
+    _, times = np.unique(np.frombuffer(spellings, "<u8")[units.first()], return_counts=True)
     columns = np.array(ends)[1:], np.array(firsts), np.array(reasons)
     return stores.pack(*columns, units), {
         "terms": source.terms,
         "path": source.path,
-        "records": len(reasons),
+        "tokenizer": source.tokenizer.describe(),
+        "records": count,
         "units": len(units),
         "unnamed": unnamed,
+        "alike": [int(times[times > 1].sum()), int((times > 1).sum())],  # units, and of how many
+        "pointers": sum(map(is_pointer, files.paths)),
         "dtype": source.dtype.str,
         "between": len(assembler.between),
         "contents": stores.contents_hash(contents),
@@ -274,11 +236,13 @@ def _rows(files: Files, source: Source, hashes: list[str]) -> Iterator[_Row]:
             if fields is not None:
                 found = source.reading.pieces(fields, facts.fields or "text")
             if by is None:
-                row = _Row(path, record_hash(record, size=8) + bytes(8), True)
+                hashed = record_hash(record, size=8)
+                row = _Row(path, hashed + bytes(8), hashed, True)
             else:
                 unit = unit_name((fields or {}).get(by)) if facts.fields else folder_of(name)
                 hashed = record_hash(record) if unit is None else unit_hash(unit)
-                row = _Row(path, hashed, unit is not None)
+                spelling = hashed[:8] if unit is None else spelling_hash(unit)
+                row = _Row(path, hashed, spelling, unit is not None)
                 if unit is None and fields is not None:
                     found = unknown._replace(names=tuple(fields))
             if isinstance(found, Lack):
@@ -296,6 +260,15 @@ def _naming_file(path: str, rows: Iterator[Fields | None]) -> Iterator[Fields | 
 
     try:
         yield from rows
+    except MemoryError:
+        lacks = f"memory cannot hold a row of {path} (not private); take one with more"
+        raise ValueError(f"training.dataset_path: this machine's {lacks}") from None
     except (OSError, EOFError, ArrowException) as error:
         damaged = f"training.dataset_path: {path} cannot be read to its end ({error})"
-        raise ValueError(f"{damaged}: restore it, or name the others by a glob") from error
+        remedy = "restore it, or name the others by a glob"
+        if "too much memory" in str(error):  # zstd's words
+            again = f"zstd -dc --long=31 '{path}' | zstd -o SMALLER.zst"
+            remedy = (
+                f"its zstd window is above 128 MiB (--long=28 to 31), so write it again: {again}"
+            )
+        raise ValueError(f"{damaged}: {remedy}") from error

@@ -2,9 +2,10 @@
 
 A store is a folder with `tokens` (the ids of all records, one after the other; those that are no
 targets as their bitwise complement, which is negative), `arrays` (where each record ends, and its
-unit), `facts.json` (what was tokenized and how, and hashes of the other two), and `seen`, names of
-machines and files that it was compared with. Its name follows from format, fields, tokenizer,
-template, and the files' relative names and sizes, so that runs, nodes and copies share it.
+unit), `facts.json` (what was tokenized and how, and hashes of the other two), `seen`, names of
+machines and files that it was compared with, and `runs`, folders of runs that train on it. Its name
+follows from format, fields, tokenizer, template, and the files' relative names and sizes, so that
+runs, nodes and copies share it.
 
 Guarantee:
     A store that is opened has the tokens that `prepare` makes of the files as they are: both are
@@ -26,6 +27,7 @@ import struct
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 
 import filelock
@@ -35,10 +37,11 @@ from torchtitan_dp.data.console import FIRST_LINE_S, Lack, say
 from torchtitan_dp.data.files import Files
 from torchtitan_dp.data.units import Units
 
-VERSION = 2  # of the form of the files and of how rows become ids: another is another store
-TOKENS, ARRAYS, FACTS, SEEN = "tokens", "arrays", "facts.json", "seen"
+VERSION = 3  # of the form of the files and of how rows become ids: another is another store
+TOKENS, ARRAYS, FACTS, SEEN, RUNS = "tokens", "arrays", "facts.json", "seen", "runs"
 RECORD_BYTES = 41  # of `arrays`, for each record
-_FACTS = {"terms", "path", "records", "units", "unnamed", "dtype", "between", "contents", "lacks"}
+_FACTS = {"terms", "path", "tokenizer", "records", "units", "unnamed", "alike", "pointers"}
+_FACTS |= {"dtype", "between", "contents", "lacks"}
 
 
 @dataclass(frozen=True)
@@ -243,6 +246,24 @@ def mark_seen(store: Store, files: Files) -> None:
     """Note that the store was compared with these files; on a read-only disk nothing is noted."""
     with contextlib.suppress(OSError):
         os.close(os.open(_mark(store, files), os.O_CREAT | os.O_WRONLY, 0o600))
+
+
+def mark_used(store: Store, run: str) -> None:
+    """Note the folder of a run that trains on the store; on a read-only disk nothing is noted."""
+    path = os.path.realpath(run)
+    with contextlib.suppress(OSError):
+        os.makedirs(folder := os.path.join(store.folder, RUNS), mode=0o700, exist_ok=True)
+        name = os.path.join(folder, _hash([os.fsencode(path)]))
+        with open(name, "wb", opener=private) as file:
+            file.write(os.fsencode(path))
+
+
+def runs_of(store: Store) -> list[str]:
+    """List the folders of the runs that trained on the store. PRIVATE."""
+    with contextlib.suppress(FileNotFoundError):
+        entries = [*os.scandir(os.path.join(store.folder, RUNS))]
+        return sorted(os.fsdecode(Path(entry.path).read_bytes()) for entry in entries)
+    return []
 
 
 @contextlib.contextmanager

@@ -17,9 +17,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pyarrow.types as is_
 
-from torchtitan_dp.data.files import MOST_ITEMS, MOST_ROW_BYTES, Columns, Fields
+from torchtitan_dp.data.files import BROKEN, MOST_ITEMS, MOST_ROW_BYTES, Columns, Fields
 
-BROKEN = b""  # a value that cannot be read: neither a text nor a list
 _MOST_ROWS = 64
 # Of a table that cannot be read:
 _ERRORS = (OSError, ValueError, KeyError, OverflowError, RuntimeError, TypeError, pa.ArrowException)
@@ -47,8 +46,7 @@ def parquet_rows(path: str, columns: Sequence[str]) -> Iterator[Fields | None]:
                                 yield row
                     break
                 except MemoryError:
-                    lacks = f"memory cannot hold a row of {path} (not private); take one with more"
-                    raise ValueError(f"training.dataset_path: this machine's {lacks}") from None
+                    raise
                 except _ERRORS as error:  # a damaged page
                     if isinstance(error, OSError) and error.errno:  # or a failing disk
                         raise
@@ -130,7 +128,7 @@ def _values(column: Any) -> list[object]:
         is_whole = _is_whole(column)
         if is_.is_string_view(column.type):
             column = column.cast(pa.large_string())  # whose size is that of these rows alone
-        if is_whole and column.nbytes <= MOST_ROW_BYTES:
+        if is_whole and (_size(column) if len(column) == 1 else column.nbytes) <= MOST_ROW_BYTES:
             if _is_list(column.type):
                 column = pc.list_slice(column, 0, MOST_ITEMS)
             return cast("list[object]", column.to_pylist())
@@ -139,6 +137,21 @@ def _values(column: Any) -> list[object]:
     if len(column) == 1:
         return [BROKEN]
     return [value for i in range(len(column)) for value in _values(column.slice(i, 1))]
+
+
+def _size(column: Any) -> int:
+    """Count the bytes of values, never more than `nbytes`: which has some of other rows, as where
+    one of them is null."""
+    kind = column.type
+    if is_.is_null(kind):
+        return 0
+    if is_.is_struct(kind):
+        return sum(map(_size, column.flatten()))
+    if _is_list(kind):
+        return 4 * len(column) + _size(column.flatten())
+    if _is_text(kind):
+        return int(pc.sum(pc.binary_length(column)).as_py() or 0)
+    return len(column) * kind.bit_width // 8 if is_.is_primitive(kind) else int(column.nbytes)
 
 
 def _is_whole(column: Any) -> bool:

@@ -14,13 +14,17 @@ Neighbours:
     published. Units are ordered by a 128-bit hash of their names, private like the names.
 """
 
+import functools
 import hashlib
 import os
+import re
+import unicodedata
 from dataclasses import dataclass
 
 import numpy as np
 
 HASH_BYTES = 16
+_BLANK = {"Zs", "Zl", "Zp", "Cc", "Cf"}  # categories of blanks, and of what nobody sees
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,10 @@ class Units:
 
     def __len__(self) -> int:
         return len(self.hashes)
+
+    def first(self) -> np.ndarray:
+        """Return the first record of each unit, int64 (units,)."""
+        return self.members[self.starts[:-1]]
 
     def places(self, unit: int) -> range:
         """Return the places of a unit's records in the row of all units' records."""
@@ -86,3 +94,14 @@ def unit_hash(name: str) -> bytes:
     """Hash a named unit."""
     data = name.encode("utf-8", "surrogateescape")  # a folder's name need not be UTF-8
     return hashlib.blake2b(data, digest_size=HASH_BYTES, person=b"unit").digest()
+
+
+@functools.lru_cache(maxsize=2**16)
+def spelling_hash(name: str) -> bytes:
+    """Hash a unit's name without what spellings of one name differ by: case, blanks, Unicode form,
+    zeros before and behind a whole number."""
+    folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
+    kept = "".join(c for c in folded if unicodedata.category(c) not in _BLANK)
+    if number := re.fullmatch(r"0*(\d+)(\.0*)?", kept):
+        kept = number[1]
+    return unit_hash(kept)[:8]

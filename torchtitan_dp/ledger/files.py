@@ -83,7 +83,7 @@ def check_fingerprint(folder: str, fingerprint: str | None, settings: Mapping[st
     """Refuse other data than the run was started with; a first start has nothing to compare.
 
     Args:
-        fingerprint: of the records; None before they are read, and then settings alone count.
+        fingerprint: None compares the settings alone, before the records are read.
         settings: that the fingerprint depends on besides the records, by their keys.
 
     Raises:

@@ -9,8 +9,6 @@ import json
 import os
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import (
     AS_GIVEN,
@@ -28,8 +26,8 @@ from torchtitan_dp.models.causal_lm.settings import ModelArgs, read_args
 from torchtitan_dp.models.flavors import FLAVORS, flavor, on_meta, parameter_count, trained_count
 from torchtitan_dp.models.lora import lora_of
 from torchtitan_dp.models.rope import rope_of
+from torchtitan_dp.models.weight_files import tensors
 
-ADAPTER_FILE = "adapter_model.safetensors"
 _TRAINED_DTYPES = ("F32", "BF16", "F16")
 
 
@@ -159,15 +157,10 @@ def _with_rope_of(settings: dict[str, Any], new: dict[str, Any]) -> dict[str, An
 def check_weights(problem: str, folder: str, args: ModelArgs) -> None:
     """Raise ValueError, `problem` and what is wrong, for a folder of safetensors that are broken,
     or not all those of the model."""
-    found = {}
-    for path in _safetensors(problem, folder):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118  not a mapping
-                    entry = file.get_slice(name)
-                    found[name] = (tuple(entry.get_shape()), entry.get_dtype())
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{problem}: {path} is broken ({error}); download it again") from error
+    try:
+        found = tensors(folder)
+    except ValueError as mistake:
+        raise ValueError(f"{problem}: {mistake}") from None
     expected = HuggingFaceAdapter(args, None).to_hf(on_meta(args).state_dict())
     for name, tensor in expected.items():
         if name not in found:
@@ -177,7 +170,7 @@ def check_weights(problem: str, folder: str, args: ModelArgs) -> None:
                     ", with all experts in one tensor, not a key for each: transformers' "
                     "save_pretrained(…, save_original_format=False) writes them so"
                 )
-            raise ValueError(f"{problem}: {name} is in none of its *.safetensors; {remedy}")
+            raise ValueError(f"{problem}: {name} is in none of its files of weights; {remedy}")
         size, dtype = found[name]
         if size != tuple(tensor.shape):
             raise ValueError(
@@ -189,16 +182,3 @@ def check_weights(problem: str, folder: str, args: ModelArgs) -> None:
                 f"{problem}: {name} is {dtype}; quantized weights cannot be trained, take those in "
                 "bfloat16 or float32"
             )
-
-
-def _safetensors(problem: str, folder: str) -> list[str]:
-    """List the files of weights. Their index is not read: they name their tensors themselves."""
-    names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
-    if names == [ADAPTER_FILE]:
-        raise ValueError(
-            f"{problem}: it is an adapter, not a whole model; release its run with --merged and "
-            "name that folder"
-        )
-    if not names:
-        raise ValueError(f"{problem}: it has no *.safetensors; download the model's weights")
-    return [os.path.join(folder, name) for name in names]

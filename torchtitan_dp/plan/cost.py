@@ -42,7 +42,7 @@ class StepCost:
     """The expected cost of one step, over the draw."""
 
     microbatches_per_step: float  # of each data-parallel rank
-    tokens_per_step: float  # padding included
+    tokens_per_step: float  # at most: with all padding to seq_len
     flops_per_step: float  # as computed, recomputation included
     flops_per_sample: float  # of all its windows
     attention_share: float  # of these
@@ -52,7 +52,7 @@ class StepCost:
         included = ", recomputation included" if self.recomputes else ""
         return (
             f"expected per step: {self.microbatches_per_step:.1f} microbatches per data-parallel "
-            f"rank, {self.tokens_per_step:,.0f} tokens, {self.flops_per_step:.3g} FLOPs "
+            f"rank, {self.tokens_per_step:,.0f} tokens at most, {self.flops_per_step:.3g} FLOPs "
             f"({self.flops_per_sample:.3g} a sample{included})"
         )
 

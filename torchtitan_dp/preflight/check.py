@@ -29,10 +29,11 @@ from torchtitan_dp.checkpoint.terms import refuse_delta_of_losses
 from torchtitan_dp.config import JobConfig, Privacy
 from torchtitan_dp.config.derived import never_trained, unit_word
 from torchtitan_dp.data.console import say, warn
-from torchtitan_dp.data.dataset import Records, describe
-from torchtitan_dp.data.prepare import Source
+from torchtitan_dp.data.dataset import Records, describe, settings_of
+from torchtitan_dp.data.prepare import prepared
 from torchtitan_dp.data.reading import reading
 from torchtitan_dp.data.samples import Samples
+from torchtitan_dp.data.source import Source
 from torchtitan_dp.data.tokenizer import ByteTokenizer, from_hub, load_tokenizer
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger import Lineage
@@ -61,14 +62,19 @@ class Checked:
 
 def open_records(config: JobConfig, source: Source | None = None) -> Records:
     """Open the records that a configuration names; raise ValueError, one line, if it cannot."""
+    source = source or source_of(config)
     data, privacy = config.data, config.privacy
-    return Records.open(
-        source or source_of(config),
-        data.store,
+    number_is_secret = privacy.enable and privacy.sample_rate is not None
+    if number_is_secret:
+        source.refuse_names_by_position(data.heldout_fraction, privacy.noise == "banded")
+    files = source.files()
+    return Records.of(
+        source,
+        files,
+        prepared(source, data.store, files),
         heldout_fraction=data.heldout_fraction,
         needs_heldout=config.validation.enable,
-        number_is_secret=privacy.enable and privacy.sample_rate is not None,
-        in_groups=privacy.enable and privacy.noise == "banded",
+        number_is_secret=number_is_secret,
     )
 
 
@@ -131,11 +137,7 @@ def check_folder(
         refuse_private_folder(folder)
         return None, None
     if units is None:
-        data = config.data
-        settings: dict[str, object] = {key: field for field, key in source.reading.keys.items()}
-        settings["data.unit_field"] = data.unit_field
-        settings["data.heldout_fraction"] = data.heldout_fraction
-        check_records(folder, None, settings)
+        check_records(folder, None, settings_of(source, config.data.heldout_fraction))
     refuse_another_optimizer(config, start)
     if (earlier := earlier_ledger(folder)) is None:
         return None, None

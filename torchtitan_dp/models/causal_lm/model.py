@@ -41,6 +41,7 @@ from torchtitan_dp.models.lora import add_adapters, draw_factor_, is_adapter, wi
 from torchtitan_dp.models.loss import per_sample_loss, token_losses
 from torchtitan_dp.models.loss_head import LossHead
 from torchtitan_dp.models.parameters import canonical_name, copy_slice_
+from torchtitan_dp.models.weight_files import reader_of
 
 
 class CausalLM(ModelProtocol):
@@ -251,6 +252,10 @@ class HuggingFaceAdapter(StateDictAdapter):
         super().__init__(model_args, None)  # TorchTitan reads an index there, for saving alone
         self.hf_assets_path = hf_assets_path or None
         self.tied = model_args.tied()
+
+    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
+        """Return what reads a folder's weights."""
+        return reader_of(path)
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Convert to Hugging Face's names."""
