@@ -6,7 +6,6 @@ evaluated is public.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import numpy as np
@@ -50,12 +49,11 @@ class HeldOutValidator:
         loader: RecordLoader,
         job_config: JobConfig,
         parallel_dims: ParallelDims,
-        amp: AbstractContextManager[None],
         metrics: MetricsProcessor,
     ) -> None:
-        # The loader is of the held-out units, amp the precision context of training.
+        # The loader is of the held-out units.
         self._loader, self._config, self._dims = loader, job_config, parallel_dims
-        self._amp, self._metrics = amp, metrics
+        self._metrics = metrics
         self._average: WeightAverage | None = None
         self._publish: Publish | None = None
         self._is_private: Callable[[], bool] = bool
@@ -130,8 +128,7 @@ class HeldOutValidator:
         units_N2, sums_K2 = sums_R2.split(rows)
         model.eval()
         for microbatch in feed.microbatches(Draw(positions)):
-            with self._amp:
-                found = losses.of_tokens(microbatch.tokens_BT, microbatch.labels_BT)
+            found = losses.of_tokens(microbatch.tokens_BT, microbatch.labels_BT)
             targets_B = (microbatch.labels_BT >= 0).sum(dim=1).to(losses.device)
             loss_BT = found.loss_BT.double()
             mine_B = microbatch.valid_B.to(losses.device)

@@ -160,6 +160,8 @@ class CausalLM(ModelProtocol):
 
         Args:
             positions: int64 (1 or B, T), of this rank's tokens; the same for all samples.
+            targets: each sample's number, (B,). A number without a dimension makes one sample of
+                all, for a run without privacy: one loss (1,), whose gradient merges them.
         """
         sample = Sample(tokens.shape[1] * self.shard.size, self.shard, self.full_attention)
         for set_frequencies in self._by_length:
@@ -177,13 +179,16 @@ class CausalLM(ModelProtocol):
                 f"{sample.calls} times in {self.model_args.n_layers} layers; use a model of "
                 "attention alone"
             )
+        found = made.last_hidden_state if in_chunks else made.logits
         if labels is None:
-            return made.logits
+            return found
+        if targets is not None and targets.dim() == 0:
+            found, labels, targets = found.flatten(0, 1)[None], labels.flatten()[None], targets[None]
         if in_chunks:
-            return self.output(made.last_hidden_state, labels, targets)
+            return self.output(found, labels, targets)
         if targets is None:
-            return token_losses(made.logits, labels)
-        return per_sample_loss(made.logits, labels, targets)
+            return token_losses(found, labels)
+        return per_sample_loss(found, labels, targets)
 
     def compute_buffers(self) -> None:
         """Set all buffers as the constructor computed them, on their own device."""
