@@ -71,6 +71,7 @@ _NOTHING_TO_DO = (
 _WARNINGS = (
     "DTensor random operators may not have complete support",  # no generator of DTensor's is used
     r"DTensor manual_seed\(\) may not have complete support",
+    "In CPU autocast, but the target dtype is not supported",  # made by TorchTitan, never entered
     "Set timeout is now only supported for either nccl or gloo",  # of groups that have no backend
     r"`torch\.distributed\.distributed_c10d\._set_pg_timeout` is deprecated",  # by TorchTitan
 )
