@@ -130,7 +130,7 @@ def stock_modules() -> Iterator[None]:
     from torchtitan_dp.models import parallelize, rms_norm
 
     with (
-        unittest.mock.patch.object(rms_norm, "use_lean_norms", lambda _: None),
+        unittest.mock.patch.object(rms_norm, "use_lean_norms", return_value=None),
         unittest.mock.patch.object(parallelize, "IN_ONE_GROUP", 0),
     ):
         yield

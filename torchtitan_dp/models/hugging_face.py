@@ -43,7 +43,7 @@ def shape(config: JobConfig) -> ModelArgs:
             describes a model that cannot be trained.
     """
     args = _given_shape(config)
-    args.lora = lora_of(config)
+    args.lora, args.seq_len = lora_of(config), config.training.seq_len
     if rope_in_words(config) != AS_GIVEN:
         args.set_rope(*rope_of(config, args.rope_parameters(), args.max_seq_len))
     return args

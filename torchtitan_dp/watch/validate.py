@@ -112,7 +112,8 @@ class HeldOutValidator:
         return losses["heldout_loss"]
 
     def _held_out(self, model: nn.Module) -> HeldOut:
-        """Compute losses of the held-out units, in one forward pass over each.
+        """Compute losses of the held-out units, in one forward pass over each: alone where losses
+        are published, since rounding depends on what is beside it, and where samples meet.
 
         Collectives: those of `Feed.microbatches`; FSDP2's gathers in forward; one all-reduce over
         the `loss` mesh, all ranks.
@@ -127,7 +128,9 @@ class HeldOutValidator:
         sums_R2 = torch.zeros((sum(rows), 2), dtype=torch.float64, device=losses.device)
         units_N2, sums_K2 = sums_R2.split(rows)
         model.eval()
-        for microbatch in feed.microbatches(Draw(positions)):
+        at_once = 1 if self._publish is not None or model.meeting is not None else None
+        every = feed.microbatches(Draw(positions))
+        for microbatch in (part for whole in every for part in whole.split(at_once)):
             found = losses.of_tokens(microbatch.tokens_BT, microbatch.labels_BT)
             targets_B = (microbatch.labels_BT >= 0).sum(dim=1).to(losses.device)
             loss_BT = found.loss_BT.double()
