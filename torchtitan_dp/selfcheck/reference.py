@@ -145,7 +145,7 @@ def make_samples(args: ModelArgs, count: int, seed: int = 0) -> Samples:
     tokens_NT, labels_NT = (
         torch.randint(0, args.vocab_size, (count, T), generator=generator) for _ in range(2)
     )
-    fifth, most = max(T // 5, 1), max(T - 3, 1)
+    fifth, most = max(T // 5, 2), max(T - 3, 2)  # a first token's has no gradient of queries
     targets = ((0, fifth), (0, T), (0, most), (0, T // 2), (0, 0), (T - T // 4, T))
     for row in range(count):
         start, end = targets[row % len(targets)]

@@ -143,8 +143,8 @@ def norm_estimates(ranks: Ranks, terms: Terms) -> Measured:
 
 
 def clipped_sum(ranks: Ranks, terms: Terms) -> Measured:
-    """Compare the sum of clipped gradients, and their norms, with the loop's; twice, the second time
-    in memory that is NaN until it is written."""
+    """Compare the sum of clipped gradients, and their norms, with the loop's; twice, the second
+    time in memory that is NaN until it is written."""
     reference = terms.reference()
     small = Small(terms, ranks.device, max_grad_norm=reference.max_grad_norm)
     sums, norms, bound = [], [], rounding(terms.dtype)
