@@ -26,6 +26,7 @@ from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.models.causal_lm.model import HuggingFaceAdapter
 from torchtitan_dp.models.causal_lm.settings import ModelArgs, read_args
 from torchtitan_dp.models.flavors import FLAVORS, flavor, on_meta, parameter_count, trained_count
+from torchtitan_dp.models.local_paths import without_local_paths
 from torchtitan_dp.models.lora import lora_of
 from torchtitan_dp.models.rope import rope_of
 
@@ -130,7 +131,8 @@ def describe(config: JobConfig, args: ModelArgs) -> str:
 
 
 def export_settings(config: JobConfig, args: ModelArgs) -> dict[str, Any]:
-    """Return the `config.json` of the trained model: the given one, or one of its shape.
+    """Return the `config.json` of the trained model, without local paths: the given one, or one of
+    its shape.
 
     `torch_dtype` is the dtype of saved weights: `checkpoint.export_dtype`, unless that is
     "float32" and the given `config.json` has "bfloat16".
@@ -145,7 +147,8 @@ def export_settings(config: JobConfig, args: ModelArgs) -> dict[str, Any]:
     dtype = config.checkpoint.export_dtype
     if dtype == "float32" and settings.get(named[0]) == "bfloat16":
         dtype = "bfloat16"
-    return {**settings, **dict.fromkeys(named, dtype)}
+    exported: dict[str, Any] = without_local_paths(settings | dict.fromkeys(named, dtype))
+    return exported
 
 
 def _with_rope_of(settings: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:

@@ -42,7 +42,8 @@ class HeldOut(NamedTuple):
 
 
 class HeldOutValidator:
-    """Evaluates the same `validation.steps` microbatches at step 1 and every `validation.freq`."""
+    """Evaluates the same `validation.steps` microbatches at step 1, every `validation.freq` and at
+    the end."""
 
     def __init__(
         self,
@@ -71,7 +72,9 @@ class HeldOutValidator:
         self._publish, self._is_private = publish, is_private
 
     def should_validate(self, step: int) -> bool:
-        is_due = step == 1 or step % self._config.validation.freq == 0
+        """Return whether a step is due: those that `ledger.settings.scheduled` counts."""
+        config = self._config
+        is_due = step in (1, config.training.steps) or step % config.validation.freq == 0
         return is_due and step != self._validated
 
     @torch.no_grad()
