@@ -19,7 +19,7 @@ _TOKENS, _VOCABULARY = 16, 64
 
 def check_forward(args: ModelArgs, samples: int) -> None:
     """Refuse, by ValueError, a model whose modules ask for what is not built, or mix the samples of
-    a microbatch where no module tells so: a small one computes logits."""
+    a microbatch where no module shows it: a small one computes logits."""
     shared = args.n_heads // args.n_kv_heads
     sizes = {"n_layers": 1, "vocab_size": _VOCABULARY, "max_seq_len": _TOKENS}
     small = args.with_heads(2 * shared, 2, **sizes)

@@ -248,7 +248,7 @@ class Small:
 def poisoned() -> Iterator[None]:
     """Fill memory with NaN as it is allocated, on any device, so that a gradient that nobody writes
     shows. Kernels are those of PyTorch's deterministic mode."""
-    settings = torch.utils.deterministic
+    settings: Any = torch.utils.deterministic
     before = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # kernels that are not deterministic serve as well
