@@ -5,10 +5,12 @@
         [--table arms|lengths|ranks|all|counts|tiles|crossover|2|3|4|5] [--section.key value …]
     python scripts/benchmark.py --show FILE.json
 
-Arms: plain TorchTitan (`non-DP`), `microbatch`, LongShield's `V1` (per-sample gradients, whole on
-each rank) and `V2` (sharded), each also with full activation checkpointing (`+ AC`; V2 + AC is the
-paper's V3), and on one process Opacus itself (`Opacus hooks`, `Opacus ghost`). Arms `+ LoRA` train
-adapters of rank 8, and are held against plain TorchTitan that does (`non-DP + LoRA`).
+Arms: TorchTitan without privacy on our modules (`non-DP`), so that a gap is the price of privacy;
+`microbatch`, LongShield's `V1` (per-sample gradients, whole on each rank) and `V2` (sharded), each
+also with full activation checkpointing (`+ AC`; V2 + AC is the paper's V3), and on one process
+Opacus itself (`Opacus hooks`, `Opacus ghost`). Arms `+ LoRA` train adapters of rank 8, and are held
+against plain TorchTitan that does (`non-DP + LoRA`). `TorchTitan's modules` is `non-DP` with
+PyTorch's norms, whole logits, and weights that each block gathers and frees.
 
 Time: all arms live in the same processes and take turns, so that a machine whose speed drifts
 treats them alike; medians of the rounds, and medians of the rounds' ratios. Every step of every

@@ -104,6 +104,7 @@ class DPTrainer(RunTrainer):
         )
         self.sample_losses = SampleLosses.on(model, self.device, self.parallel_dims, job_config)
         self.feed = Feed(self.dataloader, ladder(job_config), self.device)
+        self._log_last: Callable[[], None] = lambda: None  # the newest step, unless it was logged
 
     @property
     def ledger(self) -> Lineage:
@@ -165,6 +166,7 @@ class DPTrainer(RunTrainer):
         spent = self.books.publish()
         saved = True
         if super().should_continue_training():
+            self._log_last()
             saved = self.checkpointer.stop_at(self.step, self.job_config.training.steps)
             if (stopped := os.environ.get(STOPPED_FILE)) is not None:
                 Path(stopped).write_text("stopped")
@@ -220,14 +222,19 @@ class DPTrainer(RunTrainer):
     def _show(self, lr: float, statistics: SampleStatistics) -> None:
         """Log a step, validate and write `privacy.json`, each where it is due."""
         step, config = self.step, self.job_config
-        logs = self.metrics_processor.should_log(step)
-        if logs:
+
+        def log() -> None:
             self.metrics_processor.log_step(
                 step,
                 {"lr": lr, **self.books.scalars()},
                 statistics.reduce(self.parallel_dims),
                 self.books.beside_epsilon(),
             )
+
+        logs = self.metrics_processor.should_log(step)
+        self._log_last = (lambda: None) if logs else log
+        if logs:
+            log()
         if config.validation.enable and self.validator.should_validate(step):
             # Not after the step, as TorchTitan would: the checkpoint has its loss in the ledger.
             self.checkpointer.require_finite(step)

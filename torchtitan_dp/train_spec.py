@@ -15,8 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch import Tensor
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 
@@ -41,6 +43,7 @@ from torchtitan_dp.data.batching import RecordLoader
 from torchtitan_dp.data.dataset import Records, describe
 from torchtitan_dp.data.store import mark_used
 from torchtitan_dp.data.tokenizer import load_tokenizer
+from torchtitan_dp.gradients.fsdp import free_gathered
 from torchtitan_dp.ledger import PRIVACY_FILE, Lineage
 from torchtitan_dp.ledger.account import without_privacy
 from torchtitan_dp.ledger.files import to_bytes, write_published
@@ -70,8 +73,8 @@ _NOTHING_TO_DO = (
 _WARNINGS = (
     "DTensor random operators may not have complete support",  # no generator of DTensor's is used
     r"DTensor manual_seed\(\) may not have complete support",
+    "In CPU autocast, but the target dtype is not supported",  # made by TorchTitan, never entered
     "Set timeout is now only supported for either nccl or gloo",  # of groups that have no backend
-    "In CPU autocast, but the target dtype is not supported",  # fp32 needs none
     r"`torch\.distributed\.distributed_c10d\._set_pg_timeout` is deprecated",  # by TorchTitan
 )
 
@@ -149,7 +152,6 @@ def build_validator(
     dp_world_size: int,
     dp_rank: int,
     parallel_dims: ParallelDims,
-    maybe_enable_amp: contextlib.AbstractContextManager[None],
     metrics_processor: MetricsProcessor,
     **_: Any,
 ) -> HeldOutValidator:
@@ -162,9 +164,7 @@ def build_validator(
         rank=dp_rank,
         batch_size=job_config.training.local_batch_size,
     )
-    # With privacy FSDP2 keeps the precision on every mesh, also of one rank.
-    amp = contextlib.nullcontext() if job_config.privacy.enable else maybe_enable_amp
-    return HeldOutValidator(loader, job_config, parallel_dims, amp, metrics_processor)
+    return HeldOutValidator(loader, job_config, parallel_dims, metrics_processor)
 
 
 def register(
@@ -225,7 +225,8 @@ class RunTrainer(Trainer):
 
 
 class BaselineTrainer(RunTrainer):
-    """The baseline WITHOUT privacy: TorchTitan's loop, on the same data path.
+    """The baseline WITHOUT privacy: TorchTitan's loop on the same data path, and on the same model
+    as with privacy, so that the two differ by what privacy takes.
 
     Its checkpoints, its folder and its exports are marked as not private, permanently.
     """
@@ -237,6 +238,7 @@ class BaselineTrainer(RunTrainer):
         job_config.training.max_norm = job_config.training.max_norm or math.inf
         super().__init__(job_config, decide)
         self.ledger = baseline_ledger(job_config, len(self.dataloader.units))
+        self._microbatches = 0
         self._publish()
 
     def batch_generator(self, data_iterable: Any) -> Any:
@@ -245,6 +247,21 @@ class BaselineTrainer(RunTrainer):
         if self.average is not None:
             self.average.begin()
         return super().batch_generator(data_iterable)
+
+    def forward_backward_step(
+        self, *, input_dict: dict[str, Tensor], labels: Tensor, global_valid_tokens: Any
+    ) -> Tensor:
+        """Add a microbatch's gradient of the mean loss of the step's tokens, and return this rank's
+        part of that loss. TorchTitan would take whole logits, and autocast on one device."""
+        (model,) = self.model_parts
+        tokens, labels, more, kwargs = self.post_dataloading_process(input_dict, labels)
+        one = torch.ones((), dtype=torch.int64, device=self.device)
+        loss = model(tokens, labels=labels, targets=one, **more, **kwargs) / global_valid_tokens
+        loss.sum().backward()
+        self._microbatches += 1
+        if self._microbatches % self.gradient_accumulation_steps == 0:
+            free_gathered(model)  # TorchTitan clips by the parameters of modules: sharded ones
+        return loss.sum()
 
     def train_step(self, data_iterator: Any) -> None:
         super().train_step(data_iterator)

@@ -21,6 +21,7 @@ class Arm:
     opacus: str | None = None  # "hooks", "fast" or "ghost": Opacus itself, on one process
     checkpointed: bool = False  # full activation checkpointing
     adapted: bool = False  # adapters are trained, beside frozen weights
+    stock: bool = False  # without our norms, loss head, tiles and gathered weights
 
     @property
     def baseline(self) -> str:
@@ -67,6 +68,18 @@ _LORA = [
 ]
 _OPTIONS = [
     *_LORA,
+    # What our modules make of TorchTitan, apart from privacy: `worker.stock_modules`.
+    Arm(
+        "TorchTitan's modules",
+        (
+            *NOT_PRIVATE,
+            *_WITHOUT_AC,
+            "--training.loss_chunk_tokens=0",
+            "--training.feed_forward_chunk=0",
+            "--parallelism.no-keep_weights_gathered",
+        ),
+        stock=True,
+    ),
     Arm(
         "microbatch + AC + tiles",
         (

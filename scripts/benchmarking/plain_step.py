@@ -1,8 +1,8 @@
 """One step of plain TorchTitan on one rank, on fake tensors: what the plan and the counts hold
 private steps against.
 
-It is what `BaselineTrainer` does: TorchTitan's model, its loss over all logits, gradients that
-FSDP2 reduces and adds up in every microbatch, its clipping of the whole batch's gradient, AdamW.
+It is what `BaselineTrainer` does: the model and the loss of a private run, gradients that FSDP2
+reduces and adds up in every microbatch, TorchTitan's clipping of the whole batch's gradient, AdamW.
 """
 
 import copy
@@ -14,11 +14,11 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 
 # isort: split
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torchtitan.components.loss import cross_entropy_loss
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.context_parallel import prepare_context_parallel_input
 
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.gradients.fsdp import free_gathered
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.parallelize import parallelize
@@ -77,13 +77,15 @@ class PlainStep:
                 torch.device("cpu"),
                 self.config.parallelism.context_parallel_load_balancer,
             )
-        loss = cross_entropy_loss(self.model(tokens_BT, **more), labels_BT) / valid_tokens
-        loss.backward()
+        one = torch.ones((), dtype=torch.int64)
+        loss = self.model(tokens_BT, labels=labels_BT, targets=one, **more) / valid_tokens
+        loss.sum().backward()
         self.tracker.base = "activations"
         self.tracker.end_stretch("end")
 
     def free_gathered(self) -> None:
-        """FSDP2 frees all weights by itself."""
+        """Start the next microbatch as the first of a step, which gathers all weights."""
+        free_gathered(self.model)
 
     def update(self) -> None:
         """Measure the gradients' norm, and step AdamW; the gradients stay."""

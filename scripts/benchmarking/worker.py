@@ -118,9 +118,22 @@ def build(arm: Arm, setting: Setting, folder: str) -> Step:
             from .opacus_arms import OpacusTrainer
 
             return OpacusTrainer(config, arm.opacus).train_step  # type: ignore[arg-type]
-        trainer = build_trainer(config, decision(config))
+        with stock_modules() if arm.stock else contextlib.nullcontext():
+            trainer = build_trainer(config, decision(config))
     loader = trainer.batch_generator(trainer.dataloader)
     return functools.partial(_train_step, trainer, loader)
+
+
+@contextlib.contextmanager
+def stock_modules() -> Iterator[None]:
+    """Build models with PyTorch's norms, each block a group of FSDP2 that is gathered and freed."""
+    from torchtitan_dp.models import parallelize, rms_norm
+
+    with (
+        unittest.mock.patch.object(rms_norm, "use_lean_norms", return_value=None),
+        unittest.mock.patch.object(parallelize, "IN_ONE_GROUP", 0),
+    ):
+        yield
 
 
 def _train_step(trainer: Any, loader: Any) -> None:

@@ -166,7 +166,7 @@ activation_checkpoint.offload_inputs activation_checkpoint.mode=none
 training.feed_forward_chunk=-1
 training.feed_forward_chunk=16 activation_checkpoint.mode=selective → products of tiles
 training.feed_forward_chunk=16 activation_checkpoint.mode=none training.local_batch_size=2 → \
-    tiles are for microbatches of one sample
+    tiles are for backward passes over one sample
 compile.enable activation_checkpoint.mode=selective activation_checkpoint.selective_ac_option=op → \
     activation_checkpoint.selective_ac_option = 'op'
 compile.enable privacy.gradient_method=ghost → 'ghost' forms gradients in the layers

@@ -1,9 +1,13 @@
 """Held-out losses that are published: what they spend, in one run and over several."""
 
+import itertools
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 from torchtitan_dp.ledger import Account, Lineage, Settings
 from torchtitan_dp.ledger.lineage import Ancestor
 from torchtitan_dp.ledger.runs import Run, total
@@ -23,21 +27,39 @@ from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.mechanism import PoissonGaussian
 from torchtitan_dp.privacy.published_loss import LossNoise
 from torchtitan_dp.privacy.segments import Segment
+from torchtitan_dp.watch.validate import HeldOutValidator
 
 STEPS = 40
 TERMS = Settings(PoissonGaussian(1.0, 0.1), 0.5, 1e-5, 5, "rdp", "", "zero_out")
 
 
-def due(step: int, freq: int) -> bool:
-    return step == 1 or step % freq == 0
+def due(step: int, freq: int, last: int = STEPS) -> bool:
+    """As the validator has it: `watch.validate`."""
+    config: Any = SimpleNamespace(
+        validation=SimpleNamespace(freq=freq), training=SimpleNamespace(steps=last, seq_len=8)
+    )
+    nothing: Any = None
+    return HeldOutValidator(nothing, config, nothing, nothing).should_validate(step)
 
 
-def test_a_schedule_counts_each_evaluation_once():
-    for freq in (1, 2, 7, 40, 50):
+def test_row66_a_schedule_counts_each_evaluation_once_and_the_end():
+    for freq, last in itertools.product((1, 2, 7, 40, 50), range(42)):
+        steps = [step for step in range(1, last + 1) if due(step, freq, last)]
+        assert set(steps) >= {1, last} or last == 0
         for first in range(1, 42):
-            for last in range(42):
-                steps = [step for step in range(first, last + 1) if due(step, freq)]
-                assert scheduled(freq, first, last) == len(steps)
+            assert scheduled(freq, first, last) == sum(step >= first for step in steps)
+
+
+def test_row66_no_crash_loses_more_evaluations_than_are_counted():
+    for freq, last in itertools.product((1, 2, 3, 7, 50), range(1, 30)):
+        losses = HeldOutLosses(LossNoise("laplace", 3.0), 4.0, 1e-5, 1.0, freq)
+        steps = [step for step in range(1, last + 1) if due(step, freq, last)]
+        for lost in range(1, last + 1):
+            most = max(
+                sum(first <= step < first + lost for step in steps)
+                for first in range(1, last - lost + 2)
+            )
+            assert most <= losses.most_lost(lost, last) <= max(most, lost // freq + 2)
 
 
 def after(steps: int, kind: str = "laplace", freq: int = 10, **fields: object) -> Lineage:

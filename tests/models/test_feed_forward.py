@@ -194,7 +194,14 @@ def test_compiled_between_products():
         (["--training.seq_len=65536"], 0),
         ([FULL, "--training.seq_len=65536", "--training.feed_forward_chunk=0"], 0),
         ([FULL, "--training.seq_len=65536", "--training.local_batch_size=2"], 0),
-        ([FULL, "--training.seq_len=65536", "--privacy.no-enable"], 0),
+        ([FULL, "--training.seq_len=65536", "--privacy.no-enable"], FEED_FORWARD_CHUNK),
+        (
+            [
+                *(FULL, "--training.seq_len=65536", "--privacy.no-enable"),
+                "--training.local_batch_size=2",
+            ],
+            0,
+        ),
         (["--training.feed_forward_chunk=7"], 7),
     ],
 )

@@ -28,6 +28,8 @@ def test_paths_are_dropped_at_any_depth() -> None:
     given = {
         "model_type": "llama",
         "tokenizer_file": "models/tokenizer.json",  # of another working directory
+        "auto_map": {"AutoModel": "modeling_x.X"},  # code, which is not exported
+        "custom_pipelines": {"y": {"impl": "pipeline_y.Y"}},
         "vocab_size": 7,
         "chat_template": "{% for m in messages %}/home{% endfor %}",
         "nested": {"cache": "/home/alice/oncology", "kept": ["</s>", "~/llama", ["D:\\records"]]},

@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from torchtitan_dp import optimizer
 from torchtitan_dp.checkpoint import safe_load
@@ -224,3 +225,27 @@ def _load_without(lost: Callable[[str], bool]):
 
 checkpoint_loses_a_tensor = _load_without(lambda n: n.endswith("layers.0.self_attn.q_proj.weight"))
 checkpoint_without_optimizer = _load_without(lambda name: name == "optimizer")
+
+
+class _RowsOfItsTokens(torch.autograd.Function):
+    """An embedding that writes no gradient of tokens that are not there, as of experts that take
+    none; the memory is 0 unless it was filled on purpose."""
+
+    @staticmethod
+    def forward(ctx, tokens, weight):
+        ctx.save_for_backward(tokens, weight)
+        return weight[tokens]
+
+    @staticmethod
+    def backward(ctx, grad_BTD):
+        tokens, weight = ctx.saved_tensors
+        gradient = torch.empty_like(weight)
+        if not gradient.isnan().any():
+            gradient.zero_()
+        gradient[tokens] = 0
+        gradient.index_add_(0, tokens.flatten(), grad_BTD.flatten(0, 1))
+        return None, gradient
+
+
+def memory_unwritten():
+    return wrapped(F, "embedding", lambda _, *both, **__: _RowsOfItsTokens.apply(*both[:2]))

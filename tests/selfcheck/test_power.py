@@ -55,6 +55,7 @@ FAULTS = [  # the fault, on how many ranks, which checks, which of their measure
     ("samples_merged", 1, SEVERAL, "the sum"),
     ("another_samples_targets", 1, SEVERAL, "the sum"),
     ("chunk_edge_lost", 1, SUMS, "the sum"),
+    ("memory_unwritten", 1, SUMS, "the sum"),
     ("chunk_edge_lost", 1, "clipped sum, grad_sample, bfloat16", "the sum"),
     ("tile_lost", 1, "clipped sum, microbatch, feed-forward in tiles", "the sum"),
     ("heads_share_the_first_key", 1, "attention, heads apart, bfloat16", "tokens"),

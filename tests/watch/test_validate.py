@@ -73,8 +73,7 @@ def validated(degrees: tuple[int, int, int], rank: int, *overrides: str) -> dict
     logged: dict[str, float] = {}
     metrics = SimpleNamespace(logger=SimpleNamespace(log=lambda losses, _: logged.update(losses)))
     settings = config(*overrides, degrees=degrees)
-    nothing: Any = contextlib.nullcontext()
-    validator = HeldOutValidator(records, settings, built.dims, nothing, metrics)  # type: ignore[arg-type]
+    validator = HeldOutValidator(records, settings, built.dims, metrics)  # type: ignore[arg-type]
 
     @contextlib.contextmanager
     def doubled() -> Any:
@@ -151,7 +150,7 @@ def test_it_takes_the_first_microbatches_alike_on_all_ranks(tmp_path: Path) -> N
             validation=SimpleNamespace(steps=steps), training=SimpleNamespace(seq_len=8)
         )
         nothing: Any = None
-        positions = HeldOutValidator(one, settings, nothing, nothing, nothing)._positions()
+        positions = HeldOutValidator(one, settings, nothing, nothing)._positions()
         found = dealt(one, Draw(positions))
         assert len(found) == count
         assert same(found, dealt(one, Draw(np.arange(21)))[:count])

@@ -42,6 +42,13 @@ def newest_finished_checkpoint(folder: str) -> int:
     return next(iter(finished_checkpoints(folder)), -1)
 
 
+def stale_checkpoints(folder: str, keep: int, saved: int) -> list[str]:
+    """List whole checkpoints that may be deleted, oldest first: all but the newest `keep`, and but
+    the one that was saved just now. A name is whole, as `step-7`: copies of an owner are others."""
+    stale = finished_checkpoints(folder)[keep:]
+    return [step_folder(folder, step) for step in reversed(stale) if step != saved]
+
+
 def step_folder(folder: str, step: int) -> str:
     """Return TorchTitan's folder of a step's checkpoint."""
     return os.path.join(folder, f"step-{step}")

@@ -31,6 +31,7 @@ from torchtitan_dp.checkpoint.folder import (
     has_average,
     newest_finished_checkpoint,
     refuse_another_model,
+    stale_checkpoints,
     step_folder,
 )
 from torchtitan_dp.checkpoint.start import (
@@ -220,12 +221,21 @@ class Checkpointer(CheckpointManager):
         saves = self.enable and is_saved_at(self, curr_step, last_step)
         if last_step or saves:
             self.require_finite(curr_step)
+        self._saving = curr_step
         try:
             super().save(curr_step, last_step)
         except (CheckpointException, OSError) as error:
             self._raise_unsaved(curr_step, error)
         if saves:
             self._report(curr_step, not last_step and self.async_mode != AsyncMode.DISABLED)
+
+    def _purge_stale_checkpoints(self) -> None:
+        """Queue what `keep_latest_k` deletes, after a save; TorchTitan's own takes any folder in
+        whose name `step-N` occurs."""
+        if self.keep_latest_k > 0 and dist.get_rank() == 0:
+            saved: int = getattr(self, "_saving", -1)
+            for path in stale_checkpoints(self.folder, self.keep_latest_k, saved):
+                self.purge_queue.put(path)
 
     def _report(self, step: int, in_background: bool = False) -> None:
         """Report a checkpoint to `on_saved`; a background save once the next has waited for it."""

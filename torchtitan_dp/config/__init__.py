@@ -114,12 +114,11 @@ class Training(theirs.Training):
     """The expected number of units (records) in a step; also the update's divisor. Required."""
 
     loss_chunk_tokens: int = 2048
-    """With privacy: the number of tokens whose logits exist at a time, on each rank. 0: all, as
-    in TorchTitan."""
+    """The number of tokens whose logits exist at a time, on each rank. 0: all, as in TorchTitan."""
 
     feed_forward_chunk: int | Literal["auto"] = "auto"
-    """With privacy and microbatches of one sample: the number of tokens whose feed-forward exists
-    at a time, on each rank; backward computes it again. `auto`: 8,192 with
+    """With backward passes over one sample: the number of tokens whose feed-forward exists at a
+    time, on each rank; backward computes it again. `auto`: 8,192 with
     `activation_checkpoint.mode = "full"`, where a rank has more tokens than that. 0: all, as in
     TorchTitan."""
 
@@ -182,7 +181,7 @@ class Parallelism(theirs.Parallelism):
     """TorchTitan's section, with one more option; the default of another differs."""
 
     keep_weights_gathered: bool = False
-    """With privacy: gather weights once a step, in its first microbatch, instead of in each
+    """Gather weights once a step, in its first microbatch, instead of in each
     microbatch's forward and backward pass, and free them before the update. Results are the same
     bit by bit. Every rank then keeps the whole model in `training.mixed_precision_param`: the
     plan's `--choose` finds whether that fits and pays. `fsdp_reshard_after_forward` then has no

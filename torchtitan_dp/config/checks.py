@@ -14,6 +14,7 @@ from torchtitan_dp.config.derived import (
     DEGREES,
     mesh_degrees,
     publishing_key,
+    trains_one_sample,
     unit_word,
 )
 from torchtitan_dp.config.keys import Mistakes
@@ -104,17 +105,17 @@ def _memory(config: JobConfig) -> Iterator[Row]:
         config.training.enable_cpu_offload,
         "training.enable_cpu_offload: weights stay on the device; set it to false",
     )
-    tiled = config.privacy.enable and config.training.feed_forward_chunk not in ("auto", 0)
+    tiled = config.training.feed_forward_chunk not in ("auto", 0)
     yield (
         tiled and mode not in ("none", "full"),
         f"training.feed_forward_chunk: with activation_checkpoint.mode = '{mode}' the products of "
         "tiles would be kept; set the mode to 'full' (or 'none'), or feed_forward_chunk to 'auto'",
     )
     yield (
-        tiled and METHODS[method].per_sample_layers,
-        "training.feed_forward_chunk: tiles are for microbatches of one sample, unlike "
-        f"privacy.gradient_method = '{method}'; set training.local_batch_size to 1 and the method "
-        "to 'microbatch', or feed_forward_chunk to 'auto'",
+        tiled and not trains_one_sample(config),
+        "training.feed_forward_chunk: tiles are for backward passes over one sample; set "
+        "training.local_batch_size to 1 and privacy.gradient_method, here "
+        f"'{method}', to 'microbatch', or feed_forward_chunk to 'auto'",
     )
     yield (
         blocks.offload_inputs and mode != "full",

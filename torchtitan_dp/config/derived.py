@@ -161,14 +161,18 @@ def feed_forward_chunk(config: JobConfig) -> int:
     first product of each tile would be computed twice.
     """
     chunk = config.training.feed_forward_chunk
-    if not config.privacy.enable:
-        return 0
     if chunk != "auto":
         return chunk
-    one_sample = not METHODS[config.privacy.gradient_method].per_sample_layers
     longest = config.training.seq_len // config.parallelism.context_parallel_degree
     pays = config.activation_checkpoint.mode == "full" and longest > FEED_FORWARD_CHUNK
-    return FEED_FORWARD_CHUNK if one_sample and pays else 0
+    return FEED_FORWARD_CHUNK if trains_one_sample(config) and pays else 0
+
+
+def trains_one_sample(config: JobConfig) -> bool:
+    """Return whether each backward pass is over one sample."""
+    if not config.privacy.enable:
+        return config.training.local_batch_size == 1
+    return not METHODS[config.privacy.gradient_method].per_sample_layers
 
 
 def rope_in_words(config: JobConfig) -> str:

@@ -178,7 +178,8 @@ class RunLog:
         if problem := self.undercounted(lineage):
             raise Fault(f"{problem}; restore the logs as the run wrote them")
         at, losses = Tally.of(lineage), lineage.heldout_losses
-        most, interval = (Tally(n, losses.most_lost(n) if losses else 0) for n in loses)
+        last = max(lineage.planned_steps, 1)
+        most, interval = (Tally(n, losses.most_lost(n, last) if losses else 0) for n in loses)
         self._starts[self._start] = _Start(at, most, interval, saved=at)
         self._of_starts.append(_line("begin", self._start, at, most, interval))
 

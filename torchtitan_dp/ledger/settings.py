@@ -176,9 +176,11 @@ class HeldOutLosses:
         first = max(first, 1 + max((loss.step for loss in self.losses), default=0))
         return self.lost + len(self.losses) + scheduled(self.freq, first, last)
 
-    def most_lost(self, steps: int) -> int:
-        """Return the most evaluations that are lost with so many steps in a row."""
-        return steps if self.freq == 1 else 1 + steps // self.freq
+    def most_lost(self, steps: int, last: int) -> int:
+        """Return the most evaluations that are lost with so many steps in a row, of 1 to `last`."""
+        if steps >= last:
+            return scheduled(self.freq, 1, last)
+        return 2 + (steps - 2) // self.freq
 
     def with_losses(self, *losses: NoisedLoss) -> "HeldOutLosses":
         """Return the same terms with these results."""
@@ -204,14 +206,16 @@ class HeldOutLosses:
 
 
 def scheduled(freq: int, first: int, last: int) -> int:
-    """Count the evaluations of steps first to last: of step 1, and of each multiple of `freq`.
+    """Count the evaluations of steps first to last: of step 1, of each multiple of `freq`, and of
+    the last, which is the run's.
 
     >>> scheduled(10, 1, 40), scheduled(10, 2, 40), scheduled(10, 11, 19), scheduled(1, 1, 3)
-    (5, 4, 0, 3)
+    (5, 4, 1, 3)
     """
     if last < first:
         return 0
-    return last // freq - (first - 1) // freq + (first <= 1 <= last and freq > 1)
+    ends = {step for step in (1, last) if step >= first and step % freq}
+    return last // freq - (first - 1) // freq + len(ends)
 
 
 def new_name() -> str:

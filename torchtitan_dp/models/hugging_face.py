@@ -24,6 +24,7 @@ from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.models.causal_lm.model import HuggingFaceAdapter
 from torchtitan_dp.models.causal_lm.settings import ModelArgs, read_args
 from torchtitan_dp.models.flavors import FLAVORS, flavor, on_meta, parameter_count, trained_count
+from torchtitan_dp.models.local_paths import without_local_paths
 from torchtitan_dp.models.lora import lora_of
 from torchtitan_dp.models.rope import rope_of
 from torchtitan_dp.models.weight_files import tensors
@@ -41,7 +42,7 @@ def shape(config: JobConfig) -> ModelArgs:
             describes a model that cannot be trained.
     """
     args = _given_shape(config)
-    args.lora = lora_of(config)
+    args.lora, args.seq_len = lora_of(config), config.training.seq_len
     if rope_in_words(config) != AS_GIVEN:
         args.set_rope(*rope_of(config, args.rope_parameters(), args.max_seq_len))
     return args
@@ -128,7 +129,8 @@ def describe(config: JobConfig, args: ModelArgs) -> str:
 
 
 def export_settings(config: JobConfig, args: ModelArgs) -> dict[str, Any]:
-    """Return the `config.json` of the trained model: the given one, or one of its shape.
+    """Return the `config.json` of the trained model, without local paths: the given one, or one of
+    its shape.
 
     `torch_dtype` is the dtype of saved weights: `checkpoint.export_dtype`, unless that is
     "float32" and the given `config.json` has "bfloat16".
@@ -143,7 +145,8 @@ def export_settings(config: JobConfig, args: ModelArgs) -> dict[str, Any]:
     dtype = config.checkpoint.export_dtype
     if dtype == "float32" and settings.get(named[0]) == "bfloat16":
         dtype = "bfloat16"
-    return {**settings, **dict.fromkeys(named, dtype)}
+    exported: dict[str, Any] = without_local_paths(settings | dict.fromkeys(named, dtype))
+    return exported
 
 
 def _with_rope_of(settings: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:

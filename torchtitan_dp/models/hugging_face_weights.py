@@ -43,6 +43,10 @@ SHARD_BYTES = 2 * 2**30
 _PEFT_NAMES = dict(zip(FACTORS, ("lora_A", "lora_B"), strict=True))
 
 
+_BESIDE_EXPORT = f".{EXPORT_FOLDER}.partial", f".{EXPORT_FOLDER}.old"
+"""Names that no owner gives to a copy: both are deleted."""
+
+
 def export(model: CausalLM, config: JobConfig, beside: Mapping[str, bytes] | None = None) -> str:
     """Write `<job.dump_folder>/hf` for `transformers` or, of adapters, PEFT; return its path.
 
@@ -56,7 +60,7 @@ def export(model: CausalLM, config: JobConfig, beside: Mapping[str, bytes] | Non
     """
     writes = not dist.is_initialized() or dist.get_rank() == 0
     target = os.path.join(config.job.dump_folder, EXPORT_FOLDER)
-    partial, old = f"{target}.partial", f"{target}.old"
+    partial, old = (os.path.join(config.job.dump_folder, name) for name in _BESIDE_EXPORT)
     if writes:
         shutil.rmtree(partial, ignore_errors=True)
         os.makedirs(partial, mode=0o700)
@@ -102,7 +106,7 @@ def write_folder(
         for name, content in tokenizer_files(config).items():
             write_atomically(os.path.join(folder, name), content)
     adapters = None if merge else args.lora
-    settings = without_local_paths(export_settings(config, args))
+    settings = export_settings(config, args)
     if folder is not None and (adapters is None or rope_in_words(config) != AS_GIVEN):
         _write_json(os.path.join(folder, CONFIG_FILE), settings)
     if adapters is not None:

@@ -1,7 +1,7 @@
-"""Removal of local paths from JSON that is published.
+"""Removal of local paths, and of files that stay behind, from JSON that is published.
 
 `transformers` and PEFT record the folder of a model or tokenizer, whose name may reveal whose
-records are trained on.
+records are trained on; and the modules of code beside the weights, which no export has.
 """
 
 import os
@@ -14,6 +14,7 @@ _PATH_KEYS = frozenset(
     {
         *("_name_or_path", "name_or_path", "base_model_name_or_path"),
         *("tokenizer_file", "special_tokens_map_file", "vocab_file", "merges_file"),
+        *("auto_map", "custom_pipelines"),
     }
 )
 

@@ -43,10 +43,10 @@ from torchtitan_dp.torch_private import attention_operators
 def parallelize(model: CausalLM, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
     """Apply CP, `torch.compile`, AC and FSDP2 to a model on the meta device, in place.
 
-    With privacy, gradients are reduced within the `fsdp` mesh only, by the later
-    `set_custom_reduce_scatter`; parameters are fp32 shards over `fsdp`, also of one rank, so that
-    bf16 and fp32 mean the same on every mesh. Where `privacy.gradient_method` needs per-sample
-    layers, layers form per-sample gradients instead.
+    Parameters are fp32 shards over `fsdp`, also of one rank, so that bf16 and fp32 mean the same on
+    every mesh. With privacy, gradients are reduced within the `fsdp` mesh only, by the later
+    `set_custom_reduce_scatter`; where `privacy.gradient_method` needs per-sample layers, layers
+    form per-sample gradients instead. All else is the same without.
     """
     if job_config.training.mixed_precision_param == "float16":
         # Where cuBLAS splits a product over many tokens, it would add the parts in fp16, which
@@ -56,10 +56,8 @@ def parallelize(model: CausalLM, parallel_dims: ParallelDims, job_config: JobCon
         configure_ring(shard_of(parallel_dims, job_config))
     elif device_type != "cpu":
         use_efficient_attention(model)
-    dtype = torch.float32  # where TorchTitan's trainer takes autocast
-    if job_config.privacy.enable or parallel_dims.fsdp_enabled:
-        dtype = TORCH_DTYPE_MAP[job_config.training.mixed_precision_param]
-        store_frozen(model, dtype, model.kept_in_fp32())
+    dtype = TORCH_DTYPE_MAP[job_config.training.mixed_precision_param]
+    store_frozen(model, dtype, model.kept_in_fp32())
     _apply_parts(model, parallel_dims, job_config)
     mesh = fsdp_mesh(parallel_dims)
     if parallel_dims.dp_replicate_enabled and not job_config.privacy.enable:
@@ -73,14 +71,13 @@ def parallelize(model: CausalLM, parallel_dims: ParallelDims, job_config: JobCon
 
 def _apply_parts(model: CausalLM, parallel_dims: ParallelDims, job_config: JobConfig) -> None:
     """Apply what comes before FSDP2."""
-    parallelism = job_config.parallelism
-    if job_config.privacy.enable:
-        if job_config.training.loss_chunk_tokens:
-            model.use_loss_head(job_config.training.loss_chunk_tokens)
-        if device_type == "cpu":
-            rms_norm.use_lean_norms(model)
-        if METHODS[job_config.privacy.gradient_method].per_sample_layers:
-            model.use_per_sample_layers()
+    parallelism, privacy = job_config.parallelism, job_config.privacy
+    if job_config.training.loss_chunk_tokens:
+        model.use_loss_head(job_config.training.loss_chunk_tokens)
+    if device_type == "cpu":
+        rms_norm.use_lean_norms(model)
+    if privacy.enable and METHODS[privacy.gradient_method].per_sample_layers:
+        model.use_per_sample_layers()
     ring = _ring_mesh(parallel_dims, job_config)
     if ring is not None:
         cudnn = takes_cudnn(job_config, model.model_args)
@@ -184,7 +181,6 @@ def _apply_fsdp(
     policy = job_config.parallelism.fsdp_reshard_after_forward
     at_once = mesh.size() == 1 and sum(p.numel() for p in model.parameters()) <= IN_ONE_GROUP
     keep = job_config.parallelism.keep_weights_gathered or at_once
-    keep = keep and job_config.privacy.enable
     mp_policy = MixedPrecisionPolicy(
         param_dtype=dtype,
         reduce_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_reduce],

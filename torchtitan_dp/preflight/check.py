@@ -11,8 +11,6 @@ import importlib.util
 import os
 import sys
 
-import torch
-
 from torchtitan_dp.checkpoint.folder import refuse_other_settings
 from torchtitan_dp.checkpoint.initial import refuse_private_folder
 from torchtitan_dp.checkpoint.plan import Plan, earlier_ledger
@@ -37,12 +35,12 @@ from torchtitan_dp.data.source import Source
 from torchtitan_dp.data.tokenizer import ByteTokenizer, from_hub, load_tokenizer
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger import Lineage
-from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.flavors import on_meta
 from torchtitan_dp.models.hugging_face import check_weights, origin, shape
 from torchtitan_dp.models.hugging_face_weights import EXPORT_FOLDER, tokenizer_files
 from torchtitan_dp.models.parameters import trainable_parameters
+from torchtitan_dp.preflight.isolation import check_forward
 from torchtitan_dp.preflight.learning import check_learning
 from torchtitan_dp.preflight.machine import check_attention, check_norms
 from torchtitan_dp.privacy.clipping import clip_policy
@@ -183,7 +181,7 @@ def check_model(config: JobConfig, start: Start) -> ModelArgs:
     """
     args = shape(config)
     model = on_meta(args)  # refuses unknown targets of adapters
-    check_forward(args)
+    check_forward(args, config.training.local_batch_size if config.privacy.enable else 1)
     if config.privacy.enable and METHODS[config.privacy.gradient_method].per_sample_layers:
         model.use_per_sample_layers()  # refuses samples that meet
     if config.training.feed_forward_chunk not in ("auto", 0) and not model.gated:
@@ -203,15 +201,6 @@ def check_model(config: JobConfig, start: Start) -> ModelArgs:
             "tokenizer"
         )
     return args
-
-
-def check_forward(args: ModelArgs) -> None:
-    """Refuse, by ValueError, a model whose modules ask for what is not built: a small one computes
-    logits."""
-    shared = args.n_heads // args.n_kv_heads
-    small = args.with_heads(2 * shared, 2, n_layers=1, vocab_size=64, max_seq_len=16)
-    with torch.device("cpu"), torch.no_grad():
-        CausalLM(small)(torch.zeros(1, 16, dtype=torch.int64))
 
 
 def check_clipping(config: JobConfig, args: ModelArgs) -> None:

@@ -48,7 +48,7 @@ from torchtitan_dp.selfcheck.reference import (
     relative_error,
 )
 from torchtitan_dp.selfcheck.run import Measured, Ranks
-from torchtitan_dp.selfcheck.small import Mesh, Small, Terms, scaled
+from torchtitan_dp.selfcheck.small import Mesh, Small, Terms, poisoned, scaled
 
 BOUND = 1e-4
 """The largest relative error. Rounding to fp32 makes one below 1e-5; what was left out of models on
@@ -58,6 +58,7 @@ REMEDY = (
     "do not train this model so; parallelism.context_parallel_degree = 1, training."
     "loss_chunk_tokens = 0 or activation_checkpoint.mode = 'none' may pass"
 )
+_EIGHTHS = (5, 2, 0)
 _SAMPLES = 3  # of other tokens: one ends early, one nowhere, one is padded
 _MOST_TOKENS = 1024  # of a sample, beyond which the eager model would take long
 _SAFETY = 1e-5  # by which `clip` stays below C
@@ -103,9 +104,9 @@ def prove(trainer: Any) -> None:
     )
 
 
-def lengths(terms: Terms, eighths: Sequence[int] = (5, 2)) -> list[int]:
-    """Return lengths of samples, in eighths of the longest: one beyond all windows, and beyond the
-    trained length on some ranks of a sample alone; and one within all of them."""
+def lengths(terms: Terms, eighths: Sequence[int] = _EIGHTHS) -> list[int]:
+    """Return lengths of samples, in eighths of the longest: one beyond all windows, one within all
+    of them, and the shortest, whose tokens leave some experts out."""
     step = 2 * terms.degrees[2]
     return [max(terms.args.max_seq_len * n // 8 // step * step, step) for n in eighths]
 
@@ -113,7 +114,7 @@ def lengths(terms: Terms, eighths: Sequence[int] = (5, 2)) -> list[int]:
 def gradients(ranks: Ranks, terms: Terms) -> Measured:
     """Compare gradients as each start does, of samples of more lengths."""
     with _undisturbed(ranks.device):
-        error = worst_error(terms, ranks.device, eighths=(8, 7, 5, 3, 2, 1))
+        error = worst_error(terms, ranks.device, eighths=(8, 7, 5, 3, 2, 1, 0))
     return {"per-sample gradients, and transformers' own": (error, BOUND)}
 
 
@@ -144,10 +145,13 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
 
 
 def worst_error(
-    terms: Terms, device: torch.device, mesh: Mesh | None = None, eighths: Sequence[int] = (5, 2)
+    terms: Terms,
+    device: torch.device,
+    mesh: Mesh | None = None,
+    eighths: Sequence[int] = _EIGHTHS,
 ) -> float:
-    """Return the largest relative error of a norm or a sum, of samples of some lengths, on this
-    rank. Collective over the world."""
+    """Return the largest relative error of a norm or a sum, of samples of some lengths, the last of
+    them in `poisoned` memory, on this rank. Collective over the world."""
     privacy, weights = terms.config.privacy, torch.ones(_SAMPLES)
     eager = reference_model(terms.args).double()
     fill_(eager)
@@ -165,7 +169,9 @@ def worst_error(
     drawn = np.arange(max(replicate * shard, _SAMPLES))  # each rank has one
     errors = []
     for case, norms in zip(cases, true, strict=True):
-        found = ours.accumulate(*(part[drawn % _SAMPLES] for part in case))
+        with poisoned() if case is cases[-1] else contextlib.nullcontext():
+            found = ours.accumulate(*(part[drawn % _SAMPLES] for part in case))
+            total = ours.total()
         errors += [abs(n / norms[at % _SAMPLES] - 1) for at, n in found.items()]
         gradients = (
             gradient
@@ -174,7 +180,7 @@ def worst_error(
         )
         groups = group_names(privacy.clipping, privacy.clipping_groups)
         how = C * (1 - _SAFETY), groups, privacy.clip_function
-        errors.append(relative_error(ours.total(), reference_sum(gradients, *how)))
+        errors.append(relative_error(total, reference_sum(gradients, *how)))
     return float(np.max(errors))
 
 

@@ -149,7 +149,8 @@ def make_samples(args: ModelArgs, count: int, seed: int = 0) -> Samples:
     tokens_NT, labels_NT = (
         torch.randint(0, args.vocab_size, (count, T), generator=generator) for _ in range(2)
     )
-    early, late, half = (max(end, 1) for end in (T // 5, T - 3, T // 2))  # one target at least
+    # One target at least; that of a first token alone has no gradient of queries.
+    early, late, half = (max(end, min(T, 2)) for end in (T // 5, T - 3, T // 2))
     targets = ((0, early), (0, T), (0, late), (0, half), (0, 0), (T - T // 4, T))
     for row in range(count):
         start, end = targets[row % len(targets)]

@@ -6,11 +6,14 @@ compilation, and noise. The numbers of layers and heads, the vocabulary and the 
 are cut. The tests build their models here, too, on terms of their own.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import itertools
 import math
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -244,6 +247,23 @@ class Small:
         found = {n: whole(as_gradient_of(self.parameters[n], flat)) for n, flat in taken.items()}
         self.step.clipped_sum.reset()
         return found
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Fill memory with NaN as it is allocated, on any device, so that a gradient that nobody writes
+    shows. Kernels are those of PyTorch's deterministic mode."""
+    settings: Any = torch.utils.deterministic
+    before = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # kernels that are not deterministic serve as well
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        settings.fill_uninitialized_memory = True
+        try:
+            yield
+        finally:
+            torch.set_deterministic_debug_mode(before[0])
+            settings.fill_uninitialized_memory = before[1]
 
 
 def whole(tensor: Tensor) -> Tensor:

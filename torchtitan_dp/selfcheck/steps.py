@@ -1,6 +1,7 @@
 """Checks of a step and of its parts against the textbook or the plain loop: attention,
 estimates of norms, clipped sums, noise, updates, and a checkpoint."""
 
+import contextlib
 import hashlib
 import math
 import shutil
@@ -33,7 +34,7 @@ from torchtitan_dp.privacy.noise import add_gaussian_noise_, standard_normal
 from torchtitan_dp.privacy.secure_noise import add_secure_gaussian_noise_
 from torchtitan_dp.selfcheck.reference import Gradient, relative_error, rounding
 from torchtitan_dp.selfcheck.run import DEVIATIONS, Measured, Ranks, worst
-from torchtitan_dp.selfcheck.small import Small, Terms, mesh, whole
+from torchtitan_dp.selfcheck.small import Small, Terms, mesh, poisoned, whole
 from torchtitan_dp.train_spec import build_optimizers
 
 # `clip` aims at C (1 - 1e-5), so that rounding cannot exceed C.
@@ -146,19 +147,21 @@ def norm_estimates(ranks: Ranks, terms: Terms) -> Measured:
 
 
 def clipped_sum(ranks: Ranks, terms: Terms) -> Measured:
-    """Compare the sum of clipped gradients, and their norms, with the loop's."""
+    """Compare the sum of clipped gradients, and their norms, with the loop's; twice, the second
+    time in memory that is NaN until it is written."""
     reference = terms.reference()
     small = Small(terms, ranks.device, max_grad_norm=reference.max_grad_norm)
-    norms, total = small.accumulate(*reference.samples), small.total()
-    off, bound = [], rounding(terms.dtype)
-    for sample, found in norms.items():
-        true = reference.norms[sample]
-        error = abs(found - true) / (true or 1.0)  # where the loss is NaN, the norm must be, too
-        off.append(float(math.isfinite(found)) if math.isnan(true) else error)
-    return {
-        "the sum": (relative_error(total, reference.total), bound + _SAFETY),
-        "the norms": (worst(off), bound),
-    }
+    sums, norms, bound = [], [], rounding(terms.dtype)
+    for memory in (contextlib.nullcontext(), poisoned()):
+        with memory:
+            found_norms, total = small.accumulate(*reference.samples), small.total()
+        sums.append(relative_error(total, reference.total))
+        for sample, found in found_norms.items():
+            true = reference.norms[sample]
+            error = abs(found - true) / (true or 1.0)
+            # Where the loss is NaN, the norm must be, too.
+            norms.append(float(math.isfinite(found)) if math.isnan(true) else error)
+    return {"the sum": (worst(sums), bound + _SAFETY), "the norms": (worst(norms), bound)}
 
 
 class Trained(Small):

@@ -115,6 +115,10 @@ class LabelledMetricsProcessor(MetricsProcessor):
             logger.info(f"to watch (not private): tensorboard --logdir {folder}")
         self.time_last_log = time.perf_counter()  # opening may take seconds
 
+    def should_log(self, step: int) -> bool:
+        """Return whether a step is logged: as TorchTitan does, and the last one."""
+        return super().should_log(step) or step == self.job_config.training.steps
+
     def send(self) -> None:
         """Send what services get once the planned steps are taken."""
         assert isinstance(self.logger, Outlets)

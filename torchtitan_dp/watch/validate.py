@@ -6,7 +6,6 @@ evaluated is public.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import numpy as np
@@ -43,19 +42,19 @@ class HeldOut(NamedTuple):
 
 
 class HeldOutValidator:
-    """Evaluates the same `validation.steps` microbatches at step 1 and every `validation.freq`."""
+    """Evaluates the same `validation.steps` microbatches at step 1, every `validation.freq` and at
+    the end."""
 
     def __init__(
         self,
         loader: RecordLoader,
         job_config: JobConfig,
         parallel_dims: ParallelDims,
-        amp: AbstractContextManager[None],
         metrics: MetricsProcessor,
     ) -> None:
-        # The loader is of the held-out units, amp the precision context of training.
+        # The loader is of the held-out units.
         self._loader, self._config, self._dims = loader, job_config, parallel_dims
-        self._amp, self._metrics = amp, metrics
+        self._metrics = metrics
         self._average: WeightAverage | None = None
         self._publish: Publish | None = None
         self._is_private: Callable[[], bool] = bool
@@ -73,7 +72,9 @@ class HeldOutValidator:
         self._publish, self._is_private = publish, is_private
 
     def should_validate(self, step: int) -> bool:
-        is_due = step == 1 or step % self._config.validation.freq == 0
+        """Return whether a step is due: those that `ledger.settings.scheduled` counts."""
+        config = self._config
+        is_due = step in (1, config.training.steps) or step % config.validation.freq == 0
         return is_due and step != self._validated
 
     @torch.no_grad()
@@ -114,7 +115,8 @@ class HeldOutValidator:
         return losses["heldout_loss"]
 
     def _held_out(self, model: nn.Module) -> HeldOut:
-        """Compute losses of the held-out units, in one forward pass over each.
+        """Compute losses of the held-out units, in one forward pass over each: alone where losses
+        are published, since rounding depends on what is beside it, and where samples meet.
 
         Collectives: those of `Feed.microbatches`; FSDP2's gathers in forward; one all-reduce over
         the `loss` mesh, all ranks.
@@ -129,9 +131,10 @@ class HeldOutValidator:
         sums_R2 = torch.zeros((sum(rows), 2), dtype=torch.float64, device=losses.device)
         units_N2, sums_K2 = sums_R2.split(rows)
         model.eval()
-        for microbatch in feed.microbatches(Draw(positions)):
-            with self._amp:
-                found = losses.of_tokens(microbatch.tokens_BT, microbatch.labels_BT)
+        at_once = 1 if self._publish is not None or model.meeting is not None else None
+        every = feed.microbatches(Draw(positions))
+        for microbatch in (part for whole in every for part in whole.split(at_once)):
+            found = losses.of_tokens(microbatch.tokens_BT, microbatch.labels_BT)
             targets_B = (microbatch.labels_BT >= 0).sum(dim=1).to(losses.device)
             loss_BT = found.loss_BT.double()
             mine_B = microbatch.valid_B.to(losses.device)

@@ -146,7 +146,7 @@ def arguments(name: str, tokens: int = T, lora: LoRA | None = None, **changes: A
     """The arguments of a family, or type, for samples of so many tokens."""
     kind, own = FAMILIES.get(name, (name, {}))
     args = ModelArgs.of(configuration(kind, **{**own, **changes}))
-    args.max_seq_len, args.lora = tokens, lora
+    args.max_seq_len, args.lora, args.seq_len = tokens, lora, T
     return args
 
 

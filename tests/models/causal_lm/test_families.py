@@ -5,6 +5,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.build import (
     clipped_sum,
@@ -143,6 +144,25 @@ def _before_and_after():
     for _ in range(2):
         found.append(clipped_sum(ours, *samples, drawn=np.array([1]))[0])
         clipped_sum(ours, *longer, drawn=np.array([1]))
+    return found
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("name", ["llama, dynamic", "phi3, longrope"])
+def test_a_sample_has_one_gradient_whatever_its_padding(name, cp):
+    """Lengths below and beyond the trained one: that of training counts."""
+    for found in on_ranks(cp, _padded, name, cp):
+        first, *others = found
+        assert max(relative_error(other, first) for other in others) < 1e-5
+
+
+def _padded(name, cp):
+    args = arguments(name)
+    ours, samples = small(args, (1, 1, cp)), data(1, args=arguments(name, 24))
+    found = list(reference_gradients(eager(args), *samples))
+    for length in (24, 40, T):
+        tokens, labels = (F.pad(x, (0, length - 24), value=-100) for x in samples)
+        found.append(clipped_sum(ours, tokens.clamp(min=0), labels)[0])
     return found
 
 

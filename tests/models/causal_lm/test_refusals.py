@@ -185,7 +185,7 @@ def test_types_whose_forward_shows_it_before_a_run(kind, said, tmp_path):
 def test_experts_by_other_names():
     args = arguments("hunyuan_v1_moe", num_experts=4, moe_topk=2, head_dim=16)
     small = args.with_heads(2, 1, n_layers=1, vocab_size=64, max_seq_len=16)
-    assert (small.experts_key, small.share_of_experts) == ("num_experts", 1.0)
+    assert (on_meta(small).meeting, small.share_of_experts) == ("0.mlp.experts", 1.0)
 
 
 def test_a_bias_of_the_output_layer_in_chunks():

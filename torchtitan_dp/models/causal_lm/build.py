@@ -4,7 +4,7 @@ frequencies by length, logits, initial values."""
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -54,6 +54,16 @@ def build(args: ModelArgs, attention: str) -> Any:
     return model
 
 
+def meeting(layers: nn.Module) -> str | None:
+    """Return the name of a module of the blocks that takes the tokens of all samples at once:
+    experts, one tensor of theirs all or a list of modules. None if each layer is per-sample."""
+    for path, module in layers.named_modules():
+        stacked = any(p.dim() > 2 for p in module.parameters(recurse=False))
+        if stacked or (path and isinstance(module, nn.ModuleList)):
+            return path
+    return None
+
+
 def draw_(model: Any, module: nn.Module, name: str, whole: Tensor, seed: int) -> None:
     """Draw a module's whole parameter of this name, in place, as its family does."""
     drawn = nn.Parameter(whole)
@@ -89,13 +99,16 @@ def _buffers_computed() -> Iterator[None]:
         yield
 
 
-def freed_of_past_lengths(model: nn.Module) -> list[Callable[[int], None]]:
-    """Have rotary embeddings that depend on a sample's length take it as it is set, in place.
+@torch.no_grad()
+def set_length(model: nn.Module, tokens: int) -> None:
+    """Have rotary embeddings that depend on a sample's length take this one, whatever a sample's
+    own or its padding, in place.
 
     transformers takes the largest position that this rank has, and one kind keeps frequencies of
-    the longest sample so far. Returns what sets the length for each kind of layer.
+    the longest sample so far.
     """
-    found: list[Callable[[int], None]] = []
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     for rotary in model.modules():
         types: Any = getattr(rotary, "rope_type", None)
         kinds = types if isinstance(types, dict) else {None: types}
@@ -103,19 +116,12 @@ def freed_of_past_lengths(model: nn.Module) -> list[Callable[[int], None]]:
         if changing:
             forward = torch.no_grad()(inspect.unwrap(type(rotary).forward))
             rotary.forward = functools.partial(forward, rotary)
-            found.append(functools.partial(_set_frequencies, rotary, changing))
-    return found
-
-
-@torch.no_grad()
-def _set_frequencies(rotary: Any, kinds: dict[str | None, str], tokens: int) -> None:
-    """Set the frequencies of samples of so many tokens, for each kind of layer."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    for layer, kind in kinds.items():
-        buffer = getattr(rotary, "inv_freq" if layer is None else f"{layer}_inv_freq")
-        how = {"seq_len": tokens, "layer_type": layer}
-        buffer.copy_(ROPE_INIT_FUNCTIONS[kind](rotary.config, buffer.device, **how)[0])
+        for layer, kind in changing.items():
+            buffer: Any = getattr(rotary, "inv_freq" if layer is None else f"{layer}_inv_freq")
+            how = {"seq_len": tokens, "layer_type": layer}
+            with torch.device("cpu"):
+                found, _ = ROPE_INIT_FUNCTIONS[kind](rotary.config, buffer.device, **how)
+            buffer.copy_(found)
 
 
 class _Head:

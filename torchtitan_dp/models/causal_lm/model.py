@@ -3,8 +3,8 @@ weights that depend on no mesh.
 
 At one sample a microbatch, the gradient that FSDP2 reduces over the ranks of a sample is that
 sample's gradient, for modules of any kind. So they are transformers' own; ours are attention,
-masks, the loss, rotary embeddings that depend on a sample's length, and modules of the same
-formula that keep less (`formulas`).
+masks, the loss, rotary embeddings that depend on a length, which is that of training, and modules
+of the same formula that keep less (`formulas`).
 
 Modules are in eval mode, always: dropout, and routers that draw, would add noise that no account
 of privacy knows of. Auxiliary losses of routers are off: they multiply means over tokens, which do
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
@@ -28,7 +29,13 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan_dp.distributed.ring import Shard
 from torchtitan_dp.gradients.layers import per_sample_layers
 from torchtitan_dp.models.causal_lm.attention import NAME, Sample
-from torchtitan_dp.models.causal_lm.build import build, draw_, freed_of_past_lengths, own_logits
+from torchtitan_dp.models.causal_lm.build import (
+    build,
+    draw_,
+    meeting,
+    own_logits,
+    set_length,
+)
 from torchtitan_dp.models.causal_lm.formulas import (
     gated_feed_forwards,
     use_our_norms,
@@ -55,12 +62,12 @@ class CausalLM(ModelProtocol):
         super().__init__(model_args)
         self.model_args, self.model = model_args, build(model_args, self.attention)
         self.gated: list[Any] = []
-        self._by_length: list[Callable[[int], None]] = []
         if self.attention == NAME:
             use_our_norms(self.model)
             use_our_rotation(self.model)
             self.gated = gated_feed_forwards(self.model)
-            self._by_length = freed_of_past_lengths(self.model)
+            set_length(self.model, model_args.seq_len)
+        self.meeting = meeting(self.layers)
         self.buffers_at_start = {n: b.clone() for n, b in self.model.named_buffers()}
         self.full_attention = ScaledDotProductAttentionWrapper()
         self.shard = Shard()
@@ -117,11 +124,10 @@ class CausalLM(ModelProtocol):
     def use_per_sample_layers(self) -> None:
         """Have layers form per-sample gradients, in place. Raises ValueError, one line for the
         user, where samples meet."""
-        if experts := self.model_args.experts_key:
+        if self.meeting is not None:
             raise ValueError(
-                f"privacy.gradient_method: config.json has {experts} = "
-                f"{self.model_args.settings[experts]}, and experts take the tokens of all samples "
-                "at once; set it to 'microbatch'"
+                f"privacy.gradient_method: layers.{self.meeting} of a {type(self.model).__name__} "
+                "are experts, which take the tokens of all samples at once; set it to 'microbatch'"
             )
         per_sample_layers(self)
 
@@ -161,10 +167,15 @@ class CausalLM(ModelProtocol):
 
         Args:
             positions: int64 (1 or B, T), of this rank's tokens; the same for all samples.
+            labels: of one sample where samples meet in a module, unless their loss is one.
+            targets: each sample's number, (B,). A number without a dimension makes one sample of
+                all, for a run without privacy: one loss (1,), whose gradient merges them.
         """
+        apart = labels is not None and (targets is None or targets.dim() > 0)
+        assert not apart or self.meeting is None or len(tokens) == 1, (
+            f"samples would meet in layers.{self.meeting}"
+        )
         sample = Sample(tokens.shape[1] * self.shard.size, self.shard, self.full_attention)
-        for set_frequencies in self._by_length:
-            set_frequencies(sample.tokens)
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         terms = {"input_ids": tokens, "position_ids": positions[:1], "use_cache": False}
@@ -178,13 +189,17 @@ class CausalLM(ModelProtocol):
                 f"{sample.calls} times in {self.model_args.n_layers} layers; use a model of "
                 "attention alone"
             )
+        found = made.last_hidden_state if in_chunks else made.logits
         if labels is None:
-            return made.logits
+            return found
+        if targets is not None and not apart:
+            found, labels = found.flatten(0, 1)[None], labels.flatten()[None]
+            targets = targets[None]
         if in_chunks:
-            return self.output(made.last_hidden_state, labels, targets)
+            return self.output(found, labels, targets)
         if targets is None:
-            return token_losses(made.logits, labels)
-        return per_sample_loss(made.logits, labels, targets)
+            return token_losses(found, labels)
+        return per_sample_loss(found, labels, targets)
 
     def compute_buffers(self) -> None:
         """Set all buffers as the constructor computed them, on their own device."""
@@ -234,14 +249,15 @@ class CausalLM(ModelProtocol):
 
 
 class Eager(CausalLM):
-    """The same model as transformers alone computes it, in one process: what ours is held
-    against."""
+    """The same model as transformers alone computes it, in one process, of samples that are padded
+    to the length of training: what ours is held against."""
 
     attention = "eager"
 
     def forward(self, tokens: Tensor, *_: Any, **__: Any) -> Any:
         """Return logits (B, T, V)."""
-        return self.model(input_ids=tokens, use_cache=False).logits
+        padded = F.pad(tokens, (0, max(self.model_args.seq_len - tokens.shape[1], 0)))
+        return self.model(input_ids=padded, use_cache=False).logits[:, : tokens.shape[1]]
 
 
 class HuggingFaceAdapter(StateDictAdapter):

@@ -34,7 +34,7 @@ _FEED_FORWARDS = ("intermediate_size", "moe_intermediate_size", "shared_expert_i
 PREFIX = "model."
 """Of transformers' own names of parameters in ours."""
 LONGER = ("longrope", "dynamic")
-"""Rotary embeddings whose frequencies depend on the length of the sample."""
+"""Rotary embeddings whose frequencies depend on a length."""
 
 _SUPPORTED = (
     ("quantization_config", (None,), "weights must be floating point; take the unquantized ones"),
@@ -61,6 +61,8 @@ class ModelArgs(BaseModelArgs):
     vocab_size: int = 0
     max_seq_len: int = 0
     tie_embeddings: bool = False
+    seq_len: int = 0
+    """`training.seq_len`, which rotary embeddings take that depend on a sample's length."""
     lora: LoRA | None = None
     init_seed: int = 0
     draw_weights: bool = True
@@ -84,7 +86,7 @@ class ModelArgs(BaseModelArgs):
     def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
         """Take over what a run's configuration decides beside the model, as TorchTitan asks."""
         self.init_seed = job_config.debug.seed or 0
-        self.lora = lora_of(job_config)
+        self.lora, self.seq_len = lora_of(job_config), job_config.training.seq_len
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         """Count parameters, and a token's FLOPs as TorchTitan does, without the gradients of frozen
@@ -197,7 +199,8 @@ class ModelArgs(BaseModelArgs):
         }
         known = {key: value for key, value in sizes.items() if key in settings}
         small = ModelArgs.of(configuration(settings | known))
-        small.max_seq_len, small.lora, small.init_seed = tokens, self.lora, self.init_seed
+        small.max_seq_len = small.seq_len = tokens
+        small.lora, small.init_seed = self.lora, self.init_seed
         return small
 
     def windows(self) -> list[int | None]:
@@ -207,15 +210,6 @@ class ModelArgs(BaseModelArgs):
         if not kinds:
             return [window] * self.n_layers
         return [window if kind == "sliding_attention" else None for kind in kinds]
-
-    @property
-    def experts_key(self) -> str | None:
-        """The key of the number of experts; None without."""
-        for key in (*_EXPERTS, *self.settings):
-            number = self.settings.get(key)
-            if "expert" in key and type(number) is int and number > 1:
-                return key
-        return None
 
     @property
     def share_of_experts(self) -> float:

@@ -1,0 +1,55 @@
+"""The end counts: a run's last step is logged, validated and saved whatever the periods are, and a
+stop logs the step at which it came."""
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.processes.runs import Run, arguments, privacy, train, with_sigma, write_records
+
+pytestmark = pytest.mark.slow
+
+HELD_OUT = ("--data.heldout_fraction=0.3", "--validation.enable", "--validation.freq=100")
+RARELY = ("--metrics.log_freq=100", "--checkpoint.interval=100")
+
+
+def steps_of(output: str, words: str) -> list[int]:
+    """Of rank 0's lines with these words."""
+    lines = [line for line in output.splitlines() if words in line and "[rank0]" in line]
+    found = [re.search(r"step: +(\d+)", line) for line in lines]
+    return [int(match[1]) for match in found if match]
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_the_last_step_is_logged_validated_and_saved(tmp_path: Path, private: bool) -> None:
+    data = write_records(tmp_path / "data")
+    terms = (*with_sigma(1), "--validation.publish_epsilon=4") if private else ()
+    off = () if private else ("--privacy.no-enable", "--training.global_batch_size=2")
+    command = arguments(tmp_path / "out", data, *terms, *off, *HELD_OUT, *RARELY)
+    output = train([*command, "--training.steps=5"], log=tmp_path / "log")
+    assert steps_of(output, "not private: held-out loss: ") == [1, 5]
+    assert steps_of(output, "tps: ") == [1, 5]
+    assert (tmp_path / "out" / "checkpoint" / "step-5" / ".metadata").exists()
+    if private:
+        losses = privacy(tmp_path / "out")["heldout_losses"]
+        assert [step for step, *_ in losses["losses"]] == [1, 5]
+        assert privacy(tmp_path / "out")["heldout_epsilon"] <= 4
+
+
+def test_a_stop_logs_its_step_and_publishes_no_loss_that_was_not_planned(tmp_path: Path) -> None:
+    data, more = write_records(tmp_path / "data"), "--validation.publish_epsilon=4"
+    command = arguments(tmp_path / "out", data, *with_sigma(1), *HELD_OUT, *RARELY, more)
+    run = Run([*command, "--training.steps=4000"], log=tmp_path / "log")
+    try:
+        begun = tmp_path / "out" / "steps_executed.log"
+        run.wait_for(lambda: begun.exists() and begun.read_text().count("\n") > 3, "four steps")
+        run.process.send_signal(signal.SIGTERM)
+        assert run.dies()
+    finally:
+        run.end()
+    (stopped,) = steps_of(run.output().replace("stopped at step", "step:"), "as requested")
+    assert steps_of(run.output(), "tps: ") == [1, stopped]
+    losses = privacy(tmp_path / "out")["heldout_losses"]["losses"]
+    assert [step for step, *_ in losses] == [1]
