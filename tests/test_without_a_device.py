@@ -18,7 +18,7 @@ from torchtitan_dp.plan import __main__ as plan
 
 COMMANDS = {
     "plan": "the membership of a record",
-    "prepare": "not private: samples of 64 tokens",
+    "prepare": "tokens to train on",
     "report": "report.html",
     "report --status": "finished",
     "ledger": "epsilon",

@@ -25,6 +25,8 @@ from torchtitan_dp.checkpoint import bookkeeping
 from torchtitan_dp.distributed import attention, devices
 from torchtitan_dp.process import Fault
 
+DEBUG = ROOT / "train_configs/llama3_debug.toml"
+
 NVRM = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.82.01  Wed Oct 27 21:21:55 UTC 2021\n"
 
 
@@ -61,7 +63,7 @@ def test_other_machines_are_let_be(in_sight, tmp_path, count, available):
 def test_the_launcher_refuses_an_old_driver_in_one_line(monkeypatch, capsys, processes):
     monkeypatch.setattr(launch, "_run_plan", lambda argv: pytest.fail("it went on"))
     with pytest.raises(SystemExit) as stop:
-        launch._checked(processes, ["-m", "torchtitan_dp.train"])
+        launch._checked(processes, ["-m", "torchtitan_dp.train", f"--job.config_file={DEBUG}"])
     line = capsys.readouterr().err
     assert stop.value.code == 2
     assert len(line.splitlines()) == 1
@@ -115,7 +117,7 @@ def test_devices_that_are_named_and_not_there_are_a_warning(
     in_sight(count)
     monkeypatch.setattr(launch, "_run_plan", lambda argv: sys.exit(2))
     with pytest.raises(SystemExit):
-        launch._checked("2", ["-m", "torchtitan_dp.train"])
+        launch._checked("2", ["-m", "torchtitan_dp.train", f"--job.config_file={DEBUG}"])
     said = capsys.readouterr().err
     assert ("warning: CUDA_VISIBLE_DEVICES = 5, but " in said) is warned
 

@@ -139,8 +139,10 @@ def test_row34_the_held_out_loss_is_labelled(monkeypatch, caplog):
     validator._buckets = buckets(8)
     validator._held_out = functools.partial(HeldOutValidator._held_out, validator)
     monkeypatch.setattr(logger, "propagate", True)
+    model = nn.Linear(2, 2)
+    model.meeting = None
     with caplog.at_level(logging.INFO):
-        HeldOutValidator.validate(validator, [nn.Linear(2, 2)], 3)
+        HeldOutValidator.validate(validator, [model], 3)
     line = caplog.records[-1].getMessage()
     assert line == "step: 3/7  not private: held-out loss: nan, averaged weights: nan"
 

@@ -33,7 +33,7 @@ from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.parameters import first_overflow
 from torchtitan_dp.models.weight_files import INDEX_FILE
-from torchtitan_dp.preflight.check import check_files
+from torchtitan_dp.preflight.check import check_files, check_names
 from torchtitan_dp.train_spec import build_model
 
 COMMON = {
@@ -287,7 +287,7 @@ def test_row80_weights_that_the_folder_does_not_name_are_not_read(editable, is_w
 def test_a_name_of_the_hub_is_answered_with_its_download(given_llama, key):
     settings = given(given_llama, f"--{key}=meta-llama/Llama-3.2-1B")
     with pytest.raises(ValueError, match=rf"^{key} = .* no such folder; ") as refusal:
-        check_files(settings, None, decide_start(settings))
+        check_names(settings, decide_start(settings))
     command = "hf download meta-llama/Llama-3.2-1B --local-dir models/Llama-3.2-1B and name models/"
     assert command in str(refusal.value)
 
@@ -301,6 +301,11 @@ def test_weights_of_another_model_are_refused(given_llama, editable):
     shape(given(editable, f"--checkpoint.initial_load_path={given_llama}"))
 
 
+def check_names_and_files(settings):
+    check_names(settings, start := decide_start(settings))
+    check_files(settings, shape(settings), start)
+
+
 def test_files_that_would_not_load_are_refused(given_llama, tmp_path):
     (tmp_path / "empty").mkdir()
     in_dcp = ("--checkpoint.no-initial_load_in_hf", f"--checkpoint.initial_load_path={given_llama}")
@@ -312,9 +317,8 @@ def test_files_that_would_not_load_are_refused(given_llama, tmp_path):
         (("--checkpoint.folder=hf",), "checkpoint.folder"),
         (overwritten, "replace"),
     ):
-        settings = given(given_llama, *more)
         with pytest.raises(ValueError, match=words):
-            check_files(settings, shape(settings), decide_start(settings))
+            check_names_and_files(given(given_llama, *more))
 
 
 def test_weights_without_their_tokenizer_are_refused(given_llama, editable):

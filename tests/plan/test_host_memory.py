@@ -7,8 +7,10 @@ import pytest
 
 import torchtitan_dp.plan.__main__ as plan
 import torchtitan_dp.plan.report as plan_report
-from tests.processes.runs import arguments, write_records
+from tests.processes.runs import ROOT, arguments, write_records
 from torchtitan_dp import launch
+
+DEBUG = ROOT / "train_configs/llama3_debug.toml"
 
 GIB = 2**30
 OFFLOAD = ("--activation_checkpoint.mode=full", "--activation_checkpoint.offload_inputs")
@@ -93,9 +95,9 @@ def test_the_launcher_says_how_many_ranks_start_here():
         mock.patch.dict("os.environ", CUDA_VISIBLE_DEVICES=""),
         pytest.raises(SystemExit),
     ):
-        launch._checked("3", ["-m", "torchtitan_dp.train", "--job.config_file=some.toml"])
+        launch._checked("2", ["-m", "torchtitan_dp.train", f"--job.config_file={DEBUG}"])
     (given,) = planned.call_args.args
-    assert given[:4] == ["--world_size", "3", "--ranks_here", "3"]
+    assert given[:4] == ["--world_size", "2", "--ranks_here", "2"]
 
 
 def test_slurms_script_says_how_many_ranks_a_node_starts():

@@ -64,6 +64,7 @@ def start(argv: list[str], cache: str, planned: bool = False) -> str:
     train.build_trainer = build  # type: ignore[assignment]
     train.init_logger = lambda: None
     os.environ.update(XDG_CACHE_HOME=cache, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", RANK="0")
+    os.environ.pop(PLANNED, None)
     os.environ.update(WORLD_SIZE="1", **({PLANNED: "1"} if planned else {}))
     said = io.StringIO()
     with contextlib.redirect_stderr(said):

@@ -212,7 +212,7 @@ def test_what_a_crash_lost_counts_and_goes_beyond_the_target_only_if_asked(searc
     assert (code, trainer.started) == (2, ["trial_1", "trial_2", "trial_3"])
     assert "error: --epsilon = 4: the noise of all trials is fixed" in said
     code, said = search(epsilon=6)
-    assert (code, trainer.started[3:]) == (0, ["trial_2"])
+    assert (code, trainer.started[3:]) == (0, ["trial_2"]), said
     found = spent(search)
     assert found.steps_executed == 3 * STEPS + 2
     assert EPSILON < found.epsilon < 6

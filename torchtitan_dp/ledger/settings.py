@@ -178,9 +178,8 @@ class HeldOutLosses:
 
     def most_lost(self, steps: int, last: int) -> int:
         """Return the most evaluations that are lost with so many steps in a row, of 1 to `last`."""
-        if steps >= last:
-            return scheduled(self.freq, 1, last)
-        return 2 + (steps - 2) // self.freq
+        starts = 1, min(self.freq, last), max(last - steps + 1, 1)  # one of these has the most
+        return max(_due(self.freq, at, min(at + steps - 1, last), last) for at in starts)
 
     def with_losses(self, *losses: NoisedLoss) -> "HeldOutLosses":
         """Return the same terms with these results."""
@@ -212,9 +211,14 @@ def scheduled(freq: int, first: int, last: int) -> int:
     >>> scheduled(10, 1, 40), scheduled(10, 2, 40), scheduled(10, 11, 19), scheduled(1, 1, 3)
     (5, 4, 1, 3)
     """
+    return _due(freq, first, last, last)
+
+
+def _due(freq: int, first: int, last: int, end: int) -> int:
+    """Count the evaluations of steps first to last of a run whose last step is `end`."""
     if last < first:
         return 0
-    ends = {step for step in (1, last) if step >= first and step % freq}
+    ends = {step for step in (1, end) if first <= step <= last and step % freq}
     return last // freq - (first - 1) // freq + len(ends)
 
 

@@ -40,6 +40,7 @@ from torchtitan_dp.models.flavors import on_meta
 from torchtitan_dp.models.hugging_face import check_weights, origin, shape
 from torchtitan_dp.models.hugging_face_weights import EXPORT_FOLDER, tokenizer_files
 from torchtitan_dp.models.parameters import trainable_parameters
+from torchtitan_dp.models.weight_files import weight_files
 from torchtitan_dp.preflight.isolation import check_forward
 from torchtitan_dp.preflight.learning import check_learning
 from torchtitan_dp.preflight.machine import check_attention, check_norms
@@ -97,9 +98,10 @@ def check_run(config: JobConfig, *, units: int | None = None) -> Checked:
     """
     check_packages(config)
     check_learning(config)
-    start, source = decide_start(config), source_of(config)
-    earlier, plan = check_folder(config, start, source, units)
+    start = decide_start(config)
     check_names(config, start)
+    source = source_of(config)
+    earlier, plan = check_folder(config, start, source, units)
     args = check_model(config, start)
     if units is None:
         records = open_records(config, source)
@@ -230,15 +232,12 @@ def check_names(config: JobConfig, start: Start) -> None:
     if start.loads and not os.path.isdir(start.place):
         remedy = from_hub(start.place) or "name the one with initial weights"
         raise ValueError(f"{at}: no such folder; {remedy}")
-    if start.weights is Weights.INITIAL_HF and not _has_weights(start.place):
-        raise ValueError(
-            f"{at}: it has no *.safetensors; download the model's weights, or train from drawn "
-            "ones with checkpoint.initial_load_in_hf = false"
-        )
-
-
-def _has_weights(folder: str) -> bool:
-    return bool(glob.glob(os.path.join(glob.escape(folder), "*.safetensors")))
+    if start.weights is Weights.INITIAL_HF:
+        try:
+            weight_files(start.place)
+        except ValueError as mistake:
+            drawn = "or draw them, with checkpoint.initial_load_in_hf = false"
+            raise ValueError(f"{at}: {mistake}, {drawn}") from None
 
 
 def check_files(config: JobConfig, args: ModelArgs, start: Start) -> None:
@@ -340,7 +339,7 @@ def _left_out(config: JobConfig) -> str | None:
     starts_elsewhere = checkpoint.initial_load_in_hf or checkpoint.initial_load_path
     if starts_elsewhere:
         return None
-    if not _has_weights(folder):
+    if not glob.glob(os.path.join(glob.escape(folder), "*.safetensors")):
         return f"{folder} has no weights: training starts from drawn ones" if folder else None
     return (
         "the weights in model.hf_assets_path are not loaded; checkpoint.initial_load_in_hf = true "
