@@ -222,6 +222,7 @@ class DPTrainer(RunTrainer):
     def _show(self, lr: float, statistics: SampleStatistics) -> None:
         """Log a step, validate and write `privacy.json`, each where it is due."""
         step, config = self.step, self.job_config
+        logs = self.metrics_processor.should_log(step)
 
         def log() -> None:
             self.metrics_processor.log_step(
@@ -229,9 +230,9 @@ class DPTrainer(RunTrainer):
                 {"lr": lr, **self.books.scalars()},
                 statistics.reduce(self.parallel_dims),
                 self.books.beside_epsilon(),
+                is_due=logs,
             )
 
-        logs = self.metrics_processor.should_log(step)
         self._log_last = (lambda: None) if logs else log
         if logs:
             log()

@@ -38,6 +38,16 @@ def test_one_value_is_broken_and_leaves_the_others(tmp_path, column):
     assert (store.lengths() > 0).tolist() == [True, False, True]
 
 
+def test_row68_a_large_message_breaks_no_other_of_its_views(tmp_path):
+    """Rows of views share buffers, and so a size."""
+    turn = pa.struct([("role", pa.string()), ("content", pa.string_view())])
+    texts = ["the first", "x" * (MOST_ROW_BYTES + 1), "the third"]
+    chats = [[{"role": "user", "content": text}] for text in texts]
+    path = _arrow(tmp_path / "a.arrow", pa.array(chats, type=pa.list_(turn)))
+    found = [row and row["text"] for row in FORMATS["arrow"].rows(str(path), ["text"])]
+    assert [found[0], found[2]] == [chats[0], chats[2]]
+
+
 def test_tokens_never_become_records(tmp_path):
     """Where their store lies among the files, which may be refused."""
     (tmp_path / "a.txt").write_text("a text")

@@ -33,7 +33,7 @@ def trained(root: Path, name: str, last: str) -> tuple[Path, int]:
         "--checkpoint.interval=4",
         "--metrics.no-enable_tensorboard",
         "--metrics.enable_wandb",
-        "--metrics.log_freq=1",
+        "--metrics.log_freq=5",
         "--parallelism.context_parallel_degree=1",
     )
     for job in range(1, 2 * STEPS):
@@ -95,6 +95,6 @@ def test_row73_a_tracker_does_not_tell_one_from_the_other(runs):
     opened, *steps, closed = lines[0]
     assert opened == ["opened", True]
     assert closed == ["closed", {}]
-    assert [step for step, _ in steps] == list(range(1, STEPS + 1))
+    assert [step for step, _ in steps] == [1, 5, STEPS]
     names = {"lr", "epsilon", "epsilon_planned", "noise_multiplier"}
     assert all(line.keys() == {f"private_to_publish/{n}" for n in names} for _, line in steps)

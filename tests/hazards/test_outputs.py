@@ -134,7 +134,8 @@ def test_row34_the_held_out_loss_is_labelled(monkeypatch, caplog):
     validator = MagicMock(_loader=loader())
     validator._config.training.seq_len, validator._config.training.steps = 8, 7
     validator._positions.return_value = np.empty(0, dtype=np.int64)
-    validator._publish = None
+    validator._publish, model = None, nn.Linear(2, 2)
+    vars(model)["meeting"] = None
     validator._dims.get_optional_mesh.return_value = None
     validator._buckets = buckets(8)
     validator._held_out = functools.partial(HeldOutValidator._held_out, validator)

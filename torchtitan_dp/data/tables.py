@@ -126,8 +126,8 @@ def _values(column: Any) -> list[object]:
         return _values(column.dictionary.slice(at, 1)) if is_there else [BROKEN]
     try:
         is_whole = _is_whole(column)
-        if is_.is_string_view(column.type):
-            column = column.cast(pa.large_string())  # whose size is that of these rows alone
+        if (kind := _without_views(column.type)) != column.type:
+            column = column.cast(kind)  # whose size is that of these rows alone
         if is_whole and (_size(column) if len(column) == 1 else column.nbytes) <= MOST_ROW_BYTES:
             if _is_list(column.type):
                 column = pc.list_slice(column, 0, MOST_ITEMS)
@@ -137,6 +137,19 @@ def _values(column: Any) -> list[object]:
     if len(column) == 1:
         return [BROKEN]
     return [value for i in range(len(column)) for value in _values(column.slice(i, 1))]
+
+
+def _without_views(kind: Any) -> Any:
+    """Return a type with large values in the place of views, whose buffers rows share."""
+    if is_.is_string_view(kind) or is_.is_binary_view(kind):
+        return pa.large_string() if is_.is_string_view(kind) else pa.large_binary()
+    if _is_list(kind):
+        of_items = kind.value_field.with_type(_without_views(kind.value_type))
+        return pa.list_(of_items) if is_.is_list(kind) else pa.large_list(of_items)
+    if is_.is_struct(kind):
+        fields = [kind.field(i) for i in range(kind.num_fields)]
+        return pa.struct([field.with_type(_without_views(field.type)) for field in fields])
+    return kind
 
 
 def _size(column: Any) -> int:

@@ -167,11 +167,16 @@ class PrivateMetricsProcessor(LabelledMetricsProcessor):
         public: dict[str, float],
         statistics: dict[str, float],
         beside_epsilon: str = "",
+        *,
+        is_due: bool = True,
     ) -> None:
         """Log one step: the `public` scalars of `outlets.SCALARS`, with nothing computed from
-        records, the `statistics` that are not private, and words for the console line."""
-        scalars = {**public, **self._planned, **statistics, **self._measured()}
-        self.logger.log(scalars, step)
+        records, the `statistics` that are not private, and words for the console line. Of a step
+        that is not due, as a stop's, no sink gets `public`: a clock decided it (hazard row 73).
+        """
+        not_private = {**statistics, **self._measured()}
+        scalars = {**public, **self._planned, **not_private}
+        self.logger.log(scalars if is_due else not_private, step)
         color = self.color
         logger.info(
             f"{color.red}step: {step}/{self.pace.total}  "
