@@ -6,6 +6,8 @@ import json
 import math
 from collections.abc import Sequence
 
+from scipy import special
+
 from torchtitan_dp.checkpoint.workload import shares_of_steps
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import (
@@ -109,9 +111,8 @@ def _most_drawn(expected: float) -> int:
     A binomial tail is below that of the Poisson distribution of the same mean (Anderson & Samuels
     1967).
     """
-    from scipy import stats  # a second to import
-
-    return int(stats.poisson.isf(1e-9, expected))
+    most = math.ceil(special.pdtrik(1 - 1e-9, expected))
+    return most - int(most > 0 and special.pdtr(most - 1, expected) >= 1 - 1e-9)
 
 
 def config_hash(config: JobConfig) -> str:

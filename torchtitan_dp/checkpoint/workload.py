@@ -25,7 +25,7 @@ def shares_of_steps(config: JobConfig) -> tuple[tuple[float, ...], ...]:
     if config.privacy.bands_for == "checkpoints":
         apart = config.checkpoint.interval
         apart *= -(-steps // (apart * MOST_CHECKPOINTS))
-    ends, factor = [*range(apart, steps, apart), steps], _schedule(config)
+    ends, factor = [*range(apart, steps, apart), steps], schedule(config)
     shares = np.zeros((len(ends), steps))
     for row, end in zip(shares, ends, strict=True):
         row[:end] = _shares_until(end, config, factor)
@@ -60,9 +60,13 @@ def _shares_until(end: int, config: JobConfig, factor: Callable[[int], float]) -
     return shares
 
 
-def _schedule(config: JobConfig) -> Callable[[int], float]:
+def schedule(config: JobConfig) -> Callable[[int], float]:
     """Return TorchTitan's factor of the learning rate, by the number of steps before."""
     import torch
+
+    import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+    # isort: split
     from torchtitan.components.lr_scheduler import build_lr_schedulers
 
     settings, steps = config.lr_scheduler, config.training.steps

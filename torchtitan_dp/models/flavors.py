@@ -1,6 +1,8 @@
 """The models that can be trained: those of a `config.json`, and Llamas of some sizes by name."""
 
 import copy
+import functools
+import pickle
 from typing import Any
 
 import torch
@@ -53,14 +55,24 @@ def on_meta(args: ModelArgs) -> CausalLM:
         return CausalLM(copy.deepcopy(args))
 
 
+def skeleton(args: ModelArgs) -> CausalLM:
+    """Return the model `on_meta`, built once for equal arguments: it is not to be changed."""
+    return _skeleton(pickle.dumps(args))
+
+
+@functools.lru_cache(maxsize=2)
+def _skeleton(args: bytes) -> CausalLM:
+    return on_meta(pickle.loads(args))
+
+
 def parameter_count(args: ModelArgs) -> int:
     """Count the parameters; a tied weight counts once."""
-    return sum(parameter.numel() for parameter in on_meta(args).parameters())
+    return sum(parameter.numel() for parameter in skeleton(args).parameters())
 
 
 def trained_count(args: ModelArgs) -> int:
     """Count the parameters that are trained."""
-    return sum(p.numel() for p in on_meta(args).parameters() if p.requires_grad)
+    return sum(p.numel() for p in skeleton(args).parameters() if p.requires_grad)
 
 
 def without_lora(args: ModelArgs) -> ModelArgs:

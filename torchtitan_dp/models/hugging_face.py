@@ -23,7 +23,7 @@ from torchtitan_dp.config.derived import (
 from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.models.causal_lm.model import HuggingFaceAdapter
 from torchtitan_dp.models.causal_lm.settings import ModelArgs, read_args
-from torchtitan_dp.models.flavors import FLAVORS, flavor, on_meta, parameter_count, trained_count
+from torchtitan_dp.models.flavors import FLAVORS, flavor, parameter_count, skeleton, trained_count
 from torchtitan_dp.models.local_paths import without_local_paths
 from torchtitan_dp.models.lora import lora_of
 from torchtitan_dp.models.rope import rope_of
@@ -164,7 +164,7 @@ def check_weights(problem: str, folder: str, args: ModelArgs) -> None:
         found = tensors(folder)
     except ValueError as mistake:
         raise ValueError(f"{problem}: {mistake}") from None
-    expected = HuggingFaceAdapter(args, None).to_hf(on_meta(args).state_dict())
+    expected = HuggingFaceAdapter(args, None).to_hf(skeleton(args).state_dict())
     for name, tensor in expected.items():
         if name not in found:
             remedy = "download all files of one model"

@@ -26,6 +26,7 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import mesh_degrees
 from torchtitan_dp.config.keys import Keys, command_line, replaced
 from torchtitan_dp.config.load import load_config
+from torchtitan_dp.distributed.cpu import has_accelerator
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.plan.cost import expected_rounds
 from torchtitan_dp.plan.machines import Machine
@@ -116,10 +117,14 @@ def fewest_ranks(overrides: list[str], ranks: int, memory_gib: float) -> list[st
     refused."""
     most = load_config(overrides, ranks).parallelism.context_parallel_degree
     fewer = [cp for cp in range(1, most) if most % cp == 0]
-    with processes() as pool:
-        found = pool.map(partial(_fits, overrides, ranks, memory_gib), fewer)
-        fewest = next((cp for cp, suffices in zip(fewer, found, strict=True) if suffices), most)
-        pool.shutdown(cancel_futures=True)
+    suffices = partial(_fits, overrides, ranks, memory_gib)
+    if has_accelerator():
+        with processes() as pool:
+            found = pool.map(suffices, fewer)
+            fewest = next((cp for cp, fits in zip(fewer, found, strict=True) if fits), most)
+            pool.shutdown(cancel_futures=True)
+    else:  # this process sees no device either, and has imported all that the plan needs
+        fewest = next(filter(suffices, fewer), most)
     key = f"parallelism.context_parallel_degree={fewest}"
     print(f"      {key}: the fewest ranks that fit share a sample", file=sys.stderr)
     return [f"--{key}"]

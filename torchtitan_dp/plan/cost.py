@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch.nn as nn
+from scipy import special
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import mesh_degrees
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
-from torchtitan_dp.models.flavors import on_meta
+from torchtitan_dp.models.flavors import skeleton
 
 
 class Weights(NamedTuple):
@@ -105,7 +106,7 @@ def _recomputes(config: JobConfig) -> bool:
 def weights_of(args: ModelArgs) -> tuple[Weights, Weights]:
     """Count the values of a model's matrices: of all blocks, and of the output layer. Embeddings
     are looked up, which takes no product."""
-    model = on_meta(args)
+    model = skeleton(args)
 
     # Experts are matrices in one tensor, of which a token takes some. Their biases have two
     # dimensions, too.
@@ -126,9 +127,8 @@ def expected_rounds(records: int, rate: float, slots: int) -> float:
     >>> expected_rounds(10, 1.0, 4)
     3.0
     """
-    from scipy import stats  # a second to import
-
     mean, deviation = records * rate, math.sqrt(records * rate * (1 - rate))
     first, last = int(mean - 12 * deviation - 1), int(mean + 12 * deviation + 1)
-    n = np.arange(max(first, 0), min(last, records) + 1)
-    return float((stats.binom.pmf(n, records, rate) * np.ceil(n / slots)).sum())
+    certain = max(first, 0) // slots  # rounds; another one follows where n exceeds what they hold
+    full = np.arange(certain, min(last, records) // slots + 1) * slots
+    return certain + float(special.bdtrc(full, records, rate).sum())

@@ -13,7 +13,7 @@ from torchtitan_dp.distributed.host_memory import available_bytes
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger.account import explain
 from torchtitan_dp.ledger.spending import initial_steps, own_steps
-from torchtitan_dp.models.flavors import on_meta, parameter_count, trained_count
+from torchtitan_dp.models.flavors import parameter_count, skeleton, trained_count
 from torchtitan_dp.models.hugging_face import describe
 from torchtitan_dp.plan.choose import Choice
 from torchtitan_dp.plan.cost import StepCost, step_cost
@@ -140,7 +140,7 @@ def show(report: Report) -> None:
         spent=spent,
         unit=unit_word(config),
         method=METHODS[config.privacy.gradient_method],
-        tile=feed_forward_chunk(config) if on_meta(checked.args).gated else 0,
+        tile=feed_forward_chunk(config) if skeleton(checked.args).gated else 0,
         notices=[*tokenizer_lines(config, checked.records.source), *notices(config)],
         model=[describe(config, checked.args), *filter(None, [report.host.describe()])],
     )

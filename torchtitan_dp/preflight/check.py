@@ -36,7 +36,7 @@ from torchtitan_dp.data.tokenizer import ByteTokenizer, from_hub, load_tokenizer
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger import Lineage
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
-from torchtitan_dp.models.flavors import on_meta
+from torchtitan_dp.models.flavors import on_meta, skeleton
 from torchtitan_dp.models.hugging_face import check_weights, origin, shape
 from torchtitan_dp.models.hugging_face_weights import EXPORT_FOLDER, tokenizer_files
 from torchtitan_dp.models.parameters import trainable_parameters
@@ -182,10 +182,10 @@ def check_model(config: JobConfig, start: Start) -> ModelArgs:
             its vocabulary, which would end a run.
     """
     args = shape(config)
-    model = on_meta(args)  # refuses unknown targets of adapters
+    model = skeleton(args)  # refuses unknown targets of adapters
     check_forward(args, config.training.local_batch_size if config.privacy.enable else 1)
     if config.privacy.enable and METHODS[config.privacy.gradient_method].per_sample_layers:
-        model.use_per_sample_layers()  # refuses samples that meet
+        on_meta(args).use_per_sample_layers()  # refuses samples that meet
     if config.training.feed_forward_chunk not in ("auto", 0) and not model.gated:
         raise ValueError(
             "training.feed_forward_chunk: no feed-forward of this model can be computed in tiles; "
@@ -211,7 +211,7 @@ def check_clipping(config: JobConfig, args: ModelArgs) -> None:
     if not privacy.clipping_groups:
         return
     try:
-        clip_policy(trainable_parameters(on_meta(args)), privacy)
+        clip_policy(trainable_parameters(skeleton(args)), privacy)
     except ValueError as mistake:
         where = f"privacy.clipping_groups = {privacy.clipping_groups}"
         raise ValueError(f"{where}: {mistake}") from None
@@ -253,7 +253,7 @@ def check_files(config: JobConfig, args: ModelArgs, start: Start) -> None:
                 "folder with their tokenizer.json"
             )
     else:
-        check_start(start, on_meta(args).state_dict(), origin(config))
+        check_start(start, skeleton(args).state_dict(), origin(config))
         if start.resumes:
             refuse_other_settings(start.place, args.settings, origin(config))
 

@@ -6,14 +6,7 @@ them by alpha / rank of that. Weights of fp32 that are not next to zero keep no 
 `SMALLEST`.
 """
 
-import torch
-
-import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
-
-# isort: split
-from torchtitan.components.lr_scheduler import build_lr_schedulers
-from torchtitan.components.optimizer import OptimizersContainer
-
+from torchtitan_dp.checkpoint.workload import schedule
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.optimizer import MomentumSGD
 
@@ -25,8 +18,7 @@ _LAST = 0.01  # of the steps, which a decay to zero may leave without a change
 def factors(config: JobConfig) -> dict[int, float]:
     """Return the schedule's factor of each step, or of many of them and the last."""
     steps = config.training.steps
-    one = OptimizersContainer([torch.nn.Linear(1, 1)], torch.optim.SGD, {"lr": 1.0})
-    factor = build_lr_schedulers(one, config.lr_scheduler, steps).schedulers[0].lr_lambdas[0]
+    factor = schedule(config)
     looked_at = {*range(0, steps, max(1, steps // _LOOKED_AT)), steps - 1}
     return {index + 1: factor(index) for index in sorted(looked_at)}
 
