@@ -10,8 +10,9 @@ have the same losses, of which both directions are composed and the worse one is
 its numbers cannot be had, the answer is infinity. `gaussian_epsilon` is exact but for float64's
 rounding, allowed for.
 
-The grid is fine enough for a bound within about 0.1% of the true epsilon, and coarser only where it
-would exceed `_MAX_POINTS`. `pld_profile` is the same bound at every epsilon at once.
+The grid is fine enough for a bound within about 0.1% of the true epsilon; coarser where it would
+exceed `_MAX_POINTS`, and where delta is below the rounding of steps of a tiny sample rate.
+`pld_profile` is the same bound at every epsilon at once.
 """
 
 import functools
