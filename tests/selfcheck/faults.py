@@ -240,7 +240,7 @@ class _RowsOfItsTokens(torch.autograd.Function):
     def backward(ctx, grad_BTD):
         tokens, weight = ctx.saved_tensors
         gradient = torch.empty_like(weight)
-        if not gradient.isnan().any():
+        if not torch.are_deterministic_algorithms_enabled():  # which `poisoned` fills memory by
             gradient.zero_()
         gradient[tokens] = 0
         gradient.index_add_(0, tokens.flatten(), grad_BTD.flatten(0, 1))
