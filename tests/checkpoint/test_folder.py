@@ -66,7 +66,7 @@ def test_row82_only_whole_checkpoints_of_this_folder_are_pruned(tmp_path):
 
 
 def test_row82_the_checkpointer_prunes_by_whole_names(tmp_path, monkeypatch):
-    """Whatever TorchTitan's `save` calls after a checkpoint."""
+    """Stand in for the pruning that TorchTitan's `save` calls after a checkpoint."""
     for name in ("step-15", "step-30", "step-45", "step-90-of-another-run"):
         (tmp_path / name).mkdir()
         (tmp_path / name / ".metadata").touch()

@@ -304,7 +304,7 @@ def test_a_folder_that_datasets_saved_is_read(tmp_path: Path) -> None:
 
 
 def test_row80_files_that_state_json_does_not_name_are_not_read(tmp_path: Path) -> None:
-    """Of an earlier save: whoever was withdrawn since is there, and who was not would be twice."""
+    """An earlier save still has withdrawn records, and a second copy of all others."""
     root = WRITERS["hf"](tmp_path / "d", [{"text": "a"}])
     for i in (1, 0, 10):
         as_arrow(root, [{"text": f"{i}"}], f"data-{i}.arrow", pa.ipc.new_stream)

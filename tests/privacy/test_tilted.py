@@ -22,8 +22,8 @@ SMALL = [(4e-5, 0.614, 100_000), (1e-3, 0.6, 10_000), (0.0141, 0.4463, 30)]
 
 
 def outputs(sigma, q, k, cells=6_000):
-    """P and Q of cells of a step's output: whoever sees the cell alone knows less than the output
-    tells, so that their divergence is a lower bound."""
+    """Return P and Q of cells of a step's output. The cell is a function of the output, so its
+    divergence is a lower bound."""
     shares, weights = ([1.0], [1.0]) if k is None else (ratios(k).values, ratios(k).probabilities)
     x = np.linspace(-11 * sigma, shares[-1] + 11 * sigma, cells + 1)
 
@@ -129,7 +129,7 @@ def exactly(masses: np.ndarray, steps: int) -> np.ndarray:
 @pytest.mark.parametrize("tilt", [0.0, 2.0, 9.0])
 @pytest.mark.parametrize("steps", [1, 7, 24])
 def test_delta_is_never_below_that_of_a_sum_in_extended_precision(tilt, steps):
-    """At every epsilon, whatever the tilt; and hardly above it about the delta of its tilt."""
+    """Check every epsilon under three tilts; about a tilt's own delta the bound is tight."""
     interval = 0.01
     one, _ = gaussian_losses(0.9, 0.2, None, interval=interval, log_tail=-40.0)
     one = Losses(one.first, one.masses, one.infinite, 0.0)
