@@ -1,9 +1,10 @@
 """One run a folder: its lock, workers that die with their launcher, no core dumps, whole files,
-faults in one line, and a warning of an environment that was not tested."""
+faults in one line, and the versions of the program, with a warning of those not tested."""
 
 import contextlib
 import ctypes
 import fcntl
+import functools
 import importlib.metadata
 import io
 import logging
@@ -12,10 +13,12 @@ import platform
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import time
+import typing
 from collections.abc import Iterator
-from typing import IO
+from typing import IO, Any
 
 LOCK_FILE = ".lock"
 FAULT_FILE = "fault.txt"
@@ -121,6 +124,76 @@ def minor(version: str) -> str:
     '2.15'
     """
     return ".".join(version.split(".")[:2])
+
+
+_NAME = "torchtitan-dp"
+_LIBRARIES = (
+    *(_NAME, "torch", "torchtitan", "opacus", "dp-accounting", "PLD_accounting"),
+    *("numpy", "scipy", "jinja2"),
+)
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Return the versions of the libraries that the guarantee rests on, this package included."""
+    found = {}
+    for name in _LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:  # on a path, not installed
+            found[name] = "unknown"
+    return found
+
+
+@functools.cache
+def source() -> dict[str, Any]:
+    """Return this package's name and version, the commit of its checkout, and whether its files
+    differ from that; the latter two are None outside of a checkout, and where git fails."""
+    commit = _git("rev-parse", "HEAD")
+    tracked = commit is not None and _git("ls-files", "--", __file__)
+    changes = _git("status", "--porcelain", "--", ".") if tracked else None
+    return {
+        "name": _NAME,
+        "version": versions()[_NAME],
+        "commit": commit if tracked else None,
+        "modified": changes != "" if changes is not None else None,
+    }
+
+
+def _git(*arguments: str) -> str | None:
+    """Return the output of a git command, run where this file lies; None if it fails."""
+    try:
+        done = subprocess.run(
+            ["git", *arguments],
+            cwd=os.path.dirname(os.path.abspath(__file__)),
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def has_type(value: Any, annotation: Any) -> bool:
+    """Return whether a value is of an annotated type.
+
+    >>> has_type(1, float), has_type(True, int), has_type([1], list[str] | None)
+    (True, False, False)
+    """
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation is Any:
+        return True
+    if origin is typing.Literal:
+        return any(value == a and type(value) is type(a) for a in arguments)
+    if origin in (list, tuple):
+        return isinstance(value, list | tuple) and all(has_type(v, arguments[0]) for v in value)
+    if arguments:  # X | Y
+        return any(has_type(value, a) for a in arguments)
+    if annotation in (int, float) and isinstance(value, bool):
+        return False
+    return isinstance(value, int | float if annotation is float else annotation)
 
 
 def protect() -> None:

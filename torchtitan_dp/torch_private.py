@@ -155,19 +155,6 @@ def with_parameters(
     return copy
 
 
-# Checkpoints.
-
-
-def checkpoint_records() -> tuple[Any, ...]:
-    """Return what a checkpoint's `.metadata` names beside the public records: the places of its
-    entries, formats in memory, and the function that looks a layout up by its name."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
-    from torch.serialization import _get_layout
-
-    return _StorageInfo, _MEM_FORMAT_ENCODING, _get_layout
-
-
 # The plan, which runs a step on tensors without content. No public way has them.
 
 

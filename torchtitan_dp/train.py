@@ -82,8 +82,6 @@ class DPTrainer(RunTrainer):
         self.stop = StopRequest()
         start = self.checkpointer.start
         self.books = Bookkeeping(job_config, self.dataloader, start, self.device)
-        if self.ledger.heldout_losses is not None:
-            self.validator.publish_by(self.books.publish_loss, lambda: self.ledger.private)
         (model,) = self.model_parts
         self.trained = trainable_parameters(model)
         settings = self.books.settings
@@ -163,18 +161,32 @@ class DPTrainer(RunTrainer):
 
     def train(self) -> None:
         super().train()
-        spent = self.books.publish()
-        saved = True
-        if super().should_continue_training():
+        self.books.publish()
+        is_done, saved = self.step >= self.job_config.training.steps, True
+        if not is_done:
             self._log_last()
             saved = self.checkpointer.stop_at(self.step, self.job_config.training.steps)
             if (stopped := os.environ.get(STOPPED_FILE)) is not None:
                 Path(stopped).write_text("stopped")
-        elif spent is not None:
-            self.metrics_processor.send()
-            self.books.show_summary(spent)
         if saved:
             self.books.end_start()
+        if is_done:
+            self._publish_loss()
+            if (spent := self.books.publish()) is not None:
+                self.metrics_processor.send()
+                self.books.show_summary(spent)
+
+    def _publish_loss(self) -> None:
+        """Publish the held-out loss of the last weights, which are saved, where that is asked for
+        and was not done. Collective over the world."""
+        noised = self.books.publish_loss(lambda: self.validator.losses(self.model_parts))
+        if noised is not None:
+            self.metrics_processor.logger.log({"heldout_loss_noised": noised.loss}, noised.step)
+            label = "" if self.ledger.private else "not private: "
+            logger.info(
+                f"step: {noised.step}/{noised.step}  {label}held-out loss with noise: "
+                f"{noised.loss:.4f}, standard deviation {noised.standard_deviation:.2g}"
+            )
 
     def batch_generator(self, data_iterable: Any) -> Any:
         """Prepare the first step, after loading, and return the feed of all steps."""
@@ -220,7 +232,7 @@ class DPTrainer(RunTrainer):
         return self.books.exported()
 
     def _show(self, lr: float, statistics: SampleStatistics) -> None:
-        """Log a step, validate and write `privacy.json`, each where it is due."""
+        """Log a step and write `privacy.json`, each where it is due."""
         step, config = self.step, self.job_config
         logs = self.metrics_processor.should_log(step)
 
@@ -236,10 +248,6 @@ class DPTrainer(RunTrainer):
         self._log_last = (lambda: None) if logs else log
         if logs:
             log()
-        if config.validation.enable and self.validator.should_validate(step):
-            # Not after the step, as TorchTitan would: the checkpoint has its loss in the ledger.
-            self.checkpointer.require_finite(step)
-            self.validator.validate(self.model_parts, step)
         if logs or step % config.checkpoint.interval == 0 or step == config.training.steps:
             self.books.publish()
 

@@ -34,8 +34,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 from torchtitan.train import Trainer
 
-from torchtitan_dp.checkpoint.initial import baseline_ledger
 from torchtitan_dp.checkpoint.manager import Checkpointer
+from torchtitan_dp.checkpoint.plan import baseline_ledger
 from torchtitan_dp.checkpoint.start import Start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import unit_word
@@ -45,8 +45,7 @@ from torchtitan_dp.data.store import mark_used
 from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.gradients.fsdp import free_gathered
 from torchtitan_dp.ledger import PRIVACY_FILE, Lineage
-from torchtitan_dp.ledger.account import without_privacy
-from torchtitan_dp.ledger.files import to_bytes, write_published
+from torchtitan_dp.ledger.schema import described, to_bytes, write_published
 from torchtitan_dp.models.causal_lm.model import CausalLM, HuggingFaceAdapter
 from torchtitan_dp.models.ema import ema_of
 from torchtitan_dp.models.hugging_face import origin, shape
@@ -277,7 +276,7 @@ class BaselineTrainer(RunTrainer):
         return {**super().state_dict(), "ledger": self._current().to_json()}
 
     def exported_terms(self) -> dict[str, Any]:
-        return without_privacy(self._current())
+        return described(self._current(), math.inf, math.inf, math.inf)
 
     def _current(self) -> Lineage:
         return dataclasses.replace(self.ledger, steps=self.step)

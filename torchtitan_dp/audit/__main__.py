@@ -47,7 +47,7 @@ from torchtitan_dp.config.load import (
 )
 from torchtitan_dp.distributed.agreement import shared_root_key
 from torchtitan_dp.ledger import PRIVACY_FILE, RunLog
-from torchtitan_dp.ledger.files import read_published_fields
+from torchtitan_dp.ledger.schema import read_published_fields
 from torchtitan_dp.models.lora import lora_of
 from torchtitan_dp.preflight.check import check_model, open_records
 from torchtitan_dp.privacy.accounting import rounded_up
@@ -173,12 +173,10 @@ def prepare_run(config: JobConfig, folder: str) -> None:
     config.job.dump_folder = folder
     config.validation.enable = False
     config.validation.publish_epsilon = config.validation.publish_delta = None
-    config.validation.publish_noise_multiplier = None
     config.metrics.enable_tensorboard = False
     config.metrics.enable_wandb = config.metrics.enable_mlflow = False
     config.profiling.enable_profiling = config.profiling.enable_memory_snapshot = False
-    initial = config.checkpoint.initial_load_path or config.checkpoint.initial_load_in_hf
-    config.checkpoint.enable = bool(initial)
+    config.checkpoint.enable = config.checkpoint.initial_load_in_hf
     config.checkpoint.last_save_in_hf = False
 
 

@@ -28,7 +28,6 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.batching import Feed
 from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.distributed.agreement import broadcast_from_rank0, shared_root_key
-from torchtitan_dp.ledger.spending import own_steps
 from torchtitan_dp.privacy.lower_bounds import one_run_epsilon, one_run_mu, rate_upper_bound
 from torchtitan_dp.privacy.meaning import meaning
 from torchtitan_dp.privacy.sampling import coins
@@ -103,7 +102,7 @@ def audit(
         trainer.train()
         folder = export_weights(trainer)
         start = decide()
-        base = start.place if start.weights is Weights.INITIAL_HF else None
+        base = start.place if start.weights is Weights.INITIAL else None
         found = _attack(trainer, folder, base, documents, guesses) if dist.get_rank() == 0 else {}
         found = json.loads(broadcast_from_rank0(json.dumps(found)))
         included = trainer.unblind()
@@ -155,7 +154,7 @@ def _bounds(
     """Bound epsilon and mu from below, each at this confidence, beside what is claimed."""
     settings = trainer.ledger.settings
     claimed = settings.epsilon(trainer.step)
-    promised = meaning(own_steps(trainer.ledger, trainer.step), settings.delta)
+    promised = meaning([settings.segment(trainer.step)], settings.delta)
     terms = {key: result[key] for key in ("canaries", "guesses")} | {"confidence": confidence}
     bound = one_run_epsilon(**terms, correct=correct, delta=settings.delta)
     mu, most = (

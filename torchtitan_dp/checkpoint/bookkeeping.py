@@ -7,10 +7,18 @@ Guarantee:
     step: keys are drawn at each start and at each load, lie in memory alone, and leave this process
     for the other ranks only. A published loss is the mean of clipped losses with noise added once,
     which `privacy.published_loss` bounds.
+
+    An `Account`'s `epsilon` is of the weights' own lineage, `epsilon_executed` of every step ever
+    begun in the folder, `epsilon_planned` of those and of all that are still planned. None is ever
+    below the composition of its steps. The last also covers a stop that weights decided; no epsilon
+    covers a stop that followed from losses, norms or other logs, or from a clock.
 """
 
 import dataclasses
+import functools
 import hashlib
+import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,8 +30,9 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 # isort: split
 from torchtitan.tools.logging import logger
 
-from torchtitan_dp.checkpoint.plan import earlier_ledger, losable, refuse_overspending
-from torchtitan_dp.checkpoint.start import Start, check_records, plan_start
+from torchtitan_dp.checkpoint.plan import Plan, earlier_ledger, losable, settle
+from torchtitan_dp.checkpoint.start import Start, check_records, plan_start, resumed
+from torchtitan_dp.checkpoint.terms import config_hash
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import write_config
 from torchtitan_dp.data.batching import Draw, RecordLoader
@@ -33,21 +42,77 @@ from torchtitan_dp.distributed.agreement import (
     shared_root_key,
 )
 from torchtitan_dp.distributed.devices import kind
-from torchtitan_dp.ledger import (
-    Account,
-    Lineage,
-    RunLog,
-    Settings,
-    summary,
-    versions,
-    write_fingerprint,
-)
-from torchtitan_dp.ledger.lineage import resumed, rewound
-from torchtitan_dp.ledger.settings import NoisedLoss
+from torchtitan_dp.ledger import Lineage, RunLog, Settings, summary, write_fingerprint
+from torchtitan_dp.ledger.lineage import NoisedLoss, audited
+from torchtitan_dp.ledger.schema import described, released, write_published
+from torchtitan_dp.ledger.spending import epsilon, spent
 from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.privacy.accounting import EpsilonCurve, rounded_up
 from torchtitan_dp.privacy.banded import NoiseChain
+from torchtitan_dp.privacy.published_loss import noised_mean
 from torchtitan_dp.privacy.sampling import allocate, poisson_draw
-from torchtitan_dp.process import typed
+from torchtitan_dp.process import typed, versions
+
+
+class Account:
+    """The epsilons of a run while it trains, from one start or load on to `total_steps`: computed
+    ahead at a few points, where a query gives the next one up, so that no step waits."""
+
+    def __init__(self, lineage: Lineage, total_steps: int) -> None:
+        """
+        Args:
+            lineage: at the start, with lost steps entered.
+            total_steps: `training.steps`.
+        """
+        self._first, self._total = lineage, max(total_steps, lineage.steps)
+
+    def epsilon(self, lineage: Lineage) -> float:
+        """Return the epsilon of the lineage; infinite if it is not private."""
+        return self._taken.at(lineage.steps) if lineage.composes else math.inf
+
+    def epsilon_executed(self, lineage: Lineage) -> float:
+        """Return the epsilon of all executed steps of the folder, as published."""
+        return self._executed.at(lineage.steps) if lineage.composes else math.inf
+
+    def epsilon_planned(self, lineage: Lineage) -> float:
+        """Return the epsilon of those steps and of the steps that are still planned."""
+        if not lineage.composes:
+            return math.inf
+        planned = epsilon(spent(lineage), lineage.settings, lineage.left)
+        return max(planned, self.epsilon_executed(lineage))
+
+    def described(self, lineage: Lineage) -> dict[str, Any]:
+        """Return the `privacy.json` of the run. It is true of every checkpoint in the folder: none
+        is further than these weights, which were loaded from the newest."""
+        executed, planned = self.epsilon_executed(lineage), self.epsilon_planned(lineage)
+        return described(lineage, self.epsilon(lineage), executed, planned)
+
+    def exported(self, lineage: Lineage) -> dict[str, Any]:
+        """Return the `privacy.json` of weights that are exported now, in the form of a release."""
+        executed, planned = self.epsilon_executed(lineage), self.epsilon_planned(lineage)
+        return released(lineage, executed, planned)
+
+    @functools.cached_property
+    def _taken(self) -> EpsilonCurve:
+        return self._curve(lost=False)
+
+    @functools.cached_property
+    def _executed(self) -> EpsilonCurve:
+        return self._curve(lost=True) if self._first.lost else self._taken
+
+    def _curve(self, *, lost: bool) -> EpsilonCurve:
+        """Return the curve of this run's steps beside others. Its points follow from the number of
+        planned steps, not from the step at which this start began, which a clock may decide."""
+        first = self._first
+        beside = dataclasses.replace(spent(first, lost=lost), done=0)
+        return EpsilonCurve(
+            beside.segments(first.settings.mechanism),
+            first.settings.mechanism,
+            delta=first.settings.delta,
+            accountant=first.settings.accountant,
+            total_steps=self._total,
+            first_step=first.steps,
+        )
 
 
 class Bookkeeping:
@@ -73,12 +138,29 @@ class Bookkeeping:
         """
         self._config, self._device = config, device
         self._folder, self._total = config.job.dump_folder, config.training.steps
-        self.ledger, self.log = self._open(loader, start)
-        self._is_loaded = False
+        self._units = len(loader.units)
         self._ahead: Draw | None = None
         self._round_key: bytes | None = None
-        self._open_account()
-        self._draw_keys()
+        self._is_loaded = False
+        check_records(self._folder, loader.fingerprint, loader.settings)
+        self.log = RunLog(self._folder)
+        self._settle(lambda: plan_start(config, self._units, start, earlier_ledger(self._folder)))
+        split = hashlib.sha256(loader.units.tobytes()).hexdigest()
+        require_agreement(
+            {
+                "the records": (loader.fingerprint, split),
+                "the tokens": loader.samples.store.fingerprint,
+                "the configuration": config_hash(config),
+                "the model": repr(shape(config)),  # its config.json is each node's own
+                "the versions of packages": versions(),
+                # Replicas' noise is compiled for it, and must be the same bit by bit.
+                "the kind of device": kind(device),
+            }
+        )
+        if dist.get_rank() == 0:  # all ranks have read the folder
+            write_fingerprint(self._folder, loader.fingerprint, loader.settings, loader.describe())
+            for line in write_config(config):
+                logger.info(line)
 
     @property
     def settings(self) -> Settings:
@@ -98,9 +180,11 @@ class Bookkeeping:
         return draw, self._ahead
 
     def begin_start(self) -> None:
-        """Record, durably, that this start is about to draw its first units."""
+        """Record, durably, that this start is about to draw its first units. Collective."""
+        name = ""
         if dist.get_rank() == 0:
-            self.log.begin_start(self.ledger, losable(self._config))
+            name = self.log.begin_start(self.ledger, losable(self._config))
+        self.ledger = dataclasses.replace(self.ledger, start=broadcast_from_rank0(name))
 
     def begin_step(self, step: int) -> None:
         """Record, durably, that a step's update is about to happen; raise Fault if more are unsaved
@@ -128,24 +212,21 @@ class Bookkeeping:
 
     def mark_audited(self, canaries: int) -> None:
         """Mark the weights as not private, for good: they are trained on canaries, too."""
-        self.ledger = self.ledger.marked_audited(canaries)
+        self.ledger = audited(self.ledger, canaries)
 
     # What is saved, loaded and shown.
 
     def load(self, text: str) -> int:
         """Take over the ledger of weights that were loaded, and draw fresh keys.
 
-        The plan has merged the ledger of the chosen checkpoint, so that a mistake is reported
-        before the model is built; the ledger that is loaded here may be older, and counts.
+        They may be of an older checkpoint than the plan's.
 
         Collective over the world. Returns the number of steps that the weights have taken.
         """
-        loaded = Lineage.from_json(text)
-        self.ledger = resumed(self.ledger, loaded)
-        refuse_overspending(self._config, self.ledger)
+        loaded, before = Lineage.from_json(text), self.ledger
+        config, units = self._config, self._units
+        self._settle(lambda: settle(config, units, *resumed(config, before, loaded)))
         self._is_loaded = True
-        self._open_account()
-        self._draw_keys()
         return loaded.steps
 
     def require_loaded(self) -> None:
@@ -159,37 +240,45 @@ class Bookkeeping:
         return {"epsilon": self.account.epsilon(self.ledger), "noise_multiplier": sigma}
 
     def beside_epsilon(self) -> str:
-        """Return the words beside epsilon in a step's line."""
-        return self.account.beside_epsilon(self.ledger, self._config.privacy.target_epsilon)
+        """Return the words beside epsilon in a step's line: with lost steps, and the target."""
+        executed, target = self.account.epsilon_executed(self.ledger), self.settings.target_epsilon
+        lost = executed > self.account.epsilon(self.ledger)
+        words = [f"with lost steps {rounded_up(executed)}"] if lost else []
+        return ", ".join(words + ([] if target is None else [f"target {target:g}"]))
 
     def publish(self) -> dict[str, Any] | None:
         """Write `privacy.json` on rank 0, and return its content there."""
         if dist.get_rank() != 0:
             return None
-        return self.account.publish(self.ledger, self._folder)
+        content = self.account.described(self.ledger)
+        write_published(self._folder, content)
+        return content
 
     def exported(self) -> dict[str, Any]:
         """Return the `privacy.json` of the weights as they are exported now."""
         return self.account.exported(self.ledger)
 
-    def publish_loss(self, loss_N: np.ndarray, step: int) -> NoisedLoss:
-        """Add noise to the mean of clipped held-out losses, and enter the result into the ledger.
+    def publish_loss(self, losses: Callable[[], np.ndarray]) -> NoisedLoss | None:
+        """Publish the held-out loss of the last weights, if that is yet to be done: add noise to
+        the mean of clipped losses, and enter the result into the ledger.
 
         Rank 0 does so, and sends it to the others: no rank has a result before its line is in the
         log, or has another one with the same noise, so that their difference would be without any.
 
-        Collective: a broadcast over the world. `loss_N` is fp64, one of each unit.
+        Collective: a broadcast over the world, and `losses`, which returns that of each unit, fp64.
         """
-        terms, key, found = self.ledger.heldout_losses, self.evaluation_keys.take(step), ""
-        assert terms is not None
+        terms, step, found = self.ledger.heldout_loss, self.ledger.steps, ""
+        if terms is None or not terms.is_due(step):
+            return None
+        loss_N = losses()
+        sigma, clip = terms.noise_multiplier, terms.clip
         if dist.get_rank() == 0:
-            self.log.begin_evaluation()
-            found = repr(terms.noise.noised_mean(loss_N, clip=terms.clip, key=key))
-        loss = float(broadcast_from_rank0(found))
-        deviation = terms.noise.standard_deviation(clip=terms.clip, units=len(loss_N))
-        noised = NoisedLoss(step, loss, deviation)
-        losses = terms.with_losses(*terms.losses, noised)
-        self.ledger = dataclasses.replace(self.ledger, heldout_losses=losses)
+            self.log.begin_loss(step)
+            key = self.loss_keys.take(step)
+            found = repr(noised_mean(loss_N, noise_multiplier=sigma, clip=clip, key=key))
+        noised = NoisedLoss(step, float(broadcast_from_rank0(found)), sigma * clip / len(loss_N))
+        terms = dataclasses.replace(terms, begun=terms.begun + 1, noised=noised)
+        self.ledger = dataclasses.replace(self.ledger, heldout_loss=terms)
         return noised
 
     def show_summary(self, spent: dict[str, Any]) -> None:
@@ -224,41 +313,14 @@ class Bookkeeping:
         self.noise_keys = NoiseChain(root.stream("noise"), self.settings.mechanism.column)
         self.window_keys = root.stream("window")
         self.projection_keys = root.stream("projection")  # of estimated norms
-        self.evaluation_keys = root.stream("evaluation")
+        self.loss_keys = root.stream("evaluation")
 
-    def _open(self, loader: RecordLoader, start: Start) -> tuple[Lineage, RunLog]:
-        """Load or plan the ledger, on which all ranks agree, and read the folder's logs."""
-        config, folder, units = self._config, self._folder, loader.units
-        check_records(folder, loader.fingerprint, loader.settings)
-        ledger = plan_start(config, len(units), start, earlier_ledger(folder)).ledger
-        split = hashlib.sha256(units.tobytes()).hexdigest()
-        require_agreement(
-            {
-                "the records": (loader.fingerprint, split),
-                "the tokens": loader.samples.store.fingerprint,
-                "the privacy settings": ledger.settings,
-                "the configuration": ledger.config_hash,
-                "the model": repr(shape(config)),  # its config.json is each node's own
-                "the versions of packages": versions(),
-                # Replicas' noise is compiled for it, and must be the same bit by bit.
-                "the kind of device": kind(self._device),
-            }
-        )
-        log = RunLog(folder)
-        dist.barrier()  # all ranks have read the folder
-        if dist.get_rank() == 0:
-            write_fingerprint(folder, loader.fingerprint, loader.settings, loader.describe())
-            for line in write_config(config):
-                logger.info(line)
-        return rewound(ledger), log  # until a checkpoint is loaded
-
-    def _open_account(self) -> None:
-        """Rebuild the account for the remaining steps, at the start and after each load.
+    def _settle(self, plan: Callable[[], Plan]) -> None:
+        """Settle the terms on rank 0, share its ledger, open its account, and draw fresh keys.
 
         Collective over the world: any rank may write the ledger into a checkpoint.
         """
-        ledger = dataclasses.replace(self.ledger, start=self.log.new_start())
-        if dist.get_rank() == 0:
-            ledger = self.log.opened(ledger)
-        self.ledger = Lineage.from_json(broadcast_from_rank0(ledger.to_json()))
+        text = plan().ledger.to_json() if dist.get_rank() == 0 else ""
+        self.ledger = Lineage.from_json(broadcast_from_rank0(text))
         self.account = Account(self.ledger, self._total)
+        self._draw_keys()

@@ -1,29 +1,40 @@
-"""A run's checkpoints on disk (whole, damaged or left by a killed save), their ledger and average.
+"""A run's checkpoints on disk: which are whole, whose they are, and what lies in them.
 
-DCP renames `.metadata` into place last, so a `step-N` with it was saved completely. Later damage
-shows in the sizes of files (`damage`) and the CRC-32 of each entry (`damaged_entry`, which reads
-them). A flipped bit in a readable `.metadata` shows in entries, chunks or names that do not fit;
-loading uses nothing else of it.
+DCP renames `.metadata` into place last, so a `step-N` with it was saved completely; files that were
+cut later show by their sizes (`damage`).
+
+Guarantee:
+    PyTorch unpickles `.metadata` and all values but tensors, which runs any code in a file. So
+    nothing of a checkpoint is read unless this process' user owns it, its files and the folder that
+    it lies in, and nobody else may write to one of them (`refuse_foreign`). All reading goes
+    through `read_metadata` and `load`.
 """
 
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+import stat
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from torchtitan_dp.checkpoint import safe_load
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.ledger import Lineage
 from torchtitan_dp.models.ema import WEIGHTS
 
 LEDGER_KEY = "train_state.ledger"
+SETTINGS = "model_settings"
+"""The state of what the model computes with (`ModelArgs.settings`), as JSON."""
+AVERAGE = "ema"
+"""The state of the average, beside TorchTitan's own states."""
+_METADATA_FILE = ".metadata"
 _DAMAGED = ".damaged"
-_LAST = (safe_load.METADATA_FILE, "model.safetensors.index.json")
 
 
 def checkpoint_folder(config: JobConfig) -> str:
@@ -33,7 +44,7 @@ def checkpoint_folder(config: JobConfig) -> str:
 
 def finished_checkpoints(folder: str) -> list[int]:
     """Return the steps that were saved completely, newest first."""
-    whole = [s for s in _steps(folder) if any(os.path.exists(os.path.join(s, f)) for f in _LAST)]
+    whole = (s for s in _steps(folder) if os.path.exists(os.path.join(s, _METADATA_FILE)))
     return sorted((int(step.rpartition("-")[2]) for step in whole), reverse=True)
 
 
@@ -74,45 +85,10 @@ def drop_unfinished(folder: str) -> bool:
     return bool(unfinished)
 
 
-def damage(step: str) -> str:
-    """Return the damage that metadata and file sizes show in a checkpoint's folder, or ""."""
-    try:
-        _check_sizes(step, safe_load.read_metadata(step))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def damaged_entry(step: str, rank: int, ranks: int) -> str:
-    """Return the damage in one rank's share of a checkpoint's entries, or "".
-
-    It reads about 1 / ranks of the checkpoint, one entry at a time.
-    """
-    try:
-        metadata = safe_load.read_metadata(step)
-        _check_sizes(step, metadata)
-        share = sorted(safe_load.entries(metadata))[rank::ranks]
-        for name in dict.fromkeys(entry.file for entry in share):
-            with open(os.path.join(step, name), "rb") as file:
-                for entry in share:
-                    if entry.file == name:
-                        safe_load.check_entry(file, entry)
-    except (OSError, ValueError) as error:
-        return str(error)
-    return ""
-
-
-def _check_sizes(step: str, metadata: Metadata) -> None:
-    """Raise ValueError if a file is missing, or shorter than its entries need."""
-    ends: dict[str, int] = {}
-    for entry in safe_load.entries(metadata):
-        ends[entry.file] = max(ends.get(entry.file, 0), entry.offset + entry.length)
-    for name, end in ends.items():
-        path = os.path.join(step, name)
-        size = os.path.getsize(path) if os.path.isfile(path) else None
-        if size is None or size < end:
-            found = "is missing" if size is None else f"has {size:,} of {end:,} bytes"
-            raise ValueError(f"{name} {found}")
+def _steps(folder: str) -> list[str]:
+    """Return all checkpoints in a folder, finished or not."""
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    return [os.path.join(folder, name) for name in names if re.fullmatch(r"step-\d+", name)]
 
 
 def set_aside(folder: str, step: int) -> str:
@@ -125,6 +101,126 @@ def set_aside(folder: str, step: int) -> str:
     return target
 
 
+def none_whole(folder: str, newest: int, problem: str) -> str:
+    """Return the error for a run all of whose checkpoints are damaged."""
+    return (
+        f"no checkpoint in {folder} is whole (step-{newest}: {problem}): restore one, or start "
+        "afresh in another job.dump_folder"
+    )
+
+
+def refuse_foreign(step: str) -> None:
+    """Raise ValueError, one line, for a checkpoint that is not this process' user's, or to which
+    others may write: loading it would run any code in it."""
+    for path in (os.path.dirname(os.path.abspath(step)), step, *_files(step)):
+        found = os.stat(path)
+        if found.st_uid != os.geteuid():
+            raise ValueError(
+                f"'{path}' belongs to the user with the id {found.st_uid}, and a checkpoint of "
+                "others can run any code: load your own, or start from safetensors "
+                "(checkpoint.initial_load_path)"
+            )
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ValueError(
+                f"'{path}' may be written by others, and a checkpoint that they change can run any "
+                f"code: if nobody did, take the right away (chmod -R go-w '{step}/..')"
+            )
+
+
+def _files(step: str) -> list[str]:
+    return [os.path.join(step, name) for name in sorted(os.listdir(step))]
+
+
+def read_metadata(step: str) -> Metadata:
+    """Read a checkpoint's `.metadata`.
+
+    Raises:
+        ValueError: one line; it is missing or damaged, or the checkpoint is not the user's alone.
+    """
+    refuse_foreign(step)
+    try:
+        metadata = dcp.FileSystemReader(step).read_metadata()
+        assert isinstance(metadata, Metadata), type(metadata)
+    except Exception as error:  # pickle raises a dozen kinds for damaged bytes
+        raise ValueError(f"its {_METADATA_FILE} cannot be read: {in_one_line(error)}") from error
+    return metadata
+
+
+def load(state_dict: dict[str, Any], step: str, *, no_dist: bool = False) -> None:
+    """Load in place as `dcp.load` does. Collective over the world unless `no_dist`.
+
+    Raises:
+        CheckpointException: PyTorch's, if a rank could not read it.
+        ValueError: one line; it is not the user's alone.
+    """
+    refuse_foreign(step)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as `no_dist` asks
+        dcp.load(state_dict, storage_reader=dcp.FileSystemReader(step), no_dist=no_dist)
+
+
+def damage(step: str) -> str:
+    """Return the damage that metadata and file sizes show in a checkpoint's folder, or "".
+
+    Raises:
+        ValueError: one line; it is not the user's alone.
+    """
+    refuse_foreign(step)
+    try:
+        places = (read_metadata(step).storage_data or {}).values()
+    except ValueError as error:
+        return str(error)
+    ends: dict[str, int] = {}
+    for place in places:
+        name = place.relative_path
+        ends[name] = max(ends.get(name, 0), place.offset + place.length)
+    for name, end in ends.items():
+        path = os.path.join(step, name)
+        if not os.path.isfile(path):
+            return f"{name} is missing"
+        if (size := os.path.getsize(path)) < end:
+            return f"{name} has {size:,} of {end:,} bytes"
+    return ""
+
+
+def has_state(step: str, state: str) -> bool:
+    """Return whether a checkpoint has any entry of a state; raise ValueError if it is damaged."""
+    return any(name.startswith(f"{state}.") for name in read_metadata(step).state_dict_metadata)
+
+
+def has_average(step: str) -> bool:
+    """Return whether a checkpoint's folder has an average; raise ValueError if it is damaged."""
+    return has_state(step, f"{AVERAGE}.{WEIGHTS}")
+
+
+def average_name(parameter: str) -> str:
+    """Return the name that the average of a parameter has in a checkpoint."""
+    return f"{AVERAGE}.{WEIGHTS}.{parameter}"
+
+
+def read_ledger(step: str) -> Lineage:
+    """Return the ledger in a checkpoint.
+
+    Raises:
+        ValueError: one line; there is none, or it cannot be read.
+    """
+    state = {LEDGER_KEY: ""}
+    try:
+        load(state, step, no_dist=True)
+        return Lineage.from_json(state[LEDGER_KEY])
+    except (CheckpointException, Exception) as error:  # the first is a BaseException only
+        raise ValueError(f"the ledger in {step} cannot be read: {in_one_line(error)}") from error
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return an error in one line; of several ranks' errors an OSError, the most specific, if there
+    is one."""
+    if isinstance(error, CheckpointException):
+        failures = [failure for failure, _ in error.failures.values()]
+        error = min(failures, key=lambda failure: not isinstance(failure, OSError))
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
 def refuse_another_model(step: str, state_dict: Mapping[str, torch.Tensor], origin: str) -> None:
     """Raise ValueError, one line, if a checkpoint's parameters have other shapes than the model's.
 
@@ -133,7 +229,8 @@ def refuse_another_model(step: str, state_dict: Mapping[str, torch.Tensor], orig
         state_dict: the model's parameters; tensors on `meta` suffice.
         origin: the source of the model's shape, for the message.
     """
-    saved = safe_load.shapes(safe_load.read_metadata(step))
+    found = read_metadata(step).state_dict_metadata
+    saved = {n: tuple(e.size) for n, e in found.items() if isinstance(e, TensorStorageMetadata)}
     given = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
     layers = {name for name in saved if re.match(r"(model|layers)\.|[^.]*\.weight$", name)}
     for name in sorted(given.keys() | layers):
@@ -146,28 +243,22 @@ def refuse_another_model(step: str, state_dict: Mapping[str, torch.Tensor], orig
             )
 
 
-SETTINGS = "model_settings"
-"""The state of what the model computes with (`ModelArgs.settings`), as JSON."""
-
-
 def refuse_other_settings(step: str, settings: Mapping[str, Any], origin: str) -> None:
     """Raise ValueError, one line, if a checkpoint's model computes with other settings. Those that
-    cannot be read are left to the load, which finds the damage; older checkpoints have none.
+    cannot be read are left to the load, which finds the damage.
 
     Args:
         step: the checkpoint's own folder, with readable metadata.
         settings: of the model to load it into.
         origin: their source, for the message.
     """
-    if SETTINGS not in safe_load.read_metadata(step).state_dict_metadata:
-        return
     state = {SETTINGS: ""}
     try:
-        safe_load.load(state, step, no_dist=True)
-        saved = dict(_leaves(json.loads(state[SETTINGS])))
+        load(state, step, no_dist=True)
+        saved = json.loads(state[SETTINGS])
     except (CheckpointException, Exception):  # the first is a BaseException only
         return
-    given = dict(_leaves(json.loads(json.dumps(settings))))
+    given = json.loads(json.dumps(settings))
     for name in sorted(given.keys() | saved.keys()):
         if given.get(name) != saved.get(name):
             here, there = (json.dumps(each.get(name)) for each in (given, saved))
@@ -175,55 +266,3 @@ def refuse_other_settings(step: str, settings: Mapping[str, Any], origin: str) -
                 f"{origin}: its {name} is {here}, that of the checkpoint {step} is {there}; set it "
                 "back, or start afresh in another job.dump_folder"
             )
-
-
-def _leaves(settings: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each value in nested JSON by the path to it."""
-    if not isinstance(settings, dict | list):
-        yield path.removeprefix("."), settings
-        return
-    for key, part in settings.items() if isinstance(settings, dict) else enumerate(settings):
-        yield from _leaves(part, f"{path}.{key}")
-
-
-def none_whole(folder: str, newest: int, problem: str) -> str:
-    """Return the error for a run all of whose checkpoints are damaged."""
-    return (
-        f"no checkpoint in {folder} is whole (step-{newest}: {problem}): restore one, or start "
-        "afresh in another job.dump_folder"
-    )
-
-
-def _steps(folder: str) -> list[str]:
-    """Return all checkpoints in a folder, finished or not."""
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    return [os.path.join(folder, name) for name in names if re.fullmatch(r"step-\d+", name)]
-
-
-def read_ledger(step: str) -> str | None:
-    """Return the ledger in a checkpoint, as JSON; None if it has none, or is no checkpoint.
-
-    Raises:
-        ValueError: its metadata is damaged.
-    """
-    if not os.path.exists(os.path.join(step, safe_load.METADATA_FILE)):
-        return None
-    if LEDGER_KEY not in safe_load.read_metadata(step).state_dict_metadata:
-        return None
-    entry = {LEDGER_KEY: ""}
-    safe_load.load(entry, step, no_dist=True)
-    return entry[LEDGER_KEY]
-
-
-AVERAGE = "ema"
-"""The state of the average, beside TorchTitan's own states."""
-
-
-def average_name(parameter: str) -> str:
-    """Return the name that the average of a parameter has in a checkpoint."""
-    return f"{AVERAGE}.{WEIGHTS}.{parameter}"
-
-
-def has_average(step: str) -> bool:
-    """Return whether a checkpoint's folder has an average; raise ValueError if it is damaged."""
-    return safe_load.has_state(step, f"{AVERAGE}.{WEIGHTS}")

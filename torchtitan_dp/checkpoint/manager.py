@@ -1,4 +1,4 @@
-"""TorchTitan's checkpointer, which loads the decided weights and runs no code from them."""
+"""TorchTitan's checkpointer, which loads the decided weights."""
 
 import json
 import os
@@ -24,26 +24,22 @@ from torchtitan.components.checkpoint import (
 from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
-from torchtitan_dp.checkpoint import safe_load
 from torchtitan_dp.checkpoint.folder import (
     AVERAGE,
     SETTINGS,
     has_average,
+    has_state,
+    in_one_line,
     newest_finished_checkpoint,
     refuse_another_model,
     stale_checkpoints,
     step_folder,
 )
-from torchtitan_dp.checkpoint.start import (
-    Start,
-    confirmed,
-    has_adapters,
-    of_any_rank,
-)
+from torchtitan_dp.checkpoint.folder import load as load_states
+from torchtitan_dp.checkpoint.start import Start, confirmed, of_any_rank
 from torchtitan_dp.distributed.torchtitan_private import is_saved_at
 from torchtitan_dp.models.ema import WEIGHTS, WeightAverage
 from torchtitan_dp.models.hugging_face import shape
-from torchtitan_dp.models.lora import without_adapters
 from torchtitan_dp.models.parameters import first_overflow, overflow
 from torchtitan_dp.process import Fault
 
@@ -189,27 +185,23 @@ class Checkpointer(CheckpointManager):
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
-        """Read a checkpoint into the states, without running code from it."""
-        if from_hf:  # safetensors have no code
+        """Read a checkpoint into the states."""
+        if from_hf:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
-        model = self.states[MODEL].state_dict()
-        if not self.start.resumes and not has_adapters(checkpoint_id):  # they may be new
-            model, state_dict = without_adapters(model), without_adapters(state_dict)
-        refuse_another_model(checkpoint_id, model, self._origin)
-        if OPTIMIZER in state_dict and not safe_load.has_state(checkpoint_id, OPTIMIZER):
+        refuse_another_model(checkpoint_id, self.states[MODEL].state_dict(), self._origin)
+        if OPTIMIZER in state_dict and not has_state(checkpoint_id, OPTIMIZER):
             raise Fault(
                 f"checkpoint {checkpoint_id} has weights only (checkpoint.last_save_model_only), "
-                "so training cannot resume from it: name it as checkpoint.initial_load_path, "
-                "with another job.dump_folder"
+                "so training cannot resume from it: start a run of its own from exported weights "
+                "(checkpoint.initial_load_path, another job.dump_folder)"
             )
-        if self.start.resumes:
-            state_dict = self._with_average_if_any(state_dict, checkpoint_id)
+        state_dict = self._with_average_if_any(state_dict, checkpoint_id)
         try:
-            safe_load.load(state_dict, checkpoint_id)
+            load_states(state_dict, checkpoint_id)
         except CheckpointException as error:
             raise Fault(
-                f"checkpoint {checkpoint_id} cannot be loaded ({_in_one_line(error)}): move it "
+                f"checkpoint {checkpoint_id} cannot be loaded ({in_one_line(error)}): move it "
                 "away, and the run resumes from the one before"
             ) from error
         # As TorchTitan does: the model's states were flattened.
@@ -279,7 +271,7 @@ class Checkpointer(CheckpointManager):
         free = shutil.disk_usage(self.folder).free / 2**30
         raise Fault(
             f"checkpoint step-{step} was not saved in {self.folder}, where {free:.2f} GiB are free "
-            f"({_in_one_line(error)}): fix this and run the same command; the last complete one is "
+            f"({in_one_line(error)}): fix this and run the same command; the last complete one is "
             f"{whole}"
         ) from error
 
@@ -302,12 +294,3 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         {key: value for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
-
-
-def _in_one_line(error: BaseException) -> str:
-    """Return an error in one line; of several ranks' errors an OSError, the most specific, if there
-    is one."""
-    if isinstance(error, CheckpointException):
-        failures = [failure for failure, _ in error.failures.values()]
-        error = min(failures, key=lambda failure: not isinstance(failure, OSError))
-    return " ".join(str(error).split()) or type(error).__name__

@@ -1,43 +1,46 @@
-"""The terms on which a run trains, fixed at its first start: noise and sampling rate.
+"""The plan of a run's privacy budget: how it begins, and the terms that its first start fixed.
 
-They follow from the configuration, the number of units, and the earlier spending in the ledgers of
-the run's folder and its initial weights.
+A start is `fresh`, `resumed` from a checkpoint of its own, or `rewound`, where its checkpoints are
+gone. Each gives the history of its weights and the terms of its earlier steps, if there were any;
+`settle` fixes the rest.
+
+Guarantee:
+    - The spending of the runs behind the initial weights is composed with this run's, on any
+      records: that bounds what is revealed of a unit of both runs, or of either. "Not private"
+      stays with weights. Weights without a `privacy.json` are refused unless the user declares them
+      public, which is recorded as an assumption.
+    - Weights are resumed only where a start of this folder took their steps, so that its logs count
+      them.
 """
 
 import bisect
+import contextlib
+import dataclasses
 import os
 from dataclasses import dataclass, replace
 
-from torchtitan_dp.checkpoint.initial import InitialWeights, refuse_baseline_folder, with_initial
-from torchtitan_dp.checkpoint.terms import (
-    choose_losses,
-    choose_noise,
-    config_hash,
-    refuse_more_losses,
-    settings_of,
-)
+from torchtitan_dp.checkpoint.terms import choose_noise, config_hash, settings_of
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.derived import unit_word
-from torchtitan_dp.ledger.files import (
+from torchtitan_dp.config.derived import rope_in_words, trained, unit_word
+from torchtitan_dp.ledger.lineage import (
+    HeldOutLoss,
+    History,
+    Lineage,
+    Settings,
+    not_private,
+    with_caveats,
+)
+from torchtitan_dp.ledger.log import Losable, RunLog
+from torchtitan_dp.ledger.schema import (
     PRIVACY_FILE,
-    TRIAL_FILE,
     ledger_of,
     read_published_fields,
 )
-from torchtitan_dp.ledger.lineage import TRIAL, Lineage, inherited, resumed, rewound
-from torchtitan_dp.ledger.log import (
-    EVALUATIONS_FILE,
-    EXECUTED_FILE,
-    STARTS_FILE,
-    Losable,
-    RunLog,
-)
-from torchtitan_dp.ledger.settings import Settings
-from torchtitan_dp.ledger.spending import BY_RDP, compose, counted_by, initial_steps, spending
-from torchtitan_dp.ledger.spending import epsilon as epsilon_of
-from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.coefficients import INDEPENDENT
-from torchtitan_dp.privacy.segments import steps_in_a_row
+from torchtitan_dp.ledger.spending import BY_RDP, counted_by, epsilon, inherited, spent
+from torchtitan_dp.privacy import accounting, published_loss
+from torchtitan_dp.privacy.mechanism import NoMechanism
+
+PUBLIC = "the initial weights are assumed to be public"
 
 
 @dataclass(frozen=True)
@@ -61,88 +64,127 @@ class Plan:
         return self.ledger.private
 
 
-def make_plan(
-    config: JobConfig,
-    units: int,
-    earlier: Lineage | None = None,
-    weights: Lineage | None = None,
-    initial: InitialWeights | None = None,
-) -> Plan:
+def settle(config: JobConfig, units: int, history: History, terms: Settings | None) -> Plan:
     """Fix the noise, the sampling rate and the epsilon of a run.
 
     Args:
         units: number of training units.
-        earlier: the ledger of this folder's earlier steps, whose terms are kept.
-        weights: ledger of the weights to resume from, which may be older than `earlier`; None if
-            the run has no weights yet.
-        initial: the weights of another run that this one starts from, if any.
+        history, terms: from `fresh`, `rewound` or `resumed`.
 
     Raises:
         ValueError: one line for the user.
     """
-    privacy, steps = config.privacy, config.training.steps
+    privacy, steps, folder = config.privacy, config.training.steps, config.job.dump_folder
     warnings = _check_delta(config, units)
-    if weights is None and earlier is not None:  # they are lost: terms stay, steps start anew
-        weights = rewound(earlier)
-    start = Lineage(
-        settings_of(config, units, 0.0, INDEPENDENT),
-        planned_steps=steps,
-        config_hash=config_hash(config),
-    )
-    if os.path.exists(os.path.join(config.job.dump_folder, TRIAL_FILE)):
-        start = start.with_caveats(TRIAL)
-    ledger = start if earlier is None else inherited(start, earlier)
-    ledger = with_initial(ledger, config, initial)
-    sigma, column = choose_noise(config, units, initial_steps(ledger), weights)
-    ledger = replace(
-        ledger,
-        settings=settings_of(config, units, sigma, column),
-        heldout_losses=choose_losses(config, earlier or weights),
-    )
-    if weights is not None:
-        ledger = resumed(ledger, weights)
-    if earlier is not None:
-        log = RunLog(config.job.dump_folder)
-        ledger = log.enter_lost(ledger)
-        if problem := log.undercounted(ledger):
-            raise ValueError(_unlike(config.job.dump_folder, problem))
-    refuse_more_losses(config, ledger)
-    _refuse_interval(config, ledger.settings)
-    epsilon = refuse_overspending(
-        config, ledger, begun_with=weights.planned_steps if weights else None
-    )
-    stated = max(epsilon, compose(ledger, spending(ledger, lost=True, planned=True)))
-    if ledger.composes and counted_by(ledger) != privacy.accountant:
-        warnings.append(BY_RDP)
+    sigma, column = choose_noise(config, units, inherited(history.ancestors), terms)
+    settings = settings_of(config, units, sigma, column)
+    if terms is not None:
+        settings = settings.resumed(since=terms)
+    _refuse_inside_round(config, settings, history.steps)
+    loss = choose_loss(config, history if terms is not None else None)
+    before = history.planned_steps  # 0: none
+    if steps > before > 0:
+        history = with_caveats(
+            history,
+            f"training.steps was raised from {before} to {steps} after the first start, which is "
+            "assumed not to follow from results",
+        )
     if sigma == 0:
-        ledger = ledger.marked_not_private("privacy.noise_multiplier = 0")
+        history = not_private(history, "privacy.noise_multiplier = 0")
         warnings.append("privacy.noise_multiplier = 0: the run is NOT private")
     if privacy.debug_seed is not None:
-        ledger = ledger.marked_not_private("privacy.debug_seed was set: the noise can be redrawn")
+        history = not_private(history, "privacy.debug_seed was set: the noise can be redrawn")
         warnings.append("privacy.debug_seed is set: the run is NOT private")
-    return Plan(ledger, steps, epsilon, stated, tuple(warnings))
+    history = replace(
+        history,
+        planned_steps=max(steps, before),
+        heldout_loss=loss,
+        config_hash=config_hash(config),
+    )
+    fields = {one.name: getattr(history, one.name) for one in dataclasses.fields(History)}
+    log = RunLog(folder)
+    ledger = log.enter_lost(Lineage(settings, **fields))
+    if problem := log.undercounted(ledger):
+        raise ValueError(_unlike(folder, problem))
+    reached = _refuse_overspending(config, ledger, before)
+    if ledger.composes and counted_by(ledger) != privacy.accountant:
+        warnings.append(BY_RDP)
+    stated = max(reached, epsilon(spent(ledger), settings, ledger.left))
+    return Plan(ledger, steps, reached, stated, tuple(warnings))
 
 
 def steps_within(plan: Plan, target_epsilon: float) -> int | None:
     """Return the most `training.steps` at which a release states at most the target, lost steps
     included; None if too much is spent already."""
     ledger = plan.ledger
-    begun = spending(ledger, lost=True, planned=False)
 
     def exceeds(steps: int) -> bool:
-        coming = steps_in_a_row(
-            ledger.settings.mechanism, ledger.steps + 1, steps - ledger.steps, ledger.run
-        )
-        return compose(ledger, [*begun, *coming]) > target_epsilon
+        coming = steps - ledger.steps
+        return epsilon(spent(ledger), ledger.settings, coming) > target_epsilon
 
     tried = range(ledger.steps, plan.steps + 1)
     found = bisect.bisect_left(tried, True, key=exceeds)
     return tried[found - 1] if found else None
 
 
-def _refuse_interval(config: JobConfig, settings: Settings) -> None:
-    """Refuse, by ValueError, checkpoints inside rounds, from which no run goes on."""
+def choose_loss(config: JobConfig, earlier: History | None) -> HeldOutLoss | None:
+    """Return the terms of the held-out loss that a run publishes at its end, with those that its
+    folder has published; None if it publishes none.
+
+    Args:
+        earlier: of this folder's first start, which fixed them; None for a fresh run.
+
+    Raises:
+        ValueError: one line; they changed, or would spend more than their epsilon.
+    """
+    validation, asked = config.validation, config.validation.publish_epsilon
+    delta = validation.publish_delta or config.privacy.delta
+    assert delta is not None
+    if earlier is None:
+        if asked is None:
+            return None
+        try:
+            noise = published_loss.noise_for(target_epsilon=asked, delta=delta)
+        except ValueError:  # in words of another key
+            raise ValueError(
+                f"validation.publish_epsilon = {asked:g}: no noise of a usable size spends it at "
+                f"delta = {delta:g}; choose a value near 1"
+            ) from None
+        return HeldOutLoss(noise, validation.publish_clip, delta, target_epsilon=asked)
+    kept = earlier.heldout_loss
+    before = (None,) * 3 if kept is None else (kept.target_epsilon, kept.delta, kept.clip)
+    now = (None,) * 3 if asked is None else (asked, delta, validation.publish_clip)
+    for key, new, old in zip(("epsilon", "delta", "clip"), now, before, strict=True):
+        if new != old:
+            raise ValueError(
+                f"validation.publish_{key} = {new}: this run was started with {old}, for which the "
+                "noise of its held-out loss was fixed; set it back, or start afresh in another "
+                "job.dump_folder"
+            )
+    if kept is not None and kept.noised is not None and kept.is_due(config.training.steps):
+        raise ValueError(
+            f"training.steps = {config.training.steps}: the held-out loss after step "
+            f"{kept.noised.step} was published, which spent validation.publish_epsilon; "
+            "set it back, or start a run of its own from exported weights "
+            "(checkpoint.initial_load_path, another job.dump_folder)"
+        )
+    return kept
+
+
+def _refuse_inside_round(config: JobConfig, settings: Settings, steps: int) -> None:
+    """Refuse, by ValueError, to train on from weights inside a round of random allocation, whose
+    key is gone, and checkpoints there.
+
+    So each round of a lineage belongs to one start, and its steps are ceil(steps / t) rounds.
+    """
     t, checkpoint = settings.mechanism.round_steps, config.checkpoint
+    if steps % t and config.training.steps > steps:
+        raise ValueError(
+            f"training.steps = {config.training.steps}: these weights, after step {steps}, are "
+            f"inside a round of {t} steps (privacy.sampling = 'allocation'), which ended there; "
+            "start a run of its own from exported weights (another job.dump_folder, "
+            "checkpoint.initial_load_path), whose ledger counts their steps"
+        )
     if t > 1 and checkpoint.enable_first_step_checkpoint:
         raise ValueError(
             "checkpoint.enable_first_step_checkpoint = True: with privacy.sampling = 'allocation' "
@@ -201,28 +243,29 @@ def _reaches(value: float, bound: float) -> bool:
     return value >= bound * (1 - 1e-9)
 
 
-def refuse_overspending(config: JobConfig, ledger: Lineage, begun_with: int | None = None) -> float:
+def _refuse_overspending(config: JobConfig, ledger: Lineage, before: int) -> float:
     """Return the epsilon after a run's last step; raise ValueError if it is above the target.
 
     Args:
-        begun_with: the `training.steps` of this run's last start, if there was one.
+        before: the `training.steps` of this run's last start; 0 if there was none.
     """
-    privacy, steps = config.privacy, config.training.steps
-    epsilon = epsilon_of(ledger, max(steps, ledger.steps))
-    if privacy.target_epsilon is not None and epsilon > privacy.target_epsilon:
-        spends = f"would spend {accounting.rounded_up(epsilon)}"
-        if begun_with not in (None, steps):
+    target, steps = config.privacy.target_epsilon, config.training.steps
+    coming = max(steps - ledger.steps, 0)
+    reached = epsilon(spent(ledger, lost=False), ledger.settings, coming)
+    if target is not None and reached > target:
+        spends = f"would spend {accounting.rounded_up(reached)}"
+        if before not in (0, steps):
             raise ValueError(
-                f"training.steps = {steps}: this run was started with {begun_with}, for which its "
+                f"training.steps = {steps}: this run was started with {before}, for which its "
                 f"noise was fixed, and more {spends}; set it back, raise privacy.target_epsilon "
-                f"(now {privacy.target_epsilon:g}), or start afresh in another job.dump_folder"
+                f"(now {target:g}), or start afresh in another job.dump_folder"
             )
         raise ValueError(
-            f"privacy.target_epsilon = {privacy.target_epsilon:g}: this run's noise was fixed at "
-            f"its first start, and {steps} training.steps {spends}; lower training.steps, raise "
-            "the target, or start afresh in another job.dump_folder"
+            f"privacy.target_epsilon = {target:g}: this run's noise was fixed at its first start, "
+            f"and {steps} training.steps {spends}; lower training.steps, raise the target, or "
+            "start afresh in another job.dump_folder"
         )
-    return epsilon
+    return reached
 
 
 def losable(config: JobConfig) -> Losable:
@@ -242,9 +285,12 @@ def earlier_ledger(folder: str) -> Lineage | None:
     Raises:
         ValueError: if steps were begun whose terms, or whose number, are no longer known.
     """
-    refuse_baseline_folder(folder)
-    log = RunLog(folder)
-    published = read_published_fields(folder)
+    log, published = RunLog(folder), read_published_fields(folder)
+    if _is_baseline(folder):
+        raise ValueError(
+            f"privacy.enable = true: job.dump_folder = '{folder}' is that of a run without "
+            "privacy, whose weights cannot become private; give this one its own job.dump_folder"
+        )
     if published is None:
         if log.count == 0:
             return None
@@ -259,21 +305,7 @@ def earlier_ledger(folder: str) -> Lineage | None:
         )
     stated = ledger_of(published)
     ledger = log.enter_lost(stated)
-    counted, losses = stated.heldout_losses, ledger.heldout_losses
-    fewer = counted is not None and losses is not None and losses.lost < counted.lost
-    missing = log.missing(ledger)
-    if fewer or missing.evaluations:
-        raise ValueError(
-            f"job.dump_folder = '{folder}': {EVALUATIONS_FILE} lacks held-out losses that "
-            f"{PRIVACY_FILE} counts; restore it as the run wrote it, or use another folder"
-        )
-    problem = log.undercounted(ledger)
-    if missing.steps or ledger.lost < stated.lost:
-        problem = (
-            f"{EXECUTED_FILE} or {STARTS_FILE} lacks steps or crashes that {PRIVACY_FILE} counts "
-            f"({stated.steps_executed} steps)"
-        )
-    if problem:
+    if problem := log.lacks(stated) or log.undercounted(ledger):
         raise ValueError(_unlike(folder, problem))
     return ledger if log.count > 0 else None
 
@@ -284,3 +316,63 @@ def _unlike(folder: str, problem: str) -> str:
         f"job.dump_folder = '{folder}': {problem}; restore both as the run wrote them, or use "
         "another folder"
     )
+
+
+def refuse_delta_of_loss(config: JobConfig, heldout: int) -> None:
+    """Refuse, by ValueError, a delta at which a whole held-out unit might be published.
+
+    Args:
+        heldout: the number of held-out units, which is public where a loss is published.
+    """
+    validation = config.validation
+    delta, key = validation.publish_delta, "validation.publish_delta"
+    if delta is None:
+        delta, key = config.privacy.delta, "validation.publish_delta (unset: privacy.delta)"
+    assert delta is not None
+    if validation.publish_epsilon is not None and delta * heldout >= 1:
+        word = unit_word(config)
+        raise ValueError(
+            f"{key} = {delta:g}: at least 1 / number of held-out {word}s ({1 / heldout:.2g}), "
+            f"which allows publishing a {word} outright; use a tenth of that, "
+            f"{accounting.rounded_down(0.1 / heldout, digits=2)}, or less"
+        )
+
+
+def baseline_ledger(config: JobConfig, units: int) -> Lineage:
+    """Return the ledger of a run without privacy on so many training units."""
+    batch = config.training.global_batch_size
+    settings = Settings(
+        NoMechanism(0.0, min(max(batch, 1) / units, 1.0)),
+        max_grad_norm=0.0,  # none
+        delta=config.privacy.delta or 0.0,
+        expected_batch_size=batch,
+        accountant=config.privacy.accountant,
+        sample_rate_source="shuffled batches of one size",
+        neighbouring_relation="none",
+        sampling="shuffled",
+        clipping="none",
+        clip_function="none",
+        trained=trained(config),
+        rope=rope_in_words(config),
+    )
+    why = "trained without privacy (privacy.enable = false)"
+    return not_private(Lineage(settings, planned_steps=config.training.steps), why)
+
+
+def refuse_private_folder(folder: str) -> None:
+    """Refuse to train without privacy in a private run's folder, by ValueError: its `privacy.json`
+    would no longer cover the weights."""
+    is_there = os.path.exists(os.path.join(folder, PRIVACY_FILE))
+    if (is_there and not _is_baseline(folder)) or RunLog(folder).count > 0:
+        raise ValueError(
+            f"privacy.enable = false: job.dump_folder = '{folder}' is that of a private run; give "
+            "this one its own job.dump_folder"
+        )
+
+
+def _is_baseline(folder: str) -> bool:
+    """Return whether its `privacy.json` is of a run without privacy; one that is broken is not."""
+    with contextlib.suppress(ValueError):
+        published = read_published_fields(folder)
+        return published is not None and published["mechanism"] == NoMechanism.name
+    return False

@@ -1,62 +1,79 @@
-"""The decision how a run starts: from drawn weights, initial ones, or its own checkpoint.
+"""How a run starts: from drawn weights, from exported ones, or from its own checkpoint.
 
-The model check, the plan and the checkpoint manager depend on it. A process decides by the names
-and sizes of files alone. At the load all ranks read the checkpoint's entries; if one is damaged,
-`confirmed` sets that checkpoint aside and revises the decision to the newest whole one.
+The model check, the plan and the checkpoint manager depend on it. A process decides by the names,
+owners and sizes of files alone. At the load all ranks look at them again; a checkpoint that was cut
+short is set aside, and `confirmed` revises the decision to the newest whole one. The history of a
+run's weights is `fresh`, `resumed` from its own checkpoint, or `rewound`, where its checkpoints are
+gone; `plan.settle` fixes the rest.
 
 Guarantee:
-    Weights always come with their history: this run's with the ledger in their checkpoint, another
-    run's with the ledger in it or beside it. Weights without a ledger are reported, and refused by
-    `checkpoint.initial` unless the user answers for them.
+    - Weights always come with their history: this run's with the ledger in their checkpoint, others
+      with the `privacy.json` beside them. Weights without one are refused unless the user declares
+      them public, which is recorded as an assumption. "Not private" stays with weights.
+    - All that the runs behind the initial weights spent is composed with this run's, on any
+      records: that bounds what is revealed of a unit of both runs, or of either.
+    - Weights are resumed only where a start of this folder took their steps, so that its logs count
+      them.
 """
 
 import enum
 import functools
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import CheckpointException
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 
 # isort: split
 from torchtitan.tools.logging import logger
 
-from torchtitan_dp.checkpoint import safe_load
 from torchtitan_dp.checkpoint.folder import (
     checkpoint_folder,
     checkpoint_folders,
     damage,
-    damaged_entry,
     drop_unfinished,
     finished_checkpoints,
     none_whole,
     read_ledger,
+    read_metadata,
     refuse_another_model,
     set_aside,
     step_folder,
 )
-from torchtitan_dp.checkpoint.initial import InitialWeights, ledger_beside
-from torchtitan_dp.checkpoint.plan import Plan, make_plan
-from torchtitan_dp.checkpoint.safe_load import METADATA_FILE
+from torchtitan_dp.checkpoint.plan import Plan, settle
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.derived import weights_folder
-from torchtitan_dp.ledger import Lineage, RunLog, check_fingerprint
-from torchtitan_dp.models.lora import is_adapter, without_adapters
+from torchtitan_dp.config.derived import privacy_unit, weights_folder
+from torchtitan_dp.ledger import STARTS_FILE, Lineage, RunLog, Settings, check_fingerprint
+from torchtitan_dp.ledger.lineage import (
+    TRIAL,
+    Ancestor,
+    History,
+    not_private,
+    of_weights,
+    with_caveats,
+)
+from torchtitan_dp.ledger.schema import (
+    PRIVACY_FILE,
+    TRIAL_FILE,
+    is_release,
+    ledger_of,
+    read_published_fields,
+)
 from torchtitan_dp.optimizer import MomentumSGD
 from torchtitan_dp.process import Fault
+
+PUBLIC = "the initial weights are assumed to be public"
 
 
 class Weights(enum.Enum):
     """The source of a start's weights."""
 
     DRAWN = "drawn from debug.seed"
-    INITIAL_DCP = "a checkpoint of TorchTitan that the configuration names"
-    INITIAL_HF = "a Hugging Face folder that the configuration names"
+    INITIAL = "a Hugging Face folder that the configuration names"
     OWN = "a checkpoint of this run"
 
 
@@ -86,29 +103,18 @@ class Start:
         if not self.resumes:
             return None
         try:
-            text = read_ledger(self.place)
-            return None if text is None else Lineage.from_json(text)
-        except (ValueError, KeyError, TypeError, CheckpointException):
+            return read_ledger(self.place)
+        except ValueError:
             return None
-
-    @functools.cached_property
-    def initial(self) -> InitialWeights | None:
-        """The weights of another run, with their ledger; None if none are loaded.
-
-        Raises:
-            ValueError: a ledger is there, and cannot be read.
-        """
-        if not self.loads or self.resumes:
-            return None
-        text = read_ledger(os.path.realpath(self.place))
-        if text is None:
-            return ledger_beside(self.place)
-        return InitialWeights(self.place, Lineage.from_json(text))
 
 
 def decide_start(config: JobConfig) -> Start:
     """Decide how a run starts. A checkpoint of its own comes first: the newest whose files have
-    their sizes or, if all are damaged, the newest, which `check_start` or the load refuses."""
+    their sizes or, if all are damaged, the newest, which `check_start` or the load refuses.
+
+    Raises:
+        ValueError: one line; a checkpoint is not the user's alone.
+    """
     if not config.checkpoint.enable:
         return Start()
     folder = checkpoint_folder(config)
@@ -116,9 +122,7 @@ def decide_start(config: JobConfig) -> Start:
         whole = (step for step in steps if not damage(step_folder(folder, step)))
         return own_checkpoint(folder, next(whole, steps[0]))
     if config.checkpoint.initial_load_in_hf:
-        return Start(Weights.INITIAL_HF, *weights_folder(config))
-    if config.checkpoint.initial_load_path:
-        return Start(Weights.INITIAL_DCP, *weights_folder(config))
+        return Start(Weights.INITIAL, *weights_folder(config))
     return Start()
 
 
@@ -143,7 +147,7 @@ def confirmed(start: Start, folder: str, step: int = -1) -> Start:
         step: the only one to take; -1 for the newest.
 
     Raises:
-        Fault: no checkpoint of this run is whole (nothing was moved), or the initial one is not.
+        Fault: no checkpoint of this run is whole; nothing was moved.
     """
     dist.barrier()  # all ranks have decided what they draw or load
     if dist.get_rank() == 0 and drop_unfinished(folder):
@@ -154,18 +158,14 @@ def confirmed(start: Start, folder: str, step: int = -1) -> Start:
     start, steps = decided
     if step == -1 and (start.resumes or steps):  # a newer one is checked, too
         step = _newest_whole(folder, steps or [start.step])
-    if step != -1:
-        return own_checkpoint(folder, step)
-    if start.weights is Weights.INITIAL_DCP and (problem := _damage_on_any_rank(start.place)):
-        raise Fault(f"{start.key} = '{start.place}': it is damaged ({problem}); use an intact copy")
-    return start
+    return start if step == -1 else own_checkpoint(folder, step)
 
 
 def _newest_whole(folder: str, steps: list[int]) -> int:
     """Return the newest whole one of these steps, and set newer ones aside. Collective."""
     damaged: list[tuple[int, str]] = []
     for step in steps:
-        if not (problem := _damage_on_any_rank(step_folder(folder, step))):
+        if not (problem := of_any_rank(damage(step_folder(folder, step)))):
             break
         damaged.append((step, problem))
     else:
@@ -181,11 +181,6 @@ def _newest_whole(folder: str, steps: list[int]) -> int:
     return step
 
 
-def _damage_on_any_rank(checkpoint: str) -> str:
-    """Return the damage that any rank found in its share of a checkpoint, or "". Collective."""
-    return of_any_rank(damaged_entry(checkpoint, dist.get_rank(), dist.get_world_size()))
-
-
 def of_any_rank(found: str) -> str:
     """Return, on all ranks, the first rank's text that is not empty, or "". Collective."""
     texts: list[str] = [""] * dist.get_world_size()
@@ -193,47 +188,24 @@ def of_any_rank(found: str) -> str:
     return next(filter(None, texts), "")
 
 
-def has_adapters(step: str) -> bool:
-    """Return whether an initial checkpoint has adapters; they stay as drawn if it has none."""
-    return any(map(is_adapter, safe_load.shapes(safe_load.read_metadata(step))))
-
-
 def check_start(start: Start, state_dict: Mapping[str, torch.Tensor], origin: str) -> None:
-    """Refuse a checkpoint that cannot be loaded, by the files that one process checks quickly.
+    """Refuse, by ValueError, this run's checkpoint if its files are damaged, or of another model.
 
     Args:
-        start: one that loads a checkpoint, this run's own or an initial one.
-        state_dict: the model's parameters; tensors on `meta` suffice. An initial checkpoint may
-            lack all adapters of LoRA, which are then drawn.
+        state_dict: the model's parameters; tensors on `meta` suffice.
         origin: the source of the model's shape, for the message.
-
-    Raises:
-        ValueError: one line; the checkpoint is damaged, is none, or is of another model.
     """
-    at = f"{start.key} = '{start.place}'"
-    if not start.resumes and not os.path.isfile(os.path.join(start.place, METADATA_FILE)):
-        raise ValueError(
-            f"{at}: not a checkpoint of TorchTitan (it has no .metadata); name its "
-            "step-N folder, or set checkpoint.initial_load_in_hf for Hugging Face weights"
-        )
     if problem := damage(start.place):
-        if start.resumes:
-            raise ValueError(none_whole(os.path.dirname(start.place), start.step, problem))
-        raise ValueError(f"{at}: it is damaged ({problem}); use an intact copy")
-    has_all = start.resumes or has_adapters(start.place)
-    wanted = state_dict if has_all else without_adapters(state_dict)
-    refuse_another_model(start.place, wanted, origin)
+        raise ValueError(none_whole(os.path.dirname(start.place), start.step, problem))
+    refuse_another_model(start.place, state_dict, origin)
 
 
 def refuse_another_optimizer(config: JobConfig, start: Start) -> None:
     """Refuse, by ValueError, to continue this run with an optimizer that has another state. A
     checkpoint that cannot be read is left to the load."""
-    if not start.resumes:
+    if not start.resumes or damage(start.place):
         return
-    try:
-        names = safe_load.read_metadata(start.place).state_dict_metadata
-    except ValueError:
-        return
+    names = read_metadata(start.place).state_dict_metadata
     states = {name.rpartition(".")[2] for name in names if name.startswith("optimizer.state.")}
     momentum, name = MomentumSGD.__name__, config.optimizer.name
     earlier = "AdamW" if "exp_avg_sq" in states else momentum
@@ -241,30 +213,6 @@ def refuse_another_optimizer(config: JobConfig, start: Start) -> None:
         raise ValueError(
             f"optimizer.name = '{name}': the optimizer's state in {start.place} is of '{earlier}'; "
             "set it back, or start afresh in another job.dump_folder"
-        )
-
-
-def plan_start(config: JobConfig, units: int, start: Start, earlier: Lineage | None) -> Plan:
-    """Plan the privacy budget of a run with this start, as `make_plan` does.
-
-    Args:
-        earlier: ledger of the earlier runs in its folder (`checkpoint.plan.earlier_ledger`).
-    """
-    if earlier is not None:
-        _refuse_to_leave_checkpoints(config, start)
-        _refuse_another_run(start, earlier)
-    resumed = (start.own_ledger or earlier) if start.resumes else None
-    return make_plan(config, units, earlier, resumed, start.initial)
-
-
-def _refuse_another_run(start: Start, earlier: Lineage) -> None:
-    """Raise ValueError for a checkpoint of another run than the folder's, on whose terms the
-    folder's own lost steps and held-out losses would count."""
-    if start.own_ledger is not None and start.own_ledger.run != earlier.run:
-        raise ValueError(
-            f"{start.key}: '{start.place}' is of run {start.own_ledger.run}, and steps of run "
-            f"{earlier.run} were begun in this job.dump_folder; move the checkpoint away, or name "
-            "it as checkpoint.initial_load_path in another job.dump_folder"
         )
 
 
@@ -278,17 +226,171 @@ def check_records(folder: str, fingerprint: str | None, settings: Mapping[str, o
         check_fingerprint(folder, fingerprint, settings)
 
 
-def _refuse_to_leave_checkpoints(config: JobConfig, start: Start) -> None:
-    """Raise ValueError if a run would not continue from the checkpoints in its folder, which
-    `privacy.json` covers."""
-    held = checkpoint_folders(config.job.dump_folder)
-    if not held or start.resumes:
+def plan_start(config: JobConfig, units: int, start: Start, earlier: Lineage | None) -> Plan:
+    """Plan the privacy budget of a run with this start, as `settle` does.
+
+    Args:
+        earlier: ledger of the earlier runs in its folder (`checkpoint.plan.earlier_ledger`).
+    """
+    initial = start.place if start.weights is Weights.INITIAL else None
+    if (loaded := start.own_ledger) is not None:
+        history, terms = resumed(config, earlier or loaded, loaded)
+    elif earlier is None:
+        history, terms = fresh(config, initial)
+    elif start.resumes:  # from a checkpoint that cannot be read: the load finds another
+        history, terms = earlier, earlier.settings
+    else:
+        _refuse_to_leave_checkpoints(config)
+        history, terms = rewound(config, earlier, initial)
+    return settle(config, units, history, terms)
+
+
+def _refuse_to_leave_checkpoints(config: JobConfig) -> None:
+    """Raise ValueError for checkpoints in the run's folder, which `privacy.json` covers, and from
+    which it would not resume."""
+    if not (held := checkpoint_folders(config.job.dump_folder)):
         return
-    name = os.path.basename(held[0])
     key, value = "checkpoint.folder", f"'{config.checkpoint.folder}'"
     if not config.checkpoint.enable:
         key, value = "checkpoint.enable", "false"
     raise ValueError(
-        f"{key} = {value}: this run has checkpoints in '{name}', from which it resumes; set it "
-        "back, or start afresh in another job.dump_folder"
+        f"{key} = {value}: this run has checkpoints in '{os.path.basename(held[0])}', from which "
+        "it resumes; set it back, or start afresh in another job.dump_folder"
     )
+
+
+Begun = tuple[History, Settings | None]
+"""The history of a run's weights, and the terms of its earlier steps; None where there are none."""
+
+
+def fresh(config: JobConfig, initial: str | None) -> Begun:
+    """Return the history of a first start, from the weights in a folder `initial`, if any."""
+    history = History()
+    if os.path.exists(os.path.join(config.job.dump_folder, TRIAL_FILE)):
+        history = with_caveats(history, TRIAL)
+    return with_initial(history, config, initial), None
+
+
+def rewound(config: JobConfig, earlier: Lineage, initial: str | None) -> Begun:
+    """Return the history of a run whose checkpoints are gone: its terms stay, its steps start anew,
+    from the weights in a folder `initial`, if any."""
+    return with_initial(of_weights(earlier, History()), config, initial), earlier.settings
+
+
+def resumed(config: JobConfig, earlier: Lineage, loaded: Lineage) -> Begun:
+    """Return the history of weights that were loaded from a checkpoint of this run, which may be
+    older than its newest steps.
+
+    Args:
+        earlier: the ledger of the folder's earlier steps, whose marks are kept.
+
+    Raises:
+        ValueError: one line; no start of this folder took their steps.
+    """
+    if not RunLog(config.job.dump_folder).knows(loaded.start):
+        raise ValueError(
+            f"checkpoint.folder: the newest checkpoint there, of step {loaded.steps}, was saved by "
+            f"a start that {STARTS_FILE} in job.dump_folder = '{config.job.dump_folder}' lacks, so "
+            "that its steps would not be counted; copy a run's whole folder, or start a run of its "
+            "own from exported weights (checkpoint.initial_load_path)"
+        )
+    history = replace(
+        with_caveats(earlier, *loaded.caveats),
+        private=earlier.private and loaded.private,
+        ancestors=tuple(dict.fromkeys([*earlier.ancestors, *loaded.ancestors])),
+        planned_steps=max(earlier.planned_steps, loaded.planned_steps),
+        audit=earlier.audit or loaded.audit,
+    )
+    return of_weights(history, loaded), loaded.settings
+
+
+def with_initial(history: History, config: JobConfig, folder: str | None) -> History:
+    """Return a history with the entries of the initial weights in a folder, if any, which it keeps
+    forever.
+
+    Raises:
+        ValueError: one line for the user; the weights have no ledger, or no epsilon of this run
+            could cover their steps.
+    """
+    if folder is None:
+        return history
+    if (earlier := ledger_beside(folder)) is None:
+        _refuse_unknown(config, folder)
+        return with_caveats(history, PUBLIC)
+    history = with_caveats(history, *(f"of the initial weights: {one}" for one in earlier.caveats))
+    if not earlier.private:
+        return not_private(history, "the initial weights are not private")
+    _refuse_what_does_not_compose(config, earlier, folder)
+    loss, planned = earlier.heldout_loss, max(earlier.planned_steps, earlier.steps)
+    own = Ancestor(
+        earlier.run,
+        earlier.settings,
+        earlier.steps,
+        planned,
+        earlier.lost,
+        0 if loss is None else loss.releases(planned).steps,
+        0.0 if loss is None else loss.noise_multiplier,
+    )
+    history = with_caveats(
+        history,
+        f"the initial weights are of run {earlier.run}, whose steps are included",
+        f"this run's noise, rate and steps are assumed not to follow from what run {earlier.run} "
+        f"showed, and its {privacy_unit(config)}s not to be larger than that run's",
+    )
+    ancestors = dict.fromkeys([*history.ancestors, *earlier.ancestors, own])
+    return replace(history, ancestors=tuple(ancestors))
+
+
+def ledger_beside(folder: str) -> Lineage | None:
+    """Return the ledger of exported or released weights, by the `privacy.json` beside them; None
+    without one.
+
+    Raises:
+        ValueError: one line; they lie in a run's folder, where they may be of any step.
+    """
+    place = os.path.realpath(folder)
+    content = read_published_fields(place)
+    if content is not None and (is_release(content) or not content["private"]):
+        return ledger_of(content)
+    parents = os.path.dirname(place), os.path.dirname(os.path.dirname(place))
+    if content is not None or any(os.path.exists(os.path.join(p, PRIVACY_FILE)) for p in parents):
+        raise ValueError(
+            f"'{folder}' lies in the folder of a run, and its weights have no {PRIVACY_FILE} of "
+            "their own: start from weights that the run exported (checkpoint.last_save_in_hf), or "
+            "from a release of it"
+        )
+    return None
+
+
+def _refuse_unknown(config: JobConfig, path: str) -> None:
+    """Raise ValueError unless weights without a ledger are declared public, and can be."""
+    if not config.privacy.initial_weights_public:
+        raise ValueError(
+            f"privacy.initial_weights_public = false: the weights in '{path}' have no "
+            "ledger of their spending; set it to true if they never saw private records"
+        )
+    if os.path.realpath(path).startswith(os.path.realpath(config.job.dump_folder) + os.sep):
+        raise ValueError(
+            f"checkpoint.initial_load_path = '{path}': it lies in job.dump_folder, where "
+            "weights count as those of this run; move it elsewhere"
+        )
+
+
+def _refuse_what_does_not_compose(config: JobConfig, earlier: Lineage, path: str) -> None:
+    """Raise ValueError if no epsilon of this run could cover the earlier one's steps."""
+    remedy = "start from other weights, or, if they never saw these records, from a folder of "
+    remedy += f"safetensors without {PRIVACY_FILE}, with privacy.initial_weights_public = true"
+    unit, rate = privacy_unit(config), config.privacy.sample_rate
+    for theirs in (earlier.settings, *(ancestor.settings for ancestor in earlier.ancestors)):
+        if theirs.privacy_unit != unit:
+            raise ValueError(
+                f"checkpoint.initial_load_path = '{path}': trained with the privacy of one "
+                f"{theirs.privacy_unit}, and this run's unit is one {unit}, so that "
+                f"no epsilon covers both; set data.unit_field as it was there, {remedy}"
+            )
+        if theirs.neighbouring_relation == "zero_out" and rate is not None:  # this: add_remove
+            raise ValueError(
+                f"privacy.sample_rate = {rate:g}: the weights in '{path}' were trained "
+                "at a rate that followed from the number of records, so that neighbours that add "
+                f"or remove one are not covered; leave it unset, {remedy}"
+            )

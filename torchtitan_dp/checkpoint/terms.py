@@ -1,33 +1,34 @@
-"""The terms of a run: those of its configuration, and the noise that its first start fixes."""
+"""The terms of a run: those of its configuration, and the noise that its first start fixes.
+
+The noise follows from the share that each step has in the weights that a run exports, or saves (its
+workload matrix), and so from public settings: the steps, the schedule of learning rates, momentum,
+weight decay, and the average of weights where that is exported.
+"""
 
 import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
 from scipy import special
 
-from torchtitan_dp.checkpoint.workload import shares_of_steps
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import (
     ladder,
     mesh_degrees,
     privacy_unit,
-    publishing_key,
     rope_in_words,
     targets,
     trained,
     unit_word,
 )
 from torchtitan_dp.gradients.methods import METHODS
-from torchtitan_dp.ledger.lineage import Lineage
-from torchtitan_dp.ledger.settings import HeldOutLosses, Settings, scheduled
+from torchtitan_dp.ledger.lineage import Settings
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.coefficients import INDEPENDENT, found_for
 from torchtitan_dp.privacy.mechanism import mechanism_of
-from torchtitan_dp.privacy.published_loss import LossNoise, noise_of
 from torchtitan_dp.privacy.segments import Segment
 
 
@@ -136,7 +137,7 @@ def column_of(config: JobConfig, bands: int) -> tuple[float, ...]:
 
 
 def choose_noise(
-    config: JobConfig, units: int, spent: list[Segment], earlier: Lineage | None
+    config: JobConfig, units: int, spent: Sequence[Segment], earlier: Settings | None
 ) -> tuple[float, tuple[float, ...]]:
     """Return the configuration's noise, the resumed run's, or the least that meets the target; and
     its column.
@@ -145,10 +146,10 @@ def choose_noise(
 
     Args:
         spent: all steps behind the initial weights, which count as well.
-        earlier: the ledger of this run's earlier steps, if there is one.
+        earlier: the terms of this run's earlier steps, if there are any.
     """
     privacy = config.privacy
-    kept = INDEPENDENT if earlier is None else earlier.settings.mechanism.column
+    kept = INDEPENDENT if earlier is None else earlier.mechanism.column
     if privacy.noise == "independent":
         bands = 1
     elif privacy.bands != "auto":
@@ -161,12 +162,12 @@ def choose_noise(
     if privacy.noise_multiplier is not None:
         return privacy.noise_multiplier, column
     if earlier is not None:
-        return earlier.settings.mechanism.noise_multiplier, column
+        return earlier.mechanism.noise_multiplier, column
     return _least_noise(config, units, column, spent, config.training.steps), column
 
 
 def _least_noise(
-    config: JobConfig, units: int, column: Sequence[float], spent: list[Segment], steps: int
+    config: JobConfig, units: int, column: Sequence[float], spent: Sequence[Segment], steps: int
 ) -> float:
     """Find the noise multiplier that meets the target."""
     privacy = config.privacy
@@ -183,7 +184,7 @@ def _least_noise(
 
 
 def noise_by_bands(
-    config: JobConfig, units: int, spent: list[Segment]
+    config: JobConfig, units: int, spent: Sequence[Segment]
 ) -> dict[int, tuple[float, float, float]]:
     """Return, by the number of bands, sigma and the noise of a step and in the exported weights
     (`Mechanism.noise_of_run`, `noise_in_weights`), all for the target epsilon: of 1, 2, 4, …
@@ -208,93 +209,72 @@ def best_of(found: dict[int, tuple[float, float, float]]) -> int:
     return min(bands for bands, (*_, in_weights) in found.items() if in_weights <= AS_GOOD * least)
 
 
-def choose_losses(config: JobConfig, earlier: Lineage | None) -> HeldOutLosses | None:
-    """Return the noise of the configuration's held-out losses, or that of the run's first start;
-    None if they are not published.
+_COUPLED = "Adam"  # adds the decay to the gradient: a share of it that depends on gradients
+_MOST_CHECKPOINTS = 32  # whose noise is summed
 
-    Args:
-        earlier: the ledger of this folder's earlier steps.
 
-    Raises:
-        ValueError: one line; the terms are not those of the first start.
+def shares_of_steps(config: JobConfig) -> tuple[tuple[float, ...], ...]:
+    """Return a_1, …, a_n: by how much noise in the gradient of step t moves the exported weights,
+    relative to other steps. For `privacy.bands_for = "checkpoints"` a row for each checkpoint, or
+    for every k-th, so that they are at most `_MOST_CHECKPOINTS` and one; the last is the run's end.
     """
-    validation, delta = config.validation, config.validation.publish_delta or config.privacy.delta
-    assert delta is not None
-    key, asked = publishing_key(config)
-    if earlier is not None:
-        kept = earlier.heldout_losses
-        before = None if kept is None else (_asked_for(kept, key), kept.delta, kept.clip)
-        now = asked, delta, validation.publish_clip
-        keys = (key, "publish_delta", "publish_clip")
-        values = [None] * 3 if before is None else before
-        for key, new, old in zip(keys, now, values, strict=True):
-            if new != old and not (before is None and asked is None):
-                raise ValueError(
-                    f"validation.{key} = {new}: this run was started with {old}, for which the "
-                    "noise of held-out losses was fixed; set it back, or start afresh in another "
-                    "job.dump_folder"
-                )
-        if kept is None:
-            return None
-        return dataclasses.replace(kept, freq=validation.freq)
-    if asked is None:
-        return None
-    planned = max(scheduled(validation.freq, 1, config.training.steps), 1)
-    if key == "publish_epsilon":
-        target, noise = asked, noise_of(target_epsilon=asked, delta=delta, evaluations=planned)
-    else:
-        noise = LossNoise("gaussian", asked)
-        target = noise.epsilon(planned, delta=delta) * (1 + 1e-9)  # another machine may round
-    return HeldOutLosses(
-        noise,
-        clip=validation.publish_clip,
-        delta=delta,
-        target_epsilon=target,
-        freq=validation.freq,
+    steps = max(config.training.steps, 1)
+    apart = steps
+    if config.privacy.bands_for == "checkpoints":
+        apart = config.checkpoint.interval
+        apart *= -(-steps // (apart * _MOST_CHECKPOINTS))
+    ends, factor = [*range(apart, steps, apart), steps], schedule(config)
+    shares = np.zeros((len(ends), steps))
+    for row, end in zip(shares, ends, strict=True):
+        row[:end] = _shares_until(end, config, factor)
+    shares /= np.abs(shares).max() or 1.0
+    return tuple(map(tuple, shares.tolist()))
+
+
+def _shares_until(end: int, config: JobConfig, factor: Callable[[int], float]) -> list[float]:
+    """Return the shares of steps 1, …, `end` in the weights after them.
+
+    Where β is the momentum, λ the weight decay and η_s the rate of step s, the optimizers
+    (`optimizer.MomentumSGD`, AdamW) do
+
+        m_s = β m_{s-1} + (1 - β) g_s        w_s = (1 - λ η_s) w_{s-1} - η_s m_s / (1 - β^s)
+
+    but for a divisor, AdamW's root of the second moment, which is taken to be constant: with DP it
+    is next to nothing but the size of a step's noise. The exported weights are Σ e_s w_s: the last
+    ones, or the average of `models.ema`.
+    """
+    optimizer = config.optimizer
+    beta = optimizer.beta1
+    decay = 0.0 if optimizer.name == _COUPLED else optimizer.weight_decay
+    exported, after, moment = 1.0, 0.0, 0.0  # Π d_r of later averages; Σ e_s …; Σ β^… …
+    next_rate, shares = 0.0, [0.0] * end
+    for step in range(end, 0, -1):
+        kept = min(config.ema.decay, step / (9 + step)) if config.ema.enable else 0.0
+        rate = optimizer.lr * factor(step - 1)
+        after = exported * (1 - kept) + (1 - decay * next_rate) * after
+        exported, next_rate = exported * kept, rate
+        moment = rate * after / (1 - beta**step) + beta * moment
+        shares[step - 1] = moment
+    return shares
+
+
+def schedule(config: JobConfig) -> Callable[[int], float]:
+    """Return TorchTitan's factor of the learning rate, by the number of steps before."""
+    import torch
+
+    import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+    # isort: split
+    from torchtitan.components.lr_scheduler import build_lr_schedulers
+
+    settings, steps = config.lr_scheduler, config.training.steps
+    total = max(settings.total_steps or steps, 1)
+    warmup = min(settings.warmup_steps, total)  # as TorchTitan does, with a warning
+    decays = settings.decay_ratio and min(settings.decay_ratio, 1 - warmup / total)
+    settings = dataclasses.replace(
+        settings, warmup_steps=warmup, total_steps=total, decay_ratio=decays
     )
-
-
-def _asked_for(losses: HeldOutLosses, key: str) -> float | None:
-    """Return the value of a key of `[validation]` from which the noise of losses follows."""
-    if key == "publish_epsilon":
-        return losses.target_epsilon
-    return losses.noise.scale if losses.noise.kind == "gaussian" else None
-
-
-def refuse_more_losses(config: JobConfig, ledger: Lineage) -> None:
-    """Refuse, by ValueError, more evaluations than the noise was chosen for; those that a crash
-    lost count beside them."""
-    losses = ledger.heldout_losses
-    if losses is None:
-        return
-    planned = losses.evaluations(ledger.steps + 1, config.training.steps) - losses.lost
-    spent = losses.noise.epsilon(planned, delta=losses.delta)
-    if spent > losses.target_epsilon:
-        key, asked = publishing_key(config)
-        assert asked is not None, "`choose_losses` refuses another noise before"
-        raise ValueError(
-            f"validation.{key} = {asked:g}: the noise of held-out losses was "
-            f"fixed at this run's first start, and {planned} evaluations would spend "
-            f"{rounded_up(spent)}; raise validation.freq, lower training.steps, or start afresh in "
-            "another job.dump_folder"
-        )
-
-
-def refuse_delta_of_losses(config: JobConfig, heldout: int) -> None:
-    """Refuse, by ValueError, a delta at which a whole held-out unit might be published.
-
-    Args:
-        heldout: the number of held-out units, which is public where losses are published.
-    """
-    validation = config.validation
-    delta, key = validation.publish_delta, "validation.publish_delta"
-    if delta is None:
-        delta, key = config.privacy.delta, "validation.publish_delta (unset: privacy.delta)"
-    assert delta is not None
-    if publishing_key(config)[1] is not None and delta * heldout >= 1:
-        word = unit_word(config)
-        raise ValueError(
-            f"{key} = {delta:g}: at least 1 / number of held-out {word}s ({1 / heldout:.2g}), "
-            f"which allows publishing a {word} outright; use a tenth of that, "
-            f"{accounting.rounded_down(0.1 / heldout, digits=2)}, or less"
-        )
+    one = torch.optim.SGD([torch.zeros(())], lr=1.0)
+    schedulers = build_lr_schedulers([one], settings, total)  # type: ignore[arg-type]
+    (factor,) = schedulers.schedulers[0].lr_lambdas  # type: ignore[attr-defined]
+    return factor  # type: ignore[no-any-return]

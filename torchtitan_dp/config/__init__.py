@@ -138,27 +138,21 @@ class Training(theirs.Training):
 
 @dataclass
 class Validation(theirs.Validation):
-    """TorchTitan's section, with a held-out loss that may be published (docs/privacy.md)."""
+    """TorchTitan's section, with a held-out loss that a run publishes (docs/privacy.md)."""
 
     publish_epsilon: float | None = None
-    """The epsilon, for one held-out unit, of all published held-out losses of the run together.
-    Evaluations that a crash loses come on top (`heldout_epsilon` in `privacy.json` counts them).
-    Each loss is the mean over units of their clipped losses, with noise; choices made by it are
-    post-processing. Held-out units are not trained on, so that a unit pays this or the weights'
-    epsilon. Unset: the held-out loss is not private."""
-
-    publish_noise_multiplier: float | None = None
-    """In place of `publish_epsilon`, the noise of each published held-out loss, of a normal
-    distribution: its standard deviation over `publish_clip` / number of held-out units. A search
-    sets it, so that the losses of several runs compose (`python -m torchtitan_dp.tune`)."""
+    """The epsilon, for one held-out unit, of the held-out loss that the run publishes at its end:
+    the mean over units of their clipped losses, with Gaussian noise; choices made by it are
+    post-processing. A second one, where a crash interrupted the first, comes on top
+    (`heldout_epsilon` in `privacy.json` counts both). Held-out units are not trained on, so that a
+    unit pays this or the weights' epsilon. Unset: no held-out loss is private."""
 
     publish_clip: float = 4.0
     """L: losses above so many nats (a sample's mean over its targets) count as L. A smaller one
     means less noise, and hides the difference between losses above it."""
 
     publish_delta: float | None = None
-    """The delta of `publish_epsilon`. Unset: `privacy.delta`. With few evaluations the noise is
-    Laplace's, which needs none."""
+    """The delta of `publish_epsilon`. Unset: `privacy.delta`."""
 
 
 @dataclass
@@ -201,7 +195,8 @@ class Checkpoint(theirs.Checkpoint):
     """Save the last checkpoint without optimizer state. False, so a finished run can resume."""
 
     initial_load_in_hf: bool = False
-    """Start from the safetensors of `initial_load_path`, or else of `model.hf_assets_path`. See
+    """Start from the safetensors of `initial_load_path` (weights that another run exported, a
+    release, any Hugging Face folder), or else of `model.hf_assets_path`. See
     `privacy.initial_weights_public`."""
 
     last_save_in_hf: bool = False

@@ -13,7 +13,6 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import (
     DEGREES,
     mesh_degrees,
-    publishing_key,
     trains_one_sample,
     unit_word,
 )
@@ -143,14 +142,8 @@ def _is_within(path: str, folder: str) -> bool:
 
 def _heldout(config: JobConfig) -> Iterator[Row]:
     """Yield the rows of validation and of the held-out loss that is published."""
-    validation, (name, asked) = config.validation, publishing_key(config)
-    key, publishes = f"validation.{name}", asked is not None
-    multiplier = validation.publish_noise_multiplier
-    yield (
-        validation.publish_epsilon is not None and multiplier is not None,
-        f"{key}: validation.publish_noise_multiplier = {multiplier} is set as well; remove one of "
-        "the two",
-    )
+    validation, key = config.validation, "validation.publish_epsilon"
+    publishes = validation.publish_epsilon is not None
     yield (
         validation.enable and config.data.heldout_fraction == 0,
         "data.heldout_fraction: nothing is held out for validation.enable = true; set it to a "
@@ -179,6 +172,11 @@ def _heldout(config: JobConfig) -> Iterator[Row]:
 def _weights(config: JobConfig) -> Iterator[Row]:
     """Yield the rows of initial weights, adapters and the average of weights."""
     checkpoint, lora, averages = config.checkpoint, config.lora, config.ema.enable
+    yield (
+        bool(checkpoint.initial_load_path) and not checkpoint.initial_load_in_hf,
+        "checkpoint.initial_load_in_hf: weights of another run are read from safetensors (its hf/, "
+        "or a release); set it to true, or remove checkpoint.initial_load_path",
+    )
     yield (
         checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only,
         "checkpoint.initial_load_model_only: Hugging Face folders have only a model; set it to "

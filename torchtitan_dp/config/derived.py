@@ -102,15 +102,6 @@ def never_trained(config: JobConfig) -> str | None:
     )
 
 
-def publishing_key(config: JobConfig) -> tuple[str, float | None]:
-    """Return the key in `[validation]` of the noise of published held-out losses, and its value;
-    None: no losses are published."""
-    validation = config.validation
-    if validation.publish_epsilon is None and validation.publish_noise_multiplier is not None:
-        return "publish_noise_multiplier", validation.publish_noise_multiplier
-    return "publish_epsilon", validation.publish_epsilon
-
-
 def heldout_units(heldout: int, steps: int, at_once: int) -> int:
     """Return how many held-out units an evaluation of `steps` (-1: all) times `at_once` takes."""
     return heldout if steps < 0 else min(heldout, steps * at_once)

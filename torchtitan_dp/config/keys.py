@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from torchtitan_dp.process import has_type
+
 _OTHER_NAMES = {"peft": "lora", "dp": "privacy"}
 """Other projects' names of sections."""
 
@@ -64,7 +66,7 @@ def known_values(
                 value = known_values(value, fields[name], path, mistakes, f"{key}.")
             else:
                 mistake = f"{key} = {value!r} in {path}: must be a [{key}] section"
-        elif not _has_type(value, fields[name]):
+        elif not has_type(value, fields[name]):
             mistake = f"{key} = {value!r} in {path}: must be {_describe(fields[name])}"
         if mistake:
             mistakes.append(mistake)
@@ -125,22 +127,6 @@ def _parsed(text: str, annotation: Any) -> Any:
     if arguments:
         raise ValueError
     return annotation(text)
-
-
-def _has_type(value: Any, annotation: Any) -> bool:
-    """Return whether a value is of an annotated type."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if annotation is Any:
-        return True
-    if origin is typing.Literal:
-        return any(value == a and type(value) is type(a) for a in arguments)
-    if origin in (list, tuple):
-        return isinstance(value, list | tuple) and all(_has_type(v, arguments[0]) for v in value)
-    if arguments:  # X | Y
-        return any(_has_type(value, a) for a in arguments)
-    if annotation in (int, float) and isinstance(value, bool):
-        return False
-    return isinstance(value, int | float if annotation is float else annotation)
 
 
 def _describe(annotation: Any) -> str:

@@ -179,7 +179,6 @@ _RANGES: dict[str, _Range] = {
     "validation.freq": _COUNT,
     "validation.steps": _least(1, "1 or more, or -1 for all held-out units", -1),
     "validation.publish_epsilon": _above(0, "a positive number (1, say)"),
-    "validation.publish_noise_multiplier": _above(0, "a positive number (10, say)"),
     "validation.publish_clip": _above(0, "a positive number of nats (4, say)"),
     "validation.publish_delta": (
         lambda delta: 0 < delta < 1,

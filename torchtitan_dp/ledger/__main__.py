@@ -21,7 +21,7 @@ from rich.table import Column, Table
 
 from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.config.load import exit_on_mistake, write_json
-from torchtitan_dp.ledger.runs import Run, Total, total
+from torchtitan_dp.ledger.spending import Run, Total, counted_twice, total
 from torchtitan_dp.privacy.accounting import rounded_up
 
 _LOG_WIDTH = 250  # where there is no terminal that a table could be too wide for
@@ -52,10 +52,10 @@ def _show(runs: list[Run], spent: Total | None, *, overlapping: bool) -> None:
             run.folder,
             run.ledger.run,
             f"{run.ledger.steps:,}",
-            _epsilon(run.epsilon),
+            _word(run.epsilon),
             f"{run.ledger.steps_executed:,}",
-            _epsilon(run.epsilon_executed),
-            _epsilon(run.epsilon_planned),
+            _word(run.epsilon_executed),
+            _word(run.epsilon_planned),
             "NO" if run.faults else "yes",
         )
     console.print(table)
@@ -70,20 +70,22 @@ def _show(runs: list[Run], spent: Total | None, *, overlapping: bool) -> None:
         return
     many = f"all {len(runs)} runs together" if len(runs) > 1 else "the run"
     console.print(
-        f"{many}: epsilon = {_epsilon(spent.epsilon)}, delta = {spent.delta:g} "
+        f"{many}: epsilon = {_word(spent.epsilon)}, delta = {spent.delta:g} "
         f"({spent.accountant}; {spent.steps_executed:,} steps; unit: one "
         f"{runs[0].ledger.settings.privacy_unit}; neighbours: {spent.neighbouring_relation})"
     )
     if spent.epsilon != spent.epsilon_planned:
         console.print(
-            f"with the planned steps that were not taken: {_epsilon(spent.epsilon_planned)}, which "
+            f"with the planned steps that were not taken: {_word(spent.epsilon_planned)}, which "
             "is valid if only weights decided when to stop"
         )
     if spent.heldout_epsilon is not None:
         console.print(
-            f"published held-out losses: epsilon = {_epsilon(spent.heldout_epsilon)}, delta = "
+            f"published held-out losses: epsilon = {_word(spent.heldout_epsilon)}, delta = "
             f"{spent.delta:g}, of a unit that is held out; it pays this in place of the above"
         )
+    for line in counted_twice(runs):
+        console.print(line, markup=False)
     if len(runs) > 1:
         console.print(
             "assumed: the number of runs and their noise, rates and steps did not follow from "
@@ -98,7 +100,7 @@ def _show(runs: list[Run], spent: Total | None, *, overlapping: bool) -> None:
         )
 
 
-def _epsilon(value: float | None) -> str:
+def _word(value: float | None) -> str:
     """Return an epsilon in a word or two."""
     return "NOT private" if value is None else rounded_up(value)
 

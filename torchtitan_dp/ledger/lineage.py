@@ -1,4 +1,4 @@
-"""One lineage of weights, a frozen value: the steps that made them, their terms and marks.
+"""The ledger: the terms of a run's steps, and the history of its weights, as frozen values.
 
 Guarantee:
     "Not private" is never undone, and no caveat is: both survive a resume and an initial load.
@@ -6,96 +6,233 @@ Guarantee:
 
 import dataclasses
 import json
+import secrets
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
-from torchtitan_dp.ledger.settings import (
-    HeldOutLosses,
-    NamedStep,
-    Settings,
-    name_steps,
-    new_name,
-    step_names,
-)
+from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.mechanism import from_fields
-from torchtitan_dp.privacy.segments import Segment
+from torchtitan_dp.privacy.published_loss import releases
+from torchtitan_dp.privacy.segments import Mechanism, Segment
 
 FORMAT = 1  # of a ledger in a checkpoint, and of `privacy.json`
 TRIAL = "a trial of a search: epsilon counts it alone, and choosing it spent what all trials did"
 
 
 @dataclass(frozen=True)
-class Audit:
-    """The mark of an audited run: its weights saw canaries, so they are not private."""
+class Settings:
+    """The terms that the guarantee depends on, the same for all steps of a run."""
 
-    canaries: int
-    otherwise_private: bool  # but for the canaries: publishing the result then has an epsilon
+    mechanism: Mechanism
+    max_grad_norm: float
+    delta: float
+    expected_batch_size: int
+    accountant: accounting.Accountant
+    sample_rate_source: str
+    neighbouring_relation: str
+    privacy_unit: str = "record"
+    targets: str = "every token"
+    windows_per_draw: int = 1
+    target_epsilon: float | None = None  # from which the noise followed, if it did
+    sampling: str = "poisson"
+    clipping: str = "flat"
+    clip_function: str = "vanilla"
+    secure_noise: bool = False
+    trained: str = "all weights"
+    rope: str = "as given"
+    units: int | None = None  # where their number is public
+    samples_per_rank: int | None = None  # hardly any draw exceeds it in a step
+    ranks_added_up: int = 1  # the data-parallel ranks whose sums are added up
+
+    def segment(self, steps: int) -> Segment:
+        """Return `steps` steps in a row on these terms for an accountant."""
+        return Segment(self.mechanism, steps)
+
+    @property
+    def unit(self) -> str:
+        """One word for the privacy unit: a record, or a unit of several."""
+        return self.privacy_unit.split()[0]
+
+    @property
+    def bands(self) -> int:
+        """The number of groups of units that take turns; 1 for independent noise."""
+        return self.mechanism.period
+
+    @property
+    def implied_units(self) -> int:
+        """The number of units that the public rate stands for; their number need not be public."""
+        return self.units or round(self.expected_batch_size / self.mechanism.sample_rate)
+
+    @property
+    def summands(self) -> int:
+        """The most samples that one rank adds up in a step, guessed where it is unknown."""
+        return self.samples_per_rank or 2 * self.expected_batch_size
+
+    def epsilon(self, steps: int) -> float:
+        """Compute the epsilon of `steps` optimizer steps alone; it is infinite without noise."""
+        return self.compose([self.segment(steps)])
+
+    def compose(self, segments: list[Segment]) -> float:
+        """Compute the epsilon of segments one after the other, as this run accounts."""
+        return accounting.compose(segments, delta=self.delta, accountant=self.accountant)
+
+    def changed(self, since: "Settings") -> str:
+        """Return the first term that differs from `since`, with both values, or ""."""
+        now, before = _by_key(self), _by_key(since)
+        for key in now | before:
+            if now.get(key) != before.get(key):
+                return f"{key} = {now.get(key)}: this run was started with {before.get(key)}"
+        return ""
+
+    def resumed(self, since: "Settings") -> "Settings":
+        """Return the terms of a run that goes on from steps on the terms `since`, on either mesh.
+
+        Raises:
+            ValueError: one line; a term differs.
+        """
+        if change := self.changed(since):
+            raise ValueError(
+                f"{change}; set it back, or start a run of its own from exported weights (another "
+                "job.dump_folder, checkpoint.initial_load_path), whose ledger counts their steps"
+            )
+        return replace(
+            self,
+            samples_per_rank=max(self.summands, since.summands),
+            ranks_added_up=max(self.ranks_added_up, since.ranks_added_up),
+        )
+
+    def fields(self) -> dict[str, Any]:
+        """Return the terms as `privacy.json` and checkpoints record them."""
+        return {**_fields(self), **self.mechanism.fields()}
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> "Settings":
+        """Build them from what `fields` gives.
+
+        Raises:
+            KeyError, TypeError, ValueError: a key is missing, unknown or out of its range.
+        """
+        mechanism = from_fields(fields)
+        own = {name: value for name, value in fields.items() if name not in mechanism.fields()}
+        return cls(mechanism, **own)
+
+
+def _by_key(settings: Settings) -> dict[str, object]:
+    """Return the terms by the keys of the configuration that set them."""
+    mechanism = settings.mechanism
+    return {
+        # Of banded noise, its bands differ too.
+        "privacy.sampling": "allocation" if mechanism.round_steps > 1 else "poisson",
+        "privacy.noise_multiplier": mechanism.noise_multiplier,
+        # Before the rate, which may follow from it: the key that was edited is named.
+        "training.global_batch_size": settings.expected_batch_size,
+        "privacy.sample_rate": mechanism.sample_rate,
+        "privacy.sample_rate (neighbours)": settings.neighbouring_relation,
+        "privacy.max_grad_norm": settings.max_grad_norm,
+        "privacy.clipping": settings.clipping,
+        "privacy.clip_function": settings.clip_function,
+        "privacy.secure_noise": settings.secure_noise,
+        **mechanism.terms(),
+        "data.windows_per_draw": settings.windows_per_draw,
+        "privacy.delta": settings.delta,
+        "data.unit_field": settings.privacy_unit,
+        "lora": settings.trained,
+        "privacy.bands": settings.bands,
+        "privacy.bands (coefficients)": mechanism.column,
+        "rope": settings.rope,
+    }
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass, not those of values in it."""
+    return {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+
+
+class NoisedLoss(NamedTuple):
+    """A published held-out loss."""
+
+    step: int
+    loss: float  # nats
+    standard_deviation: float  # of its noise
+
+
+@dataclass(frozen=True)
+class HeldOutLoss:
+    """The terms on which a run publishes the held-out loss of its last weights."""
+
+    noise_multiplier: float  # the noise's standard deviation over clip / number of units
+    clip: float  # L, in nats
+    delta: float
+    target_epsilon: float  # from which the noise followed
+    begun: int = 0  # releases in this folder, each counted before its noise was drawn
+    noised: NoisedLoss | None = None  # the newest one of these weights
+
+    def is_due(self, steps: int) -> bool:
+        """Return whether the loss after so many steps, the last ones, is yet to be published."""
+        return self.noised is None or self.noised.step < steps
+
+    def releases(self, steps: int) -> Segment:
+        """Return all releases of the folder, the one that is due after so many steps included."""
+        return releases(self.noise_multiplier, self.begun + self.is_due(steps))
+
+    def fields(self) -> dict[str, Any]:
+        """Return it as `privacy.json` and checkpoints record it."""
+        return {**_fields(self), "noised": self.noised and list(self.noised)}
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> "HeldOutLoss":
+        """Build it from what `fields` gives; KeyError or TypeError where a key is not its own."""
+        noised = fields["noised"]
+        return cls(**{**fields, "noised": noised and NoisedLoss(*noised)})
 
 
 @dataclass(frozen=True)
 class Ancestor:
-    """A run that the initial weights come from, with the steps that made them."""
+    """A run whose exported or released weights this one, or an ancestor, started from."""
 
-    run: str
+    run: str  # the name of that export: copies of a run have exports of different names
     settings: Settings
-    step_names: str  # in order, separated by spaces
-    planned_steps: int = 0  # of all of its steps, those above included
-    lost: int = 0  # other steps that were begun in its folder, as published
-    any_begun: bool = False  # whether lost steps, too, may have made the weights
-    evaluations: Segment | None = None  # a bound on its held-out losses, if any were published
-
-    @property
-    def steps(self) -> int:
-        """The number of steps that made the weights."""
-        return len(self.step_names.split())
+    steps: int  # of the weights
+    planned_steps: int
+    lost: int  # steps beside these, as published
+    losses: int = 0  # releases of held-out losses, of this noise
+    noise_of_losses: float = 0.0
 
     @property
     def left(self) -> int:
-        """The number of steps that were planned and are not listed here."""
+        """The number of steps that were planned and not taken."""
         return max(self.planned_steps - self.steps, 0)
 
-    def taken(self) -> list[NamedStep]:
-        """Return the steps that made the weights."""
-        return name_steps(self.settings, self.step_names.split(), self.run)
+    def spent(self) -> list[Segment]:
+        """Return all that it ever began, or planned, as published."""
+        found = [self.settings.segment(self.steps + self.left)]
+        found += [self.settings.segment(self.lost)] if self.lost else []
+        return found + ([releases(self.noise_of_losses, self.losses)] if self.losses else [])
 
     def fields(self) -> dict[str, Any]:
         """Return it as `privacy.json` and checkpoints record it."""
-        losses = self.evaluations
-        return {
-            **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)},
-            "settings": self.settings.fields(),
-            "evaluations": losses and {**losses.mechanism.fields(), "steps": losses.steps},
-        }
+        return {**_fields(self), "settings": self.settings.fields()}
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> "Ancestor":
         """Build it from what `fields` gives."""
-        losses = fields["evaluations"]
-        return cls(
-            **{
-                **fields,
-                "settings": Settings.from_fields(fields["settings"]),
-                "evaluations": losses and Segment(from_fields(losses), losses["steps"]),
-            }
-        )
+        return cls(**{**fields, "settings": Settings.from_fields(fields["settings"])})
 
 
-@dataclass(frozen=True)
-class Lineage:
-    """The ledger of one lineage of weights; a trainer has that of its present weights."""
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """What was done to a run's weights, and its marks, whatever the terms of the steps to come."""
 
-    settings: Settings
     steps: int = 0  # of this run
     private: bool = True
     caveats: tuple[str, ...] = ()
-    step_names: str = ""  # of the steps before this start, in order, separated by spaces
     ancestors: tuple[Ancestor, ...] = ()
-    audit: Audit | None = None
+    audit: "Audit | None" = None
     planned_steps: int = 0  # the most that training.steps was
-    run: str = field(default_factory=new_name)  # random and public, of the folder
-    start: str = field(default_factory=new_name)  # the current one; secret
-    lost: int = 0  # steps begun in the folder beside the lineage, as published
-    heldout_losses: HeldOutLosses | None = None  # if they are published
+    run: str = field(default_factory=lambda: new_name())  # random and public, of the folder
+    start: str = ""  # the random name of the start that took the last steps; in checkpoints alone
+    lost: int = 0  # steps begun in the folder beside these, as published
+    heldout_loss: HeldOutLoss | None = None  # if it is published
     config_hash: str = ""
 
     @property
@@ -118,35 +255,20 @@ class Lineage:
         """The number of steps ever begun in this folder, as it is published."""
         return self.steps + self.lost
 
-    def names(self) -> list[str]:
-        """Return the names of this run's steps, in order."""
-        before = self.step_names.split()
-        assert len(before) <= self.steps, (self.steps, len(before))
-        return [*before, *step_names(self.start, self.steps - len(before))]
 
-    def taken(self) -> list[NamedStep]:
-        """Return this run's steps."""
-        return name_steps(self.settings, self.names(), self.run)
+@dataclass(frozen=True)
+class Audit:
+    """The mark of an audited run: its weights saw canaries, so they are not private."""
 
-    def evaluated(self) -> list[str]:
-        """Return the names of the steps of this lineage whose held-out losses were published."""
-        if self.heldout_losses is None:
-            return []
-        names = self.names()
-        return [names[loss.step - 1] for loss in self.heldout_losses.losses]
+    canaries: int
+    otherwise_private: bool  # but for the canaries: publishing the result then has an epsilon
 
-    def with_caveats(self, *caveats: str) -> "Lineage":
-        """Return it with more assumptions that the guarantee rests on; none is ever removed."""
-        return replace(self, caveats=tuple(dict.fromkeys([*self.caveats, *caveats])))
 
-    def marked_not_private(self, why: str) -> "Lineage":
-        """Return it as not private, and why, for good: both survive resume and initial load."""
-        return replace(self.with_caveats(why), private=False)
+@dataclass(frozen=True)
+class Lineage(History):
+    """The ledger of one lineage of weights; a trainer has that of its present weights."""
 
-    def marked_audited(self, canaries: int) -> "Lineage":
-        """Return it as not private because canaries were trained on, whatever else it is."""
-        audited = replace(self, audit=Audit(canaries, self.private))
-        return audited.marked_not_private(f"audited: {canaries} canaries were trained on")
+    settings: Settings
 
     def to_json(self) -> str:
         """Write all of it, for a checkpoint."""
@@ -155,12 +277,12 @@ class Lineage:
     def fields(self) -> dict[str, Any]:
         """Return all of it, as `privacy.json` and checkpoints record it."""
         return {
-            **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)},
+            **_fields(self),
             "settings": self.settings.fields(),
             "caveats": list(self.caveats),
             "ancestors": [ancestor.fields() for ancestor in self.ancestors],
             "audit": None if self.audit is None else dataclasses.asdict(self.audit),
-            "heldout_losses": self.heldout_losses and self.heldout_losses.fields(),
+            "heldout_loss": self.heldout_loss and self.heldout_loss.fields(),
         }
 
     @classmethod
@@ -181,7 +303,7 @@ class Lineage:
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> "Lineage":
         """Build it from what `fields` gives."""
-        audit, losses = fields["audit"], fields["heldout_losses"]
+        audit, loss = fields["audit"], fields["heldout_loss"]
         return cls(
             **{
                 **fields,
@@ -189,76 +311,38 @@ class Lineage:
                 "caveats": tuple(fields["caveats"]),
                 "ancestors": tuple(Ancestor.from_fields(one) for one in fields["ancestors"]),
                 "audit": None if audit is None else Audit(**audit),
-                "heldout_losses": None if losses is None else HeldOutLosses.from_fields(losses),
+                "heldout_loss": None if loss is None else HeldOutLoss.from_fields(loss),
             }
         )
 
 
-# How one lineage follows from another.
+def new_name() -> str:
+    """Draw a name of 128 random bits."""
+    return secrets.token_hex(16)
 
 
-def of_weights(lineage: Lineage, weights: Lineage) -> Lineage:
-    """Return the ledger of other weights of the same run: its terms and marks, their steps."""
-    losses = lineage.heldout_losses
-    if losses is not None:
-        loaded = weights.heldout_losses
-        losses = losses.with_losses(*(loaded.losses if loaded else ()))
-    return replace(
-        lineage,
-        steps=weights.steps,
-        start=weights.start,
-        step_names=weights.step_names,
-        heldout_losses=losses,
-    )
+_History = TypeVar("_History", bound=History)
 
 
-def rewound(lineage: Lineage) -> Lineage:
-    """Return the ledger of weights that no step of this run has changed yet."""
-    return of_weights(lineage, Lineage(lineage.settings, start=lineage.start))
+def with_caveats(history: _History, *caveats: str) -> _History:
+    """Return it with more assumptions that the guarantee rests on; none is ever removed."""
+    return replace(history, caveats=tuple(dict.fromkeys([*history.caveats, *caveats])))
 
 
-def inherited(now: Lineage, earlier: Lineage) -> Lineage:
-    """Return a start's ledger with all marks of the run's earlier one, which are kept forever."""
-    caveats = earlier.caveats
-    if now.planned_steps > earlier.planned_steps > 0:
-        caveats += (
-            f"training.steps was raised from {earlier.planned_steps} to {now.planned_steps} after "
-            "the first start, which is assumed not to follow from results",
-        )
-    return replace(
-        now.with_caveats(*caveats),
-        private=now.private and earlier.private,
-        ancestors=tuple(dict.fromkeys([*earlier.ancestors, *now.ancestors])),
-        run=earlier.run,
-        planned_steps=max(now.planned_steps, earlier.planned_steps),
-        audit=now.audit or earlier.audit,
-    )
+def not_private(history: _History, why: str) -> _History:
+    """Return it as not private, and why, for good."""
+    return replace(with_caveats(history, why), private=False)
 
 
-def resumed(now: Lineage, loaded: Lineage) -> Lineage:
-    """Return the ledger of weights that were loaded, to be trained on by this start.
-
-    A start begins rounds of random allocation, and never goes on with one, whose key is gone: so
-    each round of a lineage belongs to one start, and its steps are ceil(steps / t) rounds.
-
-    Raises:
-        ValueError: the terms differ, or steps are left and the weights are inside a round.
-    """
-    now.settings.refuse_change(since=loaded.settings)
-    refuse_inside_round(now, loaded.steps)
-    settings = now.settings.on_either_mesh(loaded.settings)
-    names = " ".join(loaded.names())
-    found = of_weights(inherited(now, loaded), replace(loaded, step_names=names, start=now.start))
-    return replace(found, settings=settings)
+def audited(history: _History, canaries: int) -> _History:
+    """Return it as not private because canaries were trained on, whatever else it is."""
+    marked = replace(history, audit=Audit(canaries, history.private))
+    return not_private(marked, f"audited: {canaries} canaries were trained on")
 
 
-def refuse_inside_round(now: Lineage, steps: int) -> None:
-    """Refuse, by ValueError, to train on from weights that are inside a round."""
-    t = now.settings.mechanism.round_steps
-    if steps % t and now.planned_steps > steps:
-        raise ValueError(
-            f"training.steps = {now.planned_steps}: these weights, after step {steps}, are inside "
-            f"a round of {t} steps (privacy.sampling = 'allocation'), which ended there; start a "
-            "run of its own from them (another job.dump_folder, checkpoint.initial_load_path), "
-            "whose ledger counts their steps"
-        )
+def of_weights(history: _History, weights: History) -> _History:
+    """Return the history of other weights of the same run: its marks, their steps."""
+    loss = history.heldout_loss
+    if loss is not None and loss.noised is not None and loss.noised.step > weights.steps:
+        loss = replace(loss, noised=None)
+    return replace(history, steps=weights.steps, start=weights.start, heldout_loss=loss)

@@ -1,46 +1,43 @@
-"""The private logs of a folder, and the number of lost steps that follows from them.
+"""The private files of a folder: the logs of its starts and steps, and the fingerprint of its
+records.
 
-    starts.log           begin NAME and three pairs of steps and held-out losses: where it begins,
-                         the most that a crash loses, and those of a checkpoint interval
-                         saved NAME and the pair that a durable checkpoint has
-                         end NAME and the pair, all of which was kept
-    steps_executed.log   STEP NAME, before the update; 0 =STEP_NAME if it was taken elsewhere
-    evaluations.log      STEP_NAME NAME, before a held-out loss is noised; STEP_NAME = if elsewhere
+    starts.log           begin NAME AT MOST INTERVAL: a start begins after step AT; the most steps
+                         that a crash loses, and those between two checkpoints
+                         saved STEP: a checkpoint is durable; end STEP: so are all steps
+                         loss STEP, before the noise of a published held-out loss is drawn
+    steps_executed.log   STEP, before its update
 
 Guarantee:
-    Lost steps follow from public events alone: starts, checkpoints, crashes. A start that did not
-    end counts as the number that it declared; a load from step b after a checkpoint of step a > b
-    counts as a - b, in whole intervals; `begin_step` refuses more steps than declared since the
-    last durable checkpoint, before its noise is drawn. So steps and lost ones are never fewer than
-    those begun: of starts that began at b_1 = 0, b_2, … and last saved a_1, a_2, …, each took at
-    most a_i - b_i and what it declared, and b_k + sum(a_i - b_(i+1)) = sum(a_i - b_i), whatever was
-    loaded. The same holds for held-out losses and, in whole periods, for the steps of each group of
-    correlated noise; in whole rounds too, for random allocation, each of whose starts begins one.
-    `steps_executed.log` cross-checks: how many steps a start took follows from how long they took,
-    and so from records, and is never published.
+    - Lost steps follow from public events alone: starts, checkpoints, crashes. A start that did not
+      end counts as the number that it declared; a load from step b after a checkpoint of step a > b
+      counts as a - b, in whole intervals; `begin_step` refuses more steps than declared since the
+      last durable checkpoint, before its noise is drawn.
+    - So steps and lost ones are never fewer than those begun: of starts that began at b_1 = 0, b_2,
+      … and last saved a_1, a_2, …, each took at most a_i - b_i and what it declared, and
+      b_k + sum(a_i - b_(i+1)) = sum(a_i - b_i), whatever was loaded. The same holds, in whole
+      periods, for each group of correlated noise, and in whole rounds for random allocation.
+    - Weights are loaded only if a start of this folder took their steps (`knows`): whatever a copy
+      of the folder did elsewhere is no part of this sum.
+    - A published loss counts from its line on. A crash between the line and `privacy.json` leaves
+      the line, so that the next start publishes another loss, and both count.
+    - `steps_executed.log` cross-checks: how many steps a start took follows from how long they
+      took, and so from records, and is never published.
 """
 
 import dataclasses
+import json
 import os
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torchtitan_dp.ledger.lineage import Lineage
-from torchtitan_dp.ledger.settings import new_name, step_name
-from torchtitan_dp.process import Fault, private_opener
+from torchtitan_dp.ledger.lineage import Lineage, new_name
+from torchtitan_dp.process import Fault, private_opener, write_atomically
 
 EXECUTED_FILE = "steps_executed.log"
 STARTS_FILE = "starts.log"
-EVALUATIONS_FILE = "evaluations.log"
-STEPS_ELSEWHERE = (
-    "steps of these weights were taken in another folder, whose log was not copied with them: "
-    "steps and held-out losses lost there are not counted (add that folder with python -m "
-    "torchtitan_dp.ledger)"
-)
+FINGERPRINT_FILE = "data_fingerprint.private"
 _TORN = "torn"
-_ELSEWHERE = "="  # in the place of a start, or before the name of a step
 
 
 class Losable(NamedTuple):
@@ -50,36 +47,19 @@ class Losable(NamedTuple):
     interval: int  # between two checkpoints
 
 
-class Tally(NamedTuple):
-    """Steps and held-out losses, of a lineage or lost."""
-
-    steps: int = 0
-    evaluations: int = 0
-
-    @classmethod
-    def of(cls, lineage: Lineage) -> "Tally":
-        """Count those of a lineage."""
-        losses = lineage.heldout_losses
-        return cls(lineage.steps, 0 if losses is None else len(losses.losses))
-
-
 @dataclass
 class _Start:
-    """A start that began to train."""
+    """A start that began to train, by numbers of steps."""
 
-    at: Tally  # where it began
-    declared: Tally  # the most that it loses in a crash
-    interval: Tally
-    saved: Tally  # of its last durable checkpoint
+    at: int  # where it began
+    declared: int  # the most that it loses in a crash
+    interval: int
+    saved: int  # of its last durable checkpoint
     ended: bool = False  # with all of its steps kept
 
-    def behind(self, at: Tally) -> Tally:
-        """Return the tally that a load from `at` loses, in whole intervals."""
-        intervals = max(0, -(-(self.saved.steps - at.steps) // self.interval.steps))
-        return Tally(
-            intervals * self.interval.steps,
-            max(intervals * self.interval.evaluations, self.saved.evaluations - at.evaluations),
-        )
+    def behind(self, at: int) -> int:
+        """Return the steps that a load from `at` loses, in whole intervals."""
+        return max(0, -(-(self.saved - at) // self.interval)) * self.interval
 
 
 class AppendOnly:
@@ -110,19 +90,19 @@ class AppendOnly:
                 continue
             try:
                 parse(line.split())
-            except (ValueError, KeyError):
+            except (ValueError, IndexError):
                 raise ValueError(
                     f"{path}, line {number}: '{line[:40]}' was not written by a run; restore the "
                     "file, or use another job.dump_folder"
                 ) from None
 
-    def append(self, *lines: str) -> None:
-        """Append lines and sync them, and the file's folder if it is new.
+    def append(self, line: str) -> None:
+        """Append a line and sync it, and the file's folder if it is new.
 
         Raises:
             Fault: the file has another size than it was read or left with.
         """
-        content = (f" {_TORN}\n" * self._tail_is_torn + "".join(f"{s}\n" for s in lines)).encode()
+        content = (f" {_TORN}\n" * self._tail_is_torn + f"{line}\n").encode()
         is_new = not os.path.exists(self._path)
         with open(self._path, "ab", opener=private_opener) as file:
             if self._size != os.fstat(file.fileno()).st_size:  # the lock was removed, or is none
@@ -145,53 +125,46 @@ class AppendOnly:
 
 
 class RunLog:
-    """All starts of a folder, and all steps and held-out losses ever begun there. Rank 0 writes."""
+    """All starts, steps and published losses ever begun in a folder. Rank 0 writes."""
 
     def __init__(self, folder: str) -> None:
         """Read the files, if there are any; raise ValueError if one is not ours."""
+        self.count = 0  # of steps ever begun
+        self.losses = 0  # ever published, or about to be
         self._starts: dict[str, _Start] = {}
-        self._taken: Counter[str] = Counter()  # steps by start
-        self._begun: set[str] = set()  # the names of steps
-        self._evaluated: set[str] = set()  # the names of steps after which losses were evaluated
         self._of_starts = AppendOnly(os.path.join(folder, STARTS_FILE), self._read_start)
         self._of_steps = AppendOnly(os.path.join(folder, EXECUTED_FILE), self._read_step)
-        self._of_losses = AppendOnly(os.path.join(folder, EVALUATIONS_FILE), self._read_evaluation)
-        self._start = new_name()
-        self._evaluated_after: list[int] = []  # by this start, the numbers of steps
+        self._own: _Start | None = None
 
-    @property
-    def count(self) -> int:
-        """The number of steps ever begun, here or elsewhere by the weights that were loaded."""
-        return len(self._begun)
+    def knows(self, start: str) -> bool:
+        """Return whether a start of this name began to train here."""
+        return start in self._starts
 
-    def new_start(self) -> str:
-        """Draw the name of the steps that begin from now on: at each start, and at each load."""
-        self._start, self._evaluated_after = new_name(), []
-        return self._start
-
-    def begin_start(self, lineage: Lineage, loses: Losable) -> None:
-        """Record that this start is about to draw its first units, and the most that it loses.
+    def begin_start(self, lineage: Lineage, loses: Losable) -> str:
+        """Record that a start is about to draw its first units, and the most that it loses; return
+        its name.
 
         Raises:
             Fault: more steps were begun than are published.
         """
         if problem := self.undercounted(lineage):
             raise Fault(f"{problem}; restore the logs as the run wrote them")
-        at, losses = Tally.of(lineage), lineage.heldout_losses
-        last = max(lineage.planned_steps, 1)
-        most, interval = (Tally(n, losses.most_lost(n, last) if losses else 0) for n in loses)
-        self._starts[self._start] = _Start(at, most, interval, saved=at)
-        self._of_starts.append(_line("begin", self._start, at, most, interval))
+        name, at = new_name(), lineage.steps
+        self._own = self._starts[name] = _Start(at, *loses, saved=at)
+        self._of_starts.append(f"begin {name} {at} {loses.most} {loses.interval}")
+        return name
 
     def saved(self, step: int) -> None:
         """Record that a checkpoint of `step` is durable."""
-        self._keep("saved", step)
+        assert self._own is not None
+        self._own.saved = step
+        self._of_starts.append(f"saved {step}")
 
     def end_start(self, step: int) -> None:
         """Record that this start ends after `step`, with all of its steps kept."""
-        if self._start in self._starts:  # else no step was left
-            self._keep("end", step)
-            self._starts[self._start].ended = True
+        if self._own is not None:  # else no step was left
+            self._own.saved, self._own.ended = step, True
+            self._of_starts.append(f"end {step}")
 
     def begin_step(self, step: int) -> None:
         """Record that `step`'s update is about to happen.
@@ -199,130 +172,144 @@ class RunLog:
         Raises:
             Fault: a crash would lose more steps than this start declared.
         """
-        start = self._starts[self._start]
-        number = self._taken[self._start] + 1
-        assert step == start.at.steps + number, (step, start.at.steps, number)
-        self._refuse_more(step - start.saved.steps, start.declared.steps, f"step {step}")
-        self._of_steps.append(f"{step} {self._start}")
-        self._taken[self._start] = number
-        self._begun.add(step_name(self._start, number))
+        assert self._own is not None
+        unsaved, declared = step - self._own.saved, self._own.declared
+        if unsaved > declared:
+            raise Fault(
+                f"step {step} is not taken: since the last whole checkpoint, of step "
+                f"{self._own.saved}, a crash would lose {unsaved}, and at most {declared} are "
+                "counted (checkpoint.interval); start the run again"
+            )
+        self._of_steps.append(f"{step}")
+        self.count += 1
 
-    def begin_evaluation(self) -> None:
-        """Record that the held-out loss after the last step is about to be published.
-
-        Raises:
-            Fault: a crash would lose more of them than this start declared.
-        """
-        start, number = self._starts[self._start], self._taken[self._start]
-        unsaved = start.at.evaluations + len(self._evaluated_after) + 1 - start.saved.evaluations
-        self._refuse_more(unsaved, start.declared.evaluations, "a held-out loss")
-        name = step_name(self._start, number)
-        self._of_losses.append(f"{name} {self._start}")
-        self._evaluated.add(name)
-        self._evaluated_after.append(start.at.steps + number)
-
-    def adopt(self, lineage: Lineage) -> None:
-        """Add steps and held-out losses of a checkpoint that came without (all of) its logs, as
-        those of a start of its own from nothing."""
-        steps = [name for name in lineage.names() if name not in self._begun]
-        evaluated = [name for name in lineage.evaluated() if name not in self._evaluated]
-        if not steps and not evaluated:
-            return
-        at, name, interval = Tally.of(lineage), new_name(), Tally(1, 0)
-        self._starts[name] = _Start(Tally(), Tally(), interval, saved=at, ended=True)
-        begin = _line("begin", name, Tally(), Tally(), interval)
-        self._of_starts.append(begin, _line("end", name, at))
-        if steps:
-            self._of_steps.append(*(f"0 {_ELSEWHERE}{step}" for step in steps))
-        if evaluated:
-            self._of_losses.append(*(f"{step} {_ELSEWHERE}" for step in evaluated))
-        self._begun.update(steps)
-        self._evaluated.update(evaluated)
-
-    def missing(self, lineage: Lineage) -> Tally:
-        """Count the steps and held-out losses of a lineage that have no line here."""
-        return Tally(
-            sum(name not in self._begun for name in lineage.names()),
-            sum(name not in self._evaluated for name in lineage.evaluated()),
-        )
+    def begin_loss(self, step: int) -> None:
+        """Record that the held-out loss after `step` is about to get its noise."""
+        self._of_starts.append(f"loss {step}")
+        self.losses += 1
 
     def undercounted(self, lineage: Lineage) -> str:
         """Return the contradiction between what was begun and what is published, or ""."""
-        published, losses = lineage.steps_executed, lineage.heldout_losses
+        published, loss = lineage.steps_executed, lineage.heldout_loss
         if self.count > published:
             return f"{EXECUTED_FILE} has {self.count} steps, but {STARTS_FILE} leads to {published}"
-        if losses is not None and len(self._evaluated) > losses.lost + len(losses.losses):
-            return f"{EVALUATIONS_FILE} has more held-out losses than {STARTS_FILE} leads to"
+        if self.losses > (0 if loss is None else loss.begun):
+            return f"{STARTS_FILE} has {self.losses} published losses, and the ledger has fewer"
         return ""
 
-    def opened(self, lineage: Lineage) -> Lineage:
-        """Return the ledger of a start that loaded these weights; steps that the logs lack were
-        taken elsewhere, and are entered."""
-        if any(self.missing(lineage)):
-            lineage = lineage.with_caveats(STEPS_ELSEWHERE)
-            self.adopt(lineage)
-        return self.enter_lost(lineage)
+    def lacks(self, stated: Lineage) -> str:
+        """Return the files' lack of steps, crashes or losses that `privacy.json` counts, or ""."""
+        found = self.enter_lost(stated)
+        loss = stated.heldout_loss
+        if self.count < stated.steps or found.lost < stated.lost:
+            return (
+                f"{EXECUTED_FILE} or {STARTS_FILE} lacks steps or crashes that privacy.json counts "
+                f"({stated.steps_executed} steps)"
+            )
+        if loss is not None and self.losses < loss.begun:
+            return f"{STARTS_FILE} lacks a published loss that privacy.json counts"
+        return ""
 
     def enter_lost(self, lineage: Lineage) -> Lineage:
-        """Return the lineage with what was lost in this folder, if its weights were loaded now.
+        """Return the lineage with what was lost and published in this folder, if its weights were
+        loaded now.
 
         Of correlated noise each part is whole periods, of random allocation whole rounds, so that
         all together are dominated as steps in a row are.
         """
         starts = list(self._starts.values())
         lost = [start.declared for start in starts if not start.ended]
-        loads = [*(start.at for start in starts[1:]), Tally.of(lineage)]
+        loads = [*(start.at for start in starts[1:]), lineage.steps]
         lost += [start.behind(at) for start, at in zip(starts, loads, strict=False)]
-        largest = max((start.declared for start in starts), default=Tally(1, 1))
-        lost += [largest] * self._of_starts.torn
-        mechanism, losses = lineage.settings.mechanism, lineage.heldout_losses
+        lost += [max((start.declared for start in starts), default=1)] * self._of_starts.torn
+        mechanism, loss = lineage.settings.mechanism, lineage.heldout_loss
         whole = mechanism.period * mechanism.round_steps  # one of them is 1
-        if losses is not None:
-            losses = dataclasses.replace(losses, lost=sum(part.evaluations for part in lost))
-        steps = sum(-(-part.steps // whole) * whole for part in lost)
-        return dataclasses.replace(lineage, lost=steps, heldout_losses=losses)
-
-    def _refuse_more(self, unsaved: int, declared: int, what: str) -> None:
-        if unsaved > declared:
-            raise Fault(
-                f"{what} is not taken: since the last whole checkpoint, of step "
-                f"{self._starts[self._start].saved.steps}, a crash would lose {unsaved}, and at "
-                f"most {declared} are counted (checkpoint.interval); start the run again"
-            )
-
-    def _keep(self, event: str, step: int) -> None:
-        start = self._starts[self._start]
-        evaluated = sum(after <= step for after in self._evaluated_after)
-        start.saved = Tally(step, start.at.evaluations + evaluated)
-        self._of_starts.append(_line(event, self._start, start.saved))
+        steps = sum(-(-part // whole) * whole for part in lost)
+        if loss is not None:
+            loss = dataclasses.replace(loss, begun=self.losses)
+        return dataclasses.replace(lineage, lost=steps, heldout_loss=loss)
 
     def _read_start(self, words: list[str]) -> None:
-        event, name, *rest = words
-        numbers = [int(word) for word in rest]
+        event, *rest = words
         if event == "begin":
-            at, most, interval = (Tally(*numbers[i : i + 2]) for i in (0, 2, 4))
-            if len(numbers) != 6 or min(numbers) < 0 or interval.steps < 1:
+            name, at, most, interval = rest[0], *map(int, rest[1:])
+            if min(at, most) < 0 or interval < 1:
                 raise ValueError(rest)
             self._starts[name] = _Start(at, most, interval, saved=at)
             return
-        if event not in ("saved", "end") or len(numbers) != 2:
+        (step,) = map(int, rest)
+        if event == "loss":
+            self.losses += 1
+            return
+        if event not in ("saved", "end") or not self._starts:
             raise ValueError(words)
-        self._starts[name].saved = Tally(*numbers)
-        self._starts[name].ended = event == "end"
+        start = list(self._starts.values())[-1]  # one run at a time has the folder's lock
+        start.saved, start.ended = step, event == "end"
 
     def _read_step(self, words: list[str]) -> None:
-        step, start = words
-        if start.startswith(_ELSEWHERE):
-            self._begun.add(start.removeprefix(_ELSEWHERE))
-            return
-        int(step)
-        self._taken[start] += 1
-        self._begun.add(step_name(start, self._taken[start]))
-
-    def _read_evaluation(self, words: list[str]) -> None:
-        name, _ = words
-        self._evaluated.add(name)
+        (_,) = map(int, words)
+        self.count += 1
 
 
-def _line(event: str, start: str, *tallies: Tally) -> str:
-    return " ".join(map(str, (event, start, *(number for tally in tallies for number in tally))))
+def read_fingerprint(folder: str) -> str | None:
+    """Return the fingerprint of the records that this folder's run was started with, if any."""
+    return next(iter(_lines(folder)), None)
+
+
+def check_fingerprint(folder: str, fingerprint: str | None, settings: Mapping[str, object]) -> None:
+    """Refuse other data than the run was started with; a first start has nothing to compare.
+
+    Args:
+        fingerprint: None compares the settings alone, before the records are read.
+        settings: that the fingerprint depends on besides the records, by their keys.
+
+    Raises:
+        ValueError: naming the key that changed and the remedy.
+    """
+    lines = _lines(folder)
+    if not lines or lines[0] == fingerprint:
+        return
+    try:
+        earlier = dict(json.loads(lines[1]))
+    except (ValueError, TypeError, IndexError):
+        raise ValueError(
+            f"{os.path.join(folder, FINGERPRINT_FILE)}, line 2: no settings; restore the file as "
+            "the run wrote it"
+        ) from None
+    for key, value in settings.items():
+        if key in earlier and earlier[key] != value:
+            raise ValueError(
+                f"{key} = {value!r}: this run was started with {earlier[key]!r}, on which its "
+                "samples depend; set it back, or start afresh in another job.dump_folder"
+            )
+    if fingerprint is not None:
+        raise ValueError(
+            "training.dataset_path: the records are not those that this run was started with: a "
+            "file was added, removed, renamed or changed; restore them, or start afresh in another "
+            "job.dump_folder"
+        )
+
+
+def write_fingerprint(
+    folder: str, fingerprint: str, settings: Mapping[str, object], description: Sequence[str] = ()
+) -> None:
+    """Write the fingerprint, on a second line the settings, on a third what describes the records:
+    private data, never published."""
+    lines = "\n".join([fingerprint, json.dumps(dict(settings)), json.dumps([*description]), ""])
+    write_atomically(os.path.join(folder, FINGERPRINT_FILE), lines.encode())
+
+
+def read_description(folder: str) -> list[str]:
+    """Return what describes the records of this folder's run, if that is there. NOT PRIVATE."""
+    try:
+        return [str(line) for line in json.loads(_lines(folder)[2])]
+    except (OSError, ValueError, IndexError):
+        return []
+
+
+def _lines(folder: str) -> list[str]:
+    path = os.path.join(folder, FINGERPRINT_FILE)
+    if not os.path.exists(path):
+        return []
+    with open(path, encoding="ascii") as file:
+        return file.read().splitlines()

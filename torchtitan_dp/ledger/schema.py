@@ -1,24 +1,42 @@
-"""Every key of `privacy.json`, once: its type, its value's origin, who may see it, what it means.
+"""Every key of `privacy.json`, once: its type, its value's origin, who may see it, its meaning.
 
-Writing (`assemble`), reading (`check`), verification, release and documentation
+Writing (`described`, `released`), reading, verification, release and documentation
 (`docs/privacy_json.md`) follow from `PrivacyFile`. Format 1.
 
 Guarantee:
-    `assemble` writes the keys of `KEYS` and no other, so that nothing leaves by `privacy.json` that
-    is not described here; a release leaves out those that are not `released`.
+    The keys of `KEYS` are written and no other, so that nothing leaves by `privacy.json` that is
+    not described here; a release leaves out those that are not `released`. Nothing in it is
+    computed from the content of records, nor from how long steps took. Where the planned steps were
+    taken, nothing depends on how often the run was started, or on how many steps each start took.
 """
 
 import enum
+import json
 import math
-import types
+import os
+import secrets
 import typing
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from torchtitan_dp.ledger.lineage import FORMAT, Lineage
-from torchtitan_dp.privacy.mechanism import MECHANISMS
-from torchtitan_dp.privacy.segments import Mechanism
+from torchtitan_dp.ledger.spending import (
+    assumptions,
+    caveats,
+    epsilon,
+    heldout_epsilon,
+    recorded,
+    spent,
+)
+from torchtitan_dp.privacy.accounting import rounded_up
+from torchtitan_dp.privacy.meaning import Meaning, meaning
+from torchtitan_dp.privacy.mechanism import MECHANISMS, from_fields
+from torchtitan_dp.privacy.segments import Mechanism, Segment, composition, dp_event
+from torchtitan_dp.process import has_type, source, versions, write_atomically
+
+PRIVACY_FILE = "privacy.json"
+TRIAL_FILE = "trial.json"  # of a search's trial, from before its first start: the keys tried
 
 
 class Origin(enum.Enum):
@@ -43,7 +61,6 @@ class Key:
 
 
 _SETTINGS, _MECHANISM, _LEDGER, _ACCOUNT, _RELEASE = Origin
-_NUMBER = int | float
 _NOT_RELEASED = "not released"
 
 
@@ -58,10 +75,10 @@ class PrivacyFile:
     """Whether the weights are differentially private at all. Once false, it stays false for weights
     that go on from these."""
 
-    epsilon: Annotated[_NUMBER | None, _ACCOUNT]
-    """The ε of these weights; null if they are not private. In a run's own folder: of every step of
-    their lineage, if neither results nor a clock decided when to stop. In a release: the ε that its
-    model card quotes."""
+    epsilon: Annotated[float | None, _ACCOUNT]
+    """The ε of these weights; null if they are not private. In a run's own folder: of the steps
+    that made them, if neither results nor a clock decided when to stop. In a release: the one that
+    its model card quotes."""
 
     epsilon_counts: Annotated[str, _RELEASE]
     """The steps that the released `epsilon` counts. `planned_steps`: it is `epsilon_planned`.
@@ -69,16 +86,16 @@ class PrivacyFile:
     clock decided when to stop. `kept_and_planned_steps`, `kept_steps`: the same without lost steps,
     since the owner stated that nobody saw anything of them."""
 
-    epsilon_planned: Annotated[_NUMBER | None, _ACCOUNT]
+    epsilon_planned: Annotated[float | None, _ACCOUNT]
     """The ε of every step ever begun and of those still planned, by the runs behind the initial
     weights too: it also holds if weights decided when to stop. No ε covers a stop that followed
     from losses, norms or other logs."""
 
-    epsilon_executed: Annotated[_NUMBER | None, _ACCOUNT]
+    epsilon_executed: Annotated[float | None, _ACCOUNT]
     """The ε of every step ever begun in the folder (`steps_executed`), lost and abandoned ones
     included. Of an audited run, the cost of publishing the audit's result."""
 
-    delta: Annotated[_NUMBER, _SETTINGS]
+    delta: Annotated[float, _SETTINGS]
     """δ: the probability that ε may fail to hold."""
 
     accountant: Annotated[str, _SETTINGS]
@@ -99,17 +116,17 @@ class PrivacyFile:
     one step of each round of `round_steps`, uniformly and by itself. `shuffled`: in batches of one
     size, which no ε here counts."""
 
-    sample_rate: Annotated[_NUMBER, _SETTINGS]
+    sample_rate: Annotated[float, _SETTINGS]
     """q: the probability that a unit is drawn at a step, on average over steps."""
 
     sample_rate_source: Annotated[str, _SETTINGS]
     """What q follows from."""
 
-    noise_multiplier: Annotated[_NUMBER, _SETTINGS]
+    noise_multiplier: Annotated[float, _SETTINGS]
     """σ: the standard deviation of the noise on each coordinate of the sum, over C; of correlated
     noise, over C times the norm of a column (docs/privacy.md)."""
 
-    max_grad_norm: Annotated[_NUMBER, _SETTINGS]
+    max_grad_norm: Annotated[float, _SETTINGS]
     """C: the norm that a unit's gradient is clipped to, or the estimate of this norm."""
 
     clipping: Annotated[str, _SETTINGS]
@@ -140,7 +157,7 @@ class PrivacyFile:
     """Which tokens of a record are learned: a sample's loss is the mean over its own. ε protects
     the whole record, prompts included."""
 
-    target_epsilon: Annotated[_NUMBER | None, _SETTINGS]
+    target_epsilon: Annotated[float | None, _SETTINGS]
     """The `privacy.target_epsilon` that σ followed from; null if it was given."""
 
     windows_per_draw: Annotated[int, _SETTINGS]
@@ -173,16 +190,17 @@ class PrivacyFile:
     fewer), and for each load of an older checkpoint the steps after it, in whole intervals. How
     many a crash did lose follows from how long steps took, and so from the lengths of records."""
 
-    heldout_losses: Annotated[dict | None, _LEDGER]
-    """Held-out losses that may be published (`validation.publish_epsilon`); null if there are none.
-    `losses` lists step, loss in nats, and the standard deviation of its noise, of each: the mean
-    over held-out units of their losses, clipped to [0, `clip`], with `noise` of `scale` over
-    `clip` / number of units. `lost` counts evaluations beside those, as `steps_executed` does."""
+    heldout_loss: Annotated[dict | None, _LEDGER]
+    """The held-out loss that a run publishes at its end (`validation.publish_epsilon`); null if it
+    publishes none. `noised` is the step, the loss in nats and the standard deviation of its noise:
+    the mean over held-out units of their losses, clipped to [0, `clip`], with Gaussian noise of
+    `noise_multiplier` times `clip` / number of units. `begun` counts the losses ever published, or
+    about to be when a crash came."""
 
-    heldout_epsilon: Annotated[_NUMBER | None, _ACCOUNT]
-    """The ε of all of them for one held-out unit, with those still planned and those lost, at
-    `heldout_losses.delta`. Held-out units are not trained on, so that a unit pays this or
-    `epsilon`, the larger of the two at most."""
+    heldout_epsilon: Annotated[float | None, _ACCOUNT]
+    """The ε of all of them for one held-out unit, with one that is still planned, at
+    `heldout_loss.delta`. Held-out units are not trained on, so that a unit pays this or `epsilon`,
+    the larger of the two at most."""
 
     meaning: Annotated[dict | None, _ACCOUNT]
     """What `epsilon_planned` (in a release: `epsilon`) means for one person: see below."""
@@ -198,21 +216,18 @@ class PrivacyFile:
     assumptions: Annotated[list[str], _ACCOUNT]
     """What ε of every run rests on."""
 
-    step_names: Annotated[str, _ACCOUNT]
-    """A random name for each of `steps`, in order, so that a step that several files list counts
-    once. Names do not show which steps one start of the trainer took."""
-
     ancestors: Annotated[list[dict], _LEDGER]
-    """The runs that the initial weights come from: their terms, the names of the steps that made
-    the weights, and how many steps they planned and lost. `any_begun`: lost steps, too, may have
-    made them."""
+    """The runs that the initial weights come from: their terms, the numbers of steps that made the
+    weights, that they planned, and that they lost, and of published held-out losses. ε counts all
+    of it."""
 
     audit: Annotated[dict | None, _LEDGER, _NOT_RELEASED]
     """Of an audited run: how many canaries were trained on, and whether it would be private without
     them."""
 
     run: Annotated[str, _LEDGER]
-    """A random, public name of the run."""
+    """A random, public name of the run, followed in an export or a release by a slash and a random
+    name of its own."""
 
     config_hash: Annotated[str, _LEDGER]
     """SHA-256 of what was trained and how, without the places of records and outputs."""
@@ -255,43 +270,168 @@ def terms_of(content: Mapping[str, Any]) -> dict[str, Any]:
     return {name: content[name] for name in names(_SETTINGS, _MECHANISM) if name in content}
 
 
-def assemble(
-    lineage: Lineage, computed: Mapping[str, Any], *, release: bool = False
+def is_release(content: Mapping[str, Any]) -> bool:
+    """Return whether this is the content of a release's or an export's file, not of a run's."""
+    return any(name in content for name in names(_RELEASE))
+
+
+# Writing.
+
+
+def described(lineage: Lineage, taken: float, executed: float, planned: float) -> dict[str, Any]:
+    """Return the content of a run's own `privacy.json`, by the epsilons of the steps taken, of all
+    executed, and of all planned ones; infinite where there is no privacy."""
+    steps = spent(lineage).segments(lineage.settings.mechanism, lineage.left)
+    return _content(lineage, (taken, executed, planned), steps, planned, {"epsilon": taken})
+
+
+def released(
+    lineage: Lineage,
+    executed: float,
+    planned: float,
+    counts: str = "planned_steps",
+    steps: list[Segment] | None = None,
+    stated: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return the whole content of a `privacy.json`, in the order of `KEYS`.
+    """Return the `privacy.json` of weights that are released or exported, under a name of its own.
 
     Args:
-        computed: of every key of `Origin.ACCOUNT`, for a release also `Origin.RELEASE`; no other.
+        executed, planned: the epsilon of all executed steps, and of all planned ones.
+        counts: the schema's name of the steps that the release claims.
+        steps: those steps; by default all executed and planned ones.
+        stated: the owner's statements, which become caveats.
     """
-    values = {**computed, "format": FORMAT}
-    expected = set(names(_ACCOUNT, _RELEASE) if release else names(_ACCOUNT))
-    assert set(values) == expected, set(values) ^ expected
-    kept = lineage.fields()
-    terms = kept["settings"]
-    found = {_SETTINGS: terms, _MECHANISM: terms, _LEDGER: kept, _ACCOUNT: values, _RELEASE: values}
-    content = {}
+    terms = lineage.settings
+    taken = epsilon(spent(lineage, lost=False), terms) if lineage.composes else math.inf
+    claimed = planned if steps is None else terms.compose(steps)
+    steps = spent(lineage).segments(terms.mechanism, lineage.left) if steps is None else steps
+    named = replace(lineage, run=f"{lineage.run}/{secrets.token_hex(8)}")
+    computed = {"epsilon": claimed, "epsilon_counts": counts}
+    return _content(named, (taken, executed, planned), steps, claimed, computed, stated)
+
+
+def _content(
+    lineage: Lineage,
+    epsilons: tuple[float, float, float],
+    steps: list[Segment],
+    explained: float,
+    computed: dict[str, Any],
+    stated: Sequence[str] = (),
+) -> dict[str, Any]:
+    taken, executed, planned = epsilons
+    meant = explain(lineage, steps, explained)
+    computed = {
+        **computed,
+        "format": FORMAT,
+        "epsilon": computed["epsilon"] if lineage.private else None,
+        "epsilon_planned": planned if lineage.composes else None,
+        "epsilon_executed": executed if lineage.composes else None,
+        "heldout_epsilon": heldout_epsilon(lineage) if lineage.private else None,
+        "caveats": [*caveats(lineage, taken, planned), *stated],
+        "meaning": None if meant is None else meant.to_json(),
+        "dp_event": dp_event(composition(steps)) if lineage.composes else None,
+        "assumptions": assumptions(lineage),
+        "steps_executed": lineage.steps_executed,
+        "versions": versions(),
+        "source": source(),
+    }
+    kept, is_run, content = lineage.fields(), not is_release(computed), dict[str, Any]()
+    values = {**kept.pop("settings"), **kept, **computed}
     for key in KEYS:
-        if key.origin is _RELEASE and not release:
+        if (key.origin is _RELEASE and is_run) or not (key.released or is_run):
             continue
-        if key.origin is _MECHANISM and key.name not in terms:
+        if key.origin is _MECHANISM and key.name not in values:
             continue
-        value = found[key.origin][key.name]
-        assert fits(value, key.type), (key.name, value)
-        if key.released or not release:
-            content[key.name] = value
+        assert has_type(values[key.name], key.type), (key.name, values[key.name])
+        content[key.name] = values[key.name]
+    assert computed.keys() <= content.keys(), computed.keys() - content.keys()
     return content
 
 
-def check(content: Any) -> None:
-    """Refuse the content of a file that is no `privacy.json` of this format.
+def explain(lineage: Lineage, segments: list[Segment], epsilon: float) -> Meaning | None:
+    """Return the meaning of an epsilon for one person; None where there is no privacy."""
+    if not lineage.composes or not math.isfinite(epsilon):
+        return None
+    return meaning(segments, lineage.settings.delta)
 
-    Raises:
-        ValueError: the fault, for the end of a message that names the file.
-    """
+
+def write_published(folder: str, content: Mapping[str, Any]) -> None:
+    """Write `privacy.json` atomically."""
+    write_atomically(os.path.join(folder, PRIVACY_FILE), to_bytes(content))
+
+
+def to_bytes(content: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a `privacy.json`."""
+    return json.dumps(content, indent=2).encode() + b"\n"
+
+
+def summary(content: dict[str, Any]) -> list[str]:
+    """Return the lines that end a run's console, from its `privacy.json`."""
+    stated = f"epsilon = {rounded_up(content['epsilon'])}" if content["private"] else "NOT private"
+    mechanism, loss = from_fields(content), content["heldout_loss"]
+    how = "".join(f"{words}, " for words in (mechanism.norms, mechanism.noise) if words)
+    lines = [
+        f"done: {content['steps']} steps",
+        f"privacy: {stated}, delta = {content['delta']:g} "
+        f"(sigma = {content['noise_multiplier']:.4f}, q = {content['sample_rate']:.5f}, "
+        f"C = {content['max_grad_norm']:g}, {how}{content['accountant']}; unit: one "
+        f"{content['privacy_unit']}; neighbours: {content['neighbouring_relation']})",
+    ]
+    if content["private"] and content["steps_executed"] > content["steps"]:
+        lines.append(
+            f"with steps lost in crashes: epsilon = {rounded_up(content['epsilon_executed'])}, "
+            f"for {content['steps_executed']} steps"
+        )
+    if content["private"] and loss is not None and loss["noised"]:
+        step, noised, deviation = loss["noised"]
+        lines.append(
+            f"held-out loss to publish: {noised:.4f} after step {step}, with noise of standard "
+            f"deviation {deviation:.2g}; epsilon = {rounded_up(content['heldout_epsilon'])}, "
+            f"delta = {loss['delta']:g} for a held-out unit"
+        )
+    return [*lines, *(f"caveat: {caveat}" for caveat in content["caveats"])]
+
+
+# Reading.
+
+
+def read_published(folder: str) -> Lineage | None:
+    """Return the ledger of this folder's `privacy.json`, if any; raise ValueError if it is not
+    ours."""
+    content = read_published_fields(folder)
+    return None if content is None else ledger_of(content)
+
+
+def read_published_fields(folder: str) -> dict[str, Any] | None:
+    """Return the content of this folder's `privacy.json`, if any; raise ValueError if it is not
+    ours."""
+    path = os.path.join(folder, PRIVACY_FILE)
+    if not os.path.exists(path):
+        return None
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file, parse_constant=_no_number)
+        check(content)
+        ledger_of(content)
+    except (ValueError, KeyError, TypeError, IndexError, AssertionError) as error:
+        why = error if isinstance(error, ValueError) else repr(error)
+        raise ValueError(
+            f"{path} cannot be read ({why}): restore it, use the version of torchtitan_dp "
+            "that wrote it, or use another job.dump_folder"
+        ) from error
+    return dict(content)
+
+
+def _no_number(word: str) -> float:
+    raise ValueError(f"{word} is no number")
+
+
+def check(content: Any) -> None:
+    """Raise ValueError, for the end of a message that names the file, for a content that is no
+    `privacy.json` of this format."""
     if not isinstance(content, dict):
         raise ValueError("it is not a JSON object")
-    if content.get("format") != FORMAT:
-        found = content.get("format", "one that had no number yet")
+    if (found := content.get("format")) != FORMAT:
         raise ValueError(
             f"its format is {found}, and this version of torchtitan_dp reads format {FORMAT}"
         )
@@ -299,32 +439,20 @@ def check(content: Any) -> None:
     for key in KEYS:
         if key.origin is _RELEASE or (release and not key.released):
             continue
-        if key.origin is _MECHANISM and key.name not in content:
-            continue
         if key.name not in content:
+            if key.origin is _MECHANISM:
+                continue
             raise ValueError(f"it lacks '{key.name}'")
-        if not fits(content[key.name], key.type):
+        if not has_type(content[key.name], key.type):
             raise ValueError(f"'{key.name}' is {content[key.name]!r}")
 
 
-def is_release(content: Mapping[str, Any]) -> bool:
-    """Return whether this is the content of a release's file, not of a run's."""
-    return any(name in content for name in names(_RELEASE))
-
-
-def fits(value: Any, kind: Any) -> bool:
-    """Return whether a value, as JSON or as Python has it, is of a type.
-
-    >>> fits(1, int | float), fits(True, int), fits(None, str | None), fits([1], list[str])
-    (True, False, True, False)
-    """
-    if isinstance(kind, types.UnionType):
-        return any(fits(value, one) for one in typing.get_args(kind))
-    if typing.get_origin(kind) is list:
-        (inside,) = typing.get_args(kind)
-        return isinstance(value, list | tuple) and all(fits(one, inside) for one in value)
-    if kind in (int, float) and isinstance(value, bool):
-        return False
-    if kind is float and isinstance(value, float):
-        return math.isfinite(value)
-    return isinstance(value, kind)
+def ledger_of(content: dict[str, Any]) -> Lineage:
+    """Return the ledger of a `privacy.json` with this content; KeyError, TypeError or ValueError
+    where it is none of ours."""
+    kept = {name: content.get(name) for name in names(_LEDGER)}
+    return Lineage.from_fields(
+        kept
+        | {"settings": terms_of(content), "caveats": recorded(content["caveats"])}
+        | {"lost": content["steps_executed"] - content["steps"]}
+    )

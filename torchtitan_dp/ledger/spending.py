@@ -1,126 +1,77 @@
-"""What a lineage spends, and the assumptions that its epsilon rests on.
+"""What runs spend, alone and together, and the assumptions that their epsilon rests on.
 
 Guarantee:
-    `epsilon` bounds what the weights at `steps` reveal: the composition of all steps of their own
-    lineage, and of the lineage of the weights they started from, on any records. `caveats` lists
-    every caveat that the lineage has recorded, and those that follow from its numbers: steps that
-    were planned and not taken, steps that were lost, and a clipped sum that was rounded. `recorded`
-    leaves out the latter, which weights that resume from these compute anew.
+    - `epsilon(spent(lineage, lost=False), …)` bounds what the weights reveal: their own steps, and
+      all that the runs behind their initial weights ever began or planned, on any records.
+    - `total` bounds what all runs together reveal of one unit of all their records. Runs add up: a
+      step that two folders list, since one is a copy of the other, counts twice, never too little.
+      Of a run behind initial weights, each export counts once, by its own random name.
+    - Steps compose whatever the records: a unit of some runs alone is revealed by no more. Runs on
+      the same records hold out the same units, for which published losses alone add up
+      (`heldout_epsilon`); of runs on different records a unit may be trained on in one and held out
+      in another, and pays all. Of an audited run the cost of publishing its result counts; its
+      weights are not private. The runs' number, noise, rates and steps are assumed not to follow
+      from what private results showed.
+    - `caveats` lists every caveat that the lineage has recorded, and those that follow from its
+      numbers. `recorded` leaves out the latter, which weights that go on from these compute anew.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
-from torchtitan_dp.ledger.lineage import Ancestor, Lineage
-from torchtitan_dp.ledger.settings import Settings, union
-from torchtitan_dp.privacy import accounting
+from torchtitan_dp.ledger.lineage import Ancestor, History, Lineage, Settings
+from torchtitan_dp.ledger.log import FINGERPRINT_FILE
+from torchtitan_dp.privacy import accounting, published_loss
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.clipping import fp32_sum_excess
 from torchtitan_dp.privacy.mechanism import MECHANISMS
-from torchtitan_dp.privacy.segments import Mechanism, Segment, steps_in_a_row
+from torchtitan_dp.privacy.segments import Mechanism, Segment, composition
 
 
-def own_steps(lineage: Lineage, steps: int | None = None) -> list[Segment]:
-    """Return this run's first steps, by default those that were taken."""
-    count = lineage.steps if steps is None else steps
-    return steps_in_a_row(lineage.settings.mechanism, 1, count, lineage.run)
+@dataclass(frozen=True)
+class Spent:
+    """Steps that count for some weights."""
+
+    inherited: tuple[Segment, ...]  # by the runs behind the initial weights
+    done: int
+    lost: int
+
+    def segments(self, mechanism: Mechanism, planned: int = 0) -> list[Segment]:
+        """Return them, and so many planned ones, for an accountant."""
+        own = Segment(mechanism, self.done + planned), Segment(mechanism, self.lost)
+        return [*self.inherited, *own]
 
 
-def initial_steps(lineage: Lineage) -> list[Segment]:
-    """Return all steps that may have made the initial weights, each once."""
-    taken = union(step for ancestor in lineage.ancestors for step in ancestor.taken())
-    return [*taken, *lost_by(a for a in lineage.ancestors if a.any_begun)]
+def spent(lineage: History, *, lost: bool = True) -> Spent:
+    """Return the steps ever begun for these weights; `lost` includes those beside their own."""
+    return Spent(inherited(lineage.ancestors), lineage.steps, lineage.lost if lost else 0)
 
 
-def spending(lineage: Lineage, *, lost: bool, planned: bool) -> list[Segment]:
-    """Return the steps behind these weights, and the held-out losses behind the initial ones.
+def inherited(ancestors: Iterable[Ancestor]) -> tuple[Segment, ...]:
+    """Return all that these runs ever began or planned, each export once."""
+    return tuple(one for run in dict.fromkeys(ancestors) for one in run.spent())
+
+
+def epsilon(steps: Spent, settings: Settings, planned: int = 0) -> float:
+    """Return the epsilon of steps, and of so many planned ones, as a run on these terms counts."""
+    return settings.compose(steps.segments(settings.mechanism, planned))
+
+
+def heldout_epsilon(lineage: Lineage, delta: float | None = None) -> float | None:
+    """Return the epsilon, for one held-out unit, of the losses that were or will be published, and
+    of all that the runs behind the initial weights spent; None where there are none.
 
     Args:
-        lost: with all other steps ever begun, as published, also behind the initial weights.
-        planned: with the steps that this run, and those behind the initial weights, planned but did
-            not take.
+        delta: by default the losses' own.
     """
-    if lost:
-        found = [*own_steps(lineage), *all_but_own(lineage)]
-    else:
-        found = [*own_steps(lineage), *initial_steps(lineage), *most_evaluations(lineage.ancestors)]
-    if planned:
-        terms = lineage.settings.mechanism
-        found += steps_in_a_row(terms, lineage.steps + 1, lineage.left, lineage.run)
-        found += still_planned_by(lineage.ancestors)
-    return found
-
-
-def all_but_own(lineage: Lineage) -> list[Segment]:
-    """Return all that was ever begun, as published, beside this run's lineage: its lost steps, and
-    all steps and held-out losses behind the initial weights."""
-    lost = [lineage.settings.segment(lineage.lost)] if lineage.lost else []
-    return [*lost, *_behind(lineage)]
-
-
-def _behind(lineage: Lineage) -> list[Segment]:
-    """Return all steps and held-out losses, as published, of runs behind the initial weights."""
-    ancestors = lineage.ancestors
-    others = lost_by(a for a in ancestors if not a.any_begun)
-    return [*initial_steps(lineage), *others, *most_evaluations(ancestors)]
-
-
-def lost_by(ancestors: Iterable[Ancestor]) -> list[Segment]:
-    """Return the lost steps of runs, as published, of each the most that is known."""
-    most: dict[tuple[str, Mechanism], int] = {}
-    for ancestor in ancestors:
-        which = ancestor.run, ancestor.settings.mechanism
-        most[which] = max(ancestor.lost, most.get(which, 0))
-    return [Segment(mechanism, steps) for (_, mechanism), steps in most.items() if steps]
-
-
-def still_planned_by(ancestors: Iterable[Ancestor]) -> list[Segment]:
-    """Return the steps that runs planned but did not take."""
-    return [
-        segment
-        for one in ancestors
-        for segment in steps_in_a_row(one.settings.mechanism, one.steps + 1, one.left, one.run)
-    ]
-
-
-def most_evaluations(ancestors: Iterable[Ancestor]) -> list[Segment]:
-    """Return bounds on the held-out losses of runs, of each the largest that is known: an older
-    checkpoint lacks what a crash lost since."""
-    most: dict[str, Segment] = {}
-    for ancestor in ancestors:
-        if (found := ancestor.evaluations) is not None:
-            known = most.get(ancestor.run, found)
-            most[ancestor.run] = max(found, known, key=lambda segment: segment.steps)
-    return list(most.values())
-
-
-def compose(lineage: Lineage, segments: list[Segment]) -> float:
-    """Return the epsilon of these segments one after the other, as this run accounts."""
-    terms = lineage.settings
-    return accounting.compose(segments, delta=terms.delta, accountant=terms.accountant)
-
-
-def epsilon(lineage: Lineage, steps: int | None = None) -> float:
-    """Return the epsilon of weights after so many steps of this run, by default those taken."""
-    return compose(lineage, [*initial_steps(lineage), *own_steps(lineage, steps)])
-
-
-def evaluations(lineage: Lineage) -> Segment | None:
-    """Return a bound on this run's held-out losses that were or will be published, if any."""
-    losses = lineage.heldout_losses
-    if losses is None:
+    loss = lineage.heldout_loss
+    if loss is None:
         return None
-    return losses.noise.segment(losses.evaluations(lineage.steps, lineage.planned_steps))
-
-
-def heldout_epsilon(lineage: Lineage, delta: float | None = None) -> float:
-    """Return the epsilon of all held-out losses that were or will be published, and of all that the
-    runs behind the initial weights spent; by default at the losses' own delta."""
-    losses = lineage.heldout_losses
-    assert losses is not None
-    return losses.noise.epsilon(
-        losses.evaluations(lineage.steps, lineage.planned_steps),
-        delta=losses.delta if delta is None else delta,
-        before=[*_behind(lineage), *still_planned_by(lineage.ancestors)],
+    return published_loss.epsilon(
+        loss.releases(max(lineage.planned_steps, lineage.steps)),
+        delta=loss.delta if delta is None else delta,
+        before=inherited(lineage.ancestors),
     )
 
 
@@ -156,25 +107,20 @@ BY_RDP = (
 def caveats(lineage: Lineage, epsilon: float, epsilon_planned: float) -> list[str]:
     """Return the caveats to read beside these epsilons of the run (infinite: not private)."""
     found = list(lineage.caveats)
+    if not lineage.composes:
+        return found
     stopped = [f"{lineage.steps} of {lineage.planned_steps}"] if lineage.left else []
-    for ancestor in lineage.ancestors:
-        if ancestor.left:
-            done = ancestor.planned_steps - ancestor.left
-            stopped.append(f"{done} of {ancestor.planned_steps} by run {ancestor.run}")
-    if lineage.composes and stopped:
-        noised, other = "", ""
-        if lineage.heldout_losses is not None:
-            noised, other = " or held-out losses with noise", "other "
+    others = [one for one in lineage.ancestors if one.left]
+    stopped += [f"{one.steps} of {one.planned_steps} by run {one.run}" for one in others]
+    if stopped:
         found.append(
             f"{_EARLY}{', '.join(stopped)}; epsilon = {rounded_up(epsilon)}, of the steps taken, "
             "applies if neither results nor a clock decided when to stop; epsilon_planned = "
-            f"{rounded_up(epsilon_planned)} applies if weights{noised} alone did; no epsilon "
-            f"applies if {other}losses, norms or other logs did, or a clock (a time limit, a "
-            "preemption, an owner's patience): the number of steps that fit into a time depends on "
-            "the lengths of records"
+            f"{rounded_up(epsilon_planned)} applies if weights alone did; no epsilon applies if "
+            "losses, norms or other logs did, or a clock (a time limit, a preemption, an owner's "
+            "patience): the number of steps that fit into a time depends on the lengths of records"
         )
-    lost = lineage.lost + sum(segment.steps for segment in lost_by(lineage.ancestors))
-    if lineage.composes and lost:
+    if lost := lineage.lost + sum(ancestor.lost for ancestor in lineage.ancestors):
         found.append(
             f"{_LOST}{lost} steps are counted for them, for each crash as many as it could lose, "
             "because the number that it did lose depends on the lengths of records; the number of "
@@ -183,39 +129,32 @@ def caveats(lineage: Lineage, epsilon: float, epsilon_planned: float) -> list[st
     taken = [ancestor.settings for ancestor in lineage.ancestors if ancestor.steps]
     if lineage.steps or not taken:
         taken.append(lineage.settings)
-    if lineage.composes:
-        worst = max(taken, key=_rounds_by)
-        excess = _rounds_by(worst)
-        found.append(
-            f"{_ROUNDED}each rank adds up to {worst.summands} {worst.unit}s per step in fp32; "
-            "adversarial gradients could move the sum by "
-            + (
-                f"{rounded_up(excess, digits=2)} C more than epsilon counts"
-                if worst.mechanism.largest_share > 1
-                else f"{rounded_up(1 + excess, digits=_digits(excess))} C instead of C"
-            )
-        )
-        found += dict.fromkeys(filter(None, (settings.mechanism.caveat for settings in taken)))
-        if counted_by(lineage) != lineage.settings.accountant:
-            found.append(BY_RDP)
+    worst = max(taken, key=_rounds_by)
+    excess = _rounds_by(worst)
+    moved = f"{rounded_up(1 + excess, digits=_digits(excess))} C instead of C"
+    if worst.mechanism.largest_share > 1:
+        moved = f"{rounded_up(excess, digits=2)} C more than epsilon counts"
+    found.append(
+        f"{_ROUNDED}each rank adds up to {worst.summands} {worst.unit}s per step in fp32; "
+        f"adversarial gradients could move the sum by {moved}"
+    )
+    found += dict.fromkeys(filter(None, (settings.mechanism.caveat for settings in taken)))
+    if counted_by(lineage) != lineage.settings.accountant:
+        found.append(BY_RDP)
     return found
 
 
 def counted_by(lineage: Lineage) -> accounting.Accountant:
     """Return the accountant that counts all executed and planned steps of this run."""
-    steps, terms = spending(lineage, lost=True, planned=True), lineage.settings
+    terms = lineage.settings
+    steps = spent(lineage).segments(terms.mechanism, lineage.left)
     return accounting.counted_by(steps, delta=terms.delta, accountant=terms.accountant)
 
 
 def recorded(found: Iterable[str]) -> list[str]:
     """Return the caveats that weights trained on from these inherit: those not computed anew."""
-    computed_anew = (
-        _EARLY,
-        _LOST,
-        _ROUNDED,
-        BY_RDP,
-        *(kind.caveat for kind in MECHANISMS if kind.caveat),
-    )
+    of_mechanisms = (kind.caveat for kind in MECHANISMS if kind.caveat)
+    computed_anew = (_EARLY, _LOST, _ROUNDED, BY_RDP, *of_mechanisms)
     return [caveat for caveat in found if not caveat.startswith(computed_anew)]
 
 
@@ -231,3 +170,136 @@ def _digits(excess: float) -> int:
     while digits < 12 and excess < 10.0 ** (1 - digits):
         digits += 1
     return digits + 1
+
+
+@dataclass
+class Run:
+    """One folder, its epsilons computed anew from its ledger."""
+
+    folder: str
+    ledger: Lineage
+    fingerprint: str | None
+    faults: list[str] = field(default_factory=list)  # contradictions
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def epsilon(self) -> float | None:
+        """The epsilon of the weights; None if they are not private."""
+        if not self.ledger.private:
+            return None
+        return epsilon(spent(self.ledger, lost=False), self.ledger.settings)
+
+    @property
+    def epsilon_executed(self) -> float | None:
+        """The epsilon of all executed steps and of the initial weights, as published."""
+        return epsilon(spent(self.ledger), self.ledger.settings) if self.ledger.composes else None
+
+    @property
+    def epsilon_planned(self) -> float | None:
+        """The same, with the steps that are still planned."""
+        if not self.ledger.composes:
+            return None
+        return epsilon(spent(self.ledger), self.ledger.settings, self.ledger.left)
+
+    def caveats(self) -> list[str]:
+        """Return the caveats under its epsilon."""
+        values = self.epsilon, self.epsilon_planned
+        taken, planned = (math.inf if value is None else value for value in values)
+        return caveats(self.ledger, taken, planned)
+
+
+@dataclass(frozen=True)
+class Total:
+    """The spending of several runs together."""
+
+    epsilon: float | None  # None: not private
+    epsilon_planned: float | None  # with what all runs still planned
+    delta: float
+    accountant: str
+    steps_executed: int
+    neighbouring_relation: str  # the weaker, where runs differ
+    heldout_epsilon: float | None = None  # of a unit that is held out in all; None: none published
+
+
+def total(runs: Sequence[Run], delta: float | None = None, *, overlapping: bool = False) -> Total:
+    """Return the spending of all runs together.
+
+    Args:
+        delta: by default the smallest of the runs'.
+        overlapping: the runs may be on different records; the sum is that of a unit in all.
+
+    Raises:
+        ValueError: one line, if they are not on the same records and `overlapping` is false, or
+            not of the same unit.
+    """
+    if not overlapping:
+        remedy = "a unit that is in both pays both: say --overlapping to add them up all the same"
+        _require_common([run.fingerprint for run in runs], "records", remedy, runs)
+    units = [run.ledger.settings.privacy_unit for run in runs]
+    _require_common(units, "privacy unit", "add up only runs that are", runs)
+    ledgers = [run.ledger for run in runs]
+    if delta is None:
+        delta = min(one.settings.delta for one in ledgers)
+    steps = sum(one.steps_executed for one in ledgers)
+    relation = max(one.settings.neighbouring_relation for one in ledgers)
+    assert relation in ("add_remove", "zero_out")  # max: the weaker; what may leave may be emptied
+    if not all(one.composes for one in ledgers):
+        return Total(None, None, delta, "none", steps, relation)
+    before = inherited(ancestor for one in ledgers for ancestor in one.ancestors)
+    losses = [
+        loss.releases(max(one.planned_steps, one.steps))
+        for one in ledgers
+        if (loss := one.heldout_loss) is not None
+    ]
+    begun, planned = (
+        [
+            *before,
+            *(losses if overlapping else ()),
+            *(one.settings.segment(one.steps + plans * one.left) for one in ledgers),
+            *(one.settings.segment(one.lost) for one in ledgers),
+        ]
+        for plans in (0, 1)
+    )
+    names = {one.settings.accountant for one in ledgers}
+    accountant: accounting.Accountant = names.pop() if len(names) == 1 else "rdp"
+    if any(part.ratios is not None or part.round_steps > 1 for part in composition(planned)):
+        accountant = "pld"  # no other is tight for estimated norms, or for rounds
+    epsilons = [
+        accounting.compose(segments, delta=delta, accountant=accountant)
+        for segments in (begun, planned)
+    ]
+    heldout = None
+    if losses and not overlapping:
+        heldout = accounting.compose([*before, *losses], delta=delta, accountant="pld")
+    return Total(epsilons[0], max(epsilons), delta, accountant, steps, relation, heldout)
+
+
+def counted_twice(runs: Sequence[Run]) -> list[str]:
+    """Describe steps that `total` counts more than once: of copies of a run, and of a run beside
+    one that began with its weights."""
+    lines, seen = [], dict[str, str]()
+    for run in runs:
+        if (other := seen.setdefault(run.ledger.run, run.folder)) != run.folder:
+            lines.append(f"prefix counted twice: '{run.folder}' and '{other}' are copies")
+    for run in runs:
+        for ancestor in run.ledger.ancestors:
+            if (other := seen.get(ancestor.run.partition("/")[0])) is not None:
+                lines.append(
+                    f"prefix counted twice: '{run.folder}' began with weights of '{other}', all of "
+                    "whose steps until their export it counts; leave that out if it took none since"
+                )
+    return lines
+
+
+def _require_common(values: list[str | None], what: str, remedy: str, runs: Sequence[Run]) -> None:
+    """Raise ValueError if a run's value is not that of the first."""
+    for run, value in zip(runs, values, strict=True):
+        if value is None and len(runs) > 1:
+            raise ValueError(
+                f"'{run.folder}' has no {FINGERPRINT_FILE}, so that it may be on other {what} "
+                f"than the rest: restore it; {remedy}"
+            )
+        if value != values[0]:
+            raise ValueError(
+                f"'{run.folder}' and '{runs[0].folder}' are not on the same {what}: {remedy}"
+            )

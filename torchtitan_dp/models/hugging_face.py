@@ -116,11 +116,9 @@ def describe(config: JobConfig, args: ModelArgs) -> str:
         more += f", rotary embeddings of {rope} in place of its own"
     if config_file(config) is not None:
         more += ", without dropout"
+    start = f"drawn from debug.seed = {config.debug.seed or 0}"
     if config.checkpoint.initial_load_in_hf:
         start = weights_folder(config)[0]
-    else:
-        drawn = f"drawn from debug.seed = {config.debug.seed or 0}"
-        start = config.checkpoint.initial_load_path or drawn
     return (
         f"model: {args.title} of {parameter_count(args):,} parameters ({args.n_layers} layers of "
         f"{args.dim:,}, {args.n_heads} heads, vocabulary {args.vocab_size:,}{more}), from "

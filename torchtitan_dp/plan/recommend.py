@@ -14,12 +14,11 @@ from rich.table import Column, Table
 
 from torchtitan_dp.checkpoint.plan import Plan
 from torchtitan_dp.checkpoint.start import Start
-from torchtitan_dp.checkpoint.terms import best_of, noise_by_bands
-from torchtitan_dp.checkpoint.workload import shares_of_steps
+from torchtitan_dp.checkpoint.terms import best_of, noise_by_bands, shares_of_steps
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import unit_word
 from torchtitan_dp.ledger import RunLog
-from torchtitan_dp.ledger.spending import initial_steps
+from torchtitan_dp.ledger.spending import inherited
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.flavors import trained_count
 from torchtitan_dp.models.lora import lora_of
@@ -264,7 +263,7 @@ def recommend(config: JobConfig, plan: Plan, args: ModelArgs, start: Start) -> R
     assert epsilon is not None
     units = settings.implied_units
     terms = settings.delta, settings.accountant, units
-    target = Target(epsilon, *terms, tuple(initial_steps(plan.ledger)))
+    target = Target(epsilon, *terms, inherited(plan.ledger.ancestors))
     allocates, sigma = settings.sampling == "allocation", settings.mechanism.noise_multiplier
     if settings.bands > 1 or allocates:
         sigma = target.noise_multiplier(settings.expected_batch_size, plan.steps)
@@ -293,7 +292,7 @@ def weigh_bands(config: JobConfig, plan: Plan, trained: int) -> Bands | None:
     allocates = privacy.sampling == "allocation"
     if privacy.secure_noise or allocates or settings.mechanism.largest_share > 1:
         return None
-    rows = noise_by_bands(config, settings.implied_units, initial_steps(plan.ledger))
+    rows = noise_by_bands(config, settings.implied_units, inherited(plan.ledger.ancestors))
     if settings.bands not in rows:
         mechanism = settings.mechanism
         in_step, _ = mechanism.noise_of_run(max(plan.steps, 1))

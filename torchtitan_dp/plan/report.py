@@ -11,8 +11,8 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import feed_forward_chunk, heldout_units, mesh_degrees, unit_word
 from torchtitan_dp.distributed.host_memory import available_bytes
 from torchtitan_dp.gradients.methods import METHODS
-from torchtitan_dp.ledger.account import explain
-from torchtitan_dp.ledger.spending import initial_steps, own_steps
+from torchtitan_dp.ledger.schema import explain
+from torchtitan_dp.ledger.spending import heldout_epsilon, spent
 from torchtitan_dp.models.flavors import parameter_count, skeleton, trained_count
 from torchtitan_dp.models.hugging_face import describe
 from torchtitan_dp.plan.choose import Choice
@@ -29,13 +29,12 @@ from torchtitan_dp.templates import templates
 _TEXT = templates(Path(__file__).parent).get_template("plan.txt.j2")
 
 
-class Losses(NamedTuple):
-    """The held-out losses that may be published."""
+class Loss(NamedTuple):
+    """The held-out loss that a run publishes at its end."""
 
-    evaluations: int
-    units: int  # of each
-    deviation: float  # of the noise of each, in nats
-    epsilon: float  # of all
+    units: int
+    deviation: float  # of its noise, in nats
+    epsilon: float  # with those that crashes interrupted
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Spent:
     cost: StepCost
     meaning: tuple[str, ...]  # of epsilon, for one person: sentences
     if_capped: float | None  # epsilon, were estimated norms capped; None where they are
-    losses: Losses | None  # None where none are published
+    loss: Loss | None  # None where none is published
     within: int | None  # the most steps that keep the target, where lost ones exceed it
     recommended: Recommendation | None  # where it is asked for
 
@@ -94,8 +93,8 @@ def _spent(config: JobConfig, checked: Checked, plan: Plan, recommends: bool) ->
     args, settings, ledger = checked.args, plan.settings, plan.ledger
     count, batch = settings.implied_units, settings.expected_batch_size
     mechanism, trained = settings.mechanism, trained_count(args)
-    segments = [*initial_steps(ledger), *own_steps(ledger, plan.steps)]
-    meaning = explain(ledger, segments, plan.epsilon)
+    steps = spent(ledger, lost=False).segments(mechanism, max(plan.steps - ledger.steps, 0))
+    meaning = explain(ledger, steps, plan.epsilon)
     if_capped = None
     if mechanism.largest_share > 1:
         exact = PoissonGaussian(mechanism.noise_multiplier, mechanism.sample_rate)
@@ -112,22 +111,20 @@ def _spent(config: JobConfig, checked: Checked, plan: Plan, recommends: bool) ->
         cost=step_cost(config, args, records=count, rate=mechanism.sample_rate),
         meaning=tuple(meaning.sentences(ledger.settings.unit)) if meaning else (),
         if_capped=if_capped,
-        losses=_losses(config, plan, len(checked.records.heldout)),
+        loss=_loss(config, plan, len(checked.records.heldout)),
         within=within,
         recommended=recommend(config, plan, args, checked.start) if recommends else None,
     )
 
 
-def _losses(config: JobConfig, plan: Plan, heldout: int) -> Losses | None:
-    losses = plan.ledger.heldout_losses
-    if losses is None:
+def _loss(config: JobConfig, plan: Plan, heldout: int) -> Loss | None:
+    loss, spends = plan.ledger.heldout_loss, heldout_epsilon(plan.ledger)
+    if loss is None or spends is None:
         return None
     replicate, shard, _ = mesh_degrees(config)
     at_once = replicate * shard * config.training.local_batch_size
     units = heldout_units(heldout, config.validation.steps, at_once)
-    count = losses.evaluations(plan.ledger.steps + 1, plan.steps)
-    deviation = losses.noise.standard_deviation(clip=losses.clip, units=units)
-    return Losses(count, units, deviation, losses.noise.epsilon(count, delta=losses.delta))
+    return Loss(units, loss.noise_multiplier * loss.clip / units, spends)
 
 
 def show(report: Report) -> None:

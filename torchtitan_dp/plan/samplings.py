@@ -7,7 +7,7 @@ from typing import Any
 from torchtitan_dp.checkpoint.plan import Plan
 from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.ledger.spending import initial_steps
+from torchtitan_dp.ledger.spending import inherited
 from torchtitan_dp.privacy.accounting import compose, rounded_up
 from torchtitan_dp.privacy.coefficients import INDEPENDENT
 from torchtitan_dp.privacy.segments import Segment
@@ -67,6 +67,6 @@ def weigh_samplings(config: JobConfig, plan: Plan, noise_multiplier: float) -> S
     allocated = settings_of(config, units, noise_multiplier, INDEPENDENT).mechanism
     if allocated.round_steps == 1 or plan.steps == 0:
         return None
-    segments = [*initial_steps(plan.ledger), Segment(allocated, plan.steps)]
+    segments = [*inherited(plan.ledger.ancestors), Segment(allocated, plan.steps)]
     spent = compose(segments, delta=settings.delta, accountant=settings.accountant)
     return Samplings(noise_multiplier, target, spent, allocated.round_steps)

@@ -12,8 +12,12 @@ import os
 import sys
 
 from torchtitan_dp.checkpoint.folder import refuse_other_settings
-from torchtitan_dp.checkpoint.initial import refuse_private_folder
-from torchtitan_dp.checkpoint.plan import Plan, earlier_ledger
+from torchtitan_dp.checkpoint.plan import (
+    Plan,
+    earlier_ledger,
+    refuse_delta_of_loss,
+    refuse_private_folder,
+)
 from torchtitan_dp.checkpoint.start import (
     Start,
     Weights,
@@ -23,7 +27,6 @@ from torchtitan_dp.checkpoint.start import (
     plan_start,
     refuse_another_optimizer,
 )
-from torchtitan_dp.checkpoint.terms import refuse_delta_of_losses
 from torchtitan_dp.config import JobConfig, Privacy
 from torchtitan_dp.config.derived import never_trained, unit_word
 from torchtitan_dp.data.console import say, warn
@@ -119,7 +122,7 @@ def check_run(config: JobConfig, *, units: int | None = None) -> Checked:
             + "".join(f"; not private: {warning}" for warning in records.warnings)
         )
     if config.privacy.enable:
-        refuse_delta_of_losses(config, len(records.heldout))
+        refuse_delta_of_loss(config, len(records.heldout))
         if units is None:
             check_records(config.job.dump_folder, records.fingerprint, records.settings)
         if plan is None or plan.settings.implied_units != len(records.train):
@@ -232,7 +235,7 @@ def check_names(config: JobConfig, start: Start) -> None:
     if start.loads and not os.path.isdir(start.place):
         remedy = from_hub(start.place) or "name the one with initial weights"
         raise ValueError(f"{at}: no such folder; {remedy}")
-    if start.weights is Weights.INITIAL_HF:
+    if start.weights is Weights.INITIAL:
         try:
             weight_files(start.place)
         except ValueError as mistake:
@@ -244,7 +247,7 @@ def check_files(config: JobConfig, args: ModelArgs, start: Start) -> None:
     """Refuse, by ValueError, weights that cannot be loaded."""
     if not start.loads:
         return
-    if start.weights is Weights.INITIAL_HF:
+    if start.weights is Weights.INITIAL:
         check_weights(f"{start.key} = '{start.place}'", start.place, args)
         if isinstance(load_tokenizer(config.model.hf_assets_path), ByteTokenizer):
             raise ValueError(
@@ -254,8 +257,7 @@ def check_files(config: JobConfig, args: ModelArgs, start: Start) -> None:
             )
     else:
         check_start(start, skeleton(args).state_dict(), origin(config))
-        if start.resumes:
-            refuse_other_settings(start.place, args.settings, origin(config))
+        refuse_other_settings(start.place, args.settings, origin(config))
 
 
 def _check_target(target: str, config: JobConfig) -> None:

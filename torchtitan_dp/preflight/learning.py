@@ -6,7 +6,7 @@ them by alpha / rank of that. Weights of fp32 that are not next to zero keep no 
 `SMALLEST`.
 """
 
-from torchtitan_dp.checkpoint.workload import schedule
+from torchtitan_dp.checkpoint.terms import schedule
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.optimizer import MomentumSGD
 

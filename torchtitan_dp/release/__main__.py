@@ -42,19 +42,20 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 # isort: split
 from torch.distributed.checkpoint import CheckpointException
 
-from torchtitan_dp.checkpoint import safe_load
 from torchtitan_dp.checkpoint.folder import (
-    LEDGER_KEY,
     average_name,
     has_average,
+    in_one_line,
+    load,
     newest_finished_checkpoint,
+    read_ledger,
     step_folder,
 )
 from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import exit_on_mistake, read_config
-from torchtitan_dp.ledger import PRIVACY_FILE, Lineage
-from torchtitan_dp.ledger.files import write_published
+from torchtitan_dp.ledger import PRIVACY_FILE
+from torchtitan_dp.ledger.schema import write_published
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.flavors import on_meta, without_lora
@@ -161,27 +162,11 @@ def _load(folder: str, state: dict[str, Any]) -> None:
     """Read whole tensors and values of a checkpoint into `state`, in place; raise ValueError if it
     lacks one, has it in another shape, or is broken."""
     try:
-        safe_load.load(state, folder, no_dist=True)
+        load(state, folder, no_dist=True)
     except (CheckpointException, Exception) as error:  # the first is a BaseException only
-        failures = getattr(error, "failures", None)
-        cause = next(iter(failures.values()))[0] if failures else error
-        reason = " ".join(f"{cause}".split())[:300]
         raise ValueError(
-            f"{folder} cannot be read ({type(cause).__name__}: {reason}): if it is broken, move it "
-            "away, and the checkpoint before it is taken"
-        ) from error
-
-
-def read_ledger(folder: str) -> Lineage:
-    """Read the ledger in the checkpoint `folder`; raise ValueError, one line."""
-    state: dict[str, Any] = {LEDGER_KEY: ""}
-    _load(folder, state)
-    try:
-        return Lineage.from_json(state[LEDGER_KEY])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{folder}: the ledger in it cannot be read ({error!r}): use the version of "
-            "torchtitan_dp that wrote it"
+            f"{folder} cannot be read ({in_one_line(error)}): if it is broken, move it away, and "
+            "the checkpoint before it is taken"
         ) from error
 
 

@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from torchtitan_dp.checkpoint.initial import PUBLIC
+from torchtitan_dp.checkpoint.start import PUBLIC
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import AS_GIVEN, rope_in_words
 from torchtitan_dp.data.formats import FORMATS
@@ -40,7 +40,7 @@ def model_card(
     average of weights, None for the last step's weights.
     """
     # The ledger's entry counts, too: the configuration is the last start's, which may have resumed.
-    given = config.checkpoint.initial_load_path or config.checkpoint.initial_load_in_hf
+    given = config.checkpoint.initial_load_in_hf
     rope, count = rope_in_words(config), parameter_count(without_lora(args))
     return _TEMPLATES.get_template("card.md.j2").render(
         terms=terms,

@@ -15,10 +15,9 @@ from typing import Any
 from torchtitan_dp.checkpoint.verify import check_checkpoint, verify
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.ledger import PRIVACY_FILE, Lineage, RunLog
-from torchtitan_dp.ledger.account import released
-from torchtitan_dp.ledger.files import read_published_fields
 from torchtitan_dp.ledger.lineage import of_weights
-from torchtitan_dp.ledger.spending import compose, recorded, spending
+from torchtitan_dp.ledger.schema import read_published_fields, released
+from torchtitan_dp.ledger.spending import recorded, spent
 from torchtitan_dp.models.hugging_face import config_file, read_settings
 from torchtitan_dp.models.local_paths import is_local_path
 
@@ -73,14 +72,16 @@ def claims(
     assert planned is not None
     stated = [STOP_STATED] if stop_not_from_results and account.left else []
     stated += [LOST_STATED] if lost_steps_not_seen and account.lost else []
-    steps = spending(account, lost=not lost_steps_not_seen, planned=not stop_not_from_results)
+    left = 0 if stop_not_from_results else account.left
+    begun = spent(account, lost=not lost_steps_not_seen)
+    steps = begun.segments(account.settings.mechanism, left)
     counts = {
         (False, False): "planned_steps",
         (True, False): "executed_steps",
         (False, True): "kept_and_planned_steps",
         (True, True): "kept_steps",
     }[stop_not_from_results, lost_steps_not_seen]
-    return released(account, (executed, planned), counts, steps, compose(account, steps), stated)
+    return released(account, executed, planned, counts, steps, stated)
 
 
 def _refuse_not_private(run: str, lineage: Lineage, published: dict[str, Any]) -> None:

@@ -14,12 +14,13 @@ import typing
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from torchtitan_dp.ledger import schema, versions
-from torchtitan_dp.ledger.account import explain
-from torchtitan_dp.ledger.spending import compose, initial_steps, lost_by, own_steps, spending
+from torchtitan_dp.ledger import schema
+from torchtitan_dp.ledger.spending import epsilon as epsilon_of
+from torchtitan_dp.ledger.spending import spent
 from torchtitan_dp.plan.signal import DROWNS, Noise, noise_of_run
 from torchtitan_dp.privacy.accounting import rounded_down, rounded_up
 from torchtitan_dp.privacy.meaning import Meaning
+from torchtitan_dp.process import versions
 from torchtitan_dp.release.card import guarantee
 from torchtitan_dp.report.charts import SECONDS, Chart, Line, Points, ScalarHistory
 from torchtitan_dp.report.run_folder import Row, RunFolder, epsilon_rows, status_rows
@@ -136,17 +137,15 @@ def public_charts(run: RunFolder) -> list[Chart]:
 def _epsilon_chart(run: RunFolder) -> Chart:
     """Draw epsilon at each step: that of the weights, and with all lost steps."""
     ledger, steps, total = run.ledger, run.ledger.steps, max(run.total, run.ledger.steps)
-    lost = [ledger.settings.segment(ledger.lost), *lost_by(ledger.ancestors)]
-    lost = [segment for segment in lost if segment.steps]
 
     def curve(first: int, last: int, *, all_begun: bool) -> Points:
         at = sorted({first + round((last - first) * i / _POINTS) for i in range(_POINTS + 1)})
-        beside = [*initial_steps(ledger), *(lost if all_begun else [])]
-        return [(n, compose(ledger, [*beside, *own_steps(ledger, n)])) for n in at]
+        begun = replace(spent(ledger, lost=all_begun), done=0)
+        return [(n, epsilon_of(begun, ledger.settings, n)) for n in at]
 
     lines = [Line("of these weights", found := curve(0, steps, all_begun=False), "c1")]
     lines[0] = replace(lines[0], last=rounded_up(found[-1][1]))
-    if lost:
+    if ledger.lost:
         begun = curve(0, steps, all_begun=True)
         lines.append(Line("of all steps begun", begun, "c2", rounded_up(begun[-1][1])))
     if steps < total:
@@ -264,7 +263,9 @@ def _guarantee(run: RunFolder) -> dict[str, Any] | None:
     if epsilon == run.published["epsilon_planned"] and run.published["meaning"] is not None:
         meaning: Meaning | None = Meaning.from_json(run.published["meaning"])
     else:
-        meaning = explain(run.ledger, spending(run.ledger, lost=True, planned=True), epsilon)
+        ledger = run.ledger
+        steps = spent(ledger).segments(ledger.settings.mechanism, ledger.left)
+        meaning = schema.explain(run.ledger, steps, epsilon)
     if meaning is None or not math.isfinite(epsilon):
         return None
     terms = run.published | {"epsilon": epsilon, "meaning": meaning.to_json()}

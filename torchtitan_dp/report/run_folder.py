@@ -18,7 +18,8 @@ from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import RUN_CONFIG_FILE, read_config
 from torchtitan_dp.ledger import EXECUTED_FILE, PRIVACY_FILE, Lineage, schema
-from torchtitan_dp.ledger.files import ledger_of, read_description, read_published_fields
+from torchtitan_dp.ledger.log import read_description
+from torchtitan_dp.ledger.schema import ledger_of, read_published_fields
 from torchtitan_dp.ledger.spending import assumptions
 from torchtitan_dp.models.flavors import trained_count
 from torchtitan_dp.models.hugging_face import shape

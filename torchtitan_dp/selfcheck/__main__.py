@@ -36,8 +36,7 @@ from torchtitan_dp.distributed.agreement import shared_root_key
 from torchtitan_dp.distributed.cpu import has_accelerator
 from torchtitan_dp.distributed.host_memory import available_bytes
 from torchtitan_dp.gradients.methods import METHODS
-from torchtitan_dp.ledger import versions
-from torchtitan_dp.process import die_with_parent, untested
+from torchtitan_dp.process import die_with_parent, untested, versions
 from torchtitan_dp.selfcheck import proof, steps
 from torchtitan_dp.selfcheck.run import Check, Measured, Outcome, Ranks, run, start
 from torchtitan_dp.selfcheck.small import VARIANTS, Terms, default_terms, given_terms

@@ -21,7 +21,7 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 # isort: split
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
-from torchtitan_dp.checkpoint import safe_load
+from torchtitan_dp.checkpoint.folder import load
 from torchtitan_dp.distributed import attention as attn
 from torchtitan_dp.distributed.ring import Shard
 from torchtitan_dp.gradients.operands import Products
@@ -293,7 +293,7 @@ def checkpoint(ranks: Ranks, terms: Terms, parent: str) -> Measured:
         dcp.save(states, checkpoint_id=folder)
         for tensor in trained.state().values():
             tensor.fill_(-1)
-        safe_load.load(states, folder)
+        load(states, folder)
         ranks.gather(None)  # all have read it
     finally:
         if dist.get_rank() == 0:

@@ -40,8 +40,8 @@ from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.config.derived import unit_word
 from torchtitan_dp.config.load import exit_on_mistake, write_json
 from torchtitan_dp.distributed.devices import default_processes
-from torchtitan_dp.ledger.files import TRIAL_FILE, read_published
-from torchtitan_dp.ledger.runs import Total, total
+from torchtitan_dp.ledger.schema import TRIAL_FILE, read_published
+from torchtitan_dp.ledger.spending import Total, total
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import lock_folder
 from torchtitan_dp.tune.folder import (
@@ -104,10 +104,10 @@ def _announce(search: Search, state: State, epsilon: float) -> Total:
         f"together: {_in_words(search, spent)}"
     )
     assert checked[0].plan is not None
-    losses = checked[0].plan.ledger.heldout_losses
-    assert losses is not None
+    loss = checked[0].plan.ledger.heldout_loss
+    assert loss is not None
     units = len(checked[0].records.heldout)
-    deviation = losses.noise.standard_deviation(clip=losses.clip, units=units)
+    deviation = loss.noise_multiplier * loss.clip / units
     _say(
         f"published losses: of {units:,} held-out {unit_word(search.config)}s, with noise of "
         f"standard deviation {deviation:.2g} nats"
@@ -118,7 +118,7 @@ def _announce(search: Search, state: State, epsilon: float) -> Total:
             f"--epsilon = {epsilon:g}: noise of {deviation:.2g} nats hides which recipe is better; "
             f"losses that are {TELLS_APART:g} nats apart (a heuristic) show by a third of that: "
             f"hold out more (data.heldout_fraction: about {enough:,} {word}s, now {units:,}), "
-            f"lower validation.publish_clip (now {losses.clip:g}), try fewer values, or raise "
+            f"lower validation.publish_clip (now {loss.clip:g}), try fewer values, or raise "
             "--epsilon"
         )
     return spent

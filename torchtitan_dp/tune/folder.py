@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchtitan_dp.ledger.files import PRIVACY_FILE, TRIAL_FILE, read_published
 from torchtitan_dp.ledger.log import EXECUTED_FILE
-from torchtitan_dp.ledger.runs import Run, Total, total
+from torchtitan_dp.ledger.schema import PRIVACY_FILE, TRIAL_FILE, read_published
+from torchtitan_dp.ledger.spending import Run, Total, total
 from torchtitan_dp.preflight.check import Checked
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import write_atomically
@@ -140,12 +140,12 @@ class Result(NamedTuple):
 def result_of(trial: Trial) -> Result | None:
     """Return the published loss after a trial's last step; None if it is not done."""
     ledger = read_published(trial.folder)
-    if ledger is None or ledger.left or ledger.heldout_losses is None:
+    if ledger is None or ledger.left or ledger.heldout_loss is None:
         return None
-    last = ledger.heldout_losses.losses[-1:]
-    if not last or last[0].step != ledger.steps:
+    noised = ledger.heldout_loss.noised
+    if noised is None or noised.step != ledger.steps:
         return None
-    return Result(trial, last[0].loss, last[0].standard_deviation)
+    return Result(trial, noised.loss, noised.standard_deviation)
 
 
 def alike(results: list[Result]) -> list[Result]:

@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.ledger import runs
+from torchtitan_dp.ledger import spending
 from torchtitan_dp.ledger.lineage import Lineage
-from torchtitan_dp.ledger.runs import Run, Total
-from torchtitan_dp.ledger.spending import all_but_own, compose, still_planned_by
+from torchtitan_dp.ledger.spending import Run, Total, inherited
 from torchtitan_dp.preflight.check import Checked, check_run
+from torchtitan_dp.privacy import published_loss
 from torchtitan_dp.privacy.accounting import noise_for, rounded_up
 from torchtitan_dp.privacy.mechanism import PoissonGaussian
-from torchtitan_dp.privacy.segments import Mechanism, Segment
+from torchtitan_dp.privacy.segments import Mechanism
 
 _SECTIONS = ("optimizer", "lr_scheduler", "lora", "ema")
 _KEYS = (
@@ -52,7 +52,7 @@ class Noise:
     """The noise of all trials, fixed before the first."""
 
     multipliers: list[float]  # sigma of each
-    of_losses: float  # of each published loss, over its clip / number of held-out units
+    epsilon_of_loss: float  # of each published loss
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,7 @@ class Search:
             "--privacy.target_epsilon=None",
             f"--privacy.noise_multiplier={noise.multipliers[self.trials.index(trial)]!r}",
             *("--validation.enable", "--validation.steps=-1", f"--validation.freq={steps}"),
-            "--validation.publish_epsilon=None",
-            f"--validation.publish_noise_multiplier={noise.of_losses!r}",
+            f"--validation.publish_epsilon={noise.epsilon_of_loss!r}",
             "--checkpoint.no-last_save_in_hf",
         ]
 
@@ -128,7 +127,7 @@ class Search:
         ledgers = [_ledger(one) for one in self.check(Noise([1.0] * len(self.trials), 1.0))]
         try:
             each, multipliers = split(ledgers, target)
-            return Noise(multipliers, _noise_of_losses(ledgers, target)), each
+            return Noise(multipliers, _epsilon_of_loss(ledgers, target)), each
         except ValueError as mistake:
             raise ValueError(f"--epsilon = {target:g}, of all trials: {mistake}") from None
 
@@ -196,7 +195,7 @@ def split(ledgers: Sequence[Lineage], target: float) -> tuple[float, list[float]
             accountant=terms.accountant,
         )
 
-    before = compose(ledgers[0], _before(ledgers[0]))
+    before = terms.compose([*inherited(ledgers[0].ancestors)])
     if not before < target:
         raise ValueError(f"the initial weights have spent {rounded_up(before)}; raise it")
     low, high, each = 0.0, target, target / math.sqrt(len(ledgers))
@@ -215,40 +214,31 @@ def split(ledgers: Sequence[Lineage], target: float) -> tuple[float, list[float]
     raise ValueError("the initial weights have spent nearly as much; raise it")
 
 
-def _before(ledger: Lineage) -> list[Segment]:
-    """Return what the runs behind the initial weights spend."""
-    return [*all_but_own(ledger), *still_planned_by(ledger.ancestors)]
-
-
 def _with_noise(ledger: Lineage, multiplier: float) -> Lineage:
-    """Return a ledger with another noise, and without held-out losses."""
+    """Return a ledger with another noise, and without a held-out loss."""
     mechanism = ledger.settings.mechanism.with_noise(multiplier)
     settings = replace(ledger.settings, mechanism=mechanism)
-    return replace(ledger, settings=settings, heldout_losses=None)
+    return replace(ledger, settings=settings, heldout_loss=None)
 
 
-def _noise_of_losses(ledgers: Sequence[Lineage], target: float) -> float:
-    """Find the noise multiplier of each published loss, so that those of all trials spend at most
-    the target."""
+def _epsilon_of_loss(ledgers: Sequence[Lineage], target: float) -> float:
+    """Find the epsilon of each published loss alone with which those of all trials, one each, spend
+    at most the target."""
     first = ledgers[0]
-    evaluations = sum(
-        losses.evaluations(1, one.planned_steps)
-        for one in ledgers
-        if (losses := one.heldout_losses)
-    )
-    return noise_for(
+    sigma = noise_for(
         PoissonGaussian(1.0, 1.0),
-        evaluations,
+        len(ledgers),
         target_epsilon=target,
         delta=first.settings.delta,
         accountant="pld",
-        before=_before(first),
+        before=inherited(first.ancestors),
     )
+    return published_loss.epsilon(published_loss.releases(sigma, 1), delta=first.settings.delta)
 
 
 def total(ledgers: Sequence[Lineage]) -> Total:
     """Return what runs on the same records spend together, planned steps and losses included."""
-    return runs.total([Run(one.run, one, "") for one in ledgers])
+    return spending.total([Run(one.run, one, "") for one in ledgers])
 
 
 def _ledger(checked: Checked) -> Lineage:

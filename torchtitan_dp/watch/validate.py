@@ -1,11 +1,12 @@
 """The loss on units (records) that are never trained on, and how it goes along a sample.
 
-It is computed from them without noise, so not private. With `validation.publish_epsilon` a second
-one, of clipped losses and with noise, may be published (`checkpoint.bookkeeping`). Which units are
-evaluated is public.
+It is computed from them without noise, so not private. With `validation.publish_epsilon` a run
+publishes another one at its end, of clipped losses and with noise (`checkpoint.bookkeeping`). Which
+units are evaluated is public.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,12 +26,8 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import heldout_units
 from torchtitan_dp.data.batching import Draw, Feed, RecordLoader
 from torchtitan_dp.gradients.fsdp import free_gathered
-from torchtitan_dp.ledger.settings import NoisedLoss
 from torchtitan_dp.models.ema import WeightAverage
 from torchtitan_dp.models.loss import SampleLosses
-
-Publish = Callable[[np.ndarray, int], NoisedLoss]
-"""Takes each unit's loss, and the step; adds noise to the clipped mean, and accounts for it."""
 
 
 class HeldOut(NamedTuple):
@@ -56,36 +53,36 @@ class HeldOutValidator:
         self._loader, self._config, self._dims = loader, job_config, parallel_dims
         self._metrics = metrics
         self._average: WeightAverage | None = None
-        self._publish: Publish | None = None
-        self._is_private: Callable[[], bool] = bool
-        self._validated = 0  # the last step after which it was
         self._buckets = buckets(job_config.training.seq_len)
 
     def compare(self, average: WeightAverage | None) -> None:
         """Evaluate an average of the model's weights beside them, from now on."""
         self._average = average
 
-    def publish_by(self, publish: Publish, is_private: Callable[[], bool]) -> None:
-        """Publish the loss of the weights, or of their average, from now on; it is labelled where
-        the weights, on whose records it depends, are not private.
-        """
-        self._publish, self._is_private = publish, is_private
-
     def should_validate(self, step: int) -> bool:
-        """Return whether a step is due: those that `ledger.settings.scheduled` counts."""
+        """Return whether a step is due."""
         config = self._config
-        is_due = step in (1, config.training.steps) or step % config.validation.freq == 0
-        return is_due and step != self._validated
+        return step in (1, config.training.steps) or step % config.validation.freq == 0
+
+    @torch.no_grad()
+    def losses(self, model_parts: list[nn.Module]) -> np.ndarray:
+        """Return the loss of each held-out unit, in a call of its own (fp64): by the average of
+        weights, where there is one. Collectives: those of `_held_out`."""
+        (model,) = model_parts
+        weights = contextlib.nullcontext()
+        if self._average is not None:
+            weights = self._average.in_place_of_weights()
+        with weights:
+            return self._held_out(model, alone=True).loss_N
 
     @torch.no_grad()
     def validate(self, model_parts: list[nn.Module], step: int) -> float:
         """Log `heldout_loss` and, by position, `heldout_loss_at/…`, of the weights; of an average
         `heldout_loss_ema` and `heldout_loss_ema_at/…`. Return the loss of the weights.
 
-        Collectives: those of `_held_out`, for each; of `Bookkeeping.publish_loss`.
+        Collectives: those of `_held_out`, for each.
         """
         (model,) = model_parts
-        self._validated = step
         found = {"heldout_loss": self._held_out(model)}
         shown = f"{found['heldout_loss'].mean:.4f}"
         if self._average is not None:
@@ -95,27 +92,17 @@ class HeldOutValidator:
         losses = {name: one.mean for name, one in found.items()}
         for name, one in found.items():
             losses |= {f"{name}_at/{bucket}": loss for bucket, loss in one.at.items()}
-        noised = None
-        if self._publish is not None:
-            noised = self._publish(list(found.values())[-1].loss_N, step)
-            losses["heldout_loss_noised"] = noised.loss
         self._metrics.logger.log(losses, step)
         at = f"step: {step}/{self._config.training.steps}"
         logger.info(f"{at}  not private: held-out loss: {shown}")
-        if noised is not None:
-            logger.info(
-                f"{at}  {'' if self._is_private() else 'not private: '}held-out loss with noise: "
-                f"{noised.loss:.4f}, "
-                f"standard deviation {noised.standard_deviation:.2g}"
-            )
         for name, one in found.items() if len(self._buckets) > 1 else ():
             which = "averaged weights' " if name.endswith("_ema") else ""
             parts = ", ".join(f"{bucket}: {loss:.4f}" for bucket, loss in one.at.items())
             logger.info(f"{at}  not private: {which}held-out loss at tokens {parts}")
         return losses["heldout_loss"]
 
-    def _held_out(self, model: nn.Module) -> HeldOut:
-        """Compute losses of the held-out units, in one forward pass over each: alone where losses
+    def _held_out(self, model: nn.Module, *, alone: bool = False) -> HeldOut:
+        """Compute losses of the held-out units, in one forward pass over each: `alone` where they
         are published, since rounding depends on what is beside it, and where samples meet.
 
         Collectives: those of `Feed.microbatches`; FSDP2's gathers in forward; one all-reduce over
@@ -131,7 +118,7 @@ class HeldOutValidator:
         sums_R2 = torch.zeros((sum(rows), 2), dtype=torch.float64, device=losses.device)
         units_N2, sums_K2 = sums_R2.split(rows)
         model.eval()
-        at_once = 1 if self._publish is not None or model.meeting is not None else None
+        at_once = 1 if alone or model.meeting is not None else None
         every = feed.microbatches(Draw(positions))
         for microbatch in (part for whole in every for part in whole.split(at_once)):
             found = losses.of_tokens(microbatch.tokens_BT, microbatch.labels_BT)
