@@ -92,8 +92,7 @@ def privacy_reference() -> str:
     rows = ["| key | type | in a release | meaning |", "| --- " * 4 + "|"]
     meanings = field_docs(schema.PrivacyFile)
     for key in schema.KEYS:
-        is_only = key.origin is schema.Origin.RELEASE
-        where = "only there" if is_only else "yes" if key.released else "no"
+        where = "only there" if not key.in_runs else "yes" if key.in_releases else "no"
         kind = in_words(key.type)
         rows.append(
             f"| `{key.name}` | {kind} | {where} | {cell(key.meaning or meanings[key.name])} |"

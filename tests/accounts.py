@@ -1,36 +1,36 @@
 """An account as a start of the trainer opens it, for tests that have no trainer."""
 
 import dataclasses
+import math
+import os
 from typing import Any
 
-from torchtitan_dp.ledger import Account, Lineage, Losable, RunLog
-from torchtitan_dp.ledger.settings import Settings
+from torchtitan_dp.ledger import Lineage, Losable, RunLog
+from torchtitan_dp.ledger.lineage import Settings
+from torchtitan_dp.ledger.schema import described, released, write_published
+from torchtitan_dp.ledger.spending import epsilon as epsilon_of
+from torchtitan_dp.ledger.spending import spent
 from torchtitan_dp.privacy.accounting import compose, noise_for
 from torchtitan_dp.privacy.mechanism import EstimatedNorms, PoissonGaussian
 from torchtitan_dp.privacy.segments import GaussianSteps, Mechanism, Segment
 
 
-def opened(lineage: Lineage, log: RunLog) -> Lineage:
-    """The account of a start that loaded these weights, as the trainer opens it. Steps that the
-    log lacks were taken elsewhere."""
-    names = " ".join(lineage.names())
-    return log.opened(dataclasses.replace(lineage, step_names=names, start=log.new_start()))
+def opened(lineage: Lineage, log: RunLog, loses: Losable) -> Lineage:
+    """The account of a start that loaded these weights and is about to train."""
+    lineage = log.enter_lost(lineage)
+    return dataclasses.replace(lineage, start=log.begin_start(lineage, loses))
 
 
 def begun(lineage: Lineage, folder: Any, steps: int = 0, *, loses: int = 10) -> Lineage:
     """The account after a start that takes so many steps and is killed, or still runs."""
     log = RunLog(str(folder))
-    lineage = opened(lineage, log)
-    log.begin_start(lineage, Losable(loses, loses))
-    return taken(lineage, log, steps)
+    return taken(opened(lineage, log, Losable(loses, loses)), log, steps)
 
 
 def ended(lineage: Lineage, folder: Any, steps: int = 0) -> Lineage:
     """The account after a start that takes so many steps and saves them all."""
-    log = RunLog(str(folder))
-    lineage = opened(lineage, log)
-    log.begin_start(lineage, Losable(max(steps, 1), max(steps, 1)))
-    lineage = taken(lineage, log, steps)
+    log, most = RunLog(str(folder)), max(steps, 1)
+    lineage = taken(opened(lineage, log, Losable(most, most)), log, steps)
     log.end_start(lineage.steps)
     return lineage
 
@@ -43,13 +43,41 @@ def taken(lineage: Lineage, log: RunLog, steps: int) -> Lineage:
     return lineage
 
 
-def publish(lineage: Lineage, folder: Any, total_steps: int = 0) -> dict[str, Any]:
-    """Write a folder's `privacy.json`, with what its logs know of lost steps. Steps that they lack
-    were taken elsewhere."""
+def _epsilons(lineage: Lineage) -> tuple[float, float, float]:
+    if not lineage.composes:
+        return math.inf, math.inf, math.inf
+    terms = lineage.settings
+    return (
+        epsilon_of(spent(lineage, lost=False), terms),
+        epsilon_of(spent(lineage), terms),
+        epsilon_of(spent(lineage), terms, lineage.left),
+    )
+
+
+def publish(lineage: Lineage, folder: Any) -> dict[str, Any]:
+    """Write a folder's `privacy.json`, with what its logs know of lost steps. Of steps that they
+    lack a start is logged that took them."""
+    os.makedirs(folder, exist_ok=True)
     log = RunLog(str(folder))
-    log.adopt(lineage)
-    lineage = log.enter_lost(lineage)
-    return Account(lineage, total_steps).publish(lineage, str(folder))
+    if (lacking := lineage.steps - log.count) > 0:
+        at = dataclasses.replace(lineage, steps=log.count, heldout_loss=None)
+        lineage = dataclasses.replace(lineage, start=ended(at, folder, lacking).start)
+    return write(RunLog(str(folder)).enter_lost(lineage), folder)
+
+
+def write(lineage: Lineage, folder: Any) -> dict[str, Any]:
+    """Write a folder's `privacy.json`, as its start does."""
+    content = described(lineage, *_epsilons(lineage))
+    write_published(str(folder), content)
+    return content
+
+
+def export(lineage: Lineage, folder: Any) -> dict[str, Any]:
+    """Write the `privacy.json` of exported weights."""
+    os.makedirs(folder, exist_ok=True)
+    content = released(lineage, *_epsilons(lineage)[1:])
+    write_published(str(folder), content)
+    return content
 
 
 def mechanism(noise_multiplier: float, sample_rate: float, projections: int = 0) -> Mechanism:

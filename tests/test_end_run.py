@@ -33,12 +33,12 @@ def test_the_last_step_is_logged_validated_and_saved(tmp_path: Path, private: bo
     assert steps_of(output, "tps: ") == [1, 5]
     assert (tmp_path / "out" / "checkpoint" / "step-5" / ".metadata").exists()
     if private:
-        losses = privacy(tmp_path / "out")["heldout_losses"]
-        assert [step for step, *_ in losses["losses"]] == [1, 5]
-        assert privacy(tmp_path / "out")["heldout_epsilon"] <= 4
+        told = privacy(tmp_path / "out")
+        assert (told["heldout_loss"]["begun"], told["heldout_loss"]["noised"][0]) == (1, 5)
+        assert told["heldout_epsilon"] <= 4
 
 
-def test_a_stop_logs_its_step_and_publishes_no_loss_that_was_not_planned(tmp_path: Path) -> None:
+def test_a_stop_logs_its_step_and_publishes_no_loss(tmp_path: Path) -> None:
     data, more = write_records(tmp_path / "data"), "--validation.publish_epsilon=4"
     command = arguments(tmp_path / "out", data, *with_sigma(1), *HELD_OUT, *RARELY, more)
     run = Run([*command, "--training.steps=4000"], log=tmp_path / "log")
@@ -51,5 +51,5 @@ def test_a_stop_logs_its_step_and_publishes_no_loss_that_was_not_planned(tmp_pat
         run.end()
     (stopped,) = steps_of(run.output().replace("stopped at step", "step:"), "as requested")
     assert steps_of(run.output(), "tps: ") == [1, stopped]
-    losses = privacy(tmp_path / "out")["heldout_losses"]["losses"]
-    assert [step for step, *_ in losses] == [1]
+    loss = privacy(tmp_path / "out")["heldout_loss"]
+    assert (loss["begun"], loss["noised"]) == (0, None)

@@ -1,22 +1,131 @@
-"""A run's checkpoints on disk: what is finished, what is dropped, and what is set aside."""
+"""A run's checkpoints on disk: which are whole, which are dropped or set aside, whose they are."""
 
+import json
 import os
 import queue
+import warnings
 from types import SimpleNamespace
 
+import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 
+from torchtitan_dp.checkpoint import folder as module
 from torchtitan_dp.checkpoint import manager
 from torchtitan_dp.checkpoint.folder import (
+    SETTINGS,
+    damage,
     drop_unfinished,
+    load,
     newest_finished_checkpoint,
+    read_ledger,
+    refuse_another_model,
+    refuse_other_settings,
     set_aside,
     stale_checkpoints,
 )
-from torchtitan_dp.checkpoint.safe_load import load
 
 # isort: split
 from torchtitan.components.checkpoint import AsyncMode
+
+
+class Malicious:
+    """Makes a folder when unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def save(state, folder):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return str(folder)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    (tmp_path / "checkpoint").mkdir(mode=0o700)
+    state = {"weight": torch.arange(6.0).reshape(2, 3), "flag": Malicious(tmp_path / "made")}
+    return save(state, tmp_path / "checkpoint" / "step-1")
+
+
+def reads(step):
+    """All ways to read something of a checkpoint, of which each unpickles."""
+    return (
+        lambda: load({"weight": torch.zeros(2, 3), "flag": None}, step, no_dist=True),
+        lambda: damage(step),
+        lambda: read_ledger(step),
+        lambda: refuse_another_model(step, {}, "here"),
+    )
+
+
+@pytest.mark.parametrize("place", [".", "..", ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("mode", [0o020, 0o002])
+def test_a_checkpoint_that_others_may_write_to_is_refused_before_it_is_unpickled(
+    saved, tmp_path, place, mode
+):
+    path = os.path.join(saved, place)
+    os.chmod(path, os.stat(path).st_mode | mode)
+    for read in reads(saved):
+        with pytest.raises(ValueError, match=r"may be written by others, .* \(chmod -R go-w"):
+            read()
+    assert not (tmp_path / "made").exists()
+    os.chmod(path, os.stat(path).st_mode & ~mode)
+    load({"weight": torch.zeros(2, 3), "flag": None}, saved, no_dist=True)
+    assert (tmp_path / "made").exists()  # the attack works where nothing guards
+
+
+def test_a_checkpoint_of_another_user_is_refused_before_it_is_unpickled(
+    saved, tmp_path, monkeypatch
+):
+    """Also for root, whose own are fine: in a container all may be root's."""
+    owner = os.stat(saved).st_uid
+    monkeypatch.setattr(module.os, "geteuid", lambda: owner + 1)
+    for read in reads(saved):
+        with pytest.raises(ValueError, match=f"belongs to the user with the id {owner}, and a"):
+            read()
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_a_truncated_or_missing_file_is_told(saved, name):
+    path = os.path.join(saved, name)
+    assert damage(saved) == ""
+    os.truncate(path, os.path.getsize(path) - 1)
+    assert name in damage(saved)
+    os.unlink(path)
+    assert name in damage(saved)
+
+
+def test_another_model_is_refused(saved):
+    meta = {"weight": torch.empty(2, 3, device="meta")}
+    refuse_another_model(saved, meta, "model.flavor = 'debug'")
+    meta["weight"] = torch.empty(2, 4, device="meta")
+    with pytest.raises(ValueError, match=r"^model\.flavor = 'debug': its weight is \[2, 4\], .*"):
+        refuse_another_model(saved, meta, "model.flavor = 'debug'")
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ({"eps": 1e-6}, "its eps is 1e-06, that of the checkpoint .* is 1e-05; set it back"),
+        ({"rope": {"theta": 2.0}}, r'its rope is {"theta": 2\.0}, .* is {"theta": 1\.0}; set'),
+        ({"window": 8}, "its window is 8, that of the checkpoint .* is null; set it back"),
+    ],
+)
+def test_other_settings_of_the_model_are_refused(tmp_path, changed, said):
+    """A damaged one is left to the load."""
+    given = {"eps": 1e-5, "rope": {"theta": 1.0}}
+    step = save({SETTINGS: json.dumps(given)}, tmp_path / "step-1")
+    refuse_other_settings(step, {**given, "window": None}, "config.json")
+    with pytest.raises(ValueError, match=rf"^config\.json: {said}.*job\.dump_folder$"):
+        refuse_other_settings(step, given | changed, "config.json")
+    broken = save({SETTINGS: "{"}, tmp_path / "broken")
+    refuse_other_settings(broken, given | changed, "config.json")
 
 
 def test_only_unfinished_checkpoints_are_dropped(tmp_path):

@@ -1,15 +1,18 @@
-"""How a run starts is decided once: drawn, initial or its own weights, and the ledger with them."""
+"""How a run starts is decided once: from drawn, exported or its own weights, with their history."""
 
+import dataclasses
 import os
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests import build
-from tests.accounts import publish
-from tests.checkpoint import test_safe_load
-from tests.checkpoint.test_safe_load import flip
+from tests.accounts import ended
+from tests.checkpoint import test_folder
 from tests.processes.ranks import on_ranks
+from torchtitan_dp.checkpoint.plan import choose_loss, settle
 from torchtitan_dp.checkpoint.start import (
     Start,
     Weights,
@@ -20,9 +23,12 @@ from torchtitan_dp.checkpoint.start import (
 )
 from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.ledger import Lineage
+from torchtitan_dp.ledger.lineage import History, NoisedLoss
+from torchtitan_dp.privacy import published_loss
 
 META = {"weight": torch.empty(2, 3, device="meta")}
 UNITS = 40
+HF = "--checkpoint.initial_load_in_hf"
 
 
 def config(folder, *overrides):
@@ -37,7 +43,8 @@ def ledger(folder, steps):
 def save(place, text):
     """A checkpoint that holds a weight, and `text` as its ledger."""
     state = {"weight": torch.arange(6.0).reshape(2, 3), "train_state": {"ledger": text}}
-    test_safe_load.save(state, place)
+    place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    test_folder.save(state, place)
     return place
 
 
@@ -56,38 +63,34 @@ def test_weights_are_drawn_where_nothing_is_there(tmp_path):
     own(tmp_path, 9, 10)
     assert decide_start(config(tmp_path)).step == 10  # the largest number, not the last word
     start = decide_start(build.config("--checkpoint.no-enable", f"--job.dump_folder={tmp_path}"))
-    assert (start.loads, start.resumes, start.own_ledger, start.initial) == (
-        False,
-        False,
-        None,
-        None,
-    )
+    assert (start.loads, start.resumes, start.own_ledger) == (False, False, None)
 
 
 @pytest.mark.parametrize(
-    "key, place, in_hf, weights",
-    [
-        ("checkpoint.initial_load_path", "/w", False, Weights.INITIAL_DCP),
-        ("checkpoint.initial_load_path", "/w", True, Weights.INITIAL_HF),
-        ("model.hf_assets_path", "/hf", True, Weights.INITIAL_HF),
-    ],
+    "key, place", [("checkpoint.initial_load_path", "/w"), ("model.hf_assets_path", "/hf")]
 )
-def test_initial_weights_are_found_by_their_key(tmp_path, key, place, in_hf, weights):
-    in_format = ["--checkpoint.initial_load_in_hf"] if in_hf else []
-    start = decide_start(config(tmp_path, f"--{key}={place}", *in_format))
-    assert start == Start(weights, place, key)
+def test_initial_weights_are_found_by_their_key(tmp_path, key, place):
+    start = decide_start(config(tmp_path, f"--{key}={place}", HF))
+    assert start == Start(Weights.INITIAL, place, key)
     assert (start.loads, start.resumes) == (True, False)
 
 
 def test_a_checkpoint_of_its_own_comes_before_initial_weights(tmp_path):
     own(tmp_path, 2, 4)
-    start = decide_start(config(tmp_path, "--checkpoint.initial_load_path=/nowhere"))
+    start = decide_start(config(tmp_path, "--checkpoint.initial_load_path=/nowhere", HF))
     assert (start.weights, start.step) == (Weights.OWN, 4)
     assert start.own_ledger == ledger(tmp_path, 4)
-    assert start.initial is None
     check_start(start, META, "here")
     with pytest.raises(ValueError, match=r"^here: its weight is \[9\]"):
         check_start(start, {"weight": torch.empty(9, device="meta")}, "here")
+
+
+def test_a_checkpoint_that_others_may_write_to_ends_the_start(tmp_path):
+    """And is not passed over for an older one: somebody may be about to change that, too."""
+    own(tmp_path, 2, 4)
+    os.chmod(tmp_path / "checkpoint" / "step-4" / ".metadata", 0o666)
+    with pytest.raises(ValueError, match=r"step-4/\.metadata' may be written by others"):
+        decide_start(config(tmp_path))
 
 
 def test_the_newest_is_taken_whose_files_have_their_sizes(tmp_path):
@@ -102,20 +105,6 @@ def test_the_newest_is_taken_whose_files_have_their_sizes(tmp_path):
         check_start(start, META, "here")
 
 
-def test_initial_weights_bring_the_ledger_in_them_or_beside_them(tmp_path):
-    earlier = ledger(tmp_path, 7)
-    inside = save(tmp_path / "elsewhere" / "step-7", earlier.to_json())
-    start = decide_start(config(tmp_path / "run", f"--checkpoint.initial_load_path={inside}"))
-    assert start.initial.ledger == earlier
-    assert not start.initial.any_begun
-    publish(earlier, tmp_path / "elsewhere", 7)
-    (tmp_path / "elsewhere" / "hf").mkdir()
-    start = Start(Weights.INITIAL_HF, str(tmp_path / "elsewhere" / "hf"))
-    assert start.initial.ledger.steps == 7
-    assert start.initial.any_begun
-    assert Start(Weights.INITIAL_HF, str(tmp_path)).initial.ledger is None
-
-
 def test_an_unreadable_ledger_leaves_the_plan_to_the_folders_account(tmp_path):
     """The load, which refuses it, is yet to come; until then the terms are those of the folder."""
     save(tmp_path / "checkpoint" / "step-3", "{")
@@ -128,19 +117,76 @@ def test_row46_a_checkpoint_of_another_run_is_refused_where_steps_were_begun(tmp
     """The folder's lost steps would count on the terms of that run, whose noise may be larger."""
     own(tmp_path, 3)
     start, terms = decide_start(config(tmp_path)), settings_of(config(tmp_path), UNITS, 0.5)
-    account = Lineage(terms, steps=20, run="another", planned_steps=20)
-    with pytest.raises(ValueError, match=r"step-3' is of run r, and steps of run another"):
+    account = ended(Lineage(terms, run="another", planned_steps=20), tmp_path, 20)
+    with pytest.raises(ValueError, match=r"of step 3, was saved by a start that starts\.log"):
         plan_start(config(tmp_path), UNITS, start, account)
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_the_history_of_a_start_has_one_of_three_ways(tmp_path, steps):
+    terms = settings_of(config(tmp_path), UNITS, 1.0)
+    fresh = plan_start(config(tmp_path), UNITS, Start(), None).ledger
+    assert (fresh.steps, fresh.lost, fresh.ancestors, fresh.settings) == (0, 0, (), terms)
+    begun = ended(Lineage(terms, run="r", caveats=("one",), planned_steps=9), tmp_path, 5)
+    again = plan_start(config(tmp_path), UNITS, Start(), begun).ledger  # its weights are gone
+    assert (again.steps, again.lost, again.run, again.caveats[0]) == (0, 10, "r", "one")
+    loaded = Lineage(terms, steps=steps, start=begun.start, caveats=("two",), private=False)
+    save(tmp_path / "checkpoint" / f"step-{steps}", loaded.to_json())
+    gone_on = plan_start(config(tmp_path), UNITS, decide_start(config(tmp_path)), begun).ledger
+    assert (gone_on.steps, gone_on.run, gone_on.private) == (steps, "r", False)
+    assert gone_on.caveats[:2] == ("one", "two")
+
+
+@pytest.mark.parametrize("planned, told", [(10, 0), (8, 0), (12, 1)])
+def test_more_steps_than_planned_at_first_are_a_caveat(tmp_path, planned, told):
+    terms = settings_of(config(tmp_path), UNITS, 1.0)
+    history = History(steps=3, planned_steps=10)
+    later = settle(config(tmp_path, f"--training.steps={planned}"), UNITS, history, terms).ledger
+    assert sum("raised from 10 to 12" in caveat for caveat in later.caveats) == told
+    assert later.planned_steps == max(planned, 10)
+
+
+def with_loss(folder, earlier, *overrides):
+    """The terms of the loss that a start publishes at its end; `earlier` as of an earlier start."""
+    options = "--validation.enable", "--data.heldout_fraction=0.3", "--privacy.delta=1e-4"
+    asked = config(folder, *options, "--validation.publish_epsilon=1", *overrides)
+    history = None if earlier is None else History(heldout_loss=earlier, steps=5)
+    return choose_loss(asked, history)
+
+
+def test_row66_the_terms_of_a_published_loss_are_fixed_at_the_first_start(tmp_path):
+    first = with_loss(tmp_path, None)
+    assert 0.999 <= published_loss.epsilon(first.releases(1), delta=1e-4) <= 1
+    assert with_loss(tmp_path, first) == first
+    for key, value in (
+        ("epsilon", "2.0"),
+        ("epsilon", "None"),
+        ("delta", "1e-05"),
+        ("clip", "3.0"),
+    ):
+        said = rf"^validation\.publish_{key} = {value}: this run was started with "
+        with pytest.raises(ValueError, match=said):
+            with_loss(tmp_path, first, f"--validation.publish_{key}={value}")
+    done = dataclasses.replace(first, begun=1, noised=NoisedLoss(5, 1.0, 0.1))
+    assert with_loss(tmp_path, done, "--training.steps=5") == done
+    with pytest.raises(ValueError, match=r"^training\.steps = 6: .* after step 5 was published"):
+        with_loss(tmp_path, done, "--training.steps=6")
+    killed = dataclasses.replace(first, begun=1)  # before its result: both will count
+    assert with_loss(tmp_path, killed, "--training.steps=5").releases(5).steps == 2
+    for epsilon in ("1e-9", "1e9"):
+        with pytest.raises(ValueError, match=r"^validation\.publish_epsilon = .*: no noise of a"):
+            with_loss(tmp_path, None, f"--validation.publish_epsilon={epsilon}")
 
 
 def revised(folder):
     start = decide_start(config(folder))
+    if dist.get_rank() == 0:
+        truncate(Path(folder, "checkpoint", "step-4"))
     return start.step, confirmed(start, os.path.join(folder, "checkpoint")).step
 
 
 def test_what_all_ranks_read_revises_the_decision(tmp_path):
     own(tmp_path, 2, 4)
-    flip(tmp_path / "checkpoint" / "step-4", "weight")
     assert on_ranks(2, revised, str(tmp_path)) == [(4, 2)] * 2
     assert (tmp_path / "checkpoint.damaged" / "step-4").is_dir()
 

@@ -82,14 +82,6 @@ validation.publish_epsilon=1 validation.enable data.heldout_fraction=.3 privacy.
     only a run with privacy publishes it
 validation.publish_epsilon=1 validation.enable data.heldout_fraction=.3 privacy.sample_rate=.1 → \
     with a public privacy.sample_rate
-validation.publish_noise_multiplier=5 validation.publish_epsilon=1 validation.enable \
-    data.heldout_fraction=.3 → validation.publish_epsilon = 1.0: validation.publish_noise_multiplier
-validation.publish_noise_multiplier=5 → no held-out loss is computed
-validation.publish_noise_multiplier=5 validation.enable data.heldout_fraction=.3 \
-    privacy.sample_rate=.1 → with a public privacy.sample_rate
-validation.publish_noise_multiplier=0
-validation.publish_delta=0.5 validation.publish_noise_multiplier=5 validation.enable \
-    data.heldout_fraction=.3 → validation.publish_delta = 0.5: at least 1 / number of held-out
 validation.publish_delta=1e-6 → no held-out loss is published
 validation.publish_delta=0.5 validation.publish_epsilon=1 validation.enable \
     data.heldout_fraction=.3 → validation.publish_delta = 0.5: at least 1 / number of held-out
@@ -127,6 +119,7 @@ checkpoint.last_save_model_only
 checkpoint.folder=a/b
 checkpoint.folder=a.damaged
 checkpoint.initial_load_model_only=false → it is a switch without a value
+checkpoint.initial_load_path=. → checkpoint.initial_load_in_hf: weights of another run are read
 checkpoint.no-initial_load_model_only checkpoint.initial_load_path=. → \
     checkpoint.initial_load_model_only = false: set it to true; to continue another run
 checkpoint.no-initial_load_model_only checkpoint.initial_load_in_hf → have only a model

@@ -103,25 +103,27 @@ def test_ranks_that_differ_refuse_to_train(tmp_path, differ):
     assert on_ranks(2, opening, str(tmp_path / "same"), "") == ["agreed", "agreed"]
 
 
-def opened_account() -> str:
-    """The ledger of a start, on this rank."""
+def settled_ledger() -> str:
+    """The ledger of a start, on this rank, where each would settle another."""
+    import torch.distributed as dist
+
     from tests.hazards.test_trainer import SETTINGS, bookkeeping
-    from torchtitan_dp.ledger import Lineage, RunLog
+    from torchtitan_dp.checkpoint.plan import Plan
+    from torchtitan_dp.ledger import Lineage
 
     books = bookkeeping(Lineage(SETTINGS))
-    books.log = RunLog("/nowhere")
-    books._open_account()
+    books._settle(lambda: Plan(Lineage(SETTINGS, steps=dist.get_rank()), 1, 0.0, 0.0, ()))
     return books.ledger.to_json()
 
 
 def test_ranks_keep_one_ledger():
     """Any of them may be the one that writes it into a checkpoint: with four, the third is."""
-    first, *others = on_ranks(4, opened_account)
+    first, *others = on_ranks(4, settled_ledger)
     assert others == [first] * 3
 
 
 def test_a_run_without_privacy_may_not_use_a_private_folder(tmp_path):
-    from torchtitan_dp.checkpoint.initial import refuse_private_folder
+    from torchtitan_dp.checkpoint.plan import refuse_private_folder
 
     refuse_private_folder(str(tmp_path))
     (tmp_path / "privacy.json").write_text(json.dumps({}))

@@ -53,9 +53,7 @@ def published(name: str, seed: int) -> tuple[list[float], set[int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(validate, "Feed", Feed)
         validator = validate.HeldOutValidator(loader, config, dims, sink)
-        noised = SimpleNamespace(loss=0.0, standard_deviation=1.0)
-        validator.publish_by(lambda loss_N, _: losses.extend(loss_N) or noised, lambda: True)
-        validator.validate([model], 1)
+        losses.extend(validator.losses([model]))
     return losses, sizes
 
 

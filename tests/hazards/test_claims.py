@@ -15,16 +15,15 @@ from tests.accounts import begun
 from tests.hazards.test_trainer import SETTINGS
 from tests.processes.runs import arguments, privacy, train, with_sigma, write_records
 from torchtitan_dp.checkpoint.folder import read_ledger
-from torchtitan_dp.checkpoint.initial import refuse_private_folder, with_initial
-from torchtitan_dp.checkpoint.plan import earlier_ledger, make_plan
-from torchtitan_dp.checkpoint.start import decide_start, plan_start
+from torchtitan_dp.checkpoint.plan import earlier_ledger, refuse_private_folder
+from torchtitan_dp.checkpoint.start import Start, decide_start, plan_start, with_initial
 from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.ledger import Lineage, schema, write_fingerprint
 from torchtitan_dp.ledger.__main__ import main as command
-from torchtitan_dp.ledger.runs import total
-from torchtitan_dp.ledger.spending import assumptions
+from torchtitan_dp.ledger.lineage import History, audited, not_private
+from torchtitan_dp.ledger.spending import assumptions, total
 from torchtitan_dp.privacy.accounting import compose
 from torchtitan_dp.privacy.clipping import fp32_sum_excess
 
@@ -33,7 +32,7 @@ def publish(folder, ledger, *, fingerprint="f"):
     """What a run leaves in its folder."""
     folder.mkdir(exist_ok=True)
     write_fingerprint(str(folder), fingerprint, {})
-    return accounts.publish(ledger, folder, ledger.planned_steps)
+    return accounts.publish(ledger, folder)
 
 
 # Row 50: who stops early publishes what was planned, or is told.
@@ -67,17 +66,15 @@ def test_row50_lost_steps_are_planned_again(tmp_path):
 def stopped(folder, **changes):
     """The ledger of weights that start from those of a run stopped at 2 of 2,000 steps."""
     settings = dataclasses.replace(SETTINGS, samples_per_rank=4096)
-    publish(folder, Lineage(settings, steps=2, planned_steps=2_000))
-    load = f"--checkpoint.initial_load_path={folder}"
-    config = load_config(arguments(folder / "new", folder, *with_sigma(1), load), 2)
+    accounts.export(Lineage(settings, steps=2, planned_steps=2_000), folder)
     child = Lineage(dataclasses.replace(SETTINGS, **changes), steps=1, planned_steps=1)
-    return with_initial(child, config, decide_start(config).initial)
+    return with_initial(child, build.config(), str(folder))
 
 
 def test_row50_a_stop_is_not_forgotten_in_another_folder(tmp_path):
     child = stopped(tmp_path / "first")
     told = publish(tmp_path / "second", child)
-    assert told["epsilon_planned"] >= SETTINGS.epsilon(2_001) > 2 * told["epsilon"]
+    assert told["epsilon_planned"] == told["epsilon"] >= SETTINGS.epsilon(2_001)
     (caveat,) = [c for c in told["caveats"] if "2 of 2000 by run" in c]
     assert "applies if weights alone did; no epsilon applies if losses" in caveat
     found = verify(str(tmp_path / "second"))
@@ -110,17 +107,21 @@ def baseline(tmp_path_factory):
     return place / "run", data
 
 
-@pytest.mark.parametrize("weights", ["checkpoint/step-2", "hf", "checkpoint/step-9"])
-def test_row52_weights_of_a_run_without_privacy_are_never_private(baseline, weights, tmp_path):
+def test_row52_weights_of_a_run_without_privacy_are_never_private(baseline, tmp_path):
     run, data = baseline
-    (run / "checkpoint" / "step-9").mkdir(exist_ok=True)  # one of weights alone: of this folder
-    load = f"--checkpoint.initial_load_path={run / weights}"
-    public = "--privacy.initial_weights_public"
-    config = load_config(arguments(tmp_path / "out", data, *with_sigma(1), load, public), 1)
-    plan = plan_start(config, 24, decide_start(config), None)
+    options = "--checkpoint.initial_load_in_hf", "--privacy.initial_weights_public"
+
+    def planned(weights):
+        load = f"--checkpoint.initial_load_path={run / weights}"
+        config = load_config(arguments(tmp_path / "out", data, *with_sigma(1), load, *options), 1)
+        return plan_start(config, 24, decide_start(config), None)
+
+    plan = planned("hf")
     assert plan.private is False
     assert "the initial weights are not private" in plan.ledger.caveats
     assert any("trained without privacy" in caveat for caveat in plan.ledger.caveats)
+    with pytest.raises(ValueError, match="lies in the folder of a run"):  # whatever they are
+        planned("checkpoint/step-2")
 
 
 def test_row52_its_folder_says_so_and_is_no_place_for_a_private_run(baseline):
@@ -137,9 +138,7 @@ def test_row52_its_folder_says_so_and_is_no_place_for_a_private_run(baseline):
 
 def test_row52_a_checkpoint_of_the_baseline_holds_its_ledger(baseline):
     run, _ = baseline
-    text = read_ledger(str(run / "checkpoint" / "step-2"))
-    assert text is not None
-    assert Lineage.from_json(text).private is False
+    assert read_ledger(str(run / "checkpoint" / "step-2")).private is False
 
 
 # Row 53: an audit's result is made from noised gradients of the records: it spends.
@@ -147,8 +146,7 @@ def test_row52_a_checkpoint_of_the_baseline_holds_its_ledger(baseline):
 
 def test_row53_an_audit_adds_to_what_runs_spend(tmp_path):
     publish(tmp_path / "run", Lineage(SETTINGS, steps=40))
-    audited = Lineage(SETTINGS, steps=40).marked_audited(100)
-    told = publish(tmp_path / "audit", audited)
+    told = publish(tmp_path / "audit", audited(Lineage(SETTINGS, steps=40), 100))
     assert (told["private"], told["epsilon"]) == (False, None)
     assert told["epsilon_executed"] == pytest.approx(SETTINGS.epsilon(40))
     assert told["audit"] == {"canaries": 100, "otherwise_private": True}
@@ -161,19 +159,14 @@ def test_row53_an_audit_adds_to_what_runs_spend(tmp_path):
 
 
 def test_row53_an_audit_that_would_not_be_private_has_no_epsilon(tmp_path):
-    audited = Lineage(SETTINGS, steps=40).marked_not_private("a seed").marked_audited(100)
-    told = publish(tmp_path, audited)
+    told = publish(tmp_path, audited(not_private(Lineage(SETTINGS, steps=40), "a seed"), 100))
     assert (told["epsilon_executed"], told["epsilon_planned"]) == (None, None)
     assert total([verify(str(tmp_path))]).epsilon is None
 
 
 def test_row53_weights_that_were_audited_are_private_for_nobody(tmp_path):
-    audited = Lineage(SETTINGS, steps=40).marked_audited(100)
-    publish(tmp_path / "run", audited)
-    load = f"--checkpoint.initial_load_path={tmp_path}/run"
-    config = load_config(arguments(tmp_path / "new", tmp_path, *with_sigma(1), load), 2)
-    ledger = Lineage(settings_of(config, 24, 1.0))
-    ledger = with_initial(ledger, config, decide_start(config).initial)
+    accounts.export(audited(Lineage(SETTINGS, steps=40), 100), tmp_path)
+    ledger = with_initial(History(), build.config(), str(tmp_path))
     assert (ledger.private, ledger.composes) == (False, False)
 
 
@@ -200,7 +193,8 @@ def test_row54_runs_on_overlapping_records_can_be_added_up(tmp_path, capsys):
 
 
 def plan(delta, *overrides, units=20):
-    return make_plan(build.config(f"--privacy.delta={delta}", *overrides), units)
+    config = build.config(f"--privacy.delta={delta}", *overrides)
+    return plan_start(config, units, Start(), None)
 
 
 def test_row55_a_delta_above_a_tenth_of_one_over_units_is_a_warning():

@@ -53,7 +53,6 @@ def runs(tmp_path_factory) -> dict[str, tuple[Path, int]]:
 
 def without_names(terms: dict[str, Any]) -> dict[str, Any]:
     """A `privacy.json` without what is drawn at random."""
-    assert len(terms.pop("step_names").split()) == terms["steps"]
     terms.pop("run")
     return terms
 

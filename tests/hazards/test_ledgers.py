@@ -12,16 +12,15 @@ import pytest
 import torch
 
 from tests import build
-from tests.accounts import begun, publish, with_terms
+from tests.accounts import begun, ended, export, publish, with_terms
 from tests.hazards.test_trainer import SETTINGS, STEP, bookkeeping
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.checkpoint.bookkeeping import Bookkeeping
-from torchtitan_dp.checkpoint.initial import with_initial
-from torchtitan_dp.checkpoint.start import decide_start
+from torchtitan_dp.checkpoint.start import decide_start, with_initial
+from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.ledger import Lineage
-from torchtitan_dp.ledger.lineage import Ancestor
-from torchtitan_dp.ledger.settings import step_names
-from torchtitan_dp.ledger.spending import initial_steps
+from torchtitan_dp.ledger.lineage import Ancestor, History, not_private
+from torchtitan_dp.ledger.spending import inherited
 from torchtitan_dp.optimizer import DPOptimizer
 from torchtitan_dp.train import DPTrainer
 
@@ -65,33 +64,38 @@ def test_row44_a_sum_says_that_it_is_accumulating():
     assert on_ranks(1, accumulating) == [(True, False)]
 
 
-def loading(ledger):
-    did, books = [], bookkeeping(ledger)
-    books._open_account = lambda: did.append(f"account from {books.ledger.steps}")
-    books._draw_keys = lambda: did.append("keys")
-    return did, SimpleNamespace(books=books, step=0)
+def loading(folder, sigma=1.0, private=True):
+    """What a load does, in a trainer whose configuration has this noise, and the state to load."""
+    given = "--privacy.noise_multiplier"
+    config = build.config(f"--job.dump_folder={folder}", f"{given}={sigma}")
+    terms = settings_of(build.config(), 10, 1.0)
+    loaded = ended(Lineage(terms, private=private, caveats=("a seed",), run="r"), folder, STEP)
+    did, books = [], bookkeeping(Lineage(terms, run="r"), config)
+    books._units = 10
+
+    def settle(plan):
+        books.ledger = plan().ledger
+        did.append("settled, with fresh keys")
+
+    books._settle = settle
+    state = {"step": STEP, "ntokens_seen": 0, "ledger": loaded.to_json()}
+    return did, SimpleNamespace(books=books, step=0), state
 
 
-def test_row11_and_31_loading_takes_the_step_and_fresh_keys():
-    did, trainer = loading(Lineage(SETTINGS))
-    DPTrainer.load_state_dict(trainer, DPTrainer.state_dict(saving()))
-    assert (trainer.step, trainer.books.ledger.steps) == (STEP, STEP)
-    assert did == [f"account from {STEP}", "keys"]
+@pytest.mark.parametrize("private", [True, False])
+def test_row11_31_and_45_loading_takes_the_step_the_marks_and_fresh_keys(tmp_path, private):
+    did, trainer, state = loading(tmp_path, private=private)
+    DPTrainer.load_state_dict(trainer, state)
+    ledger = trainer.books.ledger
+    assert (trainer.step, ledger.steps, ledger.run) == (STEP, STEP, "r")
+    assert (ledger.private, ledger.caveats[0]) == (private, "a seed")
+    assert did == ["settled, with fresh keys"]
 
 
-def test_row31_a_checkpoint_under_other_terms_is_not_loaded():
-    _, trainer = loading(Lineage(with_terms(SETTINGS, noise_multiplier=9.0)))
+def test_row31_a_checkpoint_under_other_terms_is_not_loaded(tmp_path):
+    _, trainer, state = loading(tmp_path, sigma=9.0)
     with pytest.raises(ValueError, match=r"= 9\.0: this run was started with"):
-        DPTrainer.load_state_dict(trainer, DPTrainer.state_dict(saving()))
-
-
-def test_row45_not_private_is_loaded_with_the_weights():
-    earlier = saving()
-    earlier.ledger = earlier.ledger.marked_not_private("a seed")
-    _, trainer = loading(Lineage(SETTINGS))
-    DPTrainer.load_state_dict(trainer, DPTrainer.state_dict(earlier))
-    assert trainer.books.ledger.private is False
-    assert "a seed" in trainer.books.ledger.caveats
+        DPTrainer.load_state_dict(trainer, state)
 
 
 def test_row45_weights_loaded_without_their_ledger_are_not_trained_on():
@@ -147,7 +151,7 @@ def opened(folder, *overrides):
 
 def stopped_after_a_step(folder, lineage):
     """What a run that was killed after its first step leaves behind."""
-    publish(lineage, folder, 10)
+    publish(lineage, folder)
     begun(lineage, folder, 1)
 
 
@@ -160,7 +164,7 @@ def test_row15_and_31_and_45_a_start_goes_on_from_the_folders_ledger(tmp_path):
     assert count == 0
     kept = json.loads(first)
     kept["settings"]["noise_multiplier"] *= 1.01
-    earlier = Lineage.from_json(json.dumps(kept)).marked_not_private("a seed")
+    earlier = not_private(Lineage.from_json(json.dumps(kept)), "a seed")
     stopped_after_a_step(tmp_path, earlier)
     second, count = on_ranks(1, opened, str(tmp_path), *BY_TARGET)[0]
     again = Lineage.from_json(second)
@@ -185,11 +189,8 @@ def test_row23_no_noise_is_not_private(tmp_path):
 
 
 def starting_from(folder, *overrides):
-    """The ledger of a first start from the weights in this folder."""
-    config = build.config(
-        "--checkpoint.enable", f"--checkpoint.initial_load_path={folder}", *overrides
-    )
-    return with_initial(Lineage(SETTINGS), config, decide_start(config).initial)
+    """The history of a first start from the weights in this folder."""
+    return with_initial(History(), build.config(*overrides), str(folder))
 
 
 def test_row45_weights_without_a_ledger_must_be_said_to_be_public(tmp_path):
@@ -201,8 +202,7 @@ def test_row45_weights_without_a_ledger_must_be_said_to_be_public(tmp_path):
 
 
 def test_row45_not_private_sticks_to_initial_weights(tmp_path):
-    earlier = Lineage(SETTINGS, steps=STEP).marked_not_private("a seed")
-    stopped_after_a_step(tmp_path, earlier)
+    export(not_private(Lineage(SETTINGS, steps=STEP), "a seed"), tmp_path)
     later = starting_from(tmp_path, "--privacy.initial_weights_public")
     assert later.private is False
     assert "of the initial weights: a seed" in later.caveats
@@ -211,15 +211,15 @@ def test_row45_not_private_sticks_to_initial_weights(tmp_path):
 def test_row45_initial_weights_bring_all_that_they_spent(tmp_path):
     """Their own steps, and those of the weights that they had started from."""
     louder = with_terms(SETTINGS, noise_multiplier=4.0)
-    first = Ancestor("first", louder, " ".join(step_names("f", 7)))
-    stopped_after_a_step(tmp_path, Lineage(SETTINGS, steps=STEP, ancestors=(first,)))
-    spent = initial_steps(starting_from(tmp_path))
-    assert set(spent) == {louder.segment(7), SETTINGS.segment(STEP)}
+    first = Ancestor("first", louder, 7, 9, 1)
+    export(Lineage(SETTINGS, steps=STEP, planned_steps=10, ancestors=(first,)), tmp_path)
+    spent = inherited(starting_from(tmp_path).ancestors)
+    assert set(spent) == {louder.segment(9), louder.segment(1), SETTINGS.segment(10)}
 
 
 def test_row45_what_initial_weights_showed_and_their_units_are_assumptions(tmp_path):
     """A line is no file, and sigma was chosen when their run had ended."""
-    stopped_after_a_step(tmp_path, Lineage(SETTINGS, steps=STEP))
+    export(Lineage(SETTINGS, steps=STEP), tmp_path)
     assumed = starting_from(tmp_path).caveats[-1]
     assert "rate and steps are assumed not to follow from what run" in assumed
     assert "records not to be larger" in assumed

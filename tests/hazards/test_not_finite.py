@@ -122,7 +122,7 @@ def test_row69_no_checkpoint_is_written_of_such_weights(monkeypatch, last):
     ("start", "words"),
     [
         (Start(Weights.OWN, "c/step-4", "checkpoint.folder", 4), "from the one before"),
-        (Start(Weights.INITIAL_HF, "given", "model.hf_assets_path"), "use an intact copy"),
+        (Start(Weights.INITIAL, "given", "model.hf_assets_path"), "use an intact copy"),
     ],
 )
 def test_row69_such_weights_are_not_trained_on(monkeypatch, start, words):

@@ -29,7 +29,6 @@ from tests.processes.runs import (
     write_records,
 )
 from torchtitan_dp.ledger import Lineage, schema
-from torchtitan_dp.ledger.settings import step_names
 from torchtitan_dp.watch.outlets import find
 
 STEPS = 4
@@ -237,9 +236,9 @@ def test_hazard_21_the_ledger_counts_optimizer_steps(which, request):
     assert run.spent["steps"] == run.spent["steps_executed"] == STEPS
     assert json.loads(state["train_state.ledger"])["steps"] == STEPS
     lines = (run.out / "steps_executed.log").read_text().splitlines()
-    start = lines[0].split()[1]
-    assert lines == [f"{step} {start}" for step in range(1, STEPS + 1)]
-    assert run.spent["step_names"] == " ".join(step_names(start, STEPS))
+    assert lines == [f"{step}" for step in range(1, STEPS + 1)]
+    start = json.loads(state["train_state.ledger"])["start"]
+    assert (run.out / "starts.log").read_text().split()[1] == start
     assert start not in (run.out / "privacy.json").read_text()
 
 
@@ -269,7 +268,7 @@ def test_hazard_24_console_lines_are_labelled(probed):
 
 def test_hazard_24_privacy_json_holds_the_schema_alone(probed):
     correlated = ("bands", "column", "round_steps")  # of another mechanism
-    of_a_run = [key.name for key in schema.KEYS if key.origin is not schema.Origin.RELEASE]
+    of_a_run = [key.name for key in schema.KEYS if key.in_runs]
     assert list(probed.spent) == [key for key in of_a_run if key not in correlated]
     of_records = r"(?<!heldout_)loss|norm(?!_multiplier|_estimator)|token|record|seen|drawn|realiz"
     assert [key for key in probed.spent if re.search(of_records, key)] == ["max_grad_norm"]
@@ -315,7 +314,7 @@ def test_hazard_44_ledger_in_the_checkpoint_is_public_or_terms(probed):
         == {f.name for f in dataclasses.fields(Lineage)}
         == {
             *("settings", "steps", "private", "caveats", "ancestors", "audit", "planned_steps"),
-            *("run", "start", "step_names", "lost", "heldout_losses", "config_hash"),
+            *("run", "start", "lost", "heldout_loss", "config_hash"),
         }
     )
     assert set(ledger["settings"]) <= set(probed.spent)

@@ -26,7 +26,7 @@ from tests.processes.ranks import on_ranks
 from tests.processes.runs import write_records
 from torchtitan_dp import process, train, train_spec
 from torchtitan_dp.checkpoint import bookkeeping as module
-from torchtitan_dp.checkpoint.plan import make_plan
+from torchtitan_dp.checkpoint.start import Start, plan_start
 from torchtitan_dp.data import batching
 from torchtitan_dp.data.batching import Feed, RecordLoader
 from torchtitan_dp.data.samples import Samples
@@ -322,10 +322,10 @@ def test_row74_checkpoints_inside_rounds_are_refused():
             *allocation, "--checkpoint.enable", f"--checkpoint.interval={interval}"
         )
         if is_right:
-            assert make_plan(config, 10).settings.mechanism.round_steps == 4
+            assert plan_start(config, 10, Start(), None).settings.mechanism.round_steps == 4
         else:
             with pytest.raises(ValueError, match=rf"checkpoint\.interval = {interval}: .* 4 steps"):
-                make_plan(config, 10)
+                plan_start(config, 10, Start(), None)
 
 
 # Secrets.
@@ -355,10 +355,10 @@ def test_row11_and_32_all_ranks_hold_one_key_and_each_start_another():
 def test_row30_and_45_a_debug_seed_marks_the_run():
     """As a start's plan has it: the trainer's ledger is the plan's."""
     config = build.config()
-    ledger = make_plan(config, 10).ledger
+    ledger = plan_start(config, 10, Start(), None).ledger
     assert (ledger.private, ledger.caveats) == (True, ())
     config.privacy.debug_seed = 7
-    ledger = make_plan(config, 10).ledger
+    ledger = plan_start(config, 10, Start(), None).ledger
     assert ledger.private is False
     assert "privacy.debug_seed" in ledger.caveats[0]
 

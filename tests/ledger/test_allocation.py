@@ -1,4 +1,4 @@
-"""Rounds of random allocation in the ledger: over starts, crashes, copies and ancestors.
+"""Rounds of random allocation in the ledger: over starts, crashes and ancestors.
 
 Row 74 of the hazards.
 """
@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 
+from tests import build
 from tests.accounts import begun, ended, publish
+from torchtitan_dp.checkpoint.plan import settle
 from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.ledger import Lineage, RunLog, Settings
-from torchtitan_dp.ledger.lineage import Ancestor, resumed
-from torchtitan_dp.ledger.runs import Run, total
-from torchtitan_dp.ledger.settings import union
-from torchtitan_dp.ledger.spending import epsilon, initial_steps, own_steps, spending
+from torchtitan_dp.ledger.lineage import Ancestor, History
+from torchtitan_dp.ledger.spending import Run, epsilon, spent, total
 from torchtitan_dp.privacy.accounting import compose
 from torchtitan_dp.privacy.mechanism import AllocatedGaussian, PoissonGaussian
-from torchtitan_dp.privacy.segments import Segment, composition, steps_in_a_row
+from torchtitan_dp.privacy.segments import Segment, composition
 
 T = 4
 MECHANISM = AllocatedGaussian(2.0, 1 / T, round_steps=T)
@@ -33,52 +33,42 @@ def rounds(segments):
 
 @pytest.mark.parametrize("steps, count", [(0, 0), (1, 1), (4, 1), (5, 2), (16, 4), (17, 5)])
 def test_a_stop_inside_a_round_counts_the_round(steps, count):
-    assert rounds(own_steps(Lineage(SETTINGS, steps=steps))) == count
-
-
-@pytest.mark.parametrize("first", range(1, 10))
-def test_planned_steps_count_no_round_twice(first):
-    for last in range(first, 14):
-        parts = [
-            *steps_in_a_row(MECHANISM, 1, first - 1, ""),
-            *steps_in_a_row(MECHANISM, first, last - first + 1, ""),
-        ]
-        assert rounds(parts) == -(-last // T)
+    assert rounds(spent(Lineage(SETTINGS, steps=steps)).segments(MECHANISM)) == count
 
 
 def test_row74_rounds_that_crashes_cut_are_counted_whole(tmp_path):
     lineage = Lineage(SETTINGS, planned_steps=16)
     lineage = begun(lineage, tmp_path, 1, loses=3)  # killed: of the 4 steps of a round
-    lineage = begun(replace(lineage, steps=0, step_names=""), tmp_path, 3, loses=3)
-    lost = RunLog(str(tmp_path)).enter_lost(replace(lineage, steps=0, step_names=""))
+    lineage = begun(replace(lineage, steps=0), tmp_path, 3, loses=3)
+    lost = RunLog(str(tmp_path)).enter_lost(replace(lineage, steps=0))
     assert lost.lost == 2 * T
-    assert rounds(spending(lost, lost=True, planned=False)) == 2
-    assert rounds(spending(lost, lost=True, planned=True)) == 2 + 4
+    assert rounds(spent(lost).segments(MECHANISM)) == 2
+    assert rounds(spent(lost).segments(MECHANISM, lost.left)) == 2 + 4
 
 
 def test_a_lineage_of_several_starts_and_its_published_file(tmp_path):
     lineage = ended(Lineage(SETTINGS, planned_steps=10), tmp_path, 8)
     lineage = ended(lineage, tmp_path, 2)
-    assert rounds(own_steps(lineage)) == 3
-    spent = publish(lineage, tmp_path, 10)
+    told = publish(lineage, tmp_path)
     expected = compose([Segment(MECHANISM, 12)], delta=1e-5, accountant="pld")
-    assert spent["epsilon"] == pytest.approx(expected, rel=1e-9)
-    assert (spent["sampling"], spent["round_steps"], spent["steps"]) == ("allocation", T, 10)
-    assert spent["dp_event"]["events"][0]["count"] == 3
+    assert told["epsilon"] == pytest.approx(expected, rel=1e-9)
+    assert (told["sampling"], told["round_steps"], told["steps"]) == ("allocation", T, 10)
+    assert told["dp_event"]["events"][0]["count"] == 3
     assert verify(str(tmp_path)).faults == []
 
 
 def test_row74_a_start_inside_a_round_is_refused_unless_nothing_is_left():
-    now = Lineage(SETTINGS, planned_steps=16)
+    rounds_of_4 = "--training.steps=16", "--privacy.sampling=allocation"
+    config = build.config(*rounds_of_4, "--privacy.accountant=pld", "--privacy.noise_multiplier=2")
+    config.job.dump_folder = "/nowhere"
+    units = 4 * config.training.global_batch_size
     for steps in range(17):
-        loaded = Lineage(SETTINGS, steps=steps, planned_steps=16)
-        if steps % T:
+        history = History(steps=steps, planned_steps=16)
+        if steps % T and steps < 16:
             with pytest.raises(ValueError, match=f"after step {steps}, are inside a round of 4"):
-                resumed(now, loaded)
+                settle(config, units, history, None)
         else:
-            assert resumed(now, loaded).steps == steps
-    done = Lineage(SETTINGS, steps=10, planned_steps=10)
-    assert resumed(replace(now, planned_steps=10), done).steps == 10
+            assert settle(config, units, history, None).ledger.steps == steps
 
 
 @pytest.mark.parametrize("back", [False, True])
@@ -87,20 +77,7 @@ def test_row74_a_change_of_sampling_is_refused_on_a_resume(back):
     poisson = replace(SETTINGS, mechanism=PoissonGaussian(2.0, 1 / T), sampling="poisson")
     now, before = (poisson, SETTINGS) if back else (SETTINGS, poisson)
     with pytest.raises(ValueError, match=r"privacy\.sampling = "):
-        resumed(Lineage(now, planned_steps=8), Lineage(before, steps=4, planned_steps=8))
-
-
-def test_row74_rounds_of_copies_and_of_several_runs_never_share_one():
-    """Two starts from one checkpoint took the same steps by number, not the same rounds."""
-    common = Lineage(SETTINGS, steps=4)
-    names = " ".join(common.names())
-    one = replace(common, steps=6, step_names=names, start="one")
-    two = replace(common, steps=7, step_names=names, start="two")
-    longer = replace(two, steps=8)  # the same start, seen later
-    assert rounds(union([*one.taken(), *two.taken()])) == 3
-    assert rounds(union([*one.taken(), *two.taken(), *longer.taken()])) == 3
-    other = Lineage(SETTINGS, steps=2)
-    assert rounds(union([*one.taken(), *other.taken()])) == 2 + 1
+        now.resumed(since=before)
 
 
 def test_several_runs_add_up_and_their_steps_are_those_begun():
@@ -115,11 +92,8 @@ def test_several_runs_add_up_and_their_steps_are_those_begun():
 def test_rounds_compose_with_an_ancestor_that_was_poisson_sampled(allocated_first):
     poisson = replace(SETTINGS, mechanism=PoissonGaussian(2.0, 1 / T), sampling="poisson")
     first, then = (SETTINGS, poisson) if allocated_first else (poisson, SETTINGS)
-    names = " ".join(Lineage(first, steps=5).names())
-    ancestor = Ancestor("before", first, names, planned_steps=5)
-    assert Ancestor.from_fields(ancestor.fields()) == ancestor
+    ancestor = Ancestor("before", first, 5, 5, 0)
     lineage = Lineage(then, steps=6, ancestors=(ancestor,))
     parts = [(MECHANISM, 8), (poisson.mechanism, 6 if allocated_first else 5)]
     expected = compose([Segment(*part) for part in parts], delta=1e-5, accountant="pld")
-    assert epsilon(lineage) == pytest.approx(expected, rel=1e-9)
-    assert sum(segment.steps for segment in initial_steps(lineage)) == (8 if allocated_first else 5)
+    assert epsilon(spent(lineage), then) == pytest.approx(expected, rel=1e-9)

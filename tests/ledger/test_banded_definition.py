@@ -2,8 +2,8 @@
 
 `definition` is written from docs/privacy.md alone, without the package: which steps were begun with
 which noise, and the matrix. The folders' plans and ledgers are the trainer's own: stops, crashes,
-older checkpoints, copies of folders, checkpoints without their folder, and runs that
-start from others' weights. No account may count less than the definition, at any order.
+older checkpoints, copies of folders, and runs from others' exports. No account may count less
+than the definition, at any order.
 """
 
 import copy
@@ -20,15 +20,14 @@ import numpy as np
 import pytest
 
 from tests import build
-from tests.accounts import opened
-from torchtitan_dp.checkpoint.initial import InitialWeights, ledger_beside
-from torchtitan_dp.checkpoint.plan import earlier_ledger, losable, make_plan, refuse_overspending
+from tests.accounts import export, opened, write
+from torchtitan_dp.checkpoint.plan import earlier_ledger, losable, settle
+from torchtitan_dp.checkpoint.start import fresh, resumed, rewound
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.ledger import Account, Lineage, RunLog
-from torchtitan_dp.ledger.files import read_published
-from torchtitan_dp.ledger.lineage import of_weights, resumed, rewound
-from torchtitan_dp.ledger.runs import Run, total
-from torchtitan_dp.ledger.spending import initial_steps, own_steps, spending
+from torchtitan_dp.ledger import Lineage, RunLog, read_published
+from torchtitan_dp.ledger.lineage import of_weights
+from torchtitan_dp.ledger.spending import Run, total
+from torchtitan_dp.ledger.spending import spent as spent_by
 from torchtitan_dp.privacy.rdp import rdp_epsilon
 from torchtitan_dp.privacy.segments import GaussianSteps, composition
 
@@ -150,7 +149,7 @@ class Folder:
         bands: int,
         interval: int,
         trouble: bool,
-        initial: tuple[InitialWeights, Seen] | None = None,
+        initial: tuple[str, Seen] | None = None,
     ) -> None:
         self.place, self.bands, self.interval = place, bands, interval
         self.trouble, self.initial = trouble, initial
@@ -177,20 +176,20 @@ class Folder:
             self.terms = chosen.choice([1.0, 2.0]), chosen.choice([4, 8])
         config = self.config()
         initial, behind = (None, {}) if at or self.initial is None else self.initial
-        plan = make_plan(config, UNITS, earlier_ledger(str(self.place)), loaded, initial)
-        log = RunLog(str(self.place))
-        ledger = opened(rewound(plan.ledger), log)
+        earlier = earlier_ledger(str(self.place))
         if loaded is not None:
-            ledger = resumed(ledger, loaded)
-            refuse_overspending(config, ledger)
-            ledger = opened(ledger, log)
-        account = Account(ledger, STEPS)
-        log.begin_start(ledger, losable(config))
+            begun = resumed(config, earlier or loaded, loaded)
+        elif earlier is not None:
+            begun = rewound(config, earlier, initial)
+        else:
+            begun = fresh(config, initial)
+        log = RunLog(str(self.place))
+        ledger = opened(settle(config, UNITS, *begun).ledger, log, losable(config))
         chain = Chain(ledger.run, self.bands, self.terms[0], self.terms[1] / UNITS)
         lineage = both([behind if at is None else at.seen])
         self.seen = both([self.seen, lineage])
         self.look(ledger, lineage)
-        self.publish(account, ledger, lineage)
+        self.publish(ledger, lineage)
         unsaved = 0
         for _ in range(chosen.randint(1, 7)):
             step = ledger.steps + 1
@@ -209,7 +208,7 @@ class Folder:
                 self.save(log, ledger, lineage)
                 unsaved = 0
         if chain.steps and chain.steps[-1] == ledger.steps:
-            self.publish(account, ledger, lineage)
+            self.publish(ledger, lineage)
             if not self.trouble:
                 self.save(log, ledger, lineage)
                 unsaved = 0
@@ -222,13 +221,17 @@ class Folder:
 
     def look(self, ledger: Lineage, lineage: Seen) -> None:
         """Compare everything that is stated at this moment."""
-        check([*initial_steps(ledger), *own_steps(ledger)], lineage)
-        for planned in (False, True):
-            check(spending(ledger, lost=False, planned=planned), lineage)
-            check(spending(ledger, lost=True, planned=planned), both([lineage, self.seen]))
+        self.check(ledger, lineage, both([lineage, self.seen]))
 
-    def publish(self, account: Account, ledger: Lineage, lineage: Seen) -> None:
-        stated = account.publish(ledger, str(self.place))
+    def check(self, ledger: Lineage, seen: Seen, all_seen: Seen) -> None:
+        """Compare with what weights show, and with all that was ever begun."""
+        for lost, truth in ((False, seen), (True, all_seen)):
+            for planned in (0, ledger.left):
+                begun = spent_by(ledger, lost=lost)
+                check(begun.segments(ledger.settings.mechanism, planned), truth)
+
+    def publish(self, ledger: Lineage, lineage: Seen) -> None:
+        stated = write(ledger, self.place)
         assert stated["epsilon"] >= epsilon(lineage) * (1 - 1e-9)
         everything = epsilon(self.seen) * (1 - 1e-9)
         assert stated["epsilon_executed"] >= everything
@@ -236,24 +239,24 @@ class Folder:
 
     def release(self, saved: Saved) -> None:
         """Account for one checkpoint's weights as `release.claims` does."""
-        account = of_weights(read_published(str(self.place)), Lineage.from_json(saved.ledger))
-        account = RunLog(str(self.place)).enter_lost(account)
-        for planned in (False, True):
-            check(spending(account, lost=False, planned=planned), saved.seen)
-            check(spending(account, lost=True, planned=planned), self.seen)
+        self.check(self.account(saved), saved.seen, self.seen)
+
+    def account(self, saved: Saved) -> Lineage:
+        published = read_published(str(self.place))
+        assert published is not None
+        weights = Lineage.from_json(saved.ledger)
+        return RunLog(str(self.place)).enter_lost(of_weights(published, weights))
 
     def opened(self) -> Run:
         log, published = RunLog(str(self.place)), read_published(str(self.place))
+        assert published is not None
         return Run(str(self.place), log.enter_lost(published), "same")
 
-    def copied(self, place: Path, *, checkpoints_only: bool) -> "Folder":
+    def copied(self, place: Path) -> "Folder":
         """A copy, in which somebody goes on beside this one."""
         other = Folder(place, self.bands, self.interval, self.trouble, self.initial)
-        if checkpoints_only:
-            other.saved = self.saved[-2:]
-        else:
-            other.saved, other.seen = list(self.saved), dict(self.seen)
-            shutil.copytree(self.place, place, dirs_exist_ok=True)
+        other.saved, other.seen = list(self.saved), dict(self.seen)
+        shutil.copytree(self.place, place, dirs_exist_ok=True)
         other.terms = self.terms
         return other
 
@@ -266,15 +269,11 @@ def live(place: Path, chosen: random.Random) -> None:
         folder, name = chosen.choice(folders), place / f"{turn + 1}"
         kind = chosen.random()
         if kind < 0.15 and folder.seen:
-            folders.append(folder.copied(name, checkpoints_only=False))
-        elif kind < 0.25 and folder.saved:
-            folders.append(folder.copied(name, checkpoints_only=True))
+            folders.append(folder.copied(name))
         elif kind < 0.35 and folder.saved:
-            saved = chosen.choice(folder.saved)
-            weights = InitialWeights("w", Lineage.from_json(saved.ledger)), saved.seen
-            folders.append(Folder(name, chosen.choice([folder.bands, 2, 4]), 2, trouble, weights))
-        elif kind < 0.4 and folder.seen:  # weights in its folder, which may be any of its steps'
-            weights = ledger_beside(str(folder.place / "weights")), dict(folder.seen)
+            saved, place_of = chosen.choice(folder.saved), place / f"hf{turn}"
+            export(folder.account(saved), place_of)
+            weights = str(place_of), saved.seen
             folders.append(Folder(name, chosen.choice([folder.bands, 2, 4]), 2, trouble, weights))
         folders[-1 if chosen.random() < 0.5 else 0].start(chosen)
     for folder in folders:

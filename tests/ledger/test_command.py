@@ -6,19 +6,16 @@ import shutil
 
 import pytest
 
-from tests.accounts import begun, publish, steps_of
+from tests.accounts import begun, export, publish, steps_of
 from tests.processes.runs import arguments, privacy, train, with_sigma, write_records
-from torchtitan_dp.checkpoint.initial import with_initial
 from torchtitan_dp.checkpoint.plan import earlier_ledger
 from torchtitan_dp.checkpoint.start import decide_start, plan_start
-from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.ledger import Lineage, write_fingerprint
 from torchtitan_dp.ledger.__main__ import main
-from torchtitan_dp.ledger.runs import total
-from torchtitan_dp.ledger.settings import step_names
-from torchtitan_dp.ledger.spending import initial_steps
+from torchtitan_dp.ledger.lineage import not_private
+from torchtitan_dp.ledger.spending import total
 from torchtitan_dp.privacy import accounting
 
 SIGMA, DELTA = 1.0, 1e-3
@@ -40,7 +37,8 @@ def data(tmp_path_factory):
 def first(data):
     """A run of four steps, and its folder."""
     out = data.parent / "first"
-    train(arguments(out, data, *with_sigma(SIGMA)), log=data.parent / "first.log")
+    exports = "--checkpoint.last_save_in_hf"
+    train(arguments(out, data, *with_sigma(SIGMA), exports), log=data.parent / "first.log")
     return out
 
 
@@ -74,7 +72,13 @@ def edit(folder, **changes):
 def more_steps_than_the_starts_lead_to(folder):
     (folder / "starts.log").unlink()
     with (folder / "steps_executed.log").open("a") as log:
-        log.write("5 a\n")
+        log.write("5\n")
+
+
+def another_start(folder):
+    """The same terms and numbers, taken by another start."""
+    log = folder / "starts.log"
+    log.write_text(log.read_text().replace(log.read_text().split()[1], "another"))
 
 
 @pytest.mark.parametrize(
@@ -89,13 +93,10 @@ def more_steps_than_the_starts_lead_to(folder):
         (lambda f: edit(f, noise_multiplier=9.0), "checkpoint step-4: its terms are not those of"),
         (lambda f: edit(f, run="another"), "is of another run"),
         (
-            lambda f: (f / "steps_executed.log").write_text("1 a\n"),
-            "steps_executed.log lacks 4 of the steps of privacy.json",
+            lambda f: (f / "steps_executed.log").write_text("1\n"),
+            "steps_executed.log or starts.log lacks steps or crashes that privacy.json counts",
         ),
-        (
-            lambda f: (f / "steps_executed.log").write_text("1 a\n"),
-            "checkpoint step-4: 4 of its steps are not in steps_executed.log",
-        ),
+        (another_start, "checkpoint step-4: was saved by a start that starts.log lacks"),
         (lambda f: (f / "checkpoint/step-4").rename(f / "checkpoint/step-5"), "counts 4 steps"),
     ],
 )
@@ -108,7 +109,7 @@ def test_files_that_contradict_each_other(copy, change, fault):
 
 def test_a_forgotten_mark_is_found(copy):
     text = json.loads((copy / "privacy.json").read_text())
-    publish(earlier_ledger(str(copy)).marked_not_private("seen"), copy, 4)
+    publish(not_private(earlier_ledger(str(copy)), "seen"), copy)
     code, told = run(copy)
     assert (code, told["total"]["epsilon"]) == (0, None)  # said of the folder: nothing is claimed
     names = ("private", "epsilon", "epsilon_executed", "epsilon_planned")
@@ -121,17 +122,14 @@ def test_steps_lost_after_the_last_writing_are_counted(copy):
     code, told = run(copy)
     assert code == 0
     assert told["runs"][0]["epsilon_executed"] == pytest.approx(spends((SIGMA, 6)))
-    assert "steps were begun after" in told["runs"][0]["notes"][0]
+    assert "were begun after" in told["runs"][0]["notes"][0]
 
 
 def another_run(copy):
     """The same terms and numbers, taken by another start of another run."""
     shutil.rmtree(copy / "checkpoint")
-    start = (copy / "starts.log").read_text().split()[1]  # its only one
-    for name in ("starts.log", "steps_executed.log"):
-        log = copy / name
-        log.write_text(log.read_text().replace(start, "another"))
-    edit(copy, run="b", step_names=" ".join(step_names("another", 4)))
+    another_start(copy)
+    edit(copy, run="b")
 
 
 def test_runs_add_up_and_only_on_the_same_records(first, copy, tmp_path):
@@ -152,10 +150,10 @@ def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
     assert "has no privacy.json" in capsys.readouterr().err
 
 
-def test_hazard_45_weights_of_a_run_on_the_same_records_spend_on(first, data, tmp_path):
+def test_hazard_45_weights_of_a_run_on_the_same_records_spend_on(first, data, tmp_path, capsys):
     out = tmp_path / "second"
-    load = f"--checkpoint.initial_load_path={first}/checkpoint/step-4"
-    train(arguments(out, data, *with_sigma(2.0), load, "--training.steps=2"), log=tmp_path / "log")
+    load = f"--checkpoint.initial_load_path={first}/hf", "--checkpoint.initial_load_in_hf"
+    train(arguments(out, data, *with_sigma(2.0), *load, "--training.steps=2"), log=tmp_path / "log")
     spent = privacy(out)
     assert spent["steps"] == 2
     assert spent["epsilon"] == pytest.approx(spends((SIGMA, 4), (2.0, 2)))
@@ -163,9 +161,10 @@ def test_hazard_45_weights_of_a_run_on_the_same_records_spend_on(first, data, tm
     # Sigma was chosen when the first run had shown its results.
     assert any("assumed not to follow from what run" in caveat for caveat in spent["caveats"])
     assert run(out)[1]["total"]["epsilon"] == pytest.approx(spends((SIGMA, 4), (2.0, 2)))
-    both = run(out, first)[1]["total"]  # the ancestor is one of the two: counted once
-    assert both["epsilon"] == pytest.approx(spends((SIGMA, 4), (2.0, 2)))
-    assert both["steps_executed"] == 6
+    capsys.readouterr()
+    both = run(out, first)[1]["total"]
+    assert both["epsilon"] == pytest.approx(spends((SIGMA, 8), (2.0, 2)))
+    assert "prefix counted twice" in capsys.readouterr().err
 
 
 def plan_of(command, folder):
@@ -177,36 +176,17 @@ def plan_of(command, folder):
 
 
 def starting_from(path, *overrides):
-    config = load_config(
-        arguments(
-            path / "new",
-            path,
-            *with_sigma(1.0),
-            f"--checkpoint.initial_load_path={path}",
-            *overrides,
-        ),
-        2,
-    )
-    lineage = Lineage(settings_of(config, 24, 1.0))
-    return with_initial(lineage, config, decide_start(config).initial)
-
-
-def exported(folder, kept):
-    """As an export lies in its run's folder."""
-    (folder / "hf").mkdir(parents=True)
-    publish(kept, folder, 10)
-    shutil.copy(folder / "privacy.json", folder / "hf")
-    return folder / "hf"
+    load = f"--checkpoint.initial_load_path={path}", "--checkpoint.initial_load_in_hf"
+    command = arguments(path / "new", path, *with_sigma(1.0), *load, *overrides)
+    return plan_of(command, path / "new").ledger
 
 
 def test_hazard_45_weights_of_any_records_spend_on(tmp_path, copy):
     """Other names, sizes or held-out parts do not make other people of them."""
-    kept = earlier_ledger(str(copy))
-    hf = exported(tmp_path, kept)
-    write_fingerprint(str(tmp_path), "theirs", {})
-    later = starting_from(hf, PUBLIC_OPTION)
-    assert [ancestor.run for ancestor in later.ancestors] == [kept.run]
-    assert initial_steps(later) == [steps_of(SIGMA, RATE, 4)]
+    name = export(earlier_ledger(str(copy)), tmp_path)["run"]
+    later = starting_from(tmp_path, PUBLIC_OPTION)
+    (ancestor,) = later.ancestors
+    assert (ancestor.run, ancestor.spent()) == (name, [steps_of(SIGMA, RATE, 4)])
 
 
 @pytest.mark.parametrize(
@@ -218,10 +198,11 @@ def test_hazard_45_weights_of_any_records_spend_on(tmp_path, copy):
 )
 def test_weights_whose_guarantee_is_of_another_kind_are_refused(tmp_path, copy, change, said):
     kept = with_settings(earlier_ledger(str(copy)), neighbouring_relation="add_remove")
-    starting_from(exported(tmp_path / "as it is", kept), "--privacy.sample_rate=0.125")
-    hf = exported(tmp_path / "changed", with_settings(kept, **change))
+    export(kept, tmp_path / "as it is")
+    starting_from(tmp_path / "as it is", "--privacy.sample_rate=0.125")
+    export(with_settings(kept, **change), tmp_path / "changed")
     with pytest.raises(ValueError, match=said):
-        starting_from(hf, "--privacy.sample_rate=0.125")
+        starting_from(tmp_path / "changed", "--privacy.sample_rate=0.125")
 
 
 def with_settings(lineage, **changes):
@@ -229,74 +210,65 @@ def with_settings(lineage, **changes):
     return dataclasses.replace(lineage, settings=settings)
 
 
-def test_weights_within_a_run_without_a_ledger_are_charged_all_that_was_begun(first, tmp_path):
+def test_weights_within_a_run_without_a_ledger_of_their_own_are_refused(first, tmp_path):
+    """They may be of any step of that run, also where they are said to be public."""
     run = tmp_path / "run"
     shutil.copytree(first, run)
-    begun(earlier_ledger(str(run)), run, 1, loses=2)
-    (run / "hf").mkdir()  # without its own
-    (run / "checkpoint" / "step-9").mkdir()  # weights alone
+    (run / "hf" / "privacy.json").unlink()
+    (run / "checkpoint" / "step-9").mkdir()
     (tmp_path / "link").symlink_to(run / "hf")
-    for place in (run / "hf", run / "checkpoint" / "step-9", tmp_path / "link"):
-        later = starting_from(place, PUBLIC_OPTION)
-        spent = [steps_of(SIGMA, RATE, steps) for steps in (4, 2)]
-        assert initial_steps(later) == spent, place
+    for place in (run, run / "hf", run / "checkpoint" / "step-9", tmp_path / "link"):
+        with pytest.raises(ValueError, match="lies in the folder of a run, and its weights"):
+            starting_from(place, PUBLIC_OPTION)
 
 
 def test_hazard_45_initial_weights_count_where_a_run_lost_its_own(first, data, tmp_path):
     """Steps were begun in the folder, but none was saved: the next start loads them afresh."""
     out = tmp_path / "out"
     out.mkdir()
-    lineage = dataclasses.replace(earlier_ledger(str(first)), run="b", steps=0, step_names="")
-    publish(begun(lineage, out, 1, loses=2), out, 4)
-    load = f"--checkpoint.initial_load_path={first}/checkpoint/step-4"
-    plan = plan_of(arguments(out, data, *with_sigma(SIGMA), load), out)
+    lineage = Lineage(earlier_ledger(str(first)).settings, planned_steps=4)
+    publish(begun(lineage, out, 1, loses=2), out)
+    load = f"--checkpoint.initial_load_path={first}/hf", "--checkpoint.initial_load_in_hf"
+    plan = plan_of(arguments(out, data, *with_sigma(SIGMA), *load), out)
     assert plan.epsilon == pytest.approx(spends((SIGMA, 8)))
     (tmp_path / "plain").mkdir()
-    load = f"--checkpoint.initial_load_path={tmp_path}/plain"
+    load = f"--checkpoint.initial_load_path={tmp_path}/plain", "--checkpoint.initial_load_in_hf"
     with pytest.raises(ValueError, match=r"^privacy\.initial_weights_public = false: "):
-        plan_of(arguments(out, data, *with_sigma(SIGMA), load), out)
+        plan_of(arguments(out, data, *with_sigma(SIGMA), *load), out)
 
 
-# One step is counted once, and none is lost.
+def test_a_checkpoint_that_no_start_of_this_folder_saved_is_refused(copy, data):
+    """Of a copy that was trained on elsewhere, or without its logs: its steps are not counted."""
+    another_start(copy)
+    with pytest.raises(ValueError, match=r"saved by a start that starts\.log .* lacks"):
+        plan_of(arguments(copy, data, *with_sigma(SIGMA)), copy)
+    for name in ("privacy.json", "starts.log", "steps_executed.log"):
+        (copy / name).unlink()
+    with pytest.raises(ValueError, match=r"saved by a start that starts\.log .* lacks"):
+        plan_of(arguments(copy, data, *with_sigma(SIGMA)), copy)
 
 
-def test_a_copy_that_went_on_is_another_run_from_there_on(copy, first, tmp_path):
-    """Of one name, and each with steps that the other knows nothing of."""
+def test_a_copy_that_went_on_adds_its_prefix_again(copy, first, capsys):
     begun(earlier_ledger(str(copy)), copy, 3, loses=3)
     told = run(copy, first)[1]["total"]
-    assert told["epsilon"] == pytest.approx(spends((SIGMA, 7)))
-    assert told["steps_executed"] == 7
+    assert told["epsilon"] == pytest.approx(spends((SIGMA, 11)))
+    assert told["steps_executed"] == 11
+    assert "prefix counted twice: " in capsys.readouterr().err
 
 
-def test_branches_of_one_ancestor_share_what_it_did_for_both(first, tmp_path):
-    """Its four steps once, whether it is named or not; their own two each."""
+def test_runs_that_began_with_one_export_share_what_it_spent(first, tmp_path):
     folders = []
-    for name in ("b", "c"):
-        child = starting_from(first / "checkpoint" / "step-4")
-        child = dataclasses.replace(child, run=name, steps=2)
-        folders.append(exported(tmp_path / name, child).parent)
-        shutil.copy(first / "data_fingerprint.private", folders[-1])
-    for given, steps in ((folders, 4), ([*folders, first], 8)):
-        told = total([verify(str(folder)) for folder in given])
-        assert told.epsilon == pytest.approx(spends((SIGMA, 8)))
-        assert told.steps_executed == steps
-
-
-def test_two_drawings_of_an_ancestors_steps_are_two(first, copy, tmp_path):
-    """The second child started from a copy of the ancestor that had been trained again."""
-    another_run(copy)
-    edit(copy, run=privacy(first)["run"])
-    folders = []
-    for name, ancestor in (("b", first), ("c", copy)):
-        child = starting_from(ancestor)
-        child = dataclasses.replace(child, run=name, steps=2)
-        folders.append(exported(tmp_path / name, child).parent)
+    for name in "bc":
+        child = starting_from(first / "hf")
+        publish(dataclasses.replace(child, run=name, steps=2, planned_steps=2), tmp_path / name)
+        folders.append(tmp_path / name)
         shutil.copy(first / "data_fingerprint.private", folders[-1])
     told = total([verify(str(folder)) for folder in folders])
-    assert told.epsilon == pytest.approx(spends((SIGMA, 12)))
+    assert told.epsilon == pytest.approx(spends((SIGMA, 8)))
+    assert told.steps_executed == 4
 
 
-@pytest.mark.parametrize("text", ["", "1 a\n"])
+@pytest.mark.parametrize("text", ["", "1\n"])
 def test_a_log_that_lost_lines_is_refused(copy, data, text):
     (copy / "steps_executed.log").write_text(text)
     with pytest.raises(ValueError, match=r"steps_executed\.log or starts\.log lacks steps"):
@@ -330,7 +302,7 @@ def test_weights_in_the_runs_own_folder_are_its_own(tmp_path):
 def test_a_total_names_the_weaker_neighbours(first, copy):
     another_run(copy)
     kept = with_settings(earlier_ledger(str(copy)), neighbouring_relation="add_remove")
-    publish(kept, copy, 4)
+    publish(kept, copy)
     assert run(copy)[1]["total"]["neighbouring_relation"] == "add_remove"
     assert run(first, copy)[1]["total"]["neighbouring_relation"] == "zero_out"
 
@@ -343,5 +315,5 @@ def test_nothing_is_added_up_while_there_are_faults(copy, capsys):
 
 
 def test_another_accountant_is_no_contradiction(copy):
-    publish(with_settings(earlier_ledger(str(copy)), accountant="pld"), copy, 4)
+    publish(with_settings(earlier_ledger(str(copy)), accountant="pld"), copy)
     assert run(copy)[0] == 0

@@ -10,25 +10,23 @@ import pytest
 
 from tests.accounts import opened
 from torchtitan_dp.ledger import Lineage, Losable, RunLog, Settings
-from torchtitan_dp.ledger.lineage import resumed
-from torchtitan_dp.ledger.log import EVALUATIONS_FILE, EXECUTED_FILE, STARTS_FILE
-from torchtitan_dp.ledger.settings import HeldOutLosses, NoisedLoss
-from torchtitan_dp.ledger.spending import spending
+from torchtitan_dp.ledger.lineage import HeldOutLoss, NoisedLoss, of_weights
+from torchtitan_dp.ledger.log import EXECUTED_FILE, STARTS_FILE
+from torchtitan_dp.ledger.spending import spent
 from torchtitan_dp.privacy.mechanism import BandedGaussian, PoissonGaussian
-from torchtitan_dp.privacy.published_loss import LossNoise
 from torchtitan_dp.privacy.segments import composition
 from torchtitan_dp.process import Fault
 
 STEPS = 40
 
 
-def fresh(bands: int = 1, freq: int = 10) -> Lineage:
+def fresh(bands: int = 1) -> Lineage:
     """A run before its first step."""
     gaussian = PoissonGaussian(1.0, 0.02)
     mechanism = gaussian if bands == 1 else BandedGaussian(1.0, 0.02, bands=bands)
     settings = Settings(mechanism, 0.5, 1e-5, 5, "rdp", "privacy.sample_rate", "add_remove")
-    losses = HeldOutLosses(LossNoise("gaussian", 3.0), 4.0, 1e-5, 1.0, freq)
-    return Lineage(settings, planned_steps=STEPS, heldout_losses=losses, run="r")
+    loss = HeldOutLoss(3.0, 4.0, 1e-5, 1.0)
+    return Lineage(settings, planned_steps=STEPS, heldout_loss=loss, run="r")
 
 
 class Killed(Exception):
@@ -42,18 +40,18 @@ class Folder:
         self.place, self.bands = place, bands
         self.published = fresh(bands)
         self.checkpoints: list[Lineage] = []
-        self.begun: dict[str, int] = {}  # by name, the numbers of steps, also of those loaded
-        self.evaluated: set[tuple[str, int]] = set()
+        self.begun: list[int] = []  # the numbers of steps
+        self.losses = 0
 
     def check(self, lineage: Lineage) -> None:
         """Assert that an account is not below the truth, in steps, in each group, in losses."""
         assert lineage.steps_executed >= len(self.begun)
-        groups = Counter(number % self.bands for number in self.begun.values())
-        parts = composition(spending(lineage, lost=True, planned=False))
+        groups = Counter(number % self.bands for number in self.begun)
+        parts = composition(spent(lineage).segments(lineage.settings.mechanism))
         assert sum(part.steps for part in parts) >= max(groups.values(), default=0)
-        losses = lineage.heldout_losses
-        assert losses is not None
-        assert losses.lost + len(losses.losses) >= len(self.evaluated)
+        loss = lineage.heldout_loss
+        assert loss is not None
+        assert loss.begun >= self.losses
 
     def look(self) -> None:
         """Look into the folder from outside."""
@@ -62,17 +60,15 @@ class Folder:
         assert log.undercounted(seen) == ""
         self.check(seen)
 
-    def start(self, interval: int, freq: int = 10, *, in_background: bool = False) -> "Start":
+    def start(self, interval: int, *, in_background: bool = False) -> "Start":
         """Start from the newest checkpoint."""
-        log = RunLog(str(self.place))
-        lineage = fresh(self.bands, freq)
+        log, lineage = RunLog(str(self.place)), fresh(self.bands)
         if self.checkpoints:
-            lineage = resumed(lineage, self.checkpoints[-1])
-        lineage = opened(lineage, log)
-        for number, name in enumerate(lineage.names(), start=1):
-            self.begun.setdefault(name, number)
+            assert log.knows(self.checkpoints[-1].start)
+            lineage = of_weights(self.published, self.checkpoints[-1])
+        most = min(interval * (1 + in_background), STEPS)
+        lineage = opened(lineage, log, Losable(most, interval))
         self.check(lineage)
-        log.begin_start(lineage, Losable(min(interval * (1 + in_background), STEPS), interval))
         return Start(self, log, lineage, interval, in_background)
 
 
@@ -89,25 +85,28 @@ class Start:
         self.saves = True
 
     def step(self) -> None:
-        """Take a step, evaluate and save where that is due."""
+        """Take a step, save where that is due, and publish a loss after the last one."""
         number = self.lineage.steps + 1
         self.log.begin_step(number)
-        taken = replace(self.lineage, steps=number)
-        name = taken.names()[-1]
-        self.folder.begun[name] = number
+        self.folder.begun.append(number)
         self.fail(0.04)
-        self.lineage = taken
-        losses = taken.heldout_losses
-        assert losses is not None
-        if number == 1 or number % losses.freq == 0:
-            self.log.begin_evaluation()
-            self.folder.evaluated.add((name, number))
-            self.fail(0.04)
-            losses = losses.with_losses(*losses.losses, NoisedLoss(number, 1.0, 0.1))
-            self.lineage = replace(self.lineage, heldout_losses=losses)
+        self.lineage = replace(self.lineage, steps=number)
         self.folder.check(self.lineage)
         if number % self.interval == 0 and self.saves:
             self.save(self.in_background)
+
+    def finish(self) -> None:
+        """Publish a loss after the last step, if that was not done."""
+        step, loss = self.lineage.steps, self.lineage.heldout_loss
+        assert loss is not None
+        if not loss.is_due(step):
+            return
+        self.log.begin_loss(step)
+        self.folder.losses += 1
+        self.fail(0.3)
+        loss = replace(loss, begun=loss.begun + 1, noised=NoisedLoss(step, 1.0, 0.1))
+        self.lineage = self.folder.published = replace(self.lineage, heldout_loss=loss)
+        self.folder.check(self.lineage)
 
     def save(self, in_background: bool = False) -> None:
         """Publish, and save a checkpoint; the one before, in the background, is whole by then."""
@@ -129,7 +128,7 @@ class Start:
         if self.under_way is not None and self.chance.random() < 0.5:
             self.folder.checkpoints.append(self.under_way)
         if self.chance.random() < 0.3:
-            name = self.chance.choice([STARTS_FILE, EXECUTED_FILE, EVALUATIONS_FILE])
+            name = self.chance.choice([STARTS_FILE, EXECUTED_FILE])
             with open(self.folder.place / name, "ab") as file:
                 file.write(b"saved 3f 1")
         raise Killed
@@ -141,15 +140,7 @@ def live(folder: Folder, chosen: random.Random) -> None:
         kind = chosen.random()
         if kind < 0.3:  # newer checkpoints are damaged
             del folder.checkpoints[chosen.randrange(len(folder.checkpoints) + 1) :]
-        elif kind < 0.4 and folder.checkpoints:  # one of a copy that was trained on elsewhere
-            copy = replace(chosen.choice(folder.checkpoints), start=chosen.randbytes(8).hex())
-            names = " ".join([*copy.names()[: copy.steps // 2]])
-            folder.checkpoints.append(replace(copy, step_names=names, steps=copy.steps + 3))
-        start = folder.start(
-            chosen.choice([1, 2, 3, 5, 10]),
-            chosen.choice([1, 3, 4, 7, 60]),
-            in_background=chosen.random() < 0.4,
-        )
+        start = folder.start(chosen.choice([1, 2, 3, 5, 10]), in_background=chosen.random() < 0.4)
         start.chance, start.saves = chosen, chosen.random() < 0.9
         try:
             for _ in range(chosen.randint(0, 15)):
@@ -159,6 +150,8 @@ def live(folder: Folder, chosen: random.Random) -> None:
             if chosen.random() < 0.6:  # a stop as requested, or the end
                 start.save()
                 start.log.end_start(start.lineage.steps)
+                if start.lineage.steps == STEPS:
+                    start.finish()
         except (Killed, Fault):
             pass
         folder.look()
@@ -197,6 +190,7 @@ def finished(place: Path, events: list[str], interval: int, clock: random.Random
         start.step()
     start.save()
     start.log.end_start(STEPS)
+    start.finish()
     return start.lineage
 
 
@@ -212,4 +206,4 @@ def test_row59_what_is_published_follows_from_public_events_alone(tmp_path, seed
     assert {one.steps_executed for one in found} == {
         STEPS + interval * (events.count("crash") + events.count("damage"))
     }
-    assert len({one.heldout_losses for one in found}) == 1
+    assert len({one.heldout_loss for one in found}) == 1

@@ -6,8 +6,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 
 from tests.build import config
-from torchtitan_dp.checkpoint import safe_load
-from torchtitan_dp.checkpoint.folder import AVERAGE
+from torchtitan_dp.checkpoint.folder import AVERAGE, load
 from torchtitan_dp.models.ema import WeightAverage, ema_of
 
 SHAPES = {"a": (5, 3), "b": (7,)}
@@ -73,9 +72,11 @@ def begun():
 
 
 def test_a_resumed_run_continues_it(begun, tmp_path):
-    dcp.save({AVERAGE: begun}, checkpoint_id=tmp_path / "step-10", no_dist=True)
+    (tmp_path / "checkpoint").mkdir(mode=0o700)
+    step = str(tmp_path / "checkpoint" / "step-10")
+    dcp.save({AVERAGE: begun}, checkpoint_id=step, no_dist=True)
     found = WeightAverage(parameters(9), 0.99)
-    safe_load.load({AVERAGE: found}, str(tmp_path / "step-10"), no_dist=True)
+    load({AVERAGE: found}, step, no_dist=True)
     found.begin()
     assert found.updates == begun.updates == 10
     for name, value in begun.state_dict()["weights"].items():

@@ -308,12 +308,10 @@ def check_names_and_files(settings):
 
 def test_files_that_would_not_load_are_refused(given_llama, tmp_path):
     (tmp_path / "empty").mkdir()
-    in_dcp = ("--checkpoint.no-initial_load_in_hf", f"--checkpoint.initial_load_path={given_llama}")
     overwritten = (f"--job.dump_folder={tmp_path}", f"--model.hf_assets_path={tmp_path / 'hf'}")
     for more, words in (
         (("--checkpoint.initial_load_path=/nowhere",), "initial_load_path = '/nowhere': no such"),
         ((f"--checkpoint.initial_load_path={tmp_path / 'empty'}",), "has neither"),
-        (in_dcp, "no .metadata"),
         (("--checkpoint.folder=hf",), "checkpoint.folder"),
         (overwritten, "replace"),
     ):

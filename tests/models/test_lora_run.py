@@ -177,27 +177,6 @@ def test_a_merged_release_is_a_whole_model(finished, tmp_path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("with_adapters", [True, False])
-def test_a_run_begins_with_a_checkpoint(finished, place, tmp_path, with_adapters):
-    """It is taken whole; beside weights that full training saved, adapters are the seed's."""
-    saved = finished / "checkpoint" / "step-4"
-    if not with_adapters:
-        full = (*FROM_HF, "--lora.rank=0", "--training.steps=1")
-        train(command(place, tmp_path / "full", *full), log=tmp_path / "log", world_size=1)
-        saved = tmp_path / "full" / "checkpoint" / "step-1"
-    still = ("--training.steps=1", "--optimizer.lr=1e-12")
-    begun = (f"--checkpoint.initial_load_path={saved}", *still)
-    train(command(place, tmp_path / "out", *begun), log=tmp_path / "log2", world_size=1)
-    before, after = weights(saved), weights(tmp_path / "out" / "checkpoint" / "step-1")
-    assert before.keys() == {name for name in after if with_adapters or not is_adapter(name)}
-    for name, value in after.items():
-        if name not in before:
-            assert (value.abs() > 1e-9).any() == (".lora_a." in name), name
-        else:
-            assert (value - before[name]).abs().max() < 1e-9, name
-
-
-@pytest.mark.thorough
 def test_without_privacy(place, tmp_path):
     off = ("--privacy.no-enable", "--training.global_batch_size=2", *FROM_HF)
     train(command(place, tmp_path / "out", *off), log=tmp_path / "log", world_size=2)

@@ -22,7 +22,7 @@ from tests.models.hugging_face import (
 )
 from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.ledger.settings import Settings
+from torchtitan_dp.ledger import Settings
 from torchtitan_dp.models.hugging_face import export_settings, shape
 from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.lora import LoRA

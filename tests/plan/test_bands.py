@@ -5,9 +5,13 @@ import re
 import pytest
 
 from tests import build
-from torchtitan_dp.checkpoint.terms import best_of, choose_noise, noise_by_bands, settings_of
-from torchtitan_dp.checkpoint.workload import shares_of_steps
-from torchtitan_dp.ledger import Lineage
+from torchtitan_dp.checkpoint.terms import (
+    best_of,
+    choose_noise,
+    noise_by_bands,
+    settings_of,
+    shares_of_steps,
+)
 from torchtitan_dp.plan.recommend import Bands
 from torchtitan_dp.privacy.coefficients import (
     cut_off,
@@ -51,7 +55,7 @@ def test_a_resume_keeps_the_bands_and_the_noise():
     sigma, column = choose_noise(auto, 2_634, [], None)
     assert len(column) == 16
     assert column == found_for(shares_of_steps(auto), 16)
-    before = Lineage(settings_of(auto, 2_634, sigma, cut_off(8)), steps=4)
+    before = settings_of(auto, 2_634, sigma, cut_off(8))
     longer = config(32, 64, "--privacy.noise=banded", "--optimizer.lr=1e-2")
     for resumed in (auto, longer):  # another schedule finds another column, and reads this one
         assert choose_noise(resumed, 2_634, [], before) == (sigma, cut_off(8))

@@ -12,7 +12,7 @@ import pytest
 import torchtitan_dp.plan.__main__ as plan
 from tests.accounts import begun, epsilon, publish, with_terms
 from tests.processes.runs import ROOT, arguments, with_sigma, write_records
-from torchtitan_dp.checkpoint.plan import make_plan
+from torchtitan_dp.checkpoint.start import Start, plan_start
 from torchtitan_dp.config.load import load_config
 
 if sys.version_info >= (3, 11):
@@ -143,11 +143,11 @@ def test_hazard_15_and_31_terms_are_the_ledgers_once_a_step_was_begun(tmp_path, 
     """sigma is read, never recomputed: an accountant that changed would move it."""
     first = planned()
     config = load_config(arguments(tmp_path / "out", tmp_path / "data"), 2)
-    kept = make_plan(config, 24)
+    kept = plan_start(config, 24, Start(), None)
     sigma = 1.001 * kept.settings.mechanism.noise_multiplier  # as another version may find it
     settings = with_terms(kept.settings, noise_multiplier=sigma)
     out, ledger = str(tmp_path / "out"), dataclasses.replace(kept.ledger, settings=settings)
-    publish(ledger, out, 4)
+    publish(ledger, out)
     assert planned()["noise_multiplier"] == first["noise_multiplier"]  # no step was begun
     begun(ledger, out, 1)
     assert planned()["noise_multiplier"] == sigma
@@ -187,7 +187,7 @@ def test_hazard_25_every_config_plans_and_has_no_rule_on_private_values(toml, tm
     assert {key for key in keys(config.validation) if not key.startswith("dataloader.")} == {
         *("enable", "dataset", "dataset_path", "local_batch_size", "seq_len", "freq", "steps"),
         # Noised, with an epsilon of its own: a rule on it could be counted.
-        *("publish_epsilon", "publish_noise_multiplier", "publish_clip", "publish_delta"),
+        *("publish_epsilon", "publish_clip", "publish_delta"),
     }
     suspects = ("early_stop", "patience", "plateau", "best", "threshold", "adaptive")
     recomputation = {"activation_checkpoint.early_stop"}  # of a block, not of training
@@ -199,9 +199,9 @@ def test_steps_that_a_crash_lost_are_said_with_what_keeps_the_target(tmp_path, c
     """Or the release would be the first to state an epsilon above the one that was asked for."""
     data = write_records(tmp_path / "data")
     command = [*arguments(tmp_path / "out", data), "--world_size=2"]
-    ledger = make_plan(load_config(command[:-1], 2), 24).ledger
+    ledger = plan_start(load_config(command[:-1], 2), 24, Start(), None).ledger
     os.makedirs(tmp_path / "out")
-    publish(ledger, tmp_path / "out", 4)
+    publish(ledger, tmp_path / "out")
     begun(ledger, tmp_path / "out", 1, loses=2)
     plan.main(command)
     said = capsys.readouterr().err

@@ -12,7 +12,7 @@ from tests import accounts
 from tests.data import chats
 from tests.processes import forks
 from tests.processes.runs import arguments, with_sigma
-from torchtitan_dp.checkpoint.plan import make_plan
+from torchtitan_dp.checkpoint.start import Start, plan_start
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.ledger import write_fingerprint
 from torchtitan_dp.plan import __main__ as plan
@@ -116,8 +116,8 @@ def begun(root: Path, *overrides: str) -> None:
     config = load_config(command(root, *with_sigma(1), *overrides), 1)
     records, out = open_records(config), str(root / "out")
     os.makedirs(out, exist_ok=True)
-    ledger = make_plan(config, len(records.train)).ledger
-    accounts.publish(ledger, out, 4)
+    ledger = plan_start(config, len(records.train), Start(), None).ledger
+    accounts.publish(ledger, out)
     write_fingerprint(out, records.fingerprint, records.settings)
     accounts.begun(ledger, out, 1)
 

@@ -17,7 +17,7 @@ from scipy.special import log_ndtr, logsumexp
 from scipy.stats import chi2, norm
 
 from torchtitan_dp.config import Privacy
-from torchtitan_dp.ledger.settings import Settings
+from torchtitan_dp.ledger import Settings
 from torchtitan_dp.privacy import allocation, pld
 from torchtitan_dp.privacy.accounting import compose, noise_for
 from torchtitan_dp.privacy.meaning import meaning

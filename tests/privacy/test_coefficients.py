@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests import build
-from torchtitan_dp.checkpoint.workload import shares_of_steps
+from torchtitan_dp.checkpoint.terms import shares_of_steps
 from torchtitan_dp.models.ema import WeightAverage
 from torchtitan_dp.optimizer import MomentumSGD
 from torchtitan_dp.privacy import coefficients

@@ -28,15 +28,13 @@ from tests.models.hugging_face import (
     write_llama,
 )
 from tests.processes.runs import arguments, privacy, train, weights, with_sigma, write_records
-from torchtitan_dp.checkpoint.initial import PUBLIC, with_initial
 from torchtitan_dp.checkpoint.plan import earlier_ledger
-from torchtitan_dp.checkpoint.start import decide_start
+from torchtitan_dp.checkpoint.start import PUBLIC, with_initial
 from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.config.load import read_config, write_config
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 from torchtitan_dp.ledger import Lineage, Settings, schema
-from torchtitan_dp.ledger.lineage import Ancestor
-from torchtitan_dp.ledger.spending import initial_steps
+from torchtitan_dp.ledger.lineage import Ancestor, History, not_private
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.privacy.accounting import rounded_up
@@ -139,7 +137,8 @@ def test_the_byte_tokenizer_comes_along(released):
 def test_the_card_and_the_terms_say_what_was_spent(released, finished):
     terms, spent = privacy(released), privacy(finished)
     of_others = {"bands", "column", "round_steps"}  # of correlated noise, of rounds
-    assert list(terms) == [n for n in schema.names(released=True) if n not in of_others]
+    keys = [key.name for key in schema.KEYS if key.in_releases]
+    assert list(terms) == [name for name in keys if name not in of_others]
     only_there = {"epsilon_counts": "planned_steps"}
     assert terms == {key: spent[key] for key in terms if key in spent} | only_there
     card = (released / "README.md").read_text()
@@ -211,7 +210,7 @@ def test_lost_steps_that_nobody_saw_may_be_left_out(run, made):
 def test_a_run_that_stopped_early_claims_what_was_planned(run, made):
     """Unless its owner states that results had no part in it; hazard row 50."""
     ledger = dataclasses.replace(earlier_ledger(str(run)), planned_steps=200)
-    spent = publish(ledger, run, 200)  # as a run does that was asked to stop at step 4
+    spent = publish(ledger, run)  # as a run does that was asked to stop at step 4
     assert spent["epsilon_planned"] > 2 * spent["epsilon_executed"]
     meanings = []
     for stated, options, counts in (
@@ -243,18 +242,11 @@ def test_older_weights_claim_what_was_begun_and_what_they_still_planned(run, mad
     assert f"| ε covers | {covers} and not taken |" in card
 
 
-def test_a_release_brings_its_ledger_along_as_initial_weights(released, tmp_path):
-    config = small_config(
-        f"--job.dump_folder={tmp_path}",
-        f"--checkpoint.initial_load_path={released}",
-        "--checkpoint.enable",
-        "--privacy.initial_weights_public",
-    )
-    ledger = Lineage(settings_of(config, 24, 1.0))
-    ledger = with_initial(ledger, config, decide_start(config).initial)
-    (ancestor,) = ledger.ancestors
+def test_a_release_brings_its_ledger_along_as_initial_weights(released):
+    history = with_initial(History(), small_config(), str(released))
+    (ancestor,) = history.ancestors
     assert ancestor.run == privacy(released)["run"]
-    assert sum(segment.steps for segment in initial_steps(ledger)) == 4
+    assert sum(segment.steps for segment in ancestor.spent()) == 4
 
 
 def test_what_only_the_owner_knows_is_listed_at_the_end(made, capfd):
@@ -315,8 +307,8 @@ def test_no_claim_of_a_card_is_rounded_in_its_own_favour(card, released):
     sigma, q = 0.45812367, 0.12345612
     terms = {"delta": 1.2345649e-6, "max_grad_norm": 0.12345678, "sample_rate": q}
     terms = privacy(released) | terms | {"noise_multiplier": sigma}
-    settings = Settings.from_fields(schema.terms_of(terms))
-    terms["ancestors"] = [Ancestor("before", settings, "one two").fields()]
+    settings = Settings.from_fields(terms)
+    terms["ancestors"] = [Ancestor("before", settings, 2, 2, 0).fields()]
     found = card(terms=terms)
     assert found.count("1.2345649e-06") == 3
     assert "1.23456e-06" not in found
@@ -544,7 +536,7 @@ def test_a_mark_in_the_checkpoint_is_enough(run, tmp_path, monkeypatch):
     read = release_module.read_ledger
 
     def audited(folder):
-        return read(folder).marked_not_private("audited")
+        return not_private(read(folder), "audited")
 
     monkeypatch.setattr(release_module, "read_ledger", audited)
     with pytest.raises(ValueError, match=r"NOT private \(audited\)"):
@@ -572,7 +564,7 @@ def test_tied_weights_and_a_given_tokenizer(tmp_path):
     write_config(config)
     caveat = "the initial weights are assumed to be public"
     ledger = Lineage(settings_of(config, 100, 1.0), steps=1, caveats=(caveat,))
-    publish(ledger, run, 1)
+    publish(ledger, run)
     torch.manual_seed(1)
     model = CausalLM(shape(config))
     state = {**model.state_dict(), "train_state": {"ledger": ledger.to_json()}}

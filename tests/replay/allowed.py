@@ -44,7 +44,7 @@ ALLOWED = (
 
 PRIVATE_FILES = (
     *("tb/*", "wandb/*", "mlflow.db", "watch.json*", "fault.txt", "run_config.json", "report.html"),
-    *("steps_executed.log", "starts.log", "evaluations.log", "data_fingerprint.private"),
+    *("steps_executed.log", "starts.log", "data_fingerprint.private"),
     *("checkpoint.damaged/*", "profile_traces/*", "memory_snapshot/*", "comm_traces/*"),
 )
 """Patterns of the files of a run's folder that docs/privacy.md lists as not to be published."""

@@ -234,7 +234,7 @@ def _content(path: Path, run: bytes) -> bytes:
     if path.name != "privacy.json":
         return content.replace(run, b"RUN")
     terms = json.loads(content)
-    terms["run"], terms["step_names"] = "", len(terms["step_names"].split())
+    terms["run"] = ""
     return json.dumps(terms, indent=1).encode()
 
 

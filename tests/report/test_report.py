@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
-from tests.accounts import begun, ended
+from tests.accounts import begun, ended, write
 from tests.build import config as small_config
 from torchtitan_dp.config.load import RUN_CONFIG_FILE, write_config
-from torchtitan_dp.ledger import Account, Lineage
-from torchtitan_dp.ledger.settings import Settings
-from torchtitan_dp.ledger.spending import compose, spending
+from torchtitan_dp.ledger import Lineage
+from torchtitan_dp.ledger.lineage import Settings, not_private
+from torchtitan_dp.ledger.spending import epsilon, spent
 from torchtitan_dp.privacy.mechanism import PoissonGaussian
 from torchtitan_dp.report import charts
 from torchtitan_dp.report.__main__ import main, report
@@ -42,9 +42,9 @@ def take_steps(folder: Path, steps: int, planned: int = 6, caveat: str = "") -> 
     """Write the ledger's files as a run does that took so many steps."""
     lineage = Lineage(SETTINGS, planned_steps=planned)
     if caveat:
-        lineage = lineage.marked_not_private(caveat)
+        lineage = not_private(lineage, caveat)
     lineage = (ended if steps == planned else begun)(lineage, folder, steps)
-    Account(lineage, planned).publish(lineage, str(folder))
+    write(lineage, folder)
 
 
 def write_scalars(folder: Path, first: int, last: int, **more: float) -> None:
@@ -167,9 +167,8 @@ def test_a_later_start_takes_steps_back(tmp_path: Path) -> None:
 def test_lost_steps_are_drawn_and_counted(run: Path) -> None:
     """Epsilon at the end is what a release states."""
     found = open_run(str(run))
-    assert found.epsilon_planned == compose(
-        found.ledger, spending(found.ledger, lost=True, planned=True)
-    )
+    terms = found.ledger.settings
+    assert found.epsilon_planned == epsilon(spent(found.ledger), terms, found.ledger.left)
     begun(open_run(str(run)).ledger, run, loses=2)
     after = open_run(str(run))
     assert after.epsilon_planned is not None

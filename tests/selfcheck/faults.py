@@ -13,7 +13,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from torchtitan_dp import optimizer
-from torchtitan_dp.checkpoint import safe_load
 from torchtitan_dp.distributed import ring
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import ReduceScatterOverCP
@@ -21,6 +20,7 @@ from torchtitan_dp.models import feed_forward, loss_head
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.privacy import clipping
 from torchtitan_dp.privacy.keys import KeyStream
+from torchtitan_dp.selfcheck import steps
 
 # isort: split
 from torchtitan.components.optimizer import OptimizersContainer
@@ -220,7 +220,7 @@ def _load_without(lost: Callable[[str], bool]):
     def load(original, state_dict, folder, **options):
         original({n: v for n, v in state_dict.items() if not lost(n)}, folder, **options)
 
-    return lambda: wrapped(safe_load, "load", load)
+    return lambda: wrapped(steps, "load", load)
 
 
 checkpoint_loses_a_tensor = _load_without(lambda n: n.endswith("layers.0.self_attn.q_proj.weight"))

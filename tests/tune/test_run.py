@@ -9,7 +9,7 @@ from tests.processes import forks
 from tests.processes.runs import arguments, said, with_sigma, write_records
 from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.ledger.__main__ import main as ledger
-from torchtitan_dp.ledger.runs import total
+from torchtitan_dp.ledger.spending import total
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +43,7 @@ def test_a_search_spends_by_the_ledger_what_it_announced(tmp_path):
     assert max(spent["epsilon"], spent["heldout_epsilon"]) <= 4
     assert spent["steps_executed"] == 5
 
-    losses = [verify(str(folder)).ledger.heldout_losses.losses[-1].loss for folder in trials]
+    losses = [verify(str(folder)).ledger.heldout_loss.noised.loss for folder in trials]
     assert [one["loss"] for one in found["trials"]] == sorted(losses)
     best = found["trials"][0]
     assert best["loss"] == losses[["trial_1", "trial_2"].index(best["trial"])]

@@ -14,18 +14,15 @@ from pathlib import Path
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
-from tests.accounts import begun, opened, publish, taken
+from tests.accounts import begun, export, opened, publish, taken
 from tests.processes import forks
 from tests.processes.runs import arguments, write_records
-from torchtitan_dp.checkpoint.initial import InitialWeights, ledger_beside, with_initial
-from torchtitan_dp.checkpoint.terms import choose_losses
+from torchtitan_dp.checkpoint.start import with_initial
 from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.ledger import Losable, RunLog, write_fingerprint
-from torchtitan_dp.ledger.files import read_published
-from torchtitan_dp.ledger.lineage import TRIAL
-from torchtitan_dp.ledger.runs import total
-from torchtitan_dp.ledger.settings import NoisedLoss
+from torchtitan_dp.ledger import Lineage, Losable, RunLog, read_published, write_fingerprint
+from torchtitan_dp.ledger.lineage import TRIAL, History, NoisedLoss
+from torchtitan_dp.ledger.spending import total
 from torchtitan_dp.preflight.check import check_run
 from torchtitan_dp.release.claims import claims
 from torchtitan_dp.tune import __main__ as tune
@@ -57,22 +54,18 @@ class Trainer:
         ledger, code = checked.plan.ledger, self.codes.pop(name, 0)
         write_fingerprint(folder, checked.records.fingerprint, checked.records.settings)
         if code:
-            publish(ledger, folder, steps)
+            publish(ledger, folder)
             ledger = begun(ledger, folder, 2, loses=2)
             return code
         log = RunLog(folder)
-        ledger = opened(ledger, log)
-        log.begin_start(ledger, Losable(steps, steps))
-        for step in (1, steps):
-            ledger = taken(ledger, log, step - ledger.steps)
-            log.begin_evaluation()
-            deviation = ledger.heldout_losses.noise.standard_deviation(clip=4.0, units=1000)
-            loss = self.losses[name] if step == steps else self.true[name]
-            results = (*ledger.heldout_losses.losses, NoisedLoss(step, loss, deviation))
-            losses = ledger.heldout_losses.with_losses(*results)
-            ledger = dataclasses.replace(ledger, heldout_losses=losses)
+        ledger = taken(opened(ledger, log, Losable(steps, steps)), log, steps)
         log.end_start(steps)
-        publish(ledger, folder, steps)
+        log.begin_loss(steps)
+        terms = ledger.heldout_loss
+        noised = NoisedLoss(steps, self.losses[name], terms.noise_multiplier * 4.0 / 1000)
+        terms = dataclasses.replace(terms, noised=noised)
+        ledger = dataclasses.replace(ledger, heldout_loss=terms)
+        publish(ledger, folder)
         writer = SummaryWriter(f"{folder}/tb")
         writer.add_scalar("not_private/heldout_loss", self.true[name], STEPS)
         writer.close()
@@ -143,7 +136,7 @@ def spent(search):
 
 
 def test_the_best_is_that_of_the_published_losses_alone(search, trainer, tmp_path):
-    """True losses, in logs and in TensorBoard, and earlier published ones say the opposite."""
+    """True losses, in logs and in TensorBoard, say the opposite."""
     code, said = search("--json", str(tmp_path / "found.json"), "--checkpoint.last_save_in_hf")
     assert code == 0
     assert trainer.started == ["trial_1", "trial_2", "trial_3"]
@@ -259,7 +252,7 @@ def test_a_loss_before_the_last_step_is_no_result(done):
     assert result_of(trial).loss == LOSSES["trial_2"]
     path = done.folder / "trial_2" / "privacy.json"
     content = json.loads(path.read_text())
-    content["heldout_losses"]["losses"].pop()
+    content["heldout_loss"]["noised"][0] = 1
     path.write_text(json.dumps(content))
     assert result_of(trial) is None
 
@@ -357,14 +350,17 @@ def test_a_trial_is_not_released_as_if_nothing_had_chosen_it(done, tmp_path):
             claims(str(folder), "step-2", read_published(str(folder)))
     content = json.loads((trial / "privacy.json").read_text())
     assert TRIAL in content["caveats"]
-    config = load_config(arguments("next", "data"), 1)
-    child = with_initial(read_published(str(trial)), config, ledger_beside(str(trial)))
-    assert child.is_trial
-    grandchild = with_initial(
-        dataclasses.replace(child, caveats=()), config, InitialWeights("", child)
-    )
-    with pytest.raises(ValueError, match=A_TRIAL):
-        claims("next", "step-2", grandchild)
+    config, weights = load_config(arguments("next", "data"), 1), tmp_path / "hf"
+    terms = read_published(str(trial)).settings
+    for begun in (read_published(str(trial)), None):  # and what begins with its child's weights
+        if begun is None:
+            fields = with_initial(History(), config, str(weights))
+            begun = Lineage(terms, caveats=fields.caveats, ancestors=fields.ancestors)
+        export(begun, weights)
+        child = with_initial(History(), config, str(weights))
+        assert child.is_trial
+        with pytest.raises(ValueError, match=A_TRIAL):
+            claims("next", "step-2", child)
 
 
 def test_a_copy_of_a_trial_that_had_not_begun_is_refused(done, trainer):
@@ -419,34 +415,3 @@ def test_mistakes_are_found_before_the_first_trial(search, trainer, overrides, o
     errors = [one for one in said.splitlines() if one.startswith("error: ")]
     assert len(errors) == 1, said
     assert line in errors[0]
-
-
-def test_the_noise_of_losses_is_fixed_by_the_first_start(tmp_path):
-    """Given as a multiplier, it is kept as one that follows from an epsilon is."""
-    key = "validation.publish_noise_multiplier"
-
-    def losses(earlier, *overrides):
-        data = ("--data.heldout_fraction=0.3", "--validation.enable", "--validation.freq=4")
-        return choose_losses(
-            load_config(arguments(tmp_path / "out", tmp_path, *data, *overrides), 1), earlier
-        )
-
-    first = losses(None, f"--{key}=20")
-    assert (first.noise.kind, first.noise.scale) == ("gaussian", 20.0)
-    assert first.target_epsilon == pytest.approx(first.noise.epsilon(2, delta=1e-3))
-    config = load_config(
-        arguments(
-            tmp_path / "out",
-            write_records(tmp_path / "data"),
-            "--data.heldout_fraction=0.3",
-            "--validation.enable",
-            f"--{key}=20",
-        ),
-        1,
-    )
-    earlier = check_run(config).plan.ledger
-    assert losses(earlier, f"--{key}=20").noise == first.noise
-    with pytest.raises(ValueError, match=rf"{key} = 21.0: this run was started with 20.0"):
-        losses(earlier, f"--{key}=21")
-    with pytest.raises(ValueError, match=r"validation.publish_epsilon = 1.0: this run"):
-        losses(earlier, "--validation.publish_epsilon=1")

@@ -7,13 +7,11 @@ import pytest
 
 from tests.accounts import mechanism
 from torchtitan_dp.ledger import Lineage, Settings
-from torchtitan_dp.ledger.lineage import Ancestor
-from torchtitan_dp.ledger.settings import HeldOutLosses
-from torchtitan_dp.privacy import accounting
+from torchtitan_dp.ledger.lineage import Ancestor, HeldOutLoss, not_private
+from torchtitan_dp.privacy import accounting, published_loss
 from torchtitan_dp.privacy.mechanism import BandedGaussian, PoissonGaussian
-from torchtitan_dp.privacy.published_loss import LossNoise
 from torchtitan_dp.privacy.segments import Segment
-from torchtitan_dp.tune.trials import _noise_of_losses, grid, split, total
+from torchtitan_dp.tune.trials import _epsilon_of_loss, grid, split, total
 
 DELTA = 1e-5
 
@@ -21,8 +19,8 @@ DELTA = 1e-5
 def planned(kind, steps, accountant="pld", ancestors=()):
     """The ledger of a run of so many steps that has not begun."""
     terms = Settings(kind, 1.0, DELTA, 5, accountant, "", "zero_out")
-    losses = HeldOutLosses(LossNoise("gaussian", 1.0), 4.0, DELTA, 1.0, freq=steps)
-    return Lineage(terms, planned_steps=steps, ancestors=ancestors, heldout_losses=losses)
+    loss = HeldOutLoss(1.0, 4.0, DELTA, 1.0)
+    return Lineage(terms, planned_steps=steps, ancestors=ancestors, heldout_loss=loss)
 
 
 def banded(sample_rate):
@@ -54,22 +52,19 @@ def test_all_trials_together_spend_the_target_and_each_the_same(name, target):
         assert 0.99 * each <= spent <= each
 
 
-@pytest.mark.parametrize("steps", [(50,) * 2, (1, 30, 400), (25,) * 9])
+@pytest.mark.parametrize("trials", [2, 9])
 @pytest.mark.parametrize("target", [0.5, 4.0])
-def test_all_published_losses_together_spend_the_target(steps, target):
-    """Of step 1 and of the last, but of a run of one step once."""
-    ledgers = [planned(mechanism(5.0, 0.01), count) for count in steps]
-    noise = LossNoise("gaussian", _noise_of_losses(ledgers, target))
-    ledgers = [
-        dataclasses.replace(
-            one, heldout_losses=dataclasses.replace(one.heldout_losses, noise=noise)
-        )
-        for one in ledgers
-    ]
-    evaluations = sum(1 if count == 1 else 2 for count in steps)
-    sigma = noise.scale / math.sqrt(evaluations)
+def test_all_published_losses_together_spend_the_target(trials, target):
+    """One of each trial, whose start finds its noise from an epsilon."""
+    ledgers = [planned(mechanism(5.0, 0.01), 50) for _ in range(trials)]
+    each = _epsilon_of_loss(ledgers, target)
+    sigma = published_loss.noise_for(target_epsilon=each, delta=DELTA)
+    loss = HeldOutLoss(sigma, 4.0, DELTA, each)
+    ledgers = [dataclasses.replace(one, heldout_loss=loss) for one in ledgers]
     spent = accounting.compose(
-        [Segment(PoissonGaussian(sigma, 1.0), 1)], delta=DELTA, accountant="pld"
+        [Segment(PoissonGaussian(sigma / math.sqrt(trials), 1.0), 1)],
+        delta=DELTA,
+        accountant="pld",
     )
     assert 0.99 * target <= spent <= target
     assert total(ledgers).heldout_epsilon == pytest.approx(spent, rel=1e-6)
@@ -77,8 +72,7 @@ def test_all_published_losses_together_spend_the_target(steps, target):
 
 def ancestors(sigma, steps):
     terms = planned(mechanism(sigma, 0.02), steps, "rdp").settings
-    names = " ".join(f"step{number}" for number in range(steps))
-    return (Ancestor("another", terms, names, planned_steps=steps),)
+    return (Ancestor("another/1", terms, steps, steps, 0),)
 
 
 def test_what_the_initial_weights_spent_counts_once():
@@ -95,7 +89,7 @@ def test_what_the_initial_weights_spent_counts_once():
 
 
 def test_weights_that_are_not_private_are_refused():
-    ledgers = [planned(mechanism(1.0, 0.02), 20).marked_not_private("so") for _ in range(2)]
+    ledgers = [not_private(planned(mechanism(1.0, 0.02), 20), "so") for _ in range(2)]
     with pytest.raises(ValueError, match="not private"):
         split(ledgers, 1.0)
 

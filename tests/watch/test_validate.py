@@ -24,13 +24,13 @@ from tests.data.drawn import UNITS, dealt, loader, same, samples_of
 from tests.data.stores import store_of
 from tests.hazards.test_trainer import SETTINGS, bookkeeping
 from tests.processes.ranks import on_ranks
+from torchtitan_dp import train
 from torchtitan_dp.checkpoint import bookkeeping as books_module
 from torchtitan_dp.data.batching import Draw, RecordLoader
 from torchtitan_dp.data.samples import Samples
-from torchtitan_dp.ledger import Lineage
-from torchtitan_dp.ledger.settings import HeldOutLosses, NoisedLoss
+from torchtitan_dp.ledger import Lineage, RunLog
+from torchtitan_dp.ledger.lineage import HeldOutLoss, NoisedLoss
 from torchtitan_dp.models.lora import LoRA
-from torchtitan_dp.privacy.published_loss import LossNoise
 from torchtitan_dp.watch import validate
 from torchtitan_dp.watch.validate import HeldOutValidator, buckets, mean_at
 
@@ -81,18 +81,11 @@ def validated(degrees: tuple[int, int, int], rank: int, *overrides: str) -> dict
         yield
         built.model.model.model.norm.weight.div_(2)
 
-    published: list[float] = []
-
-    def publish(loss_N: Any, step: int) -> Any:
-        published.extend(loss_N.tolist())
-        return SimpleNamespace(loss=7.0, standard_deviation=1.0)
-
     validator.compare(SimpleNamespace(in_place_of_weights=doubled))  # type: ignore[arg-type]
-    validator.publish_by(publish, lambda: True)
     loss = validator.validate([built.model], 1)
     assert logged["heldout_loss"] == loss
-    assert logged.pop("heldout_loss_noised") == 7.0
-    return logged | {f"unit {i}": one for i, one in enumerate(published)}
+    published = validator.losses([built.model])
+    return logged | {f"unit {i}": float(one) for i, one in enumerate(published)}
 
 
 def by_hand(rank: int) -> dict[str, float]:
@@ -178,14 +171,10 @@ def test_a_bucket_without_a_target_is_left_out() -> None:
 
 def test_row66_a_loss_is_in_the_log_before_its_noise_is_drawn(monkeypatch: Any) -> None:
     order: list[str] = []
-    keys: list[bytes] = []
 
-    class Noise(LossNoise):
-        def noised_mean(self, losses_N: Any, *, clip: float, key: bytes) -> float:
-            assert (clip, len({*keys, key})) == (4.0, len(keys) + 1)
-            keys.append(key)
-            order.append("noise")
-            return float(losses_N.mean()) + 1
+    def noise(losses_N: Any, *, noise_multiplier: float, clip: float, key: bytes) -> float:
+        order.append("noise")
+        return float(losses_N.mean()) + noise_multiplier + clip
 
     def tell(found: str) -> str:
         order.append("tell")
@@ -193,28 +182,50 @@ def test_row66_a_loss_is_in_the_log_before_its_noise_is_drawn(monkeypatch: Any) 
 
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(books_module, "broadcast_from_rank0", tell)
-    terms = HeldOutLosses(Noise("laplace", 2.0), 4.0, 1e-5, 1.0, 3)
-    books = bookkeeping(Lineage(SETTINGS, heldout_losses=terms))
-    books.log = SimpleNamespace(begin_evaluation=lambda: order.append("log"))
-    for step in (1, 3):
-        noised = books.publish_loss(np.array([1.0, 3.0]), step)
-        assert noised == NoisedLoss(step, 3.0, pytest.approx(math.sqrt(2) * 2 * 4 / 2))
-    assert order == ["log", "noise", "tell"] * 2
-    assert [loss.step for loss in books.ledger.heldout_losses.losses] == [1, 3]
+    monkeypatch.setattr(books_module, "noised_mean", noise)
+    books = bookkeeping(Lineage(SETTINGS, steps=3, heldout_loss=HeldOutLoss(2.0, 4.0, 1e-5, 1.0)))
+    books.log = SimpleNamespace(begin_loss=lambda step: order.append(f"log {step}"))
+    noised = books.publish_loss(lambda: np.array([1.0, 3.0]))
+    assert noised == NoisedLoss(3, 8.0, 2.0 * 4.0 / 2)
+    assert order == ["log 3", "noise", "tell"]
+    kept = books.ledger.heldout_loss
+    assert (kept.noised, kept.begun) == (noised, 1)
+    assert books.publish_loss(lambda: 1 / 0) is None  # once: nothing is evaluated again
+
+
+def test_row66_a_run_killed_before_its_result_counts_both(tmp_path: Path, monkeypatch: Any) -> None:
+    """Its line is in the log, so that the next start's loss, of another key, is the second."""
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    lineage = ended(Lineage(SETTINGS, heldout_loss=HeldOutLoss(2.0, 4.0, 1e-5, 1.0)), tmp_path, 3)
+
+    def killed(text: str) -> str:
+        raise KeyboardInterrupt  # between the draw and what every rank gets
+
+    found = []
+    for tell in (killed, lambda text: text):
+        monkeypatch.setattr(books_module, "broadcast_from_rank0", tell)
+        books = bookkeeping(RunLog(str(tmp_path)).enter_lost(lineage))
+        books.log = RunLog(str(tmp_path))
+        with contextlib.suppress(KeyboardInterrupt):
+            found.append(books.publish_loss(lambda: np.array([1.0, 3.0])))
+    assert len(found) == 1
+    loss = books.ledger.heldout_loss
+    assert (loss.begun, loss.releases(3).steps) == (2, 2)
+    assert RunLog(str(tmp_path)).enter_lost(lineage).heldout_loss.begun == 2
 
 
 def noised_on_a_rank(folder: str) -> tuple[float, bool]:
     """A result, and whether it was in the log before the rank had it; other losses on each rank."""
     rank, log = torch.distributed.get_rank(), Path(folder) / "log"
 
-    def begin() -> None:
+    def begin(step: int) -> None:
         time.sleep(1)  # a slow disk: the others wait for it
         log.touch()
 
-    terms = HeldOutLosses(LossNoise("laplace", 2.0), 4.0, 1e-5, 1.0, 3)
-    books = bookkeeping(Lineage(SETTINGS, heldout_losses=terms))
-    books.log = SimpleNamespace(begin_evaluation=begin)
-    noised = books.publish_loss(np.array([1.0 + rank, 3.0]), 3)
+    books = bookkeeping(Lineage(SETTINGS, steps=3, heldout_loss=HeldOutLoss(2.0, 4.0, 1e-5, 1.0)))
+    books.log = SimpleNamespace(begin_loss=begin)
+    noised = books.publish_loss(lambda: np.array([1.0 + rank, 3.0]))
+    assert noised is not None
     return noised.loss, log.exists()
 
 
@@ -232,17 +243,11 @@ def test_row66_a_noised_loss_of_weights_without_privacy_is_labelled(
     private: bool, monkeypatch: Any
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr(validate, "logger", SimpleNamespace(info=lines.append))
-    found = validate.HeldOut(5.0, {"0-48": 5.0}, np.ones(3))
-    validator: Any = SimpleNamespace(
-        _held_out=lambda _: found,
-        _average=None,
-        _buckets={0: "0-48"},
-        _publish=lambda *_: SimpleNamespace(loss=7.0, standard_deviation=1.0),
-        _is_private=lambda: private,
-        _metrics=SimpleNamespace(logger=SimpleNamespace(log=lambda *_: None)),
-        _config=SimpleNamespace(training=SimpleNamespace(steps=9)),
-    )
-    HeldOutValidator.validate(validator, [MagicMock()], 3)
-    (line,) = [line for line in lines if "with noise" in line]
-    assert ("not private: " in line) == (not private)
+    monkeypatch.setattr(train, "logger", SimpleNamespace(info=lines.append))
+    trainer = MagicMock()
+    trainer.ledger.private = private
+    trainer.books.publish_loss.return_value = NoisedLoss(3, 7.0, 1.0)
+    train.DPTrainer._publish_loss(trainer)
+    (line,) = lines
+    assert line.startswith("step: 3/3  " + ("" if private else "not private: ") + "held-out loss w")
+    trainer.metrics_processor.logger.log.assert_called_once_with({"heldout_loss_noised": 7.0}, 3)

@@ -7,6 +7,7 @@ Guarantee:
 import dataclasses
 import json
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -106,15 +107,14 @@ class Settings:
         return {**_fields(self), **self.mechanism.fields()}
 
     @classmethod
-    def from_fields(cls, fields: dict[str, Any]) -> "Settings":
+    def from_fields(cls, fields: Mapping[str, Any]) -> "Settings":
         """Build them from what `fields` gives.
 
         Raises:
-            KeyError, TypeError, ValueError: a key is missing, unknown or out of its range.
+            KeyError, TypeError, ValueError: a key is missing or out of its range.
         """
-        mechanism = from_fields(fields)
-        own = {name: value for name, value in fields.items() if name not in mechanism.fields()}
-        return cls(mechanism, **own)
+        own = {one.name: fields[one.name] for one in dataclasses.fields(cls)}
+        return cls(**{**own, "mechanism": from_fields(fields)})
 
 
 def _by_key(settings: Settings) -> dict[str, object]:

@@ -10,14 +10,13 @@ Guarantee:
     taken, nothing depends on how often the run was started, or on how many steps each start took.
 """
 
-import enum
 import json
 import math
 import os
 import secrets
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
 from torchtitan_dp.ledger.lineage import FORMAT, Lineage
@@ -39,14 +38,7 @@ PRIVACY_FILE = "privacy.json"
 TRIAL_FILE = "trial.json"  # of a search's trial, from before its first start: the keys tried
 
 
-class Origin(enum.Enum):
-    """The source of a key's value."""
-
-    SETTINGS = "an attribute of the run's `Settings`"
-    MECHANISM = "one of its mechanism's own `keys`; files of other mechanisms lack it"
-    LEDGER = "an attribute of the `Lineage`"
-    ACCOUNT = "computed when the file is written"
-    RELEASE = "computed when a release is made; a run's own file lacks it"
+_IN_RUNS, _IN_RELEASES = "of a run's own file alone", "of a release's alone"
 
 
 @dataclass(frozen=True)
@@ -55,53 +47,50 @@ class Key:
 
     name: str
     type: Any  # of the value as JSON has it
-    origin: Origin
-    released: bool = True
     meaning: str = ""  # of a mechanism's key; of others, the docstring in `PrivacyFile`
-
-
-_SETTINGS, _MECHANISM, _LEDGER, _ACCOUNT, _RELEASE = Origin
-_NOT_RELEASED = "not released"
+    in_runs: bool = True
+    in_releases: bool = True
 
 
 class PrivacyFile:
-    """The keys of a `privacy.json`, in order, each with its type, origin and mark ("not released").
-    The docstring below a key is its reference. Those of the mechanism follow `max_grad_norm`."""
+    """The keys of a `privacy.json`, in order, each with its type; some are in one kind of file
+    alone. The docstring below a key is its reference. Those of the mechanism, which files of others
+    lack, follow `max_grad_norm`."""
 
-    format: Annotated[int, _ACCOUNT]
+    format: int
     """The version of this table: 1."""
 
-    private: Annotated[bool, _LEDGER]
+    private: bool
     """Whether the weights are differentially private at all. Once false, it stays false for weights
     that go on from these."""
 
-    epsilon: Annotated[float | None, _ACCOUNT]
+    epsilon: float | None
     """The ε of these weights; null if they are not private. In a run's own folder: of the steps
     that made them, if neither results nor a clock decided when to stop. In a release: the one that
     its model card quotes."""
 
-    epsilon_counts: Annotated[str, _RELEASE]
+    epsilon_counts: Annotated[str, _IN_RELEASES]
     """The steps that the released `epsilon` counts. `planned_steps`: it is `epsilon_planned`.
     `executed_steps`: it is `epsilon_executed`, since the owner stated that neither results nor a
     clock decided when to stop. `kept_and_planned_steps`, `kept_steps`: the same without lost steps,
     since the owner stated that nobody saw anything of them."""
 
-    epsilon_planned: Annotated[float | None, _ACCOUNT]
+    epsilon_planned: float | None
     """The ε of every step ever begun and of those still planned, by the runs behind the initial
     weights too: it also holds if weights decided when to stop. No ε covers a stop that followed
     from losses, norms or other logs."""
 
-    epsilon_executed: Annotated[float | None, _ACCOUNT]
+    epsilon_executed: float | None
     """The ε of every step ever begun in the folder (`steps_executed`), lost and abandoned ones
     included. Of an audited run, the cost of publishing the audit's result."""
 
-    delta: Annotated[float, _SETTINGS]
+    delta: float
     """δ: the probability that ε may fail to hold."""
 
-    accountant: Annotated[str, _SETTINGS]
+    accountant: str
     """How ε is computed: `pld` or `rdp`."""
 
-    mechanism: Annotated[str, _SETTINGS]
+    mechanism: str
     """`poisson_sampled_gaussian`: each step adds Gaussian noise to the sum of the clipped gradients
     of the units that were drawn. `poisson_sampled_gaussian_of_randomized_norms`: the same, of
     gradients clipped by estimates of their norms, so that each step is a mixture of Gaussians.
@@ -110,169 +99,168 @@ class PrivacyFile:
     drawn by rounds (`sampling`), each of which counts as a whole. `none`: trained without
     privacy."""
 
-    sampling: Annotated[str, _SETTINGS]
+    sampling: str
     """`poisson`: every unit is drawn at each step by a coin of its own. `cyclic_poisson`: every
     unit of one of `bands` groups, which take turns. `allocation`: every unit is drawn at exactly
     one step of each round of `round_steps`, uniformly and by itself. `shuffled`: in batches of one
     size, which no ε here counts."""
 
-    sample_rate: Annotated[float, _SETTINGS]
+    sample_rate: float
     """q: the probability that a unit is drawn at a step, on average over steps."""
 
-    sample_rate_source: Annotated[str, _SETTINGS]
+    sample_rate_source: str
     """What q follows from."""
 
-    noise_multiplier: Annotated[float, _SETTINGS]
+    noise_multiplier: float
     """σ: the standard deviation of the noise on each coordinate of the sum, over C; of correlated
     noise, over C times the norm of a column (docs/privacy.md)."""
 
-    max_grad_norm: Annotated[float, _SETTINGS]
+    max_grad_norm: float
     """C: the norm that a unit's gradient is clipped to, or the estimate of this norm."""
 
-    clipping: Annotated[str, _SETTINGS]
+    clipping: str
     """`flat`: one norm over all parameters; `per_layer`: one for each layer or group, each clipped
     to its share of the same C."""
 
-    clip_function: Annotated[str, _SETTINGS]
+    clip_function: str
     """How a gradient g is scaled: `vanilla` by min(1, C / |g|), `automatic` by C / (|g| + 0.01)."""
 
-    secure_noise: Annotated[bool, _SETTINGS]
+    secure_noise: bool
     """Whether the noise resists attacks on its low bits (`privacy.secure_noise`)."""
 
-    trained: Annotated[str, _SETTINGS]
+    trained: str
     """What the steps changed: all weights, or the adapters of LoRA beside weights that stayed as
     they were when training started."""
 
-    rope: Annotated[str, _SETTINGS]
+    rope: str
     """What `[rope]` changed of the rotary embeddings: `as given`, nothing. ε does not depend on it;
     the weights serve no other embeddings."""
 
-    expected_batch_size: Annotated[int, _SETTINGS]
+    expected_batch_size: int
     """The expected number of units in a step, which the sum is divided by; public."""
 
-    privacy_unit: Annotated[str, _SETTINGS]
+    privacy_unit: str
     """What ε protects: one of these."""
 
-    targets: Annotated[str, _SETTINGS]
+    targets: str
     """Which tokens of a record are learned: a sample's loss is the mean over its own. ε protects
     the whole record, prompts included."""
 
-    target_epsilon: Annotated[float | None, _SETTINGS]
+    target_epsilon: float | None
     """The `privacy.target_epsilon` that σ followed from; null if it was given."""
 
-    windows_per_draw: Annotated[int, _SETTINGS]
+    windows_per_draw: int
     """How many samples are taken of a unit that is drawn. Their gradients are averaged before the
     mean is clipped, so that ε is that of one."""
 
-    neighbouring_relation: Annotated[str, _SETTINGS]
+    neighbouring_relation: str
     """Which two data sets ε compares: `zero_out` (one unit's content replaced by an empty one) or
     `add_remove` (one unit more or less)."""
 
-    units: Annotated[int | None, _SETTINGS]
+    units: int | None
     """The number of training units, which `zero_out` treats as public; null under `add_remove`,
     which does not."""
 
-    samples_per_rank: Annotated[int | None, _SETTINGS]
+    samples_per_rank: int | None
     """A number of samples that hardly any draw exceeds on one rank in a step."""
 
-    ranks_added_up: Annotated[int, _SETTINGS]
+    ranks_added_up: int
     """The number of ranks whose sums of gradients are added up."""
 
-    steps: Annotated[int, _LEDGER]
+    steps: int
     """Optimizer steps of these weights, in this run."""
 
-    planned_steps: Annotated[int, _LEDGER]
+    planned_steps: int
     """The largest `training.steps` that this run was ever started with."""
 
-    steps_executed: Annotated[int, _ACCOUNT]
+    steps_executed: int
     """At least the number of steps ever begun in the folder: `steps`, for each crash the most that
     it can lose (`checkpoint.interval`, twice with asynchronous saves, or all steps if they are
     fewer), and for each load of an older checkpoint the steps after it, in whole intervals. How
     many a crash did lose follows from how long steps took, and so from the lengths of records."""
 
-    heldout_loss: Annotated[dict | None, _LEDGER]
+    heldout_loss: dict | None
     """The held-out loss that a run publishes at its end (`validation.publish_epsilon`); null if it
     publishes none. `noised` is the step, the loss in nats and the standard deviation of its noise:
     the mean over held-out units of their losses, clipped to [0, `clip`], with Gaussian noise of
     `noise_multiplier` times `clip` / number of units. `begun` counts the losses ever published, or
     about to be when a crash came."""
 
-    heldout_epsilon: Annotated[float | None, _ACCOUNT]
+    heldout_epsilon: float | None
     """The ε of all of them for one held-out unit, with one that is still planned, at
     `heldout_loss.delta`. Held-out units are not trained on, so that a unit pays this or `epsilon`,
     the larger of the two at most."""
 
-    meaning: Annotated[dict | None, _ACCOUNT]
+    meaning: dict | None
     """What `epsilon_planned` (in a release: `epsilon`) means for one person: see below."""
 
-    dp_event: Annotated[dict | None, _ACCOUNT]
+    dp_event: dict | None
     """The steps that `epsilon_planned` (in a release: `epsilon`) counts, as an event of Google's
     dp-accounting (the fields of `DpEvent.to_named_tuple`), so that anybody can account for them
     again. Null where a step has no noise."""
 
-    caveats: Annotated[list[str], _ACCOUNT]
+    caveats: list[str]
     """What ε rests on beyond what holds of every run; read each before you publish."""
 
-    assumptions: Annotated[list[str], _ACCOUNT]
+    assumptions: list[str]
     """What ε of every run rests on."""
 
-    ancestors: Annotated[list[dict], _LEDGER]
+    ancestors: list[dict]
     """The runs that the initial weights come from: their terms, the numbers of steps that made the
     weights, that they planned, and that they lost, and of published held-out losses. ε counts all
     of it."""
 
-    audit: Annotated[dict | None, _LEDGER, _NOT_RELEASED]
+    audit: Annotated[dict | None, _IN_RUNS]
     """Of an audited run: how many canaries were trained on, and whether it would be private without
     them."""
 
-    run: Annotated[str, _LEDGER]
+    run: str
     """A random, public name of the run, followed in an export or a release by a slash and a random
     name of its own."""
 
-    config_hash: Annotated[str, _LEDGER]
+    config_hash: str
     """SHA-256 of what was trained and how, without the places of records and outputs."""
 
-    versions: Annotated[dict, _ACCOUNT]
+    versions: dict
     """Versions of the libraries that ε rests on."""
 
-    source: Annotated[dict, _ACCOUNT]
+    source: dict
     """The program: its version and, from a git checkout, its commit and whether files were changed
     since."""
 
 
-def keys_of(kind: type[Mechanism]) -> tuple[Key, ...]:
-    """Return the keys of one kind of mechanism: files of others lack them."""
-    return tuple(Key(name, of, _MECHANISM, meaning=text) for name, of, text in kind.keys)
-
-
 def _keys() -> Iterator[Key]:
+    of_mechanisms = {key: None for kind in MECHANISMS for key in keys_of(kind)}
     for name, hint in typing.get_type_hints(PrivacyFile, include_extras=True).items():
-        origin, *marks = hint.__metadata__
-        yield Key(name, hint.__origin__, origin, released=_NOT_RELEASED not in marks)
+        (mark,) = getattr(hint, "__metadata__", ("",))
+        kind = getattr(hint, "__origin__", hint) if mark else hint
+        yield Key(name, kind, in_runs=mark != _IN_RELEASES, in_releases=mark != _IN_RUNS)
         if name == "max_grad_norm":
-            yield from dict.fromkeys(key for kind in MECHANISMS for key in keys_of(kind))
+            yield from of_mechanisms
+
+
+def keys_of(kind: type[Mechanism]) -> tuple[Key, ...]:
+    """Return the keys of one kind of mechanism."""
+    return tuple(Key(*key) for key in kind.keys)
 
 
 KEYS = tuple(_keys())
-
-
-def names(*origins: Origin, released: bool | None = None) -> tuple[str, ...]:
-    """Return the names of the keys of these origins, or of all; `released` restricts them."""
-    return tuple(
-        key.name
-        for key in KEYS
-        if (not origins or key.origin in origins) and released in (None, key.released)
-    )
-
-
-def terms_of(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the terms in a file, those of its mechanism included."""
-    return {name: content[name] for name in names(_SETTINGS, _MECHANISM) if name in content}
+_OF_MECHANISMS = {key.name for kind in MECHANISMS for key in keys_of(kind)}
 
 
 def is_release(content: Mapping[str, Any]) -> bool:
     """Return whether this is the content of a release's or an export's file, not of a run's."""
-    return any(name in content for name in names(_RELEASE))
+    return "epsilon_counts" in content
+
+
+def _keys_in(content: Mapping[str, Any]) -> list[Key]:
+    """Return the keys of a file of this kind, and of this mechanism."""
+    kind = "in_releases" if is_release(content) else "in_runs"
+    return [
+        key
+        for key in KEYS
+        if getattr(key, kind) and (key.name in content or key.name not in _OF_MECHANISMS)
+    ]
 
 
 # Writing.
@@ -335,15 +323,10 @@ def _content(
         "versions": versions(),
         "source": source(),
     }
-    kept, is_run, content = lineage.fields(), not is_release(computed), dict[str, Any]()
+    kept = lineage.fields()
     values = {**kept.pop("settings"), **kept, **computed}
-    for key in KEYS:
-        if (key.origin is _RELEASE and is_run) or not (key.released or is_run):
-            continue
-        if key.origin is _MECHANISM and key.name not in values:
-            continue
-        assert has_type(values[key.name], key.type), (key.name, values[key.name])
-        content[key.name] = values[key.name]
+    content = {key.name: values[key.name] for key in _keys_in(values)}
+    check(content)
     assert computed.keys() <= content.keys(), computed.keys() - content.keys()
     return content
 
@@ -435,24 +418,19 @@ def check(content: Any) -> None:
         raise ValueError(
             f"its format is {found}, and this version of torchtitan_dp reads format {FORMAT}"
         )
-    release = is_release(content)
-    for key in KEYS:
-        if key.origin is _RELEASE or (release and not key.released):
-            continue
+    for key in _keys_in(content):
         if key.name not in content:
-            if key.origin is _MECHANISM:
-                continue
             raise ValueError(f"it lacks '{key.name}'")
         if not has_type(content[key.name], key.type):
             raise ValueError(f"'{key.name}' is {content[key.name]!r}")
 
 
-def ledger_of(content: dict[str, Any]) -> Lineage:
+def ledger_of(content: Mapping[str, Any]) -> Lineage:
     """Return the ledger of a `privacy.json` with this content; KeyError, TypeError or ValueError
     where it is none of ours."""
-    kept = {name: content.get(name) for name in names(_LEDGER)}
+    kept = {one.name: content[one.name] for one in fields(Lineage) if one.name in content}
     return Lineage.from_fields(
-        kept
-        | {"settings": terms_of(content), "caveats": recorded(content["caveats"])}
+        {"audit": None, **kept, "settings": content}
+        | {"caveats": recorded(content["caveats"])}
         | {"lost": content["steps_executed"] - content["steps"]}
     )
