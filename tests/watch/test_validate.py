@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+from tests.accounts import ended
 from tests.build import build, config, llama, reference_model
 from tests.data.drawn import UNITS, dealt, loader, same, samples_of
 from tests.data.stores import store_of
