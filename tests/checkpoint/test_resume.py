@@ -88,7 +88,7 @@ def test_a_run_ends_at_its_step(finished):
         (("--training.global_batch_size=4",), "training.global_batch_size", ("4", "3")),
         (("--privacy.sample_rate=0.25",), "privacy.sample_rate", ("0.25", "0.125")),
         (with_sigma(3), "privacy.noise_multiplier", ("3.0", "0.49")),
-        (("--training.steps=8",), "training.steps", ("8", "was started with 4, for which")),
+        (("--training.steps=8",), "training.steps", ("8", "noise was fixed at training.steps = 4")),
     ],
 )
 def test_changed_terms_are_refused(finished, capsys, overrides, key, values):
@@ -101,7 +101,7 @@ def test_changed_terms_are_refused(finished, capsys, overrides, key, values):
 @pytest.mark.parametrize(
     "overrides, line",
     [
-        (("--training.steps=8",), "training.steps = 8: this run was started with 4"),
+        (("--training.steps=8",), "training.steps = 8: this run's noise was fixed"),
         (("--data.heldout_fraction=.5",), "data.heldout_fraction = 0.5: this run was started with"),
     ],
 )

@@ -126,7 +126,7 @@ def test_row69_no_checkpoint_is_written_of_such_weights(monkeypatch, last):
     ],
 )
 def test_row69_such_weights_are_not_trained_on(monkeypatch, start, words):
-    monkeypatch.setattr(manager, "of_any_rank", lambda found: found)
+    monkeypatch.setattr(manager, "_of_any_rank", lambda found: found)
     model = nn.Linear(2, 2)
     fake = checkpointer(model, start=start)
     Checkpointer._require_finite_start(fake)

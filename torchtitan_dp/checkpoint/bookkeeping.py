@@ -8,10 +8,10 @@ Guarantee:
     for the other ranks only. A published loss is the mean of clipped losses with noise added once,
     which `privacy.published_loss` bounds.
 
-    An `Account`'s `epsilon` is of the weights' own lineage, `epsilon_executed` of every step ever
-    begun in the folder, `epsilon_planned` of those and of all that are still planned. None is ever
-    below the composition of its steps. The last also covers a stop that weights decided; no epsilon
-    covers a stop that followed from losses, norms or other logs, or from a clock.
+    `Account.epsilon` is of the weights' own lineage, `epsilon_executed` of every step ever begun in
+    the folder, `epsilon_planned` of those and of all that are still planned, which also covers a
+    stop that weights decided. None is below the composition of its steps, and none covers a stop
+    that followed from losses, norms or other logs, or from a clock.
 """
 
 import dataclasses
@@ -59,15 +59,10 @@ class Account:
     ahead at a few points, where a query gives the next one up, so that no step waits."""
 
     def __init__(self, lineage: Lineage, total_steps: int) -> None:
-        """
-        Args:
-            lineage: at the start, with lost steps entered.
-            total_steps: `training.steps`.
-        """
         self._first, self._total = lineage, max(total_steps, lineage.steps)
 
     def epsilon(self, lineage: Lineage) -> float:
-        """Return the epsilon of the lineage; infinite if it is not private."""
+        """Return the epsilon of these weights; infinite if they are not private."""
         return self._taken.at(lineage.steps) if lineage.composes else math.inf
 
     def epsilon_executed(self, lineage: Lineage) -> float:
@@ -80,17 +75,6 @@ class Account:
             return math.inf
         planned = epsilon(spent(lineage), lineage.settings, lineage.left)
         return max(planned, self.epsilon_executed(lineage))
-
-    def described(self, lineage: Lineage) -> dict[str, Any]:
-        """Return the `privacy.json` of the run. It is true of every checkpoint in the folder: none
-        is further than these weights, which were loaded from the newest."""
-        executed, planned = self.epsilon_executed(lineage), self.epsilon_planned(lineage)
-        return described(lineage, self.epsilon(lineage), executed, planned)
-
-    def exported(self, lineage: Lineage) -> dict[str, Any]:
-        """Return the `privacy.json` of weights that are exported now, in the form of a release."""
-        executed, planned = self.epsilon_executed(lineage), self.epsilon_planned(lineage)
-        return released(lineage, executed, planned)
 
     @functools.cached_property
     def _taken(self) -> EpsilonCurve:
@@ -170,11 +154,8 @@ class Bookkeeping:
     # Steps.
 
     def draws(self, step: int, loader: RecordLoader) -> tuple[Draw, Draw | None]:
-        """Return the draw of a step, and that of the next, made ahead where one is planned.
-
-        A draw depends on its step's keys alone, each of which is used once. If the run stops before
-        that step, the draw is discarded.
-        """
+        """Return the draw of a step, and that of the next, made ahead where one is planned; it
+        depends on its step's keys alone, and is discarded if the run stops before."""
         draw = self._ahead or self._draw(step, loader)
         self._ahead = self._draw(step + 1, loader) if step < self._total else None
         return draw, self._ahead
@@ -187,8 +168,7 @@ class Bookkeeping:
         self.ledger = dataclasses.replace(self.ledger, start=broadcast_from_rank0(name))
 
     def begin_step(self, step: int) -> None:
-        """Record, durably, that a step's update is about to happen; raise Fault if more are unsaved
-        then than this start declared that it can lose."""
+        """Record, durably, that a step's update is about to happen (`RunLog.begin_step`)."""
         if dist.get_rank() == 0:
             self.log.begin_step(step)
 
@@ -217,12 +197,8 @@ class Bookkeeping:
     # What is saved, loaded and shown.
 
     def load(self, text: str) -> int:
-        """Take over the ledger of weights that were loaded, and draw fresh keys.
-
-        They may be of an older checkpoint than the plan's.
-
-        Collective over the world. Returns the number of steps that the weights have taken.
-        """
+        """Take over the ledger of weights that were loaded, which may be older than the plan's;
+        draw fresh keys, and return the number of their steps. Collective over the world."""
         loaded, before = Lineage.from_json(text), self.ledger
         config, units = self._config, self._units
         self._settle(lambda: settle(config, units, *resumed(config, before, loaded)))
@@ -250,22 +226,24 @@ class Bookkeeping:
         """Write `privacy.json` on rank 0, and return its content there."""
         if dist.get_rank() != 0:
             return None
-        content = self.account.described(self.ledger)
+        # True of every checkpoint in the folder: none is further than these weights.
+        ledger, account = self.ledger, self.account
+        executed, planned = account.epsilon_executed(ledger), account.epsilon_planned(ledger)
+        content = described(ledger, account.epsilon(ledger), executed, planned)
         write_published(self._folder, content)
         return content
 
     def exported(self) -> dict[str, Any]:
         """Return the `privacy.json` of the weights as they are exported now."""
-        return self.account.exported(self.ledger)
+        ledger, account = self.ledger, self.account
+        return released(ledger, account.epsilon_executed(ledger), account.epsilon_planned(ledger))
 
     def publish_loss(self, losses: Callable[[], np.ndarray]) -> NoisedLoss | None:
-        """Publish the held-out loss of the last weights, if that is yet to be done: add noise to
-        the mean of clipped losses, and enter the result into the ledger.
+        """Publish the held-out loss of the last weights, if that is yet to be done: log it, add
+        noise to the mean of clipped losses, and enter the result into the ledger.
 
-        Rank 0 does so, and sends it to the others: no rank has a result before its line is in the
-        log, or has another one with the same noise, so that their difference would be without any.
-
-        Collective: a broadcast over the world, and `losses`, which returns that of each unit, fp64.
+        Rank 0 does so, and sends it to the others, of which none must have another mean with the
+        same noise. Collective: a broadcast, and `losses`, which returns that of each unit, fp64.
         """
         terms, step, found = self.ledger.heldout_loss, self.ledger.steps, ""
         if terms is None or not terms.is_due(step):
@@ -316,10 +294,8 @@ class Bookkeeping:
         self.loss_keys = root.stream("evaluation")
 
     def _settle(self, plan: Callable[[], Plan]) -> None:
-        """Settle the terms on rank 0, share its ledger, open its account, and draw fresh keys.
-
-        Collective over the world: any rank may write the ledger into a checkpoint.
-        """
+        """Settle the terms on rank 0, share its ledger, which any rank may write into a checkpoint,
+        open its account, and draw fresh keys. Collective over the world."""
         text = plan().ledger.to_json() if dist.get_rank() == 0 else ""
         self.ledger = Lineage.from_json(broadcast_from_rank0(text))
         self.account = Account(self.ledger, self._total)

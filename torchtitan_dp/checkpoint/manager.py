@@ -36,7 +36,7 @@ from torchtitan_dp.checkpoint.folder import (
     step_folder,
 )
 from torchtitan_dp.checkpoint.folder import load as load_states
-from torchtitan_dp.checkpoint.start import Start, confirmed, of_any_rank
+from torchtitan_dp.checkpoint.start import Start, confirmed
 from torchtitan_dp.distributed.torchtitan_private import is_saved_at
 from torchtitan_dp.models.ema import WEIGHTS, WeightAverage
 from torchtitan_dp.models.hugging_face import shape
@@ -148,7 +148,7 @@ class Checkpointer(CheckpointManager):
         start, loaded = self.start, self._named.copy()
         if self._average is not None and self._average.updates:  # else it begins with the weights
             loaded += self._average.state_dict()[WEIGHTS].items()
-        if not (name := of_any_rank(first_overflow(loaded))):
+        if not (name := _of_any_rank(first_overflow(loaded))):
             return
         if not start.loads:
             raise RuntimeError(f"{name} was not drawn")
@@ -294,3 +294,10 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         {key: value for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
+
+
+def _of_any_rank(found: str) -> str:
+    """Return, on all ranks, the first rank's text that is not empty, or "". Collective."""
+    texts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(texts, found)
+    return next(filter(None, texts), "")

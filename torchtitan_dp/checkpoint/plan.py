@@ -1,19 +1,6 @@
-"""The plan of a run's privacy budget: how it begins, and the terms that its first start fixed.
+"""The plan of a run's privacy budget: the terms of its steps, which its first start fixes, and what
+they spend with all that came before."""
 
-A start is `fresh`, `resumed` from a checkpoint of its own, or `rewound`, where its checkpoints are
-gone. Each gives the history of its weights and the terms of its earlier steps, if there were any;
-`settle` fixes the rest.
-
-Guarantee:
-    - The spending of the runs behind the initial weights is composed with this run's, on any
-      records: that bounds what is revealed of a unit of both runs, or of either. "Not private"
-      stays with weights. Weights without a `privacy.json` are refused unless the user declares them
-      public, which is recorded as an assumption.
-    - Weights are resumed only where a start of this folder took their steps, so that its logs count
-      them.
-"""
-
-import bisect
 import contextlib
 import dataclasses
 import os
@@ -113,30 +100,10 @@ def settle(config: JobConfig, units: int, history: History, terms: Settings | No
     return Plan(ledger, steps, reached, stated, tuple(warnings))
 
 
-def steps_within(plan: Plan, target_epsilon: float) -> int | None:
-    """Return the most `training.steps` at which a release states at most the target, lost steps
-    included; None if too much is spent already."""
-    ledger = plan.ledger
-
-    def exceeds(steps: int) -> bool:
-        coming = steps - ledger.steps
-        return epsilon(spent(ledger), ledger.settings, coming) > target_epsilon
-
-    tried = range(ledger.steps, plan.steps + 1)
-    found = bisect.bisect_left(tried, True, key=exceeds)
-    return tried[found - 1] if found else None
-
-
 def choose_loss(config: JobConfig, earlier: History | None) -> HeldOutLoss | None:
-    """Return the terms of the held-out loss that a run publishes at its end, with those that its
-    folder has published; None if it publishes none.
-
-    Args:
-        earlier: of this folder's first start, which fixed them; None for a fresh run.
-
-    Raises:
-        ValueError: one line; they changed, or would spend more than their epsilon.
-    """
+    """Return the terms of the held-out loss that a run publishes at its end; None if it publishes
+    none. Those of an `earlier` start stay: ValueError, one line, if they changed, or if a second
+    loss would spend more."""
     validation, asked = config.validation, config.validation.publish_epsilon
     delta = validation.publish_delta or config.privacy.delta
     assert delta is not None
@@ -173,10 +140,7 @@ def choose_loss(config: JobConfig, earlier: History | None) -> HeldOutLoss | Non
 
 def _refuse_inside_round(config: JobConfig, settings: Settings, steps: int) -> None:
     """Refuse, by ValueError, to train on from weights inside a round of random allocation, whose
-    key is gone, and checkpoints there.
-
-    So each round of a lineage belongs to one start, and its steps are ceil(steps / t) rounds.
-    """
+    key is gone, and checkpoints there. So each round of a lineage belongs to one start."""
     t, checkpoint = settings.mechanism.round_steps, config.checkpoint
     if steps % t and config.training.steps > steps:
         raise ValueError(
@@ -200,14 +164,9 @@ def _refuse_inside_round(config: JobConfig, settings: Settings, steps: int) -> N
 
 
 def _check_delta(config: JobConfig, units: int) -> list[str]:
-    """Refuse a delta that allows publishing whole units, and warn of one above a tenth of that.
-
-    Where the number of units is private, the public estimate of it decides, and the number itself
-    gives a warning that is labelled.
-
-    Raises:
-        ValueError: one line; by public numbers alone.
-    """
+    """Refuse, by ValueError, a delta that allows publishing whole units, and warn of one above a
+    tenth of that. Where the number of units is private, the public estimate of it decides, and the
+    number itself gives a warning that is labelled."""
     delta, rate = config.privacy.delta, config.privacy.sample_rate
     assert delta is not None
     word = unit_word(config)
@@ -235,35 +194,24 @@ def _check_delta(config: JobConfig, units: int) -> list[str]:
 
 
 def _reaches(value: float, bound: float) -> bool:
-    """Return whether a value is at least a bound, up to the rounding of how either was written.
-
-    >>> _reaches(16 / 81 / 16, 1 / 81), _reaches(0.0123, 1 / 81)
-    (True, False)
-    """
+    """Return whether a value is at least a bound, up to the rounding of how either was written."""
     return value >= bound * (1 - 1e-9)
 
 
 def _refuse_overspending(config: JobConfig, ledger: Lineage, before: int) -> float:
     """Return the epsilon after a run's last step; raise ValueError if it is above the target.
-
-    Args:
-        before: the `training.steps` of this run's last start; 0 if there was none.
-    """
+    `before` is the most that training.steps was before this start; 0: there was none."""
     target, steps = config.privacy.target_epsilon, config.training.steps
     coming = max(steps - ledger.steps, 0)
     reached = epsilon(spent(ledger, lost=False), ledger.settings, coming)
     if target is not None and reached > target:
-        spends = f"would spend {accounting.rounded_up(reached)}"
+        key, fixed = f"privacy.target_epsilon = {target:g}", "its first start"
         if before not in (0, steps):
-            raise ValueError(
-                f"training.steps = {steps}: this run was started with {before}, for which its "
-                f"noise was fixed, and more {spends}; set it back, raise privacy.target_epsilon "
-                f"(now {target:g}), or start afresh in another job.dump_folder"
-            )
+            key, fixed = f"training.steps = {steps}", f"training.steps = {before}"
         raise ValueError(
-            f"privacy.target_epsilon = {target:g}: this run's noise was fixed at its first start, "
-            f"and {steps} training.steps {spends}; lower training.steps, raise the target, or "
-            "start afresh in another job.dump_folder"
+            f"{key}: this run's noise was fixed at {fixed}, and {steps} training.steps would spend "
+            f"{accounting.rounded_up(reached)}; lower training.steps, raise privacy.target_epsilon "
+            f"(now {target:g}), or start afresh in another job.dump_folder"
         )
     return reached
 
@@ -280,11 +228,8 @@ def losable(config: JobConfig) -> Losable:
 
 
 def earlier_ledger(folder: str) -> Lineage | None:
-    """Return the ledger of the steps that ran in this folder; None if none did.
-
-    Raises:
-        ValueError: if steps were begun whose terms, or whose number, are no longer known.
-    """
+    """Return the ledger of the steps that ran in this folder; None if none did. ValueError: steps
+    were begun whose terms, or whose number, are no longer known."""
     log, published = RunLog(folder), read_published_fields(folder)
     if _is_baseline(folder):
         raise ValueError(
@@ -319,11 +264,8 @@ def _unlike(folder: str, problem: str) -> str:
 
 
 def refuse_delta_of_loss(config: JobConfig, heldout: int) -> None:
-    """Refuse, by ValueError, a delta at which a whole held-out unit might be published.
-
-    Args:
-        heldout: the number of held-out units, which is public where a loss is published.
-    """
+    """Refuse, by ValueError, a delta at which a whole held-out unit might be published; the number
+    of these units is public where a loss is published."""
     validation = config.validation
     delta, key = validation.publish_delta, "validation.publish_delta"
     if delta is None:

@@ -1,10 +1,8 @@
 """How a run starts: from drawn weights, from exported ones, or from its own checkpoint.
 
-The model check, the plan and the checkpoint manager depend on it. A process decides by the names,
-owners and sizes of files alone. At the load all ranks look at them again; a checkpoint that was cut
-short is set aside, and `confirmed` revises the decision to the newest whole one. The history of a
-run's weights is `fresh`, `resumed` from its own checkpoint, or `rewound`, where its checkpoints are
-gone; `plan.settle` fixes the rest.
+A process decides by the names, owners and sizes of files alone. At the load rank 0 looks at them
+again (`confirmed`). The history of a run's weights is `fresh`, `resumed` from its own checkpoint,
+or `rewound`, where its checkpoints are gone; `plan.settle` fixes the rest.
 
 Guarantee:
     - Weights always come with their history: this run's with the ledger in their checkpoint, others
@@ -127,8 +125,8 @@ def decide_start(config: JobConfig) -> Start:
 
 
 def decision(config: JobConfig) -> Callable[[], Start]:
-    """Return a function that decides how a run starts, once, at its first call: as the model is
-    built, when rank 0 has locked the folder, so that no other run changes it."""
+    """Return a function that decides how a run starts, once, at its first call: when rank 0 has
+    locked the folder, so that no other run changes it."""
     return functools.cache(functools.partial(decide_start, config))
 
 
@@ -138,63 +136,56 @@ def own_checkpoint(folder: str, step: int) -> Start:
 
 
 def confirmed(start: Start, folder: str, step: int = -1) -> Start:
-    """Return rank 0's decision, revised where the ranks together find damage: a damaged checkpoint
-    of this run is set aside, in a warning, for an older whole one. The remains of killed saves are
-    removed if nothing else was saved. Collective over the world.
+    """Return rank 0's decision, revised where it finds damage by now: a damaged checkpoint of this
+    run is set aside, in a warning, for an older whole one. The remains of killed saves are removed
+    if nothing else was saved. Collective over the world.
 
     Args:
         folder: of this run's checkpoints.
         step: the only one to take; -1 for the newest.
 
     Raises:
-        Fault: no checkpoint of this run is whole; nothing was moved.
+        Fault: none is whole, or one is not the user's alone; nothing was moved.
     """
     dist.barrier()  # all ranks have decided what they draw or load
-    if dist.get_rank() == 0 and drop_unfinished(folder):
-        logger.warning(f"{folder} has no whole checkpoint: starting from the beginning")
-    dist.barrier()
-    decided: list[Any] = [start, finished_checkpoints(folder)]
+    decided: list[Any] = [start, ""]
+    if dist.get_rank() == 0 and step == -1:
+        decided = [*_newest_whole(start, folder)]
     dist.broadcast_object_list(decided, src=0)
-    start, steps = decided
-    if step == -1 and (start.resumes or steps):  # a newer one is checked, too
-        step = _newest_whole(folder, steps or [start.step])
+    start, problem = decided
+    if problem:
+        raise Fault(problem)
     return start if step == -1 else own_checkpoint(folder, step)
 
 
-def _newest_whole(folder: str, steps: list[int]) -> int:
-    """Return the newest whole one of these steps, and set newer ones aside. Collective."""
-    damaged: list[tuple[int, str]] = []
-    for step in steps:
-        if not (problem := of_any_rank(damage(step_folder(folder, step)))):
+def _newest_whole(start: Start, folder: str) -> tuple[Start, str]:
+    """Return the start from the newest whole checkpoint, if there is any, and set damaged newer
+    ones aside; or a problem: all are damaged, or one is not the user's alone."""
+    if drop_unfinished(folder):
+        logger.warning(f"{folder} has no whole checkpoint: starting from the beginning")
+    problems: dict[int, str] = {}
+    for step in finished_checkpoints(folder):
+        try:
+            problem = damage(step_folder(folder, step))
+        except ValueError as error:  # it is not the user's alone
+            return start, str(error)
+        if not problem:
             break
-        damaged.append((step, problem))
+        problems[step] = problem
     else:
-        raise Fault(none_whole(folder, *damaged[0]))
-    if dist.get_rank() == 0:
-        for broken, problem in damaged:
-            kept = set_aside(folder, broken)
-            logger.warning(
-                f"checkpoint step-{broken} is damaged ({problem}): moved to {kept}; the run "
-                f"resumes from step-{step}"
-            )
-    dist.barrier()
-    return step
-
-
-def of_any_rank(found: str) -> str:
-    """Return, on all ranks, the first rank's text that is not empty, or "". Collective."""
-    texts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(texts, found)
-    return next(filter(None, texts), "")
+        newest = next(iter(problems), None)
+        return start, "" if newest is None else none_whole(folder, newest, problems[newest])
+    for broken, problem in problems.items():
+        logger.warning(
+            f"checkpoint step-{broken} is damaged ({problem}): moved to "
+            f"{set_aside(folder, broken)}; the run resumes from step-{step}"
+        )
+    return own_checkpoint(folder, step), ""
 
 
 def check_start(start: Start, state_dict: Mapping[str, torch.Tensor], origin: str) -> None:
-    """Refuse, by ValueError, this run's checkpoint if its files are damaged, or of another model.
-
-    Args:
-        state_dict: the model's parameters; tensors on `meta` suffice.
-        origin: the source of the model's shape, for the message.
-    """
+    """Refuse, by ValueError, this run's checkpoint if its files are damaged, or of another model
+    than `state_dict`'s, whose tensors may be on `meta`, and whose shape has this `origin`."""
     if problem := damage(start.place):
         raise ValueError(none_whole(os.path.dirname(start.place), start.step, problem))
     refuse_another_model(start.place, state_dict, origin)
@@ -227,11 +218,8 @@ def check_records(folder: str, fingerprint: str | None, settings: Mapping[str, o
 
 
 def plan_start(config: JobConfig, units: int, start: Start, earlier: Lineage | None) -> Plan:
-    """Plan the privacy budget of a run with this start, as `settle` does.
-
-    Args:
-        earlier: ledger of the earlier runs in its folder (`checkpoint.plan.earlier_ledger`).
-    """
+    """Plan the privacy budget of a run with this start, as `settle` does; `earlier` is the ledger
+    of its folder (`plan.earlier_ledger`)."""
     initial = start.place if start.weights is Weights.INITIAL else None
     if (loaded := start.own_ledger) is not None:
         history, terms = resumed(config, earlier or loaded, loaded)
@@ -278,14 +266,8 @@ def rewound(config: JobConfig, earlier: Lineage, initial: str | None) -> Begun:
 
 
 def resumed(config: JobConfig, earlier: Lineage, loaded: Lineage) -> Begun:
-    """Return the history of weights that were loaded from a checkpoint of this run, which may be
-    older than its newest steps.
-
-    Args:
-        earlier: the ledger of the folder's earlier steps, whose marks are kept.
-
-    Raises:
-        ValueError: one line; no start of this folder took their steps.
+    """Return the history of weights that were loaded from a checkpoint of this run; the marks of
+    `earlier`, the folder's ledger, are kept. ValueError: no start of this folder took their steps.
     """
     if not RunLog(config.job.dump_folder).knows(loaded.start):
         raise ValueError(
@@ -306,12 +288,7 @@ def resumed(config: JobConfig, earlier: Lineage, loaded: Lineage) -> Begun:
 
 def with_initial(history: History, config: JobConfig, folder: str | None) -> History:
     """Return a history with the entries of the initial weights in a folder, if any, which it keeps
-    forever.
-
-    Raises:
-        ValueError: one line for the user; the weights have no ledger, or no epsilon of this run
-            could cover their steps.
-    """
+    forever. ValueError: they have no ledger, or no epsilon of this run could cover their steps."""
     if folder is None:
         return history
     if (earlier := ledger_beside(folder)) is None:
@@ -343,11 +320,7 @@ def with_initial(history: History, config: JobConfig, folder: str | None) -> His
 
 def ledger_beside(folder: str) -> Lineage | None:
     """Return the ledger of exported or released weights, by the `privacy.json` beside them; None
-    without one.
-
-    Raises:
-        ValueError: one line; they lie in a run's folder, where they may be of any step.
-    """
+    without one. ValueError: they lie in a run's folder, where they may be of any step."""
     place = os.path.realpath(folder)
     content = read_published_fields(place)
     if content is not None and (is_release(content) or not content["private"]):

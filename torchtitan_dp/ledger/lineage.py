@@ -114,7 +114,7 @@ class Settings:
             KeyError, TypeError, ValueError: a key is missing or out of its range.
         """
         own = {one.name: fields[one.name] for one in dataclasses.fields(cls)}
-        return cls(**{**own, "mechanism": from_fields(fields)})
+        return cls(**{**own, "mechanism": from_fields(dict(fields))})
 
 
 def _by_key(settings: Settings) -> dict[str, object]:

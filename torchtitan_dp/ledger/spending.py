@@ -277,21 +277,26 @@ def total(runs: Sequence[Run], delta: float | None = None, *, overlapping: bool 
 def counted_twice(runs: Sequence[Run]) -> list[str]:
     """Describe steps that `total` counts more than once: of copies of a run, and of a run beside
     one that began with its weights."""
-    lines, seen = [], dict[str, str]()
+    folders, lines = dict[str, str](), list[str]()
     for run in runs:
-        if (other := seen.setdefault(run.ledger.run, run.folder)) != run.folder:
+        if run.ledger.run in folders:
+            other = folders[run.ledger.run]
             lines.append(f"prefix counted twice: '{run.folder}' and '{other}' are copies")
+        folders[run.ledger.run] = run.folder
     for run in runs:
         for ancestor in run.ledger.ancestors:
-            if (other := seen.get(ancestor.run.partition("/")[0])) is not None:
+            if (name := ancestor.run.partition("/")[0]) in folders:
                 lines.append(
-                    f"prefix counted twice: '{run.folder}' began with weights of '{other}', all of "
-                    "whose steps until their export it counts; leave that out if it took none since"
+                    f"prefix counted twice: '{run.folder}' began with weights of "
+                    f"'{folders[name]}', and counts all that it had begun or planned by then: "
+                    "leave that out if it has done no more"
                 )
     return lines
 
 
-def _require_common(values: list[str | None], what: str, remedy: str, runs: Sequence[Run]) -> None:
+def _require_common(
+    values: Sequence[str | None], what: str, remedy: str, runs: Sequence[Run]
+) -> None:
     """Raise ValueError if a run's value is not that of the first."""
     for run, value in zip(runs, values, strict=True):
         if value is None and len(runs) > 1:

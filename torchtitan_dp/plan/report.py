@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchtitan_dp.checkpoint.plan import Plan, steps_within
+from torchtitan_dp.checkpoint.plan import Plan
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import feed_forward_chunk, heldout_units, mesh_degrees, unit_word
 from torchtitan_dp.distributed.host_memory import available_bytes
@@ -49,7 +49,6 @@ class Spent:
     meaning: tuple[str, ...]  # of epsilon, for one person: sentences
     if_capped: float | None  # epsilon, were estimated norms capped; None where they are
     loss: Loss | None  # None where none is published
-    within: int | None  # the most steps that keep the target, where lost ones exceed it
     recommended: Recommendation | None  # where it is asked for
 
 
@@ -99,9 +98,6 @@ def _spent(config: JobConfig, checked: Checked, plan: Plan, recommends: bool) ->
     if mechanism.largest_share > 1:
         exact = PoissonGaussian(mechanism.noise_multiplier, mechanism.sample_rate)
         if_capped = dataclasses.replace(settings, mechanism=exact).epsilon(plan.steps)
-    target, within = config.privacy.target_epsilon, None
-    if ledger.lost and plan.private and target is not None and plan.epsilon_stated > target:
-        within = steps_within(plan, target)
     _, dp_shard, cp = mesh_degrees(config)
     return Spent(
         plan=plan,
@@ -112,7 +108,6 @@ def _spent(config: JobConfig, checked: Checked, plan: Plan, recommends: bool) ->
         meaning=tuple(meaning.sentences(ledger.settings.unit)) if meaning else (),
         if_capped=if_capped,
         loss=_loss(config, plan, len(checked.records.heldout)),
-        within=within,
         recommended=recommend(config, plan, args, checked.start) if recommends else None,
     )
 

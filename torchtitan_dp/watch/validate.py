@@ -69,10 +69,8 @@ class HeldOutValidator:
         """Return the loss of each held-out unit, in a call of its own (fp64): by the average of
         weights, where there is one. Collectives: those of `_held_out`."""
         (model,) = model_parts
-        weights = contextlib.nullcontext()
-        if self._average is not None:
-            weights = self._average.in_place_of_weights()
-        with weights:
+        average = self._average
+        with average.in_place_of_weights() if average else contextlib.nullcontext():
             return self._held_out(model, alone=True).loss_N
 
     @torch.no_grad()
