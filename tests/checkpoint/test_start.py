@@ -129,7 +129,7 @@ def test_the_history_of_a_start_has_one_of_three_ways(tmp_path, steps):
     assert (fresh.steps, fresh.lost, fresh.ancestors, fresh.settings) == (0, 0, (), terms)
     begun = ended(Lineage(terms, run="r", caveats=("one",), planned_steps=9), tmp_path, 5)
     again = plan_start(config(tmp_path), UNITS, Start(), begun).ledger  # its weights are gone
-    assert (again.steps, again.lost, again.run, again.caveats[0]) == (0, 10, "r", "one")
+    assert (again.steps, again.lost, again.run, again.caveats[0]) == (0, 5, "r", "one")
     loaded = Lineage(terms, steps=steps, start=begun.start, caveats=("two",), private=False)
     save(tmp_path / "checkpoint" / f"step-{steps}", loaded.to_json())
     gone_on = plan_start(config(tmp_path), UNITS, decide_start(config(tmp_path)), begun).ledger
@@ -173,13 +173,14 @@ def test_row66_the_terms_of_a_published_loss_are_fixed_at_the_first_start(tmp_pa
         with_loss(tmp_path, done, "--training.steps=6")
     killed = dataclasses.replace(first, begun=1)  # before its result: both will count
     assert with_loss(tmp_path, killed, "--training.steps=5").releases(5).steps == 2
-    for epsilon in ("1e-9", "1e9"):
+    for epsilon in ("1e9", "1e12"):
         with pytest.raises(ValueError, match=r"^validation\.publish_epsilon = .*: no noise of a"):
             with_loss(tmp_path, None, f"--validation.publish_epsilon={epsilon}")
 
 
 def revised(folder):
     start = decide_start(config(folder))
+    dist.barrier()
     if dist.get_rank() == 0:
         truncate(Path(folder, "checkpoint", "step-4"))
     return start.step, confirmed(start, os.path.join(folder, "checkpoint")).step

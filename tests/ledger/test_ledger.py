@@ -247,7 +247,7 @@ def test_a_descendant_counts_and_hides_the_steps_that_its_ancestor_lost(tmp_path
         assert content["steps_executed"] == 150
         found = ledger_of(content)
         of_run = Ancestor("r/1", found.settings, found.steps, found.planned_steps, found.lost)
-        child = Lineage(with_terms(SETTINGS, noise_multiplier=8.0), ancestors=(of_run, of_run))
+        child = Lineage(with_terms(SETTINGS, noise_multiplier=8.0), ancestors=(of_run,))
         assert everything(child) == pytest.approx(content["epsilon"])
         assert any("steps were lost: 50" in caveat for caveat in caveats(child, 1.0, 1.0))
         told.append(total([Run(str(folder), child, "f")]))

@@ -42,7 +42,7 @@ def noise_for(*, target_epsilon: float, delta: float) -> float:
     """Find the noise multiplier with which one published loss spends at most the target.
 
     >>> round(noise_for(target_epsilon=1.0, delta=1e-5), 3)
-    3.73
+    3.731
     """
     return accounting.noise_for(
         PoissonGaussian(1.0, 1.0),
