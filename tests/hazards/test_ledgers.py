@@ -5,7 +5,7 @@ Called on stand-ins; ../test_resume.py shows the same on whole runs.
 
 import json
 from types import SimpleNamespace
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from tests import build
 from tests.accounts import begun, ended, export, publish, with_terms
 from tests.hazards.test_trainer import SETTINGS, STEP, bookkeeping
 from tests.processes.ranks import on_ranks
+from torchtitan_dp.checkpoint import bookkeeping as bookkeeping_module
 from torchtitan_dp.checkpoint.bookkeeping import Bookkeeping
 from torchtitan_dp.checkpoint.start import decide_start, with_initial
 from torchtitan_dp.checkpoint.terms import settings_of
@@ -71,13 +72,7 @@ def loading(folder, sigma=1.0, private=True):
     terms = settings_of(build.config(), 10, 1.0)
     loaded = ended(Lineage(terms, private=private, caveats=("a seed",), run="r"), folder, STEP)
     did, books = [], bookkeeping(Lineage(terms, run="r"), config)
-    books._units = 10
-
-    def settle(plan):
-        books.ledger = plan().ledger
-        did.append("settled, with fresh keys")
-
-    books._settle = settle
+    books._units, books._draw_keys = 10, lambda: did.append("keys")
     state = {"step": STEP, "ntokens_seen": 0, "ledger": loaded.to_json()}
     return did, SimpleNamespace(books=books, step=0), state
 
@@ -85,16 +80,21 @@ def loading(folder, sigma=1.0, private=True):
 @pytest.mark.parametrize("private", [True, False])
 def test_row11_31_and_45_loading_takes_the_step_the_marks_and_fresh_keys(tmp_path, private):
     did, trainer, state = loading(tmp_path, private=private)
-    DPTrainer.load_state_dict(trainer, state)
+    with (
+        patch.object(bookkeeping_module, "broadcast_from_rank0", lambda text: text),
+        patch.object(bookkeeping_module.dist, "get_rank", lambda: 0),
+    ):
+        DPTrainer.load_state_dict(trainer, state)
     ledger = trainer.books.ledger
     assert (trainer.step, ledger.steps, ledger.run) == (STEP, STEP, "r")
     assert (ledger.private, ledger.caveats[0]) == (private, "a seed")
-    assert did == ["settled, with fresh keys"]
+    assert did == ["keys"]
 
 
 def test_row31_a_checkpoint_under_other_terms_is_not_loaded(tmp_path):
     _, trainer, state = loading(tmp_path, sigma=9.0)
-    with pytest.raises(ValueError, match=r"= 9\.0: this run was started with"):
+    rank0 = patch.object(bookkeeping_module.dist, "get_rank", lambda: 0)
+    with rank0, pytest.raises(ValueError, match=r"= 9\.0: this run was started with"):
         DPTrainer.load_state_dict(trainer, state)
 
 

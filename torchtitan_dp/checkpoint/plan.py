@@ -61,7 +61,7 @@ def settle(config: JobConfig, units: int, history: History, terms: Settings | No
     Raises:
         ValueError: one line for the user.
     """
-    privacy, steps, folder = config.privacy, config.training.steps, config.job.dump_folder
+    privacy, steps = config.privacy, config.training.steps
     warnings = _check_delta(config, units)
     sigma, column = choose_noise(config, units, inherited(history.ancestors), terms)
     settings = settings_of(config, units, sigma, column)
@@ -89,10 +89,7 @@ def settle(config: JobConfig, units: int, history: History, terms: Settings | No
         config_hash=config_hash(config),
     )
     fields = {one.name: getattr(history, one.name) for one in dataclasses.fields(History)}
-    log = RunLog(folder)
-    ledger = log.enter_lost(Lineage(settings, **fields))
-    if problem := log.undercounted(ledger):
-        raise ValueError(_unlike(folder, problem))
+    ledger = RunLog(config.job.dump_folder).enter_lost(Lineage(settings, **fields))
     reached = _refuse_overspending(config, ledger, before)
     if ledger.composes and counted_by(ledger) != privacy.accountant:
         warnings.append(BY_RDP)
@@ -251,16 +248,11 @@ def earlier_ledger(folder: str) -> Lineage | None:
     stated = ledger_of(published)
     ledger = log.enter_lost(stated)
     if problem := log.lacks(stated) or log.undercounted(ledger):
-        raise ValueError(_unlike(folder, problem))
+        raise ValueError(
+            f"job.dump_folder = '{folder}': {problem}; restore both as the run wrote them, or use "
+            "another folder"
+        )
     return ledger if log.count > 0 else None
-
-
-def _unlike(folder: str, problem: str) -> str:
-    """Word the refusal of logs that contradict each other or `privacy.json`."""
-    return (
-        f"job.dump_folder = '{folder}': {problem}; restore both as the run wrote them, or use "
-        "another folder"
-    )
 
 
 def refuse_delta_of_loss(config: JobConfig, heldout: int) -> None:
