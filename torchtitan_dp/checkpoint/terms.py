@@ -61,9 +61,6 @@ def settings_of(
             )
         rate = batch / units
         source = f"training.global_batch_size / number of training {word}s (which is public)"
-    clipping: str = privacy.clipping
-    if privacy.clipping_groups:
-        clipping += f": {', '.join(privacy.clipping_groups)}"
     replicate, shard, _ = mesh_degrees(config)
     ranks = max(replicate, 1) * max(shard, 1)
     if column is None:
@@ -93,7 +90,7 @@ def settings_of(
         windows_per_draw=config.data.windows_per_draw,
         target_epsilon=privacy.target_epsilon,
         sampling=mechanism.sampling,
-        clipping=clipping,
+        clipping=privacy.clipping,
         clip_function=privacy.clip_function,
         secure_noise=privacy.secure_noise,
         trained=trained(config),

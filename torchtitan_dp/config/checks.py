@@ -336,11 +336,6 @@ def _methods(config: JobConfig) -> Iterator[Row]:
     )
     yield from mechanism.refusals(privacy)
     yield (
-        privacy.clipping == "flat" and bool(privacy.clipping_groups),
-        "privacy.clipping_groups: remove it, or set privacy.clipping to 'per_layer'; 'flat' clips "
-        "all as one group",
-    )
-    yield (
         config.compile.enable and method.per_sample_layers,
         f"compile.enable: '{name}' forms gradients in the layers, which are not compiled; set it "
         "to false, or privacy.gradient_method to 'microbatch'",

@@ -52,7 +52,7 @@ class Noise:
 
     def describe(self, trained: int, clipping: str) -> str:
         """Put the noise beside the largest signal that there can be."""
-        per_layer = clipping.startswith("per_layer")
+        per_layer = clipping != "flat"
         most = "C, with every group of layers at its bound" if per_layer else "C"
         return (
             f"noise: norm {self.in_step:.3g} C per step, {self.over_run:.3g} C averaged over the "

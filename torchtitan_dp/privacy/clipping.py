@@ -22,9 +22,9 @@ Guarantee:
     thousands of gradients and their order are made for it. `privacy.json` has the number.
 """
 
-import fnmatch
 import math
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -169,53 +169,26 @@ def clip_policy(
     names: Iterable[str], privacy: Privacy, *, max_grad_norm: float | None = None
 ) -> ClipPolicy:
     """Return the policy that the configuration asks for: one group with `flat`; with `per_layer`
-    one of each module that holds parameters, or of each of `clipping_groups`.
+    one of each module that holds parameters; with `per_block` each transformer block is one.
 
     Args:
         names: canonical, of all parameters that are trained.
         max_grad_norm: C > 0, if it is not the configuration's own.
 
-    Raises:
-        ValueError: a parameter fits no pattern, or a pattern has no parameter left to it.
-
-    >>> names, per_layer = ["a.weight", "a.bias", "b.weight"], Privacy(clipping="per_layer")
-    >>> clip_policy(names, per_layer).members
-    (('a.weight', 'a.bias'), ('b.weight',))
+    >>> names = ["embed.weight", "layers.0.a.weight", "layers.0.a.bias", "layers.0.b.weight"]
+    >>> clip_policy(names, Privacy(clipping="per_layer")).members
+    (('embed.weight',), ('layers.0.a.weight', 'layers.0.a.bias'), ('layers.0.b.weight',))
+    >>> clip_policy(names, Privacy(clipping="per_block")).members
+    (('embed.weight',), ('layers.0.a.weight', 'layers.0.a.bias', 'layers.0.b.weight'))
     """
-    clipping, patterns = privacy.clipping, privacy.clipping_groups
-    groups: dict[str, list[str]] = {pattern: [] for pattern in patterns}
+    groups: dict[str, list[str]] = {}
     for name in names:
-        if clipping == "flat":
-            group = ""
-        elif patterns:
-            fitting = _first_fitting(name, patterns)
-            if fitting is None:
-                raise ValueError(f"'{name}' fits none of them; '*' as the last one takes the rest")
-            group = fitting
-        else:
-            group = name.rpartition(".")[0]
-        groups.setdefault(group, []).append(name)
-    for pattern in patterns:
-        if clipping != "flat" and not groups[pattern]:
-            raise ValueError(f"'{pattern}' has no trained parameter that is not in one before it")
-    members = tuple(tuple(group) for group in groups.values() if group)
+        layer = "" if privacy.clipping == "flat" else name.rpartition(".")[0]
+        block = re.match(r".*?\.\d+\.", name) if privacy.clipping == "per_block" else None
+        groups.setdefault(block.group() if block else layer, []).append(name)
     C = privacy.max_grad_norm if max_grad_norm is None else max_grad_norm
+    members = tuple(tuple(group) for group in groups.values())
     return ClipPolicy(members, C, privacy.clip_function)
-
-
-def patterns_in_use(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
-    """Return the patterns that some parameter belongs to: those that a part of a model needs.
-
-    >>> patterns_in_use(["layers.0.w", "layers.1.w"], ["layers.0.*", "layers.7.*", "*", "layers.*"])
-    ['layers.0.*', '*']
-    """
-    used = {_first_fitting(name, patterns) for name in names}
-    return [pattern for pattern in patterns if pattern in used]
-
-
-def _first_fitting(name: str, patterns: Sequence[str]) -> str | None:
-    """Return the pattern that a parameter belongs to."""
-    return next((pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern)), None)
 
 
 def add_clipped_(accumulator: Tensor, gradient: Tensor, factor: Tensor, rejected: Tensor) -> None:
