@@ -18,10 +18,9 @@ from torch.func import functional_call, grad, vmap
 from torchtitan_dp.privacy.accounting import compose, noise_for
 from torchtitan_dp.privacy.clipping import add_clipped_, clip, squared_norm
 from torchtitan_dp.privacy.keys import RootKey
-from torchtitan_dp.privacy.mechanism import PoissonGaussian
 from torchtitan_dp.privacy.noise import add_gaussian_noise_
 from torchtitan_dp.privacy.sampling import poisson_draw
-from torchtitan_dp.privacy.segments import Segment
+from torchtitan_dp.privacy.segments import Mechanism, Segment
 
 RECORDS, EXPECTED_BATCH, STEPS, C = 2_000, 100, 60, 1.0
 TARGET_EPSILON, DELTA = 3.0, 1e-5  # delta is well below 1 / RECORDS
@@ -47,7 +46,7 @@ def main() -> None:
 
     per_sample_gradients = vmap(grad(loss), in_dims=(None, 0, 0))
     q, account = EXPECTED_BATCH / RECORDS, {"delta": DELTA, "accountant": "pld"}
-    mechanism = PoissonGaussian(1.0, q)  # of a step, for the search with any noise
+    mechanism = Mechanism(1.0, q)  # of a step, for the search with any noise
     sigma = noise_for(mechanism, STEPS, target_epsilon=TARGET_EPSILON, **account)
     root = RootKey.from_os()  # secret, in memory only: who has it can subtract the noise
     sampling_keys, noise_keys = root.stream("sampling"), root.stream("noise")

@@ -15,11 +15,15 @@ from torchtitan_dp.ledger.runs import Run, total
 from torchtitan_dp.ledger.settings import union
 from torchtitan_dp.ledger.spending import epsilon, initial_steps, own_steps, spending
 from torchtitan_dp.privacy.accounting import compose
-from torchtitan_dp.privacy.mechanism import AllocatedGaussian, PoissonGaussian
-from torchtitan_dp.privacy.segments import Segment, composition, steps_in_a_row
+from torchtitan_dp.privacy.segments import (
+    Mechanism,
+    Segment,
+    composition,
+    steps_in_a_row,
+)
 
 T = 4
-MECHANISM = AllocatedGaussian(2.0, 1 / T, round_steps=T)
+MECHANISM = Mechanism(2.0, 1 / T, round_steps=T)
 SETTINGS = Settings(
     MECHANISM, 0.5, 1e-5, 5, "pld", "privacy.sample_rate", "add_remove", sampling="allocation"
 )
@@ -84,7 +88,7 @@ def test_row74_a_start_inside_a_round_is_refused_unless_nothing_is_left():
 @pytest.mark.parametrize("back", [False, True])
 def test_row74_a_change_of_sampling_is_refused_on_a_resume(back):
     """Also at the same noise and rate, where no other key differs."""
-    poisson = replace(SETTINGS, mechanism=PoissonGaussian(2.0, 1 / T), sampling="poisson")
+    poisson = replace(SETTINGS, mechanism=Mechanism(2.0, 1 / T), sampling="poisson")
     now, before = (poisson, SETTINGS) if back else (SETTINGS, poisson)
     with pytest.raises(ValueError, match=r"privacy\.sampling = "):
         resumed(Lineage(now, planned_steps=8), Lineage(before, steps=4, planned_steps=8))
@@ -113,7 +117,7 @@ def test_several_runs_add_up_and_their_steps_are_those_begun():
 
 @pytest.mark.parametrize("allocated_first", [False, True])
 def test_rounds_compose_with_an_ancestor_that_was_poisson_sampled(allocated_first):
-    poisson = replace(SETTINGS, mechanism=PoissonGaussian(2.0, 1 / T), sampling="poisson")
+    poisson = replace(SETTINGS, mechanism=Mechanism(2.0, 1 / T), sampling="poisson")
     first, then = (SETTINGS, poisson) if allocated_first else (poisson, SETTINGS)
     names = " ".join(Lineage(first, steps=5).names())
     ancestor = Ancestor("before", first, names, planned_steps=5)

@@ -15,11 +15,17 @@ from torchtitan_dp.ledger.lineage import resumed
 from torchtitan_dp.ledger.settings import union
 from torchtitan_dp.ledger.spending import epsilon, own_steps, spending
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.mechanism import BandedGaussian, PoissonGaussian, from_fields
-from torchtitan_dp.privacy.segments import Segment, composition, steps_in_a_row
+from torchtitan_dp.privacy.coefficients import cut_off
+from torchtitan_dp.privacy.segments import (
+    Mechanism,
+    Segment,
+    composition,
+    from_fields,
+    steps_in_a_row,
+)
 
 BANDS = 4
-MECHANISM = BandedGaussian(1.0, 0.05, bands=BANDS)
+MECHANISM = Mechanism(1.0, 0.05, column=cut_off(BANDS))
 SETTINGS = Settings(MECHANISM, 0.5, 1e-5, 5, "pld", "privacy.sample_rate", "add_remove")
 
 
@@ -107,14 +113,14 @@ def test_its_run_is_logged_published_verified_and_read(tmp_path):
 
 def test_other_bands_or_independent_noise_are_not_the_same_run():
     loaded = Lineage(SETTINGS, steps=3)
-    for mechanism in (replace(MECHANISM, bands=2, column=()), PoissonGaussian(1.0, 0.05)):
+    for mechanism in (replace(MECHANISM, bands=2, column=()), Mechanism(1.0, 0.05)):
         with pytest.raises(ValueError, match=r"privacy\.bands = .* started with 4"):
             resumed(Lineage(replace(SETTINGS, mechanism=mechanism)), loaded)
 
 
 def test_a_rate_above_one_is_refused_with_the_largest_bands():
     with pytest.raises(ValueError, match=r"privacy\.bands = 8: .* use at most 4"):
-        BandedGaussian(1.0, 0.23, bands=8)
+        Mechanism(1.0, 0.23, column=cut_off(8))
 
 
 def test_a_column_is_read_as_it_was_written_and_its_lack_is_the_cut_off_one():

@@ -24,13 +24,12 @@ from torchtitan_dp.ledger.spending import (
     spending,
 )
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.mechanism import PoissonGaussian
 from torchtitan_dp.privacy.published_loss import LossNoise
-from torchtitan_dp.privacy.segments import Segment
+from torchtitan_dp.privacy.segments import Mechanism, Segment
 from torchtitan_dp.watch.validate import HeldOutValidator
 
 STEPS = 40
-TERMS = Settings(PoissonGaussian(1.0, 0.1), 0.5, 1e-5, 5, "rdp", "", "zero_out")
+TERMS = Settings(Mechanism(1.0, 0.1), 0.5, 1e-5, 5, "rdp", "", "zero_out")
 
 
 def due(step: int, freq: int, last: int = STEPS) -> bool:

@@ -14,9 +14,9 @@ from torchtitan_dp.ledger.lineage import resumed
 from torchtitan_dp.ledger.log import EVALUATIONS_FILE, EXECUTED_FILE, STARTS_FILE
 from torchtitan_dp.ledger.settings import HeldOutLosses, NoisedLoss
 from torchtitan_dp.ledger.spending import spending
-from torchtitan_dp.privacy.mechanism import BandedGaussian, PoissonGaussian
+from torchtitan_dp.privacy.coefficients import cut_off
 from torchtitan_dp.privacy.published_loss import LossNoise
-from torchtitan_dp.privacy.segments import composition
+from torchtitan_dp.privacy.segments import Mechanism, composition
 from torchtitan_dp.process import Fault
 
 STEPS = 40
@@ -24,8 +24,8 @@ STEPS = 40
 
 def fresh(bands: int = 1, freq: int = 10) -> Lineage:
     """A run before its first step."""
-    gaussian = PoissonGaussian(1.0, 0.02)
-    mechanism = gaussian if bands == 1 else BandedGaussian(1.0, 0.02, bands=bands)
+    gaussian = Mechanism(1.0, 0.02)
+    mechanism = gaussian if bands == 1 else Mechanism(1.0, 0.02, column=cut_off(bands))
     settings = Settings(mechanism, 0.5, 1e-5, 5, "rdp", "privacy.sample_rate", "add_remove")
     losses = HeldOutLosses(LossNoise("gaussian", 3.0), 4.0, 1e-5, 1.0, freq)
     return Lineage(settings, planned_steps=STEPS, heldout_losses=losses, run="r")

@@ -10,9 +10,8 @@ from scipy.special import ndtr, ndtri
 
 from tests.accounts import noise_multiplier
 from torchtitan_dp.privacy import accounting, published_loss
-from torchtitan_dp.privacy.mechanism import PoissonGaussian
 from torchtitan_dp.privacy.published_loss import LossNoise, noise_of
-from torchtitan_dp.privacy.segments import Segment
+from torchtitan_dp.privacy.segments import Mechanism, Segment
 
 HOSTILE = (0.0, 3.999, 4.0, 4.001, 1e9, math.inf, -math.inf, math.nan, -1.0, 1e-300)
 KEYS = [i.to_bytes(32, "little") for i in range(2000)]
@@ -84,13 +83,11 @@ def test_the_gaussian_that_stands_for_laplace_dominates_it(scale):
 
 
 def test_evaluations_compose_with_other_steps():
-    before = [Segment(PoissonGaussian(1.0, 0.01), 500)]
+    before = [Segment(Mechanism(1.0, 0.01), 500)]
     spent = accounting.compose(before, delta=1e-5, accountant="pld")
     laplace, gaussian = LossNoise("laplace", 10.0), LossNoise("gaussian", 10.0)
     for noise in (laplace, gaussian):
         both = noise.epsilon(5, delta=1e-5, before=before)
         assert spent < both <= spent + noise.epsilon(5, delta=1e-5) * 1.001
-    exact = accounting.compose(
-        [Segment(PoissonGaussian(10.0, 1.0), 5)], delta=1e-5, accountant="pld"
-    )
+    exact = accounting.compose([Segment(Mechanism(10.0, 1.0), 5)], delta=1e-5, accountant="pld")
     assert gaussian.epsilon(5, delta=1e-5) == exact

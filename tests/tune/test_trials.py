@@ -10,9 +10,8 @@ from torchtitan_dp.ledger import Lineage, Settings
 from torchtitan_dp.ledger.lineage import Ancestor
 from torchtitan_dp.ledger.settings import HeldOutLosses
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.mechanism import BandedGaussian, PoissonGaussian
 from torchtitan_dp.privacy.published_loss import LossNoise
-from torchtitan_dp.privacy.segments import Segment
+from torchtitan_dp.privacy.segments import Mechanism, Segment
 from torchtitan_dp.tune.trials import _noise_of_losses, grid, split, total
 
 DELTA = 1e-5
@@ -26,7 +25,7 @@ def planned(kind, steps, accountant="pld", ancestors=()):
 
 
 def banded(sample_rate):
-    return BandedGaussian(1.0, sample_rate, bands=4, column=(1.0, 0.5, 0.375, 0.3125))
+    return Mechanism(1.0, sample_rate, column=(1.0, 0.5, 0.375, 0.3125))
 
 
 TRIALS = {
@@ -68,9 +67,7 @@ def test_all_published_losses_together_spend_the_target(steps, target):
     ]
     evaluations = sum(1 if count == 1 else 2 for count in steps)
     sigma = noise.scale / math.sqrt(evaluations)
-    spent = accounting.compose(
-        [Segment(PoissonGaussian(sigma, 1.0), 1)], delta=DELTA, accountant="pld"
-    )
+    spent = accounting.compose([Segment(Mechanism(sigma, 1.0), 1)], delta=DELTA, accountant="pld")
     assert 0.99 * target <= spent <= target
     assert total(ledgers).heldout_epsilon == pytest.approx(spent, rel=1e-6)
 

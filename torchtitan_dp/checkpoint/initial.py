@@ -19,7 +19,7 @@ from torchtitan_dp.ledger.lineage import Ancestor, Lineage
 from torchtitan_dp.ledger.log import RunLog
 from torchtitan_dp.ledger.settings import Settings
 from torchtitan_dp.ledger.spending import evaluations
-from torchtitan_dp.privacy.mechanism import NoMechanism
+from torchtitan_dp.privacy.segments import NONE, Mechanism
 
 PUBLIC = "the initial weights are assumed to be public"
 _NOT_PRIVATE = "the initial weights are not private"
@@ -122,7 +122,7 @@ def baseline_ledger(config: JobConfig, units: int) -> Lineage:
     """Return the ledger of a run without privacy on so many training units."""
     batch = config.training.global_batch_size
     settings = Settings(
-        NoMechanism(0.0, min(max(batch, 1) / units, 1.0)),
+        Mechanism(0.0, min(max(batch, 1) / units, 1.0), private=False),
         max_grad_norm=0.0,  # none
         delta=config.privacy.delta or 0.0,
         expected_batch_size=batch,
@@ -163,5 +163,5 @@ def _is_baseline(folder: str) -> bool:
     """Return whether its `privacy.json` is of a run without privacy; one that is broken is not."""
     with contextlib.suppress(ValueError):
         published = read_published_fields(folder)
-        return published is not None and published["mechanism"] == NoMechanism.name
+        return published is not None and published["mechanism"] == NONE
     return False

@@ -26,9 +26,8 @@ from torchtitan_dp.ledger.settings import HeldOutLosses, Settings, scheduled
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.coefficients import INDEPENDENT, found_for
-from torchtitan_dp.privacy.mechanism import mechanism_of
 from torchtitan_dp.privacy.published_loss import LossNoise, noise_of
-from torchtitan_dp.privacy.segments import Segment
+from torchtitan_dp.privacy.segments import Segment, mechanism_of
 
 
 def settings_of(

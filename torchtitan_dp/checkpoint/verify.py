@@ -23,7 +23,7 @@ from torchtitan_dp.ledger.files import (
 from torchtitan_dp.ledger.lineage import Lineage
 from torchtitan_dp.ledger.log import EVALUATIONS_FILE, EXECUTED_FILE, RunLog
 from torchtitan_dp.ledger.runs import Run
-from torchtitan_dp.privacy.mechanism import NoMechanism
+from torchtitan_dp.privacy.segments import NONE
 
 _SLACK = 1e-6  # relative: of the accountants' arithmetic on another machine
 
@@ -39,7 +39,7 @@ def verify(folder: str) -> Run:
         raise ValueError(f"'{folder}' has no {PRIVACY_FILE}: name the job.dump_folder of a run")
     if schema.is_release(published):
         raise ValueError(f"'{folder}' is a release: name the job.dump_folder of its run")
-    if published["mechanism"] == NoMechanism.name:
+    if published["mechanism"] == NONE:
         raise ValueError(f"'{folder}' is a run without privacy: no epsilon covers it")
     held = [(step, at) for at in checkpoint_folders(folder) for step in finished_checkpoints(at)]
     stated, log = ledger_of(published), RunLog(folder)

@@ -33,8 +33,7 @@ from torchtitan_dp.ledger.spending import (
 from torchtitan_dp.ledger.spending import epsilon as epsilon_of
 from torchtitan_dp.privacy.accounting import EpsilonCurve, rounded_up
 from torchtitan_dp.privacy.meaning import Meaning, meaning
-from torchtitan_dp.privacy.mechanism import from_fields
-from torchtitan_dp.privacy.segments import Segment, composition, dp_event
+from torchtitan_dp.privacy.segments import Mechanism, Segment, composition, dp_event
 
 
 class Account:
@@ -196,11 +195,19 @@ def explain(lineage: Lineage, segments: list[Segment], epsilon: float) -> Meanin
     return meaning(segments, lineage.settings.delta)
 
 
+def in_words(mechanism: Mechanism) -> list[str]:
+    """Return how norms were estimated and how noise depends on earlier steps', for a console;
+    nothing of exact norms and independent noise."""
+    k, capped = mechanism.projections, mechanism.capped_projections
+    norms = f"norms from {k or capped} projections" + (", capped" if capped else "")
+    noise = f"noise correlated over steps, {mechanism.period} bands"
+    return [*([norms] if k or capped else []), *([noise] if mechanism.period > 1 else [])]
+
+
 def summary(spent: dict[str, Any]) -> list[str]:
     """Return the lines that end a run's console, from its `privacy.json`."""
     epsilon = f"epsilon = {rounded_up(spent['epsilon'])}" if spent["private"] else "NOT private"
-    mechanism = from_fields(spent)
-    how = "".join(f"{words}, " for words in (mechanism.norms, mechanism.noise) if words)
+    how = "".join(f"{words}, " for words in in_words(Mechanism.from_fields(spent)))
     lines = [
         f"done: {spent['steps']} steps",
         f"privacy: {epsilon}, delta = {spent['delta']:g} "

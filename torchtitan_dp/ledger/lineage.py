@@ -17,8 +17,7 @@ from torchtitan_dp.ledger.settings import (
     new_name,
     step_names,
 )
-from torchtitan_dp.privacy.mechanism import from_fields
-from torchtitan_dp.privacy.segments import Segment
+from torchtitan_dp.privacy.segments import Mechanism, Segment
 
 FORMAT = 1  # of a ledger in a checkpoint, and of `privacy.json`
 TRIAL = "a trial of a search: epsilon counts it alone, and choosing it spent what all trials did"
@@ -75,7 +74,7 @@ class Ancestor:
             **{
                 **fields,
                 "settings": Settings.from_fields(fields["settings"]),
-                "evaluations": losses and Segment(from_fields(losses), losses["steps"]),
+                "evaluations": losses and Segment(Mechanism.from_fields(losses), losses["steps"]),
             }
         )
 

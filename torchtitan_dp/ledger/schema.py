@@ -17,15 +17,13 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from torchtitan_dp.ledger.lineage import FORMAT, Lineage
-from torchtitan_dp.privacy.mechanism import MECHANISMS
-from torchtitan_dp.privacy.segments import Mechanism
 
 
 class Origin(enum.Enum):
     """The source of a key's value."""
 
     SETTINGS = "an attribute of the run's `Settings`"
-    MECHANISM = "one of its mechanism's own `keys`; files of other mechanisms lack it"
+    MECHANISM = "a number of its mechanism (`Mechanism.fields`); files of others may lack it"
     LEDGER = "an attribute of the `Lineage`"
     ACCOUNT = "computed when the file is written"
     RELEASE = "computed when a release is made; a run's own file lacks it"
@@ -225,9 +223,47 @@ class PrivacyFile:
     since."""
 
 
-def keys_of(kind: type[Mechanism]) -> tuple[Key, ...]:
-    """Return the keys of one kind of mechanism: files of others lack them."""
-    return tuple(Key(name, of, _MECHANISM, meaning=text) for name, of, text in kind.keys)
+_OF_MECHANISMS = tuple(
+    Key(name, of, _MECHANISM, meaning=text)
+    for name, of, text in (
+        (
+            "projections",
+            int,
+            "From how many random projections norms were estimated, whose errors ε counts; 0: they "
+            "were exact, or errors were capped, so that a unit counts C at most.",
+        ),
+        (
+            "capped_projections",
+            int,
+            "From how many random projections norms were estimated, where a gradient that is "
+            "longer than its estimate is scaled down to it: a unit counts C at most whatever the "
+            "errors are, so that ε is that of exact norms. 0: none were, or ε counts their errors.",
+        ),
+        (
+            "norm_estimator",
+            str,
+            "How: `hutchinson`, `hutch++`, or, where both numbers are 0, `exact`.",
+        ),
+        (
+            "round_steps",
+            int,
+            "t: the steps of a round, at exactly one of which each unit is drawn. ε is of whole "
+            "rounds.",
+        ),
+        (
+            "bands",
+            int,
+            "b: units are in b groups, of which each step draws from the next one, each unit with "
+            "probability b q; noise is correlated over steps by a matrix of b bands.",
+        ),
+        (
+            "column",
+            list[float],
+            "c: the coefficients of these bands, chosen at the run's first start "
+            "(docs/privacy.md); ε does not depend on them: noise is scaled by their norm.",
+        ),
+    )
+)
 
 
 def _keys() -> Iterator[Key]:
@@ -235,7 +271,7 @@ def _keys() -> Iterator[Key]:
         origin, *marks = hint.__metadata__
         yield Key(name, hint.__origin__, origin, released=_NOT_RELEASED not in marks)
         if name == "max_grad_norm":
-            yield from dict.fromkeys(key for kind in MECHANISMS for key in keys_of(kind))
+            yield from _OF_MECHANISMS
 
 
 KEYS = tuple(_keys())

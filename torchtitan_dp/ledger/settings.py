@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.mechanism import from_fields
 from torchtitan_dp.privacy.published_loss import LossNoise
 from torchtitan_dp.privacy.segments import Mechanism, Segment
 
@@ -120,7 +119,7 @@ class Settings:
         Raises:
             KeyError, TypeError, ValueError: a key is missing, unknown or out of its range.
         """
-        mechanism = from_fields(fields)
+        mechanism = Mechanism.from_fields(fields)
         own = {name: value for name, value in fields.items() if name not in mechanism.fields()}
         return cls(mechanism, **own)
 
@@ -128,6 +127,8 @@ class Settings:
 def _by_key(settings: Settings) -> dict[str, object]:
     """Return the terms by the keys of the configuration that set them."""
     mechanism = settings.mechanism
+    estimated = "accounted" if mechanism.projections else ""
+    estimated = "capped" if mechanism.capped_projections else estimated
     return {
         # Of banded noise, its bands differ too.
         "privacy.sampling": "allocation" if mechanism.round_steps > 1 else "poisson",
@@ -140,7 +141,11 @@ def _by_key(settings: Settings) -> dict[str, object]:
         "privacy.clipping": settings.clipping,
         "privacy.clip_function": settings.clip_function,
         "privacy.secure_noise": settings.secure_noise,
-        **mechanism.terms(),
+        "privacy.gradient_method": f"'randomized' with underestimates = '{estimated}'"
+        if estimated
+        else "one of exact norms",
+        "privacy.projections": mechanism.projections or mechanism.capped_projections,
+        "privacy.norm_estimator": mechanism.norm_estimator,
         "data.windows_per_draw": settings.windows_per_draw,
         "privacy.delta": settings.delta,
         "data.unit_field": settings.privacy_unit,

@@ -15,7 +15,6 @@ from torchtitan_dp.ledger.settings import Settings, union
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.clipping import fp32_sum_excess
-from torchtitan_dp.privacy.mechanism import MECHANISMS
 from torchtitan_dp.privacy.segments import Mechanism, Segment, steps_in_a_row
 
 
@@ -147,6 +146,10 @@ def assumptions(lineage: Lineage) -> list[str]:
 _EARLY = "not all planned steps were taken: "
 _LOST = "steps were lost: "
 _ROUNDED = "the clipped sum is rounded: "
+_ESTIMATED = (
+    "norms were estimated from random projections: the estimates' errors, which epsilon "
+    "counts, are taken to be those of real numbers"
+)
 BY_RDP = (
     "RDP counts in the place of privacy.accountant = 'pld', whose numbers float64 cannot hold here "
     "or are larger: epsilon holds, but may be above the least one"
@@ -195,7 +198,8 @@ def caveats(lineage: Lineage, epsilon: float, epsilon_planned: float) -> list[st
                 else f"{rounded_up(1 + excess, digits=_digits(excess))} C instead of C"
             )
         )
-        found += dict.fromkeys(filter(None, (settings.mechanism.caveat for settings in taken)))
+        if any(settings.mechanism.projections for settings in taken):
+            found.append(_ESTIMATED)
         if counted_by(lineage) != lineage.settings.accountant:
             found.append(BY_RDP)
     return found
@@ -214,7 +218,7 @@ def recorded(found: Iterable[str]) -> list[str]:
         _LOST,
         _ROUNDED,
         BY_RDP,
-        *(kind.caveat for kind in MECHANISMS if kind.caveat),
+        _ESTIMATED,
     )
     return [caveat for caveat in found if not caveat.startswith(computed_anew)]
 

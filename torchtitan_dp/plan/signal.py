@@ -15,7 +15,6 @@ import math
 from dataclasses import dataclass
 
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.mechanism import PoissonGaussian
 from torchtitan_dp.privacy.segments import Mechanism, Segment
 from torchtitan_dp.process import typed
 
@@ -111,7 +110,7 @@ class Target:
     def noise_multiplier(self, batch: int, steps: int) -> float:
         """Find the sigma that keeps the promise; ValueError, one line, if there is none."""
         return accounting.noise_for(
-            PoissonGaussian(1.0, batch / self.units),
+            Mechanism(1.0, batch / self.units),
             steps,
             target_epsilon=self.epsilon,
             delta=self.delta,

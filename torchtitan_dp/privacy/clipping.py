@@ -255,24 +255,10 @@ def fp32_sum_excess(samples: int, ranks: int = 1) -> float:
             a number that it hardly ever exceeds, not the expected one.
         ranks: W, the data-parallel ranks whose sums are added up, in any order.
 
-    Derivation. An addition in fp32 gives (a + b) (1 + d) in each value with |d| <= u = 2^-24, so
-    its error is a vector of norm at most u |a + b| (Higham 2002, section 2.2; nothing is lost to
-    underflow in an addition). After k additions the partial sum has a norm of at most
-    k C (1 + u)^k, since each sample has at most C. The first addition, to 0, is exact. On the rank
-    of the record that differs, the errors of the other n - 1 add up to at most
-
-        u C (1 + u)^n (2 + 3 + ... + n)  =  u C (1 + u)^n (n (n + 1) / 2 - 1).
-
-    Over ranks, the sums of n samples each are added in a tree of W - 1 additions, of which the one
-    with m ranks below it errs by at most u m n C (1 + u)^(n + m). Their sizes m add up to most when
-    the tree is a chain: 2 + 3 + ... + W. What other ranks add up is the same in both runs. The two
-    runs' errors may point in opposite directions: each counts. Together, as a share of C,
-
-        u (1 + u)^(n + W) (n (n + 1) - 2 + n (W (W + 1) - 2)),
-
-    about n^2 u for one rank. Gradients and an order made for it reach two ninths of that (tests:
-    3,073 samples move the sum by 0.125 C, 12,289 by 2.001 C, with a record whose own norm is below
-    C / 1000). Samples that nobody arranged round in directions of their own, and stay far below.
+    Returns:
+        u (1 + u)^(n + W) (n (n + 1) - 2 + n (W (W + 1) - 2)) with u = 2^-24: about n^2 u for one
+        rank (docs/proofs.md, "The sum in fp32"). Gradients and an order made for it reach two
+        ninths of that; samples that nobody arranged stay far below.
 
     >>> [round(fp32_sum_excess(n), 6) for n in (1, 256, 3_073, 12_289)]
     [0.0, 0.003921, 0.563152, 9.008794]

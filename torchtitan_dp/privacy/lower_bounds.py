@@ -20,7 +20,8 @@ Pearson (1934) for a rate. Libraries with these bounds bring JAX, or need two tr
 import numpy as np
 from scipy import special  # scipy.stats takes a second to import
 
-from torchtitan_dp.privacy.randomized import Ratios
+from torchtitan_dp.privacy.randomized import Ratios, ratios
+from torchtitan_dp.privacy.segments import Mechanism
 
 _SCAN = 0.05  # epsilon is scanned upwards in steps of this, then refined
 _PRECISION = 1e-4
@@ -82,6 +83,15 @@ def expected_mu(mu: float, trials: int, confidence: float) -> float:
         positives=trials,
         confidence=confidence,
     )
+
+
+def claimed_mu(mechanism: Mechanism, trials: int, confidence: float) -> float:
+    """Return the largest mu that an audit of one whole step, or round of steps, may find, with this
+    confidence."""
+    if not mechanism.projections:
+        return 1 / mechanism.noise_multiplier
+    shares = ratios(mechanism.projections)
+    return mixture_mu(mechanism.noise_multiplier, shares, trials=trials, confidence=confidence)
 
 
 def mixture_mu(sigma: float, ratios: Ratios, *, trials: int, confidence: float) -> float:

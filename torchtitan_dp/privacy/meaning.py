@@ -65,8 +65,8 @@ class Meaning:
     def sentences(self, unit: str = "record") -> list[str]:
         """Return the bounds in plain English, each number rounded up.
 
-        >>> from torchtitan_dp.privacy.mechanism import PoissonGaussian
-        >>> for line in meaning([Segment(PoissonGaussian(2.0, 1.0), 4)], 1e-5).sentences():
+        >>> from torchtitan_dp.privacy.segments import Mechanism
+        >>> for line in meaning([Segment(Mechanism(2.0, 1.0), 4)], 1e-5).sentences():
         ...     print(line)
         A membership-inference attack with 1% false positives detects at most 9.24% of training \
 records.
@@ -99,8 +99,8 @@ def meaning(segments: Sequence[Segment], delta: float) -> Meaning:
     Returns:
         Upper bounds; 1 without noise.
 
-    >>> from torchtitan_dp.privacy.mechanism import PoissonGaussian
-    >>> run = meaning([Segment(PoissonGaussian(1.0, 0.01), 1_000)], 1e-5)
+    >>> from torchtitan_dp.privacy.segments import Mechanism
+    >>> run = meaning([Segment(Mechanism(1.0, 0.01), 1_000)], 1e-5)
     >>> [round(share, 3) for _, share in run.detected], round(run.posterior, 3)
     ([0.029, 0.004], 0.903)
     """

@@ -35,9 +35,8 @@ import torch
 from scipy.special import expit, ndtri
 
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.mechanism import PoissonGaussian
 from torchtitan_dp.privacy.secure_noise import DRAWS, add_draws, grid
-from torchtitan_dp.privacy.segments import Segment
+from torchtitan_dp.privacy.segments import Mechanism, Segment
 
 Kind = Literal["laplace", "gaussian"]
 
@@ -69,7 +68,7 @@ class LossNoise:
         sigma = self.scale
         if self.kind == "laplace":
             sigma = -0.5 / float(ndtri(expit(-1 / self.scale))) * (1 - 1e-9)
-        return Segment(PoissonGaussian(sigma, 1.0), evaluations)
+        return Segment(Mechanism(sigma, 1.0), evaluations)
 
     def epsilon(self, evaluations: int, *, delta: float, before: Sequence[Segment] = ()) -> float:
         """Compute what so many evaluations spend, for one held-out unit; by PLD, which is exact for
@@ -126,7 +125,7 @@ def noise_of(*, target_epsilon: float, delta: float, evaluations: int) -> LossNo
     laplace = LossNoise("laplace", evaluations / target_epsilon * (1 + 1e-12))
     try:
         sigma = accounting.noise_for(
-            PoissonGaussian(1.0, 1.0),
+            Mechanism(1.0, 1.0),
             evaluations,
             target_epsilon=target_epsilon,
             delta=delta,

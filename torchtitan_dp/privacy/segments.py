@@ -1,8 +1,6 @@
 """The steps of a run: as a `Mechanism`, a frozen value, and as the Gaussians that dominate them.
 
-Ledger, plan, card, `privacy.json`, audit and resume treat a mechanism as opaque; `mechanism` has
-its classes. Accountants see Poisson-subsampled Gaussians and rounds of random allocation, and
-nothing else.
+Accountants see Poisson-subsampled Gaussians and rounds of random allocation, and nothing else.
 
 Guarantee
 ---------
@@ -19,11 +17,10 @@ same run.
 
 import dataclasses
 import math
-from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torchtitan_dp.privacy.coefficients import (
     INDEPENDENT,
@@ -32,10 +29,12 @@ from torchtitan_dp.privacy.coefficients import (
     noise_in_step,
     noise_in_weights,
 )
-from torchtitan_dp.privacy.randomized import Ratios
+from torchtitan_dp.privacy.randomized import Ratios, largest_ratio, ratios, refuse_projections
 from torchtitan_dp.privacy.settings import Privacy
 
 _EVENTS = "dp_accounting.dp_event"
+NONE = "none"
+"""The mechanism of a run that is trained without privacy, in `privacy.json`."""
 
 
 @dataclass(frozen=True)
@@ -103,12 +102,23 @@ round_steps=1))
 
 
 @dataclass(frozen=True)
-class Mechanism(ABC):
-    """One step: units drawn with `sample_rate`, noise of `noise_multiplier` times the clip norm.
+class Mechanism:
+    """One optimizer step, by its numbers; `privacy.json` records them.
 
     Args:
         noise_multiplier: sigma, the noise's standard deviation over C; 0 means no privacy.
-        sample_rate: q, the probability with which each unit is drawn at each step.
+        sample_rate: q, the probability that a unit is drawn at a step, on average over steps.
+        projections: k, the random projections that norms are estimated from, whose errors epsilon
+            counts (`randomized`); 0: none.
+        capped_projections: k, where a gradient longer than its estimate is scaled down to it, so
+            that a unit adds at most C and epsilon is that of exact norms; 0: none.
+        norm_estimator: of these norms, or "exact".
+        round_steps: t of random allocation (`allocation`), where q = 1 / t; 1: each step is drawn
+            by itself.
+        column: c_0 = 1, …, c_{b-1}, by which a step takes back earlier noise (`banded`): units are
+            in b groups, of which each step draws from the next one with probability b q.
+        group: of one step of b groups, its number modulo b; None for steps in a row.
+        private: False for a step of a run that trains without privacy.
 
     Raises:
         ValueError: a value is out of its range.
@@ -116,33 +126,62 @@ class Mechanism(ABC):
 
     noise_multiplier: float
     sample_rate: float
-
-    name: ClassVar[str]
-    """The value of `mechanism` in `privacy.json`."""
-
-    sampling: ClassVar[str] = "poisson"
-    """The value of `sampling` there."""
-
-    caveat: ClassVar[str] = ""
-    """An assumption that epsilon rests on with this mechanism; empty if there is none."""
-
-    keys: ClassVar[tuple[tuple[str, type, str], ...]] = ()
-    """Its own keys of `privacy.json`, which are attributes: name, type and meaning of each."""
+    projections: int = 0
+    capped_projections: int = 0
+    norm_estimator: str = "exact"
+    round_steps: int = 1
+    column: tuple[float, ...] = INDEPENDENT
+    group: int | None = None
+    private: bool = True
 
     def __post_init__(self) -> None:
-        if not 0 <= self.sample_rate <= 1:
+        t, b, q = self.round_steps, self.period, self.sample_rate
+        if not 0 <= q <= 1:
             raise ValueError(
-                f"privacy.sample_rate = {self.sample_rate} is not a probability; choose one "
-                "between 0 and 1"
+                f"privacy.sample_rate = {q} is not a probability; choose one between 0 and 1"
             )
         if not self.noise_multiplier >= 0:
             raise ValueError(
                 f"privacy.noise_multiplier = {self.noise_multiplier} is negative; choose 0 or more"
             )
+        if t < 1 or (t > 1 and q != 1 / t) or (t > 1 and b > 1):
+            raise ValueError(f"rounds of {t} steps at the rate {q}, with {b} bands")
+        if self.column[:1] != (1.0,):
+            raise ValueError(f"bands with the coefficients {self.column}")
+        if b * q > 1:
+            raise ValueError(
+                f"privacy.bands = {b}: each unit would be drawn with probability {b} x {q:.4g} at "
+                f"every {b}th step; use at most {math.floor(1 / q)}"
+            )
+        if self.projections:
+            refuse_projections(self.projections)
 
-    @abstractmethod
+    @property
+    def name(self) -> str:
+        """The value of `mechanism` in `privacy.json`."""
+        if not self.private:
+            return NONE
+        if self.round_steps > 1:
+            return "gaussian_of_random_allocation"
+        if self.period > 1:
+            return "banded_gaussian_of_cyclic_poisson_sampling"
+        if self.projections:
+            return "poisson_sampled_gaussian_of_randomized_norms"
+        return "poisson_sampled_gaussian"
+
+    @property
+    def sampling(self) -> str:
+        """The value of `sampling` there."""
+        if self.round_steps > 1:
+            return "allocation"
+        return "poisson" if self.period == 1 else "cyclic_poisson"
+
     def composition(self, steps: int) -> tuple[GaussianSteps, ...]:
         """Return subsampled Gaussian steps that dominate `steps` steps in a row."""
+        whole = -(-steps // (self.period * self.round_steps))  # one of both is 1
+        shares = ratios(self.projections) if self.projections else None
+        rate = self.draw_rate
+        return (GaussianSteps(self.noise_multiplier, rate, whole, shares, self.round_steps),)
 
     @property
     def period(self) -> int:
@@ -151,26 +190,14 @@ class Mechanism(ABC):
         return len(self.column)
 
     @property
-    def round_steps(self) -> int:
-        """t, the steps of a round that is drawn at once, and counts as a whole; 1 where each step
-        is drawn by itself."""
-        return 1
-
-    @property
-    def column(self) -> tuple[float, ...]:
-        """c, by which a step takes back earlier noise (`banded`); (1,) where it does not."""
-        return INDEPENDENT
-
-    @property
-    def group(self) -> int | None:
-        """The group of units that this mechanism's one step draws from: the step's number modulo b;
-        None for steps in a row."""
-        return None
-
-    @property
     def draw_rate(self) -> float:
         """The probability with which a step draws each unit of its group."""
         return self.period * self.sample_rate
+
+    @property
+    def largest_share(self) -> float:
+        """The most that one unit moves the clipped sum by, over C."""
+        return largest_ratio(self.projections) if self.projections else 1.0
 
     @property
     def noise_of_step(self) -> float:
@@ -190,61 +217,66 @@ class Mechanism(ABC):
 
     def at(self, step: int) -> "Mechanism":
         """Return the mechanism of the one step with this number."""
-        return self
-
-    def at_any(self) -> "Mechanism":
-        """Return the mechanism of steps in a row, of which `at` returned this one."""
-        return self
+        return self if self.period == 1 else dataclasses.replace(self, group=step % self.period)
 
     def with_noise(self, noise_multiplier: float) -> "Mechanism":
         """Return the same mechanism with another noise multiplier."""
         return dataclasses.replace(self, noise_multiplier=noise_multiplier)
 
-    @property
-    def largest_share(self) -> float:
-        """The most that one unit moves the clipped sum by, over C."""
-        return 1.0
-
-    @property
-    def norms(self) -> str:
-        """How norms were found, in words, to follow sigma and q; empty for exact norms."""
-        return ""
-
-    @property
-    def clipping(self) -> str:
-        """How norms were found, for a model card; empty for exact norms."""
-        return ""
-
-    @property
-    def noise(self) -> str:
-        """How noise depends on earlier steps', in words; empty where it does not."""
-        return ""
-
-    def claimed_mu(self, *, trials: int, confidence: float) -> float:
-        """Return the largest mu that an audit of one whole step, or round of steps, may find, with
-        this confidence."""
-        return 1 / self.noise_multiplier
-
-    def terms(self) -> dict[str, object]:
-        """Return the mechanism's other terms, by keys of the configuration."""
-        return {}
-
-    def refusals(self, privacy: Privacy) -> list[tuple[bool, str]]:
-        """List settings that this accounting does not cover: (refused, "key: why; remedy")."""
-        return []
-
     def fields(self) -> dict[str, Any]:
         """Return the keys of `privacy.json` that record this mechanism."""
-        own = {key: getattr(self, key) for key, *_ in self.keys}
-        rates = {"noise_multiplier": self.noise_multiplier, "sample_rate": self.sample_rate}
-        return {"mechanism": self.name, **rates, **own}
+        own = dataclasses.asdict(self) | {"mechanism": self.name, "bands": self.period}
+        left_out = {"group", "private"}
+        left_out |= {"round_steps"} if self.round_steps == 1 else set()
+        left_out |= {"bands", "column"} if self.period == 1 else set()
+        return {key: value for key, value in own.items() if key not in left_out}
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> "Mechanism":
-        """Build it from `fields`."""
-        known = {"noise_multiplier", "sample_rate", *(key for key, *_ in cls.keys)}
-        given = {field.name for field in dataclasses.fields(cls)}
-        return cls(**{key: fields[key] for key in known & given})
+        """Build the mechanism that the keys of a `privacy.json`, or of one of its parts, record.
+
+        Raises:
+            KeyError, TypeError, ValueError: they record none that this version knows.
+        """
+        found = cls(
+            *(fields[key] for key in ("noise_multiplier", "sample_rate", "projections")),
+            *(fields[key] for key in ("capped_projections", "norm_estimator")),
+            round_steps=fields.get("round_steps", 1),
+            column=tuple(fields.get("column", INDEPENDENT)),
+            private=fields["mechanism"] != NONE,
+        )
+        if (found.name, found.period) != (fields["mechanism"], fields.get("bands", 1)):
+            raise ValueError(f"the mechanism {fields['mechanism']} has the numbers of {found.name}")
+        return found
+
+
+def mechanism_of(
+    privacy: Privacy,
+    *,
+    noise_multiplier: float,
+    sample_rate: float,
+    estimates_norms: bool,
+    column: Sequence[float] = INDEPENDENT,
+) -> Mechanism:
+    """Return the mechanism that the configuration asks for.
+
+    Args:
+        sample_rate: q; with random allocation a round has 1 / q steps, rounded, and one that is
+            all of it is a step of every unit, as without sampling.
+        estimates_norms: whether the gradient method estimates norms.
+        column: of correlated noise, with as many bands.
+    """
+    t = max(round(1 / sample_rate), 1) if privacy.sampling == "allocation" else 1
+    k, accounted = privacy.projections, privacy.underestimates == "accounted"
+    return Mechanism(
+        noise_multiplier,
+        1 / t if privacy.sampling == "allocation" else sample_rate,
+        projections=k if estimates_norms and accounted else 0,
+        capped_projections=k if estimates_norms and not accounted else 0,
+        norm_estimator=privacy.norm_estimator if estimates_norms else "exact",
+        round_steps=t,
+        column=tuple(column),
+    )
 
 
 @dataclass(frozen=True)
@@ -288,7 +320,8 @@ def composition(segments: Iterable[Segment]) -> tuple[GaussianSteps, ...]:
         if s.mechanism.group is None:
             parts += s.mechanism.composition(s.steps)
         else:
-            by_group[s.mechanism.at_any(), s.run][s.mechanism.group] += s.steps
+            in_a_row = dataclasses.replace(s.mechanism, group=None)
+            by_group[in_a_row, s.run][s.mechanism.group] += s.steps
     for (mechanism, _), steps in by_group.items():
         parts += mechanism.composition(max(steps.values()) * mechanism.period)
     return merged(parts)

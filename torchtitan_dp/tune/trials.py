@@ -22,7 +22,6 @@ from torchtitan_dp.ledger.runs import Run, Total
 from torchtitan_dp.ledger.spending import all_but_own, compose, still_planned_by
 from torchtitan_dp.preflight.check import Checked, check_run
 from torchtitan_dp.privacy.accounting import noise_for, rounded_up
-from torchtitan_dp.privacy.mechanism import PoissonGaussian
 from torchtitan_dp.privacy.segments import Mechanism, Segment
 
 _SECTIONS = ("optimizer", "lr_scheduler", "lora", "ema")
@@ -237,7 +236,7 @@ def _noise_of_losses(ledgers: Sequence[Lineage], target: float) -> float:
         if (losses := one.heldout_losses)
     )
     return noise_for(
-        PoissonGaussian(1.0, 1.0),
+        Mechanism(1.0, 1.0),
         evaluations,
         target_epsilon=target,
         delta=first.settings.delta,
