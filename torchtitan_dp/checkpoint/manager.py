@@ -40,12 +40,12 @@ from torchtitan_dp.checkpoint.start import (
     has_adapters,
     of_any_rank,
 )
-from torchtitan_dp.distributed.torchtitan_private import is_saved_at
 from torchtitan_dp.models.ema import WEIGHTS, WeightAverage
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.lora import without_adapters
 from torchtitan_dp.models.parameters import first_overflow, overflow
 from torchtitan_dp.process import Fault
+from torchtitan_dp.torch_private import is_saved_at
 
 _NOWHERE = os.path.join(os.devnull, "none")  # a path at which nothing can be
 

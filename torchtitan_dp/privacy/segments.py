@@ -239,8 +239,11 @@ class Mechanism:
             KeyError, TypeError, ValueError: they record none that this version knows.
         """
         found = cls(
-            *(fields[key] for key in ("noise_multiplier", "sample_rate", "projections")),
-            *(fields[key] for key in ("capped_projections", "norm_estimator")),
+            fields["noise_multiplier"],
+            fields["sample_rate"],
+            fields["projections"],
+            fields["capped_projections"],
+            fields["norm_estimator"],
             round_steps=fields.get("round_steps", 1),
             column=tuple(fields.get("column", INDEPENDENT)),
             private=fields["mechanism"] != NONE,

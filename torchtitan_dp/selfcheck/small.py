@@ -46,7 +46,6 @@ from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.models.parallelize import parallelize, takes_cudnn, trained_fsdp_modules
 from torchtitan_dp.models.parameters import trainable_parameters
 from torchtitan_dp.optimizer import as_gradient_of
-from torchtitan_dp.preflight.check import check_clipping
 from torchtitan_dp.privacy.sampling import deal
 from torchtitan_dp.selfcheck.reference import Gradient, Reference, reference_of
 
@@ -113,7 +112,6 @@ def given_terms(overrides: list[str], world_size: int) -> list[Terms]:
     if not config.privacy.enable:
         raise ValueError("privacy.enable = false: selfcheck is of private steps; set it to true")
     args = shape(config)
-    check_clipping(config, args)
     terms = scaled(config, args)
     if terms.dtype == torch.float32 and not config.compile.enable:
         return [terms]
