@@ -174,9 +174,7 @@ class GhostGradients(LayerGradients):
     def add(self, name: str, formed: Formed, factor_B: Tensor | None = None) -> None:
         """Keep formed gradients, each sample's multiplied by its factor."""
         assert formed.shard is not None
-        assert isinstance(self._phase, _Measuring), (
-            "gradients are formed before"
-        )
+        assert isinstance(self._phase, _Measuring), "gradients are formed before"
         shard_BDN = formed.shard.wait()
         same = len(shard_BDN) == self._phase.samples
         assert same, f"{name}: dim 0 of its layer's input is not the sample"
