@@ -1,4 +1,4 @@
-"""DP-SGD by hand, on a plain PyTorch model, with the files of `torchtitan_dp/privacy/` alone.
+"""DP-SGD by hand, on a plain PyTorch model, with the public names of `torchtitan_dp` alone.
 
     .venv/bin/python examples/private_sgd.py
 
@@ -15,13 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from torchtitan_dp.privacy.accounting import compose, noise_for
-from torchtitan_dp.privacy.clipping import add_clipped_, clip, squared_norm
-from torchtitan_dp.privacy.keys import RootKey
-from torchtitan_dp.privacy.mechanism import PoissonGaussian
-from torchtitan_dp.privacy.noise import add_gaussian_noise_
-from torchtitan_dp.privacy.sampling import poisson_draw
-from torchtitan_dp.privacy.segments import Segment
+from torchtitan_dp import (
+    Mechanism,
+    RootKey,
+    Segment,
+    add_clipped_,
+    add_gaussian_noise_,
+    clip,
+    epsilon,
+    noise_for,
+    poisson_draw,
+    squared_norm,
+)
 
 RECORDS, EXPECTED_BATCH, STEPS, C = 2_000, 100, 60, 1.0
 TARGET_EPSILON, DELTA = 3.0, 1e-5  # delta is well below 1 / RECORDS
@@ -47,7 +52,7 @@ def main() -> None:
 
     per_sample_gradients = vmap(grad(loss), in_dims=(None, 0, 0))
     q, account = EXPECTED_BATCH / RECORDS, {"delta": DELTA, "accountant": "pld"}
-    mechanism = PoissonGaussian(1.0, q)  # of a step, for the search with any noise
+    mechanism = Mechanism(1.0, q)  # of a step, for the search with any noise
     sigma = noise_for(mechanism, STEPS, target_epsilon=TARGET_EPSILON, **account)
     root = RootKey.from_os()  # secret, in memory only: who has it can subtract the noise
     sampling_keys, noise_keys = root.stream("sampling"), root.stream("noise")
@@ -70,7 +75,7 @@ def main() -> None:
             p.grad = (sums[name] / EXPECTED_BATCH).view_as(p)  # not by the size of the draw
         optimizer.step()
 
-    spent = compose([Segment(mechanism.with_noise(sigma), STEPS)], **account)
+    spent = epsilon([Segment(mechanism.with_noise(sigma), STEPS)], **account)
     x_ND, y_N = make_records(1_000, seed=2)
     accuracy = (model(x_ND).argmax(1) == y_N).float().mean().item()
     print(f"epsilon = {spent:.3f} at delta = {DELTA:g}, after {STEPS} steps with sigma {sigma:.3f}")

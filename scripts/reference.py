@@ -94,9 +94,7 @@ def privacy_reference() -> str:
     for key in schema.KEYS:
         where = "only there" if not key.in_runs else "yes" if key.in_releases else "no"
         kind = in_words(key.type)
-        rows.append(
-            f"| `{key.name}` | {kind} | {where} | {cell(key.meaning or meanings[key.name])} |"
-        )
+        rows.append(f"| `{key.name}` | {kind} | {where} | {cell(meanings[key.name])} |")
     return "\n".join(rows)
 
 

@@ -11,7 +11,6 @@ from torchtitan_dp.ledger.schema import described, released, write_published
 from torchtitan_dp.ledger.spending import epsilon as epsilon_of
 from torchtitan_dp.ledger.spending import spent
 from torchtitan_dp.privacy.accounting import compose, noise_for
-from torchtitan_dp.privacy.mechanism import EstimatedNorms, PoissonGaussian
 from torchtitan_dp.privacy.segments import GaussianSteps, Mechanism, Segment
 
 
@@ -83,8 +82,10 @@ def export(lineage: Lineage, folder: Any) -> dict[str, Any]:
 def mechanism(noise_multiplier: float, sample_rate: float, projections: int = 0) -> Mechanism:
     """The mechanism of exact norms, or of norms estimated from so many projections."""
     if projections:
-        return EstimatedNorms(noise_multiplier, sample_rate, projections, "hutchinson")
-    return PoissonGaussian(noise_multiplier, sample_rate)
+        return Mechanism(
+            noise_multiplier, sample_rate, projections=projections, norm_estimator="hutchinson"
+        )
+    return Mechanism(noise_multiplier, sample_rate)
 
 
 def steps_of(
@@ -109,7 +110,7 @@ def epsilon(*, noise_multiplier: float, sample_rate: float, steps: int, **query:
 
 def noise_multiplier(*, sample_rate: float, steps: int, **query: Any) -> float:
     """The noise with which they spend `target_epsilon`."""
-    return noise_for(PoissonGaussian(1.0, sample_rate), steps, **query)
+    return noise_for(Mechanism(1.0, sample_rate), steps, **query)
 
 
 def with_terms(settings: Settings, **changes: Any) -> Settings:

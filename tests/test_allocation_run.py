@@ -8,8 +8,7 @@ import pytest
 from tests.processes.runs import arguments, privacy, train, with_sigma, write_records
 from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.privacy.accounting import compose
-from torchtitan_dp.privacy.mechanism import AllocatedGaussian
-from torchtitan_dp.privacy.segments import Segment
+from torchtitan_dp.privacy.segments import Mechanism, Segment
 from torchtitan_dp.release.__main__ import main as release
 
 pytestmark = pytest.mark.slow
@@ -33,7 +32,7 @@ def test_a_run_that_was_resumed_is_accounted_in_whole_rounds_and_released(tmp_pa
     train([*allocation, "--training.steps=10"], log=tmp_path / "second")
     with pytest.raises(AssertionError, match="after step 10, are inside a round of 4 steps"):
         train([*allocation, "--training.steps=12"], log=tmp_path / "inside")
-    spent, three = privacy(out), Segment(AllocatedGaussian(2.0, 1 / T, round_steps=T), 3 * T)
+    spent, three = privacy(out), Segment(Mechanism(2.0, 1 / T, round_steps=T), 3 * T)
     expected = compose([three], delta=1e-3, accountant="pld")
     assert spent["epsilon"] == pytest.approx(expected, rel=1e-9)
     assert (spent["sampling"], spent["round_steps"], spent["steps"]) == ("allocation", T, 10)

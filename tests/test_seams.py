@@ -52,7 +52,6 @@ DOORS = {
         torch.nn.Module._parameters
         torch.Tensor._indices
         torch.Tensor._values
-        torch.Tensor._version
         torch.utils._python_dispatch.TorchDispatchMode
         torch.utils._pytree.tree_iter
         torch.distributed.checkpoint.filesystem._StorageInfo
@@ -66,8 +65,6 @@ DOORS = {
         torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward
         torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.fsdp_params
         torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParam._unsharded_param
-    """,
-    "distributed.torchtitan_private": """
         torchtitan.components.checkpoint.CheckpointManager._should_save
         torchtitan.models.llama3.infra.parallelize._op_sac_save_list
     """,

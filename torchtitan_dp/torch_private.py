@@ -1,4 +1,5 @@
-"""Every private name of PyTorch that the package uses, each behind one function or one import.
+"""Every private name of PyTorch and TorchTitan that the package uses, each behind one function or
+one import.
 
 A reason stands with each, and the public way where a supported release has one. The names are those
 of torch 2.11 to 2.15; `tests/test_seams.py` fails by the name that another release moves,
@@ -134,11 +135,6 @@ def sparse_rows(gradient: Tensor) -> tuple[Tensor, Tensor]:
     return gradient._indices()[0], gradient._values()
 
 
-def version_of(tensor: Tensor) -> int:
-    """Return a number that grows when a tensor is changed in place; autograd compares it, too."""
-    return tensor._version
-
-
 def with_parameters(
     module: nn.Module,
     kind: type[ModuleT],
@@ -203,3 +199,20 @@ def unsharded_gradients(group: Any, *_: Any) -> Iterable[Tensor]:
         unsharded = getattr(parameter, "_unsharded_param", None)
         if unsharded is not None and unsharded.grad is not None:
             yield unsharded.grad
+
+
+# TorchTitan.
+
+
+def operations_to_save() -> set[Any]:
+    """Return the operations that TorchTitan's selective checkpointing saves; `apply_ac` has none of
+    its own."""
+    from torchtitan.models.llama3.infra import parallelize
+
+    return {*parallelize._op_sac_save_list}
+
+
+def is_saved_at(manager: Any, step: int, last_step: bool = False) -> bool:
+    """Return whether a `CheckpointManager` saves after a step. Its `save` does not say."""
+    saved: bool = manager._should_save(step, last_step)
+    return saved

@@ -139,7 +139,6 @@ privacy.bands=4 → only correlated noise has bands
 privacy.bands_for=checkpoints → needs checkpoints, and noise that is correlated
 privacy.noise=banded privacy.target_epsilon=None privacy.noise_multiplier=1 → privacy.bands = 'auto'
 privacy.noise=banded privacy.secure_noise → privacy.secure_noise = true
-privacy.clipping_groups=* → 'flat' clips all as one group
 privacy.gradient_method=randomized privacy.underestimates=accounted → privacy.accountant = 'rdp'
 rope.theta=0 → rope.theta = 0.0: must be a number above 1
 rope.factor=4 → rope.factor = 4.0: has no effect with rope.type unset; set

@@ -78,7 +78,7 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         "flat": [],
         "automatic": ["--privacy.clip_function=automatic"],
         "by layer": ["--privacy.clipping=per_layer"],
-        "by group": ["--privacy.clipping=per_layer", "--privacy.clipping_groups=*layers.0.*,*"],
+        "by group": ["--privacy.clipping=per_block"],
     },
     "ring": {
         f"{balancer}, {rotate}": [

@@ -212,7 +212,7 @@ def gradients_at_a_time(overrides, changes):
 
     def taken(*arguments):
         take(*arguments)
-        held.append(sum(map(len, gradients._writes.values())))
+        held.append(sum(map(len, gradients._phase.writes.values())))
 
     gradients._write, gradients.form_grad_samples = watched, taken
     for layer in built.model.modules():

@@ -356,15 +356,13 @@ def test_row13_a_part_whose_capped_factor_is_no_normal_number_is_left_out():
     ghost = SimpleNamespace(
         norms=SimpleNamespace(cap=lambda name: 1.0),
         clipped_sum=SimpleNamespace(accumulate_part=lambda *terms: added.append(terms)),
-        _clip=object(),
         _cp=None,
-        _added=set(),
-        _squares={"w": squares_B},
-        _slices=lambda name: [slice(0, 2)],
+        _slices_of=lambda name, samples: [slice(0, samples)],
         _form_some=lambda *_: torch.full((2, 1, 4), 1e18),
         _of_group=lambda *_: (torch.tensor([3e-38, 1.0]), torch.tensor([False, False])),
     )
-    GhostGradients._add_capped(ghost, "w", [])
+    to = SimpleNamespace(samples=2, squares={"w": squares_B}, clip=None, left={"w"})
+    GhostGradients._add_capped(ghost, to, "w", [])
     ((_, _, factor_B, rejected_B),) = added
     assert rejected_B.tolist() == [True, False]
     assert factor_B[1] == pytest.approx(3e-4)

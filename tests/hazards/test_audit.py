@@ -32,8 +32,7 @@ from torchtitan_dp.privacy.clipping import clip
 from torchtitan_dp.privacy.coefficients import found_for
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.lower_bounds import rate_upper_bound
-from torchtitan_dp.privacy.mechanism import AllocatedGaussian, PoissonGaussian, mechanism_of
-from torchtitan_dp.privacy.segments import Segment
+from torchtitan_dp.privacy.segments import Mechanism, Segment, mechanism_of
 
 SIGMA = 1.0
 
@@ -161,7 +160,7 @@ FAULTS = {
         "torchtitan_dp.optimizer._flat_start", return_value=0
     ),
     "sensitivity 1": lambda: mock.patch(
-        "torchtitan_dp.privacy.mechanism.column_norm", return_value=1.0
+        "torchtitan_dp.privacy.segments.column_norm", return_value=1.0
     ),
     "no clipping": no_clipping,
     "clipping after the sum": clipping_after_the_sum,
@@ -300,7 +299,7 @@ SIGMA_OF_ROUND, ROUND, DELTA = 0.7, 4, 0.1
 def bounds_on_a_round(trials):
     """The epsilon that trials of a round of random allocation prove at `DELTA`: of an attacker who
     has all its steps and does not know the unit's, and of one who does."""
-    mechanism = AllocatedGaussian(SIGMA_OF_ROUND, 1 / ROUND, round_steps=ROUND)
+    mechanism = Mechanism(SIGMA_OF_ROUND, 1 / ROUND, round_steps=ROUND)
     claim = compose([Segment(mechanism, ROUND)], delta=DELTA, accountant="pld")
     terms = {"batch_size": 1, "degrees": (1, 1, 1), "root": RootKey.from_debug_seed(7)}
     privacy = Privacy(gradient_method="microbatch", sampling="allocation", max_grad_norm=0.5)
@@ -383,7 +382,7 @@ def test_row35_and_56_the_command_plays_with_the_runs_adapters():
 
 @pytest.mark.parametrize("sigma, enough", [(1.0, 70), (3.0, 500)])
 def test_too_few_trials_are_refused_with_a_number_that_suffices(sigma, enough):
-    claimed = PoissonGaussian(sigma, 1.0)
+    claimed = Mechanism(sigma, 1.0)
     said = f"--trials = 30: too few to tell sigma = {sigma:.4g} from half of it; {enough} suffice"
     with pytest.raises(ValueError, match=f"^{said}$"):
         check_power(claimed, 30, 0.95)

@@ -174,7 +174,6 @@ def test_the_exported_model_is_attacked_and_stays_under_its_claim(tmp_path, lora
     result = run.result
     assert result["instrument"] == "text"
     assert result["epsilon_lower_bound"] < result["epsilon_claimed"] <= 4
-    assert result["mu_lower_bound"] < result["mu_claimed"]
     assert result["extracted"]["greedy"] == {"included": 0, "excluded": 0}
     assert 0 < result["detected_at_most"] < 1
     assert "by the exported model alone" in run.log
@@ -198,7 +197,6 @@ def test_a_run_without_clipping_is_flagged_by_its_exported_model_alone(tmp_path)
     run = run_audit(tmp_path, "planted", "no clipping", *terms)
     assert run.code == 1, run.log
     assert run.result["epsilon_lower_bound"] > 0.1
-    assert run.result["mu_lower_bound"] > run.result["mu_claimed"]
     assert "FAULT" in run.log
 
 

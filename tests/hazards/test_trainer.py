@@ -35,9 +35,10 @@ from torchtitan_dp.distributed import agreement
 from torchtitan_dp.gradients import step as builder
 from torchtitan_dp.ledger import Lineage, Settings
 from torchtitan_dp.privacy.clipping import Clip
+from torchtitan_dp.privacy.coefficients import cut_off
 from torchtitan_dp.privacy.keys import RootKey
-from torchtitan_dp.privacy.mechanism import AllocatedGaussian, BandedGaussian
 from torchtitan_dp.privacy.sampling import SecureChoices, coins
+from torchtitan_dp.privacy.segments import Mechanism
 from torchtitan_dp.process import Fault
 from torchtitan_dp.train import DPTrainer
 from torchtitan_dp.train_spec import build_loader
@@ -252,7 +253,7 @@ def test_row22_and_25_a_bad_loss_changes_no_course(monkeypatch, loss):
 
 @pytest.mark.parametrize("step", [STEP, STEP + 1, STEP + 4])
 def test_row58_a_step_draws_from_its_own_group_at_b_times_the_rate(monkeypatch, step):
-    settings = dataclasses.replace(SETTINGS, mechanism=BandedGaussian(1.0, 0.2, bands=4))
+    settings = dataclasses.replace(SETTINGS, mechanism=Mechanism(1.0, 0.2, column=cut_off(4)))
     groups = [np.arange(g, 40, 4) for g in range(4)]
     rates = []
 
@@ -268,7 +269,7 @@ def test_row58_a_step_draws_from_its_own_group_at_b_times_the_rate(monkeypatch, 
 
 
 ALLOCATED = dataclasses.replace(
-    SETTINGS, mechanism=AllocatedGaussian(1.0, 1 / 5, round_steps=5), sampling="allocation"
+    SETTINGS, mechanism=Mechanism(1.0, 1 / 5, round_steps=5), sampling="allocation"
 )
 
 

@@ -15,11 +15,10 @@ from torchtitan_dp.ledger import Lineage, RunLog, Settings
 from torchtitan_dp.ledger.lineage import Ancestor, History
 from torchtitan_dp.ledger.spending import Run, epsilon, spent, total
 from torchtitan_dp.privacy.accounting import compose
-from torchtitan_dp.privacy.mechanism import AllocatedGaussian, PoissonGaussian
-from torchtitan_dp.privacy.segments import Segment, composition
+from torchtitan_dp.privacy.segments import Mechanism, Segment, composition
 
 T = 4
-MECHANISM = AllocatedGaussian(2.0, 1 / T, round_steps=T)
+MECHANISM = Mechanism(2.0, 1 / T, round_steps=T)
 SETTINGS = Settings(
     MECHANISM, 0.5, 1e-5, 5, "pld", "privacy.sample_rate", "add_remove", sampling="allocation"
 )
@@ -74,7 +73,7 @@ def test_row74_a_start_inside_a_round_is_refused_unless_nothing_is_left():
 @pytest.mark.parametrize("back", [False, True])
 def test_row74_a_change_of_sampling_is_refused_on_a_resume(back):
     """Also at the same noise and rate, where no other key differs."""
-    poisson = replace(SETTINGS, mechanism=PoissonGaussian(2.0, 1 / T), sampling="poisson")
+    poisson = replace(SETTINGS, mechanism=Mechanism(2.0, 1 / T), sampling="poisson")
     now, before = (poisson, SETTINGS) if back else (SETTINGS, poisson)
     with pytest.raises(ValueError, match=r"privacy\.sampling = "):
         now.resumed(since=before)
@@ -90,7 +89,7 @@ def test_several_runs_add_up_and_their_steps_are_those_begun():
 
 @pytest.mark.parametrize("allocated_first", [False, True])
 def test_rounds_compose_with_an_ancestor_that_was_poisson_sampled(allocated_first):
-    poisson = replace(SETTINGS, mechanism=PoissonGaussian(2.0, 1 / T), sampling="poisson")
+    poisson = replace(SETTINGS, mechanism=Mechanism(2.0, 1 / T), sampling="poisson")
     first, then = (SETTINGS, poisson) if allocated_first else (poisson, SETTINGS)
     ancestor = Ancestor("before", first, 5, 5, 0)
     lineage = Lineage(then, steps=6, ancestors=(ancestor,))

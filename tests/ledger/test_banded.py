@@ -12,11 +12,11 @@ from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.ledger import Lineage, RunLog, Settings, read_published
 from torchtitan_dp.ledger.spending import Run, spent, total
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.mechanism import BandedGaussian, PoissonGaussian, from_fields
-from torchtitan_dp.privacy.segments import Segment, composition
+from torchtitan_dp.privacy.coefficients import cut_off
+from torchtitan_dp.privacy.segments import Mechanism, Segment, composition
 
 BANDS = 4
-MECHANISM = BandedGaussian(1.0, 0.05, bands=BANDS)
+MECHANISM = Mechanism(1.0, 0.05, column=cut_off(BANDS))
 SETTINGS = Settings(MECHANISM, 0.5, 1e-5, 5, "pld", "privacy.sample_rate", "add_remove")
 
 
@@ -78,22 +78,21 @@ def test_its_run_is_logged_published_verified_and_read(tmp_path):
 
 
 def test_other_bands_or_independent_noise_are_not_the_same_run():
-    for mechanism in (replace(MECHANISM, bands=2, column=()), PoissonGaussian(1.0, 0.05)):
+    for mechanism in (replace(MECHANISM, column=cut_off(2)), Mechanism(1.0, 0.05)):
         with pytest.raises(ValueError, match=r"privacy\.bands = .* started with 4"):
             replace(SETTINGS, mechanism=mechanism).resumed(since=SETTINGS)
 
 
 def test_a_rate_above_one_is_refused_with_the_largest_bands():
     with pytest.raises(ValueError, match=r"privacy\.bands = 8: .* use at most 4"):
-        BandedGaussian(1.0, 0.23, bands=8)
+        Mechanism(1.0, 0.23, column=cut_off(8))
 
 
-def test_a_column_is_read_as_it_was_written_and_its_lack_is_the_cut_off_one():
+def test_a_column_is_read_as_it_was_written():
     chosen = replace(MECHANISM, column=(1.0, 0.4, -0.1, 0.25))
     fields = json.loads(json.dumps(chosen.fields()))
-    assert from_fields(fields) == chosen
-    del fields["column"]  # as before columns were chosen
-    assert from_fields(fields) == MECHANISM
-    for wrong in ([1.0, 0.5], [0.5, 0.5, 0.5, 0.5]):
-        with pytest.raises(ValueError, match="4 bands with the coefficients"):
-            from_fields(fields | {"column": wrong})
+    assert Mechanism.from_fields(fields) == chosen
+    with pytest.raises(ValueError, match="has the numbers of"):
+        Mechanism.from_fields(fields | {"column": [1.0, 0.5]})
+    with pytest.raises(ValueError, match="bands with the coefficients"):
+        Mechanism.from_fields(fields | {"column": [0.5, 0.5, 0.5, 0.5]})

@@ -13,8 +13,8 @@ from torchtitan_dp.ledger import Lineage, Losable, RunLog, Settings
 from torchtitan_dp.ledger.lineage import HeldOutLoss, NoisedLoss, of_weights
 from torchtitan_dp.ledger.log import EXECUTED_FILE, STARTS_FILE
 from torchtitan_dp.ledger.spending import spent
-from torchtitan_dp.privacy.mechanism import BandedGaussian, PoissonGaussian
-from torchtitan_dp.privacy.segments import composition
+from torchtitan_dp.privacy.coefficients import cut_off
+from torchtitan_dp.privacy.segments import Mechanism, composition
 from torchtitan_dp.process import Fault
 
 STEPS = 40
@@ -22,8 +22,8 @@ STEPS = 40
 
 def fresh(bands: int = 1) -> Lineage:
     """A run before its first step."""
-    gaussian = PoissonGaussian(1.0, 0.02)
-    mechanism = gaussian if bands == 1 else BandedGaussian(1.0, 0.02, bands=bands)
+    gaussian = Mechanism(1.0, 0.02)
+    mechanism = gaussian if bands == 1 else Mechanism(1.0, 0.02, column=cut_off(bands))
     settings = Settings(mechanism, 0.5, 1e-5, 5, "rdp", "privacy.sample_rate", "add_remove")
     loss = HeldOutLoss(3.0, 4.0, 1e-5, 1.0)
     return Lineage(settings, planned_steps=STEPS, heldout_loss=loss, run="r")

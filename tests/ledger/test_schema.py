@@ -116,7 +116,7 @@ def test_the_meaning_is_of_the_planned_steps_and_is_read_back(tmp_path):
     few = publish(Lineage(SETTINGS, steps=30, planned_steps=30), tmp_path)["meaning"]
     many = publish(Lineage(SETTINGS, steps=30, planned_steps=400), tmp_path)["meaning"]
     assert Meaning.from_json(few).to_json() == few
-    assert few["gaussian_dp_mu"] < many["gaussian_dp_mu"]
+    assert few["posterior_from_half"] < many["posterior_from_half"]
 
 
 def test_the_program_is_told():

@@ -3,7 +3,6 @@
 import pytest
 
 from tests import build
-from tests.processes import forks
 from tests.processes.runs import CONFIG
 from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.config.load import load_config
@@ -20,24 +19,6 @@ def mistake(*options: str) -> str:
     except ValueError as error:
         return str(error)
     return ""
-
-
-@pytest.mark.parametrize(
-    ("groups", "clipping", "expected"),
-    [
-        ("*.self_attn.*,*", "per_layer", ""),
-        ("*.self_attn.*", "per_layer", "fits none of them; '*' as the last one takes the rest"),
-        ("*,layers.*", "per_layer", "'layers.*' has no trained parameter"),
-        ("*", "flat", "remove it, or set privacy.clipping to 'per_layer'"),
-    ],
-)
-def test_groups_to_clip(tmp_path, groups, clipping, expected):
-    options = (f"--privacy.clipping_groups={groups}", f"--privacy.clipping={clipping}")
-    said = forks.call(mistake, *options, f"--job.dump_folder={tmp_path}")
-    assert expected in said
-    assert bool(said) == bool(expected)
-    assert said.startswith("privacy.clipping_groups = [") or not said
-    assert "\n" not in said
 
 
 @pytest.mark.parametrize(

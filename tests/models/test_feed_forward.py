@@ -6,7 +6,6 @@ import functools
 
 import pytest
 import torch
-import torch.nn as nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint
@@ -18,7 +17,6 @@ from tests.gradients.loop import check
 from torchtitan_dp.config.derived import FEED_FORWARD_CHUNK, feed_forward_chunk
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.feed_forward import Tiling, swiglu, swiglu_backward
-from torchtitan_dp.models.linear import keep_norm_inputs
 from torchtitan_dp.models.lora import LoRA, fill_adapters
 from torchtitan_dp.models.rms_norm import use_lean_norms
 
@@ -36,7 +34,6 @@ def two_models(args, chunk, std=0.5):
     use_lean_norms(plain)
     tiled = copy.deepcopy(plain)
     tiled.use_tiles(Tiling(chunk))
-    keep_norm_inputs(tiled.layers)
     return plain, tiled
 
 
@@ -146,38 +143,6 @@ def test_the_hidden_activations_are_never_all_there():
         run(tiled, *data(ARGS))
     assert 5 in seen
     assert {rows for rows in seen if rows > 5} <= {ARGS.dim}  # the gradient of down_proj
-
-
-@pytest.mark.parametrize("name", ["all weights", "LoRA everywhere", "LoRA on attention"])
-def test_outputs_of_norms_are_not_kept_for_projections(name):
-    kept = []
-    for model in two_models(MODELS[name], 5):
-        block, saved, normed = model.layers[0], set(), []
-        block.input_layernorm.register_forward_hook(lambda *args, to=normed: to.append(args[-1]))
-
-        def pack(x, to=saved):
-            to.add(x.data_ptr())
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            model(next(data(MODELS[name])))
-        kept.append(normed[0].data_ptr() in saved)
-    assert kept == [True, False]
-
-
-@pytest.mark.parametrize("change", [None, lambda y: y.mul_(2), lambda y: y[:, :2].zero_()])
-def test_an_output_that_is_changed_in_place_is_kept(change):
-    plain = nn.ModuleList([nn.RMSNorm(4, eps=1e-6), nn.Linear(4, 3, bias=False)])
-    changed = copy.deepcopy(plain)
-    keep_norm_inputs(changed)
-    x, gradients = torch.randn(1, 5, 4), []
-    for norm, layer in (plain, changed):
-        y = norm(x)
-        if change is not None:
-            change(y)
-        layer(y).square().sum().backward()
-        gradients.append([layer.weight.grad, norm.weight.grad])
-    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.thorough

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_dp.models import local_paths
-from torchtitan_dp.models.local_paths import is_local_path, without_local_paths
+from torchtitan_dp.models import hugging_face as local_paths
+from torchtitan_dp.models.hugging_face import is_local_path, without_local_paths
 
 
 def test_the_examples() -> None:

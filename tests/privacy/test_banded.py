@@ -23,9 +23,9 @@ from torchtitan_dp.privacy.coefficients import (
     noise_in_weights,
 )
 from torchtitan_dp.privacy.keys import RootKey
-from torchtitan_dp.privacy.mechanism import BandedGaussian
 from torchtitan_dp.privacy.noise import add_gaussian_noise_
 from torchtitan_dp.privacy.sampling import groups_of, poisson_draw
+from torchtitan_dp.privacy.segments import Mechanism
 
 SIGMA, POSITIONS = 1.5, 200_000
 
@@ -59,7 +59,7 @@ def chain(
     column: tuple[float, ...], steps: int, root: RootKey, first: int = 1, positions: int = POSITIONS
 ) -> np.ndarray:
     """The noise that a chain adds at each step: (steps, positions), in units of the clip norm."""
-    mechanism = BandedGaussian(SIGMA, 0.01, bands=len(column), column=column)
+    mechanism = Mechanism(SIGMA, 0.01, column=column)
     keys, rows = NoiseChain(root.stream("noise"), mechanism.column), []
     for step in range(first, first + steps):
         flat = torch.zeros(positions)
@@ -78,7 +78,7 @@ def test_row63_for_any_column_noise_is_that_drawn_again_and_a_unit_moves_the_nor
     """w = ‖c‖ C⁻¹ z, z drawn by itself from the steps' keys, up to the stated rounding of z; and
     what a draw changes of C x is at most ‖c‖ long, with equality where no row is cut short."""
     steps, positions, stream = 24, 500, RootKey(bytes(32)).stream("noise")
-    mechanism = BandedGaussian(SIGMA, 0.01, bands=len(column), column=column)
+    mechanism = Mechanism(SIGMA, 0.01, column=column)
     noise = chain(column, steps, RootKey(bytes(32)), positions=positions)
     drawn = torch.zeros(steps, positions)
     for step, z in enumerate(drawn, start=1):

@@ -240,10 +240,6 @@ def test_layouts_of_many_methods_and_meshes_stay_within_dynamos_limit(in_rows):
 NAMES = ["embedding.weight", "layers.0.wq.weight", "layers.0.wq.bias", "layers.1.wq.weight"]
 
 
-def by_patterns(patterns):
-    return Privacy(clipping="per_layer", clipping_groups=patterns)
-
-
 def test_flat_is_one_group_bound_by_C():
     policy = clip_policy(NAMES, Privacy(max_grad_norm=0.5))
     assert policy.members == (tuple(NAMES),)
@@ -258,22 +254,12 @@ def test_a_layer_is_a_module_that_holds_parameters():
     assert policy.bounds == (2 / math.sqrt(3),) * 3
 
 
-def test_groups_of_patterns_take_what_those_before_left():
-    policy = clip_policy(NAMES, by_patterns(["layers.0.*", "*"]))
-    assert policy.members == (tuple(NAMES[1:3]), (NAMES[0], NAMES[3]))
-
-
-@pytest.mark.parametrize(
-    ("patterns", "mistake"),
-    [
-        (["layers.*"], "'embedding.weight' fits none of them"),
-        (["*", "layers.*"], r"'layers\.\*' has no trained parameter"),
-        (["*", "other"], "'other' has no trained parameter"),
-    ],
-)
-def test_what_does_not_divide_the_parameters_is_refused(patterns, mistake):
-    with pytest.raises(ValueError, match=mistake):
-        clip_policy(NAMES, by_patterns(patterns))
+def test_a_block_is_one_group_and_what_lies_outside_goes_by_module():
+    policy = clip_policy(NAMES, Privacy(clipping="per_block"), max_grad_norm=2.0)
+    assert policy.members == (("embedding.weight",), tuple(NAMES[1:3]), ("layers.1.wq.weight",))
+    nested = ["model.layers.0.experts.1.w", "model.layers.0.norm.w", "model.layers.10.norm.w"]
+    members = clip_policy(nested, Privacy(clipping="per_block")).members
+    assert members == (tuple(nested[:2]), (nested[2],))
 
 
 @pytest.mark.parametrize("clip_function", ["vanilla", "automatic"])

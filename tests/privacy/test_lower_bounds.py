@@ -10,7 +10,6 @@ from torchtitan_dp.privacy.lower_bounds import (
     expected_mu,
     gaussian_mu,
     one_run_epsilon,
-    one_run_mu,
     one_run_p_value,
     rate_upper_bound,
 )
@@ -120,62 +119,3 @@ def test_no_success_proves_nothing():
     bounds = [one_run_epsilon(correct=c, **terms) for c in range(110, 201, 10)]
     assert bounds == sorted(bounds)
     assert 3.5 < bounds[-1] < 5
-
-
-def correct_guesses(rng, mu, canaries, guesses):
-    """Of the best attack on as many Gaussian mechanisms, N(coin, 1 / mu^2)."""
-    included = rng.integers(0, 2, canaries)
-    order = np.argsort(mu * included + rng.standard_normal(canaries))
-    half = guesses // 2
-    return int(np.sum(included[order[-half:]]) + np.sum(1 - included[order[:half]]))
-
-
-@pytest.mark.parametrize(
-    "mu, reached", [(0.0, 0.0), (0.5, 0.2), (1.0, 0.5), (2.0, 1.1), (3.0, 1.4)]
-)
-def test_the_mu_of_one_run_is_never_overtaken_and_mostly_reached(mu, reached):
-    rng = np.random.default_rng(5)
-    terms = dict(canaries=1000, guesses=200, but_for=0.0, confidence=0.95)
-    correct = [correct_guesses(rng, mu, 1000, 200) for _ in range(300)]
-    bound = {c: one_run_mu(correct=c, **terms) for c in set(correct)}
-    bounds = np.array([bound[c] for c in correct])
-    assert np.mean(bounds > mu) <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 300)
-    assert np.median(bounds) >= reached
-
-
-@pytest.mark.parametrize("canaries, guesses, correct", [(12, 6, 5), (30, 30, 22), (9, 3, 3)])
-@pytest.mark.parametrize("mu", [0.0, 0.4, 1.5])
-def test_the_least_mass_is_a_linear_programs(canaries, guesses, correct, mu):
-    """The recursion against the constraints that it is derived from, F replaced by its tangents."""
-    from scipy.optimize import linprog
-
-    from torchtitan_dp.privacy.lower_bounds import _least_mass
-
-    tail, i = 0.05, np.arange(guesses + 1)
-    rows, limits = [-(i >= correct).astype(float)], [-tail]
-    at = stats.norm.ppf(np.geomspace(1e-9, 0.5, 4000))
-    tangents = np.concatenate([at, -at])
-    slopes = stats.norm.pdf(tangents + mu) / stats.norm.pdf(tangents)
-    offsets = stats.norm.cdf(tangents + mu) - slopes * stats.norm.cdf(tangents)
-    for first in range(correct):
-        a_next = np.where(i >= first + 1, i, 0) / canaries
-        wrong = np.where(i >= first, guesses - i, 0) / canaries
-        for slope, offset in zip(slopes[::20], offsets[::20], strict=True):
-            rows.append(a_next - slope * wrong)
-            limits.append(offset)
-    found = linprog(np.ones(guesses + 1), A_ub=np.array(rows), b_ub=np.array(limits))
-    assert found.status == 0, found.message
-    least = _least_mass(canaries, guesses, correct, mu, 0.0, tail)
-    assert found.fun <= least * (1 + 1e-6)  # tangents allow more
-    if least < 1:  # beyond, step 1's F ends
-        assert found.fun == pytest.approx(least, rel=0.02)
-    else:
-        assert found.fun > 1
-
-
-def test_a_probability_of_anything_is_paid_for():
-    query = dict(canaries=1000, guesses=200, correct=170, confidence=0.95)
-    bounds = [one_run_mu(but_for=but_for, **query) for but_for in (0.0, 1e-5, 1e-3, 1e-2)]
-    assert bounds == sorted(bounds, reverse=True)
-    assert bounds[0] - bounds[1] < 0.01
-    assert bounds[-1] == 0.0

@@ -9,9 +9,8 @@ from scipy import stats
 from scipy.special import ndtr
 
 from torchtitan_dp.privacy import accounting, published_loss
-from torchtitan_dp.privacy.mechanism import PoissonGaussian
 from torchtitan_dp.privacy.published_loss import epsilon, noise_for, noised_mean, releases
-from torchtitan_dp.privacy.segments import Segment
+from torchtitan_dp.privacy.segments import Mechanism, Segment
 
 HOSTILE = (0.0, 3.999, 4.0, 4.001, 1e9, math.inf, -math.inf, math.nan, -1.0, 1e-300)
 KEYS = [i.to_bytes(32, "little") for i in range(2000)]
@@ -51,10 +50,10 @@ def test_noise_meets_its_target_once(target):
 
 
 def test_losses_compose_with_other_steps():
-    before = [Segment(PoissonGaussian(1.0, 0.01), 500)]
+    before = [Segment(Mechanism(1.0, 0.01), 500)]
     alone = epsilon(releases(10.0, 5), delta=1e-5)
     both = epsilon(releases(10.0, 5), delta=1e-5, before=before)
     spent = accounting.compose(before, delta=1e-5, accountant="pld")
     assert spent < both <= spent + alone * 1.001
-    one = Segment(PoissonGaussian(10.0 / math.sqrt(5), 1.0), 1)
+    one = Segment(Mechanism(10.0 / math.sqrt(5), 1.0), 1)
     assert alone == pytest.approx(accounting.compose([one], delta=1e-5, accountant="pld"))

@@ -11,10 +11,10 @@ from scipy.stats import norm
 from tests.accounts import gaussian_steps, steps_of
 from torchtitan_dp.privacy import pld, tilted
 from torchtitan_dp.privacy.accounting import compose, counted_by
+from torchtitan_dp.privacy.coefficients import cut_off
 from torchtitan_dp.privacy.losses import Losses, gaussian_losses
-from torchtitan_dp.privacy.mechanism import AllocatedGaussian, BandedGaussian
 from torchtitan_dp.privacy.randomized import ratios
-from torchtitan_dp.privacy.segments import Segment
+from torchtitan_dp.privacy.segments import Mechanism, Segment
 from torchtitan_dp.privacy.tilted import chernoff, composed
 
 DELTAS = [10.0**-k for k in range(5, 16)]
@@ -94,10 +94,10 @@ MECHANISMS = {
     "poisson": Segment(steps_of(0.6, 1e-3, 1).mechanism, 10_000),
     "many steps": Segment(steps_of(0.614, 4e-5, 1).mechanism, 100_000),
     "few steps": Segment(steps_of(0.4463, 0.0141, 1).mechanism, 30),
-    "bands": Segment(BandedGaussian(0.8, 1e-3, bands=4), 10_000),
+    "bands": Segment(Mechanism(0.8, 1e-3, column=cut_off(4)), 10_000),
     "estimated norms": Segment(steps_of(0.8, 0.01, 1, 32).mechanism, 500),
-    "allocation": Segment(AllocatedGaussian(0.6, 1 / 64, round_steps=64), 64),
-    "rounds": Segment(AllocatedGaussian(0.8, 1 / 20, round_steps=20), 60),
+    "allocation": Segment(Mechanism(0.6, 1 / 64, round_steps=64), 64),
+    "rounds": Segment(Mechanism(0.8, 1 / 20, round_steps=20), 60),
 }
 
 

@@ -24,7 +24,7 @@ from tests.accounts import mechanism
 from tests.processes.runs import train, with_sigma, write_records
 from tests.test_meshes import arguments, read_weights
 from torchtitan_dp.privacy.accounting import compose, noise_for
-from torchtitan_dp.privacy.mechanism import AllocatedGaussian, BandedGaussian
+from torchtitan_dp.privacy.coefficients import cut_off
 from torchtitan_dp.privacy.segments import Mechanism, Segment
 
 MESHES = {"1": (1, 1), "cp2": (1, 2), "dp2_cp2": (2, 2)}  # dp_shard, cp
@@ -104,9 +104,9 @@ TARGETS = {"poisson": 8.0, "estimated": 2.0, "bands": 3.0, "rounds": 8.0}  # eps
 
 def mechanism_of(kind: str, sigma: float, rate: float, *more: int) -> Mechanism:
     if kind == "bands":
-        return BandedGaussian(sigma, rate, bands=more[0])
+        return Mechanism(sigma, rate, column=cut_off(more[0]))
     if kind == "rounds":
-        return AllocatedGaussian(sigma, rate, round_steps=more[0])
+        return Mechanism(sigma, rate, round_steps=more[0])
     return mechanism(sigma, rate, *more)
 
 

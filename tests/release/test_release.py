@@ -228,7 +228,7 @@ def test_a_run_that_stopped_early_claims_what_was_planned(run, made):
         assert sum(steps) == (4 if stated else 200)
         meanings.append(terms["meaning"])
     assert meanings[0]["posterior_from_half"] <= meanings[1]["posterior_from_half"]
-    assert meanings[0]["gaussian_dp_mu"] < meanings[1]["gaussian_dp_mu"]
+    assert meanings[0]["posterior_from_half"] < meanings[1]["posterior_from_half"]
 
 
 def test_older_weights_claim_what_was_begun_and_what_they_still_planned(run, made):

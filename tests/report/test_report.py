@@ -17,7 +17,7 @@ from torchtitan_dp.config.load import RUN_CONFIG_FILE, write_config
 from torchtitan_dp.ledger import Lineage
 from torchtitan_dp.ledger.lineage import Settings, not_private
 from torchtitan_dp.ledger.spending import epsilon, spent
-from torchtitan_dp.privacy.mechanism import PoissonGaussian
+from torchtitan_dp.privacy.segments import Mechanism
 from torchtitan_dp.report import charts
 from torchtitan_dp.report.__main__ import main, report
 from torchtitan_dp.report.charts import SECONDS, Chart, Line, read_scalars
@@ -25,7 +25,7 @@ from torchtitan_dp.report.content import public_charts, public_content
 from torchtitan_dp.report.run_folder import open_run
 
 SETTINGS = Settings(
-    mechanism=PoissonGaussian(1.0, 0.1),
+    mechanism=Mechanism(1.0, 0.1),
     max_grad_norm=1.0,
     delta=1e-3,
     expected_batch_size=4,

@@ -52,18 +52,9 @@ def test_shipped_configurations(config):
 DEBUG = ("--job.config_file", str(ROOT / "train_configs/llama3_debug.toml"))
 
 
-def test_groups_to_clip_are_those_of_the_small_model():
-    """Patterns that name layers which only the whole model has are left out; a mistake is not."""
-    options = [*DEBUG, "--privacy.clipping=per_layer"]
-    groups = "--privacy.clipping_groups=*layers.1.*,*layers.3.*,*layers.*,*"
-    (own,) = given_terms([*options, groups], 1)
-    assert own.config.privacy.clipping_groups == ["*layers.1.*", "*layers.*", "*"]
-    assert own.args.n_layers == 2
-    # Attention is checked at the ladder's rungs.
+def test_attention_is_checked_at_the_ladders_rungs():
     assert given_terms([*DEBUG], 2)[0].lengths == (4, 8, 16, 32, 64, 128, 256)
     assert given_terms([*DEBUG, "--data.no-length_buckets"], 2)[0].lengths == (256,)
-    with pytest.raises(ValueError, match=r"'layer\.1\.\*' has no trained parameter"):
-        given_terms([*options, "--privacy.clipping_groups=layer.1.*,*"], 1)
     with pytest.raises(ValueError, match=r"privacy\.enable = false.*set it to true"):
         given_terms([*DEBUG, "--privacy.no-enable"], 1)
 

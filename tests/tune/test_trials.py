@@ -9,8 +9,7 @@ from tests.accounts import mechanism
 from torchtitan_dp.ledger import Lineage, Settings
 from torchtitan_dp.ledger.lineage import Ancestor, HeldOutLoss, not_private
 from torchtitan_dp.privacy import accounting, published_loss
-from torchtitan_dp.privacy.mechanism import BandedGaussian, PoissonGaussian
-from torchtitan_dp.privacy.segments import Segment
+from torchtitan_dp.privacy.segments import Mechanism, Segment
 from torchtitan_dp.tune.trials import _epsilon_of_loss, grid, split, total
 
 DELTA = 1e-5
@@ -24,7 +23,7 @@ def planned(kind, steps, accountant="pld", ancestors=()):
 
 
 def banded(sample_rate):
-    return BandedGaussian(1.0, sample_rate, bands=4, column=(1.0, 0.5, 0.375, 0.3125))
+    return Mechanism(1.0, sample_rate, column=(1.0, 0.5, 0.375, 0.3125))
 
 
 TRIALS = {
@@ -62,7 +61,7 @@ def test_all_published_losses_together_spend_the_target(trials, target):
     loss = HeldOutLoss(sigma, 4.0, DELTA, each)
     ledgers = [dataclasses.replace(one, heldout_loss=loss) for one in ledgers]
     spent = accounting.compose(
-        [Segment(PoissonGaussian(sigma / math.sqrt(trials), 1.0), 1)],
+        [Segment(Mechanism(sigma / math.sqrt(trials), 1.0), 1)],
         delta=DELTA,
         accountant="pld",
     )

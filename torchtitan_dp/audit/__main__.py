@@ -52,7 +52,7 @@ from torchtitan_dp.models.lora import lora_of
 from torchtitan_dp.preflight.check import check_model, open_records
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.keys import RootKey
-from torchtitan_dp.privacy.lower_bounds import expected_mu
+from torchtitan_dp.privacy.lower_bounds import claimed_mu, expected_mu
 from torchtitan_dp.privacy.segments import Mechanism
 from torchtitan_dp.process import forbid_core_dumps, lock_folder, write_atomically
 from torchtitan_dp.templates import templates
@@ -126,8 +126,8 @@ def check_power(mechanism: Mechanism, trials: int, confidence: float) -> None:
         raise ValueError("privacy.noise_multiplier = 0: nothing is claimed; give it noise")
 
     def suffice(trials: int) -> bool:
-        claimed = mechanism.claimed_mu(trials=trials, confidence=each)
-        return expected_mu(2 / sigma, trials, each) > claimed
+        most = claimed_mu(mechanism, trials, each)
+        return expected_mu(2 / sigma, trials, each) > most
 
     if not suffice(trials):
         proposed = (digit * 10**power for power in range(1, 6) for digit in range(1, 10))

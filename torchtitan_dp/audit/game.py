@@ -12,7 +12,7 @@ empty: their noise takes back part of the first one's. The score is the best lin
 Guarantee:
     If steps are the claimed mechanism's, `Game.play` exceeds the claim with probability at most
     1 - confidence, over all cases together (each has its share of the risk): exact norms make a
-    step, or a round, 1/sigma-Gaussian-DP, for estimated ones see `Mechanism.claimed_mu`. The same
+    step, or a round, 1/sigma-Gaussian-DP, for estimated ones see `claimed_mu`. The same
     holds of random allocation, where a unit is in one step of a round, here a known one. The claim
     fixes all thresholds before any trial.
 """
@@ -44,7 +44,7 @@ from torchtitan_dp.models.parallelize import fsdp_mesh
 from torchtitan_dp.models.parameters import copy_slice_, trainable_parameters
 from torchtitan_dp.privacy.banded import NoiseChain
 from torchtitan_dp.privacy.keys import RootKey
-from torchtitan_dp.privacy.lower_bounds import gaussian_mu
+from torchtitan_dp.privacy.lower_bounds import claimed_mu, gaussian_mu
 from torchtitan_dp.privacy.pld import gaussian_epsilon
 from torchtitan_dp.privacy.sampling import deal
 from torchtitan_dp.privacy.segments import Mechanism
@@ -230,7 +230,7 @@ class Game:
         Collective over the world; all ranks return the same.
         """
         each = share_of(confidence)
-        claimed = self._mechanism.claimed_mu(trials=trials, confidence=each)
+        claimed = claimed_mu(self._mechanism, trials, each)
         found = {c.name: self.play(c, trials=trials, confidence=each) for c in self.cases}
         most = max(case["mu_lower_bound"] for case in found.values())
         return {

@@ -6,9 +6,9 @@ its public starting weights. The proof needs this order: scores are computed wit
 guesses from scores alone, and they are on disk before the coins are read.
 
 Guarantee:
-    If training is (epsilon, delta)-DP, and mu-Gaussian-DP but for a probability, for the canaries
-    as units, one of both lower bounds is above its truth with probability at most 1 - confidence:
-    each has half of the risk. The audited weights are never private, as their ledger records;
+    If training is (epsilon, delta)-DP for the canaries as units, the lower bound is above epsilon
+    with probability at most 1 - confidence. The audited weights are never private, as their
+    ledger records;
     publishing the result spends its `epsilon_executed`, which counts beside other runs'.
 """
 
@@ -28,7 +28,7 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.batching import Feed
 from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.distributed.agreement import broadcast_from_rank0, shared_root_key
-from torchtitan_dp.privacy.lower_bounds import one_run_epsilon, one_run_mu, rate_upper_bound
+from torchtitan_dp.privacy.lower_bounds import one_run_epsilon, rate_upper_bound
 from torchtitan_dp.privacy.meaning import meaning
 from torchtitan_dp.privacy.sampling import coins
 from torchtitan_dp.process import write_atomically
@@ -126,7 +126,7 @@ def audit(
         },
     }
     correct = int(np.sum((guessed == 1) & included) + np.sum((guessed == -1) & ~included))
-    return result | _bounds(trainer, result, correct, each)
+    return result | _bounds(trainer, result, correct, confidence)
 
 
 def _attack(
@@ -151,26 +151,18 @@ def _attack(
 def _bounds(
     trainer: TextTrainer, result: dict[str, Any], correct: int, confidence: float
 ) -> dict[str, Any]:
-    """Bound epsilon and mu from below, each at this confidence, beside what is claimed."""
+    """Bound epsilon from below, at this confidence, beside what is claimed."""
     settings = trainer.ledger.settings
     claimed = settings.epsilon(trainer.step)
     promised = meaning([settings.segment(trainer.step)], settings.delta)
     terms = {key: result[key] for key in ("canaries", "guesses")} | {"confidence": confidence}
     bound = one_run_epsilon(**terms, correct=correct, delta=settings.delta)
-    mu, most = (
-        one_run_mu(**terms, correct=right, but_for=promised.mu_but_for)
-        for right in (correct, result["guesses"])
-    )
     return {
         "correct": correct,
         "delta": settings.delta,
         "epsilon_lower_bound": bound,
         "epsilon_claimed": claimed if math.isfinite(claimed) else None,
-        "mu_lower_bound": mu,
-        "mu_lower_bound_if_all_right": most,
-        "mu_claimed": promised.mu if math.isfinite(promised.mu) else None,
-        "mu_but_for": promised.mu_but_for,
-        "exceeds_claim": bound > claimed or mu > promised.mu,
+        "exceeds_claim": bound > claimed,
         "detected_at_most": dict(promised.detected)[FALSE_ALARMS],
     }
 

@@ -37,11 +37,11 @@ from torchtitan_dp.checkpoint.folder import (
 )
 from torchtitan_dp.checkpoint.folder import load as load_states
 from torchtitan_dp.checkpoint.start import Start, confirmed
-from torchtitan_dp.distributed.torchtitan_private import is_saved_at
 from torchtitan_dp.models.ema import WEIGHTS, WeightAverage
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.parameters import first_overflow, overflow
 from torchtitan_dp.process import Fault
+from torchtitan_dp.torch_private import is_saved_at
 
 _NOWHERE = os.path.join(os.devnull, "none")  # a path at which nothing can be
 

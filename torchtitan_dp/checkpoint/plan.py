@@ -25,7 +25,7 @@ from torchtitan_dp.ledger.schema import (
 )
 from torchtitan_dp.ledger.spending import BY_RDP, counted_by, epsilon, inherited, spent
 from torchtitan_dp.privacy import accounting, published_loss
-from torchtitan_dp.privacy.mechanism import NoMechanism
+from torchtitan_dp.privacy.segments import NONE, Mechanism
 
 PUBLIC = "the initial weights are assumed to be public"
 
@@ -276,7 +276,7 @@ def baseline_ledger(config: JobConfig, units: int) -> Lineage:
     """Return the ledger of a run without privacy on so many training units."""
     batch = config.training.global_batch_size
     settings = Settings(
-        NoMechanism(0.0, min(max(batch, 1) / units, 1.0)),
+        Mechanism(0.0, min(max(batch, 1) / units, 1.0), private=False),
         max_grad_norm=0.0,  # none
         delta=config.privacy.delta or 0.0,
         expected_batch_size=batch,
@@ -308,5 +308,5 @@ def _is_baseline(folder: str) -> bool:
     """Return whether its `privacy.json` is of a run without privacy; one that is broken is not."""
     with contextlib.suppress(ValueError):
         published = read_published_fields(folder)
-        return published is not None and published["mechanism"] == NoMechanism.name
+        return published is not None and published["mechanism"] == NONE
     return False

@@ -28,8 +28,7 @@ from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger.lineage import Settings
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.coefficients import INDEPENDENT, found_for
-from torchtitan_dp.privacy.mechanism import mechanism_of
-from torchtitan_dp.privacy.segments import Segment
+from torchtitan_dp.privacy.segments import Segment, mechanism_of
 
 
 def settings_of(
@@ -62,9 +61,6 @@ def settings_of(
             )
         rate = batch / units
         source = f"training.global_batch_size / number of training {word}s (which is public)"
-    clipping: str = privacy.clipping
-    if privacy.clipping_groups:
-        clipping += f": {', '.join(privacy.clipping_groups)}"
     replicate, shard, _ = mesh_degrees(config)
     ranks = max(replicate, 1) * max(shard, 1)
     if column is None:
@@ -94,7 +90,7 @@ def settings_of(
         windows_per_draw=config.data.windows_per_draw,
         target_epsilon=privacy.target_epsilon,
         sampling=mechanism.sampling,
-        clipping=clipping,
+        clipping=privacy.clipping,
         clip_function=privacy.clip_function,
         secure_noise=privacy.secure_noise,
         trained=trained(config),

@@ -21,7 +21,7 @@ from torchtitan_dp.ledger.schema import (
     read_published_fields,
 )
 from torchtitan_dp.ledger.spending import Run, heldout_epsilon
-from torchtitan_dp.privacy.mechanism import NoMechanism
+from torchtitan_dp.privacy.segments import NONE
 
 _SLACK = 1e-6  # relative: of the accountants' arithmetic on another machine
 
@@ -37,7 +37,7 @@ def verify(folder: str) -> Run:
         raise ValueError(f"'{folder}' has no {PRIVACY_FILE}: name the job.dump_folder of a run")
     if is_release(published):
         raise ValueError(f"'{folder}' is a release: name the job.dump_folder of its run")
-    if published["mechanism"] == NoMechanism.name:
+    if published["mechanism"] == NONE:
         raise ValueError(f"'{folder}' is a run without privacy: no epsilon covers it")
     held = [(step, at) for at in checkpoint_folders(folder) for step in finished_checkpoints(at)]
     stated, log = ledger_of(published), RunLog(folder)

@@ -317,26 +317,49 @@ def _privacy(config: JobConfig) -> Iterator[Row]:
 
 def _methods(config: JobConfig) -> Iterator[Row]:
     """Yield the rows of supported keys that a mechanism or a gradient method does not cover."""
-    # NumPy and SciPy: half a second to import, which other mistakes need not wait for.
-    from torchtitan_dp.privacy.coefficients import cut_off
-    from torchtitan_dp.privacy.mechanism import mechanism_of
-
     privacy, checkpoint, blocks = config.privacy, config.checkpoint, config.activation_checkpoint
     name, method = privacy.gradient_method, METHODS[privacy.gradient_method]
     by_operation = blocks.mode == "selective" and blocks.selective_ac_option == "op"
     twice = method.backward_passes(privacy) > 1
-    mechanism = mechanism_of(
-        privacy,
-        noise_multiplier=1.0,
-        sample_rate=0.25,
-        estimates_norms=method.estimates_norms,
-        column=cut_off(2 if privacy.noise == "banded" else 1),
-    )
-    yield from mechanism.refusals(privacy)
+    allocates, banded = privacy.sampling == "allocation", privacy.noise == "banded"
+    accounted = method.estimates_norms and privacy.underestimates == "accounted"
+    unproven = "with privacy.underestimates = 'accounted'"
+    capped = "or privacy.underestimates = 'capped'"
     yield (
-        privacy.clipping == "flat" and bool(privacy.clipping_groups),
-        "privacy.clipping_groups: remove it, or set privacy.clipping to 'per_layer'; 'flat' clips "
-        "all as one group",
+        allocates and privacy.accountant != "pld",
+        "privacy.accountant: with privacy.sampling = 'allocation' only PLD counts that a unit's "
+        "step is hidden; set it to 'pld', or privacy.sampling to 'poisson'",
+    )
+    yield (
+        banded and privacy.secure_noise,
+        "privacy.secure_noise: with privacy.noise = 'banded' a step takes back earlier noise, and "
+        "their sum on the grid is not proven; set it to false, or privacy.noise to 'independent'",
+    )
+    yield (
+        banded and allocates,
+        "privacy.sampling: with privacy.noise = 'banded' a unit's steps lie apart by their groups, "
+        "and rounds are not proven beside them; set it to 'poisson', or privacy.noise to "
+        "'independent'",
+    )
+    yield (
+        accounted and privacy.accountant != "pld",
+        f"privacy.accountant: {unproven} a step is a mixture of Gaussians, for which only PLD is "
+        f"tight; set privacy.accountant = 'pld', {capped}",
+    )
+    yield (
+        accounted and privacy.clipping != "flat",
+        f"privacy.clipping: {unproven} the norms of several groups err apart, which is not "
+        f"accounted for; set it to 'flat', {capped}",
+    )
+    yield (
+        accounted and banded,
+        f"privacy.noise: {unproven} a unit's steps are not accounted for together; set it to "
+        f"'independent', {capped}",
+    )
+    yield (
+        accounted and allocates,
+        f"privacy.sampling: {unproven} a round of mixtures is not accounted for; set it to "
+        f"'poisson', {capped}",
     )
     yield (
         config.compile.enable and method.per_sample_layers,

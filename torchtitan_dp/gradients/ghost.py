@@ -36,6 +36,7 @@ Guarantee:
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
@@ -52,6 +53,30 @@ from torchtitan_dp.gradients.operands import TRANSIENT_BYTES, Write, add_to
 from torchtitan_dp.privacy.clipping import Clip, squared_norm
 
 Passes = Literal["one", "two"]
+
+
+@dataclass
+class _Measuring:
+    """What layers hand over in a first backward pass, until the microbatch's norms are known."""
+
+    samples: int
+    calls: Counter[str] = field(default_factory=Counter)  # of `form_grad_samples`, by parameter
+    writes: dict[str, list[Write]] = field(default_factory=dict)  # whose norms are to be found
+    kept: dict[str, Tensor] = field(default_factory=dict)  # (B, dp_shard, chunk), summed over cp
+    vectors: dict[str, Tensor] = field(default_factory=dict)  # (cp, B, dp_shard, rows), not summed
+    squares: dict[str, Tensor] = field(default_factory=dict)  # fp64 (B,): this rank's part
+
+
+@dataclass
+class _Adding:
+    """A microbatch whose norms are known, and whose gradients are added, each parameter's once."""
+
+    samples: int
+    calls: Counter[str]  # of `form_grad_samples`, which a second pass repeats
+    squares: dict[str, Tensor]  # fp64 (B,), over cp
+    clip: Clip  # of groups: (G, B)
+    left: set[str]  # parameters that are not added yet
+    writes: dict[str, list[Write]] = field(default_factory=dict)  # of a second pass
 
 
 class GhostGradients(LayerGradients):
@@ -76,18 +101,7 @@ class GhostGradients(LayerGradients):
         self.norms = norms or ExactNorms(self._cp)
         self._layers = layers_of_each_parameter(model)
         self._group = clipped_sum.policy.group_of()
-        self._start(0)
-
-    def _start(self, samples: int) -> None:
-        """Reset the state of a microbatch."""
-        self._samples = samples
-        self._calls: Counter[str] = Counter()  # of `form_grad_samples`, in the first backward
-        self._writes: dict[str, list[Write]] = {}  # whose norms are to be found, or sums added
-        self._kept: dict[str, Tensor] = {}  # (B, dp_shard, chunk), summed over cp
-        self._vectors: dict[str, Tensor] = {}  # (cp, B, dp_shard, rows), not yet summed
-        self._squares: dict[str, Tensor] = {}  # fp64 (B,); over cp, once `_clip` is there
-        self._clip: Clip | None = None  # of groups: (G, B)
-        self._added: set[str] = set()
+        self._phase: _Measuring | _Adding = _Measuring(0)
 
     def start_step(self, key: bytes) -> None:
         self.norms.start_step(key)
@@ -101,26 +115,26 @@ class GhostGradients(LayerGradients):
         reduce-scatter of gradients and an all-reduce of B numbers, within backward or after it;
         between norms and sums, one all-reduce of the norms of all parameters.
         """
-        assert not self._writes
-        assert not self._kept
-        self._start(len(loss_B))
+        self._phase = measuring = _Measuring(len(loss_B))
         self.norms.start_microbatch(positions)
         loss = loss_B.sum()
         loss.backward(retain_graph=self._passes == "two")
-        self._clip = clip = self._clip_by_norms(valid_B)
-        for name in list(self._kept):
-            shard_BDN = self._kept.pop(name)
-            factor_B, rejected_B = self._of_group(name, clip)
+        self._phase = adding = self._clip_by_norms(measuring, valid_B)
+        while measuring.kept:
+            name, shard_BDN = measuring.kept.popitem()
+            factor_B, rejected_B = self._of_group(name, adding.clip)
             self.clipped_sum.accumulate_part(name, shard_BDN, factor_B, rejected_B)
-            self._added.add(name)
+            adding.left.remove(name)
         if self._passes == "two":
+            measuring.writes.clear()
             loss.backward()
-        for name in list(self._writes):
-            self._add_capped(name, self._writes.pop(name))
+        else:
+            for name in list(measuring.writes):
+                self._add_capped(adding, name, measuring.writes.pop(name))
         self._require_no_sum()
-        lost = self._layouts.keys() - self._added
-        assert not lost, f"measured, and not found again: {sorted(lost)}"
-        return clip.over_groups()
+        assert not adding.left, f"measured, and not found again: {sorted(adding.left)}"
+        self._phase = _Measuring(0)
+        return adding.clip.over_groups()
 
     # What layers call, from within backward (and the loss head from within forward).
 
@@ -129,43 +143,44 @@ class GhostGradients(LayerGradients):
 
     def form_grad_samples(self, name: str, batch_size: int, write: Write) -> None:
         """Keep, measure or add a layer's gradients, given by their operands."""
-        assert batch_size == self._samples, f"{name}: dim 0 of its layer's input is not the sample"
-        if self._clip is not None:
-            if name not in self._added:
-                self._writes.setdefault(name, []).append(write)
-                if len(self._writes[name]) == self._calls[name]:
-                    self._add_capped(name, self._writes.pop(name))
+        phase = self._phase
+        assert batch_size == phase.samples, f"{name}: dim 0 of its layer's input is not the sample"
+        if isinstance(phase, _Adding):
+            if name in phase.left:
+                phase.writes.setdefault(name, []).append(write)
+                if len(phase.writes[name]) == phase.calls[name]:
+                    self._add_capped(phase, name, phase.writes.pop(name))
             return
-        assert name not in self._squares, f"{name}: a layer is used twice; set ghost_passes = 'one'"
-        self._calls[name] += 1
+        assert name not in phase.squares, f"{name}: a layer is used twice; set ghost_passes = 'one'"
+        phase.calls[name] += 1
         if len(self._layouts[name].shape) == 1:
             whole = self._write(name, [write], slice(0, batch_size))
-            add_to(self._vectors, name, whole)
+            add_to(phase.vectors, name, whole)
         elif self._passes == "two":
-            self._writes.setdefault(name, []).append(write)
-            if len(self._writes[name]) == self._layers[name]:
-                self._measure(name, self._writes.pop(name))
+            phase.writes.setdefault(name, []).append(write)
+            if len(phase.writes[name]) == self._layers[name]:
+                self._measure(phase, name, phase.writes.pop(name))
         elif isinstance(write, Factors) and self._is_ghost(
             name, _tokens(write) * self._layers[name]
         ):
-            self._writes.setdefault(name, []).append(write)
+            phase.writes.setdefault(name, []).append(write)
         else:
-            add_to(self._kept, name, self._form(name, [write]))
+            add_to(phase.kept, name, self._form(name, [write], batch_size))
 
     def form(self, name: str, batch_size: int, write: Write) -> Formed:
         """Write the loss head's gradients while it has the logits."""
-        self._samples = batch_size
-        return Formed(batch_size, Pending(self._form(name, [write])))
+        return Formed(batch_size, Pending(self._form(name, [write], batch_size)))
 
     def add(self, name: str, formed: Formed, factor_B: Tensor | None = None) -> None:
         """Keep formed gradients, each sample's multiplied by its factor."""
         assert formed.shard is not None
+        assert isinstance(self._phase, _Measuring), "gradients are formed before"
         shard_BDN = formed.shard.wait()
-        same = len(shard_BDN) == self._samples
+        same = len(shard_BDN) == self._phase.samples
         assert same, f"{name}: dim 0 of its layer's input is not the sample"
         if factor_B is not None:
             shard_BDN.mul_(factor_B[:, None, None])
-        add_to(self._kept, name, shard_BDN)
+        add_to(self._phase.kept, name, shard_BDN)
 
     # Norms.
 
@@ -173,69 +188,66 @@ class GhostGradients(LayerGradients):
         """Return whether a norm from factors is cheaper, for `tokens` tokens on this rank."""
         return self.norms.is_cheaper(tokens * self._cp_size, self._layouts[name].shape)
 
-    def _clip_by_norms(self, valid_B: Tensor) -> Clip:
+    def _clip_by_norms(self, of: _Measuring, valid_B: Tensor) -> _Adding:
         """Find the remaining norms, sum squares over cp, and clip."""
-        self._kept |= sum_together_over_cp(self._vectors, self._cp)
-        self._vectors.clear()
-        for name in self._kept.keys() & self._writes.keys():  # tied, and one layer's was formed
-            add_to(self._kept, name, self._form(name, self._writes.pop(name)))
-        for name, shard_BDN in self._kept.items():
-            self._squares[name] = squared_norm(shard_BDN.flatten(1))
-        for name in self._writes:
-            self._measure(name, self._writes[name])
-        if self._passes == "two":
-            self._writes.clear()
-        unused = self._layouts.keys() - self._squares.keys()
+        of.kept |= sum_together_over_cp(of.vectors, self._cp)
+        of.vectors.clear()
+        for name in of.kept.keys() & of.writes.keys():  # tied, and one layer's was formed
+            add_to(of.kept, name, self._form(name, of.writes.pop(name), of.samples))
+        for name, shard_BDN in of.kept.items():
+            of.squares[name] = squared_norm(shard_BDN.flatten(1))
+        for name in of.writes:
+            self._measure(of, name, of.writes[name])
+        unused = self._layouts.keys() - of.squares.keys()
         assert not unused, f"trainable but had no gradient: {sorted(unused)}"
-        squares_LB = torch.stack([self._squares[name] for name in self._layouts])
+        squares_LB = torch.stack([of.squares[name] for name in self._layouts])
         if self._cp is not None:
             dist.all_reduce(squares_LB, group=self._cp)
         squares_LB.clamp_(min=0)  # rounding can leave ghost norms below; NaN stays
-        self._squares = dict(zip(self._layouts, squares_LB, strict=True))
-        return self.clipped_sum.policy.clip(self.clipped_sum.by_group(self._squares), valid_B)
+        squares = dict(zip(self._layouts, squares_LB, strict=True))
+        clip = self.clipped_sum.policy.clip(self.clipped_sum.by_group(squares), valid_B)
+        return _Adding(of.samples, of.calls, squares, clip, set(self._layouts))
 
     def _of_group(self, name: str, clip: Clip) -> tuple[Tensor, Tensor]:
         """Return factors and rejections of a parameter's clip group."""
         group = self._group[name]
         return clip.factor_B[group], clip.rejected_B[group]
 
-    def _measure(self, name: str, writes: Sequence[Write]) -> None:
+    def _measure(self, of: _Measuring, name: str, writes: Sequence[Write]) -> None:
         """Find one parameter's squared norms: this rank's part."""
         factors = [write for write in writes if isinstance(write, Factors)]
         tokens = sum(map(_tokens, factors))
         if len(factors) == len(writes) and self._is_ghost(name, tokens):
             shape = self._layouts[name].shape
-            self._squares[name] = self.norms.squared_norms(name, shape, factors)
+            of.squares[name] = self.norms.squared_norms(name, shape, factors)
         else:
-            parts = [self._form_some(name, writes, some) for some in self._slices(name)]
-            self._squares[name] = torch.cat([squared_norm(part.flatten(1)) for part in parts])
+            slices = self._slices_of(name, of.samples)
+            parts = [self._form_some(name, writes, some) for some in slices]
+            of.squares[name] = torch.cat([squared_norm(part.flatten(1)) for part in parts])
 
     # Gradients.
 
-    def _add_capped(self, name: str, writes: Sequence[Write]) -> None:
+    def _add_capped(self, to: _Adding, name: str, writes: Sequence[Write]) -> None:
         """Form a parameter's gradients and add them, each capped at `cap` times its found norm."""
-        assert self._clip is not None
-        for samples in self._slices(name):
+        for samples in self._slices_of(name, to.samples):
             shard_BDN = self._form_some(name, writes, samples)
             formed_B = squared_norm(shard_BDN.flatten(1))
             if self._cp is not None:
                 dist.all_reduce(formed_B, group=self._cp)
-            found_B = self.norms.cap(name) ** 2 * self._squares[name][samples]
+            found_B = self.norms.cap(name) ** 2 * to.squares[name][samples]
             cap_B = torch.where(formed_B > found_B, (found_B / formed_B).sqrt(), 1.0)
-            factor_B, rejected_B = self._of_group(name, self._clip)
+            factor_B, rejected_B = self._of_group(name, to.clip)
             factor_B = (factor_B[samples] * cap_B).float()
             # As in `clip`: a subnormal factor is rounded by more than `_SAFETY` leaves room for.
             subnormal_B = factor_B < torch.finfo(torch.float32).tiny
             rejected_B = rejected_B[samples] | ~torch.isfinite(formed_B) | subnormal_B
             self.clipped_sum.accumulate_part(name, shard_BDN, factor_B, rejected_B)
-        self._added.add(name)
+        to.left.remove(name)
 
-    def _slices(self, name: str) -> list[slice]:
-        return self._slices_of(name, self._samples)
-
-    def _form(self, name: str, writes: Sequence[Write]) -> Tensor:
+    def _form(self, name: str, writes: Sequence[Write], samples: int) -> Tensor:
         """Write all samples' gradients and sum them over cp: (B, dp_shard, chunk)."""
-        parts = [self._form_some(name, writes, samples) for samples in self._slices(name)]
+        slices = self._slices_of(name, samples)
+        parts = [self._form_some(name, writes, some) for some in slices]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _form_some(self, name: str, writes: Sequence[Write], samples: slice) -> Tensor:

@@ -1,7 +1,7 @@
 """What a run has spent: kept in its checkpoints, in `privacy.json` and in private logs.
 
 Nouns of this room, also in the documentation:
-    mechanism: What one step does to privacy (`privacy.mechanism`).
+    mechanism: What one step does to privacy (`privacy.segments`).
     settings: The terms that all steps of a run are taken on: mechanism, unit, delta and the rest.
     start: One time that the trainer starts to train, under a random secret name.
     executed step: A step whose line is in the log, written just before its update.

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.mechanism import from_fields
 from torchtitan_dp.privacy.published_loss import releases
 from torchtitan_dp.privacy.segments import Mechanism, Segment
 
@@ -114,12 +113,15 @@ class Settings:
             KeyError, TypeError, ValueError: a key is missing or out of its range.
         """
         own = {one.name: fields[one.name] for one in dataclasses.fields(cls)}
-        return cls(**{**own, "mechanism": from_fields(dict(fields))})
+        return cls(**{**own, "mechanism": Mechanism.from_fields(dict(fields))})
 
 
 def _by_key(settings: Settings) -> dict[str, object]:
     """Return the terms by the keys of the configuration that set them."""
-    mechanism = settings.mechanism
+    mechanism, method = settings.mechanism, "one of exact norms"
+    if mechanism.projections or mechanism.capped_projections:
+        how = "accounted" if mechanism.projections else "capped"
+        method = f"'randomized' with underestimates = '{how}'"
     return {
         # Of banded noise, its bands differ too.
         "privacy.sampling": "allocation" if mechanism.round_steps > 1 else "poisson",
@@ -132,7 +134,9 @@ def _by_key(settings: Settings) -> dict[str, object]:
         "privacy.clipping": settings.clipping,
         "privacy.clip_function": settings.clip_function,
         "privacy.secure_noise": settings.secure_noise,
-        **mechanism.terms(),
+        "privacy.gradient_method": method,
+        "privacy.projections": mechanism.projections or mechanism.capped_projections,
+        "privacy.norm_estimator": mechanism.norm_estimator,
         "data.windows_per_draw": settings.windows_per_draw,
         "privacy.delta": settings.delta,
         "data.unit_field": settings.privacy_unit,

@@ -15,7 +15,7 @@ import math
 import os
 import secrets
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
@@ -30,7 +30,6 @@ from torchtitan_dp.ledger.spending import (
 )
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.meaning import Meaning, meaning
-from torchtitan_dp.privacy.mechanism import MECHANISMS, from_fields
 from torchtitan_dp.privacy.segments import Mechanism, Segment, composition, dp_event
 from torchtitan_dp.process import has_type, source, versions, write_atomically
 
@@ -39,6 +38,7 @@ TRIAL_FILE = "trial.json"  # of a search's trial, from before its first start: t
 
 
 _IN_RUNS, _IN_RELEASES = "of a run's own file alone", "of a release's alone"
+_OF_SOME = "of some mechanisms alone"
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,22 @@ class Key:
 
     name: str
     type: Any  # of the value as JSON has it
-    meaning: str = ""  # of a mechanism's key; of others, the docstring in `PrivacyFile`
-    in_runs: bool = True
-    in_releases: bool = True
+    mark: str = ""  # which files have it; "": all
+
+    @property
+    def in_runs(self) -> bool:
+        """Whether a run's own file has it."""
+        return self.mark != _IN_RELEASES
+
+    @property
+    def in_releases(self) -> bool:
+        """Whether a release's file has it."""
+        return self.mark != _IN_RUNS
 
 
 class PrivacyFile:
-    """The keys of a `privacy.json`, in order, each with its type; some are in one kind of file
-    alone. The docstring below a key is its reference. Those of the mechanism, which files of others
-    lack, follow `max_grad_norm`."""
+    """The keys of a `privacy.json`, in order, each with its type; some are in some files alone. The
+    docstring below a key is its reference."""
 
     format: int
     """The version of this table: 1."""
@@ -117,6 +124,29 @@ class PrivacyFile:
 
     max_grad_norm: float
     """C: the norm that a unit's gradient is clipped to, or the estimate of this norm."""
+
+    projections: int
+    """From how many random projections norms were estimated, whose errors ε counts; 0: they were
+    exact, or errors were capped, so that a unit counts C at most."""
+
+    capped_projections: int
+    """From how many random projections norms were estimated, where a gradient that is longer than
+    its estimate is scaled down to it: a unit counts C at most whatever the errors are, so that ε is
+    that of exact norms. 0: none were, or ε counts their errors."""
+
+    norm_estimator: str
+    """How: `hutchinson`, `hutch++`, or, where both numbers are 0, `exact`."""
+
+    round_steps: Annotated[int, _OF_SOME]
+    """t: the steps of a round, at exactly one of which each unit is drawn. ε is of whole rounds."""
+
+    bands: Annotated[int, _OF_SOME]
+    """b: units are in b groups, of which each step draws from the next one, each unit with
+    probability b q; noise is correlated over steps by a matrix of b bands."""
+
+    column: Annotated[list[float], _OF_SOME]
+    """c: the coefficients of these bands, chosen at the run's first start (docs/privacy.md); ε does
+    not depend on them: noise is scaled by their norm."""
 
     clipping: str
     """`flat`: one norm over all parameters; `per_layer`: one for each layer or group, each clipped
@@ -229,23 +259,13 @@ class PrivacyFile:
     since."""
 
 
-def _keys() -> Iterator[Key]:
-    of_mechanisms = {key: None for kind in MECHANISMS for key in keys_of(kind)}
-    for name, hint in typing.get_type_hints(PrivacyFile, include_extras=True).items():
-        (mark,) = getattr(hint, "__metadata__", ("",))
-        kind = getattr(hint, "__origin__", hint) if mark else hint
-        yield Key(name, kind, in_runs=mark != _IN_RELEASES, in_releases=mark != _IN_RUNS)
-        if name == "max_grad_norm":
-            yield from of_mechanisms
+def _key(name: str, hint: Any) -> Key:
+    if typing.get_origin(hint) is not Annotated:
+        return Key(name, hint)
+    return Key(name, hint.__origin__, *hint.__metadata__)
 
 
-def keys_of(kind: type[Mechanism]) -> tuple[Key, ...]:
-    """Return the keys of one kind of mechanism."""
-    return tuple(Key(*key) for key in kind.keys)
-
-
-KEYS = tuple(_keys())
-_OF_MECHANISMS = {key.name for kind in MECHANISMS for key in keys_of(kind)}
+KEYS = tuple(_key(*one) for one in typing.get_type_hints(PrivacyFile, include_extras=True).items())
 
 
 def is_release(content: Mapping[str, Any]) -> bool:
@@ -257,9 +277,7 @@ def _keys_in(content: Mapping[str, Any]) -> list[Key]:
     """Return the keys of a file of this kind, and of this mechanism."""
     kind = "in_releases" if is_release(content) else "in_runs"
     return [
-        key
-        for key in KEYS
-        if getattr(key, kind) and (key.name in content or key.name not in _OF_MECHANISMS)
+        key for key in KEYS if getattr(key, kind) and (key.name in content or key.mark != _OF_SOME)
     ]
 
 
@@ -348,11 +366,20 @@ def to_bytes(content: Mapping[str, Any]) -> bytes:
     return json.dumps(content, indent=2).encode() + b"\n"
 
 
+def in_words(mechanism: Mechanism) -> list[str]:
+    """Return how norms were estimated and how noise depends on earlier steps', for a console;
+    nothing of exact norms and independent noise."""
+    k, capped = mechanism.projections, mechanism.capped_projections
+    norms = f"norms from {k or capped} projections" + (", capped" if capped else "")
+    noise = f"noise correlated over steps, {mechanism.period} bands"
+    return [*([norms] if k or capped else []), *([noise] if mechanism.period > 1 else [])]
+
+
 def summary(content: dict[str, Any]) -> list[str]:
     """Return the lines that end a run's console, from its `privacy.json`."""
     stated = f"epsilon = {rounded_up(content['epsilon'])}" if content["private"] else "NOT private"
-    mechanism, loss = from_fields(content), content["heldout_loss"]
-    how = "".join(f"{words}, " for words in (mechanism.norms, mechanism.noise) if words)
+    loss = content["heldout_loss"]
+    how = "".join(f"{words}, " for words in in_words(Mechanism.from_fields(content)))
     lines = [
         f"done: {content['steps']} steps",
         f"privacy: {stated}, delta = {content['delta']:g} "

@@ -25,7 +25,6 @@ from torchtitan_dp.ledger.log import FINGERPRINT_FILE
 from torchtitan_dp.privacy import accounting, published_loss
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.clipping import fp32_sum_excess
-from torchtitan_dp.privacy.mechanism import MECHANISMS
 from torchtitan_dp.privacy.segments import Mechanism, Segment, composition
 
 
@@ -98,6 +97,14 @@ def assumptions(lineage: Lineage) -> list[str]:
 _EARLY = "not all planned steps were taken: "
 _LOST = "steps were lost: "
 _ROUNDED = "the clipped sum is rounded: "
+_ESTIMATED = (
+    "norms were estimated from random projections: the estimates' errors, which epsilon "
+    "counts, are taken to be those of real numbers"
+)
+_ESTIMATED = (
+    "norms were estimated from random projections: the estimates' errors, which epsilon counts, "
+    "are taken to be those of real numbers"
+)
 BY_RDP = (
     "RDP counts in the place of privacy.accountant = 'pld', whose numbers float64 cannot hold here "
     "or are larger: epsilon holds, but may be above the least one"
@@ -138,7 +145,8 @@ def caveats(lineage: Lineage, epsilon: float, epsilon_planned: float) -> list[st
         f"{_ROUNDED}each rank adds up to {worst.summands} {worst.unit}s per step in fp32; "
         f"adversarial gradients could move the sum by {moved}"
     )
-    found += dict.fromkeys(filter(None, (settings.mechanism.caveat for settings in taken)))
+    if any(settings.mechanism.projections for settings in taken):
+        found.append(_ESTIMATED)
     if counted_by(lineage) != lineage.settings.accountant:
         found.append(BY_RDP)
     return found
@@ -153,8 +161,7 @@ def counted_by(lineage: Lineage) -> accounting.Accountant:
 
 def recorded(found: Iterable[str]) -> list[str]:
     """Return the caveats that weights trained on from these inherit: those not computed anew."""
-    of_mechanisms = (kind.caveat for kind in MECHANISMS if kind.caveat)
-    computed_anew = (_EARLY, _LOST, _ROUNDED, BY_RDP, *of_mechanisms)
+    computed_anew = (_EARLY, _LOST, _ROUNDED, _ESTIMATED, BY_RDP)
     return [caveat for caveat in found if not caveat.startswith(computed_anew)]
 
 

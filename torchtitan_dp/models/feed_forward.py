@@ -29,8 +29,74 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_dp.gradients.operands import tiles
-from torchtitan_dp.models.linear import Linear, Sums, add_class, new_sums, parameters_of, rounded
+from torchtitan_dp.gradients.operands import add_product_, tiles
+from torchtitan_dp.models.lora import LoRALinear
+
+Sums = list[Tensor | None]
+"""The fp32 sums of gradients of some parameters, each None where it is not trained."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """x W^T, plus scaling (x A^T) B^T where there are factors of LoRA."""
+
+    parameters: Sequence[Tensor]  # W (P, D); with factors also A (r, D), B (P, r)
+    scaling: float | None  # None without factors
+
+    def __call__(self, x_ND: Tensor) -> Tensor:
+        weight_PD, *factors = self.parameters
+        y_NP = x_ND @ weight_PD.T
+        if self.scaling is not None:
+            a_RD, b_PR = factors
+            y_NP.addmm_(x_ND @ a_RD.T, b_PR.T, alpha=self.scaling)
+        return y_NP
+
+    def backward(self, x_ND: Tensor, grad_NP: Tensor, into_ND: Tensor | None, sums: Sums) -> Tensor:
+        """Add the gradients of weight and factors to `sums`, and that of x to `into_ND`, which is
+        returned."""
+        weight_PD, *factors = self.parameters
+        if into_ND is None:
+            into_ND = grad_NP @ weight_PD
+        else:
+            into_ND.addmm_(grad_NP, weight_PD)
+        of_weight, *of_factors = sums
+        if of_weight is not None:
+            add_product_(of_weight, grad_NP.T, x_ND)
+        if self.scaling is not None:
+            a_RD, b_PR = factors
+            grad_NR = (grad_NP @ b_PR).mul_(self.scaling)
+            into_ND.addmm_(grad_NR, a_RD)
+            of_a, of_b = of_factors
+            if of_a is not None:
+                add_product_(of_a, grad_NR.T, x_ND)
+            if of_b is not None:
+                add_product_(of_b, grad_NP.T, (x_ND @ a_RD.T).mul_(self.scaling))
+        return into_ND
+
+
+def parameters_of(layer: Any, samples: int) -> tuple[list[Tensor], float | None]:
+    """Return a layer's parameters and the scaling of its factors, as `Linear` takes them, for an
+    input of so many samples: 1 where a parameter is trained."""
+    factors = [layer.lora_a.weight, layer.lora_b.weight] if isinstance(layer, LoRALinear) else []
+    parameters: list[Tensor] = [layer.weight, *factors]
+    trains = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
+    assert samples == 1 or not trains, "samples would be merged before they are clipped"
+    return parameters, layer.scaling if factors else None
+
+
+def new_sums(parameters: Sequence[Tensor], needed: Sequence[bool]) -> Sums:
+    """Return zeros, fp32, for each parameter that is trained."""
+    return [
+        torch.zeros_like(parameter, dtype=torch.float32) if one else None
+        for parameter, one in zip(parameters, needed, strict=True)
+    ]
+
+
+def rounded(sums: Sums, parameters: Sequence[Tensor]) -> Sums:
+    """Round the sums to their parameters' dtypes, one after another, and drop the fp32 ones."""
+    for place, (one, parameter) in enumerate(zip(sums, parameters, strict=True)):
+        sums[place] = None if one is None else one.to(parameter.dtype)
+    return sums
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -99,8 +165,10 @@ class TiledMLP(nn.Module):
 
 
 def use_tiles(module: nn.Module, tiling: Tiling) -> None:
-    """Have a gated feed-forward compute in tiles, in place."""
-    add_class(module, TiledMLP)
+    """Have a gated feed-forward compute in tiles, in place. As `fully_shard` does, it gives the
+    module a class that adds to its own: names, parameters and `isinstance` stay."""
+    own = type(module)
+    module.__class__ = type(own.__name__, (TiledMLP, own), {})
     cast(TiledMLP, module).tiling = tiling.of(cast(Any, module).act_fn)
 
 

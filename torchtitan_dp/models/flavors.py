@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from torchtitan_dp.models.causal_lm.model import CausalLM
-from torchtitan_dp.models.causal_lm.settings import ModelArgs
-from torchtitan_dp.models.config_json import configuration
+from torchtitan_dp.models.causal_lm.settings import ModelArgs, configuration
 
 
 def _llama(layers: int, dim: int, heads: int, hidden: int, **more: Any) -> dict[str, Any]:

@@ -5,8 +5,10 @@ from) has one, else `model.flavor`; with the adapters of `[lora]`. A model that 
 refused in one line.
 """
 
+import dataclasses
 import json
 import os
+import re
 from typing import Any
 
 from torchtitan_dp.config import JobConfig
@@ -22,14 +24,21 @@ from torchtitan_dp.config.derived import (
 )
 from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.models.causal_lm.model import HuggingFaceAdapter
-from torchtitan_dp.models.causal_lm.settings import ModelArgs, read_args
+from torchtitan_dp.models.causal_lm.settings import ModelArgs, Rope, read_args
 from torchtitan_dp.models.flavors import FLAVORS, flavor, parameter_count, skeleton, trained_count
-from torchtitan_dp.models.local_paths import without_local_paths
 from torchtitan_dp.models.lora import lora_of
-from torchtitan_dp.models.rope import rope_of
 from torchtitan_dp.models.weight_files import tensors
 
 _TRAINED_DTYPES = ("F32", "BF16", "F16")
+_ROOTED = re.compile(r"/|~|\\\\|[A-Za-z]:[\\/]|file:", re.IGNORECASE)
+# Of transformers and PEFT: a path that was relative to another working directory looks like a name.
+_PATH_KEYS = frozenset(
+    {
+        *("_name_or_path", "name_or_path", "base_model_name_or_path"),
+        *("tokenizer_file", "special_tokens_map_file", "vocab_file", "merges_file"),
+        *("auto_map", "custom_pipelines"),
+    }
+)
 
 
 def shape(config: JobConfig) -> ModelArgs:
@@ -46,6 +55,26 @@ def shape(config: JobConfig) -> ModelArgs:
     if rope_in_words(config) != AS_GIVEN:
         args.set_rope(*rope_of(config, args.rope_parameters(), args.max_seq_len))
     return args
+
+
+def rope_of(config: JobConfig, given: Rope, window: int) -> tuple[Rope, int]:
+    """Return the rotary embeddings and the window of a model with those of `[rope]` in the place of
+    its own, which are `given`."""
+    terms = {key: v for key, v in dataclasses.asdict(config.rope).items() if v is not None}
+    theta, kind = terms.pop("theta", given.get("rope_theta")), terms.pop("type", None)
+    if "factor" not in terms:  # the window is where it is trained
+        window = max(window, config.training.seq_len)
+    if kind is None:
+        return {**given, "rope_theta": theta}, window
+    kept = {key: v for key, v in given.items() if key == "partial_rotary_factor"}
+    rope = {**kept, "rope_type": kind, "rope_theta": theta, **terms}
+    return rope, window_of(rope, window)
+
+
+def window_of(rope: Rope, given: int) -> int:
+    """Return the window after scaling, of a model whose own is `given`."""
+    original = rope.get("original_max_position_embeddings", given)
+    return round(rope.get("factor", 1.0) * original)
 
 
 def _given_shape(config: JobConfig) -> ModelArgs:
@@ -183,3 +212,43 @@ def check_weights(problem: str, folder: str, args: ModelArgs) -> None:
                 f"{problem}: {name} is {dtype}; quantized weights cannot be trained, take those in "
                 "bfloat16 or float32"
             )
+
+
+def is_local_path(text: str) -> bool:
+    r"""Return whether a text is an absolute path, or a relative one that exists.
+
+    A name without a separator is none, even if such a file exists: "llama" is a model type.
+
+    >>> [is_local_path(t) for t in ("/data/oncology", "~/llama", r"C:\models", "file:///llama")]
+    [True, True, True, True]
+    >>> [is_local_path(t) for t in ("meta-llama/Llama-3.2-1B", "llama", "<|begin_of_text|>", "")]
+    [False, False, False, False]
+    """
+    if _ROOTED.match(text):
+        return True
+    separated = "/" in text or os.sep in text
+    return separated and "\0" not in text and os.path.exists(text)
+
+
+def without_local_paths(value: Any) -> Any:
+    """Copy a JSON value without paths and the keys for paths, at any depth.
+
+    Guarantee:
+        No string of the copy is an absolute path, on Linux, macOS or Windows, nor one that exists
+        from the working directory. Keys of objects are kept, and so are texts of which a path is
+        only a part. Not for `tokenizer.json`: some of its tokens begin with a slash, and it has no
+        paths.
+    """
+    if isinstance(value, dict):
+        return {
+            key: without_local_paths(held)
+            for key, held in value.items()
+            if key not in _PATH_KEYS and not _is_path(held)
+        }
+    if isinstance(value, list):
+        return [without_local_paths(held) for held in value if not _is_path(held)]
+    return value
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str) and is_local_path(value)

@@ -23,8 +23,12 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import AS_GIVEN, rope_in_words
 from torchtitan_dp.models.causal_lm.model import CausalLM, HuggingFaceAdapter
 from torchtitan_dp.models.causal_lm.settings import PREFIX, ModelArgs
-from torchtitan_dp.models.hugging_face import CONFIG_FILE, export_settings, shape
-from torchtitan_dp.models.local_paths import without_local_paths
+from torchtitan_dp.models.hugging_face import (
+    CONFIG_FILE,
+    export_settings,
+    shape,
+    without_local_paths,
+)
 from torchtitan_dp.models.lora import FACTORS, LoRA, is_adapter, merged, without_adapters
 from torchtitan_dp.models.parameters import canonical_name
 from torchtitan_dp.models.weight_files import ADAPTER_FILE, INDEX_FILE

@@ -26,18 +26,16 @@ from torchtitan_dp.distributed.attention import (
 )
 from torchtitan_dp.distributed.offload import InputsOnHost
 from torchtitan_dp.distributed.ring import HEADS_APART_FROM, Shard
-from torchtitan_dp.distributed.torchtitan_private import operations_to_save
 from torchtitan_dp.gradients.fsdp import fsdp_modules
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.models import rms_norm
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.feed_forward import Tiling
-from torchtitan_dp.models.linear import keep_norm_inputs
 from torchtitan_dp.models.lora import store_frozen
 from torchtitan_dp.models.loss import shard_of
 from torchtitan_dp.models.parameters import canonical_name
-from torchtitan_dp.torch_private import attention_operators
+from torchtitan_dp.torch_private import attention_operators, operations_to_save
 
 
 def parallelize(model: CausalLM, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
@@ -89,8 +87,6 @@ def _apply_parts(model: CausalLM, parallel_dims: ParallelDims, job_config: JobCo
     backend = job_config.compile.backend
     if chunk:
         model.use_tiles(Tiling.compiled(chunk, backend) if compile_model else Tiling(chunk))
-        if not compile_model:
-            keep_norm_inputs(model.layers)
     if compile_model:
         for block in model.layers:
             block.forward = torch.compile(block.forward, backend=backend)

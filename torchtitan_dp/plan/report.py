@@ -22,7 +22,7 @@ from torchtitan_dp.plan.recommend import Recommendation, recommend
 from torchtitan_dp.plan.signal import Noise, noise_of_run
 from torchtitan_dp.preflight.check import Checked, check_run, notices, show_records, tokenizer_lines
 from torchtitan_dp.preflight.machine import NodeMemory, predict_host_memory, refuse_lack
-from torchtitan_dp.privacy.mechanism import PoissonGaussian
+from torchtitan_dp.privacy.segments import Mechanism
 from torchtitan_dp.process import lock_folder
 from torchtitan_dp.templates import templates
 
@@ -96,7 +96,7 @@ def _spent(config: JobConfig, checked: Checked, plan: Plan, recommends: bool) ->
     meaning = explain(ledger, steps, plan.epsilon)
     if_capped = None
     if mechanism.largest_share > 1:
-        exact = PoissonGaussian(mechanism.noise_multiplier, mechanism.sample_rate)
+        exact = Mechanism(mechanism.noise_multiplier, mechanism.sample_rate)
         if_capped = dataclasses.replace(settings, mechanism=exact).epsilon(plan.steps)
     _, dp_shard, cp = mesh_degrees(config)
     return Spent(

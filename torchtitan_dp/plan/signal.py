@@ -15,7 +15,6 @@ import math
 from dataclasses import dataclass
 
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.mechanism import PoissonGaussian
 from torchtitan_dp.privacy.segments import Mechanism, Segment
 from torchtitan_dp.process import typed
 
@@ -52,7 +51,7 @@ class Noise:
 
     def describe(self, trained: int, clipping: str) -> str:
         """Put the noise beside the largest signal that there can be."""
-        per_layer = clipping.startswith("per_layer")
+        per_layer = clipping != "flat"
         most = "C, with every group of layers at its bound" if per_layer else "C"
         return (
             f"noise: norm {self.in_step:.3g} C per step, {self.over_run:.3g} C averaged over the "
@@ -111,7 +110,7 @@ class Target:
     def noise_multiplier(self, batch: int, steps: int) -> float:
         """Find the sigma that keeps the promise; ValueError, one line, if there is none."""
         return accounting.noise_for(
-            PoissonGaussian(1.0, batch / self.units),
+            Mechanism(1.0, batch / self.units),
             steps,
             target_epsilon=self.epsilon,
             delta=self.delta,

@@ -42,12 +42,10 @@ from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.flavors import on_meta, skeleton
 from torchtitan_dp.models.hugging_face import check_weights, origin, shape
 from torchtitan_dp.models.hugging_face_weights import EXPORT_FOLDER, tokenizer_files
-from torchtitan_dp.models.parameters import trainable_parameters
 from torchtitan_dp.models.weight_files import weight_files
 from torchtitan_dp.preflight.isolation import check_forward
 from torchtitan_dp.preflight.learning import check_learning
 from torchtitan_dp.preflight.machine import check_attention, check_norms
-from torchtitan_dp.privacy.clipping import clip_policy
 from torchtitan_dp.process import untested
 
 
@@ -196,7 +194,6 @@ def check_model(config: JobConfig, start: Start) -> ModelArgs:
         )
     check_attention(config, args)
     check_norms(config, args)
-    check_clipping(config, args)
     check_files(config, args, start)
     tokens = load_tokenizer(config.model.hf_assets_path).get_vocab_size()
     if tokens > args.vocab_size:
@@ -206,18 +203,6 @@ def check_model(config: JobConfig, start: Start) -> ModelArgs:
             "tokenizer"
         )
     return args
-
-
-def check_clipping(config: JobConfig, args: ModelArgs) -> None:
-    """Refuse, by ValueError, groups that do not divide the model's parameters."""
-    privacy = config.privacy
-    if not privacy.clipping_groups:
-        return
-    try:
-        clip_policy(trainable_parameters(skeleton(args)), privacy)
-    except ValueError as mistake:
-        where = f"privacy.clipping_groups = {privacy.clipping_groups}"
-        raise ValueError(f"{where}: {mistake}") from None
 
 
 def check_names(config: JobConfig, start: Start) -> None:

@@ -1,33 +1,19 @@
 """From noise and steps to (epsilon, delta), and from a target epsilon to the noise.
 
-Guarantee
----------
-`compose` is an upper bound: the steps of the Poisson-subsampled Gaussian mechanism (each unit in
-with probability `sample_rate`; sum of contributions of norm at most C; noise of standard deviation
-`noise_multiplier` * C, fresh each step) are (epsilon, delta)-DP, also when each step is chosen
-after seeing the ones before. Steps are optimizer steps, empty draws included, never microbatches.
-Other mechanisms (`mechanism`) are dominated by such steps, or by rounds of random allocation
-(`allocation`), as they prove.
-
-Neighbours: `add_remove` (one unit more or less; needs a public sample rate and divisor) and
-`zero_out` (one unit's content replaced by an empty unit, which contributes 0; the number of units
-is public). The epsilon is the same: a unit that contributes 0 is, drawn or not, an absent unit, so
-either way a step is noise around the others' sum on one side and, with probability q, that sum
-moved by at most C on the other, and both directions are covered. Replacing one unit by another is
-*not* covered by this number.
-
-Several segments go one after the other on the same data and with the same neighbours; their
-mechanisms and steps were all fixed before training ("planned").
-
-Accountants (RDP's bound is the answer where PLD's numbers cannot be had, and for rounds of random
-allocation where it is smaller; `counted_by` names the accountant that counted):
-
-- `rdp`: Renyi DP of the sampled Gaussian (`rdp`). Proved for both directions.
-- `pld`, the default: privacy loss distributions (Koskela, Jalko & Honkela 2020; `pld`). Tight, and
-  pessimistic by construction, in both directions.
-
-The Gaussian-DP central limit approximation is not offered: it is no bound (1.43 where the truth is
-4.10). For sample_rate = 1, k steps with noise sigma are exactly one with sigma / sqrt(k).
+Guarantee:
+    - `compose` is an upper bound for optimizer steps, empty draws included, of the Poisson-
+      subsampled Gaussian mechanism, and of those that it dominates (`segments`), also when each
+      step is chosen after seeing the ones before. Segments go one after the other on the same data;
+      their mechanisms and steps were all fixed before training ("planned").
+    - Neighbours are `add_remove` (one unit more or less; needs a public sample rate and divisor)
+      and `zero_out` (one unit's content replaced by an empty unit; the number of units is public).
+      Both have the same epsilon: a unit that contributes 0 is an absent unit, and both directions
+      are covered. Replacing one unit by another is *not* covered.
+    - `pld`, the default, is tight and pessimistic by construction (Koskela, Jalko & Honkela 2020;
+      `pld`). `rdp` is looser. RDP's bound counts too where PLD's numbers cannot be had, and for
+      rounds of random allocation where it is smaller: `counted_by` names the one that counted.
+    - The Gaussian-DP central limit approximation is not offered: it is no bound (1.43 where the
+      truth is 4.10).
 """
 
 import bisect
@@ -36,7 +22,6 @@ from collections.abc import Callable, Sequence
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Literal, get_args
 
-from torchtitan_dp.privacy.mechanism import PoissonGaussian
 from torchtitan_dp.privacy.pld import pld_epsilon
 from torchtitan_dp.privacy.rdp import rdp_epsilon
 from torchtitan_dp.privacy.segments import GaussianSteps, Mechanism, Segment, composition
@@ -64,8 +49,8 @@ def compose(segments: Sequence[Segment], *, delta: float, accountant: Accountant
     Raises:
         ValueError: an argument is out of its range.
 
-    >>> from torchtitan_dp.privacy.mechanism import PoissonGaussian
-    >>> half, query = Segment(PoissonGaussian(1.0, 0.01), 500), dict(delta=1e-5)
+    >>> from torchtitan_dp.privacy.segments import Mechanism
+    >>> half, query = Segment(Mechanism(1.0, 0.01), 500), dict(delta=1e-5)
     >>> [round(compose([half, half], accountant=name, **query), 3) for name in ("rdp", "pld")]
     [2.101, 1.828]
     """
@@ -86,8 +71,8 @@ def counted_by(segments: Sequence[Segment], *, delta: float, accountant: Account
     """Return the accountant whose bound `compose` returns: "rdp" also where it counts in the place
     of "pld".
 
-    >>> from torchtitan_dp.privacy.mechanism import PoissonGaussian
-    >>> few = Segment(PoissonGaussian(0.03, 0.01), 10)
+    >>> from torchtitan_dp.privacy.segments import Mechanism
+    >>> few = Segment(Mechanism(0.03, 0.01), 10)
     >>> counted_by([few], delta=1e-5, accountant="pld")
     'rdp'
     """
@@ -133,10 +118,10 @@ def noise_for(
         ValueError: an argument is out of its range, `before` alone exceeds the target, or no sigma
             up to 1e4 reaches it.
 
-    >>> from torchtitan_dp.privacy.mechanism import PoissonGaussian
+    >>> from torchtitan_dp.privacy.segments import Mechanism
     >>> query = dict(delta=1e-5, accountant="rdp")
-    >>> sigma = noise_for(PoissonGaussian(1.0, 0.01), 1_000, target_epsilon=3.0, **query)
-    >>> 2.997 <= compose([Segment(PoissonGaussian(sigma, 0.01), 1_000)], **query) <= 3.0
+    >>> sigma = noise_for(Mechanism(1.0, 0.01), 1_000, target_epsilon=3.0, **query)
+    >>> 2.997 <= compose([Segment(Mechanism(sigma, 0.01), 1_000)], **query) <= 3.0
     True
     """
     Segment(mechanism, steps)  # checks their number
@@ -164,7 +149,7 @@ def noise_for(
 
     start = 0.0
     if mechanism.round_steps > 1:  # a round takes seconds: begin where Poisson sampling ends
-        start = root(PoissonGaussian(1.0, mechanism.sample_rate), start)
+        start = root(Mechanism(1.0, mechanism.sample_rate), start)
     return math.exp(root(mechanism, start))
 
 
@@ -212,8 +197,8 @@ class EpsilonCurve:
         the next computed point, or at any later one, is one here too. At a computed point, and
         hence at `total_steps`, it is that point's own value, or a smaller one of a later point.
 
-    >>> from torchtitan_dp.privacy.mechanism import PoissonGaussian
-    >>> coming = PoissonGaussian(1.0, 0.01)
+    >>> from torchtitan_dp.privacy.segments import Mechanism
+    >>> coming = Mechanism(1.0, 0.01)
     >>> curve = EpsilonCurve((), coming, delta=1e-5, accountant="rdp", total_steps=1_000)
     >>> round(curve.at(1_000), 3), curve.at(949) == curve.at(950) < curve.at(951)
     (2.101, True)

@@ -1,36 +1,16 @@
 """Random allocation: each unit takes part in exactly one step of each round of t steps.
 
 A unit's step is uniform among the t, independent of other units' and of other rounds'
-(`sampling.allocate`). Chua et al. 2024 call it "balls-and-bins" sampling ("Balls-and-Bins Sampling
-for DP-SGD"); Feldman & Shenfeld 2025 "random allocation" ("Privacy amplification by random
-allocation"), and 2026 account for it ("Efficient privacy loss accounting for subsampling and random
-allocation"), by the package PLD_accounting that this file asks.
+(`sampling.allocate`). Chua et al. 2024 call it "balls-and-bins" sampling; Feldman & Shenfeld 2025
+"random allocation", and 2026 account for it, by the package PLD_accounting that this file asks.
 
-Guarantee:
-    One round of t adaptive steps, each the sum of contributions of norm at most C with Gaussian
-    noise of standard deviation sigma C, has the dominating pair
-
-        P = the mean over i of N(e_i, sigma² I_t),   Q = N(0, sigma² I_t),
-
-    with e_i the unit vectors, and its reverse (Chua et al., theorem 3.2 and its appendix; Feldman &
-    Shenfeld, section 3). For, given its step i and all that was released before, a unit moves the
-    sum of step i by at most C and no other; a rotation that depends on earlier releases alone turns
-    that into the first coordinate; and a unit that is absent, or whose content is empty, moves
-    none. So both neighbouring relations are covered, "remove" (P, Q) and "add" (Q, P), of which the
-    worse counts. The proof needs that the unit's step is hidden, uniform, and independent of the
-    rest: other units are each in a step of their own, so that no draw depends on the unit's
-    presence.
-
-    A round of which only some steps were taken is dominated by the whole one, whose other outputs
-    are left out. Rounds have independent draws, and compose adaptively as any mechanisms do, also
-    with Poisson-subsampled ones. Given its step, a unit is in one Gaussian mechanism a round;
-    divergences are quasi-convex, so that without any amplification a round is one Gaussian
-    mechanism of noise multiplier sigma: that is what `rdp` counts.
-
-    `round_losses` is an upper bound: the package rounds losses up in "remove" and the sum of
-    likelihood ratios down in "add", its truncated tails count as infinite loss, and its sums are of
-    positive terms. The bound is tight for few rounds, within 0.1% of epsilon for one. Losses of
-    each round are rounded by about 1% of 1 / sigma, so that of dozens of rounds it is loose.
+Guarantee (proof: docs/proofs.md, "Random allocation"):
+    - `round_losses` bounds from above the privacy loss of one round, whole or cut short, of
+      adaptive steps with contributions of norm at most C and noise sigma C, in both directions.
+    - Rounds compose as any mechanisms do, also with Poisson-subsampled ones. Without amplification
+      a round is one Gaussian mechanism of noise multiplier sigma: that is what `rdp` counts.
+    - It is within 0.1% of epsilon for one round. Losses of each round are rounded by about 1% of
+      1 / sigma, so that of dozens of rounds it is loose.
 """
 
 import functools

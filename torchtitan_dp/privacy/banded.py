@@ -3,26 +3,16 @@
 Step t of a chain adds w_t = ‖c‖ (C⁻¹ z)_t to its clipped sum, where z_1, z_2, … are independent
 N(0, (σC)² I), and C is lower triangular with the column c = (c_0, …, c_{b-1}), c_0 = 1, along its
 diagonal (Choquette-Choo et al. 2023, "(Amplified) Banded Matrix Factorization", section 4 and
-appendix A). The weights are the sum of the updates: noise of one step is taken back by later ones.
-`coefficients` finds the column.
+appendix A). `coefficients` finds the column. C⁻¹ is not banded, but C is:
+w_t = ‖c‖ z_t - c_1 w_{t-1} - … - c_{b-1} w_{t-b+1}. So a chain keeps the last b - 1 noises, in
+fp32, of each rank's shards, and a step draws one.
 
-C⁻¹ is not banded, but C is: w_t = ‖c‖ z_t - c_1 w_{t-1} - … - c_{b-1} w_{t-b+1}. So a chain keeps
-the last b - 1 noises, in fp32, of each rank's shards, and a step draws one.
-
-Guarantee
----------
-What a chain releases is x + ‖c‖ C⁻¹ z, x the clipped sums, and follows from C x + ‖c‖ z. Where a
-unit's draws lie at least b steps apart, they change rows of C x that do not overlap, each draw by
-at most ‖c‖ times the clip norm in all: as many Gaussian mechanisms of noise multiplier σ as the
-unit is drawn, adaptively (Denisov et al. 2022, theorem 2.1). A chain cut short only lacks rows. A
-new chain has new z, so that draws of one unit before and after it are separate mechanisms too. So n
-steps in a row are dominated by ⌈n / b⌉ Poisson-subsampled Gaussian mechanisms of rate b q, if each
-unit is drawn with that rate at every b-th step and never otherwise (`sampling.groups_of`). C⁻¹ is
-never cut off, which would be another mechanism, of another sensitivity.
-
-The kept noise follows from z alone: no gradient is ever added to it. So its rounding is a rounding
-of z: the fp32 values are w = ‖c‖ C⁻¹ z + C⁻¹ e, with |e_t| at most (b + 1) 2⁻²³ times the sum of
-|c_k w_{t-k}|. A step that failed leaves a chain that adds nothing more.
+Guarantee (proof: docs/proofs.md, "Correlated noise"):
+    - n steps in a row are dominated by ⌈n / b⌉ Poisson-subsampled Gaussian mechanisms of noise
+      multiplier σ and rate b q, if each unit is drawn with that rate at every b-th step and never
+      otherwise (`sampling.groups_of`). C⁻¹ is never cut off.
+    - Kept noise follows from z alone: no gradient is ever added to it. A step that failed leaves a
+      chain that adds nothing more.
 """
 
 from collections.abc import Callable, Sequence

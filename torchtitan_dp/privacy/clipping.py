@@ -22,9 +22,9 @@ Guarantee:
     thousands of gradients and their order are made for it. `privacy.json` has the number.
 """
 
-import fnmatch
 import math
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -169,53 +169,26 @@ def clip_policy(
     names: Iterable[str], privacy: Privacy, *, max_grad_norm: float | None = None
 ) -> ClipPolicy:
     """Return the policy that the configuration asks for: one group with `flat`; with `per_layer`
-    one of each module that holds parameters, or of each of `clipping_groups`.
+    one of each module that holds parameters; with `per_block` each transformer block is one.
 
     Args:
         names: canonical, of all parameters that are trained.
         max_grad_norm: C > 0, if it is not the configuration's own.
 
-    Raises:
-        ValueError: a parameter fits no pattern, or a pattern has no parameter left to it.
-
-    >>> names, per_layer = ["a.weight", "a.bias", "b.weight"], Privacy(clipping="per_layer")
-    >>> clip_policy(names, per_layer).members
-    (('a.weight', 'a.bias'), ('b.weight',))
+    >>> names = ["embed.weight", "layers.0.a.weight", "layers.0.a.bias", "layers.0.b.weight"]
+    >>> clip_policy(names, Privacy(clipping="per_layer")).members
+    (('embed.weight',), ('layers.0.a.weight', 'layers.0.a.bias'), ('layers.0.b.weight',))
+    >>> clip_policy(names, Privacy(clipping="per_block")).members
+    (('embed.weight',), ('layers.0.a.weight', 'layers.0.a.bias', 'layers.0.b.weight'))
     """
-    clipping, patterns = privacy.clipping, privacy.clipping_groups
-    groups: dict[str, list[str]] = {pattern: [] for pattern in patterns}
+    groups: dict[str, list[str]] = {}
     for name in names:
-        if clipping == "flat":
-            group = ""
-        elif patterns:
-            fitting = _first_fitting(name, patterns)
-            if fitting is None:
-                raise ValueError(f"'{name}' fits none of them; '*' as the last one takes the rest")
-            group = fitting
-        else:
-            group = name.rpartition(".")[0]
-        groups.setdefault(group, []).append(name)
-    for pattern in patterns:
-        if clipping != "flat" and not groups[pattern]:
-            raise ValueError(f"'{pattern}' has no trained parameter that is not in one before it")
-    members = tuple(tuple(group) for group in groups.values() if group)
+        layer = "" if privacy.clipping == "flat" else name.rpartition(".")[0]
+        block = re.match(r".*?\.\d+\.", name) if privacy.clipping == "per_block" else None
+        groups.setdefault(block.group() if block else layer, []).append(name)
     C = privacy.max_grad_norm if max_grad_norm is None else max_grad_norm
+    members = tuple(tuple(group) for group in groups.values())
     return ClipPolicy(members, C, privacy.clip_function)
-
-
-def patterns_in_use(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
-    """Return the patterns that some parameter belongs to: those that a part of a model needs.
-
-    >>> patterns_in_use(["layers.0.w", "layers.1.w"], ["layers.0.*", "layers.7.*", "*", "layers.*"])
-    ['layers.0.*', '*']
-    """
-    used = {_first_fitting(name, patterns) for name in names}
-    return [pattern for pattern in patterns if pattern in used]
-
-
-def _first_fitting(name: str, patterns: Sequence[str]) -> str | None:
-    """Return the pattern that a parameter belongs to."""
-    return next((pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern)), None)
 
 
 def add_clipped_(accumulator: Tensor, gradient: Tensor, factor: Tensor, rejected: Tensor) -> None:
@@ -282,24 +255,10 @@ def fp32_sum_excess(samples: int, ranks: int = 1) -> float:
             a number that it hardly ever exceeds, not the expected one.
         ranks: W, the data-parallel ranks whose sums are added up, in any order.
 
-    Derivation. An addition in fp32 gives (a + b) (1 + d) in each value with |d| <= u = 2^-24, so
-    its error is a vector of norm at most u |a + b| (Higham 2002, section 2.2; nothing is lost to
-    underflow in an addition). After k additions the partial sum has a norm of at most
-    k C (1 + u)^k, since each sample has at most C. The first addition, to 0, is exact. On the rank
-    of the record that differs, the errors of the other n - 1 add up to at most
-
-        u C (1 + u)^n (2 + 3 + ... + n)  =  u C (1 + u)^n (n (n + 1) / 2 - 1).
-
-    Over ranks, the sums of n samples each are added in a tree of W - 1 additions, of which the one
-    with m ranks below it errs by at most u m n C (1 + u)^(n + m). Their sizes m add up to most when
-    the tree is a chain: 2 + 3 + ... + W. What other ranks add up is the same in both runs. The two
-    runs' errors may point in opposite directions: each counts. Together, as a share of C,
-
-        u (1 + u)^(n + W) (n (n + 1) - 2 + n (W (W + 1) - 2)),
-
-    about n^2 u for one rank. Gradients and an order made for it reach two ninths of that (tests:
-    3,073 samples move the sum by 0.125 C, 12,289 by 2.001 C, with a record whose own norm is below
-    C / 1000). Samples that nobody arranged round in directions of their own, and stay far below.
+    Returns:
+        u (1 + u)^(n + W) (n (n + 1) - 2 + n (W (W + 1) - 2)) with u = 2^-24: about n^2 u for one
+        rank (docs/proofs.md, "The sum in fp32"). Gradients and an order made for it reach two
+        ninths of that; samples that nobody arranged stay far below.
 
     >>> [round(fp32_sum_excess(n), 6) for n in (1, 256, 3_073, 12_289)]
     [0.0, 0.003921, 0.563152, 9.008794]

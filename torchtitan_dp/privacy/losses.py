@@ -1,23 +1,16 @@
 """The privacy loss of one step as a distribution on a grid that dominates it, in both directions.
 
-Guarantee
----------
 For a rotation that depends on earlier outputs alone, one output x of a step is distributed as
 
     Q = N(0, sigma^2) without the unit,  P = (1 - q) Q + q sum_i w_i N(z_i, sigma^2) with it,
 
-where z_i >= 1 is the share of C that a drawn unit adds (1 for exact norms). The loss L = ln dP / dQ
-rises with x. `gaussian_losses` dominates "remove" (P against Q) and "add" (Q against P):
+where z_i >= 1 is the share of C that a drawn unit adds (1 for exact norms). The loss is ln dP / dQ.
 
-- Outputs are divided where L passes multiples of the grid's interval. A cell's mass goes to its two
-  ends in the shares that keep its mass in the other distribution. That dominates, because
-  (1 - e^epsilon y)+ is convex in y = e^-loss, and a chord lies above a convex function ("connect
-  the dots", Doroshenko, Ghazi, Kamath, Kumar & Manurangsi 2022).
-- A cell's mass is a difference of Gaussian tails on one side of their mean. The rounding of each,
-  which is relative to the tail, is added to the mass and to the share of the upper end. So a mass
-  of e^-600 is as exact as a mass of 1, as tilted transforms (`pld`) need.
-- A tail of less than exp(`log_tail`) counts as an infinite loss, or as the smallest finite one.
-- `drift`, which is added to every loss, covers boundaries that are floats.
+Guarantee (proof: docs/proofs.md, "One step, on a grid"):
+    - `gaussian_losses` dominates "remove" (P against Q) and "add" (Q against P), by "connect the
+      dots" (Doroshenko, Ghazi, Kamath, Kumar & Manurangsi 2022).
+    - Each mass is as exact, relatively, at e^-600 as at 1, as tilted transforms need. A tail of
+      less than exp(`log_tail`) counts as an infinite loss, or as the smallest finite one.
 """
 
 import functools

@@ -3,30 +3,27 @@
 Guarantee
 ---------
 If the audited program is (epsilon, delta)-DP for the attacked units, `one_run_epsilon` returns more
-than epsilon with probability at most 1 - confidence, whatever the attack. If it is mu-Gaussian-DP
-but for a probability, `one_run_mu` returns more than mu as rarely. If it is mu-Gaussian-DP,
+than epsilon with probability at most 1 - confidence, whatever the attack. If it is mu-Gaussian-DP,
 `gaussian_mu` returns more than mu with probability at most 1 - confidence. If it is one step of
 estimated norms, at sampling rate 1, `gaussian_mu` returns more than `mixture_mu` as rarely. A bound
 above the claim is evidence of a fault; one below it proves nothing: a better attack may exist.
 
-Assumptions: for `one_run_epsilon` and `one_run_mu`, each canary's coin is fair, independent of all
+Assumptions: for `one_run_epsilon`, each canary's coin is fair, independent of all
 else and unknown to the attack, and the number of guesses was fixed in advance. For `gaussian_mu`,
 trials are independent and what counts as an error was fixed in advance.
 
 Sources: Steinke, Nasr & Jagielski, "Privacy Auditing with One (1) Training Run" (NeurIPS 2023),
-Theorem 5.2; Mahloujifar, Melis & Chaudhuri, "Auditing f-Differential Privacy in One Run" (ICML
-2025), for `one_run_mu`; Dong, Roth & Su, "Gaussian Differential Privacy" (2022), for mu; Clopper &
+Theorem 5.2; Dong, Roth & Su, "Gaussian Differential Privacy" (2022), for mu; Clopper &
 Pearson (1934) for a rate. Libraries with these bounds bring JAX, or need two trainings.
 """
-
-from collections.abc import Callable
 
 import numpy as np
 from scipy import special  # scipy.stats takes a second to import
 
-from torchtitan_dp.privacy.randomized import Ratios
+from torchtitan_dp.privacy.randomized import Ratios, ratios
+from torchtitan_dp.privacy.segments import Mechanism
 
-_SCAN = 0.05  # epsilon, or mu, is scanned upwards in steps of this, then refined
+_SCAN = 0.05  # epsilon is scanned upwards in steps of this, then refined
 _PRECISION = 1e-4
 
 
@@ -86,6 +83,15 @@ def expected_mu(mu: float, trials: int, confidence: float) -> float:
         positives=trials,
         confidence=confidence,
     )
+
+
+def claimed_mu(mechanism: Mechanism, trials: int, confidence: float) -> float:
+    """Return the largest mu that an audit of one whole step, or round of steps, may find, with this
+    confidence."""
+    if not mechanism.projections:
+        return 1 / mechanism.noise_multiplier
+    shares = ratios(mechanism.projections)
+    return mixture_mu(mechanism.noise_multiplier, shares, trials=trials, confidence=confidence)
 
 
 def mixture_mu(sigma: float, ratios: Ratios, *, trials: int, confidence: float) -> float:
@@ -158,78 +164,12 @@ def one_run_epsilon(
         )
         return p <= 1 - confidence
 
-    return _all_rejected_below(rejected)
-
-
-def one_run_mu(
-    *, canaries: int, guesses: int, correct: int, but_for: float, confidence: float
-) -> float:
-    """Find the mu up to which these guesses are too good to be believed; 0.0 if none is.
-
-    The hypothesis is that no test of one unit's membership detects more than
-    F(a) = Phi(Phi^-1(a) + mu) + but_for of the members at false alarms a, in both directions.
-
-    Args: those of `one_run_epsilon`; `but_for` as in `privacy.meaning.Meaning.mu_but_for`.
-
-    >>> query = dict(canaries=1000, but_for=1e-5, confidence=0.95)
-    >>> round(one_run_mu(guesses=200, correct=170, **query), 2)
-    0.55
-    >>> one_run_mu(guesses=200, correct=100, **query)
-    0.0
-    """
-    assert 0 <= correct <= guesses <= canaries, (correct, guesses, canaries)
-    assert 0 < confidence < 1
-
-    def rejected(mu: float) -> bool:
-        mass = _least_mass(canaries, guesses, correct, mu, but_for, 1 - confidence)
-        return mass > 1 + 1e-9  # float64's rounding is far below
-
-    return _all_rejected_below(rejected, most=100)
-
-
-def _all_rejected_below(rejected: Callable[[float], bool], most: float = np.inf) -> float:
-    """Find the largest value such that it and all smaller ones are rejected; 0.0 if none is."""
     if not rejected(0.0):
         return 0.0
     low, high = 0.0, _SCAN
     while rejected(high):
         low, high = high, high + _SCAN
-        if high > most:
-            return low
     while high - low > _PRECISION:
         middle = (low + high) / 2
         low, high = (middle, high) if rejected(middle) else (low, middle)
     return low
-
-
-def _least_mass(
-    canaries: int, guesses: int, correct: int, mu: float, but_for: float, tail: float
-) -> float:
-    """Bound from below the total probability of a distribution of correct guesses whose tail
-    P[at least `correct`] is `tail`, under the hypothesis of `one_run_mu`.
-
-    More than 1 is a contradiction, so that the tail is smaller. With m canaries, g guesses and
-    p_i = P[i correct], let t_i be the sum of p_j over j >= i, and A_i that of j p_j / m.
-
-    1.  Of a canary j, fix the other coins and a value b of its own, and let S be the outputs by
-        which j is guessed as b and i - 1 or more of the others are guessed right. With the coin b,
-        S means "at least i right, j among them"; with the other coin, "at least i - 1 right, j
-        guessed wrong". S has probability at most F(x) with the one coin if it has x with the other.
-        Averaged over j and all coins, since F is concave: A_(i+1) <= F(g t_i / m - A_i).
-    2.  Hence p_i >= (m F^-1(A_(i+1)) + m A_(i+1) - g t_(i+1)) / (g - i), and p_i >= 0.
-    3.  Start from t = tail and A = correct * tail / m, and let every p_i be as small as step 2
-        allows. Any distribution with that tail or more has, against the result, t_i at least as
-        large and m (A_i - its A_i) >= i (t_i - its t_i): so at i = correct, and if at i + 1 then at
-        i. (Let d be the excess of t and a that of m A at i + 1, e how much smaller p_i is. Step 2
-        gives (g - i) e <= g d - a, and a >= i d, so e <= d and i (d - e) <= a - i e.) So t_0 is
-        the least.
-    """
-    t, m_a = tail, correct * tail
-    for i in range(correct - 1, -1, -1):
-        x = m_a / canaries - but_for
-        if x >= 1:
-            return np.inf
-        least = float(special.ndtr(special.ndtri(x) - mu)) if x > 0 else 0.0
-        p = max(0.0, (canaries * least + m_a - guesses * t) / (guesses - i))
-        t, m_a = t + p, m_a + i * p
-    return t

@@ -21,16 +21,15 @@ import numpy as np
 import torch
 
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.mechanism import PoissonGaussian
 from torchtitan_dp.privacy.secure_noise import DRAWS, add_draws, grid
-from torchtitan_dp.privacy.segments import Segment
+from torchtitan_dp.privacy.segments import Mechanism, Segment
 
 _TICKS = 2**30  # of a clipped loss: L is so many
 
 
 def releases(noise_multiplier: float, count: int) -> Segment:
     """Return so many published losses for an accountant."""
-    return Segment(PoissonGaussian(noise_multiplier, 1.0), count)
+    return Segment(Mechanism(noise_multiplier, 1.0), count)
 
 
 def epsilon(published: Segment, *, delta: float, before: Sequence[Segment] = ()) -> float:
@@ -45,7 +44,7 @@ def noise_for(*, target_epsilon: float, delta: float) -> float:
     3.731
     """
     return accounting.noise_for(
-        PoissonGaussian(1.0, 1.0),
+        Mechanism(1.0, 1.0),
         1,
         target_epsilon=target_epsilon,
         delta=delta,

@@ -1,69 +1,15 @@
-"""Gradients clipped by estimates of their norms: the worst errors, and the privacy loss of a step.
+"""Gradients clipped by estimates of their norms: the distribution of the estimates' worst errors.
 
 DP-SGD-RC ("Efficient DP-SGD for LLMs with Randomized Clipping", 2026, arXiv 2605.24879) clips by an
 estimate: what a unit adds has a norm of at most C Z, where Z, its gradient's true norm over the
-estimate, is random.
+estimate, is random. `gradients.randomized_norm` estimates squared norms by k random projections.
 
-`gradients.randomized_norm` estimates squared norms by k random projections. Let w be the
-eigenvalues of the gradients' G G^T, of all layers together, over their sum: the estimate, over the
-true square, is distributed as
-
-    Q = sum_i w_i X_i,   w >= 0, sum_i w_i = 1,   X_i independent, each chi-square(k) / k,
-
-for Hutchinson's estimator. An exact norm adds its share as a constant, and so does the head of
-Hutch++ for anyone who knows it. w is the record's, and unknown.
-
-Guarantee of the envelope
--------------------------
-Z = 1 / sqrt(Q), the true norm over its estimate, is stochastically dominated by `ratios` for every
-w and every share that is exact, if no more than `largest_ratio` times the estimate is added. For
-z <= 1 the envelope says P[Z >= z] <= 1, and for z > 1, with x = 1 / z^2 < 1,
-
-    P[Z >= z] = P[Q <= x] <= P[X_1 <= x].
-
-Proof. Let f be the density of Q with E independent of it and exponential: S = Q + (2 / k) (w_1 E_1
-+ w_2 E_2), where w_1 is the largest weight and w_2 another. By Laplace transforms, weight that
-moves from w_2 to w_1 changes P[Q <= x] at the rate (w_1 - w_2) (2 / k) f'(x), as in Szekely &
-Bakirov 2003, "Extremal probabilities for Gaussian quadratic forms". S is a sum of gammas
-theta_i Gamma(alpha_i), so it has one mode m (Yamazato 1978), f'(m) = 0. For such sums
-s f(s) = sum_i alpha_i theta_i h_i(s), where h_i is the density of S + theta_i E and
-h_i' = (f - h_i) / theta_i. At m that gives E[S] - m = sum_i theta_i p_i with p_i =
-alpha_i (1 - h_i(m) / f(m)), which are not negative, since h_i averages f, and add up to 1. So
-m >= E[S] - max theta = 1 + (2 / k) (w_1 + w_2) - (2 / k) w_1 >= 1, and f' >= 0 below: moving all
-weight to one X_i only raises P[Q <= x], for x <= 1. A constant is the limit of many small weights.
-
-Each part is attained, the first by an exact norm, the second by a gradient of rank one, but no
-gradient attains both, so the envelope is loose by at most the difference between the two.
-
-The values are `_POINTS` discrete ones, each rounded up to the next.
-
-Guarantee of the distribution
------------------------------
-`mixture_distribution` dominates one step, in both directions, for neighbours as in `accounting`, if
-the projections behind each unit's estimate are drawn afresh at each step, independent of those of
-all other units, of the draws and of the noise, and are never shown. For take one unit, and hold
-fixed the results before this step and the draws, projections and contributions of all others:
-their sum is v, a constant. The step then puts out v + N(0, (sigma C)^2) without the unit, and with
-it the same with probability 1 - q, and else v + c + N(0, (sigma C)^2), where c is random: its norm
-is at most C Z, and C times `largest_ratio`, and it is independent of all that is held fixed. Nobody
-sees Z: it is in the output as a part of the mixture alone. So
-
-- by shift, the pair is a Gaussian against a mixture of Gaussians with means of 0 and c / C, in both
-  orders, which is dominated by the pair in one dimension whose means are the norms |c| / C
-  (Choquette-Choo, Ganesh, Steinke & Thakurta 2024, "Privacy Amplification for Matrix Mechanisms",
-  corollary 4.7: directions may be random, too, as they are where a layer is scaled down alone);
-- stochastically larger norms give a pair that dominates this one (there as well), so the envelope
-  of Z may stand for |c| / C;
-- what was held fixed is the same with the unit and without it, since the others' projections are
-  numbered by their own places in the records: the pair also dominates the average over it (joint
-  convexity of the hockey-stick divergence). Where a unit that leaves moves the places of those
-  after it (`add_remove`), let it be the last: draws and projections do not depend on the order;
-- the next step's randomness is fresh, so steps compose, also adaptively.
-
-That c is independent of the others needs projections of each unit's own; if units shared them, Z
-would have to be accounted for as shown, as in the paper, which costs more. For exact norms Z = 1.
-
-`losses` has the mixture's losses.
+Guarantee (proofs: docs/proofs.md, "Estimated norms"):
+    - `ratios` stochastically dominates Z for every gradient, and every share of it whose norm is
+      exact, if no more than `largest_ratio` times the estimate is added.
+    - A step is dominated, in both directions, by a Gaussian against the mixture of Gaussians with
+      means Z (`losses`), if the projections behind each unit's estimate are drawn afresh at each
+      step, independent of those of other units, of draws and of noise, and never shown.
 """
 
 import functools

@@ -1,29 +1,20 @@
 """Sampling: which units take part in a step, with what choices, and on which rank.
 
-Guarantee
----------
-Every record (or other privacy unit) is in a step's draw with probability `sample_rate`,
-independently of every other record and step: the number of records is drawn from Binomial(N, q),
-and then that many distinct ones uniformly, which is the same distribution as N coins (in fp32 a
-comparison of uniforms with a threshold is off by 19% at q = 1e-7). The draw is a function of (key,
-N, q) alone, so every rank computes the same one, and `deal` neither drops nor repeats nor
-truncates. This is the sampling that `accounting` assumes; both must be given the one q.
-
-Assumptions: keys of different steps are independent and secret (`keys`), and numpy's
-Philox4x64-10, to which 128 bits of the key arrive, is indistinguishable from random. Binomial's and
-choice's float64 arithmetic is exact to about 1e-9 of the probabilities even at q = 1e-7.
-
-`allocate` draws a round of t steps at once, from the key of the round: a unit's step is a function
-of that key and the unit's position alone, so no other unit's presence moves it. Each of t steps has
-a probability of 1 / t, up to t 2^-64 of that, independently of every other unit and round.
-
-With `privacy.secure_noise` draws of units, of their records and windows, and of the projections of
-estimated norms are from SHAKE-256; Philox and Threefry then make noise alone. If SHAKE-256 (FIPS
-202) with a secret 256-bit key as prefix is a pseudo-random function, as the sponge construction has
-it, words of distinct (key, purpose, position) are indistinguishable from independent uniform ones.
-A coin of 64 bits is heads with probability floor(q 2^64) / 2^64: at most q, and less by at most
-2^-64. `integers` and `choice` are exactly uniform, by rejection. Cost: 8 bytes a unit and step, at
-some 0.5 GB/s on one core: 16 ms for a million units.
+Guarantee:
+    - Every unit is in a step's draw with probability `sample_rate`, independently of every other
+      unit and step: their number is drawn from Binomial(N, q), then that many distinct ones
+      uniformly. The draw is a function of (key, N, q) alone, so every rank computes the same one,
+      and `deal` neither drops nor repeats nor truncates.
+    - `allocate` draws a round of t steps at once, from the key of the round. A unit's step is a
+      function of that key and its own position, and has a probability of 1 / t, up to t 2^-64 of
+      that.
+    - With `privacy.secure_noise` all draws but noise are from SHAKE-256. Words of distinct (key,
+      purpose, position) are indistinguishable from independent uniform ones, if SHAKE-256 with a
+      secret key as prefix is a pseudo-random function. A coin of 64 bits is heads with probability
+      floor(q 2^64) / 2^64; `integers` and `choice` are exactly uniform, by rejection.
+    - Assumptions: keys of different steps are independent and secret (`keys`), and numpy's
+      Philox4x64-10 with 128 bits of the key is indistinguishable from random. Binomial's and
+      choice's float64 arithmetic is exact to about 1e-9 of the probabilities even at q = 1e-7.
 """
 
 import hashlib

@@ -1,32 +1,21 @@
 """Gaussian noise of which floating point betrays less: fp64, four draws a value, one fixed grid.
 
-Costs about five times `noise`, and has its form: the value depends on (key of the step, parameter's
-name, position) alone, from the same two generators, under keys and counters of its own.
+It costs about five times `noise`, and has its form: the value depends on (key of the step,
+parameter's name, position) alone, from the same two generators, under keys and counters of its own.
 
-The weak spot (Mironov, CCS 2012): a sampler in floating point cannot reach every value, and a sum
-in floating point has fine low bits wherever it happens to be small. So the low bits of the noised
-sum can rule out a sum that an observer suspects, whatever epsilon says. Here
+The low bits of a noised sum can rule out a sum that an observer suspects, whatever epsilon says
+(Mironov, CCS 2012). Here each value is the sum of four independent fp64 draws over 2 (Holohan &
+Braghin 2021: a search for the draws behind a value takes 2**159 trials), is added in fp64, and is
+rounded once to a multiple of `grid(std)`, which depends on nothing private.
 
-- each value is the sum of four independent fp64 draws over 2 (Holohan & Braghin 2021: to search
-  for draws that explain a value then takes 2**159 trials; Opacus' secure mode sums four as well),
-  which also fills the gaps that a single draw has in its tails;
-- it is added to the sum in fp64, and what comes out is rounded once to a multiple of `grid(std)`, a
-  power of two near std / 2**18 that depends on nothing private, and is the same for large and small
-  results (fp32 rounds those above 32 std once more). In one cell of the grid each draw has 2**32
-  values or more.
-
-Guarantee
----------
-With ideal draws, rounding to a fixed grid is post-processing of an exact Gaussian mechanism, and
-the epsilon is that mechanism's. With these draws, the probability of each multiple of the grid
-differs from the ideal one by about one part in 2**30, so there is no value that one sum can give
-and a neighbouring one cannot. This is an argument, not a proof: a discrete Gaussian sampled in
-integers (Canonne, Kamath & Steinke 2020) is exact, and too slow for every parameter at every step.
-
-Not resisted: timing (the ziggurat on CPU rejects some draws), reading this process's memory, and
-what `noise` assumes of its ciphers; nor the rounding of the clipped sum itself in fp32, where one
-record can change how each later one is rounded (Casacuberta, Shoemate, Vadhan & Wagaman 2022):
-`clipping.fp32_sum_excess` bounds that.
+Guarantee:
+    - With ideal draws, rounding to a fixed grid is post-processing of an exact Gaussian mechanism.
+    - With these draws, the probability of each multiple of the grid differs from the ideal one by
+      about one part in 2**30, so no value can come of one sum and not of a neighbouring one. This
+      is an argument, not a proof: a discrete Gaussian sampled in integers (Canonne, Kamath &
+      Steinke 2020) is exact, and too slow for every parameter at every step.
+    - Not resisted: timing, reading this process's memory, `noise`'s assumptions on its ciphers, and
+      the rounding of the clipped sum itself in fp32, which `clipping.fp32_sum_excess` bounds.
 """
 
 import functools

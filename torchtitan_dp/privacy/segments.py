@@ -1,8 +1,6 @@
 """The steps of a run: as a `Mechanism`, a frozen value, and as the Gaussians that dominate them.
 
-Ledger, plan, card, `privacy.json`, audit and resume treat a mechanism as opaque; `mechanism` has
-its classes. Accountants see Poisson-subsampled Gaussians and rounds of random allocation, and
-nothing else.
+Accountants see Poisson-subsampled Gaussians and rounds of random allocation, and nothing else.
 
 Guarantee
 ---------
@@ -19,11 +17,9 @@ same run.
 
 import dataclasses
 import math
-from abc import ABC, abstractmethod
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torchtitan_dp.privacy.coefficients import (
     INDEPENDENT,
@@ -32,10 +28,12 @@ from torchtitan_dp.privacy.coefficients import (
     noise_in_step,
     noise_in_weights,
 )
-from torchtitan_dp.privacy.randomized import Ratios
+from torchtitan_dp.privacy.randomized import Ratios, largest_ratio, ratios, refuse_projections
 from torchtitan_dp.privacy.settings import Privacy
 
 _EVENTS = "dp_accounting.dp_event"
+NONE = "none"
+"""The mechanism of a run that is trained without privacy, in `privacy.json`."""
 
 
 @dataclass(frozen=True)
@@ -103,12 +101,22 @@ round_steps=1))
 
 
 @dataclass(frozen=True)
-class Mechanism(ABC):
-    """One step: units drawn with `sample_rate`, noise of `noise_multiplier` times the clip norm.
+class Mechanism:
+    """One optimizer step, by its numbers; `privacy.json` records them.
 
     Args:
         noise_multiplier: sigma, the noise's standard deviation over C; 0 means no privacy.
-        sample_rate: q, the probability with which each unit is drawn at each step.
+        sample_rate: q, the probability that a unit is drawn at a step, on average over steps.
+        projections: k, the random projections that norms are estimated from, whose errors epsilon
+            counts (`randomized`); 0: none.
+        capped_projections: k, where a gradient longer than its estimate is scaled down to it, so
+            that a unit adds at most C and epsilon is that of exact norms; 0: none.
+        norm_estimator: of these norms, or "exact".
+        round_steps: t of random allocation (`allocation`), where q = 1 / t; 1: each step is drawn
+            by itself.
+        column: c_0 = 1, …, c_{b-1}, by which a step takes back earlier noise (`banded`): units are
+            in b groups, of which each step draws from the next one with probability b q.
+        private: False for a step of a run that trains without privacy.
 
     Raises:
         ValueError: a value is out of its range.
@@ -116,33 +124,61 @@ class Mechanism(ABC):
 
     noise_multiplier: float
     sample_rate: float
-
-    name: ClassVar[str]
-    """The value of `mechanism` in `privacy.json`."""
-
-    sampling: ClassVar[str] = "poisson"
-    """The value of `sampling` there."""
-
-    caveat: ClassVar[str] = ""
-    """An assumption that epsilon rests on with this mechanism; empty if there is none."""
-
-    keys: ClassVar[tuple[tuple[str, type, str], ...]] = ()
-    """Its own keys of `privacy.json`, which are attributes: name, type and meaning of each."""
+    projections: int = 0
+    capped_projections: int = 0
+    norm_estimator: str = "exact"
+    round_steps: int = 1
+    column: tuple[float, ...] = INDEPENDENT
+    private: bool = True
 
     def __post_init__(self) -> None:
-        if not 0 <= self.sample_rate <= 1:
+        t, b, q = self.round_steps, self.period, self.sample_rate
+        if not 0 <= q <= 1:
             raise ValueError(
-                f"privacy.sample_rate = {self.sample_rate} is not a probability; choose one "
-                "between 0 and 1"
+                f"privacy.sample_rate = {q} is not a probability; choose one between 0 and 1"
             )
         if not self.noise_multiplier >= 0:
             raise ValueError(
                 f"privacy.noise_multiplier = {self.noise_multiplier} is negative; choose 0 or more"
             )
+        if t < 1 or (t > 1 and q != 1 / t) or (t > 1 and b > 1):
+            raise ValueError(f"rounds of {t} steps at the rate {q}, with {b} bands")
+        if self.column[:1] != (1.0,):
+            raise ValueError(f"bands with the coefficients {self.column}")
+        if b * q > 1:
+            raise ValueError(
+                f"privacy.bands = {b}: each unit would be drawn with probability {b} x {q:.4g} at "
+                f"every {b}th step; use at most {math.floor(1 / q)}"
+            )
+        if self.projections:
+            refuse_projections(self.projections)
 
-    @abstractmethod
+    @property
+    def name(self) -> str:
+        """The value of `mechanism` in `privacy.json`."""
+        if not self.private:
+            return NONE
+        if self.round_steps > 1:
+            return "gaussian_of_random_allocation"
+        if self.period > 1:
+            return "banded_gaussian_of_cyclic_poisson_sampling"
+        if self.projections:
+            return "poisson_sampled_gaussian_of_randomized_norms"
+        return "poisson_sampled_gaussian"
+
+    @property
+    def sampling(self) -> str:
+        """The value of `sampling` there."""
+        if self.round_steps > 1:
+            return "allocation"
+        return "poisson" if self.period == 1 else "cyclic_poisson"
+
     def composition(self, steps: int) -> tuple[GaussianSteps, ...]:
         """Return subsampled Gaussian steps that dominate `steps` steps in a row."""
+        whole = -(-steps // (self.period * self.round_steps))  # one of both is 1
+        shares = ratios(self.projections) if self.projections else None
+        rate = self.draw_rate
+        return (GaussianSteps(self.noise_multiplier, rate, whole, shares, self.round_steps),)
 
     @property
     def period(self) -> int:
@@ -151,26 +187,14 @@ class Mechanism(ABC):
         return len(self.column)
 
     @property
-    def round_steps(self) -> int:
-        """t, the steps of a round that is drawn at once, and counts as a whole; 1 where each step
-        is drawn by itself."""
-        return 1
-
-    @property
-    def column(self) -> tuple[float, ...]:
-        """c, by which a step takes back earlier noise (`banded`); (1,) where it does not."""
-        return INDEPENDENT
-
-    @property
-    def group(self) -> int | None:
-        """The group of units that this mechanism's one step draws from: the step's number modulo b;
-        None for steps in a row."""
-        return None
-
-    @property
     def draw_rate(self) -> float:
         """The probability with which a step draws each unit of its group."""
         return self.period * self.sample_rate
+
+    @property
+    def largest_share(self) -> float:
+        """The most that one unit moves the clipped sum by, over C."""
+        return largest_ratio(self.projections) if self.projections else 1.0
 
     @property
     def noise_of_step(self) -> float:
@@ -188,72 +212,72 @@ class Mechanism(ABC):
         weights in which each step's has one of these shares, a root mean square over rows."""
         return self.noise_multiplier * noise_in_weights(self.column, shares)
 
-    def at(self, step: int) -> "Mechanism":
-        """Return the mechanism of the one step with this number."""
-        return self
-
-    def at_any(self) -> "Mechanism":
-        """Return the mechanism of steps in a row, of which `at` returned this one."""
-        return self
-
     def with_noise(self, noise_multiplier: float) -> "Mechanism":
         """Return the same mechanism with another noise multiplier."""
         return dataclasses.replace(self, noise_multiplier=noise_multiplier)
 
-    @property
-    def largest_share(self) -> float:
-        """The most that one unit moves the clipped sum by, over C."""
-        return 1.0
-
-    @property
-    def norms(self) -> str:
-        """How norms were found, in words, to follow sigma and q; empty for exact norms."""
-        return ""
-
-    @property
-    def clipping(self) -> str:
-        """How norms were found, for a model card; empty for exact norms."""
-        return ""
-
-    @property
-    def noise(self) -> str:
-        """How noise depends on earlier steps', in words; empty where it does not."""
-        return ""
-
-    def claimed_mu(self, *, trials: int, confidence: float) -> float:
-        """Return the largest mu that an audit of one whole step, or round of steps, may find, with
-        this confidence."""
-        return 1 / self.noise_multiplier
-
-    def terms(self) -> dict[str, object]:
-        """Return the mechanism's other terms, by keys of the configuration."""
-        return {}
-
-    def refusals(self, privacy: Privacy) -> list[tuple[bool, str]]:
-        """List settings that this accounting does not cover: (refused, "key: why; remedy")."""
-        return []
-
     def fields(self) -> dict[str, Any]:
         """Return the keys of `privacy.json` that record this mechanism."""
-        own = {key: getattr(self, key) for key, *_ in self.keys}
-        rates = {"noise_multiplier": self.noise_multiplier, "sample_rate": self.sample_rate}
-        return {"mechanism": self.name, **rates, **own}
+        own = dataclasses.asdict(self) | {"mechanism": self.name, "bands": self.period}
+        left_out = {"private"}
+        left_out |= {"round_steps"} if self.round_steps == 1 else set()
+        left_out |= {"bands", "column"} if self.period == 1 else set()
+        return {key: value for key, value in own.items() if key not in left_out}
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> "Mechanism":
-        """Build it from `fields`."""
-        known = {"noise_multiplier", "sample_rate", *(key for key, *_ in cls.keys)}
-        given = {field.name for field in dataclasses.fields(cls)}
-        return cls(**{key: fields[key] for key in known & given})
+        """Build the mechanism that the keys of a `privacy.json`, or of one of its parts, record.
+
+        Raises:
+            KeyError, TypeError, ValueError: they record none that this version knows.
+        """
+        found = cls(
+            fields["noise_multiplier"],
+            fields["sample_rate"],
+            fields["projections"],
+            fields["capped_projections"],
+            fields["norm_estimator"],
+            round_steps=fields.get("round_steps", 1),
+            column=tuple(fields.get("column", INDEPENDENT)),
+            private=fields["mechanism"] != NONE,
+        )
+        if (found.name, found.period) != (fields["mechanism"], fields.get("bands", 1)):
+            raise ValueError(f"the mechanism {fields['mechanism']} has the numbers of {found.name}")
+        return found
+
+
+def mechanism_of(
+    privacy: Privacy,
+    *,
+    noise_multiplier: float,
+    sample_rate: float,
+    estimates_norms: bool,
+    column: Sequence[float] = INDEPENDENT,
+) -> Mechanism:
+    """Return the mechanism that the configuration asks for.
+
+    Args:
+        sample_rate: q; with random allocation a round has 1 / q steps, rounded, and one that is
+            all of it is a step of every unit, as without sampling.
+        estimates_norms: whether the gradient method estimates norms.
+        column: of correlated noise, with as many bands.
+    """
+    t = max(round(1 / sample_rate), 1) if privacy.sampling == "allocation" else 1
+    k, accounted = privacy.projections, privacy.underestimates == "accounted"
+    return Mechanism(
+        noise_multiplier,
+        1 / t if privacy.sampling == "allocation" else sample_rate,
+        projections=k if estimates_norms and accounted else 0,
+        capped_projections=k if estimates_norms and not accounted else 0,
+        norm_estimator=privacy.norm_estimator if estimates_norms else "exact",
+        round_steps=t,
+        column=tuple(column),
+    )
 
 
 @dataclass(frozen=True)
 class Segment:
-    """`steps` optimizer steps of one mechanism: of one group, or in a row.
-
-    Args:
-        run: for steps of one group, the run that divided units into groups: another run may put a
-            unit into another group.
+    """`steps` optimizer steps of one mechanism, in a row.
 
     Raises:
         ValueError: their number is negative.
@@ -261,49 +285,15 @@ class Segment:
 
     mechanism: Mechanism
     steps: int
-    run: str = ""
 
     def __post_init__(self) -> None:
         if self.steps < 0:
             raise ValueError(f"training.steps = {self.steps} is negative; choose 0 or more")
 
-    @property
-    def order(self) -> tuple[float, float, float, int, int, str]:
-        """The key that segments are sorted by: the least noise first, exact norms first."""
-        mechanism = self.mechanism
-        rarity = 1 / mechanism.largest_share if mechanism.largest_share > 1 else 0.0
-        group = -1 if mechanism.group is None else mechanism.group
-        rates = mechanism.noise_multiplier, mechanism.sample_rate
-        return *rates, rarity, mechanism.round_steps, group, self.run
-
 
 def composition(segments: Iterable[Segment]) -> tuple[GaussianSteps, ...]:
-    """Return the fewest subsampled Gaussian steps that dominate all segments, sorted.
-
-    A unit is in one group of a run, so of a run's groups the one with the most steps counts.
-    """
-    parts: list[GaussianSteps] = []
-    by_group: dict[tuple[Mechanism, str], Counter[int]] = defaultdict(Counter)
-    for s in segments:
-        if s.mechanism.group is None:
-            parts += s.mechanism.composition(s.steps)
-        else:
-            by_group[s.mechanism.at_any(), s.run][s.mechanism.group] += s.steps
-    for (mechanism, _), steps in by_group.items():
-        parts += mechanism.composition(max(steps.values()) * mechanism.period)
-    return merged(parts)
-
-
-def steps_in_a_row(mechanism: Mechanism, first: int, steps: int, run: str) -> list[Segment]:
-    """Return the steps from number `first` of a run on, by group; of random allocation, the rounds
-    that begin among them: that of `first`, if it began before, is counted with earlier steps."""
-    if (t := mechanism.round_steps) > 1:
-        rounds = -(-(first - 1 + steps) // t) - -(-(first - 1) // t)
-        return [Segment(mechanism, rounds * t)]
-    if mechanism.period == 1:
-        return [Segment(mechanism, steps)]
-    counts = Counter(mechanism.at(number) for number in range(first, first + steps))
-    return [Segment(one, count, run) for one, count in counts.items()]
+    """Return the fewest subsampled Gaussian steps that dominate all segments, sorted."""
+    return merged(part for s in segments for part in s.mechanism.composition(s.steps))
 
 
 def dp_event(parts: Sequence[GaussianSteps]) -> dict[str, Any] | None:

@@ -3,7 +3,7 @@
 The docstring below each field is its reference, as in `config/__init__.py`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 FEWEST, MOST = 8, 4096  # projections
@@ -72,15 +72,12 @@ class Privacy:
     is drawn, windows and projections then come from a cryptographic generator, SHAKE-256
     (`privacy/sampling.py`)."""
 
-    clipping: Literal["flat", "per_layer"] = "flat"
+    clipping: Literal["flat", "per_layer", "per_block"] = "flat"
     """`flat`: one norm over the whole gradient. `per_layer` (DP-ZeRO): each of the M modules that
-    hold parameters, or each of `clipping_groups`, by a norm of its own, to C / sqrt(M). The same
-    noise gives the same epsilon. A layer's gradients can be freed within backward (`grad_sample`),
-    but small ones keep their size: the noise is as large as M layers at their bounds."""
-
-    clipping_groups: list[str] = field(default_factory=list)
-    """For `per_layer`: what is clipped together, by patterns of parameters' names, as
-    `["*.self_attn.*", "*"]`. A parameter belongs to the first that fits."""
+    hold parameters by a norm of its own, to C / sqrt(M). `per_block`: the same, each transformer
+    block as one. The same noise gives the same epsilon. A layer's gradients can be freed within
+    backward (`grad_sample`), but small ones keep their size: the noise is as large as M layers at
+    their bounds."""
 
     clip_function: Literal["vanilla", "automatic"] = "vanilla"
     """How a gradient g is scaled: `vanilla` by min(1, C / |g|), `automatic` (Bu et al. 2023) by

@@ -19,7 +19,7 @@ Guarantee:
     A run that is not private is refused, and so is one whose `privacy.json` is missing or
     disagrees with that ledger. The run's owner is trusted: consistent edits of checkpoint and log
     are not detected. Of the terms only the released keys of `ledger.schema` are published.
-    No JSON file has a path of this machine as a value (`models.local_paths`).
+    No JSON file has a path of this machine as a value (`models.hugging_face`).
 """
 
 import hashlib

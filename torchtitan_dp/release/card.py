@@ -17,11 +17,12 @@ from torchtitan_dp.config.derived import AS_GIVEN, rope_in_words
 from torchtitan_dp.data.formats import FORMATS
 from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
 from torchtitan_dp.ledger.lineage import Ancestor
+from torchtitan_dp.ledger.schema import in_words
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.flavors import parameter_count, without_lora
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.meaning import Meaning
-from torchtitan_dp.privacy.mechanism import from_fields
+from torchtitan_dp.privacy.segments import Mechanism
 from torchtitan_dp.release.claims import NO_NAMES, PublicNames
 from torchtitan_dp.templates import templates
 
@@ -44,7 +45,8 @@ def model_card(
     rope, count = rope_in_words(config), parameter_count(without_lora(args))
     return _TEMPLATES.get_template("card.md.j2").render(
         terms=terms,
-        mechanism=from_fields(terms),
+        mechanism=Mechanism.from_fields(terms),
+        in_words=in_words,
         args=args,
         family=args.title,
         size=f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M",

@@ -24,7 +24,7 @@ from torchtitan_dp.ledger.spending import assumptions
 from torchtitan_dp.models.flavors import trained_count
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.privacy.accounting import rounded_up
-from torchtitan_dp.privacy.mechanism import NoMechanism
+from torchtitan_dp.privacy.segments import NONE
 from torchtitan_dp.process import FAULT_FILE, LOCK_FILE
 from torchtitan_dp.report.charts import SECONDS, Scalars, read_scalars
 
@@ -57,7 +57,7 @@ class RunFolder:
     @property
     def with_privacy(self) -> bool:
         """Whether it trains with DP-SGD at all, if only as a test that is not private."""
-        return bool(self.published["mechanism"] != NoMechanism.name)
+        return bool(self.published["mechanism"] != NONE)
 
     @property
     def private(self) -> bool:

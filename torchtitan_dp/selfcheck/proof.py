@@ -178,8 +178,7 @@ def worst_error(
             for sample, gradient in enumerate(reference_gradients(eager, *case, weights))
             for _ in range(np.count_nonzero(drawn % _SAMPLES == sample))
         )
-        groups = group_names(privacy.clipping, privacy.clipping_groups)
-        how = C * (1 - _SAFETY), groups, privacy.clip_function
+        how = C * (1 - _SAFETY), group_names(privacy.clipping), privacy.clip_function
         errors.append(relative_error(total, reference_sum(gradients, *how)))
     return float(np.max(errors))
 

@@ -6,9 +6,8 @@ sum is theirs.
 """
 
 import copy
-import fnmatch
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -48,14 +47,14 @@ _known: dict[str, Reference] = {}  # shared by all methods that must agree with 
 
 def reference_of(args: ModelArgs, count: int, privacy: Any) -> Reference:
     """Return the results on `count` samples, clipped as the section `[privacy]` has it."""
-    how = privacy.clipping, privacy.clipping_groups, privacy.clip_function
+    how = privacy.clipping, privacy.clip_function
     key = repr((args, count, how))
     if key not in _known:
         samples = make_samples(args, count)
         loop = reference_model(args).double(), *samples
         # Twice, because the gradients of all samples together are many times the model.
         norms = [norm(gradient) for gradient in reference_gradients(*loop)]
-        C, group_of = 1.5 * norms[0], group_names(*how[:2])
+        C, group_of = 1.5 * norms[0], group_names(privacy.clipping)
         total = reference_sum(reference_gradients(*loop), C, group_of, privacy.clip_function)
         _known[key] = Reference(samples, norms, C, total)
     return _known[key]
@@ -89,13 +88,17 @@ def norm(gradient: Gradient) -> float:
     return math.sqrt(sum(g.double().square().sum().item() for g in gradient.values()))
 
 
-def group_names(clipping: str, patterns: Sequence[str]) -> Callable[[str], str]:
-    """Return a function that names a parameter's clip group (`privacy.clipping`, its groups)."""
-    if clipping == "flat":
-        return lambda _: "all"
-    if patterns:
-        return lambda name: next(p for p in patterns if fnmatch.fnmatchcase(name, p))
-    return lambda name: name.rpartition(".")[0]  # the layer
+def group_names(clipping: str) -> Callable[[str], str]:
+    """Return a function that names a parameter's clip group (`privacy.clipping`)."""
+
+    def group_of(name: str) -> str:
+        parts = name.split(".")
+        numbered = [place for place, part in enumerate(parts) if part.isdigit()]
+        if clipping == "per_block" and numbered:
+            return ".".join(parts[: numbered[0] + 1])
+        return "all" if clipping == "flat" else ".".join(parts[:-1])
+
+    return group_of
 
 
 def reference_sum(

@@ -46,8 +46,6 @@ from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.models.parallelize import parallelize, takes_cudnn, trained_fsdp_modules
 from torchtitan_dp.models.parameters import trainable_parameters
 from torchtitan_dp.optimizer import as_gradient_of
-from torchtitan_dp.preflight.check import check_clipping
-from torchtitan_dp.privacy.clipping import patterns_in_use
 from torchtitan_dp.privacy.sampling import deal
 from torchtitan_dp.selfcheck.reference import Gradient, Reference, reference_of
 
@@ -114,7 +112,6 @@ def given_terms(overrides: list[str], world_size: int) -> list[Terms]:
     if not config.privacy.enable:
         raise ValueError("privacy.enable = false: selfcheck is of private steps; set it to true")
     args = shape(config)
-    check_clipping(config, args)
     terms = scaled(config, args)
     if terms.dtype == torch.float32 and not config.compile.enable:
         return [terms]
@@ -168,9 +165,6 @@ def scaled(config: JobConfig, args: ModelArgs, tokens: int = 0) -> Terms:
     few = 2 if shared == 1 else 1
     sizes = {"vocab_size": _VOCABULARY, "max_seq_len": training.seq_len}
     small = args.with_heads(shared * few, few, n_layers=min(args.n_layers, 2), **sizes)
-    if groups := config.privacy.clipping_groups:
-        names = trainable_parameters(on_meta(small))
-        scaled.privacy.clipping_groups = patterns_in_use(names, groups)
     lengths = tuple(rung for rung in ladder(config) if rung <= _MOST_TOKENS * cp)
     heads = shared * min(kv_heads, 2), min(kv_heads, 2)
     apart = config.training.seq_len // cp >= HEADS_APART_FROM

@@ -22,7 +22,6 @@ from torchtitan_dp.ledger.spending import Run, Total, inherited
 from torchtitan_dp.preflight.check import Checked, check_run
 from torchtitan_dp.privacy import published_loss
 from torchtitan_dp.privacy.accounting import noise_for, rounded_up
-from torchtitan_dp.privacy.mechanism import PoissonGaussian
 from torchtitan_dp.privacy.segments import Mechanism
 
 _SECTIONS = ("optimizer", "lr_scheduler", "lora", "ema")
@@ -226,7 +225,7 @@ def _epsilon_of_loss(ledgers: Sequence[Lineage], target: float) -> float:
     at most the target."""
     first = ledgers[0]
     sigma = noise_for(
-        PoissonGaussian(1.0, 1.0),
+        Mechanism(1.0, 1.0),
         len(ledgers),
         target_epsilon=target,
         delta=first.settings.delta,

@@ -5,14 +5,7 @@ import torch
 import torch.nn as nn
 
 from tests.models.causal_lm.families import arguments
-from torchtitan_dp.models.causal_lm.formulas import (
-    apply_partial_rotary,
-    apply_rotary,
-    gated_feed_forwards,
-    use_our_norms,
-    use_our_rotation,
-)
-from torchtitan_dp.models.causal_lm.transformers_private import rotation_of
+from torchtitan_dp.models.causal_lm.formulas import gated_feed_forwards, use_our_norms
 from torchtitan_dp.models.flavors import on_meta
 from torchtitan_dp.models.rms_norm import OffsetRMSNorm
 
@@ -22,21 +15,20 @@ def kinds(model):
 
 
 @pytest.mark.parametrize(
-    "name, norms, gated, rotates",
+    "name, norms, gated",
     [
-        ("mistral", {"RMSNorm"}, 2, apply_rotary),
-        ("gemma3", {"OffsetRMSNorm"}, 3, apply_rotary),
-        ("phi3", {"RMSNorm"}, 0, apply_partial_rotary),  # one layer for both gates
-        ("cohere2", {"Cohere2LayerNorm"}, 2, None),  # it turns neighbours
-        ("mixtral", {"RMSNorm"}, 0, apply_rotary),
-        ("gpt_oss", {"RMSNorm"}, 0, None),  # its cosines are of half a head
+        ("mistral", {"RMSNorm"}, 2),
+        ("gemma3", {"OffsetRMSNorm"}, 3),
+        ("phi3", {"RMSNorm"}, 0),  # one layer for both gates
+        ("cohere2", {"Cohere2LayerNorm"}, 2),
+        ("mixtral", {"RMSNorm"}, 0),
+        ("gpt_oss", {"RMSNorm"}, 0),
     ],
 )
-def test_of_a_family(name, norms, gated, rotates):
+def test_of_a_family(name, norms, gated):
     model = on_meta(arguments(name))
     assert kinds(model) == norms
     assert len(model.gated) == gated
-    assert rotation_of(type(model.layers[0].self_attn)) is rotates or not rotates
 
 
 class Norm(nn.Module):
@@ -122,112 +114,3 @@ class Scaled(Gated):
 def test_feed_forwards(kind):
     model = nn.Sequential(kind())
     assert gated_feed_forwards(model) == [model[0]] * (kind is Gated)
-
-
-def halves(x):
-    first, second = x.chunk(2, -1)
-    return torch.cat([-second, first], -1)
-
-
-def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
-    """As transformers' of Llama; of Phi-3, where cosines are shorter than a head."""
-    size, done = cos.shape[-1], []
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    for x in (q, k):
-        turned = (x[..., :size] * cos + halves(x[..., :size]) * sin).to(x.dtype)
-        done.append(torch.cat([turned, x[..., size:]], -1))
-    return tuple(done)
-
-
-def of_neighbours(q, k, cos, sin, unsqueeze_dim=1):
-    return tuple(y.unflatten(-1, (2, -1)).mT.flatten(-2) for y in apply_rotary(q, k, cos, sin))
-
-
-def scaled_first_half(q, k, cos, sin, unsqueeze_dim=1):
-    """The same where whole heads are turned."""
-    q, k = apply_rotary(q, k, cos, sin)
-    return q * (q.shape[-1] / cos.shape[-1]), k
-
-
-def of_whole_heads(q, k, cos, sin, unsqueeze_dim=1):
-    """As transformers' of Llama, which fails where cosines are shorter than a head."""
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return q * cos + halves(q) * sin, k * cos + halves(k) * sin
-
-
-def of_heads_first(q, k, cos, sin, unsqueeze_dim=1):
-    return of_whole_heads(q, k, cos, sin)
-
-
-def positions_first(q, k, sin, cos, unsqueeze_dim=1):
-    return apply_rotary(q, k, cos, sin)
-
-
-class Attention(nn.Module):
-    def forward(self, x, cos, sin, *, dim=1):
-        return apply_rotary_pos_emb(x, x, cos, sin, unsqueeze_dim=dim)[0]
-
-
-class Derived(Attention):
-    def forward(self, x, cos, sin, *, dim=1):
-        super().__init__()  # a cell of the function
-        return apply_rotary_pos_emb(x, x + x, cos, sin, dim)[1]
-
-
-@pytest.mark.parametrize("kind", [Attention, Derived])
-@pytest.mark.parametrize("size", [8, 6])
-@pytest.mark.parametrize("dim, x", [(1, (2, 4, 3, 8)), (2, (2, 3, 4, 8))])
-def test_rotation(kind, size, dim, x):
-    """Results and gradients are those of the same formula; the class of other models stays."""
-    model, of_them = nn.Sequential(kind()), kind()
-    use_our_rotation(model)
-    assert rotation_of(type(model[0])) is apply_partial_rotary
-    assert isinstance(model[0], kind)
-    assert rotation_of(kind) is apply_rotary_pos_emb
-    x = torch.randn(x, dtype=torch.double, requires_grad=True)
-    cos, sin = torch.randn(2, 2, 3, size).double()
-    found, expected = (one(x, cos, sin, dim=dim) for one in (model[0], of_them))
-    torch.testing.assert_close(found, expected)
-    grad = torch.randn_like(found)
-    gradients = (torch.autograd.grad(y, x, grad)[0] for y in (found, expected))
-    torch.testing.assert_close(*gradients)
-
-
-def test_rotation_by_wider_cosines():
-    """Some families have cosines of fp32 in a model of bf16."""
-    q, k = torch.randn(2, 2, 4, 3, 8, dtype=torch.bfloat16)
-    cos, sin = torch.randn(2, 2, 3, 8)
-    for found, expected in zip(
-        apply_rotary(q, k, cos, sin), apply_rotary_pos_emb(q, k, cos, sin), strict=True
-    ):
-        assert found.dtype == torch.bfloat16
-        torch.testing.assert_close(found, expected)
-
-
-def test_a_rotation_that_fails_still_fails(monkeypatch):
-    monkeypatch.setitem(globals(), "apply_rotary_pos_emb", of_whole_heads)
-    model = nn.Sequential(Attention())
-    use_our_rotation(model)
-    assert rotation_of(type(model[0])) is apply_rotary
-    cos, sin = torch.randn(2, 1, 3, 6)
-    with pytest.raises(RuntimeError):
-        model[0](torch.randn(1, 4, 3, 8), cos, sin)
-
-
-def test_compiled_it_is_the_formula():
-    x, cos, sin = torch.randn(2, 4, 3, 8), torch.randn(2, 3, 6), torch.randn(2, 3, 6)
-    compiled = torch.compile(apply_partial_rotary, backend="eager", fullgraph=True)
-    for found, expected in zip(
-        compiled(x, x, cos, sin), apply_partial_rotary(x, x, cos, sin), strict=True
-    ):
-        torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize(
-    "other", [of_neighbours, scaled_first_half, positions_first, of_heads_first]
-)
-def test_other_rotations(monkeypatch, other):
-    monkeypatch.setitem(globals(), "apply_rotary_pos_emb", other)
-    model = nn.Sequential(Attention())
-    use_our_rotation(model)
-    assert type(model[0]) is Attention

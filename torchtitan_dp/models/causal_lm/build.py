@@ -13,9 +13,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from torchtitan_dp.models.causal_lm.attention import NAME, register
-from torchtitan_dp.models.causal_lm.settings import LONGER, ModelArgs
+from torchtitan_dp.models.causal_lm.settings import LONGER, ModelArgs, in_one_line
 from torchtitan_dp.models.causal_lm.transformers_private import draw_weights_
-from torchtitan_dp.models.config_json import in_one_line
 from torchtitan_dp.torch_private import NormOverSamples, with_parameters
 
 

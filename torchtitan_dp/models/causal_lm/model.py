@@ -36,11 +36,7 @@ from torchtitan_dp.models.causal_lm.build import (
     own_logits,
     set_length,
 )
-from torchtitan_dp.models.causal_lm.formulas import (
-    gated_feed_forwards,
-    use_our_norms,
-    use_our_rotation,
-)
+from torchtitan_dp.models.causal_lm.formulas import gated_feed_forwards, use_our_norms
 from torchtitan_dp.models.causal_lm.settings import PREFIX, ModelArgs
 from torchtitan_dp.models.causal_lm.transformers_private import kept_in_fp32, one_sequence
 from torchtitan_dp.models.feed_forward import Tiling, use_tiles
@@ -64,7 +60,6 @@ class CausalLM(ModelProtocol):
         self.gated: list[Any] = []
         if self.attention == NAME:
             use_our_norms(self.model)
-            use_our_rotation(self.model)
             self.gated = gated_feed_forwards(self.model)
             set_length(self.model, model_args.seq_len)
         self.meeting = meeting(self.layers)

@@ -4,18 +4,17 @@ A setting that would be computed otherwise than transformers does is refused by 
 """
 
 import copy
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.nn as nn
 from torchtitan.protocols.model import BaseModelArgs
 
 from torchtitan_dp.data.tokenizer import Tokenizer
 from torchtitan_dp.models.causal_lm.transformers_private import attends_by_name, tied_names
-from torchtitan_dp.models.config_json import Reader, configuration
 from torchtitan_dp.models.lora import LoRA, lora_of
-from torchtitan_dp.models.rope import Rope
 
 _SIZES = {
     "dim": "hidden_size",
@@ -31,6 +30,8 @@ _NOT_OF_THE_MODEL = {"_name_or_path", "transformers_version", "dtype", "torch_dt
 _NOT_OF_THE_MODEL |= {"architectures", "output_router_logits", "_attn_implementation"}
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _FEED_FORWARDS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+Rope = dict[str, Any]
+"""The value of `rope_parameters`: theta, the scaling's type, and its terms."""
 PREFIX = "model."
 """Of transformers' own names of parameters in ours."""
 LONGER = ("longrope", "dynamic")
@@ -243,39 +244,69 @@ def causal_lm_of(model_type: str) -> str | None:
     return name
 
 
-def read_args(settings: dict[str, Any], path: str, key: str) -> ModelArgs:
-    """Return the arguments of the model of a `config.json`; arguments and errors as `Reader`."""
+def configuration(settings: dict[str, Any]) -> Any:
+    """Build transformers' configuration of a `config.json`."""
     from transformers import CONFIG_MAPPING
 
-    read = Reader(settings, path, key, _SUPPORTED)
+    made = CONFIG_MAPPING[settings["model_type"]].from_dict(copy.deepcopy(settings))
+    if getattr(made, "rope_parameters", None):
+        made.standardize_rope_params()  # by keys beside it, as before each table
+    return made
+
+
+def in_one_line(error: Exception) -> str:
+    """Return an error's message without line breaks."""
+    return " ".join(str(error).split())
+
+
+def read_args(settings: dict[str, Any], path: str, key: str) -> ModelArgs:
+    """Return the arguments of the model of a `config.json`, the content of the file at `path`.
+
+    Raises:
+        ValueError: one line for the user, with `key`, that names the setting that is not built.
+    """
+    from transformers import CONFIG_MAPPING
+
+    def refuse(name: str, value: object, why: str) -> NoReturn:
+        shown = "missing" if value is None else json.dumps(value)
+        raise ValueError(
+            f"{key}: {path} has {name} = {shown}: {why}; use a model that has it so (for the "
+            "tokenizer alone, copy its files into a folder without config.json)"
+        )
+
+    for name, values, why in _SUPPORTED:
+        if settings.get(name) not in values:
+            refuse(name, settings.get(name), why)
     kind = str(settings.get("model_type"))
-    name = causal_lm_of(kind)
-    if kind not in CONFIG_MAPPING or name is None:
+    if kind not in CONFIG_MAPPING or (model := causal_lm_of(kind)) is None:
         none = "this version of transformers has no such causal LM"
         code = " (and code beside the weights is never run)" if "auto_map" in settings else ""
-        read.refuse("model_type", kind, none + code)
-    if settings.get("architectures") not in (None, [name]):
-        read.refuse("architectures", settings["architectures"], f"it must be {name}")
-    for size in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
-        if size in settings:
-            read.size(size)
-    config = read.configuration()
+        refuse("model_type", kind, none + code)
+    if settings.get("architectures") not in (None, [model]):
+        refuse("architectures", settings["architectures"], f"it must be {model}")
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+        size = settings.get(name, 1)
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            refuse(name, size, "must be a whole number, 1 or more")
+    try:
+        config = configuration(settings)
+    except Exception as error:  # classes check their settings by errors of many kinds
+        refuse("model_type", kind, f"transformers cannot read it ({in_one_line(error)})")
     try:
         args = ModelArgs.of(config)
     except (AttributeError, RuntimeError):  # none of that name, or another for each layer
-        read.refuse("model_type", kind, "a size has another name, or differs from layer to layer")
+        refuse("model_type", kind, "a size has another name, or differs from layer to layer")
     if args.n_heads % args.n_kv_heads != 0:
-        why = f"must divide the {args.n_heads} heads"
-        read.refuse("num_key_value_heads", args.n_kv_heads, why)
+        refuse("num_key_value_heads", args.n_kv_heads, f"must divide the {args.n_heads} heads")
     if "num_hidden_layers" not in args.settings:  # other names, of models from before Llama
-        read.refuse("model_type", kind, "its sizes have names that are not built")
+        refuse("model_type", kind, "its sizes have names that are not built")
     if isinstance(wide := args.settings.get("intermediate_size"), list):
-        read.refuse("intermediate_size", wide, "only one size for all layers is built")
+        refuse("intermediate_size", wide, "only one size for all layers is built")
     if kind == "phimoe" and any(rope.get("rope_type") in LONGER for rope in _ropes(args.settings)):
-        read.refuse("model_type", kind, "its rotary embeddings read a rank's largest position")
+        refuse("model_type", kind, "its rotary embeddings read a rank's largest position")
     for layer in getattr(config, "layer_types", None) or ():
         if layer not in _LAYERS:
-            read.refuse("layer_types", layer, f"only {' and '.join(_LAYERS)} are built")
+            refuse("layer_types", layer, f"only {' and '.join(_LAYERS)} are built")
     if not attends_by_name(config):
-        read.refuse("model_type", kind, "its attention is its own, not transformers' by name")
+        refuse("model_type", kind, "its attention is its own, not transformers' by name")
     return args

@@ -1,8 +1,5 @@
 """Every private name of transformers that the package uses, each behind one function."""
 
-import inspect
-import types
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
@@ -40,38 +37,6 @@ def kept_in_fp32(model: Any) -> list[Any]:
     """Return patterns of the parameters that a family keeps in fp32 where others are bf16.
     `from_pretrained` applies them, to weights that it loads itself."""
     return list(model._get_dtype_plan(torch.bfloat16))
-
-
-_ROTATION = "apply_rotary_pos_emb"
-"""The name by which an attention's forward finds the function that turns queries and keys. A family
-calls it in its own file, and takes no other by an argument."""
-
-
-def rotation_of(attention: type) -> Callable[..., Any] | None:
-    """Return the function that turns queries and keys in a class of attention, if it is found by
-    its usual name."""
-    forward = _forward_of(attention)
-    if not inspect.isfunction(forward) or _ROTATION not in forward.__code__.co_names:
-        return None
-    return forward.__globals__.get(_ROTATION)
-
-
-def with_rotation(attention: type, rotation: Callable[..., Any]) -> type:
-    """Return the same class with another function in the place of `rotation_of` it."""
-    forward = _forward_of(attention)
-    names = {**forward.__globals__, _ROTATION: rotation}
-    how = forward.__name__, forward.__defaults__, forward.__closure__
-    ours = types.FunctionType(forward.__code__, names, *how)
-    ours.__kwdefaults__ = forward.__kwdefaults__
-    return type(attention.__name__, (attention,), {"forward": ours})
-
-
-def _forward_of(attention: type) -> Any:
-    """Return a class's own forward, without what takes arguments by earlier names."""
-    forward: Any = vars(attention).get("forward")
-    while getattr(forward, "__globals__", {}).get("__name__") == "transformers.utils.deprecation":
-        forward = forward.__wrapped__
-    return forward
 
 
 def _model_class(config: Any) -> Any:
