@@ -119,7 +119,7 @@ checkpoint.last_save_model_only
 checkpoint.folder=a/b
 checkpoint.folder=a.damaged
 checkpoint.initial_load_model_only=false → it is a switch without a value
-checkpoint.initial_load_path=. → checkpoint.initial_load_in_hf: weights of another run are read
+checkpoint.initial_load_path=. → checkpoint.initial_load_in_hf = false: weights of another run
 checkpoint.no-initial_load_model_only checkpoint.initial_load_path=. → \
     checkpoint.initial_load_model_only = false: set it to true; to continue another run
 checkpoint.no-initial_load_model_only checkpoint.initial_load_in_hf → have only a model
