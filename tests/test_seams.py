@@ -54,9 +54,6 @@ DOORS = {
         torch.Tensor._values
         torch.utils._python_dispatch.TorchDispatchMode
         torch.utils._pytree.tree_iter
-        torch.distributed.checkpoint.filesystem._StorageInfo
-        torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
-        torch.serialization._get_layout
         torch._subclasses.fake_tensor.FakeTensorMode
         torch._subclasses.fake_tensor.unset_fake_temporarily
         torch.distributed.tensor._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached

@@ -339,7 +339,7 @@ def secrets(debug_seed=None):
     found = []
     for _ in range(2):
         books._draw_keys()
-        streams = books.sampling_keys, books.noise_keys, books.window_keys, books.evaluation_keys
+        streams = books.sampling_keys, books.noise_keys, books.window_keys, books.loss_keys
         for keys in streams:
             key = keys.take(1)
             key = key if isinstance(key, bytes) else key.key  # of a chain

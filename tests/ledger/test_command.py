@@ -17,6 +17,7 @@ from torchtitan_dp.ledger.__main__ import main
 from torchtitan_dp.ledger.lineage import not_private
 from torchtitan_dp.ledger.spending import total
 from torchtitan_dp.privacy import accounting
+from torchtitan_dp.release.__main__ import main as release
 
 SIGMA, DELTA = 1.0, 1e-3
 RATE = 3 / 24
@@ -152,7 +153,8 @@ def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
 
 def test_hazard_45_weights_of_a_run_on_the_same_records_spend_on(first, data, tmp_path, capsys):
     out = tmp_path / "second"
-    load = f"--checkpoint.initial_load_path={first}/hf", "--checkpoint.initial_load_in_hf"
+    release([str(first), str(tmp_path / "released")])  # with the tokenizer of bytes
+    load = f"--model.hf_assets_path={tmp_path}/released", "--checkpoint.initial_load_in_hf"
     train(arguments(out, data, *with_sigma(2.0), *load, "--training.steps=2"), log=tmp_path / "log")
     spent = privacy(out)
     assert spent["steps"] == 2

@@ -139,7 +139,8 @@ def test_the_card_and_the_terms_say_what_was_spent(released, finished):
     of_others = {"bands", "column", "round_steps"}  # of correlated noise, of rounds
     keys = [key.name for key in schema.KEYS if key.in_releases]
     assert list(terms) == [name for name in keys if name not in of_others]
-    only_there = {"epsilon_counts": "planned_steps"}
+    assert terms["run"].startswith(f"{spent['run']}/")
+    only_there = {"epsilon_counts": "planned_steps", "run": terms["run"]}
     assert terms == {key: spent[key] for key in terms if key in spent} | only_there
     card = (released / "README.md").read_text()
     assert card.startswith("---\n# license: ")
