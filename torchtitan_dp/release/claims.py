@@ -18,8 +18,7 @@ from torchtitan_dp.ledger import PRIVACY_FILE, Lineage, RunLog
 from torchtitan_dp.ledger.lineage import of_weights
 from torchtitan_dp.ledger.schema import read_published_fields, released
 from torchtitan_dp.ledger.spending import recorded, spent
-from torchtitan_dp.models.hugging_face import config_file, read_settings
-from torchtitan_dp.models.local_paths import is_local_path
+from torchtitan_dp.models.hugging_face import config_file, is_local_path, read_settings
 
 STOP_STATED = "the owner states that neither results nor a clock decided when to stop"
 LOST_STATED = (
