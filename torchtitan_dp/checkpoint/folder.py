@@ -73,10 +73,8 @@ def checkpoint_folders(dump_folder: str) -> list[str]:
 
 
 def drop_unfinished(folder: str) -> bool:
-    """Remove checkpoints of which none is finished; return whether there were any.
-
-    The folder stays, with anything else in it: it may be a link or a mount.
-    """
+    """Remove checkpoints of which none is finished; return whether there were any. The folder
+    stays, with anything else in it: it may be a link or a mount."""
     if newest_finished_checkpoint(folder) >= 0:
         return False
     unfinished = _steps(folder)
@@ -112,7 +110,8 @@ def none_whole(folder: str, newest: int, problem: str) -> str:
 def refuse_foreign(step: str) -> None:
     """Raise ValueError, one line, for a checkpoint that is not this process' user's, or to which
     others may write: loading it would run any code in it."""
-    for path in (os.path.dirname(os.path.abspath(step)), step, *_files(step)):
+    files = (os.path.join(step, name) for name in sorted(os.listdir(step)))
+    for path in (os.path.dirname(os.path.abspath(step)), step, *files):
         found = os.stat(path)
         if found.st_uid != os.geteuid():
             raise ValueError(
@@ -127,16 +126,9 @@ def refuse_foreign(step: str) -> None:
             )
 
 
-def _files(step: str) -> list[str]:
-    return [os.path.join(step, name) for name in sorted(os.listdir(step))]
-
-
 def read_metadata(step: str) -> Metadata:
-    """Read a checkpoint's `.metadata`.
-
-    Raises:
-        ValueError: one line; it is missing or damaged, or the checkpoint is not the user's alone.
-    """
+    """Read a checkpoint's `.metadata`; ValueError, one line, if it is missing or damaged, or the
+    checkpoint is not the user's alone."""
     refuse_foreign(step)
     try:
         metadata = dcp.FileSystemReader(step).read_metadata()
@@ -147,12 +139,8 @@ def read_metadata(step: str) -> Metadata:
 
 
 def load(state_dict: dict[str, Any], step: str, *, no_dist: bool = False) -> None:
-    """Load in place as `dcp.load` does. Collective over the world unless `no_dist`.
-
-    Raises:
-        CheckpointException: PyTorch's, if a rank could not read it.
-        ValueError: one line; it is not the user's alone.
-    """
+    """Load in place as `dcp.load` does; ValueError, one line, if it is not the user's alone.
+    Collective over the world unless `no_dist`."""
     refuse_foreign(step)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as `no_dist` asks
@@ -160,11 +148,8 @@ def load(state_dict: dict[str, Any], step: str, *, no_dist: bool = False) -> Non
 
 
 def damage(step: str) -> str:
-    """Return the damage that metadata and file sizes show in a checkpoint's folder, or "".
-
-    Raises:
-        ValueError: one line; it is not the user's alone.
-    """
+    """Return the damage that metadata and file sizes show in a checkpoint's folder, or ""; raise
+    ValueError, one line, if it is not the user's alone."""
     refuse_foreign(step)
     try:
         places = (read_metadata(step).storage_data or {}).values()
@@ -199,11 +184,7 @@ def average_name(parameter: str) -> str:
 
 
 def read_ledger(step: str) -> Lineage:
-    """Return the ledger in a checkpoint.
-
-    Raises:
-        ValueError: one line; there is none, or it cannot be read.
-    """
+    """Return the ledger in a checkpoint; ValueError, one line, if it cannot be read."""
     state = {LEDGER_KEY: ""}
     try:
         load(state, step, no_dist=True)
@@ -222,13 +203,8 @@ def in_one_line(error: BaseException) -> str:
 
 
 def refuse_another_model(step: str, state_dict: Mapping[str, torch.Tensor], origin: str) -> None:
-    """Raise ValueError, one line, if a checkpoint's parameters have other shapes than the model's.
-
-    Args:
-        step: the checkpoint's own folder, with readable metadata.
-        state_dict: the model's parameters; tensors on `meta` suffice.
-        origin: the source of the model's shape, for the message.
-    """
+    """Raise ValueError, one line, if a checkpoint's parameters have other shapes than the model's,
+    whose tensors may be on `meta`; `origin` names the source of its shape."""
     found = read_metadata(step).state_dict_metadata
     saved = {n: tuple(e.size) for n, e in found.items() if isinstance(e, TensorStorageMetadata)}
     given = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
@@ -244,13 +220,8 @@ def refuse_another_model(step: str, state_dict: Mapping[str, torch.Tensor], orig
 
 
 def refuse_other_settings(step: str, settings: Mapping[str, Any], origin: str) -> None:
-    """Raise ValueError, one line, if a checkpoint's model computes with other settings. Those that
-    cannot be read are left to the load, which finds the damage.
-
-    Args:
-        step: the checkpoint's own folder, with readable metadata.
-        settings: of the model to load it into.
-        origin: their source, for the message.
+    """Raise ValueError, one line, if a checkpoint's model computes with other settings than these,
+    of the named `origin`. Those that cannot be read are left to the load, which finds the damage.
     """
     state = {SETTINGS: ""}
     try:

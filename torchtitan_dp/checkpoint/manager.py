@@ -69,13 +69,8 @@ class Checkpointer(CheckpointManager):
     def __init__(
         self, trainer: Trainer, start: Start, origin: str, average: WeightAverage | None = None
     ) -> None:
-        """Replace the manager of TorchTitan's Trainer, with the same states.
-
-        Args:
-            start: from `decide_start`; rank 0's counts.
-            origin: the source of the model's shape, for messages.
-            average: of weights, to be saved and loaded with them.
-        """
+        """Replace the manager of TorchTitan's Trainer, with the same states and an `average` of
+        weights; rank 0's `start` counts, and `origin` names the source of the model's shape."""
         config, theirs = trainer.job_config, trainer.checkpointer
         averages = {} if average is None else {AVERAGE: average}
         settings = json.dumps(shape(config).settings)  # compared before a load
@@ -98,36 +93,28 @@ class Checkpointer(CheckpointManager):
 
     def load(self, step: int = -1) -> bool:
         """Load the decided weights, or those that `confirmed` revises them to; return whether any
-        were loaded. Collective over the world.
-
-        Args:
-            step: the only one to take, on request of a run without privacy; -1 for the newest.
-
-        Raises:
-            Fault: none is whole, or the loaded one has weights that are not finite. ValueError: it
-                is of another model.
+        were loaded. `step` is the only one to take, for a run without privacy; -1: the newest.
+        Collective over the world. Fault: none is whole, or the loaded weights are not finite.
         """
         loaded = self.enable and self._load(step)
         self._require_finite_start()
         return loaded
 
     def _load(self, step: int) -> bool:
-        """Load as `load` does, without the check that weights are finite."""
         self.start = confirmed(self.start, self.folder, step)
         if self.start.resumes:  # TorchTitan would warn that it does not load these
             self.initial_load_in_hf, self.initial_load_path = False, None
-        else:
-            # TorchTitan loads initial weights only where there is no folder of checkpoints. There
-            # may be an empty one: a link, a mount, with a file system's `lost+found`.
-            folder, self.folder = self.folder, _NOWHERE
-            try:
-                return super().load()
-            finally:
-                self.folder = folder
-        configured = [_settings(optimizer) for optimizer in self.states[OPTIMIZER]]
-        loaded = super().load(self.start.step)
-        self._follow_configuration(configured)
-        return loaded
+            configured = [_settings(optimizer) for optimizer in self.states[OPTIMIZER]]
+            loaded = super().load(self.start.step)
+            self._follow_configuration(configured)
+            return loaded
+        # TorchTitan loads initial weights only where there is no folder of checkpoints. There may
+        # be an empty one: a link, a mount, with a file system's `lost+found`.
+        folder, self.folder = self.folder, _NOWHERE
+        try:
+            return super().load()
+        finally:
+            self.folder = folder
 
     def _follow_configuration(self, configured: list[list[dict[str, Any]]]) -> None:
         """Undo the load of settings and schedule: restore each optimizer's `configured` settings,
@@ -161,9 +148,7 @@ class Checkpointer(CheckpointManager):
 
     def require_finite(self, step: int) -> None:
         """Raise Fault, on all ranks alike, if the trained weights after `step` are not finite.
-
-        Collective: an all-reduce of one number over the world.
-        """
+        Collective: an all-reduce of one number over the world."""
         overflows = overflow(tensor for _, tensor in self._named if tensor.requires_grad)
         dist.all_reduce(overflows, op=dist.ReduceOp.MAX)
         if overflows.item():
@@ -185,7 +170,7 @@ class Checkpointer(CheckpointManager):
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
-        """Read a checkpoint into the states."""
+        """Read a checkpoint into the states; log it if `[ema]` changed since."""
         if from_hf:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
@@ -196,7 +181,13 @@ class Checkpointer(CheckpointManager):
                 "so training cannot resume from it: start a run of its own from exported weights "
                 "(checkpoint.initial_load_path, another job.dump_folder)"
             )
-        state_dict = self._with_average_if_any(state_dict, checkpoint_id)
+        wanted, there, left_out = AVERAGE in state_dict, has_average(checkpoint_id), {SETTINGS}
+        if wanted and not there:
+            logger.info(f"ema: {checkpoint_id} has no average; it begins with the weights there")
+            left_out.add(AVERAGE)
+        if there and not wanted:
+            logger.info(f"ema.enable = false: the average in {checkpoint_id} is not continued")
+        state_dict = {name: value for name, value in state_dict.items() if name not in left_out}
         try:
             load_states(state_dict, checkpoint_id)
         except CheckpointException as error:
@@ -274,18 +265,6 @@ class Checkpointer(CheckpointManager):
             f"({in_one_line(error)}): fix this and run the same command; the last complete one is "
             f"{whole}"
         ) from error
-
-    def _with_average_if_any(self, state_dict: dict[str, Any], checkpoint: str) -> dict[str, Any]:
-        """Return the states to load from a checkpoint of this run; log it if `[ema]` changed since.
-        What was compared before is not loaded."""
-        wanted, there = AVERAGE in state_dict, has_average(checkpoint)
-        left_out = {SETTINGS}
-        if wanted and not there:
-            logger.info(f"ema: {checkpoint} has no average; it begins with the weights there")
-            left_out.add(AVERAGE)
-        if there and not wanted:
-            logger.info(f"ema.enable = false: the average in {checkpoint} is not continued")
-        return {name: value for name, value in state_dict.items() if name not in left_out}
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

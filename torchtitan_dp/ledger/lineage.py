@@ -85,11 +85,8 @@ class Settings:
         return ""
 
     def resumed(self, since: "Settings") -> "Settings":
-        """Return the terms of a run that goes on from steps on the terms `since`, on either mesh.
-
-        Raises:
-            ValueError: one line; a term differs.
-        """
+        """Return the terms of a run that goes on from steps on the terms `since`, on either mesh;
+        ValueError, one line, if a term differs."""
         if change := self.changed(since):
             raise ValueError(
                 f"{change}; set it back, or start a run of its own from exported weights (another "
@@ -107,11 +104,8 @@ class Settings:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> "Settings":
-        """Build them from what `fields` gives.
-
-        Raises:
-            KeyError, TypeError, ValueError: a key is missing or out of its range.
-        """
+        """Build them from what `fields` gives; KeyError, TypeError or ValueError where a key is
+        missing or out of its range."""
         own = {one.name: fields[one.name] for one in dataclasses.fields(cls)}
         return cls(**{**own, "mechanism": Mechanism.from_fields(dict(fields))})
 
@@ -223,6 +217,19 @@ class Ancestor:
         return cls(**{**fields, "settings": Settings.from_fields(fields["settings"])})
 
 
+@dataclass(frozen=True)
+class Audit:
+    """The mark of an audited run: its weights saw canaries, so they are not private."""
+
+    canaries: int
+    otherwise_private: bool  # but for the canaries: publishing the result then has an epsilon
+
+
+def new_name() -> str:
+    """Draw a name of 128 random bits."""
+    return secrets.token_hex(16)
+
+
 @dataclass(frozen=True, kw_only=True)
 class History:
     """What was done to a run's weights, and its marks, whatever the terms of the steps to come."""
@@ -231,9 +238,9 @@ class History:
     private: bool = True
     caveats: tuple[str, ...] = ()
     ancestors: tuple[Ancestor, ...] = ()
-    audit: "Audit | None" = None
+    audit: Audit | None = None
     planned_steps: int = 0  # the most that training.steps was
-    run: str = field(default_factory=lambda: new_name())  # random and public, of the folder
+    run: str = field(default_factory=new_name)  # random and public, of the folder
     start: str = ""  # the random name of the start that took the last steps; in checkpoints alone
     lost: int = 0  # steps begun in the folder beside these, as published
     heldout_loss: HeldOutLoss | None = None  # if it is published
@@ -261,14 +268,6 @@ class History:
 
 
 @dataclass(frozen=True)
-class Audit:
-    """The mark of an audited run: its weights saw canaries, so they are not private."""
-
-    canaries: int
-    otherwise_private: bool  # but for the canaries: publishing the result then has an epsilon
-
-
-@dataclass(frozen=True)
 class Lineage(History):
     """The ledger of one lineage of weights; a trainer has that of its present weights."""
 
@@ -291,11 +290,7 @@ class Lineage(History):
 
     @classmethod
     def from_json(cls, text: str) -> "Lineage":
-        """Read what `to_json` wrote.
-
-        Raises:
-            ValueError: it is of another format; KeyError or TypeError: it is no ledger.
-        """
+        """Read what `to_json` wrote; ValueError, KeyError or TypeError if it is no ledger."""
         fields = json.loads(text)
         if (found := fields.pop("format", None)) != FORMAT:
             raise ValueError(
@@ -318,11 +313,6 @@ class Lineage(History):
                 "heldout_loss": None if loss is None else HeldOutLoss.from_fields(loss),
             }
         )
-
-
-def new_name() -> str:
-    """Draw a name of 128 random bits."""
-    return secrets.token_hex(16)
 
 
 _History = TypeVar("_History", bound=History)

@@ -9,17 +9,15 @@ records.
 
 Guarantee:
     - Lost steps follow from public events alone: starts, checkpoints, crashes. A start that did not
-      end counts as the number that it declared; a load from step b after a checkpoint of step a > b
-      counts as a - b, in whole intervals; `begin_step` refuses more steps than declared since the
-      last durable checkpoint, before its noise is drawn.
+      end counts as the number that it declared, of which `begin_step` refuses more; a load from
+      step b after a checkpoint of step a > b counts as a - b, in whole intervals.
     - So steps and lost ones are never fewer than those begun: of starts that began at b_1 = 0, b_2,
       … and last saved a_1, a_2, …, each took at most a_i - b_i and what it declared, and
       b_k + sum(a_i - b_(i+1)) = sum(a_i - b_i), whatever was loaded. The same holds, in whole
       periods, for each group of correlated noise, and in whole rounds for random allocation.
-    - Weights are loaded only if a start of this folder took their steps (`knows`): whatever a copy
-      of the folder did elsewhere is no part of this sum.
-    - A published loss counts from its line on. A crash between the line and `privacy.json` leaves
-      the line, so that the next start publishes another loss, and both count.
+    - Weights are loaded only if a start of this folder took their steps (`knows`).
+    - A published loss counts from its line on: a crash between the line and `privacy.json` leaves
+      the line, the next start publishes another loss, and both count.
     - `steps_executed.log` cross-checks: how many steps a start took follows from how long they
       took, and so from records, and is never published.
 """
@@ -67,14 +65,8 @@ class AppendOnly:
     last line: its event did not happen, and it neither swallows the next nor passes for whole."""
 
     def __init__(self, path: str, parse: Callable[[list[str]], None]) -> None:
-        """Read the file, if there is one.
-
-        Args:
-            parse: called with the words of each whole line; raises ValueError if it is not ours.
-
-        Raises:
-            ValueError: one line, with the path and the line's number.
-        """
+        """Read the file, if there is one, and `parse` the words of each whole line; ValueError, one
+        line, if one is not ours."""
         self._path = path
         content = b""
         if os.path.exists(path):
@@ -97,11 +89,8 @@ class AppendOnly:
                 ) from None
 
     def append(self, line: str) -> None:
-        """Append a line and sync it, and the file's folder if it is new.
-
-        Raises:
-            Fault: the file has another size than it was read or left with.
-        """
+        """Append a line and sync it, and the file's folder if it is new; Fault if the file has
+        another size than it was read or left with."""
         content = (f" {_TORN}\n" * self._tail_is_torn + f"{line}\n").encode()
         is_new = not os.path.exists(self._path)
         with open(self._path, "ab", opener=private_opener) as file:
@@ -142,11 +131,7 @@ class RunLog:
 
     def begin_start(self, lineage: Lineage, loses: Losable) -> str:
         """Record that a start is about to draw its first units, and the most that it loses; return
-        its name.
-
-        Raises:
-            Fault: more steps were begun than are published.
-        """
+        its name. Fault: more steps were begun than are published."""
         if problem := self.undercounted(lineage):
             raise Fault(f"{problem}; restore the logs as the run wrote them")
         name, at = new_name(), lineage.steps
@@ -167,11 +152,8 @@ class RunLog:
             self._of_starts.append(f"end {step}")
 
     def begin_step(self, step: int) -> None:
-        """Record that `step`'s update is about to happen.
-
-        Raises:
-            Fault: a crash would lose more steps than this start declared.
-        """
+        """Record that `step`'s update is about to happen; Fault if a crash would lose more steps
+        than this start declared."""
         assert self._own is not None
         unsaved, declared = step - self._own.saved, self._own.declared
         if unsaved > declared:
@@ -212,11 +194,7 @@ class RunLog:
 
     def enter_lost(self, lineage: Lineage) -> Lineage:
         """Return the lineage with what was lost and published in this folder, if its weights were
-        loaded now.
-
-        Of correlated noise each part is whole periods, of random allocation whole rounds, so that
-        all together are dominated as steps in a row are.
-        """
+        loaded now: whole periods of correlated noise, whole rounds of random allocation."""
         starts = list(self._starts.values())
         lost = [start.declared for start in starts if not start.ended]
         loads = [*(start.at for start in starts[1:]), lineage.steps]
@@ -257,15 +235,8 @@ def read_fingerprint(folder: str) -> str | None:
 
 
 def check_fingerprint(folder: str, fingerprint: str | None, settings: Mapping[str, object]) -> None:
-    """Refuse other data than the run was started with; a first start has nothing to compare.
-
-    Args:
-        fingerprint: None compares the settings alone, before the records are read.
-        settings: that the fingerprint depends on besides the records, by their keys.
-
-    Raises:
-        ValueError: naming the key that changed and the remedy.
-    """
+    """Refuse, by ValueError, other data than the run was started with, or other settings on which
+    its fingerprint depends; None compares these alone, before the records are read."""
     lines = _lines(folder)
     if not lines or lines[0] == fingerprint:
         return

@@ -16,8 +16,8 @@ import os
 import secrets
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any
+from dataclasses import fields, replace
+from typing import Annotated, Any, NamedTuple
 
 from torchtitan_dp.ledger.lineage import FORMAT, Lineage
 from torchtitan_dp.ledger.spending import (
@@ -41,23 +41,14 @@ _IN_RUNS, _IN_RELEASES = "of a run's own file alone", "of a release's alone"
 _OF_SOME = "of some mechanisms alone"
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
     """One key of `privacy.json`."""
 
     name: str
     type: Any  # of the value as JSON has it
-    mark: str = ""  # which files have it; "": all
-
-    @property
-    def in_runs(self) -> bool:
-        """Whether a run's own file has it."""
-        return self.mark != _IN_RELEASES
-
-    @property
-    def in_releases(self) -> bool:
-        """Whether a release's file has it."""
-        return self.mark != _IN_RUNS
+    in_runs: bool  # whether a run's own file has it
+    in_releases: bool
+    optional: bool  # a key of some mechanisms alone
 
 
 class PrivacyFile:
@@ -260,9 +251,8 @@ class PrivacyFile:
 
 
 def _key(name: str, hint: Any) -> Key:
-    if typing.get_origin(hint) is not Annotated:
-        return Key(name, hint)
-    return Key(name, hint.__origin__, *hint.__metadata__)
+    kind, mark = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint, "")
+    return Key(name, kind, mark != _IN_RELEASES, mark != _IN_RUNS, mark == _OF_SOME)
 
 
 KEYS = tuple(_key(*one) for one in typing.get_type_hints(PrivacyFile, include_extras=True).items())
@@ -275,10 +265,9 @@ def is_release(content: Mapping[str, Any]) -> bool:
 
 def _keys_in(content: Mapping[str, Any]) -> list[Key]:
     """Return the keys of a file of this kind, and of this mechanism."""
-    kind = "in_releases" if is_release(content) else "in_runs"
-    return [
-        key for key in KEYS if getattr(key, kind) and (key.name in content or key.mark != _OF_SOME)
-    ]
+    releases = is_release(content)
+    kept = [key for key in KEYS if (key.in_releases if releases else key.in_runs)]
+    return [key for key in kept if key.name in content or not key.optional]
 
 
 # Writing.
@@ -303,8 +292,7 @@ def released(
 
     Args:
         executed, planned: the epsilon of all executed steps, and of all planned ones.
-        counts: the schema's name of the steps that the release claims.
-        steps: those steps; by default all executed and planned ones.
+        counts, steps: those that the release claims; by default all executed and planned ones.
         stated: the owner's statements, which become caveats.
     """
     terms = lineage.settings

@@ -3,17 +3,13 @@
 Guarantee:
     - `epsilon(spent(lineage, lost=False), …)` bounds what the weights reveal: their own steps, and
       all that the runs behind their initial weights ever began or planned, on any records.
-    - `total` bounds what all runs together reveal of one unit of all their records. Runs add up: a
-      step that two folders list, since one is a copy of the other, counts twice, never too little.
-      Of a run behind initial weights, each export counts once, by its own random name.
-    - Steps compose whatever the records: a unit of some runs alone is revealed by no more. Runs on
-      the same records hold out the same units, for which published losses alone add up
-      (`heldout_epsilon`); of runs on different records a unit may be trained on in one and held out
-      in another, and pays all. Of an audited run the cost of publishing its result counts; its
-      weights are not private. The runs' number, noise, rates and steps are assumed not to follow
-      from what private results showed.
-    - `caveats` lists every caveat that the lineage has recorded, and those that follow from its
-      numbers. `recorded` leaves out the latter, which weights that go on from these compute anew.
+    - `total` bounds what all runs together reveal of one unit of all their records. Runs add up:
+      steps that two folders list, since one is a copy of the other, count twice, never too little;
+      of a run behind initial weights each export counts once, by its own random name.
+    - Runs on the same records hold out the same units, for which published losses alone add up
+      (`heldout_epsilon`). Of runs on different records a unit pays all. Of an audited run the cost
+      of publishing its result counts. The runs' number, noise, rates and steps are assumed not to
+      follow from what private results showed.
 """
 
 import math
@@ -57,19 +53,15 @@ def epsilon(steps: Spent, settings: Settings, planned: int = 0) -> float:
     return settings.compose(steps.segments(settings.mechanism, planned))
 
 
-def heldout_epsilon(lineage: Lineage, delta: float | None = None) -> float | None:
+def heldout_epsilon(lineage: Lineage) -> float | None:
     """Return the epsilon, for one held-out unit, of the losses that were or will be published, and
-    of all that the runs behind the initial weights spent; None where there are none.
-
-    Args:
-        delta: by default the losses' own.
-    """
+    of all that the runs behind the initial weights spent; None where there are none."""
     loss = lineage.heldout_loss
     if loss is None:
         return None
     return published_loss.epsilon(
         loss.releases(max(lineage.planned_steps, lineage.steps)),
-        delta=loss.delta if delta is None else delta,
+        delta=loss.delta,
         before=inherited(lineage.ancestors),
     )
 
