@@ -239,17 +239,3 @@ def test_killed_in_its_first_save(finished, tmp_path):
     assert spent["steps"] == 2
     assert spent["steps_executed"] == begun + 2
     assert steps_saved(folder) == [2]
-
-
-@pytest.mark.thorough
-def test_a_run_with_a_debug_seed_stays_not_private(tmp_path):
-    """Hazard 45: resumed without the seed, its weights still come of noise that can be redrawn."""
-    folder = Folder(tmp_path, *with_sigma(1))
-    folder.train("--privacy.debug_seed=1", "--training.steps=2", world_size=1)
-    assert privacy(folder.out)["private"] is False
-    output = folder.train("--training.steps=3", world_size=1)
-    assert "NOT private" in output
-    spent = privacy(folder.out)
-    assert (spent["private"], spent["epsilon"], spent["epsilon_executed"]) == (False, None, None)
-    assert any("debug_seed" in caveat for caveat in spent["caveats"])
-    assert spent["steps"] == 3

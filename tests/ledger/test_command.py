@@ -14,7 +14,6 @@ from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.ledger import Lineage, write_fingerprint
 from torchtitan_dp.ledger.__main__ import main
-from torchtitan_dp.ledger.lineage import not_private
 from torchtitan_dp.ledger.spending import total
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.release.__main__ import main as release
@@ -106,16 +105,6 @@ def test_files_that_contradict_each_other(copy, change, fault):
     code, told = run(copy)
     assert code == 1
     assert any(fault in line for line in told["runs"][0]["faults"]), told["runs"][0]["faults"]
-
-
-def test_a_forgotten_mark_is_found(copy):
-    text = json.loads((copy / "privacy.json").read_text())
-    publish(not_private(earlier_ledger(str(copy)), "seen"), copy)
-    code, told = run(copy)
-    assert (code, told["total"]["epsilon"]) == (0, None)  # said of the folder: nothing is claimed
-    names = ("private", "epsilon", "epsilon_executed", "epsilon_planned")
-    edit(copy, **{name: text[name] for name in names})
-    assert run(copy)[0] == 0  # the checkpoints say private too: only an edit could tell
 
 
 def test_steps_lost_after_the_last_writing_are_counted(copy):
@@ -314,8 +303,3 @@ def test_nothing_is_added_up_while_there_are_faults(copy, capsys):
     code, told = run(copy)
     assert (code, told["total"]) == (1, None)
     assert "runs are not composed" in capsys.readouterr().err
-
-
-def test_another_accountant_is_no_contradiction(copy):
-    publish(with_settings(earlier_ledger(str(copy)), accountant="pld"), copy)
-    assert run(copy)[0] == 0

@@ -139,12 +139,6 @@ def test_a_resume_on_changed_terms_is_refused_with_both_values_and_the_remedy(
     assert "(another job.dump_folder, checkpoint.initial_load_path)" in str(refusal.value)
 
 
-def test_a_batch_size_that_moves_q_is_refused_by_the_key_that_was_changed():
-    changed = with_terms(SETTINGS, expected_batch_size=64, sample_rate=0.02)
-    with pytest.raises(ValueError, match=r"^training\.global_batch_size = 64.*32"):
-        changed.resumed(since=SETTINGS)
-
-
 def test_a_run_counts_the_worst_of_its_meshes():
     most, least = (replace(SETTINGS, samples_per_rank=n) for n in (64, 8))
     for then, now in ((most, least), (least, most)):
