@@ -393,7 +393,11 @@ def test_paths_may_begin_with_the_home_folder(tmp_path, monkeypatch):
     """A shell does not replace `~` within `--key=~/x`, and nobody does so in a TOML."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "my.toml").write_text(CONFIG.read_text())
-    given = ["--job.config_file=~/my.toml", "--checkpoint.enable"]
+    given = [
+        "--job.config_file=~/my.toml",
+        "--checkpoint.enable",
+        "--checkpoint.initial_load_in_hf",
+    ]
     config = load_config([*given, *(f"--{key}=~/{key}" for key in PATHS)], 1)
     assert config.optimizer.lr == 1.2e-2  # of the TOML
     for key in PATHS:

@@ -61,7 +61,7 @@ def test_row75_what_is_accounted_is_what_is_drawn(k, estimator):
     assert found == ((k, estimator, k), (k, estimator))
 
 
-HUTCH = replace(EXACT, mechanism=Mechanism(1.0, 0.05, 32, "hutch++"))
+HUTCH = replace(EXACT, mechanism=Mechanism(1.0, 0.05, 0, 32, "hutch++"))
 
 
 def terms_of(*overrides):

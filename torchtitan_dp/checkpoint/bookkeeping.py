@@ -67,7 +67,9 @@ class Account:
 
     def epsilon_executed(self, lineage: Lineage) -> float:
         """Return the epsilon of all executed steps of the folder, as published."""
-        return self._executed.at(lineage.steps) if lineage.composes else math.inf
+        if not lineage.composes:
+            return math.inf
+        return max(self._executed.at(lineage.steps), self.epsilon(lineage))
 
     def epsilon_planned(self, lineage: Lineage) -> float:
         """Return the epsilon of those steps and of the steps that are still planned."""

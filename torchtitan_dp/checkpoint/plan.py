@@ -89,7 +89,10 @@ def settle(config: JobConfig, units: int, history: History, terms: Settings | No
         config_hash=config_hash(config),
     )
     fields = {one.name: getattr(history, one.name) for one in dataclasses.fields(History)}
-    ledger = RunLog(config.job.dump_folder).enter_lost(Lineage(settings, **fields))
+    log = RunLog(config.job.dump_folder)
+    ledger = log.enter_lost(Lineage(settings, **fields))
+    if problem := log.undercounted(ledger):
+        raise ValueError(_contradicted(config.job.dump_folder, problem))
     reached = _refuse_overspending(config, ledger, before)
     if ledger.composes and counted_by(ledger) != privacy.accountant:
         warnings.append(BY_RDP)
@@ -248,11 +251,15 @@ def earlier_ledger(folder: str) -> Lineage | None:
     stated = ledger_of(published)
     ledger = log.enter_lost(stated)
     if problem := log.lacks(stated) or log.undercounted(ledger):
-        raise ValueError(
-            f"job.dump_folder = '{folder}': {problem}; restore both as the run wrote them, or use "
-            "another folder"
-        )
+        raise ValueError(_contradicted(folder, problem))
     return ledger if log.count > 0 else None
+
+
+def _contradicted(folder: str, problem: str) -> str:
+    return (
+        f"job.dump_folder = '{folder}': {problem}; restore both as the run wrote them, or use "
+        "another folder"
+    )
 
 
 def refuse_delta_of_loss(config: JobConfig, heldout: int) -> None:
