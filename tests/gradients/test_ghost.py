@@ -174,7 +174,7 @@ def with_wrong_norms(degrees, passes, scale, again):
     norms, form = module.squared_norms, ghost.GhostGradients._form_some
 
     def formed(self, *arguments):
-        return form(self, *arguments) * (again if self._clip is not None else 1.0)
+        return form(self, *arguments) * (again if isinstance(self._phase, ghost._Adding) else 1.0)
 
     tokens_NT, labels_NT = build.data(samples=2)
     with (
