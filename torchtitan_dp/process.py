@@ -103,6 +103,14 @@ def typed(command: str) -> str:
     return f"{sys.executable if short.startswith('..') else short} -m torchtitan_dp {command}"
 
 
+def processes_asked() -> str:
+    """Return the number of processes by NGPU, or "auto"; ValueError, one line."""
+    given = os.environ.get("NGPU", "auto")
+    if given != "auto" and not (given.isdecimal() and int(given) > 0):
+        raise ValueError(f"NGPU = '{given}': must be 1 or more, or auto")
+    return given
+
+
 def untested() -> list[str]:
     """Return a warning, one line, if Python is not of a tested release, and another for torch."""
     found = {"Python": platform.python_version(), "torch": importlib.metadata.version("torch")}
