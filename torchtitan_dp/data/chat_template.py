@@ -127,13 +127,17 @@ class ChatTemplate:
         except Exception as error:
             raise ValueError(f"cannot be rendered ({type(error).__name__}: {error})") from None
         if pieces is None:
-            unlike = "writes earlier turns otherwise once there are later ones"
-            raise ValueError(f"{unlike}, so that the assistant's cannot be identified: {_REMEDY}")
+            raise ValueError(
+                "writes earlier turns otherwise once there are later ones, so that the assistant's "
+                f"cannot be identified: {_REMEDY}"
+            )
         for role, content in _PROBE:
             own = role == ASSISTANT
             if content not in _texts(pieces, own) or content in _texts(pieces, not own):
-                mixed = f"does not keep the assistant's turns apart ({content!r} of the {role}"
-                raise ValueError(f"{mixed} in a trial): {_REMEDY}")
+                raise ValueError(
+                    f"does not keep the assistant's turns apart ({content!r} of the {role} in a "
+                    f"trial): {_REMEDY}"
+                )
         return pieces
 
     @property

@@ -1,14 +1,17 @@
-"""The formats of records: the facts of each, and the readers of files whose rows are lines.
+"""The formats of records: the facts of each, and the readers of their files.
 
 A reader yields the rows of a file in order, each exactly once: a mapping of fields, or None for one
 that is broken. A new format is a reader and an entry in `FORMATS`; no other code depends on one.
 
 Guarantee:
-    How a row is read depends on no other row (hazard row 68), and none is left out (row 42): types
-    are never inferred over rows. Limits act on values that the parser has finished, so one that is
-    too large divides a file as any other does (row 78). How a file divides into rows is public; one
-    in which that is damaged (a CSV file whose last quote does not close, a compressed file that
-    ends early) is refused.
+    - How a row is read depends on no other row (hazard row 68), and none is left out (row 42):
+      types are never inferred over rows. A value that is not UTF-8, whose offsets lead out of its
+      file, or which is larger than `MOST_ROW_BYTES`, is `BROKEN` by itself, and its row's other
+      columns, such as its unit, are read. Rows behind a damaged page of Parquet read as None.
+    - Limits act on values that the parser has finished, so one that is too large divides a file as
+      any other does (row 78).
+    - How a file divides into rows is public. One in which that is damaged is refused (a CSV file
+      whose last quote does not close, a compressed file that ends early, a footer).
 """
 
 import csv
@@ -16,13 +19,22 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
-from types import ModuleType
 from typing import IO, Any
 
-from torchtitan_dp.data.files import BROKEN, MOST_ROW_BYTES, Columns, Fields, saved_files
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pyarrow.types as is_
+
+from torchtitan_dp.data.files import (
+    BROKEN,
+    MOST_ITEMS,
+    MOST_ROW_BYTES,
+    Columns,
+    Fields,
+    saved_files,
+)
 from torchtitan_dp.data.tokenizer import text_of
 
 MOST_LINE_BYTES = 16 * 2**20  # JSON is parsed whole, in up to 30 times its size
@@ -31,7 +43,9 @@ FOLDER = "folder"  # the unit field of records without fields
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
 # Stands for NUL, which the csv of Python 3.10 refuses; bytes other than UTF-8 are U+DC80 to U+DCFF.
 _NUL = "\udc00"
-Sign = tuple[bytes, str, str]  # first bytes of a file, what they show that it is, and a remedy
+_MOST_ROWS = 64  # of a table that are decoded at once
+# Of a table that cannot be read:
+_ERRORS = (OSError, ValueError, KeyError, OverflowError, RuntimeError, TypeError, pa.ArrowException)
 
 
 @dataclass(frozen=True)
@@ -41,11 +55,9 @@ class Format:
     rows: Callable[[str, Sequence[str]], Iterator[Fields | None]]  # of a path, with named fields
     below: tuple[str, ...]  # patterns of the files to take from a folder, parts separated by "/"
     row: str  # a part of a file that is one record
-    found_in: str  # what a path without records lacks
     record: str  # one record, for a release card
     content: str  # what a record must be
     remedy: str  # for files none of whose records are that
-    signs: tuple[Sign, ...] = ()  # of other formats
     fields: str | None = None  # a phrase for named fields; without any, only folders are units
     listed: Callable[[str], tuple[str, list[str], list[str]]] | None = None  # of its own list
     columns: Callable[[str], Columns] | None = None  # of all rows; ValueError for a damaged file
@@ -56,34 +68,28 @@ class Format:
         """Refuse, by ValueError in one line, a file without a column that a key names."""
         if self.columns is None:
             return
-        try:
-            columns = self.columns(path)
-        except ValueError:
-            if found := _recognized(path, _SIGNS[:1]):
-                raise ValueError(f"training.dataset_path: {found}") from None
-            raise
+        if is_pointer(path):
+            raise ValueError(
+                f"training.dataset_path: {path} is a Git LFS pointer, not the file itself; fetch "
+                "it: git lfs pull"
+            )
+        columns = self.columns(path)
         for field, key in keys.items():
             kinds = [kind for name, kind in columns if name == field]
-            mistake = None
             if not kinds:
-                is_csv = [kind for _, kind in columns] == [None]
-                if is_csv and (found := _recognized(path, _SIGNS)):
-                    raise ValueError(f"training.dataset_path: {found}")
-                hint = "; its columns must be separated by commas" if is_csv else ""
+                hint = " (of UTF-8, separated by commas)" if self.rows is csv_rows else ""
                 names = ", ".join(name for name, _ in columns)
-                mistake = f"has no such column; its columns are {names}{hint}"
-            elif len(kinds) > 1:
-                mistake = f"has {len(kinds)} such columns; write it again with one"
-            elif kinds[0] is not None and (needed := _tables().misfit(kinds[0], key)):
-                mistake = f"has it as {kinds[0]}; name a column of {needed}"
-            if mistake:
-                raise ValueError(f"{key} = {field!r}: {path} {mistake}")
-
-    def explain(self, path: str, text_field: str) -> str:
-        """Describe a file none of whose records are readable, with a remedy."""
-        name = PurePath(path).name
-        terms = {"name": name, "path": path, "stem": name.partition(".")[0], "field": text_field}
-        return _recognized(path, self.signs) or self.remedy.format(**terms)
+                raise ValueError(
+                    f"{key} = {field!r}: {path} has no such column; its columns are {names}{hint}"
+                )
+            if len(kinds) > 1:
+                raise ValueError(
+                    f"{key} = {field!r}: {path} has {len(kinds)} such columns; write it with one"
+                )
+            if kinds[0] is not None and (needed := _misfit(kinds[0], key)):
+                raise ValueError(
+                    f"{key} = {field!r}: {path} has it as {kinds[0]}; name a column of {needed}"
+                )
 
 
 def format_named(name: str) -> Format:
@@ -158,19 +164,18 @@ def _csv_values(path: str) -> Iterator[list[str]]:
         yield from (line.replace("\0", _NUL) for line in file)
         is_over = True
 
-    with _csv_text(path) as file:
+    text = io.TextIOWrapper(_opened(path), "utf-8-sig", errors="surrogateescape", newline="")
+    with text as file:
         rows, first = csv.reader(lines(file)), 1
         for values in rows:
             if is_over:  # the reader asked for more lines to end a row
-                opens = f"a quote opens in the row at line {first} (not private) and never closes"
-                remedy = "write it again, with each text in quotes and quotes in it doubled"
-                raise ValueError(f"training.dataset_path: {path}: {opens}; {remedy}")
+                raise ValueError(
+                    f"training.dataset_path: {path}: a quote opens in the row at line {first} (not "
+                    "private) and never closes; write it again, with each text in quotes and "
+                    "quotes in it doubled"
+                )
             yield [value.replace(_NUL, "\0") for value in values]
             first = rows.line_num + 1
-
-
-def _csv_text(path: str) -> IO[str]:
-    return io.TextIOWrapper(_opened(path), "utf-8-sig", errors="surrogateescape", newline="")
 
 
 def _opened(path: str) -> IO[bytes]:
@@ -178,23 +183,161 @@ def _opened(path: str) -> IO[bytes]:
     codec = _CODECS.get(os.path.splitext(path)[1])
     if codec is None:
         return open(path, "rb", buffering=2**20)
-    raw: Any = _tables().pa.input_stream(path, compression=codec)
+    raw: Any = pa.input_stream(path, compression=codec)
     return io.BufferedReader(raw, buffer_size=2**20)
 
 
-def _recognized(path: str, signs: Iterable[Sign]) -> str:
-    """Describe a file of another format by its first bytes, with a remedy; "" if it is none."""
-    name = PurePath(path).name
-    stem, dot, ending = name.partition(".")
+def parquet_rows(path: str, columns: Sequence[str]) -> Iterator[Fields | None]:
+    """Yield the rows of a Parquet file. As many are decoded at once as fit if each has the largest
+    value: a page may hold it once and repeat its number, but each row takes its whole size."""
+    footer, starts = _read_footer(path), tuple(f"{name}." for name in columns)
+    how: dict[str, Any] = {"binary_type": pa.large_binary(), "list_type": pa.LargeListType}
+    with pq.ParquetFile(path, metadata=footer, buffer_size=2**20, **how) as file:
+        for number in range(footer.num_row_groups):
+            group, done = footer.row_group(number), 0
+            chunks = [group.column(i) for i in range(group.num_columns)]
+            read = [c for c in chunks if f"{c.path_in_schema}.".startswith(starts)]
+            largest = sum(chunk.total_uncompressed_size for chunk in read)
+            for step in (_rows_at_once(largest), 1):  # a row that fails takes none before it along
+                seen, how = 0, {"batch_size": step, "columns": list(columns)}
+                try:
+                    for batch in file.iter_batches(row_groups=[number], use_threads=False, **how):
+                        for row in _rows(batch):
+                            seen += 1
+                            if seen > done:
+                                done = seen
+                                yield row
+                    break
+                except MemoryError:
+                    raise
+                except _ERRORS as error:  # a damaged page
+                    if isinstance(error, OSError) and error.errno:  # or a failing disk
+                        raise
+            yield from [None] * (group.num_rows - done)
+
+
+def arrow_rows(path: str, columns: Sequence[str]) -> Iterator[Fields | None]:
+    """Yield the rows of an Arrow file, or of a stream as `datasets` saves it."""
+    reader, is_file = _arrow_reader(path)
+    batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+    for batch in batches:
+        chosen = batch.select(list(columns))
+        step = _rows_at_once(chosen.nbytes)
+        for start in range(0, chosen.num_rows, step):
+            yield from _rows(chosen.slice(start, step))
+
+
+def _rows_at_once(size: int) -> int:
+    """Choose how many rows to decode at once, if each takes `size` bytes at most."""
+    return max(1, min(MOST_ROW_BYTES // max(size, 1), _MOST_ROWS))
+
+
+def _rows(batch: Any) -> Iterator[Fields]:
+    """Yield the rows of a batch; a value that is broken or too large is `BROKEN`."""
+    for values in zip(*map(_values, batch.columns), strict=True):
+        yield dict(zip(batch.schema.names, values, strict=True))
+
+
+def _values(column: Any) -> list[object]:
+    """Decode a column: at once where all of it is whole, else value by value."""
+    if isinstance(column, pa.ExtensionArray):
+        return _values(column.storage)
     try:
-        with _opened(path) as file:
-            head = file.read(2**16).lstrip()
-    except OSError as error:
-        return f"{name!r} cannot be read ({error.strerror or error})"
-    for mark, found, remedy in signs:
-        if head.startswith(mark):
-            return f"{name!r} {found}; {remedy.format(name=name, stem=stem, ending=dot + ending)}"
-    return ""
+        if is_.is_dictionary(column.type):  # whose words may be large, and are all rows'
+            raise ValueError
+        column.validate(full=True)
+        found = column.to_pylist()
+    except _ERRORS:
+        found = [_value(column.slice(i, 1)) for i in range(len(column))]
+    return [value if _size(value) <= MOST_ROW_BYTES else BROKEN for value in found]
+
+
+def _value(one: Any) -> object:
+    """Decode a column of one value, whatever lies beside it in the buffers."""
+    try:
+        if is_.is_dictionary(one.type):
+            (at,) = one.indices.to_pylist()
+            if at is None:
+                return None
+            return _value(one.dictionary.slice(at, 1)) if 0 <= at < len(one.dictionary) else BROKEN
+        if not (_is_list(one.type) or is_.is_struct(one.type)):
+            one.validate(full=True)
+            return one.to_pylist()[0]
+        if one.null_count:
+            return None
+        if is_.is_struct(one.type):
+            names = [one.type.field(i).name for i in range(one.type.num_fields)]
+            return dict(zip(names, map(_value, one.flatten()), strict=True))
+        first, last = one.offsets.to_pylist()
+        if not 0 <= first <= last <= len(one.values):
+            return BROKEN
+        kept = range(first, min(last, first + MOST_ITEMS))
+        return [_value(one.values.slice(i, 1)) for i in kept]
+    except _ERRORS:
+        return BROKEN
+
+
+def _size(value: object) -> int:
+    """Count the bytes of a value, and of all that it holds."""
+    if isinstance(value, str):
+        return len(value.encode())
+    if isinstance(value, dict | list):
+        return sum(map(_size, value.values() if isinstance(value, dict) else value))
+    return len(value) if isinstance(value, bytes) else 8 * (value is not None)
+
+
+def table_columns(path: str, kind: str) -> Columns:
+    """List the columns of a Parquet or an Arrow file; raise ValueError, one line, if it is none."""
+    try:
+        file = _arrow_reader(path)[0] if kind == "Arrow" else _read_footer(path)
+        schema = file.schema if kind == "Arrow" else file.schema.to_arrow_schema()
+    except _ERRORS as error:
+        raise ValueError(
+            f"training.dataset_path: {path} is no {kind} file, or damaged "
+            f"({' '.join(str(error).split())[:200]}); write it again, or name the others by a glob"
+        ) from error
+    return list(zip(schema.names, schema.types, strict=True))
+
+
+def _misfit(kind: Any, key: str) -> str | None:
+    """Describe the types that a column which a key names may have; None if this is one of them."""
+    while is_.is_dictionary(kind) or isinstance(kind, pa.BaseExtensionType):
+        kind = kind.value_type if is_.is_dictionary(kind) else kind.storage_type
+    is_text = str(kind) in ("string", "large_string", "string_view", "null")
+    if key == "data.messages_field":
+        of = kind.value_type if _is_list(kind) else None
+        fits = is_.is_null(kind) or (of is not None and is_.is_null(of))
+        if of is not None and is_.is_struct(of):  # no dictionaries, whose words messages repeat
+            fits = not any(is_.is_dictionary(of.field(i).type) for i in range(of.num_fields))
+        return None if fits else "lists of structs with a role and a content"
+    if key == "data.unit_field":
+        return None if is_text or is_.is_integer(kind) else "texts or whole numbers"
+    return None if is_text else "texts"
+
+
+def _is_list(kind: Any) -> bool:
+    return bool(is_.is_list(kind) or is_.is_large_list(kind))
+
+
+def _arrow_reader(path: str) -> tuple[Any, bool]:
+    """Open an Arrow stream or file, and return whether it is a file."""
+    source = pa.memory_map(path)
+    try:
+        return pa.ipc.open_stream(source), False
+    except pa.ArrowInvalid:
+        return pa.ipc.open_file(source), True
+
+
+def _read_footer(path: str) -> Any:
+    """Read the footer of a Parquet file without the Arrow types that it was written from, which
+    would decide how columns are read: of dictionaries, with 32-bit offsets."""
+    with open(path, "rb") as file:
+        file.seek(-8, os.SEEK_END)
+        size = int.from_bytes(file.read(4), "little")
+        file.seek(-8 - size, os.SEEK_END)
+        footer = file.read()
+    plain = footer.replace(b"ARROW:schema", b"arrow schema")  # a name that pyarrow does not know
+    return pq.read_metadata(pa.BufferReader(b"PAR1" + plain))
 
 
 def is_pointer(path: str) -> bool:
@@ -208,49 +351,26 @@ def is_pointer(path: str) -> bool:
         return False
 
 
-def _tables() -> ModuleType:
-    from torchtitan_dp.data import tables  # pyarrow takes half a second of a start
-
-    return tables
-
-
-_ICONV = "convert it: iconv -f {} -t UTF-8 '{{name}}' > '{{stem}}_utf8{{ending}}'"
-_SIGNS: tuple[Sign, ...] = (
-    (POINTER, "is a Git LFS pointer, not the file itself", "fetch it: git lfs pull"),
-    (b"PAR1", "is Parquet", "set training.dataset = 'parquet'"),
-    (b"ARROW1", "is Arrow", "set training.dataset = 'arrow'"),
-    (b"\x1f\x8b", "is gzip", "unpack it, or name it {name}.gz for 'jsonl'"),
-    (b"\x28\xb5\x2f\xfd", "is zstd", "unpack it, or name it {name}.zst for 'jsonl'"),
-    (b"%PDF", "is PDF", "extract its text: pdftotext '{name}' '{stem}.txt'"),
-    (b"PK\x03\x04", "is a zip archive or an Office document", "extract its text"),
-    (b"\xd0\xcf\x11\xe0", "is an old Office document", "extract its text"),
-    (b"\xff\xfe", "is UTF-16", _ICONV.format("UTF-16")),
-    (b"\xfe\xff", "is UTF-16", _ICONV.format("UTF-16")),
-    (b"{\0", "is UTF-16", _ICONV.format("UTF-16LE")),
-    (b"\0{", "is UTF-16", _ICONV.format("UTF-16BE")),
-)
-_LINES = (
-    "convert it: python -c \"import pandas as pd; pd.read_json('{name}').to_json("
-    "'{stem}_lines.jsonl', orient='records', lines=True, force_ascii=False)\""
-)
-_ON_LINES = "write one a line: jq -c . '{name}' > '{stem}_lines.jsonl'"
-_SEVERAL = "has an object that goes on over several lines"
-_JSON_SIGNS = (*_SIGNS, (b"[", "is one JSON array", _LINES), (b"{", _SEVERAL, _ON_LINES))
-_TABLE: dict[str, Any] = {"row": "row", "fields": "column", "content": "readable row"}
-_TABLE |= {"remedy": "write '{path}' again"}
-_ARROW = {"rows": lambda path, columns: _tables().arrow_rows(path, columns), **_TABLE}
-_ARROW |= {"columns": lambda path: _tables().columns(path, "Arrow")}
+_TABLE: dict[str, Any] = {
+    "row": "row",
+    "fields": "column",
+    "content": "readable row",
+    "remedy": "write its files again",
+}
+_ARROW = {
+    "rows": arrow_rows,
+    "columns": lambda path: table_columns(path, "Arrow"),
+    **_TABLE,
+}
 
 FORMATS: dict[str, Format] = {
     "text": Format(
         rows=text_rows,
         below=("**",),
         row="file",
-        found_in="file",
         record="one file",
         content="UTF-8 text",
-        signs=_SIGNS,
-        remedy="convert them (iconv -f LATIN1 -t UTF-8, if Latin-1), or name text files by a glob",
+        remedy="convert them (iconv, pdftotext), or name text files by a glob",
         named_by_position=False,
         has_lists=False,
     ),
@@ -258,40 +378,35 @@ FORMATS: dict[str, Format] = {
         rows=jsonl_rows,
         below=("**/*.jsonl", "**/*.jsonl.gz", "**/*.jsonl.zst"),
         row="line",
-        found_in="line in a *.jsonl, *.jsonl.gz or *.jsonl.zst file",
         record="one line of a JSON Lines file",
         fields="JSON field",
         content="JSON object",
-        signs=_JSON_SIGNS,
-        remedy="'jsonl' needs one a line, {{\"{field}\": …}}",
+        remedy="write one JSON object a line: jq -c '.[]' of an array, jq -c . of objects over "
+        "several lines; name what is compressed .gz or .zst",
     ),
     "csv": Format(
         rows=csv_rows,
         columns=csv_columns,
         below=("**/*.csv",),
-        found_in="row behind the names of columns in a *.csv file",
         record="one row of a CSV file",
         has_lists=False,
         **_TABLE,
     ),
     "parquet": Format(
-        rows=lambda path, columns: _tables().parquet_rows(path, columns),
-        columns=lambda path: _tables().columns(path, "Parquet"),
+        rows=parquet_rows,
+        columns=lambda path: table_columns(path, "Parquet"),
         below=("**/*.parquet",),
-        found_in="row in a *.parquet file",
         record="one row of a Parquet file",
         **_TABLE,
     ),
     "arrow": Format(
         below=("**/*.arrow", "**/*.feather"),
-        found_in="row in an *.arrow or *.feather file",
         record="one row of an Arrow file",
         **_ARROW,
     ),
     "hf": Format(
         below=("data-*.arrow",),
         listed=saved_files,
-        found_in="row in a file that state.json names",
         record="one row of a Hugging Face data set",
         **_ARROW,
     ),

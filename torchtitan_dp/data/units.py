@@ -73,8 +73,10 @@ def split(hashes: np.ndarray, heldout_fraction: float) -> tuple[np.ndarray, np.n
     """
     mask = hashes < np.uint64(int(heldout_fraction * 2**64))
     if mask.all():
-        nothing = "leaves no record or unit to train on"
-        raise ValueError(f"data.heldout_fraction = {heldout_fraction!r} {nothing}: lower it")
+        raise ValueError(
+            f"data.heldout_fraction = {heldout_fraction!r} leaves no record or unit to train on: "
+            "lower it"
+        )
     return np.flatnonzero(~mask), np.flatnonzero(mask)
 
 
