@@ -16,7 +16,6 @@ from torchtitan_dp.config.derived import unit_word
 from torchtitan_dp.config.load import exit_on_mistake, load_config, write_json
 from torchtitan_dp.data import say, warn
 from torchtitan_dp.data import store as stores
-from torchtitan_dp.data.prepare import amount
 
 
 def main(argv: list[str]) -> None:
@@ -94,7 +93,7 @@ def _described(store: stores.Store) -> str:
     return (
         f"{len(store):,} records of {facts['path']}, training.dataset = '{terms['format']}', "
         f"{read}, data.unit_field = {terms['unit_field']!r}; {facts['tokenizer']}; "
-        f"{amount(sum(entry.stat().st_size for entry in files))}, of "
+        f"{sum(entry.stat().st_size for entry in files) / 1e6:,.1f} MB, of "
         f"{time.strftime('%Y-%m-%d %H:%M', written)}"
     )
 

@@ -46,12 +46,9 @@ def list_files(root: str, names: Iterable[str], passed: Iterable[str] = ()) -> F
 def locate(
     path: str, below: Sequence[str] = ("**",), *, has_stdlib: bool = True
 ) -> tuple[str, list[str], list[str]]:
-    """Find the files that a path names: a root, their sorted names below it, and the names of the
-    others in a folder that is named.
-
-    A path is a file, a glob, a folder (its files that match a pattern of `below`) or, with
-    `has_stdlib`, Python's own sources. Raises ValueError, one line, if there is no such path.
-    """
+    """Find the files that a path names (a file, a glob, a folder's files that match a pattern of
+    `below` or, with `has_stdlib`, Python's own sources): a root, their sorted names below it, and
+    the names of the others in a folder. Raises ValueError, one line, if there is no such path."""
     if has_stdlib and path == PYTHON_STDLIB:
         root = sysconfig.get_path("stdlib")
         return root, _walk(root, ("**/*.py",), skipped=("site-packages", "dist-packages"))[0], []
@@ -73,9 +70,7 @@ def locate(
 def saved_files(path: str) -> tuple[str, list[str], list[str]]:
     """Find the files of a folder that `datasets.Dataset.save_to_disk` wrote: those that its
     `state.json` names, in that order, and other data-*.arrow, such as those of an earlier save.
-
-    Raises ValueError, one line, for a path without that list, and a file that is missing.
-    """
+    Raises ValueError, one line, for a path without that list, and a file that is missing."""
     root = os.path.abspath(os.path.expanduser(path))
     if not os.path.isfile(state := os.path.join(root, "state.json")):
         raise ValueError(

@@ -54,7 +54,6 @@ from torchtitan_dp.process import private_opener
 
 # Of one call: the tokenizer takes some 100 bytes a token, and a part goes to one core.
 _BATCH_CHARACTERS, _BATCH_TEXTS = MOST_PART * min(max(os.cpu_count() or 1, 8), 32), 2**14
-_UNPACKED = {".gz": 4, ".zst": 4, ".parquet": 2}  # bytes of rows to a byte of a file, about
 _PROGRESS_S = 10.0
 # By format, files with a list of those that count, of which this program reads none: the others
 # that lie beside them hold rows that were deleted.
@@ -223,7 +222,18 @@ def prepared(source: Source, data_store: str | None = None, files: Files | None 
                 say(store)
             for path in files.paths:  # those of a store that is there were checked
                 source.facts.check(path, source.keys)
-            _require_room(folder, files, source)
+            below = os.path.relpath(os.path.realpath(folder), files.root).split(os.sep)
+            is_hidden = any(part.startswith(".") for part in below)  # or "..", which leads outside
+            is_file = os.path.isfile(os.path.expanduser(source.path))
+            if not (source.facts.fields or is_hidden or is_file):
+                raise ValueError(
+                    f"data.store: {folder!r} lies within training.dataset_path = {source.path!r}, "
+                    "whose files are records; name a folder elsewhere"
+                )
+            say(
+                f"tokenizing {sum(files.sizes) / 1e6:,.1f} MB of {source.path} into {folder}, "
+                "which only your user can read"
+            )
             stores.write(target, lambda temporary: _make(temporary, files, source))
             written = stores.load(target)
             assert written is not None, "a store that was just written is whole"
@@ -249,45 +259,6 @@ def _reusable_store(target: str, files: Files, source: Source) -> Store | str:
     return store
 
 
-def _require_room(folder: str, files: Files, source: Source) -> None:
-    """Announce what will be written; refuse a disk that is too small, and a folder of records."""
-    below = os.path.relpath(os.path.realpath(folder), files.root).split(os.sep)
-    is_hidden = any(part.startswith(".") for part in below)  # also by "..", which leads outside
-    if not (source.facts.fields or is_hidden or os.path.isfile(os.path.expanduser(source.path))):
-        raise ValueError(
-            f"data.store: {folder!r} lies within training.dataset_path = {source.path!r}, whose "
-            "files are records; name a folder elsewhere"
-        )
-    bytes_of_token, disk = 1 if source.tokenizer.identity == "bytes" else 4, os.statvfs(folder)
-    size = _rows_bytes(files) * source.dtype.itemsize // bytes_of_token
-    free = disk.f_bavail * disk.f_frsize
-    say(
-        f"tokenizing {amount(sum(files.sizes))} of {source.path}: the store in {folder} needs "
-        f"about {amount(size)} plus {stores.RECORD_BYTES} bytes per record ({amount(free)} free); "
-        "only your user can read it"
-    )
-    if size / 4 > free:  # JSON, and columns that are not read, may be most of the files
-        raise ValueError(
-            f"data.store: {folder!r} has {amount(free)} free, and the tokens take about "
-            f"{amount(size)}: free some, or set data.store to a folder on another disk"
-        )
-
-
-def amount(size: float) -> str:
-    """Write a number of bytes for people.
-
-    >>> amount(900), amount(31_500_000), amount(2e12)
-    ('0.9 kB', '31.5 MB', '2,000.0 GB')
-    """
-    power = 3 if size < 1e6 else 6 if size < 1e9 else 9
-    return f"{size / 10**power:,.1f} {'kMG'[power // 3 - 1]}B"
-
-
-def _rows_bytes(files: Files) -> int:
-    unpacked = [_UNPACKED.get(os.path.splitext(name)[1], 1) for name in files.names]
-    return sum(size * times for size, times in zip(files.sizes, unpacked, strict=True))
-
-
 def _make(folder: str, files: Files, source: Source) -> tuple[bytes, dict[str, Any]]:
     """Write the tokens of all records; refuse files that change meanwhile."""
     with open(os.path.join(folder, stores.TOKENS), "xb", opener=private_opener) as output:
@@ -305,7 +276,6 @@ def _make(folder: str, files: Files, source: Source) -> tuple[bytes, dict[str, A
 class _Row(NamedTuple):
     """A record before its texts are tokenized."""
 
-    path: str
     unit: bytes  # hash
     spelling: bytes  # one hash for all spellings of a unit's name
     has_unit: bool  # or else it is one by itself that contributes nothing
@@ -396,31 +366,30 @@ def _rows(files: Files, source: Source, hashes: list[str]) -> Iterator[_Row]:
     facts, by = source.facts, source.unit_field
     broken = Lack("training.dataset_path", f"are no {facts.content}s", facts.remedy)
     unknown = Lack(f"data.unit_field = {by!r}", "have no usable one", "name each unit")
-    done, whole, said = 0, _rows_bytes(files), time.monotonic()
-    for name, path in zip(files.names, files.paths, strict=True):
+    said = time.monotonic()
+    for place, (name, path) in enumerate(zip(files.names, files.paths, strict=True), 1):
         hashes.append(stores.file_hash(path, skip_unreadable=not facts.fields))
         for number, fields in enumerate(_naming_file(path, facts.rows(path, [*source.keys])), 1):
             if time.monotonic() - said >= _PROGRESS_S:
                 said = time.monotonic()
-                say(f"tokenizing training.dataset_path: {min(done / max(whole, 1), 1.0):.0%}")
+                say(f"tokenizing file {place:,} of {len(files.names):,}, its record {number:,}")
             record = f"{name}:{number}" if facts.fields else name
             found: list[Piece] | Lack = broken
             if fields is not None:
                 found = source.reading.pieces(fields, facts.fields or "text")
             if by is None:
                 hashed = record_hash(record, size=8)
-                row = _Row(path, hashed + bytes(8), hashed, True)
+                row = _Row(hashed + bytes(8), hashed, True)
             else:
                 unit = unit_name((fields or {}).get(by)) if facts.fields else folder_of(name)
                 hashed = record_hash(record) if unit is None else unit_hash(unit)
                 spelling = hashed[:8] if unit is None else spelling_hash(unit)
-                row = _Row(path, hashed, spelling, unit is not None)
+                row = _Row(hashed, spelling, unit is not None)
                 if unit is None and fields is not None:
                     found = unknown
             if isinstance(found, Lack):
                 yield row._replace(lack=found)
                 continue
-            done += sum(len(piece.text) for piece in found)
             parts = [Piece(part, of.is_target) for of in found for part in split(of.text) if part]
             yield row._replace(pieces=parts)
 

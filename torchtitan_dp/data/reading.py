@@ -8,8 +8,7 @@ Guarantee:
     refuses, and one without an answer have no pieces: they contribute nothing and stop nothing.
 
 The ids of a text are [bos] text [eos] (marks that exist), of a record with a prompt [bos] prompt
-answer [eos]; those of a chat are what its template writes, marks included. Each piece is tokenized
-by itself, as a model that is asked finds the prompt's tokens before it writes its own.
+answer [eos]; those of a chat are what its template writes. Each piece is tokenized by itself.
 """
 
 import os

@@ -38,7 +38,6 @@ from torchtitan_dp.process import private_opener
 
 VERSION = 4  # of the form of the files and of how rows become ids: another is another store
 TOKENS, ARRAYS, FACTS = "tokens", "arrays", "facts.json"
-RECORD_BYTES = 41  # of `arrays`, for each record
 WAIT_S = 5.0  # for another process, before a line says so
 
 
@@ -135,7 +134,7 @@ def load(folder: str) -> Store | None:
 
 
 def pack(ends: np.ndarray, firsts: np.ndarray, reasons: np.ndarray, units: Units) -> bytes:
-    """Write the arrays of a store as `load` reads them: `RECORD_BYTES` for each record, about."""
+    """Write the arrays of a store as `load` reads them: 41 bytes for each record, about."""
     whole = [ends, firsts, units.members, units.starts, units.hashes.view(np.int64)]
     return np.concatenate(whole).astype("<i8").tobytes() + reasons.astype(np.uint8).tobytes()
 
