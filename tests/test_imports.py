@@ -35,7 +35,7 @@ FLOORS = [
 ]
 STAGES = [  # of data/: each imports from itself and from those before
     {"files", "tokenizer", "units"},
-    {"chat_template", "store"},
+    {"tables", "chat_template", "store"},
     {"formats", "reading", "samples"},
     {"prepare", "batching"},
     {"dataset"},

@@ -21,7 +21,7 @@ from tests.data.stores import (
     texts,
     write,
 )
-from torchtitan_dp.data import formats
+from torchtitan_dp.data import formats, tables
 from torchtitan_dp.data import store as stores
 from torchtitan_dp.data.prepare import prepared
 
@@ -38,7 +38,8 @@ def refuse(path: Path, format: str, match: str, **how: Any) -> None:
 @pytest.fixture
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "MOST_LINE_BYTES", 250_000)
-    monkeypatch.setattr(formats, "MOST_ROW_BYTES", 1000)
+    for module in (formats, tables):
+        monkeypatch.setattr(module, "MOST_ROW_BYTES", 1000)
 
 
 TEXTS = [
@@ -324,7 +325,7 @@ def test_row80_a_folder_with_a_list_that_is_not_read_is_refused(
 ) -> None:
     root = WRITERS[format](tmp_path / "d", [{"text": "a"}])
     write(root, {name: b"{}"})
-    refuse(root, format, rf"training\.dataset_path = .*: {name} lists the files of .* by a glob")
+    refuse(root, format, rf"training\.dataset_path = .*: {name} lists the files that .* by a glob")
     assert texts(store_of(root / f"*.{format}", tmp_path, format)) == ["a"]
 
 

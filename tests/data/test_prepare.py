@@ -98,7 +98,7 @@ def test_ctrl_c_in_the_middle_leaves_nothing(tmp_path: Path, monkeypatch: Any) -
 @pytest.mark.parametrize(
     "place, name, instead",
     [
-        (stores, "private_opener", lambda *_: os.open("/dev/full", os.O_WRONLY)),
+        (prepare, "private_opener", lambda *_: os.open("/dev/full", os.O_WRONLY)),
         (stores.os, "mkdir", fail(OSError(errno.EROFS, "Read-only"))),
         (stores.os, "rename", fail(OSError(errno.EDQUOT, "Quota"))),
         (stores.os, "scandir", fail(PermissionError(errno.EACCES, "of the data"))),

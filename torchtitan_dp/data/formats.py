@@ -1,13 +1,11 @@
-"""The formats of records: the facts of each, and the readers of their files.
+"""The formats of records: the facts of each, and the readers of files whose rows are lines.
 
 A reader yields the rows of a file in order, each exactly once: a mapping of fields, or None for one
 that is broken. A new format is a reader and an entry in `FORMATS`; no other code depends on one.
 
 Guarantee:
     - How a row is read depends on no other row (hazard row 68), and none is left out (row 42):
-      types are never inferred over rows. A value that is not UTF-8, whose offsets lead out of its
-      file, or which is larger than `MOST_ROW_BYTES`, is `BROKEN` by itself, and its row's other
-      columns, such as its unit, are read. Rows behind a damaged page of Parquet read as None.
+      types are never inferred over rows.
     - Limits act on values that the parser has finished, so one that is too large divides a file as
       any other does (row 78).
     - How a file divides into rows is public. One in which that is damaged is refused (a CSV file
@@ -21,20 +19,10 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import IO, Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-import pyarrow.types as is_
-
-from torchtitan_dp.data.files import (
-    BROKEN,
-    MOST_ITEMS,
-    MOST_ROW_BYTES,
-    Columns,
-    Fields,
-    saved_files,
-)
+from torchtitan_dp.data.files import BROKEN, MOST_ROW_BYTES, Columns, Fields, saved_files
 from torchtitan_dp.data.tokenizer import text_of
 
 MOST_LINE_BYTES = 16 * 2**20  # JSON is parsed whole, in up to 30 times its size
@@ -43,9 +31,6 @@ FOLDER = "folder"  # the unit field of records without fields
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
 # Stands for NUL, which the csv of Python 3.10 refuses; bytes other than UTF-8 are U+DC80 to U+DCFF.
 _NUL = "\udc00"
-_MOST_ROWS = 64  # of a table that are decoded at once
-# Of a table that cannot be read:
-_ERRORS = (OSError, ValueError, KeyError, OverflowError, RuntimeError, TypeError, pa.ArrowException)
 
 
 @dataclass(frozen=True)
@@ -86,7 +71,7 @@ class Format:
                 raise ValueError(
                     f"{key} = {field!r}: {path} has {len(kinds)} such columns; write it with one"
                 )
-            if kinds[0] is not None and (needed := _misfit(kinds[0], key)):
+            if kinds[0] is not None and (needed := _tables().misfit(kinds[0], key)):
                 raise ValueError(
                     f"{key} = {field!r}: {path} has it as {kinds[0]}; name a column of {needed}"
                 )
@@ -183,161 +168,8 @@ def _opened(path: str) -> IO[bytes]:
     codec = _CODECS.get(os.path.splitext(path)[1])
     if codec is None:
         return open(path, "rb", buffering=2**20)
-    raw: Any = pa.input_stream(path, compression=codec)
+    raw: Any = _tables().pa.input_stream(path, compression=codec)
     return io.BufferedReader(raw, buffer_size=2**20)
-
-
-def parquet_rows(path: str, columns: Sequence[str]) -> Iterator[Fields | None]:
-    """Yield the rows of a Parquet file. As many are decoded at once as fit if each has the largest
-    value: a page may hold it once and repeat its number, but each row takes its whole size."""
-    footer, starts = _read_footer(path), tuple(f"{name}." for name in columns)
-    how: dict[str, Any] = {"binary_type": pa.large_binary(), "list_type": pa.LargeListType}
-    with pq.ParquetFile(path, metadata=footer, buffer_size=2**20, **how) as file:
-        for number in range(footer.num_row_groups):
-            group, done = footer.row_group(number), 0
-            chunks = [group.column(i) for i in range(group.num_columns)]
-            read = [c for c in chunks if f"{c.path_in_schema}.".startswith(starts)]
-            largest = sum(chunk.total_uncompressed_size for chunk in read)
-            for step in (_rows_at_once(largest), 1):  # a row that fails takes none before it along
-                seen, how = 0, {"batch_size": step, "columns": list(columns)}
-                try:
-                    for batch in file.iter_batches(row_groups=[number], use_threads=False, **how):
-                        for row in _rows(batch):
-                            seen += 1
-                            if seen > done:
-                                done = seen
-                                yield row
-                    break
-                except MemoryError:
-                    raise
-                except _ERRORS as error:  # a damaged page
-                    if isinstance(error, OSError) and error.errno:  # or a failing disk
-                        raise
-            yield from [None] * (group.num_rows - done)
-
-
-def arrow_rows(path: str, columns: Sequence[str]) -> Iterator[Fields | None]:
-    """Yield the rows of an Arrow file, or of a stream as `datasets` saves it."""
-    reader, is_file = _arrow_reader(path)
-    batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
-    for batch in batches:
-        chosen = batch.select(list(columns))
-        step = _rows_at_once(chosen.nbytes)
-        for start in range(0, chosen.num_rows, step):
-            yield from _rows(chosen.slice(start, step))
-
-
-def _rows_at_once(size: int) -> int:
-    """Choose how many rows to decode at once, if each takes `size` bytes at most."""
-    return max(1, min(MOST_ROW_BYTES // max(size, 1), _MOST_ROWS))
-
-
-def _rows(batch: Any) -> Iterator[Fields]:
-    """Yield the rows of a batch; a value that is broken or too large is `BROKEN`."""
-    for values in zip(*map(_values, batch.columns), strict=True):
-        yield dict(zip(batch.schema.names, values, strict=True))
-
-
-def _values(column: Any) -> list[object]:
-    """Decode a column: at once where all of it is whole, else value by value."""
-    if isinstance(column, pa.ExtensionArray):
-        return _values(column.storage)
-    try:
-        if is_.is_dictionary(column.type):  # whose words may be large, and are all rows'
-            raise ValueError
-        column.validate(full=True)
-        found = column.to_pylist()
-    except _ERRORS:
-        found = [_value(column.slice(i, 1)) for i in range(len(column))]
-    return [value if _size(value) <= MOST_ROW_BYTES else BROKEN for value in found]
-
-
-def _value(one: Any) -> object:
-    """Decode a column of one value, whatever lies beside it in the buffers."""
-    try:
-        if is_.is_dictionary(one.type):
-            (at,) = one.indices.to_pylist()
-            if at is None:
-                return None
-            return _value(one.dictionary.slice(at, 1)) if 0 <= at < len(one.dictionary) else BROKEN
-        if not (_is_list(one.type) or is_.is_struct(one.type)):
-            one.validate(full=True)
-            return one.to_pylist()[0]
-        if one.null_count:
-            return None
-        if is_.is_struct(one.type):
-            names = [one.type.field(i).name for i in range(one.type.num_fields)]
-            return dict(zip(names, map(_value, one.flatten()), strict=True))
-        first, last = one.offsets.to_pylist()
-        if not 0 <= first <= last <= len(one.values):
-            return BROKEN
-        kept = range(first, min(last, first + MOST_ITEMS))
-        return [_value(one.values.slice(i, 1)) for i in kept]
-    except _ERRORS:
-        return BROKEN
-
-
-def _size(value: object) -> int:
-    """Count the bytes of a value, and of all that it holds."""
-    if isinstance(value, str):
-        return len(value.encode())
-    if isinstance(value, dict | list):
-        return sum(map(_size, value.values() if isinstance(value, dict) else value))
-    return len(value) if isinstance(value, bytes) else 8 * (value is not None)
-
-
-def table_columns(path: str, kind: str) -> Columns:
-    """List the columns of a Parquet or an Arrow file; raise ValueError, one line, if it is none."""
-    try:
-        file = _arrow_reader(path)[0] if kind == "Arrow" else _read_footer(path)
-        schema = file.schema if kind == "Arrow" else file.schema.to_arrow_schema()
-    except _ERRORS as error:
-        raise ValueError(
-            f"training.dataset_path: {path} is no {kind} file, or damaged "
-            f"({' '.join(str(error).split())[:200]}); write it again, or name the others by a glob"
-        ) from error
-    return list(zip(schema.names, schema.types, strict=True))
-
-
-def _misfit(kind: Any, key: str) -> str | None:
-    """Describe the types that a column which a key names may have; None if this is one of them."""
-    while is_.is_dictionary(kind) or isinstance(kind, pa.BaseExtensionType):
-        kind = kind.value_type if is_.is_dictionary(kind) else kind.storage_type
-    is_text = str(kind) in ("string", "large_string", "string_view", "null")
-    if key == "data.messages_field":
-        of = kind.value_type if _is_list(kind) else None
-        fits = is_.is_null(kind) or (of is not None and is_.is_null(of))
-        if of is not None and is_.is_struct(of):  # no dictionaries, whose words messages repeat
-            fits = not any(is_.is_dictionary(of.field(i).type) for i in range(of.num_fields))
-        return None if fits else "lists of structs with a role and a content"
-    if key == "data.unit_field":
-        return None if is_text or is_.is_integer(kind) else "texts or whole numbers"
-    return None if is_text else "texts"
-
-
-def _is_list(kind: Any) -> bool:
-    return bool(is_.is_list(kind) or is_.is_large_list(kind))
-
-
-def _arrow_reader(path: str) -> tuple[Any, bool]:
-    """Open an Arrow stream or file, and return whether it is a file."""
-    source = pa.memory_map(path)
-    try:
-        return pa.ipc.open_stream(source), False
-    except pa.ArrowInvalid:
-        return pa.ipc.open_file(source), True
-
-
-def _read_footer(path: str) -> Any:
-    """Read the footer of a Parquet file without the Arrow types that it was written from, which
-    would decide how columns are read: of dictionaries, with 32-bit offsets."""
-    with open(path, "rb") as file:
-        file.seek(-8, os.SEEK_END)
-        size = int.from_bytes(file.read(4), "little")
-        file.seek(-8 - size, os.SEEK_END)
-        footer = file.read()
-    plain = footer.replace(b"ARROW:schema", b"arrow schema")  # a name that pyarrow does not know
-    return pq.read_metadata(pa.BufferReader(b"PAR1" + plain))
 
 
 def is_pointer(path: str) -> bool:
@@ -351,6 +183,12 @@ def is_pointer(path: str) -> bool:
         return False
 
 
+def _tables() -> ModuleType:
+    from torchtitan_dp.data import tables  # pyarrow: half a second of a start, and threads
+
+    return tables
+
+
 _TABLE: dict[str, Any] = {
     "row": "row",
     "fields": "column",
@@ -358,8 +196,8 @@ _TABLE: dict[str, Any] = {
     "remedy": "write its files again",
 }
 _ARROW = {
-    "rows": arrow_rows,
-    "columns": lambda path: table_columns(path, "Arrow"),
+    "rows": lambda path, names: _tables().arrow_rows(path, names),
+    "columns": lambda path: _tables().columns(path, "Arrow"),
     **_TABLE,
 }
 
@@ -393,8 +231,8 @@ FORMATS: dict[str, Format] = {
         **_TABLE,
     ),
     "parquet": Format(
-        rows=parquet_rows,
-        columns=lambda path: table_columns(path, "Parquet"),
+        rows=lambda path, names: _tables().parquet_rows(path, names),
+        columns=lambda path: _tables().columns(path, "Parquet"),
         below=("**/*.parquet",),
         record="one row of a Parquet file",
         **_TABLE,

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import IO, Any, NamedTuple, NoReturn
 
 import numpy as np
-from pyarrow import ArrowException
 
 from torchtitan_dp.data import say
 from torchtitan_dp.data import store as stores
@@ -197,7 +196,7 @@ class Source:
 
 def _endings(names: Iterable[str]) -> str:
     counted = Counter(os.path.splitext(name)[1] or "no ending" for name in names)
-    return ", ".join(f"{count:,} {ending}" for ending, count in counted.most_common(20))
+    return ", ".join(sorted(f"{count:,} {ending}" for ending, count in counted.most_common(20)))
 
 
 def prepared(source: Source, data_store: str | None = None, files: Files | None = None) -> Store:
@@ -396,6 +395,8 @@ def _rows(files: Files, source: Source, hashes: list[str]) -> Iterator[_Row]:
 
 def _naming_file(path: str, rows: Iterator[Fields | None]) -> Iterator[Fields | None]:
     """Name the file in the error of one that ends early, or cannot be read."""
+    from pyarrow import ArrowException
+
     try:
         yield from rows
     except MemoryError:
