@@ -55,7 +55,7 @@ from torchtitan_dp.report.run_folder import (
 from torchtitan_dp.templates import templates
 
 _POINTS = 24  # of a curve of epsilon, as in torchtitan_dp.ledger
-_COLUMNS = 6  # of a chart's table, besides the last
+_COLUMNS, _DRAWN = 6, 2000  # of a chart's table, besides the last; points of a line
 
 PUBLIC_SETTINGS = {
     "training": "seq_len local_batch_size global_batch_size steps mixed_precision_param "
@@ -196,7 +196,8 @@ class Chart:
             axes = figure.subplots()
             for name, points in self.lines.items():
                 last = f"{name} {self.write(points[-1][1])}"
-                axes.plot(*zip(*points, strict=True), "." if len(points) == 1 else "-", label=last)
+                drawn = points[:: math.ceil(len(points) / _DRAWN)]
+                axes.plot(*zip(*drawn, strict=True), "." if len(points) == 1 else "-", label=last)
             if self.reference is not None:
                 name, value = self.reference
                 axes.axhline(value, color="black", linestyle="--", label=f"{name} {value:g}")
