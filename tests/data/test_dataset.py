@@ -83,7 +83,7 @@ def test_all_reasons_are_counted_the_most_frequent_first(tmp_path: Path) -> None
         f"messages, objects with a role and a content there ({setting})"
     )
     assert sorted(reason.removesuffix(" (training.dataset_path)") for reason in reasons) == [
-        "1 are no JSON objects",
+        "1 are no lines of 'jsonl'",
         f"1 have no such JSON field ({setting})",
         f"1 have no turn of the role 'assistant' ({setting})",
         f"1 have only empty turns of the role 'assistant' ({setting})",

@@ -100,7 +100,7 @@ NO_CHAT = (
     "content there"
 )
 NO_TURN = "data.messages_field = 'messages': have no turn of the role 'assistant'"
-NO_OBJECT = "training.dataset_path: are no JSON objects"
+NO_OBJECT = "training.dataset_path: are no lines of 'jsonl'"
 NO_TOKENS = f"{REFUSED.setting}: {REFUSED.what}"
 ANSWER = {"role": "assistant", "content": "a"}
 BAD: list[tuple[dict[str, str], Any, str]] = [

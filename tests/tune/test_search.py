@@ -17,7 +17,6 @@ from tests.accounts import begun, opened, publish, taken
 from tests.processes import forks
 from tests.processes.runs import arguments, write_records
 from torchtitan_dp.checkpoint.initial import InitialWeights, ledger_beside, with_initial
-from torchtitan_dp.checkpoint.terms import choose_losses
 from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.ledger import Losable, RunLog, write_fingerprint
@@ -396,34 +395,3 @@ def test_mistakes_are_found_before_the_first_trial(search, trainer, overrides, o
     errors = [one for one in said.splitlines() if one.startswith("error: ")]
     assert len(errors) == 1, said
     assert line in errors[0]
-
-
-def test_the_noise_of_losses_is_fixed_by_the_first_start(tmp_path):
-    """Given as a multiplier, it is kept as one that follows from an epsilon is."""
-    key = "validation.publish_noise_multiplier"
-
-    def losses(earlier, *overrides):
-        data = ("--data.heldout_fraction=0.3", "--validation.enable", "--validation.freq=4")
-        return choose_losses(
-            load_config(arguments(tmp_path / "out", tmp_path, *data, *overrides), 1), earlier
-        )
-
-    first = losses(None, f"--{key}=20")
-    assert (first.noise.kind, first.noise.scale) == ("gaussian", 20.0)
-    assert first.target_epsilon == pytest.approx(first.noise.epsilon(2, delta=1e-3))
-    config = load_config(
-        arguments(
-            tmp_path / "out",
-            write_records(tmp_path / "data"),
-            "--data.heldout_fraction=0.3",
-            "--validation.enable",
-            f"--{key}=20",
-        ),
-        1,
-    )
-    earlier = check_run(config).plan.ledger
-    assert losses(earlier, f"--{key}=20").noise == first.noise
-    with pytest.raises(ValueError, match=rf"{key} = 21.0: this run was started with 20.0"):
-        losses(earlier, f"--{key}=21")
-    with pytest.raises(ValueError, match=r"validation.publish_epsilon = 1.0: this run"):
-        losses(earlier, "--validation.publish_epsilon=1")

@@ -40,14 +40,16 @@ class Format:
     rows: Callable[[str, Sequence[str]], Iterator[Fields | None]]  # of a path, with named fields
     below: tuple[str, ...]  # patterns of the files to take from a folder, parts separated by "/"
     row: str  # a part of a file that is one record
-    record: str  # one record, for a release card
-    content: str  # what a record must be
-    remedy: str  # for files none of whose records are that
-    fields: str | None = None  # a phrase for named fields; without any, only folders are units
-    listed: Callable[[str], tuple[str, list[str], list[str]]] | None = None  # of its own list
+    fields: str | None  # a phrase for named fields; without any, only folders are units
     columns: Callable[[str], Columns] | None = None  # of all rows; ValueError for a damaged file
-    named_by_position: bool = True  # whether names, and so who is held out, depend on other records
+    listed: Callable[[str], tuple[str, list[str], list[str]]] | None = None  # of its own list
     has_lists: bool = True  # whether a field may be a list, as of messages
+
+    @property
+    def record(self) -> str:
+        """One record, for a release card."""
+        file = f" of {self.below[0].rpartition('.')[2]} files" if self.fields else ""
+        return f"one {self.row}{file}"
 
     def check(self, path: str, keys: Mapping[str, str]) -> None:
         """Refuse, by ValueError in one line, a file without a column that a key names."""
@@ -189,63 +191,29 @@ def _tables() -> ModuleType:
     return tables
 
 
-_TABLE: dict[str, Any] = {
-    "row": "row",
-    "fields": "column",
-    "content": "readable row",
-    "remedy": "write its files again",
-}
-_ARROW = {
-    "rows": lambda path, names: _tables().arrow_rows(path, names),
-    "columns": lambda path: _tables().columns(path, "Arrow"),
-    **_TABLE,
-}
+def _arrow_rows(path: str, fields: Sequence[str]) -> Iterator[Fields | None]:
+    yield from _tables().arrow_rows(path, fields)
 
+
+def _arrow_columns(path: str) -> Columns:
+    return list(_tables().columns(path, "Arrow"))
+
+
+def _parquet_rows(path: str, fields: Sequence[str]) -> Iterator[Fields | None]:
+    yield from _tables().parquet_rows(path, fields)
+
+
+def _parquet_columns(path: str) -> Columns:
+    return list(_tables().columns(path, "Parquet"))
+
+
+_LINES = "**/*.jsonl", "**/*.jsonl.gz", "**/*.jsonl.zst"
+_ARROWS = "**/*.arrow", "**/*.feather"
 FORMATS: dict[str, Format] = {
-    "text": Format(
-        rows=text_rows,
-        below=("**",),
-        row="file",
-        record="one file",
-        content="UTF-8 text",
-        remedy="convert them (iconv, pdftotext), or name text files by a glob",
-        named_by_position=False,
-        has_lists=False,
-    ),
-    "jsonl": Format(
-        rows=jsonl_rows,
-        below=("**/*.jsonl", "**/*.jsonl.gz", "**/*.jsonl.zst"),
-        row="line",
-        record="one line of a JSON Lines file",
-        fields="JSON field",
-        content="JSON object",
-        remedy="write one JSON object a line: jq -c '.[]' of an array, jq -c . of objects over "
-        "several lines; name what is compressed .gz or .zst",
-    ),
-    "csv": Format(
-        rows=csv_rows,
-        columns=csv_columns,
-        below=("**/*.csv",),
-        record="one row of a CSV file",
-        has_lists=False,
-        **_TABLE,
-    ),
-    "parquet": Format(
-        rows=lambda path, names: _tables().parquet_rows(path, names),
-        columns=lambda path: _tables().columns(path, "Parquet"),
-        below=("**/*.parquet",),
-        record="one row of a Parquet file",
-        **_TABLE,
-    ),
-    "arrow": Format(
-        below=("**/*.arrow", "**/*.feather"),
-        record="one row of an Arrow file",
-        **_ARROW,
-    ),
-    "hf": Format(
-        below=("data-*.arrow",),
-        listed=saved_files,
-        record="one row of a Hugging Face data set",
-        **_ARROW,
-    ),
+    "text": Format(text_rows, ("**",), "file", None, has_lists=False),
+    "jsonl": Format(jsonl_rows, _LINES, "line", "JSON field"),
+    "csv": Format(csv_rows, ("**/*.csv",), "row", "column", csv_columns, has_lists=False),
+    "parquet": Format(_parquet_rows, ("**/*.parquet",), "row", "column", _parquet_columns),
+    "arrow": Format(_arrow_rows, _ARROWS, "row", "column", _arrow_columns),
+    "hf": Format(_arrow_rows, ("data-*.arrow",), "row", "column", _arrow_columns, saved_files),
 }

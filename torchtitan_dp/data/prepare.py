@@ -117,7 +117,7 @@ class Source:
 
     def refuse_names_by_position(self, heldout_fraction: float, in_groups: bool) -> None:
         """Refuse units whose names depend on other records, where their number is secret."""
-        if self.unit_field is not None or not self.facts.named_by_position:
+        if self.unit_field is not None or not self.facts.fields:  # a file goes by its own name
             return
         row = self.facts.row
         if in_groups:
@@ -363,7 +363,8 @@ def _batch(texts: Iterator[str]) -> list[str]:
 def _rows(files: Files, source: Source, hashes: list[str]) -> Iterator[_Row]:
     """Yield the records of all files; hash each file before its records."""
     facts, by = source.facts, source.unit_field
-    broken = Lack("training.dataset_path", f"are no {facts.content}s", facts.remedy)
+    remedy = "write them again (iconv, pdftotext, jq -c), or name others by a glob"
+    broken = Lack("training.dataset_path", f"are no {facts.row}s of '{source.format}'", remedy)
     unknown = Lack(f"data.unit_field = {by!r}", "have no usable one", "name each unit")
     said = time.monotonic()
     for place, (name, path) in enumerate(zip(files.names, files.paths, strict=True), 1):

@@ -1,10 +1,9 @@
 """The store of tokens: records as they were tokenized once, on disk, private like the records.
 
-A store is a folder with `tokens` (the ids of all records, one after the other; those that are no
-targets as their bitwise complement, which is negative), `arrays` (where each record ends, and its
-unit) and `facts.json` (what was tokenized and how, and hashes of the other two). Its name follows
-from format, fields, tokenizer, template, and the files' relative names and sizes, so that runs,
-nodes and copies share it.
+A store is a folder with `tokens` (the ids of all records; those that are no targets as their
+bitwise complement), `arrays` (where each record ends, and its unit) and `facts.json` (what was
+tokenized and how, with hashes). Its name follows from format, fields, tokenizer, template, and the
+files' relative names and sizes, so that runs, nodes and copies share it.
 
 Guarantee:
     - A store that is opened has the tokens that `prepare` makes of the files as they are: both are

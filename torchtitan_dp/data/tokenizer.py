@@ -57,8 +57,8 @@ class HFTokenizer:
         self.identity = f"{hashed}, bos {bos_id}, eos {eos_id}"
 
     def encode(self, text: str) -> np.ndarray | None:
-        """Turn a text into token ids, int64 (tokens,), without marks; None for one with something
-        that the vocabulary lacks. Never raises, whatever the text."""
+        """Turn a text into token ids, int64, without marks; None for one with something that the
+        vocabulary lacks."""
         return self.encode_each([text])[0]
 
     def encode_each(self, texts: Sequence[str]) -> list[np.ndarray | None]:
@@ -119,13 +119,9 @@ def from_hub(path: str) -> str | None:
 
 
 def load_tokenizer(assets_path: str) -> Tokenizer:
-    """Load the tokenizer of the folder `model.hf_assets_path`: its tokenizer.json, else bytes.
-
-    Marks of beginning and end are those that tokenizer_config.json names, else
-    special_tokens_map.json, else none. An empty path means bytes. The last one that was loaded is
-    returned again, unless a file changed. Raises ValueError, one line, for a folder that does not
-    exist, a broken file in it, a vocabulary without a mark that is named.
-    """
+    """Load the tokenizer of the folder `model.hf_assets_path`: its tokenizer.json, with the marks
+    that tokenizer_config.json or special_tokens_map.json names; without one, or a path, bytes.
+    Raises ValueError, one line, for a folder that does not exist, or a broken file."""
     if not assets_path:
         return ByteTokenizer()
     if not os.path.isdir(assets_path):

@@ -311,17 +311,12 @@ def split(ledgers: Sequence[Lineage], target: float) -> tuple[float, list[float]
     Raises:
         ValueError: what comes before the trials spends more, or a noise is out of range.
     """
-
     terms = ledgers[0].settings
 
     @functools.cache
     def multiplier(mechanism: Mechanism, steps: int, epsilon: float) -> float:
         return noise_for(
-            mechanism,
-            steps,
-            target_epsilon=epsilon,
-            delta=terms.delta,
-            accountant=terms.accountant,
+            mechanism, steps, target_epsilon=epsilon, delta=terms.delta, accountant=terms.accountant
         )
 
     before = compose(ledgers[0], _before(ledgers[0]))
