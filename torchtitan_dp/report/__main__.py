@@ -8,11 +8,10 @@ RUN is a `job.dump_folder`, also of a run that is training. The page is RUN/repo
 --public leaves only what may be published. With matplotlib it has charts, without it tables.
 
 Guarantee:
-    A public page has the values that `_of_both`, `public_charts` and `_public_settings` name one by
-    one, and no other: released keys of `privacy.json`, curves of the ledger, the learning rate up
-    to the last published step, and settings of `PUBLIC_SETTINGS` that are numbers or words of the
-    schema. No path, text of the user's or scalar of another name gets there. A run that is not
-    private has no public page.
+    A public page has the values that `_of_both` and `public_charts` name one by one, and no other:
+    released keys of `privacy.json`, curves of the ledger, and the learning rate up to the last
+    published step. No setting, path, text of the user's or scalar of another name gets there. A run
+    that is not private has no public page.
 """
 
 import datetime
@@ -22,7 +21,6 @@ import math
 import os
 import re
 import sys
-import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,19 +54,6 @@ from torchtitan_dp.templates import templates
 
 _POINTS = 24  # of a curve of epsilon, as in torchtitan_dp.ledger
 _COLUMNS, _DRAWN = 6, 2000  # of a chart's table, besides the last; points of a line
-
-PUBLIC_SETTINGS = {
-    "training": "seq_len local_batch_size global_batch_size steps mixed_precision_param "
-    "mixed_precision_reduce",
-    "privacy": "target_epsilon delta max_grad_norm accountant clipping clip_function "
-    "gradient_method secure_noise projections",
-    "optimizer": "lr beta1 beta2 eps weight_decay",
-    "lr_scheduler": "warmup_steps decay_ratio decay_type min_lr_factor",
-    "data": "unit_sampling long_records windows_per_draw heldout_fraction length_buckets",
-    "lora": "rank alpha",
-    "ema": "enable decay",
-}
-"""Settings that a public page shows, by section."""
 
 _TABLE = {
     "delta": "δ",
@@ -116,7 +101,7 @@ def public_content(run: RunFolder) -> dict[str, Any]:
         "title": f"run {run.ledger.run}",
         "rows": [Row("step", f"{run.ledger.steps:,} of {run.total:,}", True), *epsilon_rows(run)],
         "charts": public_charts(run),
-        "settings": _public_settings(run),
+        "settings": [],
         "date": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}",
     }
 
@@ -314,26 +299,6 @@ def _guarantee(run: RunFolder) -> dict[str, Any] | None:
         return None
     terms = run.published | {"epsilon": epsilon, "meaning": meaning.to_json()}
     return guarantee(terms, run.config) | {"terms": terms}
-
-
-def _public_settings(run: RunFolder) -> list[tuple[str, str]]:
-    """Return the settings of the allow-list whose values are numbers or words of the schema."""
-    found = []
-    for section, keys in PUBLIC_SETTINGS.items() if run.config is not None else ():
-        part = getattr(run.config, section)
-        types = typing.get_type_hints(type(part))
-        for key in keys.split():
-            value, words = getattr(part, key), _literals(types[key])
-            if isinstance(value, bool | int | float) or value in words:
-                found.append((f"{section}.{key}", _word(value)))
-    return found
-
-
-def _literals(kind: Any) -> tuple[str, ...]:
-    """Return the words that a type allows; none of a free text."""
-    if typing.get_origin(kind) is typing.Literal:
-        return typing.get_args(kind)
-    return tuple(word for part in typing.get_args(kind) for word in _literals(part))
 
 
 def main(argv: list[str]) -> None:
