@@ -390,7 +390,7 @@ def _rows(files: Files, source: Source, hashes: list[str]) -> Iterator[_Row]:
             if isinstance(found, Lack):
                 yield row._replace(lack=found)
                 continue
-            parts = [Piece(part, of.is_target) for of in found for part in split(of.text) if part]
+            parts = [Piece(part, of.is_target) for of in found for part in split(of.text)]
             yield row._replace(pieces=parts)
 
 
