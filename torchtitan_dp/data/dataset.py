@@ -61,9 +61,8 @@ class Records:
         if alike:
             warnings.append(
                 f"{alike:,} units may be {people:,}: their names differ only by case, blanks, "
-                "Unicode form, or zeros around a number, and each is drawn, clipped and counted by "
-                f"itself; write each name of data.unit_field = {source.unit_field!r} in one way "
-                "(nothing is merged here)"
+                "Unicode form, or zeros around a number, and each is a unit by itself; write each "
+                f"name of data.unit_field = {source.unit_field!r} in one way"
             )
         if unnamed := store.facts["unnamed"]:
             warnings.append(

@@ -119,18 +119,13 @@ class Source:
         """Refuse units whose names depend on other records, where their number is secret."""
         if self.unit_field is not None or not self.facts.fields:  # a file goes by its own name
             return
-        row = self.facts.row
-        if in_groups:
+        if in_groups or heldout_fraction > 0:
+            key = f"data.heldout_fraction = {heldout_fraction}"
             raise ValueError(
-                f"privacy.noise = 'banded': with a public privacy.sample_rate, one {self.format} "
-                f"{row} more would change which {row}s take turns together; set data.unit_field, "
-                "or remove privacy.sample_rate"
-            )
-        if heldout_fraction > 0:
-            raise ValueError(
-                f"data.heldout_fraction = {heldout_fraction}: with a public privacy.sample_rate, "
-                f"one {self.format} {row} more would change which {row}s are held out; keep "
-                "held-out records in another file and set it to 0, or remove privacy.sample_rate"
+                f"{'privacy.noise = banded' if in_groups else key}: with a public "
+                f"privacy.sample_rate, one {self.format} {self.facts.row} more would change which "
+                f"{self.facts.row}s are held out, or take turns together; set data.unit_field, or "
+                "remove privacy.sample_rate"
             )
 
     def files(self) -> Files:
@@ -165,12 +160,10 @@ class Source:
 
     def no_record(self, files: Files) -> str:
         """Describe a path without a record."""
-        hint = "a glob must match files, not folders; '**' matches any depth"
-        if files.passed:
-            hint = f"not private: there are {_endings(files.passed)}"
+        there = f" (not private: there are {_endings(files.passed)})" if files.passed else ""
         return (
             f"training.dataset_path = {self.path!r} holds no record: it needs at least one "
-            f"{self.facts.row} in a file like {' or '.join(self.facts.below)} ({hint})"
+            f"{self.facts.row} in a file like {' or '.join(self.facts.below)}{there}"
         )
 
     def notices(self, files: Files) -> list[str]:
@@ -202,9 +195,8 @@ def _endings(names: Iterable[str]) -> str:
 def prepared(source: Source, data_store: str | None = None, files: Files | None = None) -> Store:
     """Open the store of a source, of its `files`, in `data.store`: written unless one fits.
 
-    Raises ValueError, one line, and leaves no store: an unknown format, a field that it has not,
-    records without any text or unit, a path that is missing or without records, files that fail or
-    change meanwhile, a folder that fails or has no room.
+    Raises ValueError, one line, and leaves no store: records without any text or unit, files that
+    fail or change meanwhile, a folder that fails or has no room.
     """
     files = files or source.files()
     folder = stores.private_folder(data_store)
