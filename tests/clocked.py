@@ -19,9 +19,8 @@ CRASH = 137
 class Recorder:
     """A service that keeps what it gets of a run in a file beside its folder."""
 
-    def __init__(self, folder: str, *, time_of_all: float | None) -> None:
+    def __init__(self, folder: str, when: float) -> None:
         self._path = Path(f"{folder}.sent")
-        self._write("opened", time_of_all is not None)
 
     def log(self, scalars: dict[str, float], step: int) -> None:
         self._write(step, scalars)

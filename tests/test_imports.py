@@ -34,11 +34,11 @@ FLOORS = [
     {"launch", "__main__"},
 ]
 STAGES = [  # of data/: each imports from itself and from those before
-    {"console", "files", "tokenizer", "units"},
+    {"files", "tokenizer", "units"},
     {"tables", "chat_template", "store"},
     {"formats", "reading", "samples"},
-    {"source", "batching"},
-    {"prepare", "dataset"},
+    {"prepare", "batching"},
+    {"dataset"},
 ]
 WITHOUT_TORCHTITAN = {"privacy", "process", "data", "gradients", "optimizer", "ledger"}
 WITHOUT_COLLECTIVES = {"privacy", "process", "config", "ledger"}

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from torchtitan_dp.config.commands import help_of
+from torchtitan_dp.process import processes_asked
 
 _COMMANDS = {
     "train": "CONFIG [--section.key value …]: train on this machine",
@@ -109,9 +110,10 @@ def shipped() -> dict[str, Path]:
 
 def _training(rest: list[str]) -> tuple[str, list[str]]:
     """Return the launcher and its arguments, with a process for each CUDA device or NGPU ones."""
-    processes = os.environ.get("NGPU", "auto")
-    if processes != "auto" and not (processes.isdecimal() and int(processes) > 0):
-        _refuse(f"NGPU = '{processes}': must be 1 or more, or auto")
+    try:
+        processes = processes_asked()
+    except ValueError as mistake:
+        _refuse(str(mistake))
     # TorchTitan's own setting: less fragmentation of GPU memory.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # Workers with another parent know that their launcher died.

@@ -3,12 +3,14 @@
     python -m torchtitan_dp.launch [torchrun's options] -m torchtitan_dp.train …
     python -m torchtitan_dp.launch --processes N [torchrun's options] -m torchtitan_dp.train …
 
-torchrun itself answers SIGTERM by ending its workers within 30 s. Here SIGTERM, SIGUSR1, SIGHUP
-(its terminal is gone; nohup ignores that) and Ctrl-C (SIGINT) ask them to stop after the step they
-are in (`distributed.stop`), and the exit code is then 75, EX_TEMPFAIL, on every node, whichever was
-asked: run the same command again, and it resumes (where the last step was done, it has nothing to
-do). Before a worker listens nothing has begun, and all end at once. A second Ctrl-C does so at any
-time, with exit code 130.
+SIGTERM, SIGUSR1, SIGHUP (its terminal is gone; nohup ignores that) and Ctrl-C (SIGINT) ask the
+workers to stop after the step they are in (`distributed.stop`); the exit code is then 75,
+EX_TEMPFAIL, on every node, whichever was asked. Rerun the same command to resume. A signal that
+arrives before a worker listens ends all at once: no step has started yet. A second Ctrl-C does so
+at any time, with exit code 130.
+
+torchrun's own forwarding (`--signals-to-handle`) is turned off: it kills workers after 30 s up to
+torch 2.11, and does not tell a save that failed from one that succeeded.
 
 With `--processes`, for a run on this machine alone, the plan checks everything in this process
 before N workers are started; `auto` is one for each CUDA device, or 2 on a machine without. A
@@ -24,26 +26,25 @@ import sys
 import tempfile
 import termios
 from pathlib import Path
-from typing import NoReturn
 
 from torchtitan_dp.process import PLANNED, STOP_SIGNAL, STOPPED_FILE, Fault
 
 EXIT_STOPPED = 75
+_GOES_ON = "the same command resumes from the newest checkpoint"
 
 
 def main(argv: list[str]) -> None:
     """Run the workers; SystemExit with `EXIT_STOPPED` if they were asked to stop, and did."""
     signals = Signals()
     signals.handle()
-    processes, argv = _processes(argv)
-    if processes is not None:
+    if argv[:1] == ["--processes"] and len(argv) > 1:
         _leave_other_nodes()
         _say("checking the configuration and the data…")
-        argv, signals.folder = _checked(processes, argv)
+        argv = _checked(argv[1], argv[2:])
     if not sys.stdout.isatty():
         os.environ.setdefault("NO_COLOR", "1")  # workers, whose output is copied, cannot see it
     signals.checked = True
-    if _run(argv, signals.folder) or signals.asked:
+    if _run(argv) or signals.asked:
         raise SystemExit(EXIT_STOPPED)
 
 
@@ -51,8 +52,7 @@ class Signals:
     """Answers signals: workers that listen are asked to stop; before one does, all end at once."""
 
     def __init__(self) -> None:
-        self.asked, self.checked, self.folder = False, False, ""
-        self._pressed = False
+        self.asked, self.checked, self._pressed = False, False, False
 
     def handle(self) -> None:
         """Answer these signals from now on."""
@@ -65,31 +65,52 @@ class Signals:
     def _answer(self, number: int, _: object) -> None:
         if number == signal.SIGHUP:
             _do_without_lost_terminal()
-        self.asked = True
-        workers = _children() if self.checked else []  # a check may have started its own programs
+        again = self._pressed and number == signal.SIGINT
+        self.asked, self._pressed = True, self._pressed or number == signal.SIGINT
+        # A check may have started its own programs. Workers that do not listen have ended, or are
+        # still starting, and will agree with the others.
+        workers = _children() if self.checked else []
         listening = [pid for pid in workers if _listens(pid)]
+        ends = again or not listening
         if number == signal.SIGINT:
-            self._answer_key(workers, listening)
-        _send(listening, STOP_SIGNAL)  # others have ended, or are still starting, and will agree
-        if not listening:  # too early: nothing has begun
-            _end(workers, EXIT_STOPPED)
-
-    def _answer_key(self, workers: list[int], listening: list[int]) -> None:
-        """Say what Ctrl-C does; pressed again, it ends all at once."""
-        again, self._pressed = self._pressed, True
-        if again:
-            _say(f"\nCtrl-C: stopped at once; {_goes_on(self.folder)}")
-            _end(workers, 128 + signal.SIGINT)
-        if listening:
-            _say(
-                "\nCtrl-C: finishing the step and saving; press it again to stop at once (loses "
-                f"the steps since {_newest(self.folder) or 'the start'})"
-            )
-        else:
-            _say(f"\nCtrl-C: stopped; {_goes_on(self.folder)}" if workers else "\nCtrl-C: stopped")
+            words = "finishing the step and saving; press it again to stop at once"
+            _say(f"\nCtrl-C: {f'stopped; {_GOES_ON}' if ends else words}")
+        for pid in workers if ends else listening:
+            with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+                os.kill(pid, signal.SIGKILL if ends else STOP_SIGNAL)
+        if ends and workers:
+            os._exit(128 + signal.SIGINT if again else EXIT_STOPPED)
+        if ends:
+            raise SystemExit(EXIT_STOPPED)
 
 
-def _run(argv: list[str], folder: str) -> bool:
+def _children() -> list[int]:
+    """List the processes that this one has started (Linux)."""
+    lists = Path("/proc/self/task").glob("*/children")
+    return [int(pid) for path in lists for pid in path.read_text().split()]
+
+
+def _listens(pid: int) -> bool:
+    """Return whether a process handles `STOP_SIGNAL`, which would kill it otherwise (Linux)."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:  # it ended meanwhile
+        return False
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (STOP_SIGNAL - 1) & 1)
+
+
+def _do_without_lost_terminal() -> None:
+    """Redirect streams of a terminal that is gone to /dev/null: each write to it would fail."""
+    for stream in range(3):
+        try:
+            termios.tcgetattr(stream)
+        except termios.error as error:
+            if error.args[0] == errno.EIO:  # else it is a file
+                os.dup2(os.open(os.devnull, os.O_RDWR), stream)
+
+
+def _run(argv: list[str]) -> bool:
     """Run torchrun; return whether a worker, of any node, was asked to stop, and did."""
     # Imported here, after the first line is printed: importing PyTorch takes seconds.
     from torch.distributed import DistNetworkError, DistStoreError, run
@@ -104,24 +125,13 @@ def _run(argv: list[str], folder: str) -> bool:
     except ChildFailedError as error:
         _say(str(error))  # which worker failed; a traceback of torchrun's adds nothing
         if error.get_first_failure()[1].exitcode < 0:  # killed: no fault of the run's
-            _say(_goes_on(folder))
+            _say(_GOES_ON)
         raise SystemExit(1) from None
     except (RendezvousError, DistNetworkError, DistStoreError) as error:
         raise Fault(
             f"another node's launcher is gone, or cannot be reached ({type(error).__name__}: "
-            f"{error.__cause__ or error}): its own log has the reason; the same command resumes "
-            "from the newest checkpoint"
+            f"{error.__cause__ or error}): its own log has the reason; {_GOES_ON}"
         ) from error
-
-
-def _processes(argv: list[str]) -> tuple[str | None, list[str]]:
-    """Take off `--processes N`, where that comes first: N, and all that follows."""
-    if argv[:1] != ["--processes"]:
-        return None, argv
-    if len(argv) == 1:
-        print("error: --processes: give a number, or auto", file=sys.stderr)
-        raise SystemExit(2)
-    return argv[1], argv[2:]
 
 
 def _leave_other_nodes() -> None:
@@ -129,19 +139,17 @@ def _leave_other_nodes() -> None:
     with code 2 where they say that this is one machine of several, for which it would wait."""
     nodes = os.environ.get("PET_NNODES", "1")
     if {*nodes.split(":")} != {"1"}:
-        print(
+        _say(
             f"error: PET_NNODES = '{nodes}': this command trains on one machine; unset it, or "
-            "start python -m torchtitan_dp.launch on each (docs/clusters.md)",
-            file=sys.stderr,
+            "start python -m torchtitan_dp.launch on each (docs/clusters.md)"
         )
         raise SystemExit(2)
     for name in [name for name in os.environ if name.startswith("PET_")]:
         del os.environ[name]
 
 
-def _checked(processes: str, argv: list[str]) -> tuple[list[str], str]:
-    """Run the plan on the workers' own arguments; return torchrun's arguments for so many workers,
-    and the folder of their checkpoints.
+def _checked(processes: str, argv: list[str]) -> list[str]:
+    """Run the plan on the workers' own arguments; return torchrun's arguments for so many workers.
 
     Raises:
         SystemExit: the plan found and printed a mistake, or the devices cannot be used.
@@ -152,7 +160,6 @@ def _checked(processes: str, argv: list[str]) -> tuple[list[str], str]:
     with exit_on_mistake():  # before PyTorch, which takes seconds to import
         load_config(argv[module + 2 :], None if processes == "auto" else int(processes))
 
-    from torchtitan_dp.checkpoint.folder import checkpoint_folder
     from torchtitan_dp.distributed.devices import (
         cuda_devices,
         default_processes,
@@ -164,17 +171,14 @@ def _checked(processes: str, argv: list[str]) -> tuple[list[str], str]:
         require_usable_devices()
     if (warning := missing_devices()) is not None:
         _say(warning)
-    if processes == "auto":
-        processes = str(default_processes())
-    here = ["--world_size", processes, "--ranks_here", processes]
+    workers = default_processes() if processes == "auto" else int(processes)
+    here = ["--world_size", str(workers), "--ranks_here", str(workers)]
     argv = [*argv, *_run_plan([*here, *argv[module + 2 :]])]
     os.environ[PLANNED] = "1"
-    folder = checkpoint_folder(load_config(argv[module + 2 :], int(processes)))
-    cores, workers = len(os.sched_getaffinity(0)), int(processes)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // workers)))
     where = "" if cuda_devices() else " on the CPU"
     _say(f"starting {workers} process{'es' if workers > 1 else ''}{where}…")
-    return ["--nproc_per_node", processes, *argv], folder
+    return ["--nproc_per_node", str(workers), *argv]
 
 
 def _run_plan(argv: list[str]) -> list[str]:
@@ -184,71 +188,8 @@ def _run_plan(argv: list[str]) -> list[str]:
     return main(argv)
 
 
-def _newest(folder: str) -> str:
-    """Name the newest whole checkpoint in a folder, "" if there is none; where no plan was run, the
-    folder is not known."""
-    if not folder:
-        return "the newest checkpoint"
-    from torchtitan_dp.checkpoint.folder import newest_finished_checkpoint
-
-    step = newest_finished_checkpoint(folder)
-    return f"step-{step}" if step >= 0 else ""
-
-
-def _goes_on(folder: str) -> str:
-    newest = _newest(folder)
-    return f"the same command resumes from {newest}" if newest else "the same command starts again"
-
-
-def _end(workers: list[int], code: int) -> NoReturn:
-    """End this process, and its workers without waiting for them, as torchrun would."""
-    _send(workers, signal.SIGKILL)
-    if workers:
-        os._exit(code)
-    raise SystemExit(code)
-
-
-def _do_without_lost_terminal() -> None:
-    """Redirect streams of a terminal that is gone to /dev/null: each write to it would fail."""
-    for stream in range(3):
-        try:
-            termios.tcgetattr(stream)
-        except termios.error as error:
-            if error.args[0] == errno.EIO:  # else it is a file
-                os.dup2(os.open(os.devnull, os.O_RDWR), stream)
-
-
-def _send(pids: list[int], number: int) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
-            os.kill(pid, number)
-
-
-def _listens(pid: int) -> bool:
-    """Return whether a process handles `STOP_SIGNAL`, which would kill it otherwise (Linux)."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:  # it ended meanwhile
-        return False
-    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
-    return bool(int(caught.split()[1], 16) >> (STOP_SIGNAL - 1) & 1)
-
-
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def _children() -> list[int]:
-    """List the processes that this one has started and that live (Linux)."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, parent, *_ = entry.read_text().rpartition(")")[2].split()
-        except OSError:  # it ended meanwhile
-            continue
-        if int(parent) == os.getpid() and state != "Z":
-            found.append(int(entry.parent.name))
-    return found
 
 
 if __name__ == "__main__":

@@ -81,9 +81,8 @@ def faults_kept(folder: str) -> Iterator[None]:
 
 
 def require_environment() -> None:
-    """Refuse, with code 2, an interpreter that skips assertions, and a LOGLEVEL that PyTorch, which
-    reads it while it is imported, cannot use: small letters become capitals, an empty one is unset.
-    """
+    """Refuse, with code 2, an interpreter that skips assertions, and a LOGLEVEL that PyTorch cannot
+    use: small letters become capitals, an empty one is unset."""
     mistake, level = "", os.environ.pop("LOGLEVEL", "").strip().upper()
     if not __debug__:
         mistake = "assertions guard privacy here: run Python without -O, and unset PYTHONOPTIMIZE"
@@ -99,11 +98,19 @@ def require_environment() -> None:
 def typed(command: str) -> str:
     """Return a command of this package as it can be typed here: `torchtitan-dp …` where a shell
     finds this Python's, else by the path of this Python."""
-    here, found = os.path.dirname(sys.executable), shutil.which("torchtitan-dp")
-    if found is not None and os.path.dirname(found) == here:
+    found = shutil.which("torchtitan-dp") or ""
+    if os.path.dirname(found) == os.path.dirname(sys.executable):
         return f"torchtitan-dp {command}"
     short = os.path.relpath(sys.executable)
     return f"{sys.executable if short.startswith('..') else short} -m torchtitan_dp {command}"
+
+
+def processes_asked() -> str:
+    """Return the number of processes by NGPU, or "auto"; ValueError, one line."""
+    given = os.environ.get("NGPU", "auto")
+    if given != "auto" and not (given.isdecimal() and int(given) > 0):
+        raise ValueError(f"NGPU = '{given}': must be 1 or more, or auto")
+    return given
 
 
 def untested() -> list[str]:
@@ -197,21 +204,16 @@ def has_type(value: Any, annotation: Any) -> bool:
 
 
 def protect() -> None:
-    """Do what each worker does first: keep its outputs for its owner alone, and die with its
-    launcher."""
+    """Do what each worker does first."""
     die_with_parent()
     forbid_core_dumps()
     pass_over_closed_files()
-    os.umask(0o077)
+    os.umask(0o077)  # its outputs are its owner's alone
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its launcher dies (Linux).
-
-    torchrun's workers are in sessions of their own: killing the launcher would leave them writing
-    checkpoints beside a resumed run. The launcher's process id in the environment shows whether it
-    died while this process was still importing.
-    """
+    """Have the kernel kill this process when its launcher dies (Linux), also if it did already:
+    else torchrun's workers would write checkpoints beside a resumed run."""
     if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError("prctl(PR_SET_PDEATHSIG) failed")
     launcher = os.environ.get("TORCHTITAN_DP_LAUNCHER_PID")
@@ -224,8 +226,7 @@ def forbid_core_dumps() -> None:
 
     A limit of 0 keeps Linux from writing core files, but not from piping cores to a program; a
     limit of 1 stops pipes, and is too small for a file (fs/coredump.c). Where neither is heeded,
-    the filter leaves registers in a core, and no memory. PR_SET_DUMPABLE would also take
-    debuggers, profilers and shared GPU memory from a user who can read the records anyway.
+    the filter leaves registers in a core, and no memory.
     """
     hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
     limit = 0 if hard == 0 else 1
@@ -235,11 +236,8 @@ def forbid_core_dumps() -> None:
 
 
 def pass_over_closed_files() -> None:
-    """Keep Python, from 3.13, from printing a traceback where a file that is closed is freed.
-
-    Where DCP cannot write, its error becomes one line; its wrapper of the file is freed later, and
-    flushes it. Nothing is lost, and older Pythons print nothing there.
-    """
+    """Keep Python, from 3.13, from printing a traceback where a file that is closed is freed: where
+    DCP cannot write, its error is one line, and its wrapper of the file is freed later."""
     report = sys.unraisablehook
 
     def report_others(freed: "sys.UnraisableHookArgs") -> None:
@@ -253,11 +251,8 @@ def pass_over_closed_files() -> None:
 
 
 def lock_folder(folder: str, wait_s: float = 15.0) -> IO[str]:
-    """Lock the run's folder for as long as the returned file is open; the kernel frees it at death.
-
-    Waits a little for the workers of a run that was just killed; raises ValueError if another run
-    has it, or it cannot be written or locked.
-    """
+    """Lock a folder for as long as the returned file is open. Waits a little for the workers
+    of a run that was just killed; ValueError if another run has it, or it cannot be locked."""
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
         handle = os.open(os.path.join(folder, LOCK_FILE), os.O_RDWR | os.O_CREAT, 0o600)

@@ -15,9 +15,8 @@ import pyarrow.parquet as pq
 from tests.data.chats import PLAIN
 from torchtitan_dp.data.chat_template import ChatTemplate
 from torchtitan_dp.data.dataset import Records
-from torchtitan_dp.data.prepare import prepared
+from torchtitan_dp.data.prepare import Source, prepared
 from torchtitan_dp.data.reading import Reading
-from torchtitan_dp.data.source import Source
 from torchtitan_dp.data.store import Store
 from torchtitan_dp.data.tokenizer import ByteTokenizer, Tokenizer
 from torchtitan_dp.data.units import Units

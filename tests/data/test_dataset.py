@@ -1,5 +1,6 @@
 """The data of a run: what has nothing to learn is counted, and refused where all of it has not."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,8 @@ def test_row69_a_run_with_nothing_to_learn_is_refused(tmp_path: Path, how: dict[
     found = refusal(tmp_path, NOTES, **how)
     ((key, name),) = how.items()
     assert found.startswith(f"data.{key} = '{name}': none of the 20 records has a target")
-    names = "they hold a text" if "messages_field" in how else "fields are date, note, patient_id"
-    assert found.endswith(f"{names})")
-    assert "(not private: " in found
+    there = "list of messages.* there" if "messages_field" in how else "such JSON field"
+    assert re.search(f": 20 have no {there}; name the JSON field with the ", found)
 
 
 @pytest.mark.parametrize("place", [0, 500, 999])
@@ -80,23 +80,14 @@ def test_all_reasons_are_counted_the_most_frequent_first(tmp_path: Path) -> None
     head, *reasons = warning.removesuffix(")").split("; ")
     assert head == (
         "11 of 12 records have no target and contribute nothing (records: 7 have no list of "
-        f"messages there ({setting}: they hold a list of objects with 'from' and 'value', a text, "
-        "messages whose content is a list, messages whose content is null, null)"
+        f"messages, objects with a role and a content there ({setting})"
     )
     assert sorted(reason.removesuffix(" (training.dataset_path)") for reason in reasons) == [
-        "1 are no JSON objects",
-        f"1 have no such JSON field ({setting}: their fields are other)",
-        f"1 have no turn of the role 'assistant' ({setting}: their roles are user)",
-        f"1 have only empty turns of the role 'assistant' ({setting}: their roles are assistant, "
-        "user)",
+        "1 are no lines of 'jsonl'",
+        f"1 have no such JSON field ({setting})",
+        f"1 have no turn of the role 'assistant' ({setting})",
+        f"1 have only empty turns of the role 'assistant' ({setting})",
     ]
-
-
-def test_names_of_fields_are_bounded(tmp_path: Path) -> None:
-    wide = [{f"field {i} {j}" + 99 * "x": 1 for i in range(99)} for j in range(9)]
-    (warning,) = warned(tmp_path, [*NOTES, *wide])
-    assert len(warning) < 1700
-    assert warning.endswith(", …))")
 
 
 def test_a_units_record_without_a_text_is_no_lack_of_the_unit(tmp_path: Path) -> None:
@@ -106,7 +97,7 @@ def test_a_units_record_without_a_text_is_no_lack_of_the_unit(tmp_path: Path) ->
 
 
 def test_what_was_left_out_or_may_not_belong_is_one_line_each(tmp_path: Path) -> None:
-    """Spellings of a name, files of other endings, pointers, and files of several splits."""
+    """Spellings of a name, files of other endings, and pointers."""
     rows: list[Any] = [
         *NOTES,
         {"patient_id": "P0.", "note": "x"},
@@ -115,13 +106,10 @@ def test_what_was_left_out_or_may_not_belong_is_one_line_each(tmp_path: Path) ->
     root = write(tmp_path / "d", dict.fromkeys(["b.ndjson", "c/d.JSONL", "e.jsonl.bz2"], b"{}"))
     write(root, {"my-train.jsonl": as_lines([*NOTES]), "test/a.jsonl": b"\n"})
     write(root, {"v.jsonl": b"version https://git-lfs.github.com/spec/v1\noid sha256:\nsize 1\n"})
-    other, splits, pointers, spellings = opened(tmp_path, rows, unit_field="patient_id").warnings[
-        :4
-    ]
+    other, pointers, spellings = opened(tmp_path, rows, unit_field="patient_id").warnings[:3]
     assert other.startswith(
         "3 of 7 files in training.dataset_path are not read (1 .JSONL, 1 .bz2, 1 .ndj"
     )
-    assert "trained on together: 1 of 'train', 1 of 'test'; name those to train on" in splits
     assert pointers.startswith("1 of 4 files of training.dataset_path are Git LFS pointers")
     assert spellings.startswith("2 units may be 1: their names differ only by case, blanks")
 

@@ -1,6 +1,5 @@
 """The readers of each format: what a row is read as, and which files are refused."""
 
-import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from tests.data.stores import (
 )
 from torchtitan_dp.data import formats, tables
 from torchtitan_dp.data import store as stores
-from torchtitan_dp.data.formats import FORMATS
 from torchtitan_dp.data.prepare import prepared
 
 TABLES = ["parquet", "arrow", "hf"]
@@ -144,9 +142,7 @@ def test_a_window_of_zstd_that_is_too_large_is_named(tmp_path: Path) -> None:
     """Of a frame's header: no checksum, a window of 2 GiB, as `zstd --long=31` writes it."""
     data = b"\x28\xb5\x2f\xfd" + bytes([0, 21 << 3]) + bytes([1, 0, 0])
     root = write(tmp_path / "d", {"a.jsonl.zst": data})
-    refuse(
-        root, "jsonl", r"training\.dataset_path: .* window is above 128 MiB .* zstd -dc --long=31"
-    )
+    refuse(root, "jsonl", r"training\.dataset_path: .* window is above 128 MiB .* a smaller")
 
 
 @pytest.mark.parametrize("missing", [1, 20])
@@ -229,9 +225,7 @@ def test_offsets_out_of_a_file_break_two_values_alone(tmp_path: Path, format: st
 @pytest.mark.parametrize("format", TABLES)
 def test_a_column_of_nulls_has_no_text(tmp_path: Path, format: str) -> None:
     root = WRITERS[format](tmp_path / "d", pa.table({"text": pa.nulls(2)}))
-    refuse(
-        root, format, r"data\.text_field = 'text': none of the 2 records has a target.* hold null"
-    )
+    refuse(root, format, r"data\.text_field = 'text': none of the 2 records has a target.* no text")
 
 
 @pytest.mark.parametrize("format", TABLES)
@@ -331,41 +325,14 @@ def test_row80_a_folder_with_a_list_that_is_not_read_is_refused(
 ) -> None:
     root = WRITERS[format](tmp_path / "d", [{"text": "a"}])
     write(root, {name: b"{}"})
-    refuse(root, format, rf"training\.dataset_path = .*: {name} lists the files of .* by a glob")
+    refuse(root, format, rf"training\.dataset_path = .*: {name} lists the files that .* by a glob")
     assert texts(store_of(root / f"*.{format}", tmp_path, format)) == ["a"]
-
-
-PACKED = packed(b"words\n", ".gz")
-
-
-@pytest.mark.parametrize(
-    "format, name, data, message",
-    [
-        ("text", "a.pdf", b"%PDF-1.7", "'a.pdf' is PDF; .* pdftotext 'a.pdf' 'a.txt'"),
-        ("text", "a.docx", b"PK\x03\x04", "a zip archive or an Office document"),
-        ("text", "a.txt", "hä".encode("utf-16"), r"is UTF-16; convert it: iconv -f UTF-16 "),
-        ("text", "a.txt", b"caf\xe9", "iconv -f LATIN1"),
-        ("jsonl", "a.jsonl", "{}".encode("utf-16-le"), "UTF-16; convert it: iconv -f UTF-16LE"),
-        ("jsonl", "a.jsonl", PACKED, r"gzip; unpack it, or name it a\.jsonl\.gz"),
-        ("jsonl", "a.jsonl", b"PAR1", "is Parquet; set training.dataset = 'parquet'"),
-        ("jsonl", "a.jsonl", b'\n[\n{"text": "a"}]', "'a.jsonl' is one JSON array; convert it"),
-        ("jsonl", "a.jsonl", b'{\n"text": "a"}', "goes on over several lines; .*: jq -c "),
-        ("jsonl", "a.jsonl.gz", PACKED, "'jsonl' needs one a line, {.note.: "),
-        ("parquet", "a.parquet", b"", "write '.*a.parquet' again"),
-    ],
-)
-def test_a_file_of_another_format_is_explained(
-    tmp_path: Path, format: str, name: str, data: bytes, message: str
-) -> None:
-    write(tmp_path, {name: data})
-    explanation = FORMATS[format].explain(str(tmp_path / name), "note")
-    assert re.fullmatch(f".*{message}.*", explanation)
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 9\n"
 INDICES = b'{"_data_files": [], "_indices_data_files": [{"filename": "indices.arrow"}]}'
 OTHER = b"something else, and long enough to be looked at"
-COMMAS = "its columns must be separated by commas"
+COMMAS = r"\(of UTF-8, separated by commas\)"
 
 
 @pytest.mark.parametrize(
@@ -390,14 +357,14 @@ COMMAS = "its columns must be separated by commas"
             "csv",
             "a.csv",
             POINTER,
-            r"training\.dataset_path: 'a.csv' is a Git LFS pointer.* lfs pull",
+            r"training\.dataset_path: .*a.csv is a Git LFS pointer.* lfs pull",
         ),
-        ("parquet", "a.parquet", POINTER, r"training\.dataset_path: 'a.parquet' is a Git LFS poin"),
-        ("csv", "a.csv", b"text;who\na;b\n", rf"data\.text_field = 'text': .*text;who; {COMMAS}"),
-        ("csv", "a.csv", "text\n".encode("utf-16"), r"training\.dataset_path: 'a.csv' is UTF-16"),
+        ("parquet", "a.parquet", POINTER, r"training\.dataset_path: .*t is a Git LFS pointer"),
+        ("csv", "a.csv", b"text;who\na;b\n", rf"data\.text_field = 'text': .*text;who {COMMAS}"),
+        ("csv", "a.csv", "text\n".encode("utf-16"), rf"data\.text_field = 'text': .*{COMMAS}"),
         ("csv", "a.csv", b"", r"data\.text_field = 'text': .*a.csv has no such column"),
         ("csv", "a.csv", b"text\n", r"training\.dataset_path = .* holds no record: it needs .*csv"),
-        ("jsonl", "a.jsonl", b"", r"training\.dataset_path = .* no record: .* \*\.jsonl\.zst file"),
+        ("jsonl", "a.jsonl", b"", r"training\.dataset_path = .* no record: .*\.jsonl\.zst "),
         ("text", ".hidden", b"x", r"training\.dataset_path = .* holds no record"),
         ("hf", "train/data-0.arrow", b"", r"training\.dataset_path = .* the folder of one split"),
         ("hf", "state.json", b"{}", r"training\.dataset_path = .* its state.json lists no files"),
@@ -434,7 +401,7 @@ def test_mistakes_name_key_value_and_remedy(tmp_path: Path) -> None:
         ("jsonl", "text_field", "", "name the JSON field"),
         ("jsonl", "unit_field", "", "name the JSON field"),
         ("text", "unit_field", "who", "text files have no fields"),
-        ("text", "prompt_field", "q", "text files have no fields"),
-        ("csv", "messages_field", "m", "csv files have no fields with lists"),
+        ("text", "prompt_field", "q", "text files have no such fields"),
+        ("csv", "messages_field", "m", "csv files have no such fields"),
     ):
         refuse(tmp_path, format, rf"data\.{key} = '{value}': {message}", **{key: value})

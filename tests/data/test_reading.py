@@ -95,9 +95,12 @@ class Picky(ByteTokenizer):
 
 NO_TEXT = "data.text_field = 'text': have no text there"
 NO_PROMPT = "data.prompt_field = 'prompt': have no text there"
-NO_CHAT = "data.messages_field = 'messages': have no list of messages there"
+NO_CHAT = (
+    "data.messages_field = 'messages': have no list of messages, objects with a role and a "
+    "content there"
+)
 NO_TURN = "data.messages_field = 'messages': have no turn of the role 'assistant'"
-NO_OBJECT = "training.dataset_path: are no JSON objects"
+NO_OBJECT = "training.dataset_path: are no lines of 'jsonl'"
 NO_TOKENS = f"{REFUSED.setting}: {REFUSED.what}"
 ANSWER = {"role": "assistant", "content": "a"}
 BAD: list[tuple[dict[str, str], Any, str]] = [

@@ -1,10 +1,7 @@
 """Units: which records are one unit's, by nothing but its name, and which units are held out."""
 
 import hashlib
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +10,8 @@ import numpy as np
 import pytest
 
 from tests.data.stores import Row, as_jsonl, records_in, records_of, source, store_of, texts, write
-from tests.processes import forks
-from torchtitan_dp.data.prepare import prepared
 from torchtitan_dp.data.store import Store
-from torchtitan_dp.data.units import group, record_hash, singles, split
+from torchtitan_dp.data.units import folder_of, group, record_hash, singles, split, unit_hash
 
 
 def named(*names: Any) -> list[Row]:
@@ -156,41 +151,13 @@ def test_a_fraction_that_leaves_nothing_is_refused() -> None:
         heldout(["a", "b"], 0.9999)
 
 
-def print_sides(root: str, place: str) -> None:
-    """Print the encoding of this process, and what each way of reading finds."""
-    found: list[object] = [sys.getfilesystemencoding()]
-    for format, field in (("text", None), ("text", "folder"), ("jsonl", None)):
-        store = prepared(source(root, format, unit_field=field), place)
-        sides = [side.tolist() for side in split(store.units.hashes, 0.5)]
-        found.append([store.fingerprint, store.contents, sides])
-    print(json.dumps(found))
-
-
-BYTES = (b"\xc3\xa9", b"\xe9", b"\xff", b"\x80", "\ufffd".encode(), "😀".encode(), b"a", b"\xc3")
-
-
-def in_locale(root: Path, place: Path, **settings: str) -> list[object]:
-    """Prepare in a process of that locale, and return its encoding and what it found."""
-    program = "import sys; from tests.data import test_units as t; t.print_sides(*sys.argv[1:])"
-    command = [sys.executable, "-c", program, str(root), str(place)]
-    env = {**os.environ, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", **settings}
-    return json.loads(subprocess.run(command, env=env, stdout=subprocess.PIPE, check=True).stdout)
-
-
-@pytest.mark.slow
-def test_a_unit_is_on_the_same_side_whatever_the_locale(tmp_path: Path) -> None:
-    """A name is its bytes: another node's locale must not swap trained and held-out units."""
-    forks.need()
-    root = os.fsencode(tmp_path) + b"/d"
-    for name in BYTES:
-        for path in (name + b".jsonl", b"u" + name + b"/" + name, b"u" + name + b"/" + name * 2):
-            os.makedirs(os.path.dirname(root + b"/" + path), exist_ok=True)
-            with open(root + b"/" + path, "wb") as file:
-                file.write(b'{"text": ""}')
-    utf8 = in_locale(tmp_path / "d", tmp_path / "utf8", PYTHONUTF8="1")
-    ascii = in_locale(tmp_path / "d", tmp_path / "ascii", LC_ALL="C")
-    assert (utf8[0], ascii[0]) == ("utf-8", "ascii")
-    assert ascii[1:] == utf8[1:]
-    # one store serves both
-    assert in_locale(tmp_path / "d", tmp_path / "utf8", LC_ALL="C") == ascii
-    assert len([path for path in (tmp_path / "utf8").iterdir() if path.is_dir()]) == 3
+def test_a_name_is_its_bytes_whatever_the_locale() -> None:
+    """Another node's locale must not swap trained and held-out units."""
+    for name in (b"\xc3\xa9", b"\xe9", b"\xff/a", "😀".encode()):
+        known = name.decode("utf-8", "surrogateescape"), os.fsdecode(name)
+        assert {record_hash(one) for one in known} == {
+            hashlib.blake2b(name, digest_size=16).digest()
+        }
+        folders = {folder_of(one) for one in known}
+        assert folders == {"\udcff" if b"/" in name else None}
+    assert unit_hash("\udcff") == hashlib.blake2b(b"\xff", digest_size=16, person=b"unit").digest()

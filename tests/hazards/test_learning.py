@@ -33,8 +33,8 @@ def documents(path: Path) -> list[str]:
 
 
 NOTHING = {
-    "Assistant": (talks, "their roles are Assistant, user)"),
-    "PDF": (documents, " are no UTF-8 texts; '00' is PDF"),
+    "Assistant": (talks, "24 have no turn of the role 'assistant'"),
+    "PDF": (documents, "24 are no files of 'text'"),
 }
 
 
@@ -47,7 +47,7 @@ def argv(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", NOTHING)
 def test_row69_a_run_with_nothing_to_learn_is_refused(name, argv, tmp_path, capsys):
-    """In one line that names what is there, and before anything is written."""
+    """In one line that names what is lacking, and before anything is written."""
     write, named = NOTHING[name]
     with pytest.raises(SystemExit) as stopped:
         plan.main([*argv, *write(tmp_path / "d")])

@@ -21,8 +21,7 @@ from tests.hazards.test_trainer import loader
 from tests.processes.ranks import on_ranks
 from tests.processes.runs import ROOT
 from torchtitan_dp.models.parameters import trainable_parameters
-from torchtitan_dp.watch.outlets import Later, Outlets
-from torchtitan_dp.watch.pace import Pace
+from torchtitan_dp.watch.outlets import Outlets, PublicLines
 from torchtitan_dp.watch.processor import PrivateMetricsProcessor
 from torchtitan_dp.watch.validate import HeldOutValidator, buckets
 
@@ -55,11 +54,9 @@ def logged(monkeypatch, caplog):
         gpu_peak_flops=float("inf"),  # unknown
         color=NoColor(),
         data_loading_times=[],
-        pace=Pace(6, 12),
-        _planned={"epsilon_planned": 4.0},
-        _begun=0,
-        _expected=1.0,
+        _planned=4.0,
     )
+    metrics.start_clock(6, 12, expected=1.0)
     peak = SimpleNamespace(max_active_gib=1.0, max_reserved_gib=2.0)
     metrics.device_memory_monitor.get_peak_stats.return_value = peak
     public = {"lr": 1e-3, "epsilon": 2.5, "noise_multiplier": 1.0}
@@ -71,7 +68,7 @@ def logged(monkeypatch, caplog):
     return tags, caplog.records[-1].getMessage()
 
 
-PUBLIC = {"lr", "epsilon", "epsilon_planned", "noise_multiplier"}
+PUBLIC = {"lr", "epsilon", "noise_multiplier"}
 
 
 def test_row24_only_what_is_public_is_in_the_public_section(logged):
@@ -171,25 +168,19 @@ def test_row73_trackers_get_what_one_job_would_send(ends, tmp_path):
     """Over a crash, a stop and resumes; and nothing of a run that has not come to its end."""
     got = {}
     for name, jobs in JOBS.items():
-        folder, opened, service = tmp_path / name, [], MagicMock()
+        folder, tracker = tmp_path / name, MagicMock()
         folder.mkdir()
-
-        def open_sink(when, opened=opened, service=service):
-            opened.append(when)
-            return service
-
-        for start, (loaded, last) in enumerate(jobs):
-            outlets = Outlets([Later(str(folder), loaded, {"key": open_sink})], private=True)
+        for loaded, last in jobs:
+            outlets = Outlets([PublicLines(str(folder), loaded, {"key": tracker})], private=True)
             for step in range(loaded + 1, min(last, ends) + 1):
-                # The validation's scalars come by themselves; a lost step may be logged otherwise.
-                planned = 2.0 + (start if name == "several" and last < 9 else 2)
-                outlets.log({"lr": step / 8, "epsilon_planned": planned, "loss": 3.0}, step)
-                if step == (5 if start == 0 and name == "several" else 6):
+                outlets.log({"lr": step / 8, "loss": 3.0}, step)
+                # A validation's scalars come by themselves; a lost step may be logged otherwise.
+                if step == (5 if (name, loaded) == ("several", 0) else 6):
                     outlets.log({"heldout_loss_noised": 1.5}, step)
             if last == ends:
                 outlets.send()
             outlets.close()
-        got[name] = [call.args for call in service.log.call_args_list]
-        assert len(opened) == len(set(opened)) == (ends == 9)
+        got[name] = [call.args for call in tracker.return_value.log.call_args_list]
+        assert tracker.call_count == (ends == 9)
     assert got["one"] == got["several"]
     assert [step for _, step in got["one"]] == (list(range(1, 10)) if ends == 9 else [])

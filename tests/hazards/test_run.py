@@ -248,7 +248,7 @@ def test_hazard_21_the_ledger_counts_optimizer_steps(which, request):
 def test_hazard_24_tags_are_labelled(probed):
     tags = set(probed.scalars())
     public = {t for t in tags if not t.startswith("not_private/")}
-    names = ("lr", "epsilon", "epsilon_planned", "noise_multiplier")
+    names = ("lr", "epsilon", "noise_multiplier")
     assert public == {f"private_to_publish/{name}" for name in names}
     assert [tag for tag in tags if find(tag.partition("/")[2]) is None] == []
     for tag in ("loss", "realized_batch_size", "clipped_fraction", "norm_p50", "throughput(tps)"):

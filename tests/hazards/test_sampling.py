@@ -165,7 +165,7 @@ def test_row60_a_file_in_no_folder_reads_as_nothing(tmp_path):
     ]
     assert [bool(one) for one in read] == [unit != loose for unit in range(3)]
     (warning,) = records.warnings
-    assert warning.startswith("1 of 4 files lie in no folder below training.dataset_path")
+    assert warning.startswith("1 of 4 files have no usable data.unit_field = 'folder'")
     assert "check are against 3 units" in warning
 
 

@@ -41,13 +41,7 @@ from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import lock_folder
 from torchtitan_dp.release.__main__ import empty_model, main, release
 from torchtitan_dp.release.card import OWNER_ITEMS, _factor, model_card
-from torchtitan_dp.release.claims import (
-    LOST_STATED,
-    NO_NAMES,
-    STOP_STATED,
-    PublicNames,
-    name_in_config,
-)
+from torchtitan_dp.release.claims import LOST_STATED, NO_NAMES, STOP_STATED, PublicNames
 
 FILES = [
     *("README.md", "SHA256SUMS", "config.json", "model.safetensors", "privacy.json"),
@@ -342,24 +336,6 @@ def test_a_card_takes_the_owners_names(card):
     assert "data.unit_field" not in unnamed
     for part in ("\n# base_model: TO FILL IN", 'from_pretrained("BASE MODEL")', "--base_model"):
         assert part in unnamed
-
-
-@pytest.mark.parametrize(
-    "noted, found",
-    [
-        ("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-1B"),
-        ("torchtitan_dp/release", None),  # a folder, from here
-        *(("/data/oncology/llama", None), ("llama", None), (None, None), (7, None)),
-    ],
-)
-def test_the_base_models_probable_name_is_a_hint(noted, found, tmp_path):
-    """It may be a path relative to elsewhere: the card has what the owner gives, and no more."""
-    given = write_llama(tmp_path / "given", tied=True, rope=SCALED, eps=1e-6)
-    edit_config(given, _name_or_path=noted)
-    config = small_config(f"--model.hf_assets_path={given}", "--checkpoint.enable")
-    assert name_in_config(config) is None
-    config.checkpoint.initial_load_in_hf = True
-    assert name_in_config(config) == found
 
 
 def front_matter(folder):

@@ -43,7 +43,7 @@ ALLOWED = (
 """(difference, reason)."""
 
 PRIVATE_FILES = (
-    *("tb/*", "wandb/*", "mlflow.db", "watch.json*", "fault.txt", "run_config.json", "report.html"),
+    *("tb/*", "wandb/*", "mlflow.db", "watch.json", "fault.txt", "run_config.json", "report.html"),
     *("steps_executed.log", "starts.log", "data_fingerprint.private"),
     *("checkpoint.damaged/*", "profile_traces/*", "memory_snapshot/*", "comm_traces/*"),
 )

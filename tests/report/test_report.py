@@ -1,11 +1,9 @@
 """The page on a run: folders in any state, and what never gets into a public page."""
 
-import doctest
 import fcntl
 import html
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,11 +16,9 @@ from torchtitan_dp.ledger import Lineage
 from torchtitan_dp.ledger.lineage import Settings, not_private
 from torchtitan_dp.ledger.spending import epsilon, spent
 from torchtitan_dp.privacy.segments import Mechanism
-from torchtitan_dp.report import charts
-from torchtitan_dp.report.__main__ import main, report
-from torchtitan_dp.report.charts import SECONDS, Chart, Line, read_scalars
-from torchtitan_dp.report.content import public_charts, public_content
-from torchtitan_dp.report.run_folder import open_run
+from torchtitan_dp.report import __main__ as page_of
+from torchtitan_dp.report.__main__ import Chart, main, public_charts, public_content, report
+from torchtitan_dp.report.run_folder import SECONDS, open_run, read_scalars
 
 SETTINGS = Settings(
     mechanism=Mechanism(1.0, 0.1),
@@ -90,7 +86,7 @@ def test_the_owners_page_is_one_file_with_labels(run: Path) -> None:
     assert "membership-inference attack" in page
     assert "5.06" in page  # the last loss
     assert "SecretData" in page  # the settings
-    assert not re.search(r"<(script|link|img|iframe|object)\b|url\(|@import|https?:", page)
+    assert not re.search(r"<(script|link|img|iframe|object)\b|url\([^#]|@import|https?:", page)
     assert len(page.encode()) < 200_000
     figures = re.findall(r"<figcaption>.*?</figcaption>", page)
     public = [f for f in figures if "may be published" in f]
@@ -123,17 +119,12 @@ def test_a_public_page_has_nothing_that_nobody_allowed(run: Path) -> None:
     assert shown == {"ε over steps", "Signal against noise", "Learning rate"}
 
 
-def test_a_public_page_has_words_of_the_schema_and_published_steps_alone(run: Path) -> None:
+def test_a_public_page_has_published_steps_and_no_setting(run: Path) -> None:
     write_scalars(run / "tb" / "2", 7, 9)
     found = open_run(str(run))
     (chart,) = (c for c in public_charts(found) if c.title == "Learning rate")
-    assert max(step for step, _ in chart.lines[0].points) == 6
-    assert found.config is not None
-    assert ("lr_scheduler.decay_type", "linear") in public_content(found)["settings"]
-    found.config.lr_scheduler.decay_type = "SecretDecay"
-    names = [name for name, _ in public_content(found)["settings"]]
-    assert "optimizer.lr" in names
-    assert "lr_scheduler.decay_type" not in names
+    assert max(step for step, _ in chart.lines["lr"]) == 6
+    assert public_content(found)["settings"] == []
 
 
 def test_text_of_the_user_is_escaped(tmp_path: Path) -> None:
@@ -156,15 +147,12 @@ def test_a_later_start_takes_steps_back(tmp_path: Path) -> None:
     first.rename(first.with_name("events.out.tfevents.1000000000.host.1.0"))
     write_scalars(tmp_path / "20260101-0001", 4, 6, **{"private_to_publish/loss": 9.0})
     scalars = read_scalars(tmp_path)
-    loss = scalars.of("loss")
-    assert [p.step for p in loss.kept] == [1, 2, 3, 4, 5, 6]
-    assert loss.kept[-1].value == 9.0
-    assert [[p.step for p in part] for part in loss.lost] == [[4, 5]]
-    assert scalars.starts == [1, 4]
-    assert [p.step for p in scalars.of(SECONDS).lost[0]] == [4, 5]
+    assert [step for step, _ in scalars["loss"]] == [1, 2, 3, 4, 5, 6]
+    assert scalars["loss"][-1] == (6, 9.0)
+    assert [step for step, _ in scalars[SECONDS]] == [2, 3, 5, 6]
 
 
-def test_lost_steps_are_drawn_and_counted(run: Path) -> None:
+def test_lost_steps_are_counted(run: Path) -> None:
     """Epsilon at the end is what a release states."""
     found = open_run(str(run))
     terms = found.ledger.settings
@@ -174,9 +162,8 @@ def test_lost_steps_are_drawn_and_counted(run: Path) -> None:
     assert after.epsilon_planned is not None
     assert after.epsilon_planned > (found.epsilon_planned or 0)
     assert after.epsilon == found.epsilon
-    write_scalars(run / "tb" / "2", 5, 6)
     page = report(str(run))
-    for words in ("lost steps", "resumed", "ε of all steps begun"):
+    for words in ("with lost and planned steps", "ε of all steps begun"):
         assert words in page
 
 
@@ -189,7 +176,7 @@ def test_unfinished_alive_and_without_tensorboard(
     take_steps(other, 4)
     assert "no scalars were found" in report(str(other))
     main([str(other), "--status"])
-    assert "stopped, without a checkpoint" in capsys.readouterr().out
+    assert "from the start: no checkpoint" in capsys.readouterr().out
     write_scalars(other / "tb", 1, 4)
     with open(other / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -260,19 +247,24 @@ def refused(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> 
     assert words in line
 
 
-def test_charts_of_odd_values() -> None:
-    nan, inf = float("nan"), float("inf")
-    points = [(1, nan), (2, 1.0), (3, inf), (4, 2.0), (5, 3.0)]
+@pytest.mark.parametrize("logarithmic", [False, True])
+def test_charts_of_odd_values(logarithmic: bool) -> None:
+    pytest.importorskip("matplotlib")
+    lines = {"one": [(1, 0.0)], "many": [(n, n % 7.0) for n in range(100_000)]}
+    drawn = Chart("x", "", lines, False, ("C", 1.0), logarithmic).svg
+    assert drawn.startswith("<svg")
+    assert len(drawn) < 200_000
+    assert "http" not in drawn
 
-    def chart(points: Sequence[tuple[float, float]], logarithmic: bool = False) -> Chart:
-        return Chart("x", "", [Line("a", points, "c1")], False, logarithmic)
 
-    def path(points: Sequence[tuple[float, float]], logarithmic: bool = False) -> str:
-        return chart(points, logarithmic).paths[0][2]
-
-    assert re.fullmatch(r"M\S+ \S+M\S+ \S+L\S+ \S+", path(points))
-    assert chart([(1, nan)]).empty
-    assert re.fullmatch(r"M390.0 \S+h0", path([(1, 0.0), (2, 5.0)], logarithmic=True))
-    assert re.fullmatch(r"M390.0 \S+h0", path([(1, 5.0)]))
-    assert len(path([(n, n % 7.0) for n in range(100_000)])) < 10_000
-    assert doctest.testmod(charts).failed == 0
+def test_without_matplotlib_the_page_has_tables(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose epsilons are rounded up, as all of them."""
+    monkeypatch.setattr(page_of.importlib.util, "find_spec", lambda _: None)
+    page = report(str(run), public=True)
+    assert "torchtitan-dp[report]" in page
+    assert "<svg" not in page
+    assert "<td>step</td><td>0</td><td>2</td>" in page
+    lines = {"a": [(n, n / 3) for n in range(1, 100)]}
+    steps, values = Chart("x", "", lines, True, write="{:.2f}".format).table
+    assert steps == ["step", "1", "18", "35", "52", "69", "86", "99"]
+    assert values == ["a", "0.33", "6.00", "11.67", "17.33", "23.00", "28.67", "33.00"]

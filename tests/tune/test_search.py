@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,8 +25,7 @@ from torchtitan_dp.ledger.spending import total
 from torchtitan_dp.preflight.check import check_run
 from torchtitan_dp.release.claims import claims
 from torchtitan_dp.tune import __main__ as tune
-from torchtitan_dp.tune.folder import SEARCH_FILE, Result, alike, result_of
-from torchtitan_dp.tune.trials import Trial
+from torchtitan_dp.tune.trials import Result, Trial, alike, result_of
 
 STEPS, EPSILON = 4, 4.0
 LOSSES = {"trial_1": 3.5, "trial_2": 2.0, "trial_3": 3.0}
@@ -44,7 +42,7 @@ class Trainer:
         self.true = {name: -loss for name, loss in losses.items()}  # the other way around
         self.codes: dict[str, int] = {}
 
-    def __call__(self, argv: list[str], has_begun: Callable[[], bool]) -> int:
+    def __call__(self, argv: list[str]) -> int:
         config = load_config(argv, 1)
         folder, steps = config.job.dump_folder, config.training.steps
         assert not config.checkpoint.last_save_in_hf  # it would have the trial's own epsilon
@@ -179,7 +177,7 @@ def test_a_search_that_noise_would_decide_is_refused(search, trainer, monkeypatc
     assert (code, trainer.started) == (2, [])
     assert line.startswith("error: --epsilon = 4: noise of ")
     assert "(data.heldout_fraction: about " in line
-    assert not (search.folder / SEARCH_FILE).exists()
+    assert not (search.folder / "trial_1").exists()
     assert search("--validation.publish_clip=0.1")[0] == 0
 
 
@@ -227,18 +225,9 @@ def test_a_signal_goes_to_the_trial(number, monkeypatch):
     popen = subprocess.Popen
     monkeypatch.setattr(tune.subprocess, "Popen", start)
     before = signal.getsignal(getattr(signal, number))
-    assert tune._train(["--training.steps=4"], lambda: True) == 75
+    assert tune._train(["--training.steps=4"]) == 75
     assert started[0][1:] == ["-m", "torchtitan_dp", "train", "--training.steps=4"]
     assert signal.getsignal(getattr(signal, number)) == before
-
-
-def test_a_trial_is_watched_until_its_name_is_known(monkeypatch):
-    forks.need()
-    popen, asked = subprocess.Popen, []
-    script = [sys.executable, "-c", "import time; time.sleep(1.5); raise SystemExit(3)"]
-    monkeypatch.setattr(tune.subprocess, "Popen", lambda _: popen(script))
-    assert tune._train([], lambda: asked.append(1) or len(asked) == 2) == 3
-    assert len(asked) == 2
 
 
 def test_a_trial_that_finds_a_mistake_ends_the_search(search, trainer):
@@ -267,6 +256,14 @@ def emptied(folder):
 
 
 def copied(folder):
+    """With its own mark, by hand."""
+    mark = (folder / "trial_1" / "trial.json").read_bytes()
+    gone(folder)
+    shutil.copytree(folder / "trial_2", folder / "trial_1")
+    (folder / "trial_1" / "trial.json").write_bytes(mark)
+
+
+def swapped(folder):
     gone(folder)
     shutil.copytree(folder / "trial_2", folder / "trial_1")
 
@@ -276,11 +273,11 @@ def beside(folder):
 
 
 def forgotten(folder):
-    (folder / SEARCH_FILE).unlink()
+    (folder / "trial_1" / "trial.json").unlink()
 
 
 def damaged(folder):
-    (folder / SEARCH_FILE).write_text("{}")
+    (folder / "trial_1" / "trial.json").write_text("{")
 
 
 def exposed(folder):
@@ -294,7 +291,8 @@ def exposed(folder):
         (exposed, "a trial there is not private"),
         (gone, "is not there, and may have spent its epsilon"),
         (emptied, "is not there, and may have spent its epsilon"),
-        (copied, "is not there, and may have spent its epsilon"),
+        (copied, "two of its trials are copies of one run"),
+        (swapped, "another configuration or other trials"),
         (beside, "is a run, but no trial of this search"),
         (forgotten, "is a run, but no trial of this search"),
         (damaged, "cannot be read"),
@@ -307,30 +305,22 @@ def test_what_may_have_spent_more_is_refused(done, trainer, what, line):
     assert [line in one for one in said.splitlines() if one.startswith("error: ")] == [True]
 
 
-def test_a_trial_that_was_launched_and_is_empty_is_refused(search, trainer, monkeypatch):
-    """The search was killed while it trained, at first before it knew the trial's name."""
+@pytest.mark.parametrize("empty", [gone, emptied])
+def test_a_trial_that_was_launched_and_is_empty_is_refused(search, trainer, monkeypatch, empty):
+    """The search was killed while it trained its first one: the others' marks are there."""
 
-    def killed(learns):
-        def train(argv, has_begun):
-            trainer(argv, has_begun)
-            assert not learns or has_begun()
-            raise KeyboardInterrupt
+    def killed(argv):
+        trainer(argv)
+        raise KeyboardInterrupt
 
-        return train
-
-    for learns in (False, True):
-        with monkeypatch.context() as patch:
-            patch.setattr(tune, "_train", killed(learns))
-            with pytest.raises(KeyboardInterrupt):
-                search()
-        mark = search.folder / "trial_1" / "trial.json"
-        keys = mark.read_text()
-        emptied(search.folder)
-        if learns:
-            mark.write_text(keys)
-        assert search()[0] == 2
-        assert "is not there, and may have spent its epsilon" in search()[1]
-        shutil.rmtree(search.folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(tune, "_train", killed)
+        with pytest.raises(KeyboardInterrupt):
+            search()
+    empty(search.folder)
+    code, said = search()
+    assert code == 2
+    assert "is not there, and may have spent its epsilon" in said
 
 
 def test_a_trial_that_ended_before_its_first_step_goes_on(search, trainer, monkeypatch):
@@ -359,19 +349,6 @@ def test_a_trial_is_not_released_as_if_nothing_had_chosen_it(done, tmp_path):
         with pytest.raises(ValueError, match=A_TRIAL):
             claims("next", "step-2", child)
         export(Lineage(terms, caveats=child.caveats, ancestors=child.ancestors), weights)
-
-
-def test_a_copy_of_a_trial_that_had_not_begun_is_refused(done, trainer):
-    search = done
-    shutil.rmtree(search.folder / "trial_2")
-    state = json.loads((search.folder / SEARCH_FILE).read_text())
-    state["begun"]["trial_2"] = ""
-    (search.folder / SEARCH_FILE).write_text(json.dumps(state))
-    assert "is not there, and may have" in search(epsilon=6)[1]  # launched, and its folder is gone
-    shutil.copytree(search.folder / "trial_1", search.folder / "trial_2")
-    code, said = search(epsilon=6)
-    assert code == 2
-    assert "two of its trials are copies of one run" in said
 
 
 @pytest.mark.parametrize(

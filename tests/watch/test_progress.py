@@ -1,63 +1,54 @@
-"""The pace of a run, its words, and the lines of long steps."""
+"""A run's lines: the pace of its steps, long steps, and batches without a loss."""
 
 import logging
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from torchtitan_dp.privacy.clipping import Clip
 from torchtitan_dp.watch import processor
-from torchtitan_dp.watch.pace import Pace
-from torchtitan_dp.watch.processor import (
-    PrivateMetricsProcessor,
-    SampleStatistics,
-    pace_words,
-    samples_words,
-    speed_words,
-)
-
-SCALARS = {
-    "throughput(tps)": 1234.4,
-    "memory/max_reserved(GiB)": 12.34,
-}
+from torchtitan_dp.watch.processor import PrivateMetricsProcessor, SampleStatistics, samples_words
 
 
-def test_pace_leaves_out_the_first_step_and_counts_from_a_resume() -> None:
-    clock = [100.0]
-    pace = Pace(4, 10, now=lambda: clock[0])
-    assert pace_words(pace) == "s/step: ?  ETA: ?"
-    clock[0] += 60  # compiles
-    pace.step_done(5)
-    assert (pace.seconds_per_step, pace.seconds_left) == (60, 300)
+class Clock:
+    """Replaces `time.monotonic`."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.shown = 100.0
+        patch.setattr(processor.time, "monotonic", lambda: self.shown)
+
+
+def test_pace_leaves_out_the_first_step_and_counts_from_a_resume(monkeypatch) -> None:
+    clock, metrics = Clock(monkeypatch), PrivateMetricsProcessor.__new__(PrivateMetricsProcessor)
+    metrics.start_clock(4, 10, expected=1.0)
+    assert metrics.pace_words() == "s/step: ?  ETA: ?"
+    clock.shown += 60  # compiles
+    metrics.step_done(5)
+    assert metrics.pace_words() == "s/step: 60  ETA: 0:05:00"
     for step, seconds in ((6, 2), (7, 4)):
-        clock[0] += seconds
-        pace.step_done(step)
-    assert pace_words(pace) == "s/step: 3  ETA: 0:00:09"
-
-
-def test_mfu_is_shown_where_it_is_known() -> None:
-    assert speed_words(SCALARS) == "memory: 12.34GiB  tps: 1,234"
-    assert speed_words({**SCALARS, "mfu(%)": 41.26}) == "memory: 12.34GiB  tps: 1,234  mfu: 41.3%"
+        clock.shown += seconds
+        metrics.step_done(step)
+    assert metrics.pace_words() == "s/step: 3  ETA: 0:00:09"
 
 
 def test_a_long_step_has_a_line_a_minute(monkeypatch, caplog) -> None:
     """Of microbatches and time, so it is labelled. Shorter steps have none of it."""
-    clock, metrics = [100.0], PrivateMetricsProcessor.__new__(PrivateMetricsProcessor)
-    vars(metrics).update(ntokens_since_last_log=0, pace=Pace(6, 12), _begun=0, _expected=8.0)
-    vars(metrics).update(_newest_line=clock[0])
-    monkeypatch.setattr(processor.time, "monotonic", lambda: clock[0])
+    clock, metrics = Clock(monkeypatch), PrivateMetricsProcessor.__new__(PrivateMetricsProcessor)
+    metrics.ntokens_since_last_log = 0
+    metrics.start_clock(6, 12, expected=8.0)
     monkeypatch.setattr(processor.logger, "propagate", True)
     with caplog.at_level(logging.INFO):
         for _ in range(5):
-            clock[0] += 25
+            clock.shown += 25
             metrics.microbatch_begun(64)
     (line,) = (record.getMessage() for record in caplog.records)
     assert line == "step: 7/12  not private: microbatch: 3 of about 8  s/step: ?  ETA: ?"
     assert metrics.ntokens_since_last_log == 320
 
 
-def test_an_empty_draw_is_shown_as_empty():
+def test_an_empty_draw_is_shown_as_empty() -> None:
     """And a step that lost all its samples as that: neither has a loss, and `nan` looks broken."""
     empty = {"realized_batch_size": 0.0, "rejected": 0.0}
     assert samples_words(empty) == "batch: 0 (an empty draw)"

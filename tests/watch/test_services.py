@@ -26,19 +26,14 @@ SECRET = "a name that is in no list"
 PROGRAM = """
 import json, sys, time, logging
 logging.basicConfig(level=logging.INFO, stream=sys.stdout)
-sys.argv[1:], (which, folder, everything, jobs) = ["--secret_argument"], sys.argv[1:]
+sys.argv[1:], (which, folder, jobs) = ["--secret_argument"], sys.argv[1:]
 import torchtitan_dp.distributed
-from torchtitan_dp.watch.outlets import Guarded, Later, Outlets
-from torchtitan_dp.watch.services import MLflow
-from torchtitan_dp.watch.services import WandB
+from torchtitan_dp.watch.outlets import Outlets, PublicLines
+from torchtitan_dp.watch.services import MLflow, WandB
 real = time.time
 service = {"wandb": WandB, "mlflow": MLflow}[which]
 for loaded, last in json.loads(jobs):
-    if everything == "True":
-        sink = Guarded("key", service(folder, time_of_all=None))
-    else:
-        sink = Later(folder, loaded, {"key": lambda when: service(folder, time_of_all=when)})
-    outlets = Outlets([sink], private=True)
+    outlets = Outlets([PublicLines(folder, loaded, {"key": service})], private=True)
     for step in range(loaded + 1, last + 1):
         time.time = lambda: real() + 3600 * step
         print("not private: a console line with a secret loss")
@@ -52,7 +47,7 @@ outlets.close()
 JOBS = ((0, 2), (1, 2), (1, 3))  # the steps that were loaded, and the last: a crash, and another
 
 
-def written(which: str, folder: Path, everything: bool = False) -> bytes:
+def written(which: str, folder: Path) -> bytes:
     """All bytes of all files that a service wrote, with their paths."""
     forks.need()
     folder.mkdir(exist_ok=True)
@@ -62,8 +57,7 @@ def written(which: str, folder: Path, everything: bool = False) -> bytes:
         "WANDB_MODE": "offline",
         "SECRET_VARIABLE": "secret_value",
     }
-    jobs = json.dumps([(0, 3)] if everything else JOBS)
-    command = [sys.executable, "-c", PROGRAM, which, str(folder), str(everything), jobs]
+    command = [sys.executable, "-c", PROGRAM, which, str(folder), json.dumps(JOBS)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "sent, after" not in done.stdout + done.stderr
@@ -108,18 +102,6 @@ def test_wandb_has_public_scalars_alone_and_neither_times_of_steps_nor_starts(
     assert len(list((tmp_path / "run" / "wandb").glob("offline-run-*"))) == 1
     steps = re.findall(rb"_step[^0-9]{1,4}([0-9]+)", content)
     assert list(dict.fromkeys(steps)) == sorted(steps, key=int)[::2] == [b"1", b"2", b"3"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "which, also", [("wandb", b"3.4567891"), ("mlflow", b"not_private/throughput_tps")]
-)
-def test_a_service_has_all_where_the_user_says_so(which: str, also: bytes, tmp_path: Path) -> None:
-    pytest.importorskip(which)
-    content = written(which, tmp_path / "run", everything=True)
-    assert b"not_private/loss" in content
-    assert also in content
-    assert b"console line" not in content
 
 
 @pytest.mark.slow

@@ -132,11 +132,8 @@ def check_power(mechanism: Mechanism, trials: int, confidence: float) -> None:
     if not suffice(trials):
         proposed = (digit * 10**power for power in range(1, 6) for digit in range(1, 10))
         enough = next((number for number in proposed if suffice(number)), None)
-        remedy = (
-            f"{enough:,} suffice"
-            if enough is not None
-            else "audit another noise (--privacy.target_epsilon None --privacy.noise_multiplier 1)"
-        )
+        other = "audit another noise (--privacy.target_epsilon None --privacy.noise_multiplier 1)"
+        remedy = other if enough is None else f"{enough:,} suffice"
         raise ValueError(
             f"--trials = {trials}: too few to tell sigma = {sigma:.4g} from half of it; {remedy}"
         )

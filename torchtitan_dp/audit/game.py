@@ -1,20 +1,16 @@
 """The distinguishing game: was a unit in the step or not, given only the noised gradient?
 
-Each trial is one whole step at sampling rate 1, through the code that trains: FSDP2's backward, the
-gradient method, `ClippedSum`, its reductions and `DPOptimizer`, up to the gradient that AdamW gets.
-Only the model is small. Its loss is linear, so that a case chooses each unit's gradient. A case is
-a pair of batches that differ in one unit, and shows one kind of fault (docs/audit.md lists them).
-
-With `[lora]` the parameters are the factors A and B of two adapted layers. Noise that is correlated
-over steps is attacked by a trial of a whole round of them, the first with the batch and the others
-empty: their noise takes back part of the first one's. The score is the best linear one.
+Each trial is one whole step at sampling rate 1, through the code that trains, up to the gradient
+that AdamW gets. Only the model is small. Its loss is linear, so that a case chooses each unit's
+gradient. A case is a pair of batches that differ in one unit, and shows one kind of fault
+(docs/audit.md lists them). With correlated noise a trial is a round of steps, the first with the
+batch and the others empty; the score is the best linear one.
 
 Guarantee:
     If steps are the claimed mechanism's, `Game.play` exceeds the claim with probability at most
-    1 - confidence, over all cases together (each has its share of the risk): exact norms make a
-    step, or a round, 1/sigma-Gaussian-DP, for estimated ones see `claimed_mu`. The same
-    holds of random allocation, where a unit is in one step of a round, here a known one. The claim
-    fixes all thresholds before any trial.
+    1 - confidence, over all cases together: exact norms make a step, or a round,
+    1/sigma-Gaussian-DP, for estimated ones see `claimed_mu`. The claim fixes all
+    thresholds before any trial.
 """
 
 from collections.abc import Callable
@@ -94,7 +90,7 @@ def share_of(confidence: float) -> float:
 
 def sizes(privacy: Privacy, *, ranks: int, cp: int) -> tuple[int, int, int]:
     """Choose the fewest tokens of each rank, and rows and columns of a layer, at which the gradient
-    method works as on a real model. Estimates need nearly square matrices."""
+    method works as on a real model."""
     method = METHODS[privacy.gradient_method]
     tokens, rows, columns = method.smallest_layer(privacy)
     rows = max(_ROWS, -(-rows // ranks)) * ranks
@@ -128,12 +124,9 @@ class _Dials(nn.Module):
 
 
 class _AdaptedDials(_Dials):
-    """W = 4 parameters: the factors, each (N, N), of two adapted layers; 2 where A is frozen.
-
-    With z = x A^T, the gradient of B is g^T z, and that of A is (g B)^T x, each times alpha / r. So
-    where A is p times the identity and B q times, the gradient of B is p times the input, and that
-    of A q times.
-    """
+    """W = 4 parameters: the factors, each (N, N), of two adapted layers; 2 where A is frozen. Where
+    A is p times the identity and B q times, the gradient of B is p times the input (times alpha /
+    r), and that of A q times."""
 
     def __init__(self, tokens: int, rows: int, lora: LoRA) -> None:
         super().__init__(tokens, rows, rows)
@@ -195,10 +188,7 @@ class Game:
         lora: LoRA | None = None,
     ) -> None:
         """Lay the model over `degrees` (dp_replicate, dp_shard, cp). Collective over the world.
-
-        `mechanism` is the claim; `root`, the same on all ranks, has its streams "noise" and
-        "projection" used up; of the adapters `lora` alpha / r and `freeze_a` matter.
-        """
+        `mechanism` is the claim; `root`, the same on all ranks, is used up."""
         self._C, self._mechanism, self._batch_size = privacy.max_grad_norm, mechanism, batch_size
         self._noise_keys, self._norm_keys = root.stream("noise"), root.stream("projection")
         self._taken, self.steps = 0, min(mechanism.period, _MOST_STEPS)
@@ -294,12 +284,8 @@ class Game:
         self._sum.reset()
 
     def _weights(self) -> np.ndarray:
-        """Return the weights of a trial's steps in its score, the first 1, for which noise is
-        least.
-
-        A unit in the first step adds the column c to C x, whose noise is white: the best score is
-        along c in C x, which is along C transposed times c in the steps themselves.
-        """
+        """Return the weights of a trial's steps in its score, for which noise is least: a unit in
+        the first step adds the column c to C x, whose noise is white."""
         c = np.array(self._mechanism.column[: self.steps])
         return np.correlate(c, c, "full")[self.steps - 1 :] / (c @ c)
 

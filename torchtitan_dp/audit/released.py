@@ -1,8 +1,7 @@
 """The audit of the released model: train once with canaries of text, export, and attack the export.
 
 Steinke, Nasr & Jagielski, "Privacy Auditing with One (1) Training Run" (NeurIPS 2023), Algorithm 1,
-through the trainer itself. The attacker has the Hugging Face folder that a run would release and
-its public starting weights. The proof needs this order: scores are computed without the coins,
+through the trainer itself. The proof needs this order: scores are computed without the coins,
 guesses from scores alone, and they are on disk before the coins are read.
 
 Guarantee:

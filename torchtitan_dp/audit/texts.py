@@ -1,9 +1,8 @@
 """Canaries of text: short documents, each with a secret, and the attack that looks for it.
 
 All are public and harmless, written from templates by a public seed; only which of them were
-trained on is secret. A document states its secret several times, as a record does with the name of
-its patient: one unit's gradient is clipped to C however often it repeats itself. The attacker reads
-the released folder and its public starting weights with `transformers` alone.
+trained on is secret. The attacker reads the released folder and its public starting weights with
+`transformers` alone.
 """
 
 import os

@@ -157,17 +157,12 @@ class Validation(theirs.Validation):
 
 @dataclass
 class Metrics(theirs.Metrics):
-    """TorchTitan's section, with two more options. `enable_wandb` sends as `enable_mlflow` does."""
+    """TorchTitan's section, with one more option. `enable_wandb` sends as `enable_mlflow` does."""
 
     enable_mlflow: bool = False
-    """Send the scalars that may be published to MLflow (`pip install 'torchtitan-dp[mlflow]'`),
-    once the planned steps are taken, at `MLFLOW_TRACKING_URI`, by default a database in
-    `job.dump_folder`."""
-
-    send_not_private: bool = False
-    """Send all scalars to W&B and MLflow as they come, also those that are computed from records
-    without noise and no epsilon covers. False: those that may be published, and none of a run that
-    is not private."""
+    """Send the scalars that may be published to MLflow (`pip install 'torchtitan-dp[mlflow]'`), at
+    `MLFLOW_TRACKING_URI`, by default a database in `job.dump_folder`, once the planned steps are
+    taken. A run that is not private sends nothing."""
 
 
 @dataclass

@@ -14,9 +14,8 @@ import time
 from torchtitan_dp.config.commands import parse_known, tool_parser
 from torchtitan_dp.config.derived import unit_word
 from torchtitan_dp.config.load import exit_on_mistake, load_config, write_json
+from torchtitan_dp.data import say, warn
 from torchtitan_dp.data import store as stores
-from torchtitan_dp.data.console import amount, say, warn
-from torchtitan_dp.data.formats import format_named
 
 
 def main(argv: list[str]) -> None:
@@ -87,21 +86,16 @@ def _manage(options: argparse.Namespace) -> None:
 
 
 def _described(store: stores.Store) -> str:
-    """Describe what a store was made of, and the runs that use it. NOT PRIVATE."""
-    facts, files = store.facts, [*os.scandir(store.folder)]
-    terms = facts["terms"]
-    size = amount(sum(entry.stat().st_size for entry in files))
-    written = time.localtime(next(e.stat().st_mtime for e in files if e.name == stores.FACTS))
-    read = [f"training.dataset = '{terms['format']}'"]
-    if format_named(terms["format"]).fields:
-        read += [f"{key} = '{field}'" for field, key in terms["fields"].items()]
-    if terms["unit_field"] is not None:
-        read.append(f"data.unit_field = '{terms['unit_field']}'")
-    what = f"{len(store):,} records of {facts['path']}, {', '.join(read)}; {facts['tokenizer']}"
-    used = ", ".join(
-        run if os.path.isdir(run) else f"{run} (gone)" for run in stores.runs_of(store)
+    """Describe what a store was made of. NOT PRIVATE."""
+    facts, terms, files = store.facts, store.facts["terms"], [*os.scandir(store.folder)]
+    read = ", ".join(f"{key} = '{field}'" for field, key in terms["fields"].items())
+    written = time.localtime(max(entry.stat().st_mtime for entry in files))
+    return (
+        f"{len(store):,} records of {facts['path']}, training.dataset = '{terms['format']}', "
+        f"{read}, data.unit_field = {terms['unit_field']!r}; {facts['tokenizer']}; "
+        f"{sum(entry.stat().st_size for entry in files) / 1e6:,.1f} MB, of "
+        f"{time.strftime('%Y-%m-%d %H:%M', written)}"
     )
-    return f"{what}; {size}, of {time.strftime('%Y-%m-%d %H:%M', written)}; runs: {used or 'none'}"
 
 
 if __name__ == "__main__":

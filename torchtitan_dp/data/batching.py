@@ -1,25 +1,19 @@
 """From a draw of units to the microbatches of one rank; ranks agree on each step before its update.
 
 Guarantee:
-    Microbatches are those of `RecordLoader.deal`, in the same order and bit by bit, on every rank
-    of a context-parallel group: each slices the same store, which ranks compare at the start. A
-    sample that cannot be read (a failing disk) aborts the step on all ranks before the update;
-    until they have agreed it is padding, so that no collective blocks. Different draws on different
-    ranks abort it too: a draw is compared before any collective that depends on it, together with
-    the agreement on the previous step, or alone if there is none.
-
-Guarantee, with `data.length_buckets`:
-    A sample's padded length is a public function of its own number of tokens (of several windows,
-    the longest's), and of no other draw or mesh. That number depends on the unit and its own random
-    choices alone. Only padding behind the last token is left out, which a causal model's earlier
-    positions never see and whose labels are ignored: the gradient is that of the sample padded to
-    T, up to rounding, and epsilon does not change. A step's duration, its number of microbatches
-    and their order of summation depend on drawn records' lengths: timing is labelled not private.
+    - Microbatches are the same, bit by bit, on every rank of a context-parallel group: each slices
+      the same store, which ranks compare at the start.
+    - A sample that cannot be read aborts the step on all ranks before the update; until they have
+      agreed it is padding, so that no collective blocks. Different draws on different ranks abort
+      it too, before any collective that depends on a draw.
+    - With `data.length_buckets` a sample's padded length is a public function of its own number of
+      tokens (of several windows, the longest's), which depends on the unit and its own random
+      choices alone. Padding is behind the last token, where no earlier position of a causal model
+      sees it: the gradient is that of the sample padded to T, up to rounding. A step's duration
+      depends on drawn records' lengths, and is labelled not private.
 """
 
 import hashlib
-import os
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
@@ -49,8 +43,8 @@ class Window(NamedTuple):
 
 
 class Microbatch(NamedTuple):
-    """The samples of B units, each of K windows (`data.windows_per_draw`), consecutive in the first
-    dimension, B K long. Padding has `valid_B` False, ignored labels and position -1."""
+    """The samples of B units, each of K windows (`data.windows_per_draw`), in a row. Padding has
+    `valid_B` False, ignored labels and position -1."""
 
     tokens_BT: torch.Tensor  # int64
     labels_BT: torch.Tensor  # int64, shifted
@@ -58,10 +52,8 @@ class Microbatch(NamedTuple):
     positions_B: torch.Tensor  # int64 on the CPU: indices in the population, private
 
     def windows(self) -> list[Window]:
-        """Split it into the units' first windows, their second ones, and so on.
-
-        A unit's mean is over its windows with a target, whose number depends on that unit alone.
-        """
+        """Split it into the units' first windows, their second ones, and so on. A unit's mean is
+        over its windows with a target, whose number depends on that unit alone."""
         count, share_B = len(self.tokens_BT) // max(len(self.valid_B), 1), None
         if count > 1:
             has_target_BK = (self.labels_BT != IGNORE_INDEX).any(dim=1).view(-1, count)
@@ -99,10 +91,8 @@ class DealtMicrobatch(NamedTuple):
 
 @dataclass(eq=False)
 class RecordLoader:
-    """Samples of the training units, for one data-parallel rank.
-
-    Stateless: each step's units are drawn afresh, from keys that no checkpoint contains.
-    """
+    """Samples of the training units, for one data-parallel rank. It keeps no state: each step's
+    units are drawn afresh, from keys that no checkpoint contains."""
 
     samples: Samples
     units: np.ndarray  # the population: those of `samples` to train on; draws are indices in it
@@ -141,12 +131,8 @@ class RecordLoader:
         return choices(key, int(position), secure=self.secure_draws) if is_needed else None
 
     def deal(self, draw: Draw, ladder: tuple[int, ...]) -> list[DealtMicrobatch]:
-        """Return this rank's microbatches of a draw, padded to lengths of a rising ladder.
-
-        Every rank gets as many microbatches of the same lengths in the same order, filled up with
-        padding. Each length is dealt out by itself, the longest first: at most one more microbatch
-        for each, whose lengths together are below 2T.
-        """
+        """Return this rank's microbatches of a draw, padded to lengths of a rising ladder: on every
+        rank as many, of the same lengths, the longest first, filled up with padding."""
         lengths, dealt = self.lengths(draw, ladder), []
         terms = {"ranks": self.ranks, "rank": self.rank, "batch_size": self.batch_size}
         for length in np.unique(lengths)[::-1]:
@@ -201,8 +187,8 @@ class Feed:
     def microbatches(self, draw: Draw, following: Draw | None = None) -> Iterator[Microbatch]:
         """Yield this rank's share of `draw`: the previous call's `following`, where it had one.
 
-        Collective, on every rank alike, over the world: three numbers (`require_same_step`) before
-        the last microbatch is yielded, and before the first of a draw that was no `following`.
+        Collective over the world: `require_same_step` before the last microbatch is yielded, and
+        before the first of a draw that was no `following`.
         """
         if draw is not self._agreed:
             require_same_step(None, draw.fingerprint(), self.device)
@@ -234,12 +220,9 @@ def require_same_step(failure: OSError | None, fingerprint: int, device: torch.d
     """Refuse the step on all ranks, by Fault, if one of them failed to read a sample, or if they
     drew different units for the next one, by its `Draw.fingerprint` (SECRET), or `NO_DRAW`.
 
-    Collective: an all-reduce of three int64 over the world, if there is a process group; read at
-    once, since the sizes of the next collectives depend on the draw.
-
-    Guarantee:
-        If no rank raises, all hold the same draw, each of whose units is dealt out once. (Different
-        ones pass with probability 2^-62. They occur: numpy's binomial uses each machine's libm.)
+    Collective: an all-reduce of three int64 over the world, if there is a process group. If no rank
+    raises, all hold the same draw, but for a probability of 2^-62. Different ones occur: numpy's
+    binomial uses each machine's libm.
     """
     numbers = [failure is not None, fingerprint, -fingerprint]
     mine = torch.tensor(numbers, dtype=torch.int64, device=device)
@@ -247,15 +230,13 @@ def require_same_step(failure: OSError | None, fingerprint: int, device: torch.d
         dist.all_reduce(mine, op=dist.ReduceOp.MAX)
     failed, highest, negated_lowest = mine.tolist()
     if failure is not None:
-        last = traceback.extract_tb(failure.__traceback__)[-1:]
-        where = "".join(f" ({os.path.basename(of.filename)}, line {of.lineno})" for of in last)
-        reason = f"{type(failure).__name__}: {failure}{where}"  # may contain private data
-        raise Fault(f"a sample could not be read (not private: {reason})") from failure
+        raise Fault(
+            f"a sample could not be read (not private: {type(failure).__name__}: {failure})"
+        ) from failure
     if failed:
         raise Fault("a sample could not be read on another rank, whose own line says why")
     if highest != -negated_lowest:  # exact: integers
         raise Fault(
-            "the ranks drew different units from one key, so their machines compute random numbers "
-            "differently (another CPU, libm or numpy), and the step was not taken: train on "
-            "machines that are alike"
+            "the ranks drew different units from one key, since their machines (CPU, libm, numpy) "
+            "compute random numbers differently; the step was not taken: train on like machines"
         )

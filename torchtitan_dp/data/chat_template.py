@@ -1,13 +1,13 @@
 """A tokenizer's own chat template: from messages to text, and which parts the assistant wrote.
 
-The template, public like its tokenizer, is rendered in jinja2's sandbox with the names that Hugging
-Face's `apply_chat_template` gives it, but for the clock (`strftime_now`), chance (`random`,
-`lipsum`) and addresses of memory: text that differs by day or process is no function of a record.
+The template is rendered in jinja2's sandbox with the names that Hugging Face's
+`apply_chat_template` gives it, but for the clock, chance and addresses of memory: text that differs
+by day or process is no function of a record.
 
-A template with `{% generation %}` blocks marks the assistant's text: what is within them. Any other
-is rendered turn by turn: what an answer adds to the messages before it and its opening
-(`add_generation_prompt`) is the assistant's, end mark included, so that prompts at inference look
-as they did in training. Templates and conversations that rewrite earlier turns are refused.
+In a template with `{% generation %}` blocks these are the assistant's text. Any other is rendered
+turn by turn: what an answer adds to the messages before it and its opening
+(`add_generation_prompt`) is the assistant's, end mark included. Templates and conversations that
+rewrite earlier turns are refused.
 """
 
 import hashlib
@@ -67,11 +67,8 @@ class ChatTemplate:
         self.trial = self._try_out()  # pieces of a conversation that is no record
 
     def write(self, messages: Sequence[Message]) -> list[Piece] | None:
-        """Write a conversation whose last turn is the assistant's, split into its text and others'.
-
-        A template without marks is rendered for each turn anew, until `MOST_COST` is spent. Returns
-        None, and raises nothing, if it refuses the messages or their turns cannot be separated.
-        """
+        """Write a conversation whose last turn is the assistant's, split into its text and others';
+        None, and no error, if it refuses the messages or their turns cannot be separated."""
         if any(_EITHER.search(message["role"] + message["content"]) for message in messages):
             return None
         try:
@@ -127,13 +124,17 @@ class ChatTemplate:
         except Exception as error:
             raise ValueError(f"cannot be rendered ({type(error).__name__}: {error})") from None
         if pieces is None:
-            unlike = "writes earlier turns otherwise once there are later ones"
-            raise ValueError(f"{unlike}, so that the assistant's cannot be identified: {_REMEDY}")
+            raise ValueError(
+                "writes earlier turns otherwise once there are later ones, so that the assistant's "
+                f"cannot be identified: {_REMEDY}"
+            )
         for role, content in _PROBE:
             own = role == ASSISTANT
             if content not in _texts(pieces, own) or content in _texts(pieces, not own):
-                mixed = f"does not keep the assistant's turns apart ({content!r} of the {role}"
-                raise ValueError(f"{mixed} in a trial): {_REMEDY}")
+                raise ValueError(
+                    f"does not keep the assistant's turns apart ({content!r} of the {role} in a "
+                    f"trial): {_REMEDY}"
+                )
         return pieces
 
     @property
@@ -148,11 +149,9 @@ class ChatTemplate:
 
 
 def load_chat_template(assets_path: str) -> ChatTemplate | None:
-    """Load the chat template of the folder `model.hf_assets_path`; None if it has none.
-
-    It is `chat_template.jinja`, else `chat_template` in `tokenizer_config.json`: one, or several
-    with names, of which "default" is taken. Raises ValueError, one line, if it cannot be used.
-    """
+    """Load the chat template of the folder `model.hf_assets_path`: `chat_template.jinja`, else
+    `chat_template` ("default") in `tokenizer_config.json`, else None. Raises ValueError, one line,
+    if it cannot be used."""
     name, own = SETTINGS, "chat_template.jinja"
     settings = read_settings(assets_path, name)
     template = settings.get("chat_template")

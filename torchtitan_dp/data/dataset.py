@@ -15,26 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_dp.data.console import Lack
 from torchtitan_dp.data.files import Files
+from torchtitan_dp.data.prepare import Source
+from torchtitan_dp.data.reading import Lack
 from torchtitan_dp.data.samples import Samples
-from torchtitan_dp.data.source import Source
 from torchtitan_dp.data.store import Store
 from torchtitan_dp.data.units import Units, split
 from torchtitan_dp.privacy.settings import unit_word
 
 _QUANTILES = (0, 1, 10, 25, 50, 75, 90, 99, 100)
 _WORDS = {"0": "least", "50": "median", "100": "most"}
-_COUNTS = (
-    "{records:,} records{grouped}: {train_units:,} to train on, {heldout_units:,} held out; "
-    "{tokens:,} tokens to train on; {empty_units:,} {word}s have no target, "
-    "{undecodable_records:,} records cannot be decoded"
-)
-_OF_LENGTH = (
-    "at {length}, one pass reads {share_in_one_sample:.0%} of all tokens, and {reach}: "
-    "{longer:.0%} of {drawn}s are longer than {seq_len:,}; a sample averages "
-    "{tokens_per_sample:,.0f} tokens"
-)
 
 
 @dataclass(frozen=True)
@@ -61,8 +51,7 @@ class Records:
         """Return the records of a source's store, with some units held out, by a hash of their
         names. Raises ValueError, one line, also if none is left."""
         train, heldout = split(store.units.hashes, heldout_fraction)
-        facts, setting = source.facts, f"data.unit_field = {source.unit_field!r}"
-        warnings = source.notices(files)
+        facts, warnings = source.facts, source.notices(files)
         if pointers := store.facts["pointers"]:
             warnings.append(
                 f"{pointers:,} of {len(files.names):,} files of training.dataset_path are Git LFS "
@@ -72,16 +61,15 @@ class Records:
         if alike:
             warnings.append(
                 f"{alike:,} units may be {people:,}: their names differ only by case, blanks, "
-                "Unicode form, or zeros around a number, and each is drawn, clipped and counted by "
-                f"itself; write each name of {setting} in one way (nothing is merged here)"
+                "Unicode form, or zeros around a number, and each is a unit by itself; write each "
+                f"name of data.unit_field = {source.unit_field!r} in one way"
             )
         if unnamed := store.facts["unnamed"]:
-            in_none = f"lie in no folder below training.dataset_path ({setting})"
-            lacks = f"have no usable {setting}" if facts.fields else in_none
             warnings.append(
-                f"{unnamed} of {len(store)} {facts.row}s {lacks}: each is a unit of its own that "
-                "contributes nothing, and counts in the number of units, so that q and the delta "
-                f"check are against {len(train)} units"
+                f"{unnamed} of {len(store)} {facts.row}s have no usable data.unit_field = "
+                f"{source.unit_field!r}: each is a unit of its own that contributes nothing, and "
+                "counts in the number of units, so that q and the delta check are against "
+                f"{len(train)} units"
             )
         if needs_heldout and len(heldout) == 0:
             none = (
@@ -94,9 +82,7 @@ class Records:
             warnings.append(f"{none}, so held-out losses are nan; raise it")
         settings = settings_of(source, heldout_fraction)
         named = hashlib.sha256(store.units.hashes.tobytes()).hexdigest()
-        # With a key of earlier versions, so that their runs resume.
-        every = sorted({**settings, "data.verify_records": "contents"}.items(), key=str)
-        terms = source.format, store.contents, named, every
+        terms = source.format, store.contents, named, sorted(settings.items())
         fingerprint = hashlib.sha256(repr(terms).encode()).hexdigest()
         return cls(source, store, train, heldout, fingerprint, settings, tuple(warnings))
 
@@ -121,11 +107,14 @@ class Records:
             none = f"none of the {len(self.train):,} {name}s has a target to learn"
             if lacks:
                 self.source.refuse_lacks(lacks, none, "" if name == "record" else "records ")
-            remedy = "within it; raise it, or take longer texts"
-            raise ValueError(f"training.seq_len = {samples.seq_len}: {none} {remedy}")
+            raise ValueError(
+                f"training.seq_len = {samples.seq_len}: {none} within it; raise it, or take longer "
+                "texts"
+            )
         if has_target.all():
             return ()
-        why = f" (records: {'; '.join(lack.explain() for lack in lacks)})" if lacks else ""
+        each = "; ".join(f"{one.number:,} {one.what} ({one.setting})" for one in lacks)
+        why = f" (records: {each})" if lacks else ""
         some = f"{int((~has_target).sum()):,} of {len(self.train):,} {name}s"
         return (f"{some} have no target and contribute nothing{why}",)
 
@@ -142,15 +131,10 @@ class Records:
             heads_N = _of_units(np.minimum(record_P, length), units)[self.train]
             reached_N = heads_N if samples.one_record else np.minimum(tokens_N, length)
             sample_N = heads_N / records_N if samples.one_record else reached_N
-            by_length.append(
-                {
-                    "seq_len": length,
-                    "longer": float((drawn > length).mean()),
-                    "share_in_one_sample": float(sample_N.sum() / total),
-                    "share_in_reach": 1.0 if samples.window else float(reached_N.sum() / total),
-                    "tokens_per_sample": float(sample_N.mean()),
-                }
-            )
+            row = {"seq_len": length, "longer": float((drawn > length).mean())}
+            row |= {"share_in_one_sample": float(sample_N.sum() / total)}
+            row |= {"share_in_reach": 1.0 if samples.window else float(reached_N.sum() / total)}
+            by_length.append({**row, "tokens_per_sample": float(sample_N.mean())})
         return {
             "not_private": True,
             "records": len(self.store),
@@ -203,18 +187,25 @@ def _of_units(values_P: np.ndarray, units: Units) -> np.ndarray:
 def describe(figures: Mapping[str, Any], word: str) -> list[str]:
     """Describe `Records.figures`, a line each. NOT PRIVATE."""
     grouped = "" if word == "record" else f" in {figures['units']:,} {word}s"
-    lines = [_COUNTS.format(grouped=grouped, word=word, **figures)]
     drawn = "record" if figures["one_record"] else word
     draw = f" (a draw of a {word} takes one)" if drawn != word else ""
     quantiles = figures["tokens_quantiles"].items()
     each = ", ".join(f"{_WORDS.get(q, f'{q}%')} {value:,}" for q, value in quantiles)
-    lines.append(f"tokens per {drawn}{draw}: {each}")
+    lines = [
+        f"{figures['records']:,} records{grouped}: {figures['train_units']:,} to train on, "
+        f"{figures['heldout_units']:,} held out; {figures['tokens']:,} tokens to train on; "
+        f"{figures['empty_units']:,} {word}s have no target, "
+        f"{figures['undecodable_records']:,} records cannot be decoded",
+        f"tokens per {drawn}{draw}: {each}",
+    ]
     seq_len = figures["seq_len"]
     for row in figures["by_length"]:
-        if row["seq_len"] in (max(seq_len // 2, 1), seq_len, 2 * seq_len):
-            own = "training.seq_len = " if row["seq_len"] == seq_len else ""
-            length, reach = f"{own}{row['seq_len']:,}", f"{row['share_in_reach']:.0%}"
-            more = reach != f"{row['share_in_one_sample']:.0%}"
-            reach = f"all draws reach {reach}" if more else "no draw can reach more"
-            lines.append(_OF_LENGTH.format(length=length, drawn=drawn, reach=reach, **row))
+        length = row["seq_len"]
+        if length in (max(seq_len // 2, 1), seq_len, 2 * seq_len):
+            lines.append(
+                f"at {'training.seq_len = ' if length == seq_len else ''}{length:,}, one pass "
+                f"reads {row['share_in_one_sample']:.0%} of all tokens, and all draws reach "
+                f"{row['share_in_reach']:.0%}: {row['longer']:.0%} of {drawn}s are longer than "
+                f"{length:,}; a sample averages {row['tokens_per_sample']:,.0f} tokens"
+            )
     return lines

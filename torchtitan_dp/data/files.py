@@ -46,12 +46,9 @@ def list_files(root: str, names: Iterable[str], passed: Iterable[str] = ()) -> F
 def locate(
     path: str, below: Sequence[str] = ("**",), *, has_stdlib: bool = True
 ) -> tuple[str, list[str], list[str]]:
-    """Find the files that a path names: a root, their sorted names below it, and the names of the
-    others in a folder that is named.
-
-    A path is a file, a glob, a folder (its files that match a pattern of `below`) or, with
-    `has_stdlib`, Python's own sources. Raises ValueError, one line, if there is no such path.
-    """
+    """Find the files that a path names (a file, a glob, a folder's files that match a pattern of
+    `below` or, with `has_stdlib`, Python's own sources): a root, their sorted names below it, and
+    the names of the others in a folder. Raises ValueError, one line, if there is no such path."""
     if has_stdlib and path == PYTHON_STDLIB:
         root = sysconfig.get_path("stdlib")
         return root, _walk(root, ("**/*.py",), skipped=("site-packages", "dist-packages"))[0], []
@@ -64,39 +61,45 @@ def locate(
     magic = next((i for i, part in enumerate(parts) if glob.has_magic(part)), None)
     root = "/".join(parts[:magic]) or "/"
     if magic is None or not os.path.isdir(root):
-        lacks = "does not exist: give a file, a folder or a glob"
-        raise ValueError(f"training.dataset_path = {path!r} {lacks}")
+        raise ValueError(
+            f"training.dataset_path = {path!r} does not exist: give a file, a folder or a glob"
+        )
     return root, _walk(root, ["/".join(parts[magic:])])[0], []
 
 
 def saved_files(path: str) -> tuple[str, list[str], list[str]]:
     """Find the files of a folder that `datasets.Dataset.save_to_disk` wrote: those that its
     `state.json` names, in that order, and other data-*.arrow, such as those of an earlier save.
-
-    Raises ValueError, one line, for a path without that list, and a file that is missing.
-    """
-    setting, again = f"training.dataset_path = {path!r}", "save the data set again"
+    Raises ValueError, one line, for a path without that list, and a file that is missing."""
     root = os.path.abspath(os.path.expanduser(path))
     if not os.path.isfile(state := os.path.join(root, "state.json")):
-        lacks = "is no folder that datasets.Dataset.save_to_disk wrote (it has no state.json)"
-        remedy = "of a DatasetDict, name the folder of one split; for other files, set "
-        raise ValueError(f"{setting} {lacks}: {remedy}training.dataset = 'arrow'")
+        raise ValueError(
+            f"training.dataset_path = {path!r} is no folder that datasets.Dataset.save_to_disk "
+            "wrote (it has no state.json): of a DatasetDict, name the folder of one split; for "
+            "other files, set training.dataset = 'arrow'"
+        )
     try:
         with open(state, encoding="utf-8") as file:
             saved = json.load(file)
         names = [os.path.normpath(entry["filename"]) for entry in saved["_data_files"]]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        lists = f"its state.json lists no files as datasets does ({type(error).__name__}: {error})"
-        raise ValueError(f"{setting}: {lists}; {again}") from error
+        raise ValueError(
+            f"training.dataset_path = {path!r}: its state.json lists no files as datasets does "
+            f"({type(error).__name__}: {error}); save the data set again"
+        ) from error
     if saved.get("_indices_data_files"):
-        raise ValueError(f"{setting}: state.json selects rows; {again}, after flatten_indices()")
+        raise ValueError(
+            f"training.dataset_path = {path!r}: state.json selects rows; save the data set again, "
+            "after flatten_indices()"
+        )
     found = set()
     for name in names:
         full = os.path.join(root, name)
-        mistake = "is missing" if not os.path.isfile(full) else ""
-        mistake = mistake or ("is named twice" if _identity(os.stat(full)) in found else "")
-        if mistake:
-            raise ValueError(f"{setting}: {name}, which its state.json names, {mistake}; {again}")
+        if not os.path.isfile(full) or _identity(os.stat(full)) in found:
+            raise ValueError(
+                f"training.dataset_path = {path!r}: {name}, which its state.json names, is "
+                f"{'named twice' if os.path.isfile(full) else 'missing'}; save the data set again"
+            )
         found.add(_identity(os.stat(full)))
     others = sorted(set(fnmatch.filter(os.listdir(root), "data-*.arrow")) - {*names})
     return root, names, others

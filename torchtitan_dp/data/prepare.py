@@ -1,32 +1,44 @@
-"""One pass over the files of a data set: each record is tokenized once, into a store.
+"""The files of a data set, how they are read, and the one pass that tokenizes them into a store.
 
 Guarantee:
-    A record's ids or the reason why it has none, and its unit, are a function of that record, its
-    file's name and its row's number alone (`formats`, `reading`); each row has its place in the
-    store (hazard row 42). No record's content stops the pass; how long it takes, and how much room,
-    follow from all of them, and are not private.
+    - A record's ids or the reason why it has none, and its unit, are a function of that record, its
+      file's name and its row's number alone (`formats`, `reading`); each row has its place in the
+      store (hazard row 42). No record's content stops the pass; how long it takes, and how much
+      room, follow from all of them, and are not private.
+    - A data set is refused for what its records hold only if none of them has a text, or none a
+      unit: each refusal here compares "none at all" with "at least one" (docs/privacy.md).
+    - The files that count are those that the path names; of a folder with a list of its files,
+      those on the list.
 """
 
-import contextlib
 import errno
 import itertools
 import json
 import os
+import re
+import time
 from array import array
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import IO, Any, NamedTuple
+from dataclasses import dataclass
+from typing import IO, Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from torchtitan_dp.data import say
 from torchtitan_dp.data import store as stores
 from torchtitan_dp.data.chat_template import Piece
-from torchtitan_dp.data.console import MOST_CHARACTERS, MOST_NAMES, Lack, Progress, amount, say
-from torchtitan_dp.data.files import Fields, Files, list_files
-from torchtitan_dp.data.formats import is_pointer, unit_name
-from torchtitan_dp.data.reading import EMPTY, MOST_PART, THEIR_FIELDS, Assembler, split
-from torchtitan_dp.data.source import Source
+from torchtitan_dp.data.files import Fields, Files, list_files, locate
+from torchtitan_dp.data.formats import FOLDER, Format, format_named, is_pointer, unit_name
+from torchtitan_dp.data.reading import (
+    EMPTY,
+    MOST_PART,
+    Assembler,
+    Lack,
+    Reading,
+    split,
+)
 from torchtitan_dp.data.store import Store
 from torchtitan_dp.data.tokenizer import Tokenizer
 from torchtitan_dp.data.units import (
@@ -37,103 +49,224 @@ from torchtitan_dp.data.units import (
     spelling_hash,
     unit_hash,
 )
+from torchtitan_dp.process import private_opener
 
 # Of one call: the tokenizer takes some 100 bytes a token, and a part goes to one core.
 _BATCH_CHARACTERS, _BATCH_TEXTS = MOST_PART * min(max(os.cpu_count() or 1, 8), 32), 2**14
-_UNPACKED = {".gz": 4, ".zst": 4, ".parquet": 2}  # bytes of rows to a byte of a file, about
+_PROGRESS_S = 10.0
+# By format, files with a list of those that count, of which this program reads none: the others
+# that lie beside them hold rows that were deleted.
+_LISTS = {
+    "arrow": (r"(^|/)state\.json$", "set training.dataset = 'hf'"),
+    "parquet": (
+        r"(^|/)_delta_log/|\.metadata\.json$",
+        "write the rows of this table of Delta or Iceberg as Parquet to another folder",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files, and how they are read."""
+
+    format: str
+    path: str
+    reading: Reading
+    tokenizer: Tokenizer
+    unit_field: str | None = None
+
+    @property
+    def facts(self) -> Format:
+        return format_named(self.format)
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """The configuration's key of each field that is read."""
+        unit = {self.unit_field: "data.unit_field"} if self.unit_field and self.facts.fields else {}
+        return {**self.reading.keys, **unit}
+
+    @property
+    def terms(self) -> dict[str, object]:
+        """The terms, besides the files, that decide ids and units."""
+        template = self.reading.template.identity if self.reading.template else ""
+        read = {"format": self.format, "fields": self.reading.keys, "unit_field": self.unit_field}
+        return {**read, "tokenizer": self.tokenizer.identity, "template": template}
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The integers that hold the ids and their complements."""
+        return np.dtype("<i2" if self.tokenizer.get_vocab_size() <= 2**15 else "<i4")
+
+    def check(self) -> None:
+        """Refuse, by ValueError in one line, fields that the format has not."""
+        facts = self.facts
+        for name, key in [*self.reading.keys.items(), (self.unit_field, "data.unit_field")]:
+            if facts.fields and name == "":
+                raise ValueError(f"{key} = '': name the {facts.fields}")
+            if not facts.fields and key == "data.unit_field" and name not in (None, FOLDER):
+                raise ValueError(
+                    f"{key} = {name!r}: {self.format} files have no fields; use '{FOLDER}' (the "
+                    "first folder below training.dataset_path), or remove it: one file, one unit"
+                )
+            lists = key == "data.messages_field" and not facts.has_lists
+            if lists or (key == "data.prompt_field" and not facts.fields):
+                raise ValueError(
+                    f"{key} = {name!r}: {self.format} files have no such fields; use "
+                    "training.dataset = 'jsonl' or 'parquet', or remove it"
+                )
+
+    def refuse_names_by_position(self, heldout_fraction: float, in_groups: bool) -> None:
+        """Refuse units whose names depend on other records, where their number is secret."""
+        if self.unit_field is not None or not self.facts.fields:  # a file goes by its own name
+            return
+        if in_groups or heldout_fraction > 0:
+            key = f"data.heldout_fraction = {heldout_fraction}"
+            raise ValueError(
+                f"{'privacy.noise = banded' if in_groups else key}: with a public "
+                f"privacy.sample_rate, one {self.format} {self.facts.row} more would change which "
+                f"{self.facts.row}s are held out, or take turns together; set data.unit_field, or "
+                "remove privacy.sample_rate"
+            )
+
+    def files(self) -> Files:
+        """List the files that the path names; ValueError, one line, if there are none, or the
+        format has not the fields that are read."""
+        if not self.path:
+            raise ValueError(
+                "training.dataset_path is not set: give a file, a directory or a glob "
+                "('python-stdlib' to try)"
+            )
+        self.check()
+        facts = self.facts
+        try:
+            if facts.listed is not None:
+                files = list_files(*facts.listed(self.path))
+            else:
+                files = list_files(*locate(self.path, facts.below, has_stdlib=not facts.fields))
+        except OSError as error:
+            raise ValueError(
+                f"training.dataset_path = {self.path!r}: cannot be read ({error}): check "
+                "permissions"
+            ) from error
+        mark, remedy = _LISTS.get(self.format, ("$^", ""))
+        if own := next((name for name in files.passed if re.search(mark, name)), None):
+            raise ValueError(
+                f"training.dataset_path = {self.path!r}: {own} lists the files that count, and "
+                f"others may be left over; {remedy}, or name files by a glob"
+            )
+        if not files.names:
+            raise ValueError(self.no_record(files))
+        return files
+
+    def no_record(self, files: Files) -> str:
+        """Describe a path without a record."""
+        there = f" (not private: there are {_endings(files.passed)})" if files.passed else ""
+        return (
+            f"training.dataset_path = {self.path!r} holds no record: it needs at least one "
+            f"{self.facts.row} in a file like {' or '.join(self.facts.below)}{there}"
+        )
+
+    def notices(self, files: Files) -> list[str]:
+        """Describe files that are left out. NOT PRIVATE."""
+        if not files.passed:
+            return []
+        every = len(files.passed) + len(files.names)
+        return [
+            f"{len(files.passed):,} of {every:,} files in training.dataset_path are not read "
+            f"({_endings(files.passed)}), since '{self.format}' takes those that match "
+            f"{', '.join(self.facts.below)}, of a saved data set those that its state.json names; "
+            "if they hold records, rename them, save the data set again, or name files by a glob"
+        ]
+
+    def refuse_lacks(self, lacks: Iterable[Lack], none: str, records: str = "") -> NoReturn:
+        """Refuse a data set for what its records lack, the most frequent first."""
+        first, *others = sorted(lacks, key=lambda lack: -lack.number)
+        also = "".join(f"; {one.number:,} {one.what} ({one.setting})" for one in others)
+        raise ValueError(
+            f"{first.setting}: {none}: {first.number:,} {records}{first.what}{also}; {first.remedy}"
+        )
+
+
+def _endings(names: Iterable[str]) -> str:
+    counted = Counter(os.path.splitext(name)[1] or "no ending" for name in names)
+    return ", ".join(sorted(f"{count:,} {ending}" for ending, count in counted.most_common(20)))
 
 
 def prepared(source: Source, data_store: str | None = None, files: Files | None = None) -> Store:
     """Open the store of a source, of its `files`, in `data.store`: written unless one fits.
 
-    Raises ValueError, one line, and leaves no store: an unknown format, a field that it has not,
-    records without any text or unit, a path that is missing or without records, files that fail or
-    change meanwhile, a folder that fails or has no room.
+    Raises ValueError, one line, and leaves no store: records without any text or unit, files that
+    fail or change meanwhile, a folder that fails or has no room.
     """
     files = files or source.files()
     folder = stores.private_folder(data_store)
     try:
-        facts = source.facts
         target = os.path.join(folder, stores.key_of(files, source.terms))
-        if (store := stores.load_if_seen(target, files)) is not None:
+        if isinstance(store := _reusable_store(target, files, source), Store):
             return store
-        can_write = os.access(folder, os.W_OK)  # if not, a store that is there may do
-        with stores.writing_lock(target) if can_write else contextlib.nullcontext():
-            if (store := _reusable_store(target, files, source)) is None:
-                if not can_write:
-                    raise OSError(errno.EROFS, os.strerror(errno.EROFS), folder)
-                for path in files.paths:  # those of a store that is there were checked
-                    facts.check(path, source.keys)
-                _require_room(folder, files, source)
-                stores.write(target, lambda temporary: _make(temporary, files, source))
-                store = stores.load(target)
-                assert store is not None, "a store that was just written is whole"
-            stores.mark_seen(store, files)
-            return store
+        if not os.access(folder, os.W_OK):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), folder)
+        with stores.writing_lock(target):
+            if isinstance(store := _reusable_store(target, files, source), Store):
+                return store  # of a process that was just waited for
+            if store:
+                say(store)
+            for path in files.paths:  # those of a store that is there were checked
+                source.facts.check(path, source.keys)
+            below = os.path.relpath(os.path.realpath(folder), files.root).split(os.sep)
+            is_hidden = any(part.startswith(".") for part in below)  # or "..", which leads outside
+            is_file = os.path.isfile(os.path.expanduser(source.path))
+            if not (source.facts.fields or is_hidden or is_file):
+                raise ValueError(
+                    f"data.store: {folder!r} lies within training.dataset_path = {source.path!r}, "
+                    "whose files are records; name a folder elsewhere"
+                )
+            say(
+                f"tokenizing {sum(files.sizes) / 1e6:,.1f} MB of {source.path} into {folder}, "
+                "which only your user can read"
+            )
+            stores.write(target, lambda temporary: _make(temporary, files, source))
+            written = stores.load(target)
+            assert written is not None, "a store that was just written is whole"
+            return written
     except OSError as error:
-        cannot = f"its records cannot be read, or their tokens not be written to {folder!r}"
-        remedy = "check permissions and the space left, or set data.store"
-        setting = f"training.dataset_path = {source.path!r}"
-        raise ValueError(f"{setting}: {cannot} ({error}): {remedy}") from error
+        raise ValueError(
+            f"training.dataset_path = {source.path!r}: its records cannot be read, or their tokens "
+            f"not be written to {folder!r} ({error}): check permissions and the space left, or set "
+            "data.store"
+        ) from error
 
 
-def _reusable_store(target: str, files: Files, source: Source) -> Store | None:
-    """Return a store that is there, if it is whole and of these files; else None."""
-    if (store := stores.load_if_seen(target, files)) is not None:  # of a process just waited for
-        return store
+def _reusable_store(target: str, files: Files, source: Source) -> Store | str:
+    """Return a store that is there, if it is whole and of these files; else why not, in a line."""
     store, terms = stores.load(target), json.loads(json.dumps(source.terms))
     if store is None or store.facts["terms"] != terms or not stores.is_intact(store):
-        if os.path.exists(target):
-            say(f"the tokens in {target} are damaged, and are prepared again")
-        return None
+        there = os.path.exists(target)
+        return f"the tokens in {target} are damaged, and are prepared again" if there else ""
     skip = not source.facts.fields
     hashes = [stores.file_hash(path, skip_unreadable=skip) for path in files.paths]
     if stores.contents_hash(hashes) != store.contents:
-        say(f"files of {source.path} changed since their tokens were prepared in {target}")
-        return None
+        return f"files of {source.path} changed since their tokens were prepared in {target}"
     return store
-
-
-def _require_room(folder: str, files: Files, source: Source) -> None:
-    """Announce what will be written; refuse a disk that is too small, and a folder of records."""
-    below = os.path.relpath(os.path.realpath(folder), files.root).split(os.sep)
-    is_hidden = any(part.startswith(".") for part in below)  # also by "..", which leads outside
-    if not (source.facts.fields or is_hidden or os.path.isfile(os.path.expanduser(source.path))):
-        lies = f"{folder!r} lies within training.dataset_path = {source.path!r}"
-        raise ValueError(f"data.store: {lies}, whose files are records; name a folder elsewhere")
-    bytes_of_token, disk = 1 if source.tokenizer.identity == "bytes" else 4, os.statvfs(folder)
-    size = _rows_bytes(files) * source.dtype.itemsize // bytes_of_token
-    free = disk.f_bavail * disk.f_frsize
-    needed = f"about {amount(size)} and {stores.RECORD_BYTES} bytes a record"
-    what = f"{amount(sum(files.sizes))} of {source.path} into {folder}"
-    say(f"tokenizing {what}: {needed} that only you can read, of {amount(free)} free")
-    if size / 4 > free:  # JSON, and columns that are not read, may be most of the files
-        remedy = "free some, or set data.store to a folder on another disk"
-        lacks = f"{folder!r} has {amount(free)} free, and the tokens take {needed}"
-        raise ValueError(f"data.store: {lacks}: {remedy}")
-
-
-def _rows_bytes(files: Files) -> int:
-    unpacked = [_UNPACKED.get(os.path.splitext(name)[1], 1) for name in files.names]
-    return sum(size * times for size, times in zip(files.sizes, unpacked, strict=True))
 
 
 def _make(folder: str, files: Files, source: Source) -> tuple[bytes, dict[str, Any]]:
     """Write the tokens of all records; refuse files that change meanwhile."""
-    with open(os.path.join(folder, stores.TOKENS), "xb", opener=stores.private) as output:
+    with open(os.path.join(folder, stores.TOKENS), "xb", opener=private_opener) as output:
         made = _tokenize(output, files, source)
     now = list_files(files.root, files.names).stamps
     for path, before, after in zip(files.paths, files.stamps, now, strict=True):
         if before != after:
-            changed = f"training.dataset_path: {path!r} changed while it was read"
-            raise ValueError(f"{changed}: start again when nobody writes to it")
+            raise ValueError(
+                f"training.dataset_path: {path!r} changed while it was read: start again when "
+                "nobody writes to it"
+            )
     return made
 
 
 class _Row(NamedTuple):
     """A record before its texts are tokenized."""
 
-    path: str
     unit: bytes  # hash
     spelling: bytes  # one hash for all spellings of a unit's name
     has_unit: bool  # or else it is one by itself that contributes nothing
@@ -147,7 +280,7 @@ def _tokenize(output: IO[bytes], files: Files, source: Source) -> tuple[bytes, d
     assembler = Assembler(source.tokenizer, source.reading)
     ends, firsts, reasons, hashes = array("q", [0]), array("q"), bytearray(), bytearray()
     spellings = bytearray()
-    lacks: dict[Lack, Lack] = {}  # by what does not differ between their records
+    lacks: dict[Lack, int] = {}  # and how many records have it
     contents: list[str] = []
     unnamed = 0
     rows, ahead = itertools.tee(_rows(files, source, contents))
@@ -157,7 +290,9 @@ def _tokenize(output: IO[bytes], files: Files, source: Source) -> tuple[bytes, d
         found = row.lack or assembler.record(row.pieces, ids_of)
         ids, first = (assembler.between[:0], 0) if isinstance(found, Lack) else found
         output.write(ids.astype(source.dtype).data)
-        reasons.append(_count_by_reason(lacks, found, row.path) if isinstance(found, Lack) else 0)
+        if isinstance(found, Lack):
+            lacks[found] = lacks.get(found, 0) + 1
+        reasons.append([*lacks].index(found) + 1 if isinstance(found, Lack) else 0)
         firsts.append(first)
         ends.append(ends[-1] + len(ids))
         hashes.extend(row.unit)
@@ -166,10 +301,15 @@ def _tokenize(output: IO[bytes], files: Files, source: Source) -> tuple[bytes, d
     count = len(reasons)
     if count == 0:
         raise ValueError(source.no_record(files))
-    if unnamed == count:
-        source.refuse_units([*lacks.values()], count)
+    if unnamed == count and any(one.setting.startswith("data.unit_field") for one in lacks):
+        raise ValueError(
+            f"data.unit_field = {source.unit_field!r}: none of the {count} records has one: name "
+            "the field that holds the unit, a string or a whole number; of text files, give a path "
+            "above the units' folders"
+        )
     if all(reasons) and EMPTY not in lacks:
-        source.refuse_lacks(lacks.values(), f"none of the {count:,} records has a target to learn")
+        counted = [lack._replace(number=number) for lack, number in lacks.items()]
+        source.refuse_lacks(counted, f"none of the {count:,} records has a target to learn")
     hashes_R2 = np.frombuffer(hashes, dtype="<u8").reshape(count, -1)
     units = (singles if source.unit_field is None else group)(hashes_R2)
     _, times = np.unique(np.frombuffer(spellings, "<u8")[units.first()], return_counts=True)
@@ -186,17 +326,8 @@ def _tokenize(output: IO[bytes], files: Files, source: Source) -> tuple[bytes, d
         "dtype": source.dtype.str,
         "between": len(assembler.between),
         "contents": stores.contents_hash(contents),
-        "lacks": [lack._asdict() for lack in lacks.values()],
+        "lacks": [lack._asdict() for lack in lacks],
     }
-
-
-def _count_by_reason(lacks: dict[Lack, Lack], lack: Lack, path: str) -> int:
-    """Count a record that has nothing to learn, and return 1 + the index of its reason."""
-    kind = lack._replace(names=())
-    known = lacks.get(kind, kind._replace(file=path))
-    names = dict.fromkeys([*known.names, *(name[:MOST_CHARACTERS] for name in lack.names)])
-    lacks[kind] = known._replace(number=known.number + 1, names=tuple(names)[: MOST_NAMES + 1])
-    return min(list(lacks).index(kind) + 1, 255)
 
 
 def _ids(tokenizer: Tokenizer, texts: Iterator[str]) -> Iterator[np.ndarray | None]:
@@ -224,34 +355,35 @@ def _batch(texts: Iterator[str]) -> list[str]:
 def _rows(files: Files, source: Source, hashes: list[str]) -> Iterator[_Row]:
     """Yield the records of all files; hash each file before its records."""
     facts, by = source.facts, source.unit_field
-    broken = Lack("training.dataset_path", f"are no {facts.content}s")
-    what = "have no usable one" if facts.fields else "lie in no folder of training.dataset_path"
-    unknown = Lack(f"data.unit_field = {by!r}", what, "name each unit", THEIR_FIELDS)
-    progress = Progress("tokenizing training.dataset_path", _rows_bytes(files))
-    for name, path in zip(files.names, files.paths, strict=True):
+    remedy = "write them again (iconv, pdftotext, jq -c), or name others by a glob"
+    broken = Lack("training.dataset_path", f"are no {facts.row}s of '{source.format}'", remedy)
+    unknown = Lack(f"data.unit_field = {by!r}", "have no usable one", "name each unit")
+    said = time.monotonic()
+    for place, (name, path) in enumerate(zip(files.names, files.paths, strict=True), 1):
         hashes.append(stores.file_hash(path, skip_unreadable=not facts.fields))
         for number, fields in enumerate(_naming_file(path, facts.rows(path, [*source.keys])), 1):
+            if time.monotonic() - said >= _PROGRESS_S:
+                said = time.monotonic()
+                say(f"tokenizing file {place:,} of {len(files.names):,}, its record {number:,}")
             record = f"{name}:{number}" if facts.fields else name
             found: list[Piece] | Lack = broken
             if fields is not None:
                 found = source.reading.pieces(fields, facts.fields or "text")
             if by is None:
                 hashed = record_hash(record, size=8)
-                row = _Row(path, hashed + bytes(8), hashed, True)
+                row = _Row(hashed + bytes(8), hashed, True)
             else:
                 unit = unit_name((fields or {}).get(by)) if facts.fields else folder_of(name)
                 hashed = record_hash(record) if unit is None else unit_hash(unit)
                 spelling = hashed[:8] if unit is None else spelling_hash(unit)
-                row = _Row(path, hashed, spelling, unit is not None)
+                row = _Row(hashed, spelling, unit is not None)
                 if unit is None and fields is not None:
-                    found = unknown._replace(names=tuple(fields))
+                    found = unknown
             if isinstance(found, Lack):
                 yield row._replace(lack=found)
                 continue
-            progress.add(sum(len(piece.text) for piece in found))
-            parts = [Piece(part, of.is_target) for of in found for part in split(of.text) if part]
+            parts = [Piece(part, of.is_target) for of in found for part in split(of.text)]
             yield row._replace(pieces=parts)
-    progress.end()
 
 
 def _naming_file(path: str, rows: Iterator[Fields | None]) -> Iterator[Fields | None]:
@@ -261,14 +393,14 @@ def _naming_file(path: str, rows: Iterator[Fields | None]) -> Iterator[Fields | 
     try:
         yield from rows
     except MemoryError:
-        lacks = f"memory cannot hold a row of {path} (not private); take one with more"
-        raise ValueError(f"training.dataset_path: this machine's {lacks}") from None
+        raise ValueError(
+            f"training.dataset_path: this machine's memory cannot hold a row of {path} (not "
+            "private); take one with more"
+        ) from None
     except (OSError, EOFError, ArrowException) as error:
-        damaged = f"training.dataset_path: {path} cannot be read to its end ({error})"
         remedy = "restore it, or name the others by a glob"
         if "too much memory" in str(error):  # zstd's words
-            again = f"zstd -dc --long=31 '{path}' | zstd -o SMALLER.zst"
-            remedy = (
-                f"its zstd window is above 128 MiB (--long=28 to 31), so write it again: {again}"
-            )
-        raise ValueError(f"{damaged}: {remedy}") from error
+            remedy = "its zstd window is above 128 MiB (--long=28 to 31): write it with a smaller"
+        raise ValueError(
+            f"training.dataset_path: {path} cannot be read to its end ({error}): {remedy}"
+        ) from error

@@ -8,22 +8,33 @@ Guarantee:
     refuses, and one without an answer have no pieces: they contribute nothing and stop nothing.
 
 The ids of a text are [bos] text [eos] (marks that exist), of a record with a prompt [bos] prompt
-answer [eos]; those of a chat are what its template writes, marks included. Each piece is tokenized
-by itself, as a model that is asked finds the prompt's tokens before it writes its own.
+answer [eos]; those of a chat are what its template writes. Each piece is tokenized by itself.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from torchtitan_dp.data.chat_template import ASSISTANT, ChatTemplate, Piece, load_chat_template
-from torchtitan_dp.data.console import Lack
 from torchtitan_dp.data.files import MOST_ITEMS, Fields
 from torchtitan_dp.data.tokenizer import TOKENIZER, Tokenizer, text_of
 
 MOST_PART = 2**18  # characters that are tokenized in one piece
+
+
+class Lack(NamedTuple):
+    """Why records have nothing to learn, as in "7 have no text there (data.text_field = 'body')".
+    NOT PRIVATE, as their number."""
+
+    setting: str
+    what: str
+    remedy: str
+    is_undecodable: bool = True  # false: readable, but nothing to learn
+    number: int = 0
+
 
 REFUSED = Lack(
     "training.dataset_path",
@@ -31,20 +42,15 @@ REFUSED = Lack(
     "take those of the model that is trained",
 )
 EMPTY = Lack("training.dataset_path", "are empty", "give records with text", is_undecodable=False)
-THEIR_FIELDS = "their fields are"
 
 
-def _misfit(key: str, field: str, fields: Fields, word: str, instead: str) -> Lack:
-    """Describe a record that lacks a field, or has something else `instead` of what is needed."""
-    needed, hint, setting = "text", "", f"{key} = {field!r}"
+def _misfit(key: str, field: str, fields: Fields, word: str) -> Lack:
+    """Describe a record that lacks a field, or has something else than what is needed."""
+    needed = "text"
     if key == "data.messages_field":
-        needed = "list of messages"
-        hint = ", a list of objects with a role and a content, two texts"
-    if field not in fields:
-        what, remedy = f"have no such {word}", f"name the one with the {needed}"
-        return Lack(setting, what, remedy, THEIR_FIELDS, tuple(fields))
-    what, remedy = f"have no {needed} there", f"name the {word} with it{hint}"
-    return Lack(setting, what, remedy, "they hold", (instead,))
+        needed = "list of messages, objects with a role and a content"
+    what = f"have no {needed} there" if field in fields else f"have no such {word}"
+    return Lack(f"{key} = {field!r}", what, f"name the {word} with the {needed}")
 
 
 @dataclass(frozen=True)
@@ -78,15 +84,15 @@ class Reading:
         for field, key in reversed(self.keys.items()):
             text = text_of(fields.get(field))
             if text is None:
-                return _misfit(key, field, fields, word, _kind_of(fields.get(field)))
+                return _misfit(key, field, fields, word)
             parts.append(Piece(text, field == self.text_field))
         return [part for part in parts if part.text] if parts[-1].text else EMPTY
 
     def _turns(self, template: ChatTemplate, fields: Fields, word: str) -> list[Piece] | Lack:
         ((field, key),) = self.keys.items()
         messages = _messages_of(fields.get(field))
-        if isinstance(messages, str):
-            return _misfit(key, field, fields, word, messages)
+        if messages is None:
+            return _misfit(key, field, fields, word)
         roles = tuple(message["role"] for message in messages)
         filled = [message["content"].strip() != "" for message in messages]
         answers = [i for i, role in enumerate(roles) if role == ASSISTANT and filled[i]]
@@ -95,7 +101,7 @@ class Reading:
         found = "only empty turns" if ASSISTANT in roles else "no turn"
         what = f"have {found} of the role '{ASSISTANT}'"
         remedy = "these alone are learned: rename the role of what the model is to write"
-        return Lack(f"{key} = {field!r}", what, remedy, "their roles are", roles, False)
+        return Lack(f"{key} = {field!r}", what, remedy, is_undecodable=False)
 
 
 def reading(
@@ -112,44 +118,38 @@ def reading(
     # Bytes have no special tokens, which a template writes as text.
     has_tokens = os.path.isfile(os.path.join(assets_path, TOKENIZER))
     template = load_chat_template(assets_path) if assets_path and has_tokens else None
-    where = f"data.messages_field = {messages_field!r}: the tokenizer of model.hf_assets_path ="
     if template is None:
         raise ValueError(
-            f"{where} {assets_path!r} has no chat template; use a tokenizer of a chat model, add "
+            f"data.messages_field = {messages_field!r}: the tokenizer of model.hf_assets_path = "
+            f"{assets_path!r} has no chat template; use a tokenizer of a chat model, add "
             "chat_template.jinja to the folder, or write prompts and answers (data.prompt_field)"
         )
     texts = [piece.text for piece in template.trial if piece.text]
     whole, *parts = tokenizer.encode_each(["".join(texts), *texts])
     known = [ids for ids in parts if ids is not None]
     if whole is None or len(known) < len(parts) or not np.array_equal(np.concatenate(known), whole):
-        other = "has other tokens for a chat than for its turns one by one, so the assistant's"
-        remedy = "use another, or prompts and answers (data.prompt_field)"
-        raise ValueError(f"{where} {assets_path!r} {other} cannot be identified; {remedy}")
+        raise ValueError(
+            f"data.messages_field = {messages_field!r}: the tokenizer of model.hf_assets_path = "
+            f"{assets_path!r} has other tokens for a chat than for its turns one by one, so the "
+            "assistant's cannot be identified; use another, or prompts and answers "
+            "(data.prompt_field)"
+        )
     return Reading(messages_field=messages_field, template=template)
 
 
-def _messages_of(value: object) -> list[dict[str, str]] | str:
-    """Return the first messages, or what is there instead, by types and names of keys."""
+def _messages_of(value: object) -> list[dict[str, str]] | None:
+    """Return the first messages of a chat; None if it is none."""
     if not isinstance(value, list):
-        return _kind_of(value)
+        return None
     found = []
     for one in value[:MOST_ITEMS]:  # the time to render a conversation is bounded
         if not isinstance(one, dict):
-            return f"a list with {_kind_of(one)}"
-        if not one.keys() >= {"role", "content"}:
-            return f"a list of objects with {' and '.join(map(repr, list(one)[:4])) or 'no keys'}"
-        for key in ("role", "content"):
-            if text_of(one[key]) is None:
-                return f"messages whose {key} is {_kind_of(one[key])}"
-        found.append({"role": one["role"], "content": one["content"]})
+            return None
+        role, content = text_of(one.get("role")), text_of(one.get("content"))
+        if role is None or content is None:
+            return None
+        found.append({"role": role, "content": content})
     return found
-
-
-def _kind_of(value: object) -> str:
-    kinds = {bool: "a truth value", int: "a number", float: "a number", list: "a list"}
-    kinds |= {dict: "an object", type(None): "null", bytes: "text that is broken or too long"}
-    kinds[str] = "text with half a character" if text_of(value) is None else "a text"
-    return kinds.get(type(value), f"a {type(value).__name__}")
 
 
 class Assembler:
@@ -187,16 +187,6 @@ class Assembler:
         return np.concatenate([self.between, ids]), first
 
 
-def split(text: str, most: int = MOST_PART) -> Iterator[str]:
-    """Cut a text into parts of at most `most` characters, for the tokenizer's memory: before a
-    blank between two letters if there is one near, where most tokenizers begin a new word anyway.
-    """
-    start = 0
-    while len(text) - start > most:
-        stop = start + most
-        near = range(stop - 1, max(stop - 4096, start), -1)
-        blanks = (i for i in near if text[i] == " " and (text[i - 1] + text[i + 1]).isalpha())
-        at = next(blanks, stop)
-        yield text[start:at]
-        start = at
-    yield text[start:]
+def split(text: str, most: int = MOST_PART) -> list[str]:
+    """Cut a text into parts of at most `most` characters, for the tokenizer's memory."""
+    return [text[start : start + most] for start in range(0, len(text), most)]

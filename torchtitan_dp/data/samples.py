@@ -3,11 +3,9 @@
 Labels are shifted here, before any sharding over context-parallel ranks, so that no rank needs
 its neighbour's first token (hazard rows 6 and 7).
 
-A sample begins where its unit's records begin, one after the other without those that have nothing
-to learn, or is a random window of them. Of a record with answers that is longer than a sample, the
-window begins a quarter of a sample before the first target, or earlier if the record ends within
-it: a long prompt is cut at its beginning, an answer only where it has no room beside a quarter of
-prompt, and every record with a target shows one.
+A sample begins where its unit's records begin, one after the other, or is a random window of them.
+Of a record with answers that is longer than a sample, the window begins a quarter of a sample
+before the first target, or earlier if the record ends within it.
 
 Guarantee:
     A draw of a unit makes one sample (or a public number, `windows`), each a function of that
@@ -79,8 +77,8 @@ class Samples:
         their complement. Raises OSError if the disk failed.
 
         Unit -1 is padding, without ids. `rng`, a fresh generator of this unit and draw, is needed
-        if `is_random`. The `windows` of a long text begin in different ones of as many equal parts
-        of it. A text that fits one sample, or too few records, leave later windows without ids.
+        if `is_random`. The `windows` of a long text begin in as many equal parts of it; a text that
+        fits one sample, or too few records, leave later windows without ids.
         """
         if unit == -1:
             return NOTHING
@@ -150,11 +148,8 @@ class Samples:
         windows: int = 1,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Make `(tokens_BT, labels_BT)`, int64 (len(units), seq_len or `length`): `windows` samples
-        of each unit, which `units` repeats as often in a row.
-
-        Tokens are all ids but the last, padded with `pad_id`, labels all but the first, padded with
-        `IGNORE_INDEX`: a unit without ids (empty, undecodable, or -1) contributes exactly 0.
-        """
+        of each unit, which `units` repeats as often in a row. Labels are padded with
+        `IGNORE_INDEX`: a unit without ids (empty, undecodable, or -1) contributes exactly 0."""
         both = np.empty((2, len(units), length or self.seq_len), dtype=np.int64)
         for row, (unit, rng) in enumerate(zip(units, rngs or [None] * len(units), strict=True)):
             self.lay_out(self.ids(int(unit), rng, row % windows, windows), *both[:, row])

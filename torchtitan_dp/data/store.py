@@ -1,17 +1,15 @@
 """The store of tokens: records as they were tokenized once, on disk, private like the records.
 
-A store is a folder with `tokens` (the ids of all records, one after the other; those that are no
-targets as their bitwise complement, which is negative), `arrays` (where each record ends, and its
-unit), `facts.json` (what was tokenized and how, and hashes of the other two), `seen`, names of
-machines and files that it was compared with, and `runs`, folders of runs that train on it. Its name
-follows from format, fields, tokenizer, template, and the files' relative names and sizes, so that
-runs, nodes and copies share it.
+A store is a folder with `tokens` (the ids of all records; those that are no targets as their
+bitwise complement), `arrays` (where each record ends, and its unit) and `facts.json` (what was
+tokenized and how, with hashes). Its name follows from format, fields, tokenizer, template, and the
+files' relative names and sizes, so that runs, nodes and copies share it.
 
 Guarantee:
-    A store that is opened has the tokens that `prepare` makes of the files as they are: both are
-    compared by hash when a machine opens it for the first time, and once a size, a time or an inode
-    of them differs (not after a failing disk's change, which keeps all three). Folders are 0700 and
-    files 0600. A store is written under another name and renamed, by one process at a time.
+    - A store that is opened has the tokens that `prepare` makes of the files as they are: both are
+      compared by hash at each start.
+    - Folders are 0700 and files 0600.
+    - A store is written under another name and renamed, by one process at a time.
 """
 
 import contextlib
@@ -20,7 +18,6 @@ import functools
 import hashlib
 import json
 import os
-import platform
 import re
 import shutil
 import struct
@@ -33,15 +30,14 @@ from typing import IO, Any
 import filelock
 import numpy as np
 
-from torchtitan_dp.data.console import FIRST_LINE_S, Lack, say
+from torchtitan_dp.data import say
 from torchtitan_dp.data.files import Files
 from torchtitan_dp.data.units import Units
+from torchtitan_dp.process import private_opener
 
-VERSION = 3  # of the form of the files and of how rows become ids: another is another store
-TOKENS, ARRAYS, FACTS, SEEN, RUNS = "tokens", "arrays", "facts.json", "seen", "runs"
-RECORD_BYTES = 41  # of `arrays`, for each record
-_FACTS = {"terms", "path", "tokenizer", "records", "units", "unnamed", "alike", "pointers"}
-_FACTS |= {"dtype", "between", "contents", "lacks"}
+VERSION = 4  # of the form of the files and of how rows become ids: another is another store
+TOKENS, ARRAYS, FACTS = "tokens", "arrays", "facts.json"
+WAIT_S = 5.0  # for another process, before a line says so
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,6 @@ class Store:
     fingerprint: str = ""  # a hash of all tokens, and of the units that they are of
     contents: str = ""  # a hash of the contents of the files that were tokenized
     handle: int = -1  # of the open `tokens`: a store that takes this one's place has another file
-    stamps: tuple[tuple[int, ...], ...] = ()  # size, times and inode of its files
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -103,51 +98,42 @@ def private_folder(data_store: str | None) -> str:
         os.listdir(folder)
         return folder
     except OSError as error:
-        cannot = "the tokens of training.dataset_path cannot be written to"
-        why = f"{cannot} {folder!r} ({error.strerror}); name a folder that you can write"
-        raise ValueError(f"data.store = {data_store!r}: {why}") from error
+        raise ValueError(
+            f"data.store = {data_store!r}: the tokens of training.dataset_path cannot be written "
+            f"to {folder!r} ({error.strerror}); name a folder that you can write"
+        ) from error
 
 
 def load(folder: str) -> Store | None:
-    """Open a store, unless there is none, or its arrays or facts are damaged."""
+    """Open a store, unless there is none, its arrays or facts are damaged, or somebody else's."""
     with contextlib.ExitStack() as stack:
         try:
-            directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-            stack.callback(os.close, directory)
-            if os.fstat(directory).st_uid not in (os.geteuid(), 0):
-                return None  # planted by somebody else
-            # All three are one store's, even if another takes its place meanwhile.
-            opener = functools.partial(os.open, dir_fd=directory)
             names = TOKENS, ARRAYS, FACTS
-            files = [stack.enter_context(open(name, "rb", opener=opener)) for name in names]
-            data, facts = files[1].read(), json.load(files[2])
-            if (facts.pop("digest"), facts["arrays"]) != (_digest(facts), _hash([data])):
+            tokens, arrays, described = (
+                stack.enter_context(open(Path(folder, name), "rb")) for name in names
+            )
+            owners = {os.fstat(file.fileno()).st_uid for file in (tokens, arrays, described)}
+            data, facts = arrays.read(), json.load(described)
+            digest, is_ours = facts.pop("digest"), owners <= {os.geteuid(), 0}
+            if not is_ours or (digest, facts["arrays"]) != (_digest(facts), _hash([data])):
                 return None
-            is_known = [lack.keys() == {*Lack._fields} for lack in facts["lacks"]]
-            if not (facts.keys() >= _FACTS and all(is_known)):
-                return None  # of another version of the program
-            found = [os.fstat(file.fileno()) for file in files]
-            stamps = tuple((s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for s in found)
+            records, units = facts["records"], facts["units"]
+            whole = np.frombuffer(data, "<i8", 3 * records + 2 * units + 1)
+            places = np.cumsum([records, records, records, units + 1])
+            ends, firsts, members, starts, hashes = np.split(whole, places)
+            reasons = np.frombuffer(data, np.uint8, offset=whole.nbytes)
+            of = Units(members, starts, hashes.view("<u8"))
             terms = facts["between"], facts["tokens"], facts["contents"]
-            arrays = _unpack(data, facts["records"], facts["units"])
-            handle = os.dup(files[0].fileno())
-        except Exception:  # of several kinds, for a damaged file
+            handle = os.dup(tokens.fileno())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
-    store = Store(folder, *arrays, facts, *terms, handle, stamps)
+    store = Store(folder, ends, firsts, reasons, of, facts, *terms, handle)
     weakref.finalize(store, os.close, handle)
     return store
 
 
-def _unpack(data: bytes, records: int, units: int) -> tuple[Any, Any, Any, Units]:
-    whole = np.frombuffer(data, "<i8", 3 * records + 2 * units + 1)
-    places = np.cumsum([records, records, records, units + 1])
-    ends, firsts, members, starts, hashes = np.split(whole, places)
-    reasons = np.frombuffer(data, np.uint8, offset=whole.nbytes)
-    return ends, firsts, reasons, Units(members, starts, hashes.view("<u8"))
-
-
 def pack(ends: np.ndarray, firsts: np.ndarray, reasons: np.ndarray, units: Units) -> bytes:
-    """Write the arrays of a store as `load` reads them: `RECORD_BYTES` for each record, about."""
+    """Write the arrays of a store as `load` reads them: 41 bytes for each record, about."""
     whole = [ends, firsts, units.members, units.starts, units.hashes.view(np.int64)]
     return np.concatenate(whole).astype("<i8").tobytes() + reasons.astype(np.uint8).tobytes()
 
@@ -163,19 +149,17 @@ def write(folder: str, make: Callable[[str], tuple[bytes, dict[str, Any]]]) -> N
 
     `make` writes `tokens` into a folder, and returns the arrays (`pack`) and facts of the store.
     """
-    parent, name = os.path.split(folder)
-    temporary = os.path.join(parent, f".{name}")
+    temporary = Path(folder).with_name(f".{Path(folder).name}")
     shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
     try:
         os.mkdir(temporary, mode=0o700)
-        os.mkdir(os.path.join(temporary, SEEN), mode=0o700)
-        data, facts = make(temporary)
+        data, facts = make(str(temporary))
         facts["arrays"] = _hash([data])
-        with open(os.path.join(temporary, TOKENS), "rb") as tokens:
+        with open(temporary / TOKENS, "rb") as tokens:
             facts["tokens"] = _tokens_hash(facts, tokens)
         described = json.dumps({**facts, "digest": _digest(facts)}, indent=1).encode()
         for name, content in ((TOKENS, b""), (ARRAYS, data), (FACTS, described)):
-            with open(os.path.join(temporary, name), "ab", opener=private) as file:
+            with open(temporary / name, "ab", opener=private_opener) as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
@@ -185,11 +169,6 @@ def write(folder: str, make: Callable[[str], tuple[bytes, dict[str, Any]]]) -> N
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-
-
-def private(path: str, flags: int) -> int:
-    """Open a file that only its owner can read; an `opener`."""
-    return os.open(path, flags, 0o600)
 
 
 def _hash(parts: Iterable[bytes], person: bytes = b"") -> str:
@@ -229,49 +208,12 @@ def contents_hash(hashes: Iterable[str]) -> str:
     return _hash([" ".join(hashes).encode()], b"contents")
 
 
-def _mark(store: Store, files: Files) -> str:
-    """Return the path of the mark that this machine compared this store with these files."""
-    # Two machines may share a store, and each have an image with the same inodes and times.
-    terms = repr((platform.node(), files.root, store.stamps)).encode()
-    return os.path.join(store.folder, SEEN, _hash([terms, *files.stamps]))
-
-
-def load_if_seen(folder: str, files: Files) -> Store | None:
-    """Open a store that this machine has compared with these files, as both are now."""
-    store = load(folder)
-    return store if store is not None and os.path.exists(_mark(store, files)) else None
-
-
-def mark_seen(store: Store, files: Files) -> None:
-    """Note that the store was compared with these files; on a read-only disk nothing is noted."""
-    with contextlib.suppress(OSError):
-        os.close(os.open(_mark(store, files), os.O_CREAT | os.O_WRONLY, 0o600))
-
-
-def mark_used(store: Store, run: str) -> None:
-    """Note the folder of a run that trains on the store; on a read-only disk nothing is noted."""
-    path = os.path.realpath(run)
-    with contextlib.suppress(OSError):
-        os.makedirs(folder := os.path.join(store.folder, RUNS), mode=0o700, exist_ok=True)
-        name = os.path.join(folder, _hash([os.fsencode(path)]))
-        with open(name, "wb", opener=private) as file:
-            file.write(os.fsencode(path))
-
-
-def runs_of(store: Store) -> list[str]:
-    """List the folders of the runs that trained on the store. PRIVATE."""
-    with contextlib.suppress(FileNotFoundError):
-        entries = [*os.scandir(os.path.join(store.folder, RUNS))]
-        return sorted(os.fsdecode(Path(entry.path).read_bytes()) for entry in entries)
-    return []
-
-
 @contextlib.contextmanager
 def writing_lock(folder: str) -> Iterator[None]:
     """Keep other processes from writing a store; the kernel unlocks it if this one dies."""
     lock = filelock.FileLock(f"{folder}.lock", mode=0o600)
     try:
-        lock.acquire(timeout=FIRST_LINE_S)
+        lock.acquire(timeout=WAIT_S)
     except filelock.Timeout:
         say("waiting for another process, which prepares the same training.dataset_path")
         lock.acquire()
@@ -288,6 +230,6 @@ def names(folder: str) -> list[str]:
 
 def delete(folder: str) -> None:
     """Remove a store."""
-    parent, name = os.path.split(folder)
-    with writing_lock(os.path.join(parent, name.lstrip("."))):  # not while it is written
-        shutil.rmtree(folder)  # in any order: nobody opens a part of one
+    path = Path(folder)
+    with writing_lock(str(path.with_name(path.name.lstrip(".")))):  # not while it is written
+        shutil.rmtree(path)  # in any order: nobody opens a part of one

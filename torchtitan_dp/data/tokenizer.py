@@ -57,8 +57,8 @@ class HFTokenizer:
         self.identity = f"{hashed}, bos {bos_id}, eos {eos_id}"
 
     def encode(self, text: str) -> np.ndarray | None:
-        """Turn a text into token ids, int64 (tokens,), without marks; None for one with something
-        that the vocabulary lacks. Never raises, whatever the text."""
+        """Turn a text into token ids, int64, without marks; None for one with something that the
+        vocabulary lacks."""
         return self.encode_each([text])[0]
 
     def encode_each(self, texts: Sequence[str]) -> list[np.ndarray | None]:
@@ -112,24 +112,23 @@ def from_hub(path: str) -> str | None:
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path):
         return None
     folder = f"models/{path.partition('/')[2]}"
-    command = f"hf download {path} --local-dir {folder}"
-    return f"if it is a model of the Hugging Face hub, run {command} and name {folder}"
+    return (
+        f"if it is a model of the Hugging Face hub, run hf download {path} --local-dir {folder} "
+        f"and name {folder}"
+    )
 
 
 def load_tokenizer(assets_path: str) -> Tokenizer:
-    """Load the tokenizer of the folder `model.hf_assets_path`: its tokenizer.json, else bytes.
-
-    Marks of beginning and end are those that tokenizer_config.json names, else
-    special_tokens_map.json, else none. An empty path means bytes. The last one that was loaded is
-    returned again, unless a file changed. Raises ValueError, one line, for a folder that does not
-    exist, a broken file in it, a vocabulary without a mark that is named.
-    """
+    """Load the tokenizer of the folder `model.hf_assets_path`: its tokenizer.json, with the marks
+    that tokenizer_config.json or special_tokens_map.json names; without one, or a path, bytes.
+    Raises ValueError, one line, for a folder that does not exist, or a broken file."""
     if not assets_path:
         return ByteTokenizer()
-    setting = f"model.hf_assets_path = {assets_path!r}"
     if not os.path.isdir(assets_path):
         remedy = from_hub(assets_path) or "give one with a tokenizer.json, or one without for bytes"
-        raise ValueError(f"{setting} is not an existing folder: {remedy}")
+        raise ValueError(
+            f"model.hf_assets_path = {assets_path!r} is not an existing folder: {remedy}"
+        )
     paths = [os.path.join(assets_path, name) for name in (TOKENIZER, SETTINGS, _MAP)]
     if not os.path.exists(paths[0]):
         _refuse_bytes(assets_path)
@@ -144,8 +143,10 @@ def _load(assets_path: str, files: tuple[tuple[int, ...], ...]) -> HFTokenizer:
     try:
         backend = tokenizers.Tokenizer.from_file(os.path.join(assets_path, TOKENIZER))
     except Exception as error:  # the library raises plain Exception
-        cannot = f"its tokenizer.json cannot be loaded ({error}): download it again"
-        raise ValueError(f"model.hf_assets_path = {assets_path!r}: {cannot}") from error
+        raise ValueError(
+            f"model.hf_assets_path = {assets_path!r}: its tokenizer.json cannot be loaded "
+            f"({error}): download it again"
+        ) from error
     marks = (_mark_id(backend, assets_path, key) for key in ("bos_token", "eos_token"))
     return HFTokenizer(backend, *marks)
 
@@ -157,10 +158,12 @@ def _refuse_bytes(assets_path: str) -> None:
     found = [name for name in names if name in others]
     found += [name for name in names if name.endswith((".safetensors", ".bin", ".pth"))]
     if found:
-        load, save = f"from_pretrained('{assets_path}')", f"save_pretrained('{assets_path}')"
-        command = f'python -c "from transformers import AutoTokenizer; AutoTokenizer.{load}.{save}"'
-        lacks = f"it has {found[0]} and no {TOKENIZER}, so that text would be read as bytes"
-        raise ValueError(f"model.hf_assets_path = {assets_path!r}: {lacks}; write one: {command}")
+        raise ValueError(
+            f"model.hf_assets_path = {assets_path!r}: it has {found[0]} and no {TOKENIZER}, so "
+            'that text would be read as bytes; write one: python -c "from transformers import '
+            f"AutoTokenizer; AutoTokenizer.from_pretrained('{assets_path}')"
+            f".save_pretrained('{assets_path}')\""
+        )
 
 
 def _mark_id(backend: tokenizers.Tokenizer, assets_path: str, key: str) -> int | None:
@@ -169,8 +172,10 @@ def _mark_id(backend: tokenizers.Tokenizer, assets_path: str, key: str) -> int |
             continue
         if isinstance(mark, str) and (token_id := backend.token_to_id(mark)) is not None:
             return token_id
-        lacks = f"names the {key} {mark!r}, which {TOKENIZER} lacks: take both files from one model"
-        raise ValueError(f"model.hf_assets_path = {assets_path!r}: its {name} {lacks}")
+        raise ValueError(
+            f"model.hf_assets_path = {assets_path!r}: its {name} names the {key} {mark!r}, which "
+            f"{TOKENIZER} lacks: take both files from one model"
+        )
     return None
 
 
@@ -184,8 +189,10 @@ def read_settings(assets_path: str, name: str) -> dict[str, Any]:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        broken = f"its {name} is not a JSON object: download it again"
-        raise ValueError(f"model.hf_assets_path = {assets_path!r}: {broken}")
+        raise ValueError(
+            f"model.hf_assets_path = {assets_path!r}: its {name} is not a JSON object: download it "
+            "again"
+        )
     for key, value in found.items():
         if key.endswith("_token") and isinstance(value, dict):
             found[key] = value.get("content")  # the older form, of {"content": "<s>", …}
@@ -200,5 +207,7 @@ def read_text(assets_path: str, name: str) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        cannot = f"its {name} cannot be read ({error}): download it again"
-        raise ValueError(f"model.hf_assets_path = {assets_path!r}: {cannot}") from None
+        raise ValueError(
+            f"model.hf_assets_path = {assets_path!r}: its {name} cannot be read ({error}): "
+            "download it again"
+        ) from None

@@ -1,17 +1,12 @@
 """The privacy units of a data set: each of them one record, or what `data.unit_field` groups.
 
 Guarantee:
-    Every record belongs to exactly one unit, so that a drawn unit brings in no records of others.
-    A record whose unit cannot be read (a row without the field; where units are folders, a file
-    that lies in none) is a unit of its own, named by its place, and reads as nothing: to drop it
-    would change who else can be drawn, and to use it would add to an unknown unit.
-
-Neighbours:
-    Which units there are, and how many, is public: with `zero_out` one unit's records are replaced
-    by ones without text under the same name. Grouping by a private field publishes how many
-    different values it has (by way of the sampling rate), and nothing else of it. With a public
-    `privacy.sample_rate` (`add_remove`) a unit's records are there or not, and the number is not
-    published. Units are ordered by a 128-bit hash of their names, private like the names.
+    - Every record belongs to exactly one unit, so that a drawn unit brings in no records of others.
+    - A record whose unit cannot be read (a row without the field; where units are folders, a file
+      that lies in none) is a unit of its own, named by its place, and reads as nothing: to drop it
+      would change who else can be drawn, and to use it would add to an unknown unit.
+    - Units are ordered by a 128-bit hash of their names, private like the names. Which units there
+      are, and how many, is public with `zero_out`, and not with a public `privacy.sample_rate`.
 """
 
 import functools
@@ -73,8 +68,10 @@ def split(hashes: np.ndarray, heldout_fraction: float) -> tuple[np.ndarray, np.n
     """
     mask = hashes < np.uint64(int(heldout_fraction * 2**64))
     if mask.all():
-        nothing = "leaves no record or unit to train on"
-        raise ValueError(f"data.heldout_fraction = {heldout_fraction!r} {nothing}: lower it")
+        raise ValueError(
+            f"data.heldout_fraction = {heldout_fraction!r} leaves no record or unit to train on: "
+            "lower it"
+        )
     return np.flatnonzero(~mask), np.flatnonzero(mask)
 
 

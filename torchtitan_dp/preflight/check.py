@@ -29,12 +29,11 @@ from torchtitan_dp.checkpoint.start import (
 )
 from torchtitan_dp.config import JobConfig, Privacy
 from torchtitan_dp.config.derived import never_trained, unit_word
-from torchtitan_dp.data.console import say, warn
+from torchtitan_dp.data import say, warn
 from torchtitan_dp.data.dataset import Records, describe, settings_of
-from torchtitan_dp.data.prepare import prepared
+from torchtitan_dp.data.prepare import Source, prepared
 from torchtitan_dp.data.reading import reading
 from torchtitan_dp.data.samples import Samples
-from torchtitan_dp.data.source import Source
 from torchtitan_dp.data.tokenizer import ByteTokenizer, from_hub, load_tokenizer
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger import Lineage

@@ -12,14 +12,12 @@ configuration, fingerprint and the list of executed steps are left out. It runs 
 the CPU, with the weights in fp32, and does not open the private records.
 
 Guarantee:
-    The epsilon in OUT is never less than the spending: the terms are those of the ledger inside the
-    weights' checkpoint, and epsilon covers every step of `steps_executed.log` and every planned
-    step, unless the owner states that neither results nor a clock decided when to stop, or that
-    nobody saw anything of lost steps.
-    A run that is not private is refused, and so is one whose `privacy.json` is missing or
-    disagrees with that ledger. The run's owner is trusted: consistent edits of checkpoint and log
-    are not detected. Of the terms only the released keys of `ledger.schema` are published.
-    No JSON file has a path of this machine as a value (`models.hugging_face`).
+    - The epsilon in OUT is never less than the spending (`release.claims`). Of the terms only the
+      released keys of `ledger.schema` are published.
+    - A run that is not private is refused, and so is one whose `privacy.json` is missing or
+      disagrees with the ledger in the checkpoint. The run's owner is trusted: consistent edits of
+      checkpoint and log are not detected.
+    - No JSON file has a path of this machine as a value (`models.hugging_face`).
 """
 
 import hashlib
@@ -52,7 +50,6 @@ from torchtitan_dp.checkpoint.folder import (
     step_folder,
 )
 from torchtitan_dp.checkpoint.start import decide_start
-from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import exit_on_mistake, read_config
 from torchtitan_dp.ledger import PRIVACY_FILE
 from torchtitan_dp.ledger.schema import write_published
@@ -70,7 +67,7 @@ from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import lock_folder, write_atomically
 from torchtitan_dp.release.byte_tokenizer import byte_tokenizer_files
 from torchtitan_dp.release.card import OWNER_ITEMS, model_card
-from torchtitan_dp.release.claims import NO_NAMES, PublicNames, claims, name_in_config
+from torchtitan_dp.release.claims import NO_NAMES, PublicNames, claims
 
 CARD_FILE = "README.md"
 SUMS_FILE = "SHA256SUMS"
@@ -101,7 +98,13 @@ def release(
                 f"--merged: RUN = '{run}' trained no adapters (lora.rank = 0); omit it"
             )
         merge = merge or config.lora.export == "merged"
-        checkpoint = _newest_checkpoint(run, config)
+        checkpoints = os.path.join(run, config.checkpoint.folder)
+        if (step := newest_finished_checkpoint(checkpoints)) < 0:
+            raise ValueError(
+                f"RUN = '{run}': {checkpoints} has no whole checkpoint; train with "
+                "checkpoint.enable = true"
+            )
+        checkpoint = step_folder(checkpoints, step)
         terms = claims(
             run,
             checkpoint,
@@ -109,7 +112,12 @@ def release(
             stop_not_from_results=stop_not_from_results,
             lost_steps_not_seen=lost_steps_not_seen,
         )
-        average = _takes_average(checkpoint, average)
+        if average and not has_average(checkpoint):
+            raise ValueError(
+                f"--ema: {checkpoint} has no average of weights, since it was saved with "
+                "ema.enable = false; omit --ema to release the weights after its last step"
+            )
+        average = has_average(checkpoint) if average is None else average
         args = check_model(config, decide_start(config))
         model = empty_model(args)
         load_weights(checkpoint, model, average=average)
@@ -148,16 +156,6 @@ def _check_folders(run: str, out: str) -> None:
         raise ValueError(f"OUT = '{out}': '{out}.tmp' is left from a failed release; remove it")
 
 
-def _newest_checkpoint(run: str, config: JobConfig) -> str:
-    folder = os.path.join(run, config.checkpoint.folder)
-    step = newest_finished_checkpoint(folder)
-    if step < 0:
-        raise ValueError(
-            f"RUN = '{run}': {folder} has no whole checkpoint; train with checkpoint.enable = true"
-        )
-    return step_folder(folder, step)
-
-
 def _load(folder: str, state: dict[str, Any]) -> None:
     """Read whole tensors and values of a checkpoint into `state`, in place; raise ValueError if it
     lacks one, has it in another shape, or is broken."""
@@ -178,16 +176,6 @@ def empty_model(args: ModelArgs) -> CausalLM:
     for tensor in saved_tensors(model).values():
         tensor.fill_(torch.nan)
     return model
-
-
-def _takes_average(checkpoint: str, wanted: bool | None) -> bool:
-    there = has_average(checkpoint)
-    if wanted and not there:
-        raise ValueError(
-            f"--ema: {checkpoint} has no average of weights, since it was saved with ema.enable "
-            "= false; omit --ema to release the weights after its last step"
-        )
-    return there if wanted is None else wanted
 
 
 def load_weights(folder: str, model: nn.Module, *, average: bool = False) -> None:
@@ -225,12 +213,13 @@ def _sha256(path: str) -> str:
 
 
 def main(argv: list[str]) -> None:
+    """Run the command."""
     options, _ = parsed("release", __doc__, argv)
     names = PublicNames(
         options.base_model, options.license, tuple(options.datasets), options.unit_name
     )
     with exit_on_mistake():
-        published = release(
+        terms = release(
             options.run,
             options.out,
             stop_not_from_results=options.stop_not_from_results,
@@ -239,31 +228,15 @@ def main(argv: list[str]) -> None:
             average=options.ema,
             names=names,
         )
-        hint = None if options.base_model else name_in_config(read_config(options.run))
-    print("\n".join(_closing_lines(options.out, published, hint)), file=sys.stderr)
-
-
-_COUNTED = {
-    "planned_steps": "every step begun or planned",
-    "executed_steps": "every step begun",
-    "kept_and_planned_steps": "every step planned, without lost ones",
-    "kept_steps": "every step of these weights",
-}
-
-
-def _closing_lines(out: str, terms: dict[str, Any], hint: str | None) -> list[str]:
-    """Return the lines for the owner at the end, with the base model's probable name."""
-    named = (
-        f"          the starting model's config.json notes '{hint}': if that is its public name, "
-        f"release again with --base_model {hint}"
-    )
-    return [
-        f"released: {out}/ (epsilon = {rounded_up(terms['epsilon'])}, delta = {terms['delta']}; "
-        f"{_COUNTED[terms['epsilon_counts']]})",
-        f"          read {CARD_FILE} before you publish it, and fill in what only you know:",
+    counts = terms["epsilon_counts"].replace("_", " ")
+    print(
+        f"released: {options.out}/ (epsilon = {rounded_up(terms['epsilon'])} of {counts}, delta = "
+        f"{terms['delta']})\n          read {CARD_FILE} before you publish it, and fill in what "
+        "only you know:",
         *(f"          - {item}" for item in OWNER_ITEMS),
-        *([named] if hint else []),
-    ]
+        sep="\n",
+        file=sys.stderr,
+    )
 
 
 if __name__ == "__main__":

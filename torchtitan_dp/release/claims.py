@@ -1,11 +1,11 @@
 """What a release publishes: its claims, and the names that its owner gives.
 
 Guarantee:
-    The returned terms are those of the ledger inside the checkpoint, and count every step that the
-    run ever began and every step that was planned, unless the owner states that neither results nor
-    a clock decided when to stop, or that nobody saw anything of lost steps. Checkpoint,
-    `privacy.json` and executed steps must agree: disagreement is refused, never resolved. Nothing
-    in the terms depends on how many steps each start took or lost.
+    - The returned terms are those of the ledger inside the checkpoint, and count every step that
+      the run ever began and every step that was planned, unless the owner states that neither
+      results nor a clock decided when to stop, or that nobody saw anything of lost steps.
+    - Checkpoint, `privacy.json` and executed steps must agree: disagreement is refused.
+    - Nothing in the terms depends on how many steps each start took or lost.
 """
 
 import re
@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_dp.checkpoint.verify import check_checkpoint, verify
-from torchtitan_dp.config import JobConfig
 from torchtitan_dp.ledger import PRIVACY_FILE, Lineage, RunLog
 from torchtitan_dp.ledger.lineage import of_weights
 from torchtitan_dp.ledger.schema import read_published_fields, released
 from torchtitan_dp.ledger.spending import recorded, spent
-from torchtitan_dp.models.hugging_face import config_file, is_local_path, read_settings
 
 STOP_STATED = "the owner states that neither results nor a clock decided when to stop"
 LOST_STATED = (
@@ -50,7 +48,12 @@ def claims(
     published = read_published_fields(run)
     if published is None:
         raise ValueError(f"RUN = '{run}': it has no {PRIVACY_FILE}; restore it")
-    _refuse_not_private(run, lineage, published)
+    if not (lineage.private and published["private"] and published["epsilon"] is not None):
+        caveats = [*lineage.caveats, *recorded(published["caveats"])]
+        raise ValueError(
+            f"RUN = '{run}': it is NOT private ({'; '.join(dict.fromkeys(caveats)) or PRIVACY_FILE}"
+            "), permanently; train afresh in another job.dump_folder"
+        )
     step = int(checkpoint.rpartition("-")[2])
     if lineage.steps != step:
         raise ValueError(
@@ -81,19 +84,6 @@ def claims(
         (True, True): "kept_steps",
     }[stop_not_from_results, lost_steps_not_seen]
     return released(account, executed, planned, counts, steps, stated)
-
-
-def _refuse_not_private(run: str, lineage: Lineage, published: dict[str, Any]) -> None:
-    if lineage.private and published["private"] and published["epsilon"] is not None:
-        return
-    why = (
-        "; ".join(dict.fromkeys([*lineage.caveats, *recorded(published["caveats"])]))
-        or PRIVACY_FILE
-    )
-    raise ValueError(
-        f"RUN = '{run}': it is NOT private ({why}), permanently; train afresh in "
-        "another job.dump_folder"
-    )
 
 
 _OF_THE_HUB = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)  # a model or a data set
@@ -133,19 +123,6 @@ class PublicNames:
 
 
 NO_NAMES = PublicNames()
-
-
-def name_in_config(config: JobConfig) -> str | None:
-    """Find the name that the starting model's `config.json` notes, if it looks like a hub's.
-
-    It is not published unasked: `transformers` notes the place a model was loaded from, and a
-    relative path looks like a name.
-    """
-    source = config_file(config) if config.checkpoint.initial_load_in_hf else None
-    name = None if source is None else read_settings(*source).get("_name_or_path")
-    if not isinstance(name, str) or "/" not in name or is_local_path(name):
-        return None
-    return name if _is_name(_OF_THE_HUB, name) else None
 
 
 def _check_of_the_hub(option: str, name: str, kind: str, example: str) -> None:

@@ -5,12 +5,26 @@
 
 RUN is a `job.dump_folder`, also of a run that is training. The page is RUN/report.html or, with
 --public, RUN/report_public.html. What is computed from records is marked "not private" there;
---public leaves only what may be published.
+--public leaves only what may be published. With matplotlib it has charts, without it tables.
+
+Guarantee:
+    A public page has the values that `_of_both` and `public_charts` name one by one, and no other:
+    released keys of `privacy.json`, curves of the ledger, and the learning rate up to the last
+    published step. No setting, path, text of the user's or scalar of another name gets there. A run
+    that is not private has no public page.
 """
 
+import datetime
+import importlib.util
+import io
+import math
 import os
+import re
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from torchtitan_dp.config.commands import first, parsed
 
@@ -19,10 +33,45 @@ if __name__ == "__main__":  # before PyTorch, which takes seconds to import
 
 # isort: split
 from torchtitan_dp.config.load import exit_on_mistake, fail
-from torchtitan_dp.process import write_atomically
-from torchtitan_dp.report.content import private_content, public_content
-from torchtitan_dp.report.run_folder import as_text, open_run, status_rows
+from torchtitan_dp.ledger import schema
+from torchtitan_dp.ledger.spending import epsilon as epsilon_of
+from torchtitan_dp.ledger.spending import spent
+from torchtitan_dp.plan.signal import DROWNS, noise_of_run
+from torchtitan_dp.privacy.accounting import rounded_down, rounded_up
+from torchtitan_dp.privacy.meaning import Meaning
+from torchtitan_dp.process import versions, write_atomically
+from torchtitan_dp.release.card import guarantee
+from torchtitan_dp.report.run_folder import (
+    SECONDS,
+    Points,
+    Row,
+    RunFolder,
+    epsilon_rows,
+    open_run,
+    status_rows,
+)
 from torchtitan_dp.templates import templates
+
+_POINTS = 24  # of a curve of epsilon, as in torchtitan_dp.ledger
+_COLUMNS, _DRAWN = 6, 2000  # of a chart's table, besides the last; points of a line
+
+_TABLE = {
+    "delta": "δ",
+    "noise_multiplier": "σ, noise over C",
+    "sample_rate": "q, sampling rate",
+    "max_grad_norm": "C, clip norm",
+    "clipping": "clipping",
+    "clip_function": "clip function",
+    "accountant": "accountant",
+    "neighbouring_relation": "neighbouring data sets",
+    "privacy_unit": "privacy unit",
+    "trained": "trained",
+    "targets": "targets",
+    "expected_batch_size": "expected batch",
+    "secure_noise": "noise safe in its low bits",
+}
+"""Keys of `privacy.json` that the page shows, with their names there."""
+assert _TABLE.keys() <= {key.name for key in schema.KEYS if key.in_releases}
 
 
 def report(folder: str, *, public: bool = False) -> str:
@@ -34,14 +83,240 @@ def report(folder: str, *, public: bool = False) -> str:
     return pages.get_template("page.html.j2").render(content)
 
 
+def public_content(run: RunFolder) -> dict[str, Any]:
+    """Return the values of a public page; ValueError, one line, if nothing of the run may be
+    published, or its files disagree."""
+    if not run.private or run.epsilon_planned is None:
+        raise ValueError(
+            f"--public: RUN = '{run.path}' is NOT private, so that nothing of it may be published; "
+            "omit --public for a page of your own"
+        )
+    if run.faults:
+        raise ValueError(
+            f"--public: RUN = '{run.path}': {'; '.join(run.faults)}: restore its files as the run "
+            "wrote them"
+        )
+    return _of_both(run) | {
+        "public": True,
+        "title": f"run {run.ledger.run}",
+        "rows": [Row("step", f"{run.ledger.steps:,} of {run.total:,}", True), *epsilon_rows(run)],
+        "charts": public_charts(run),
+        "settings": [],
+        "date": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}",
+    }
+
+
+def private_content(run: RunFolder) -> dict[str, Any]:
+    """Return the values of the owner's page."""
+    public = {"privacy.json", "hf", "report_public.html"} if run.private else set()
+    there = sorted(entry.name for entry in run.path.iterdir() if not entry.name.startswith("."))
+    charts = [*public_charts(run), *_charts_of_records(run)]
+    for chart in charts:
+        chart.public = chart.public and run.private
+    return _of_both(run) | {
+        "public": False,
+        "title": run.path.resolve().name,
+        "rows": [row._replace(public=row.public and run.private) for row in status_rows(run)],
+        "charts": charts,
+        "settings": [
+            (f"{section}.{key}", value)
+            for section, values in run.settings.items()
+            for key, value in (values.items() if isinstance(values, dict) else ())
+        ],
+        "faults": run.faults,
+        "notes": run.notes,
+        "records": run.records,
+        "outputs": [(name, "yes" if name in public else "no") for name in there],
+        "run": str(run.path),
+        "date": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M UTC}",
+    }
+
+
+def _of_both(run: RunFolder) -> dict[str, Any]:
+    """Return the values of either page, all of which may be published if the run is private."""
+    return {
+        "private_run": run.private,
+        "terms": _terms(run),
+        "guarantee": _guarantee(run),
+        "caveats": run.caveats,
+        "assumptions": run.assumptions,
+        "versions": versions(),
+        "draws": importlib.util.find_spec("matplotlib") is not None,
+    }
+
+
+@dataclass
+class Chart:
+    """Values over steps."""
+
+    title: str
+    unit: str
+    lines: dict[str, Points]
+    public: bool
+    reference: tuple[str, float] | None = None
+    logarithmic: bool = False
+    words: str = ""
+    write: Callable[[float], str] = field(default="{:.4g}".format)
+
+    @property
+    def table(self) -> list[list[str]]:
+        """A line of steps, and one of values for each name."""
+        steps = sorted({step for points in self.lines.values() for step, _ in points})
+        steps = [*steps[:: max(1, math.ceil(len(steps) / _COLUMNS))], *steps[-1:]]
+        shown, rows = [*dict.fromkeys(steps)], [(name, dict(p)) for name, p in self.lines.items()]
+        lines = [["step", *(f"{step:,}" for step in shown)]]
+        for name, values in rows:
+            lines.append([name, *(self.write(values[s]) if s in values else "" for s in shown)])
+        return lines + ([[self.reference[0], f"{self.reference[1]:g}"]] if self.reference else [])
+
+    @property
+    def svg(self) -> str:
+        """The chart, by matplotlib."""
+        import matplotlib
+        from matplotlib.figure import Figure
+
+        buffer = io.StringIO()
+        with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": self.title}):
+            figure = Figure(figsize=(5, 2.8), layout="constrained")
+            axes = figure.subplots()
+            for name, points in self.lines.items():
+                last = f"{name} {self.write(points[-1][1])}"
+                drawn = points[:: math.ceil(len(points) / _DRAWN)]
+                axes.plot(*zip(*drawn, strict=True), "." if len(points) == 1 else "-", label=last)
+            if self.reference is not None:
+                name, value = self.reference
+                axes.axhline(value, color="black", linestyle="--", label=f"{name} {value:g}")
+            axes.set(xlabel="step", yscale="log" if self.logarithmic else "linear")
+            axes.legend(fontsize="small")
+            axes.grid(alpha=0.3)
+            unsaid = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+            figure.savefig(buffer, format="svg", metadata=unsaid)
+        _, svg, text = buffer.getvalue().partition("<svg")
+        return re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg + text)  # which HTML does not need
+
+
+def public_charts(run: RunFolder) -> list[Chart]:
+    """Return the charts that follow from the ledger, the settings and the number of steps alone."""
+    ledger, settings, charts = run.ledger, run.ledger.settings, []
+    if ledger.composes and run.with_privacy:
+
+        def curve(last: int, *, lost: bool) -> Points:
+            at = sorted({round(last * i / _POINTS) for i in range(_POINTS + 1)})
+            begun = replace(spent(ledger, lost=lost), done=0)
+            return [(n, epsilon_of(begun, settings, n)) for n in at]
+
+        lines = {"of these weights": curve(ledger.steps, lost=False)}
+        if ledger.lost or ledger.steps < run.total:
+            planned = curve(max(run.total, ledger.steps), lost=True)
+            lines["with lost and planned steps"] = planned
+        target = None if settings.target_epsilon is None else ("target", settings.target_epsilon)
+        unit = f"at δ = {settings.delta:g}"
+        charts.append(Chart("ε over steps", unit, lines, True, target, write=rounded_up))
+    if run.with_privacy and run.trained and run.total:
+        noise = {
+            n: noise_of_run(
+                settings.mechanism, trained=run.trained, batch=settings.expected_batch_size, steps=n
+            )
+            for n in sorted({max(1, round(run.total ** (i / 40))) for i in range(41)})
+        }
+        points = [(n, one.over_run) for n, one in noise.items()]
+        words = noise[run.total].describe(run.trained, settings.clipping)
+        unit = "noise's norm over C, averaged over the steps so far; the largest signal has 1"
+        above = ("little is learned above (a heuristic)", DROWNS)
+        lines = {"noise": points}
+        charts.append(Chart("Signal against noise", unit, lines, True, above, True, words))
+    rates = [(step, rate) for step, rate in run.scalars.get("lr", []) if step <= ledger.steps]
+    return [*charts, *([Chart("Learning rate", "", {"lr": rates}, True)] if rates else [])]
+
+
+_LOSSES = {"loss": "training", "heldout_loss": "held out", "heldout_loss_ema": "average"}
+_NORMS = {"norm_p10": "10%", "norm_p50": "median", "norm_p90": "90%"}
+_COUNTS = {"realized_batch_size": "drawn", "rejected": "left out"}
+_MEMORY = {"memory/max_active(GiB)": "active", "memory/max_reserved(GiB)": "reserved"}
+_OF_RECORDS = (
+    ("Loss", "", _LOSSES),
+    ("Clipped share", "of a step's samples", {"clipped_fraction": "clipped"}),
+    ("Gradient norms", "of samples, before clipping", _NORMS),
+    ("Realized batch", "samples", _COUNTS),
+    ("Throughput", "tokens/s a device", {"throughput(tps)": "tokens/s"}),
+    ("Memory", "GiB", _MEMORY),
+    ("Time a step", "s, saves and validation included", {SECONDS: "seconds"}),
+)
+
+
+def _charts_of_records(run: RunFolder) -> list[Chart]:
+    terms, charts = run.ledger.settings, []
+    references = {
+        "Gradient norms": ("C", terms.max_grad_norm),
+        "Realized batch": ("expected", float(terms.expected_batch_size)),
+    }
+    for title, unit, names in _OF_RECORDS:
+        of = {name: run.scalars.get(key, []) for key, name in names.items()}
+        lines = {
+            name: points
+            for name, all_points in of.items()
+            if (points := [point for point in all_points if math.isfinite(point[1])])
+        }
+        reference = references.get(title) if run.with_privacy else None
+        if lines:
+            charts.append(Chart(title, unit, lines, False, reference, title == "Gradient norms"))
+    return charts
+
+
+def _terms(run: RunFolder) -> list[tuple[str, str]]:
+    """Return the terms of the guarantee, none rounded in its own favour."""
+    if not run.with_privacy:
+        return []
+    rounded = {"noise_multiplier": rounded_down, "sample_rate": rounded_up}
+    found = []
+    for key, name in _TABLE.items():
+        if (value := run.published[key]) is not None:
+            shown = rounded[key](value, 6) if key in rounded else _word(value)
+            found.append((name, shown))
+    if run.published["units"] is not None:
+        found.append(("units in training, public", f"{run.published['units']:,}"))
+    return found
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:g}" if isinstance(value, float) else f"{value}"
+
+
+def _guarantee(run: RunFolder) -> dict[str, Any] | None:
+    """Return the values of the sentences that the model card has too, for the epsilon at the end;
+    None where there is no epsilon."""
+    epsilon = run.epsilon_planned
+    if not run.private or epsilon is None:
+        return None
+    if epsilon == run.published["epsilon_planned"] and run.published["meaning"] is not None:
+        meaning: Meaning | None = Meaning.from_json(run.published["meaning"])
+    else:
+        ledger = run.ledger
+        steps = spent(ledger).segments(ledger.settings.mechanism, ledger.left)
+        meaning = schema.explain(ledger, steps, epsilon)
+    if meaning is None or not math.isfinite(epsilon):
+        return None
+    terms = run.published | {"epsilon": epsilon, "meaning": meaning.to_json()}
+    return guarantee(terms, run.config) | {"terms": terms}
+
+
 def main(argv: list[str]) -> None:
+    """Run the command."""
     options, _ = parsed("report", __doc__, argv)
     if options.status and (options.public or options.output):
         fail("--status: it writes no page; omit --public and --output")
     with exit_on_mistake():
         if options.status:
             run = open_run(options.run)
-            print(as_text(options.run, status_rows(run), run.faults))
+            rows = status_rows(run)
+            width = max(len(row.name) for row in rows)
+            print(options.run)
+            for row in rows:
+                label = "" if row.public else "  (not private)"
+                print(f"  {row.name:{width}}  {row.value}{label}")
+            print("".join(f"  FAULT: {fault}\n" for fault in run.faults), end="")
             return
         name = "report_public.html" if options.public else "report.html"
         path = options.output or os.path.join(options.run, name)

@@ -6,12 +6,15 @@ refused; what else is missing becomes a note.
 
 import datetime
 import fcntl
+import itertools
 import json
 import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchtitan_dp.checkpoint.folder import newest_finished_checkpoint, step_folder
 from torchtitan_dp.checkpoint.verify import verify
@@ -26,7 +29,13 @@ from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.segments import NONE
 from torchtitan_dp.process import FAULT_FILE, LOCK_FILE
-from torchtitan_dp.report.charts import SECONDS, Scalars, read_scalars
+
+_EVENTS = "events.out.tfevents."
+_OTHER_NAMES = {"loss_metrics/global_avg_loss": "loss"}  # TorchTitan's, of the baseline
+SECONDS = "a step's time, s"  # no scalar of the run's: from the times of its logged steps
+
+Points = list[tuple[int, float]]
+"""A scalar's values by step, in order."""
 
 
 @dataclass
@@ -38,9 +47,8 @@ class RunFolder:
     ledger: Lineage
     alive: bool
     begun: int  # the last step that was begun
-    checkpoint: int  # the newest whole one; -1: none
-    checkpoint_time: float
-    scalars: Scalars
+    checkpoint: str  # the newest whole one, in words
+    scalars: dict[str, Points]
     config: JobConfig | None = None  # checked, for one process
     settings: dict[str, Any] = field(default_factory=dict)  # as saved
     trained: int | None = None  # parameters
@@ -69,10 +77,6 @@ class RunFolder:
         """The steps that the run takes in all."""
         return self.ledger.planned_steps or (self.config.training.steps if self.config else 0)
 
-    @property
-    def finished(self) -> bool:
-        return self.ledger.steps >= self.total > 0
-
 
 def open_run(folder: str) -> RunFolder:
     """Read a run's folder.
@@ -80,7 +84,7 @@ def open_run(folder: str) -> RunFolder:
     Raises:
         ValueError: one line; there is no run, or its `privacy.json` cannot be read.
     """
-    path = Path(folder)
+    path, notes = Path(folder), list[str]()
     if not path.is_dir():
         raise ValueError(f"RUN = '{folder}': no such folder; name a run's job.dump_folder")
     published = read_published_fields(folder)
@@ -91,26 +95,35 @@ def open_run(folder: str) -> RunFolder:
         )
     if schema.is_release(published):
         raise ValueError(f"RUN = '{folder}' is a release: name the job.dump_folder of its run")
-    notes: list[str] = []
-    config, settings = _settings(folder, notes)
-    checkpoints = path / (config.checkpoint.folder if config else "checkpoint")
-    newest = newest_finished_checkpoint(str(checkpoints))
-    tensorboard = path / (config.metrics.save_tb_folder if config else "tb")
-    scalars = read_scalars(tensorboard)
-    if not scalars.by_name:
+    config, settings = None, {}
+    try:
+        config = read_config(folder)
+        settings = json.loads((path / RUN_CONFIG_FILE).read_text(encoding="utf-8"))
+    except ValueError as error:
+        notes.append(str(error))
+    scalars = read_scalars(path / (config.metrics.save_tb_folder if config else "tb"))
+    if not scalars:
         notes.append(
             "no scalars were found: TensorBoard was off (metrics.enable_tensorboard), no step was "
             "logged yet, or its files are damaged"
         )
-    saved = os.path.getmtime(step_folder(str(checkpoints), newest)) if newest >= 0 else 0
+    checkpoints = str(path / (config.checkpoint.folder if config else "checkpoint"))
+    newest, checkpoint = newest_finished_checkpoint(checkpoints), ""
+    if newest >= 0:
+        saved = os.path.getmtime(step_folder(checkpoints, newest))
+        when = datetime.datetime.fromtimestamp(saved, datetime.timezone.utc)
+        checkpoint = f"step {newest:,}, {when:%Y-%m-%d %H:%M} UTC"
+    executed, begun = path / EXECUTED_FILE, 0
+    if executed.exists():
+        numbers = (line.split()[:1] for line in executed.read_text(errors="replace").splitlines())
+        begun = next((int(n) for (n,) in reversed([*filter(None, numbers)]) if n.isdecimal()), 0)
     run = RunFolder(
         path=path,
         published=published,
         ledger=ledger_of(published),
         alive=_is_locked(path / LOCK_FILE),
-        begun=_last_begun(path / EXECUTED_FILE),
-        checkpoint=newest,
-        checkpoint_time=saved,
+        begun=begun,
+        checkpoint=checkpoint,
         scalars=scalars,
         config=config,
         settings=settings,
@@ -126,25 +139,14 @@ def open_run(folder: str) -> RunFolder:
             notes.append(f"the model's shape is not known: {error}")
     if (fault := path / FAULT_FILE).exists():
         run.ended_by = fault.read_text(encoding="utf-8").strip().removeprefix("error: ")
-    _set_epsilons(run)
+    if run.with_privacy:
+        _set_epsilons(run)
     return run
-
-
-def _settings(folder: str, notes: list[str]) -> tuple[JobConfig | None, dict[str, Any]]:
-    try:
-        config = read_config(folder)
-    except ValueError as error:
-        notes.append(str(error))
-        return None, {}
-    with open(os.path.join(folder, RUN_CONFIG_FILE), encoding="utf-8") as file:
-        return config, json.load(file)
 
 
 def _set_epsilons(run: RunFolder) -> None:
     """Set epsilons, caveats and faults: of a run that is training as published at its last logged
     step; of one that ended as `verify` finds them, since steps after its checkpoint are lost."""
-    if not run.with_privacy:
-        return
     published = run.published
     names = ("epsilon", "epsilon_executed", "epsilon_planned")
     run.epsilon, run.epsilon_executed, run.epsilon_planned = (published[name] for name in names)
@@ -174,19 +176,44 @@ def _is_locked(path: Path) -> bool:
     return False
 
 
-def _last_begun(path: Path) -> int:
-    """Return the last step in the log of begun steps; 0 if there is none."""
-    if not path.exists():
-        return 0
-    for line in reversed(path.read_text(encoding="ascii", errors="replace").splitlines()):
-        number = line.split(maxsplit=1)[0] if line.strip() else ""
-        if number.isdecimal() and int(number) > 0:
-            return int(number)
-    return 0
+def read_scalars(folder: Path) -> dict[str, Points]:
+    """Read the scalars of a run from all event files below a folder, those of rank 0 where every
+    rank wrote some, by name without the section.
+
+    Each start writes a file. Where starts overlap, since a crash lost steps, the later one's values
+    count. The end of a file that a crash or damage left unreadable is left out.
+    """
+    found: dict[str, dict[int, float]] = {}
+    files = [path for path in folder.rglob(f"{_EVENTS}*") if path.is_file()]
+    files = [f for f in files if {p for p in f.parts if p.startswith("rank_")} <= {"rank_0"}]
+    for path in sorted(files, key=_order):
+        # No reservoir sampling.
+        events = EventAccumulator(str(path), {"scalars": 0}, purge_orphaned_data=False).Reload()
+        start = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
+        first = min((event.step for values in start.values() for event in values), default=0)
+        for values in found.values():
+            for step in [step for step in values if step >= first and start]:
+                del values[step]
+        for tag, logged in start.items():
+            name = tag.removeprefix("not_private/").removeprefix("private_to_publish/")
+            name, logged = _OTHER_NAMES.get(name, name), sorted(logged, key=lambda one: one.step)
+            found.setdefault(name, {}).update((event.step, event.value) for event in logged)
+            if name == "loss":
+                found.setdefault(SECONDS, {}).update(
+                    (now.step, (now.wall_time - then.wall_time) / (now.step - then.step))
+                    for then, now in itertools.pairwise(logged)
+                    if now.step > then.step
+                )
+    return {name: sorted(values.items()) for name, values in found.items()}
 
 
-@dataclass(frozen=True)
-class Row:
+def _order(path: Path) -> tuple[str, str, str]:
+    """Sort event files by time: the second and, last in the name, their number in a process."""
+    first, *_, last = path.name.removeprefix(_EVENTS).split(".")
+    return first.zfill(20), last.zfill(20), path.name
+
+
+class Row(NamedTuple):
     """A fact on the run, and whether it may be published."""
 
     name: str
@@ -195,22 +222,31 @@ class Row:
 
 
 def status_rows(run: RunFolder) -> list[Row]:
-    step = max(run.ledger.steps, run.begun) if run.alive else run.ledger.steps
-    rows = [Row("state", _state(run), False), Row("step", f"{step:,} of {run.total:,}", True)]
+    step, finished = run.ledger.steps, run.ledger.steps >= run.total > 0
+    if run.alive:
+        step, state = max(step, run.begun), "alive: a process has the folder's lock"
+    elif run.ended_by:
+        state = f"stopped: {run.ended_by}"
+    elif finished:
+        state = "finished"
+    else:
+        newest = run.checkpoint.rpartition(", ")[0]
+        state = f"stopped; the same command goes on from {newest or 'the start: no checkpoint'}"
+    rows = [Row("state", state, False), Row("step", f"{step:,} of {run.total:,}", True)]
     if not run.private:
         why = "; ".join(run.caveats) or "it trains without privacy"
         rows.append(Row("privacy", f"NOT private: {why}", True))
     rows += epsilon_rows(run)
-    if run.alive and not run.finished:
-        rows.append(Row("time left", _time_left(run, step), False))
-    checkpoint = "none"
-    if run.checkpoint >= 0:
-        when = datetime.datetime.fromtimestamp(run.checkpoint_time, datetime.timezone.utc)
-        checkpoint = f"step {run.checkpoint:,}, {when:%Y-%m-%d %H:%M} UTC"
-    rows.append(Row("last checkpoint", checkpoint, False))
+    if run.alive and not finished:
+        seconds = sorted(s for _, s in run.scalars.get(SECONDS, [])[-9:] if math.isfinite(s))
+        left = max(run.total - step, 0) * seconds[len(seconds) // 2] if seconds else math.nan
+        unknown = "not known until two steps are logged"
+        shown = f"about {datetime.timedelta(seconds=round(left))}" if seconds else unknown
+        rows.append(Row("time left", shown, False))
+    rows.append(Row("last checkpoint", run.checkpoint or "none", False))
     for name, words in (("loss", "loss"), ("heldout_loss", "held-out loss")):
-        if (last := run.scalars.of(name).last) is not None:
-            rows.append(Row(words, f"{last.value:.4f} at step {last.step:,}", False))
+        if finite := [point for point in run.scalars.get(name, []) if math.isfinite(point[1])]:
+            rows.append(Row(words, f"{finite[-1][1]:.4f} at step {finite[-1][0]:,}", False))
     return rows
 
 
@@ -228,32 +264,3 @@ def epsilon_rows(run: RunFolder) -> list[Row]:
         asked = "" if target is None else f" (target {target:g})"
         rows.append(Row("ε at the end", rounded_up(run.epsilon_planned) + asked, True))
     return rows
-
-
-def as_text(title: str, rows: list[Row], faults: list[str]) -> str:
-    """Write the status for a terminal."""
-    width = max(len(row.name) for row in rows)
-    labelled = [(row, "" if row.public else "  (not private)") for row in rows]
-    lines = [title, *(f"  {row.name:{width}}  {row.value}{label}" for row, label in labelled)]
-    return "\n".join([*lines, *(f"  FAULT: {fault}" for fault in faults)])
-
-
-def _state(run: RunFolder) -> str:
-    if run.alive:
-        return "alive: a process has the folder's lock"
-    if run.ended_by:
-        return f"stopped: {run.ended_by}"
-    if run.finished:
-        return "finished"
-    if run.checkpoint < 0:
-        return "stopped, without a checkpoint; the same command starts it"
-    return f"stopped; the same command goes on from step {run.checkpoint:,}"
-
-
-def _time_left(run: RunFolder, step: int) -> str:
-    """Estimate it from the median time of the last few steps."""
-    seconds = sorted(p.value for p in run.scalars.of(SECONDS).kept[-9:] if math.isfinite(p.value))
-    if not seconds:
-        return "not known until two steps are logged"
-    left = max(run.total - step, 0) * seconds[len(seconds) // 2]
-    return f"about {datetime.timedelta(seconds=round(left))}"

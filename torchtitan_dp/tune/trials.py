@@ -1,28 +1,38 @@
-"""The trials of a search, and the noise with which all of them together spend at most its epsilon.
+"""The trials of a search, what marks their folders, and the noise that all of them together need.
 
 Guarantee:
-    `find_noise` looks at configurations and public numbers alone, before any trial begins. `total`
-    composes the trials' own ledgers, as `python -m torchtitan_dp.ledger` does: a unit that is
-    trained on pays all steps, planned and lost ones included, and one that is held out all
-    published losses, each at most the target. Every trial has an own folder, and so an own ledger,
-    and every start of one has root keys of its own: there is no debug seed.
+    - `find_noise` looks at configurations and public numbers alone, before any trial begins.
+      `spent_within` composes the trials' own ledgers, as `python -m torchtitan_dp.ledger` does: a
+      unit that is trained on pays all steps, planned and lost ones included, and one that is held
+      out all published losses, each at most the target. Every start has root keys of its own.
+    - Each trial's folder has a mark (`trial.json`) from before the first trial begins. A folder
+      without it, two copies of one run, and a run beside the trials are refused: they may have
+      spent what no sum counts.
+    - `result_of` reads `privacy.json` alone, and of it published losses alone.
 """
 
 import functools
+import hashlib
 import itertools
+import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.ledger import spending
+from torchtitan_dp.ledger import EXECUTED_FILE, PRIVACY_FILE, spending
 from torchtitan_dp.ledger.lineage import Lineage
+from torchtitan_dp.ledger.schema import TRIAL_FILE, read_published
 from torchtitan_dp.ledger.spending import Run, Total, inherited
 from torchtitan_dp.preflight.check import Checked, check_run
 from torchtitan_dp.privacy import published_loss
 from torchtitan_dp.privacy.accounting import noise_for, rounded_up
 from torchtitan_dp.privacy.segments import Mechanism
+from torchtitan_dp.process import write_atomically
 
 _SECTIONS = ("optimizer", "lr_scheduler", "lora", "ema")
 _KEYS = (
@@ -32,8 +42,7 @@ _KEYS = (
 _TIGHT, _MOST_GUESSES = 0.99, 30  # the share of the target that is spent at least
 
 
-@dataclass(frozen=True)
-class Trial:
+class Trial(NamedTuple):
     """One run of a search."""
 
     name: str
@@ -46,12 +55,19 @@ class Trial:
         return [f"--{key}={value}" for key, value in self.keys.items()]
 
 
-@dataclass(frozen=True)
-class Noise:
+class Noise(NamedTuple):
     """The noise of all trials, fixed before the first."""
 
     multipliers: list[float]  # sigma of each
     epsilon_of_loss: float  # of each published loss
+
+
+class Result(NamedTuple):
+    """A trial's published loss, after its last step."""
+
+    trial: Trial
+    loss: float  # nats
+    deviation: float  # standard deviation of its noise
 
 
 @dataclass(frozen=True)
@@ -116,19 +132,131 @@ class Search:
                 raise ValueError(f"{' '.join(trial.options)}: {mistake}") from None
         return found
 
-    def find_noise(self, target: float) -> tuple[Noise, float]:
+    def mark(self, noise: Noise) -> None:
+        """Make the trials' folders, each with its mark."""
+        for trial in self.trials:
+            os.makedirs(trial.folder, mode=0o700, exist_ok=True)
+            text = json.dumps(self._mark(trial, noise), indent=2)
+            write_atomically(os.path.join(trial.folder, TRIAL_FILE), text.encode() + b"\n")
+
+    def noise(self, epsilon: float) -> Noise:
+        """Return the noise of all trials: that of their marks, or found for a new search.
+
+        Raises:
+            ValueError: one line; a trial is gone or a copy, there is a run beside them, or the
+                marks are of another search; or as `find_noise`.
+        """
+        if not 0 < epsilon < math.inf:
+            raise ValueError(f"--epsilon = {epsilon}: must be a positive number (2, say)")
+        marks = {trial.name: _read_mark(trial) for trial in self.trials}
+        known = next(filter(None, marks.values()), {})
+        noise = Noise(known.get("noise", []), known.get("epsilon_of_loss", 0.0))
+        if any(marks[one.name] not in ({}, self._mark(one, noise)) for one in self.trials):
+            raise ValueError(
+                f"'{self.folder}': the search there has another configuration or other trials; "
+                "give its own command, or this one another job.dump_folder"
+            )
+        for path in sorted(Path(self.folder).glob("*/")):
+            is_run = (path / PRIVACY_FILE).exists() or (path / EXECUTED_FILE).exists()
+            if is_run and not marks.get(path.name):
+                raise ValueError(
+                    f"'{path}' is a run, but no trial of this search: restore its {TRIAL_FILE}, or "
+                    "move it elsewhere, where what it spent still counts beside this search "
+                    "(python -m torchtitan_dp.ledger adds up)"
+                )
+        if not known:
+            return self.find_noise(epsilon)
+        for trial in self.trials:
+            if not marks[trial.name]:
+                raise ValueError(
+                    f"'{trial.folder}': this trial of the search is not there, and may have spent "
+                    "its epsilon; restore it, or start afresh in another job.dump_folder"
+                )
+        ledgers = [one for trial in self.trials if (one := read_published(trial.folder))]
+        if len({one.run for one in ledgers}) < len(ledgers):
+            raise ValueError(
+                f"'{self.folder}': two of its trials are copies of one run; restore both"
+            )
+        return noise
+
+    def _mark(self, trial: Trial, noise: Noise) -> dict[str, Any]:
+        """Return the content of a trial's mark."""
+        toml = Path(self.config.job.config_file or "").read_bytes()
+        return {
+            "trial": trial.name,
+            "trials": [one.keys for one in self.trials],
+            "config": hashlib.sha256(toml).hexdigest(),
+            "command_line": self.shared,
+            "noise": noise.multipliers,
+            "epsilon_of_loss": noise.epsilon_of_loss,
+        }
+
+    def find_noise(self, target: float) -> Noise:
         """Find the noise with which all trials together spend at most the target, and at least 99%
-        of it; and the epsilon of each trial's own steps.
+        of it.
 
         Raises:
             ValueError: one line, as `check`; or there is no such noise.
         """
-        ledgers = [_ledger(one) for one in self.check(Noise([1.0] * len(self.trials), 1.0))]
+        checked = self.check(Noise([1.0] * len(self.trials), 1.0))
+        ledgers = [one.plan.ledger for one in checked if one.plan is not None]
         try:
-            each, multipliers = split(ledgers, target)
-            return Noise(multipliers, _epsilon_of_loss(ledgers, target)), each
+            return Noise(split(ledgers, target)[1], _epsilon_of_loss(ledgers, target))
         except ValueError as mistake:
             raise ValueError(f"--epsilon = {target:g}, of all trials: {mistake}") from None
+
+    def spent_within(self, epsilon: float, checked: list[Checked]) -> Total:
+        """Return what all trials spend together; raise ValueError, one line, if that is above
+        epsilon, as where a crash lost steps."""
+        spent = spending.total(
+            [
+                Run(trial.folder, one.plan.ledger, one.records.fingerprint)
+                for trial, one in zip(self.trials, checked, strict=True)
+                if one.plan is not None
+            ]
+        )
+        if spent.epsilon_planned is None or spent.heldout_epsilon is None:
+            raise ValueError(
+                f"'{self.folder}': a trial there is not private, so that no epsilon covers the "
+                "search; start afresh in another job.dump_folder"
+            )
+        if (most := max(spent.epsilon_planned, spent.heldout_epsilon)) > epsilon:
+            raise ValueError(
+                f"--epsilon = {epsilon:g}: the noise of all trials is fixed, and together, with "
+                f"what crashes lost, they would spend {rounded_up(most)}; raise it to go on"
+            )
+        return spent
+
+
+def _read_mark(trial: Trial) -> dict[str, Any]:
+    """Return the content of a trial's mark; nothing if there is none."""
+    path = Path(trial.folder, TRIAL_FILE)
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): restore it") from error
+
+
+def result_of(trial: Trial) -> Result | None:
+    """Return the published loss after a trial's last step; None if it is not done."""
+    ledger = read_published(trial.folder)
+    if ledger is None or ledger.left or ledger.heldout_loss is None:
+        return None
+    noised = ledger.heldout_loss.noised
+    if noised is None or noised.step != ledger.steps:
+        return None
+    return Result(trial, noised.loss, noised.standard_deviation)
+
+
+def alike(results: list[Result]) -> list[Result]:
+    """Return the results, of sorted ones, that noise may have put behind the first: those less than
+    two standard deviations of a difference away."""
+    best, *others = results
+    return [
+        one
+        for one in others
+        if one.loss - best.loss < 2 * math.hypot(one.deviation, best.deviation)
+    ]
 
 
 def grid(tries: Sequence[str]) -> list[dict[str, str]]:
@@ -181,17 +309,12 @@ def split(ledgers: Sequence[Lineage], target: float) -> tuple[float, list[float]
     Raises:
         ValueError: what comes before the trials spends more, or a noise is out of range.
     """
-
     terms = ledgers[0].settings
 
     @functools.cache
     def multiplier(mechanism: Mechanism, steps: int, epsilon: float) -> float:
         return noise_for(
-            mechanism,
-            steps,
-            target_epsilon=epsilon,
-            delta=terms.delta,
-            accountant=terms.accountant,
+            mechanism, steps, target_epsilon=epsilon, delta=terms.delta, accountant=terms.accountant
         )
 
     before = terms.compose([*inherited(ledgers[0].ancestors)])
@@ -200,7 +323,7 @@ def split(ledgers: Sequence[Lineage], target: float) -> tuple[float, list[float]
     low, high, each = 0.0, target, target / math.sqrt(len(ledgers))
     for _ in range(_MOST_GUESSES):
         found = [multiplier(one.settings.mechanism, one.planned_steps, each) for one in ledgers]
-        spent = total([_with_noise(*pair) for pair in zip(ledgers, found, strict=True)])
+        spent = total(list(map(_with_noise, ledgers, found)))
         if spent.epsilon_planned is None:
             raise ValueError("the trials' weights are not private; see the plan of one for why")
         if _TIGHT * target <= spent.epsilon_planned <= target:
@@ -238,8 +361,3 @@ def _epsilon_of_loss(ledgers: Sequence[Lineage], target: float) -> float:
 def total(ledgers: Sequence[Lineage]) -> Total:
     """Return what runs on the same records spend together, planned steps and losses included."""
     return spending.total([Run(one.run, one, "") for one in ledgers])
-
-
-def _ledger(checked: Checked) -> Lineage:
-    assert checked.plan is not None  # with privacy
-    return checked.plan.ledger

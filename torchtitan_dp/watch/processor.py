@@ -1,8 +1,8 @@
-"""The metrics of a run: labelled scalars to its sinks, and one console line a step.
+"""A run's progress and scalars: a labelled line of each logged step, and its time left.
 
-Step, learning rate, sigma, epsilon and the configuration may be published with the weights. All
-else (loss, norms, batch size, tokens, throughput, memory, time) depends on records without noise:
-its tags begin with `not_private/`, its part of the console line with `not private:`.
+Step, epsilon, sigma and learning rate are public. All else (losses, batch sizes, norms, speed,
+memory, time) depends on records without noise: its tags begin with `not_private/`, its part of the
+console line with `not private:`.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ import os
 import shlex
 import time
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -28,7 +29,6 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.clipping import Clip
 from torchtitan_dp.watch.outlets import Outlets, open_outlets
-from torchtitan_dp.watch.pace import Pace, clock
 
 _QUIET_S = 60  # between the lines of a long step
 _QUANTILES = {"norm_p10": 0.1, "norm_p50": 0.5, "norm_p90": 0.9}
@@ -52,9 +52,7 @@ class SampleStatistics:
         self.rows.append(torch.stack(columns, dim=1))
 
     def reduce(self, parallel_dims: ParallelDims) -> dict[str, float]:
-        """Compute statistics over all ranks; they are not private.
-
-        Where no sample was drawn, or none was finite, there are its counts alone.
+        """Compute statistics over all ranks, which are not private; of an empty batch its counts.
 
         Collectives: an all-reduce over cp (each rank has a part of each loss) and an all-gather
         over the data-parallel ranks, which have equally many rows.
@@ -72,18 +70,15 @@ class SampleStatistics:
         table = table.cpu()
         drawn = table[table[:, 2] > 0]
         used = drawn[drawn[:, 3] == 0]
-        counts = {
+        found = {
             "realized_batch_size": float(len(drawn)),
             "rejected": float(len(drawn) - len(used)),
         }
-        if len(used) == 0:
-            return counts
-        return {
-            **counts,
-            "loss": used[:, 0].mean().item(),
-            "clipped_fraction": used[:, 4].mean().item(),
-            **{name: used[:, 1].quantile(level).item() for name, level in _QUANTILES.items()},
-        }
+        if len(used):
+            found["loss"] = used[:, 0].mean().item()
+            found["clipped_fraction"] = used[:, 4].mean().item()
+            found |= {name: used[:, 1].quantile(at).item() for name, at in _QUANTILES.items()}
+        return found
 
 
 class LabelledMetricsProcessor(MetricsProcessor):
@@ -103,12 +98,12 @@ class LabelledMetricsProcessor(MetricsProcessor):
         self.job_config = job_config
         if os.environ.get("NO_COLOR"):
             self.color = NoColor()
-        self._planned: dict[str, float] = {}
+        self._planned: float | None = None
 
     def begin(self, step: int, *, private: bool, epsilon_planned: float | None = None) -> None:
         """Open the sinks, after loading; `step` is the last that was taken, and `epsilon_planned`
         that at the last planned one, where this rank knows it."""
-        self._planned = {} if epsilon_planned is None else {"epsilon_planned": epsilon_planned}
+        self._planned = epsilon_planned
         self.logger = open_outlets(self.job_config, step, private=private)
         if self.job_config.metrics.enable_tensorboard:
             folder = shlex.quote(self.job_config.job.dump_folder)
@@ -128,38 +123,36 @@ class LabelledMetricsProcessor(MetricsProcessor):
 class PrivateMetricsProcessor(LabelledMetricsProcessor):
     """The scalars of a private run, and its progress."""
 
-    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
-        super().__init__(job_config, parallel_dims)
-        self.pace = Pace(0, job_config.training.steps)
-        self._begun, self._expected = 0, 1.0  # microbatches of a step
-        self._newest_line = time.monotonic()
-
     def begin(self, step: int, *, private: bool, epsilon_planned: float | None = None) -> None:
         super().begin(step, private=private, epsilon_planned=epsilon_planned)
         training, dims = self.job_config.training, self.parallel_dims
-        self.pace = Pace(step, training.steps)
         rows = training.global_batch_size * self.job_config.data.windows_per_draw
         at_once = dims.dp_replicate * dims.dp_shard * training.local_batch_size
-        self._expected = max(1.0, rows / at_once)
-        self._newest_line = time.monotonic()
+        self.start_clock(step, training.steps, max(1.0, rows / at_once))
+
+    def start_clock(self, step: int, total: int, expected: float) -> None:
+        """Begin to measure after `step` of `total`, with that many microbatches expected a step."""
+        self._loaded, self._done, self._total = step, step, total
+        self._microbatches, self._expected = 0, expected
+        # Of the first step of this start, which compiles, and from which the others are counted.
+        self._newest_line = self._started = self._first_done = time.monotonic()
 
     def microbatch_begun(self, tokens: int) -> None:
         """Count a microbatch and its tokens, and log a line where the newest is `_QUIET_S` old."""
         self.ntokens_since_last_log += tokens
-        self._begun += 1
+        self._microbatches += 1
         if time.monotonic() - self._newest_line >= _QUIET_S:
             self._newest_line = time.monotonic()
-            # Of the expected number: that of a draw is not known ahead of time here.
-            within = f"microbatch: {self._begun} of about {self._expected:.0f}"
             logger.info(
-                f"step: {self.pace.done + 1}/{self.pace.total}  not private: {within}  "
-                f"{pace_words(self.pace)}"
+                f"step: {self._done + 1}/{self._total}  not private: microbatch: "
+                f"{self._microbatches} of about {self._expected:.0f}  {self.pace_words()}"
             )
 
     def step_done(self, step: int) -> None:
         """Note that a step was taken."""
-        self.pace.step_done(step)
-        self._begun = 0
+        self._done, self._microbatches = step, 0
+        if step == self._loaded + 1:
+            self._first_done = time.monotonic()
 
     def log_step(
         self,
@@ -174,47 +167,51 @@ class PrivateMetricsProcessor(LabelledMetricsProcessor):
         records, the `statistics` that are not private, and words for the console line. Of a step
         that is not due, as a stop's, no sink gets `public`: a clock decided it (hazard row 73).
         """
-        not_private = {**statistics, **self._measured()}
-        scalars = {**public, **self._planned, **not_private}
-        self.logger.log(scalars if is_due else not_private, step)
+        elapsed = time.perf_counter() - self.time_last_log
+        devices = self.parallel_dims.non_data_parallel_size
+        tokens_per_s = self.ntokens_since_last_log / (elapsed * devices)
+        peak = self.device_memory_monitor.get_peak_stats()
+        active, reserved = peak.max_active_gib, peak.max_reserved_gib
+        not_private = {
+            **statistics,
+            "throughput(tps)": tokens_per_s,
+            "memory/max_active(GiB)": active,
+            "memory/max_reserved(GiB)": reserved,
+            "memory/reserved_over_active": reserved / max(active, 1e-9),
+        }
+        speed = f"memory: {reserved:.2f}GiB  tps: {round(tokens_per_s):,}"
+        if math.isfinite(self.gpu_peak_flops):  # it is unknown of a CPU
+            mfu = 100 * self.num_flops_per_token * tokens_per_s / self.gpu_peak_flops
+            not_private["mfu(%)"] = mfu
+            speed += f"  mfu: {mfu:.1f}%"
+        self.logger.log({**public, **not_private} if is_due else not_private, step)
+        planned = "" if self._planned is None else f"{rounded_up(self._planned)} at the end"
+        beside = ", ".join(filter(None, (planned, beside_epsilon)))
+        epsilon = f"{rounded_up(public['epsilon'])}{f' ({beside})' if beside else ''}"
         color = self.color
         logger.info(
-            f"{color.red}step: {step}/{self.pace.total}  "
-            f"{color.blue}{epsilon_words(scalars, beside_epsilon)}  "
+            f"{color.red}step: {step}/{self._total}  {color.blue}epsilon: {epsilon}  "
             f"lr: {public['lr']:.2e}  {color.reset}not private: "
             f"{color.green}{samples_words(statistics)}  "
-            f"{color.turquoise}{speed_words(scalars)}  "
-            f"{color.cyan}{pace_words(self.pace)}{color.reset}"
+            f"{color.turquoise}{speed}  {color.cyan}{self.pace_words()}{color.reset}"
         )
         self.ntokens_since_last_log = 0
         self.data_loading_times.clear()
         self.time_last_log, self._newest_line = time.perf_counter(), time.monotonic()
         self.device_memory_monitor.reset_peak_stats()
 
-    def _measured(self) -> dict[str, float]:
-        """Return speed and memory since the last logged step."""
-        elapsed = time.perf_counter() - self.time_last_log
-        devices = self.parallel_dims.non_data_parallel_size
-        tokens_per_s = self.ntokens_since_last_log / (elapsed * devices)
-        memory = self.device_memory_monitor.get_peak_stats()
-        active, reserved = memory.max_active_gib, memory.max_reserved_gib
-        measured = {
-            "throughput(tps)": tokens_per_s,
-            "memory/max_active(GiB)": active,
-            "memory/max_reserved(GiB)": reserved,
-            "memory/reserved_over_active": reserved / max(active, 1e-9),
-        }
-        if math.isfinite(self.gpu_peak_flops):  # it is unknown of a CPU
-            measured["mfu(%)"] = 100 * self.num_flops_per_token * tokens_per_s / self.gpu_peak_flops
-        return measured
-
-
-def epsilon_words(scalars: dict[str, float], beside: str) -> str:
-    """Write epsilon so far and at the end, rounded up."""
-    planned = scalars.get("epsilon_planned")
-    words = f"{rounded_up(planned)} at the end" if planned is not None else ""
-    beside = ", ".join(filter(None, (words, beside)))
-    return f"epsilon: {rounded_up(scalars['epsilon'])}{f' ({beside})' if beside else ''}"
+    def pace_words(self) -> str:
+        """Write the seconds of a step and the time left, by the mean with validation and
+        checkpoints, but without this start's first step where there is another."""
+        steps = self._done - self._loaded
+        if steps == 0:
+            return "s/step: ?  ETA: ?"
+        if steps == 1:
+            pace = self._first_done - self._started
+        else:
+            pace = (time.monotonic() - self._first_done) / (steps - 1)
+        left = timedelta(seconds=round(pace * (self._total - self._done)))
+        return f"s/step: {pace:.3g}  ETA: {left}"
 
 
 def samples_words(statistics: dict[str, float]) -> str:
@@ -230,17 +227,3 @@ def samples_words(statistics: dict[str, float]) -> str:
         f"clipped: {100 * statistics['clipped_fraction']:.0f}%  "
         f"norm p50: {statistics['norm_p50']:.3g}"
     )
-
-
-def speed_words(scalars: dict[str, float]) -> str:
-    """Write memory, tokens a second, and MFU where it is known."""
-    mfu = f"  mfu: {scalars['mfu(%)']:.1f}%" if "mfu(%)" in scalars else ""
-    memory = f"memory: {scalars['memory/max_reserved(GiB)']:.2f}GiB"
-    return f"{memory}  tps: {round(scalars['throughput(tps)']):,}{mfu}"
-
-
-def pace_words(pace: Pace) -> str:
-    """Write the seconds of a step and the time left."""
-    seconds = pace.seconds_per_step
-    shown = "?" if seconds is None else f"{seconds:.3g}"
-    return f"s/step: {shown}  ETA: {clock(pace.seconds_left)}"

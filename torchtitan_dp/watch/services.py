@@ -1,39 +1,42 @@
 """Sinks in Weights & Biases and MLflow, which get scalars and nothing that their clients add.
 
-The environment variables of each choose the rest. W&B: WANDB_MODE (`offline` writes into the run's
+Environment variables of each choose the rest. W&B: WANDB_MODE (`offline` writes into the run's
 folder for `wandb sync`), WANDB_PROJECT, WANDB_ENTITY, WANDB_NAME. MLflow: MLFLOW_TRACKING_URI (by
 default a database in the run's folder), MLFLOW_EXPERIMENT_NAME. A folder is one run in each,
-however often it is started; the run's names and its one time are kept in the folder. MLflow's
-plain client is used: the functions on the module would add the user, the program's path and the
-git commit, and measure the machine.
+however often it is started.
 """
 
 import json
 import os
 import secrets
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torchtitan_dp.process import Fault, write_atomically
 
+_FILE = "watch.json"
+
+
+class Tracker(Protocol):
+    """Keeps public scalars, by tag."""
+
+    def log(self, scalars: dict[str, float], step: int) -> None: ...
+    def close(self) -> None: ...
+
 
 class WandB:
-    """One W&B run for all starts of the run in a folder; Fault where it cannot be reached.
+    """One W&B run of a folder, each of whose steps gets the same time; Fault where it cannot be
+    reached."""
 
-    `time_of_all` is sent as the time of each step; None sends the times themselves, NOT PRIVATE.
-    """
-
-    def __init__(self, folder: str, *, time_of_all: float | None) -> None:
+    def __init__(self, folder: str, when: float) -> None:
         import wandb
 
-        self._time = time_of_all
+        self._when = when
         try:
             self._run: Any = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "torchtitan_dp"),
                 dir=folder,
-                id=kept_or(folder, "wandb", lambda: secrets.token_hex(8)),
+                id=kept(folder).get("wandb") or keep(folder, "wandb", secrets.token_hex(8)),
                 resume="allow",
                 # Without these W&B would send console lines (with losses), the code, the command
                 # line and the paths in it, git's remote, host and user, packages, and the load.
@@ -63,30 +66,30 @@ class WandB:
 
     def log(self, scalars: dict[str, float], step: int) -> None:
         # Without a time W&B adds the present one, and records' lengths follow from a step's.
-        time_of_it = {} if self._time is None else {"_timestamp": self._time}
-        self._run.log({**scalars, **time_of_it}, step=step)
+        self._run.log({**scalars, "_timestamp": self._when}, step=step)
 
     def close(self) -> None:
         self._run.finish()
 
 
 class MLflow:
-    """As `WandB`; raises Fault where the tracking server cannot be reached."""
+    """As `WandB`, by MLflow's plain client: the functions on its module would add the user, the
+    program's path and the git commit, and measure the machine."""
 
-    def __init__(self, folder: str, *, time_of_all: float | None) -> None:
+    def __init__(self, folder: str, when: float) -> None:
         os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # read when it is imported
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # a step waits for them
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # the run's end waits
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
         from mlflow.entities import Metric
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
-        self._metric, self._time = Metric, time_of_all
+        self._metric, self._when_ms = Metric, round(1000 * when)
         database = f"sqlite:///{Path(folder).resolve() / 'mlflow.db'}"
         where = os.environ.get("MLFLOW_TRACKING_URI", database)
         try:
             self._client = MlflowClient(where)
-            self._run: str = kept_or(folder, "mlflow", self._create)
+            self._run: str = kept(folder).get("mlflow") or keep(folder, "mlflow", self._create())
             self._client.update_run(self._run, status="RUNNING")
         except MlflowException as error:
             raise Fault(
@@ -94,46 +97,27 @@ class MLflow:
             ) from error
 
     def log(self, scalars: dict[str, float], step: int) -> None:
-        when = self._now()  # records' lengths follow from the time of a step
-        metrics = [self._metric(_allowed(name), v, when, step) for name, v in scalars.items()]
+        metrics = [self._metric(name, v, self._when_ms, step) for name, v in scalars.items()]
         self._client.log_batch(self._run, metrics=metrics)
 
     def close(self) -> None:
-        self._client.set_terminated(self._run, end_time=self._now())
-
-    def _now(self) -> int:
-        return round(1000 * (time.time() if self._time is None else self._time))
+        self._client.set_terminated(self._run, end_time=self._when_ms)
 
     def _create(self) -> str:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "torchtitan_dp")
         found = self._client.get_experiment_by_name(name)
         experiment = found.experiment_id if found else self._client.create_experiment(name)
-        run = self._client.create_run(experiment, start_time=self._now())
-        return str(run.info.run_id)
-
-
-def _allowed(name: str) -> str:
-    """Write a tag in MLflow's alphabet, which has no brackets and no percent sign."""
-    return name.replace("(%)", "_percent").replace("(", "_").replace(")", "")
-
-
-FILE = "watch.json"
-
-
-def kept_or(folder: str, name: str, make: Callable[[], Any]) -> Any:
-    """Return what is kept under a name, made and kept at the first call."""
-    if name not in kept(folder):
-        keep(folder, **{name: make()})
-    return kept(folder)[name]
-
-
-def keep(folder: str, **values: Any) -> None:
-    """Keep values for later starts."""
-    content = json.dumps({**kept(folder), **values}, indent=2)
-    write_atomically(os.path.join(folder, FILE), content.encode() + b"\n")
+        return str(self._client.create_run(experiment, start_time=self._when_ms).info.run_id)
 
 
 def kept(folder: str) -> dict[str, Any]:
-    """Return what earlier starts kept."""
-    path = Path(folder, FILE)
+    """Return what earlier starts kept for trackers: the runs' names, their time, what was sent."""
+    path = Path(folder, _FILE)
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+
+
+def keep(folder: str, name: str, value: Any) -> Any:
+    """Keep a value for later starts, and return it."""
+    content = json.dumps({**kept(folder), name: value}, indent=2)
+    write_atomically(os.path.join(folder, _FILE), content.encode() + b"\n")
+    return value
