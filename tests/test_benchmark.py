@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from scripts.benchmarking.tables import COLUMNS, table
 
 import scripts.benchmarking.measure as measuring
 from scripts.benchmarking import counts, worker
@@ -23,7 +22,7 @@ from scripts.benchmarking.counting import bytes_of, flops_of
 from scripts.benchmarking.measure import Measured, Repetitions
 from scripts.benchmarking.opacus_arms import OpacusTrainer
 from scripts.benchmarking.processes import Journal
-from scripts.benchmarking.results import GIB, arm_rows
+from scripts.benchmarking.results import COLUMNS, GIB, arm_rows, table
 from scripts.benchmarking.worker import live_tensor_bytes
 from tests.processes import forks
 from tests.processes.runs import said
