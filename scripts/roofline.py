@@ -4,7 +4,7 @@
 
 `--paper` prints the throughputs of LongShield's table 5 (four H100, its authors' code, a sample on
 all of them) beside the predicted ones, and the error; `--lengths` hours by length and GPUs, of 8B
-on H100s in the fastest setting that fits.
+with adapters on H100s in the fastest setting that fits.
 """
 
 import argparse
@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from benchmarking.paper import CP, Task, paper_figures
-from benchmarking.processes import show
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 
@@ -53,24 +52,17 @@ def beside_the_paper() -> tuple[list[list[str]], list[float]]:
 
 
 def lengths() -> Iterator[list[str]]:
-    """Yield the cells of 8B by length, adapters or all weights, and GPUs."""
+    """Yield the cells of 8B with adapters by length and GPUs."""
     machine = MACHINES["h100"]
     for seq_len, name in LENGTHS.items():
-        for trained, rank in (("LoRA", 16), ("all weights", 0)):
-            for gpus in (8, 64, 512):
-                keys = (f"--training.seq_len={seq_len}", f"--lora.rank={rank}")
-                toml = f"--job.config_file={CONFIGS / name}.toml"
-                given = [toml, "--checkpoint.no-initial_load_in_hf", *keys]
-                training = load_config(given, gpus).training
-                rate = training.global_batch_size / UNITS
-                row = [f"{seq_len:,}", trained, str(gpus)]
-                try:
-                    best, *_ = choose(given, gpus, machine, machine.memory_gib, UNITS, rate)
-                except ValueError as why:
-                    show(f"{why}")
-                    yield [*row, "none fits", *[""] * 4]
-                    continue
-                yield [*row, *cells_of(best), digits(best.step.hours(training.steps))]
+        for gpus in (8, 64, 512):
+            toml = f"--job.config_file={CONFIGS / name}.toml"
+            given = [toml, "--checkpoint.no-initial_load_in_hf", f"--training.seq_len={seq_len}"]
+            training = load_config(given, gpus).training
+            rate = training.global_batch_size / UNITS
+            (best,) = choose(given, gpus, machine, machine.memory_gib, UNITS, rate, wanted=1)
+            hours = digits(best.step.hours(training.steps))
+            yield [f"{seq_len:,}", str(gpus), *cells_of(best), hours]
 
 
 def cells_of(one: Choice) -> list[str]:
@@ -93,7 +85,7 @@ def main() -> None:
     which.add_argument("--paper", action="store_true")
     which.add_argument("--lengths", action="store_true")
     if parser.parse_args().lengths:
-        head = ["tokens", "trained", "GPUs", "replicate x shard x cp", "recomputed", "GiB"]
+        head = ["tokens", "GPUs", "replicate x shard x cp", "recomputed", "GiB"]
         show_table([*head, "s a step", "hours"], lengths())
         return
     rows, ratios = beside_the_paper()

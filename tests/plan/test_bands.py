@@ -58,10 +58,11 @@ def test_a_resume_keeps_the_bands_and_the_noise():
 
 
 def test_independent_noise_is_recommended_where_it_is_as_good():
-    bands, reason = bands_of({1: (1.0, 1.0, 1.0), 4: (1.3, 2.0, 0.95)}, 0.5)
-    assert (bands, "as good" in reason) == (1, True)
-    bands, reason = bands_of({1: (1.0, 1.0, 1.0), 4: (1.3, 2.0, 0.6)}, 0.5)
-    assert (bands, "privacy.bands = 4: 0.3 C" in reason) == (4, True)
+    terms = 4 * 4, 4.0, 4  # of parameters, units and steps: a half
+    found = bands_of({1: (1.0, 1.0, 1.0), 4: (1.3, 2.0, 0.95)}, *terms)
+    assert (found["bands"], "as good" in found["reason"]) == (1, True)
+    found = bands_of({1: (1.0, 1.0, 1.0), 4: (1.3, 2.0, 0.6)}, *terms)
+    assert (found["bands"], "privacy.bands = 4: 0.3 C" in found["reason"]) == (4, True)
 
 
 @pytest.mark.parametrize(

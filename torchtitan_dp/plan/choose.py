@@ -29,12 +29,13 @@ from torchtitan_dp.config.load import load_config
 from torchtitan_dp.distributed.cpu import has_accelerator
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.plan.memory import GIB, WITHOUT_DEVICES, communicators, limit_bytes
-from torchtitan_dp.plan.prediction import fits, step_peak
+from torchtitan_dp.plan.prediction import step_peak
 from torchtitan_dp.plan.roofline import RANKS_A_NODE, Machine, StepSeconds, step_seconds
 from torchtitan_dp.preflight.rehearsal import expected_rounds
 from torchtitan_dp.process import write_atomically
 
 SHOWN = 5
+WAVE = 2  # settings whose memory is predicted side by side
 WIDTH = 140  # of the table, at least
 FEWEST = 2048  # tokens of a sample on a rank, that are worth a ring between nodes
 SHORT = 4096  # tokens, up to which several samples make a microbatch
@@ -59,9 +60,15 @@ class Choice:
 
 
 def choose(
-    overrides: list[str], ranks: int, machine: Machine, memory_gib: float, units: int, rate: float
+    overrides: list[str],
+    ranks: int,
+    machine: Machine,
+    memory_gib: float,
+    units: int,
+    rate: float,
+    wanted: int = SHOWN,
 ) -> list[Choice]:
-    """Return the fastest settings that fit, the first of `SHOWN`.
+    """Return so many settings that fit, the fastest first.
 
     `overrides` are a command line without a mistake; each of `units` is drawn in a step with
     probability `rate`. Raises ValueError, one line, if none fits.
@@ -82,8 +89,8 @@ def choose(
     settings.sort(key=lambda setting: setting[0].total)
     found, failed, least = list[Choice](), list[Keys](), float("inf")
     with processes() as pool:
-        while settings and len(found) < SHOWN:
-            wave, settings = settings[:SHOWN], settings[SHOWN:]
+        while settings and len(found) < wanted:
+            wave, settings = settings[:WAVE], settings[WAVE:]
             held = [one.keys for one in found]  # whose inputs need not go to the host
             wave = [
                 (step, keys)
@@ -103,7 +110,7 @@ def choose(
             f"--gpus = {ranks}: no setting fits in {memory_gib:g} GiB; the smallest tried needs "
             f"{least / GIB:.1f}: more GPUs, LoRA (lora.rank), or a smaller training.seq_len"
         )
-    return found[:SHOWN]
+    return found[:wanted]
 
 
 def candidates(config: JobConfig, ranks: int) -> Iterator[Keys]:
@@ -163,10 +170,11 @@ def fewest_ranks(overrides: list[str], ranks: int, memory_gib: float) -> list[st
 
 def _fits(overrides: list[str], ranks: int, memory_gib: float, cp: int) -> bool:
     try:
-        config = load_config([*overrides, f"--{_CP}={cp}"], ranks)
+        load_config([*overrides, f"--{_CP}={cp}"], ranks)
     except ValueError:
         return False
-    return fits(config, shape(config), ranks, memory_gib)
+    peak, groups = _peak(overrides, ranks, {_CP: cp})
+    return peak <= limit_bytes(memory_gib, groups)
 
 
 @contextlib.contextmanager

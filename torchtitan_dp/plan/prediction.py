@@ -124,12 +124,6 @@ def stretches_of(
     return found
 
 
-def fits(config: JobConfig, args: ModelArgs, world_size: int, memory_gib: float) -> bool:
-    """Return whether a rank fits in a device's memory."""
-    limit = limit_bytes(memory_gib, communicators(mesh_degrees(config)))
-    return step_peak(config, args, world_size) <= limit
-
-
 class Whole:
     """Peaks in bytes, by length, predicted with all layers."""
 

@@ -229,7 +229,10 @@ def recommend(config: JobConfig, plan: Plan, args: ModelArgs, *, loads: bool) ->
         other.lora = lora_of(config, rank)
         trained[rank] = trained_count(other)
     rank, sentence = _recommended(config, rows, trained)
-    bands = _weigh_bands(config, plan, trained[config.lora.rank])
+    bands, correlates = None, settings.sampling == "poisson" and not config.privacy.secure_noise
+    if correlates and settings.mechanism.largest_share == 1:
+        found = noise_by_bands(config, units, initial_steps(plan.ledger))
+        bands = bands_of(found, trained[config.lora.rank], batch, plan.steps)
     width = None if sys.stderr.isatty() else _LOG_WIDTH
     console = Console(stderr=True, highlight=False, soft_wrap=True, width=width)
     console.print("      the noise's norm over C, at the compute asked for:")
@@ -317,32 +320,20 @@ def _table(rows: Rows, trained: dict[int, int], units: int) -> Table:
     return table
 
 
-def _weigh_bands(config: JobConfig, plan: Plan, trained: int) -> dict[str, Any] | None:
-    """Weigh bands at the batch and steps asked for; None where noise cannot be correlated."""
-    settings, mechanism = plan.settings, plan.settings.mechanism
-    allocates = config.privacy.sampling == "allocation"
-    if config.privacy.secure_noise or allocates or mechanism.largest_share > 1:
-        return None
-    rows = noise_by_bands(config, settings.implied_units, initial_steps(plan.ledger))
-    scale = math.sqrt(trained / max(plan.steps, 1)) / settings.expected_batch_size
-    bands, reason = bands_of(rows, scale)
-    numbers = [
-        {"bands": number, "noise_multiplier": sigma, "noise_over_run": scale * noise}
-        for number, (sigma, _, noise) in rows.items()
-    ]
-    return {"bands": bands, "reason": reason, "rows": numbers}
-
-
-def bands_of(rows: dict[int, tuple[float, float, float]], scale: float) -> tuple[int, str]:
+def bands_of(
+    rows: dict[int, tuple[float, float, float]], trained: int, batch: float, steps: int
+) -> dict[str, Any]:
     """Return the recommended bands (1: independent noise is as good), and the reason; `rows` are of
-    `noise_by_bands`, and `scale` makes their noise one in C, averaged over the run."""
-    best = best_of(rows)
+    `noise_by_bands`."""
+    best, scale = best_of(rows), math.sqrt(trained / max(steps, 1)) / batch
     (_, own_step, own), (_, in_step, noise) = rows[1], rows[best]
     if noise > WORTH * own:
-        return 1, "noise correlated over steps: independent noise is as good for this run"
-    return best, (
+        reason = "noise correlated over steps: independent noise is as good for this run"
+        return {"bands": 1, "reason": reason}
+    reason = (
         f"noise correlated over steps: privacy.noise = 'banded', privacy.bands = {best}: "
         f"{scale * noise:.3g} C averaged over the run, where independent noise has "
         f"{scale * own:.3g} C; a step has {in_step / own_step:.2g} times the noise, and AdamW "
         "wants about that many times the learning rate (docs/tuning.md)"
     )
+    return {"bands": best, "reason": reason}
