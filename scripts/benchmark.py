@@ -2,7 +2,7 @@
 
     python scripts/benchmark.py [--config FILE] [--devices N] [--arms a,b] [--batch_sizes 1,4]
         [--rounds R] [--steps S] [--microbatches M] [--json FILE]
-        [--table arms|lengths|ranks|all|counts|tiles|crossover|2|3|4|5] [--section.key value …]
+        [--table arms|counts|2|3|4|5] [--section.key value …]
     python scripts/benchmark.py --show FILE.json
 
 Arms: TorchTitan without privacy on our modules (`non-DP`), so that a gap is the price of privacy;
@@ -18,7 +18,7 @@ arm has exactly M microbatches: a private arm's Poisson draws are replaced, in t
 draws of that fixed size. For timing only; norms, clipping and noise are real. Memory and bytes:
 each arm alone in fresh processes; on CPU the process's resident set (with freed memory given back
 at once), on CUDA its tensors. The paper's tables (2 to 5, by number) are those of
-benchmarking/paper.py; `crossover` takes ever longer samples at equal tokens a step.
+benchmarking/paper.py.
 
 What `--json` names is written anew after each arm. A run that was cut off goes on where it was, by
 the same command: what it had measured lies in `<--json>.partial` until the end. `--show` prints the
@@ -26,7 +26,6 @@ tables of such a file, and runs nothing.
 """
 
 import argparse
-import itertools
 import json
 import os
 import platform
@@ -37,26 +36,13 @@ from typing import Any
 
 import torch
 from benchmarking import arms as catalogue
-from benchmarking import (
-    counts,
-    paper,
-    results,
-    tables,
-    wanted,
-)
-from benchmarking.measure import Measured, measure
+from benchmarking import counts, paper, results
+from benchmarking.measure import Measured, Repetitions, make_setting, measure, read_config
 from benchmarking.processes import Journal, show
 
 from torchtitan_dp.config.load import exit_on_mistake, fail
 
 ROOT = Path(__file__).resolve().parent.parent
-COMPARED = {
-    "arms": wanted.compare_arms,
-    "lengths": wanted.compare_lengths,
-    "ranks": wanted.compare_ranks,
-    "crossover": wanted.compare_crossover,
-}
-ALL = ("arms", "lengths", "ranks")
 SET_HERE = {
     "training.local_batch_size": "--batch_sizes",
     "training.global_batch_size": "--microbatches",
@@ -95,10 +81,6 @@ def _results(
     """What was found so far, and in the end all of it."""
     if options.table == "counts":
         yield _count(options)
-    elif options.table == "tiles":
-        command = " ".join(["scripts/benchmark.py", *sys.argv[1:]])
-        rows = counts.tile_rows(options.models.split(","))
-        yield {"command": command, "torch": torch.__version__, "tiles": rows}
     elif options.table in paper.TABLES:
         for stored in paper.run(options, overrides, journal):
             yield {"paper_tables": stored}
@@ -132,15 +114,15 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--microbatches", type=int, help="in a step; default: 4 at MBS 1 and 2 at any other"
     )
-    tables_ = (*ALL, "all", "counts", "tiles", "crossover", *paper.TABLES)
-    parser.add_argument("--table", choices=tables_, default="arms")
+    tables = ("arms", "counts", *paper.TABLES)
+    parser.add_argument("--table", choices=tables, default="arms")
     parser.add_argument(
         "--parts",
         default="predicted",
         help="of the paper's tables: predicted (default), measured (on 4 devices), or both",
     )
     parser.add_argument(
-        "--models", default=",".join(counts.MODELS), help="of --table counts, tiles and the paper's"
+        "--models", default=",".join(counts.MODELS), help="of --table counts and the paper's"
     )
     parser.add_argument(
         "--seq_lens", default=",".join(map(str, counts.SEQ_LENS)), help="of --table counts"
@@ -162,12 +144,10 @@ def _check(options: argparse.Namespace, overrides: list[str]) -> None:
             fail(f"--{name} {value}: must be at least 1")
     if (options.warm_up + options.rounds * options.steps) > 900:
         fail("--rounds times --steps: at most 900 steps")
-    if options.table in ("counts", "tiles") and (
-        options.config is not None and not options.is_default
-    ):
-        fail(f"--config: --table {options.table} has its own; use --models")
-    if options.table in ("counts", "tiles") and overrides:
-        fail(f"{overrides[0]}: --table {options.table} takes no configuration keys")
+    if options.table == "counts" and not options.is_default:
+        fail("--config: --table counts has its own; use --models")
+    if options.table == "counts" and overrides:
+        fail(f"{overrides[0]}: --table counts takes no configuration keys")
     for key, instead in SET_HERE.items():
         if any(override.partition("=")[0] == f"--{key}" for override in overrides):
             fail(f"--{key}: set here for every arm; use {instead}")
@@ -178,55 +158,71 @@ def _check(options: argparse.Namespace, overrides: list[str]) -> None:
 def _run(
     options: argparse.Namespace, overrides: list[str], journal: Journal
 ) -> Iterator[dict[str, Any]]:
-    """Measure the tables that were asked for; yields the result so far, and in the end all of it.
+    """Measure the table that was asked for; yields the result so far, and in the end all of it.
 
     Raises:
         ValueError: the user's mistake, before anything is measured.
     """
     devices = options.devices or torch.cuda.device_count() or 2
-    asked = {
-        table: list(compare(options, overrides, devices))
-        for table, compare in COMPARED.items()
-        if options.table == table or (options.table == "all" and table in ALL)
-    }
-    found: dict[str, list[Measured]] = {table: [] for table in COMPARED}
-    for table, settings in asked.items():
-        for arms, setting, repetitions in settings:
-            found[table].append(Measured(setting, arms))
-            for found[table][-1] in measure(arms, setting, repetitions, journal):
-                yield _result(options, found, devices)
+    chosen = {devices: catalogue.choose(options.arms, devices)}
+    if options.is_default and options.devices is None and options.arms is None and devices > 1:
+        chosen[1] = catalogue.choose(",".join(catalogue.ON_ONE_PROCESS), 1)
+    sizes = [read_config(options.config, overrides, devices).training.local_batch_size]
+    if options.batch_sizes or options.is_default:
+        sizes = numbers("--batch_sizes", options.batch_sizes or "1,4")
+    settings = [
+        make_setting(
+            options.config,
+            overrides,
+            n,
+            local_batch_size=mbs,
+            microbatches=options.microbatches or (4 if mbs == 1 else 2),
+        )
+        for n in chosen
+        for mbs in (sizes if n == devices else sizes[:1])
+    ]
+    found: list[Measured] = []
+    how_often = Repetitions(options.rounds, options.steps, options.warm_up)
+    for setting in settings:
+        arms = chosen[setting.devices]
+        found.append(Measured(setting, arms))
+        for found[-1] in measure(arms, setting, how_often, journal):
+            yield _result(options, found, devices)
     yield _result(options, found, devices)
 
 
-def _result(
-    options: argparse.Namespace, found: dict[str, list[Measured]], devices: int
-) -> dict[str, Any]:
-    skipped = {
-        (arm, one.setting.devices): reason
-        for one in itertools.chain(*found.values())
-        for arm, reason in one.skipped.items()
-    }
+def _result(options: argparse.Namespace, found: list[Measured], devices: int) -> dict[str, Any]:
+    skipped = {(arm, m.setting.devices): why for m in found for arm, why in m.skipped.items()}
     return {
         "machine": _machine(devices),
         "command": " ".join(["scripts/benchmark.py", *sys.argv[1:]]),
         "draws": "draws of a fixed size, for timing only",
         "rounds": options.rounds,
         "steps_per_round": options.steps,
-        "arms": [row for one in found["arms"] for row in results.arm_rows(one)],
-        "lengths": [row for one in found["lengths"] for row in results.length_rows(one)],
-        "ranks": [row for one in found["ranks"] for row in results.rank_rows(one)],
-        "crossover": [row for one in found["crossover"] for row in results.arm_rows(one)],
+        "arms": [row for one in found for row in results.arm_rows(one)],
         "skipped": [
             {"name": arm, "world_size": n, "reason": reason} for (arm, n), reason in skipped.items()
         ],
     }
 
 
+def numbers(option: str, given: str) -> list[int]:
+    """Read numbers from 1, comma-separated.
+
+    Raises:
+        ValueError: one line for the user.
+    """
+    found = given.split(",")
+    if not all(number.isdigit() and int(number) for number in found):
+        raise ValueError(f"{option} {given}: numbers from 1, comma-separated")
+    return [int(number) for number in found]
+
+
 def _count(options: argparse.Namespace) -> dict[str, Any]:
     sizes, devices = options.batch_sizes or "1,4", options.devices or 4
-    seq_lens = wanted.numbers("--seq_lens", options.seq_lens)
+    seq_lens = numbers("--seq_lens", options.seq_lens)
     rows = counts.count_rows(
-        options.models.split(","), seq_lens, wanted.numbers("--batch_sizes", sizes), devices
+        options.models.split(","), seq_lens, numbers("--batch_sizes", sizes), devices
     )
     command = " ".join(["scripts/benchmark.py", *sys.argv[1:]])
     return {"command": command, "torch": torch.__version__, "counts": rows}
@@ -252,7 +248,7 @@ def _markdown(result: dict[str, Any]) -> str:
             "or the arm's memory over non-DP's, both with or both without AC, or LoRA. Private "
             f"arms have {result['draws']}."
         )
-    parts += [tables.table(kind, result[kind]) for kind in tables.COLUMNS if result.get(kind)]
+    parts += [results.table(kind, result[kind]) for kind in results.COLUMNS if result.get(kind)]
     parts += [
         f"Skipped on {one['world_size']}: {one['name']}: {one['reason']}"
         for one in result.get("skipped", [])

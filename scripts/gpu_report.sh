@@ -98,14 +98,8 @@ train train
 # Stopped by a signal; the same command goes on from what was saved.
 part resume env NGPU=1 bash scripts/benchmarking/stop_and_resume.sh "$OUT/runs/resume"
 # Then what it costs.
-part timings "$PY" "$parts" timings --json "$OUT/timings.result.json"
 rows rows_16k 16384 microbatch
 part plan_16k "$PY" "$parts" plan "$OUT/rows_16k.result.json" --json "$OUT/plan_16k.result.json"
-part long "$PY" "$parts" long --seq_len 131072 --json "$OUT/long.result.json"
-part profile "$PY" "$parts" profile --seq_len 16384 --json "$OUT/profile.result.json"
-part profile_2k "$PY" "$parts" profile --seq_len 2048 --json "$OUT/profile_2k.result.json"
-part profile_2k_mbs4 "$PY" "$parts" profile --seq_len 2048 --arm V2 --batch_size 4 \
-    --json "$OUT/profile_2k_mbs4.result.json"
 buckets=(--training.seq_len 2048 --training.mixed_precision_param bfloat16 --data.length_buckets)
 train compile --compile.enable "${buckets[@]}"
 train mbs4_compiled --training.local_batch_size 4 --compile.enable "${buckets[@]}"
@@ -114,11 +108,6 @@ part selfcheck_tests ./scripts/run_tests.sh -m cuda -q -rf \
     --junitxml "$OUT/selfcheck_tests.xml" tests/selfcheck/test_cuda.py
 train offload --activation_checkpoint.mode full --activation_checkpoint.offload_inputs
 train mbs4 --training.local_batch_size 4
-# Long samples without and with tiles; one of 512k tokens of 8B would take a quarter of an hour.
-part tiles_8b_64k "$PY" "$parts" tiles --config train_configs/llama3_8b_512k_lora.toml \
-    --seq_len 65536 --json "$OUT/tiles_8b_64k.result.json"
-part tiles_1b_256k "$PY" "$parts" tiles --config train_configs/llama3_1b_64k_lora.toml \
-    --seq_len 262144 --json "$OUT/tiles_1b_256k.result.json"
 rows rows_16k_compiled 16384 microbatch --compile.enable
 rows rows_2k 2048 microbatch
 rows rows_2k_compiled 2048 microbatch --compile.enable
@@ -126,7 +115,6 @@ rows rows_2k_mbs4 2048 "V2,ghost" --batch_sizes 4
 rows rows_2k_mbs4_compiled 2048 V2 --batch_sizes 4 --compile.enable
 rows "rows_$long" "$long_tokens" "microbatch + AC"
 rows "rows_${long}_compiled" "$long_tokens" "microbatch + AC" --compile.enable
-rows head 16384 "microbatch,microbatch + plain head"
 part plan "$PY" "$parts" plan "$OUT"/rows_{2k,16k,"$long"}.result.json \
     --json "$OUT/plan.result.json"
 

@@ -57,7 +57,6 @@ def test_row67_their_results_are_waited_for_where_they_are_listed():
         "gradients/ghost.py",  # complete ones
         "gradients/grad_sample.py",
         "gradients/layers.py",  # the type of what a layer forms
-        "plan/calibration.py",  # times one
     }
     reached = [
         path.name

@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from scripts.benchmarking import gpu_parts
-from scripts.benchmarking.worker import _eagerly
 from tests.processes.runs import ROOT, said
 from torchtitan_dp.plan import memory as plan_memory
 from torchtitan_dp.plan.memory import GIB, MemoryPlan
-from torchtitan_dp.privacy import noise
 
 
 def run(folder, *arguments, **env):
@@ -32,40 +30,25 @@ def test_without_a_device_each_part_says_so(tmp_path):
 
 @pytest.mark.thorough
 def test_what_is_done_is_not_run_again_and_all_parts_are_listed(tmp_path):
-    (tmp_path / "profile.json").write_text(json.dumps({"status": "ok"}))
-    done = run(tmp_path, "profile")
-    assert done.stdout.splitlines()[0] == "profile: done already"
+    (tmp_path / "machine.json").write_text(json.dumps({"status": "ok"}))
+    done = run(tmp_path, "machine")
+    assert done.stdout.splitlines()[0] == "machine: done already"
     parts = [line.split(":")[0] for line in run(tmp_path, "--dry_run").stdout.splitlines()]
-    assert {"tests", "train", "resume", "compile", "offload", "mbs4", "timings"} <= set(parts)
-    assert {"rows_2k", "rows_16k_compiled", "rows_32k", "head", "plan", "profile"} <= set(parts)
-    first = "machine tests selfcheck two_ranks train resume timings rows_16k plan_16k long profile"
-    assert parts[:11] == first.split()
-    assert {"selfcheck_tests", "tiles_8b_64k", "tiles_1b_256k"} <= set(parts)
+    assert parts[:8] == [
+        "machine",
+        "tests",
+        "selfcheck",
+        "two_ranks",
+        "train",
+        "resume",
+        "rows_16k",
+        "plan_16k",
+    ]
+    assert {"compile", "offload", "mbs4", "selfcheck_tests", "rows_2k", "plan"} <= set(parts)
+    assert {"rows_16k_compiled", "rows_32k"} <= set(parts)
     wrong = run(tmp_path, "--dry_run", "nothing")
     assert wrong.returncode == 2
     assert "no part 'nothing'" in wrong.stderr
-
-
-def test_tiles_are_weighed_beside_the_plans_prediction(monkeypatch):
-    asked = []
-
-    def measured(work, arm, seq_len, batch_size, microbatches, overrides, config):
-        asked.append((overrides[-1], config))
-        return {"allocated_gib": 3.0, "reserved_gib": 4.0, "alloc_retries": 0, "seconds": 2.0}
-
-    def predicted(overrides, world_size, memory_gib, *, longest):
-        parts = dict.fromkeys(plan_memory.CATEGORIES, 0) | {"activations": 5 * GIB}
-        return MemoryPlan(world_size, 64, parts, memory_gib, {})
-
-    monkeypatch.setattr(gpu_parts, "_of_one_process", measured)
-    monkeypatch.setattr(plan_memory, "predict", predicted)
-    options = argparse.Namespace(config="some.toml", seq_len=64)
-    without, tiles = gpu_parts.tiled(options)["steps"]
-    chunks = ["--training.feed_forward_chunk=0", "--training.feed_forward_chunk=auto"]
-    assert asked == [(chunk, "some.toml") for chunk in chunks]
-    assert without["feed_forward_chunk"] == "0"
-    assert tiles["predicted_gib"] == 5.0
-    assert tiles["tokens_per_second"] == 32.0
 
 
 @pytest.mark.slow
@@ -91,19 +74,20 @@ def test_a_part_that_fails_or_takes_too_long_is_told(tmp_path):
         "    *total_memory*) echo 140 ;;\n"
         '    *is_available*) echo "A GPU" ;;\n'
         f'    *gpu_parts*report*) exec {sys.executable} "$@" ;;\n'
-        "    *timings*) sleep 9 ;;\n"
-        "    *profile*--seq_len*) exit 3 ;;\n"
+        "    *gpu_parts*machine*) sleep 9 ;;\n"
+        "    *selfcheck*) exit 3 ;;\n"
         "esac\n"
     )
     python.chmod(0o755)
     stand_in = {"TORCHTITAN_DP_PYTHON": str(python), "GPU_REPORT_LIMIT": "1"}
-    done = run(tmp_path / "out", "timings", "profile", "plan", **stand_in)
+    done = run(tmp_path / "out", "machine", "selfcheck", "plan", **stand_in)
     assert done.returncode == 1
     ended = {
         part: json.loads((tmp_path / f"out/{part}.json").read_text())["status"]
-        for part in ("timings", "profile", "plan")
+        for part in ("machine", "selfcheck", "plan")
     }
-    assert ended == {"timings": "out of time", "profile": "failed with exit code 3", "plan": "ok"}
+    failed = "failed with exit code 3"
+    assert ended == {"machine": "out of time", "selfcheck": failed, "plan": "ok"}
     assert "rows_64k: " in run(tmp_path / "out", "--dry_run", **stand_in).stdout  # of 140 GiB
 
 
@@ -111,22 +95,6 @@ def test_the_machine_is_named_without_a_device_too():
     found = gpu_parts.machine(argparse.Namespace())
     assert found["torch"] == torch.__version__
     assert (found["cudnn_running"] is None) == (not torch.cuda.is_available())
-
-
-def test_steps_that_count_bytes_run_eagerly_in_small_chunks():
-    """Compiled, noise has no temporaries; eagerly 2^30 values would take 80 GB of them."""
-    with _eagerly():
-        assert noise._COMPILED_CHUNK == 2**22
-        assert torch.compile(lambda: torch.compiler.is_compiling())() is False
-    assert noise._COMPILED_CHUNK == 2**30
-
-
-def test_timings_of_small_sizes():
-    options = argparse.Namespace(values=1000, tokens=16, dim=8, vocabulary=32, rounds=1)
-    result = gpu_parts.timings(options)
-    assert result["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
-    assert len(result["timings"]) == 6
-    assert all(row["ms"] > 0 for row in result["timings"])
 
 
 def test_predictions_are_held_against_measured_peaks(tmp_path, monkeypatch):
@@ -146,17 +114,11 @@ def test_predictions_are_held_against_measured_peaks(tmp_path, monkeypatch):
     assert without["predicted_vs_reserved"] is without["headroom_needed_gib"] is None
 
 
-def test_idle_time_is_between_kernels_of_all_streams():
-    found = gpu_parts.idle([(1000, 2000), (1500, 4000), (5000, 5500), (1200, 1300)])
-    assert found.pop("idle_share") == pytest.approx(1 / 4.5)
-    assert found == {"step_ms": 4.5, "idle_ms": 1.0, "gaps_ms": [1.0]}
-
-
 def test_the_report_has_a_parts_figures(tmp_path):
-    result = {"device": "cpu", "timings": [{"what": "noise", "ms": 1.23456}]}
-    (tmp_path / "timings.result.json").write_text(json.dumps(result))
-    written = {"part": "timings", "status": "ok", "seconds": 3, "command": "a command"}
+    result = {"torch": "2.13", "predictions": [{"seq_len": 64, "predicted_gib": 1.23456}]}
+    (tmp_path / "plan.result.json").write_text(json.dumps(result))
+    written = {"part": "plan", "status": "ok", "seconds": 3, "command": "a command"}
     gpu_parts.write_report(tmp_path, written)
     report = (tmp_path / "report.md").read_text()
-    for line in ("| timings | ok | 3 |", "- device: cpu", "| noise | 1.235 |"):
+    for line in ("| plan | ok | 3 |", "- torch: 2.13", "| 64 | 1.235 |"):
         assert line in report

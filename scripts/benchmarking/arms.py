@@ -80,25 +80,10 @@ _OPTIONS = [
         ),
         stock=True,
     ),
-    Arm(
-        "microbatch + AC + tiles",
-        (
-            *PRIVATE,
-            "--privacy.gradient_method=microbatch",
-            "--activation_checkpoint.mode=full",
-            "--training.feed_forward_chunk=1024",
-        ),
-        checkpointed=True,
-    ),
     Arm("Opacus fast", _MICROBATCH, opacus="fast"),
     Arm("ghost", _GHOST),
     Arm("ghost two passes", (*_GHOST, "--privacy.ghost_passes=two")),
-    Arm("randomized", (*_GHOST, "--privacy.gradient_method=randomized")),
-    # Padding left out; its tokens are counted as if they were there, so that seconds compare.
-    Arm("microbatch + buckets", (*_MICROBATCH, "--data.length_buckets")),
-    Arm("microbatch + plain head", (*_MICROBATCH, "--training.loss_chunk_tokens=0")),
     Arm("microbatch + bands", (*_MICROBATCH, "--privacy.noise=banded", "--privacy.bands=16")),
-    Arm("microbatch + secure noise", (*_MICROBATCH, "--privacy.secure_noise")),
 ]
 ARMS = {arm.name: arm for pair in zip(*_BOTH_WAYS, strict=True) for arm in pair} | {
     arm.name: arm for arm in [*_OPACUS, *_OPTIONS]

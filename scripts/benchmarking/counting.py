@@ -1,99 +1,109 @@
-"""Counts operations' FLOPs and bytes, and the bytes that collectives send, as dispatch modes.
+"""Counts operations' FLOPs and bytes, as a dispatch mode.
 
-They are counted as `torchtitan_dp.plan.work` has them. FLOPs are those of
-`torch.utils.flop_counter`, of which causal masks save nothing. A kernel that does the work of
-several operations counts once if, and only if, it is one operation here.
+FLOPs are those of `torch.utils.flop_counter`, of which causal masks save nothing. Bytes are those
+that an operation reads and writes: views move none, nor does memory that is only allocated; an
+expanded tensor counts what it has in memory. A kernel that does the work of several operations
+counts once if, and only if, it is one operation here.
 """
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from torchtitan_dp.plan.tracker import LocalOperators, wrapped
-from torchtitan_dp.plan.work import (
-    BACKWARD,
-    FORWARD,
-    OWN_PRODUCTS,
-    Repeated,
-    bytes_of,
-    flops_of,
-    transfer_of,
-)
+import torchtitan_dp.gradients.operands  # noqa: F401  registers its operators
+from torchtitan_dp import torch_private
+from torchtitan_dp.plan.tracker import LocalOperators
+from torchtitan_dp.torch_private import tree_iter
 
 aten = torch.ops.aten
-_TRAVELS = ("collectives", "FSDP2's copies")  # they may overlap with any part
-_MATMULS = {aten.mm, aten.addmm, aten.addmm_, aten.bmm, aten.baddbmm} | OWN_PRODUCTS
-_COPIES = {aten.copy_, aten._to_copy, aten.clone, aten.cat, aten.stack}
+# Ours: their results are written to (`write_product_`), or added to, in one GEMM.
+OWN_PRODUCTS = {torch.ops.torchtitan_dp.write_product_, torch.ops.torchtitan_dp.add_product_}
+# Written, and not read: their first argument.
+_OVERWRITES = {aten.copy_, aten.fill_, aten.zero_, aten.normal_, aten.uniform_, aten.empty_like}
+_OVERWRITES |= {torch.ops.torchtitan_dp.write_product_}
+_ALLOCATES = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty}
+_ALLOCATES |= {aten.new_empty_strided, aten.resize_, aten.set_}
+FORWARD, BACKWARD = (
+    operator.overloadpacket for operator in torch_private.attention_operators("cpu")
+)
 
 
 class Counts(LocalOperators):
-    """Keeps, as a mode, the FLOPs and bytes of each part of a program."""
+    """Keeps, as a mode, the FLOPs of products and of attention, and the bytes of all operations."""
 
     def __init__(self) -> None:
         super().__init__()
         self.flops: Counter[str] = Counter()
-        self.bytes: Counter[str] = Counter()
-        self.base: str | None = None  # of what no `part` is open for; None: by kind of operation
-        self._parts: list[str] = []
-        self.repeated = Repeated()
-
-    def start_over(self) -> None:
-        """Forget what was counted so far."""
-        for counter in (self.flops, self.bytes):
-            counter.clear()
+        self.bytes = 0
+        self._times = 1
 
     @contextlib.contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Count what runs within the block for this part."""
-        self._parts.append(name)
+    def repeated(self, times: int) -> Iterator[None]:
+        """Let what runs within the block stand for so many passes that are alike."""
+        self._times *= times
         try:
             yield
         finally:
-            self._parts.pop()
+            self._times //= times
+
+    def start_over(self) -> None:
+        """Forget what was counted so far."""
+        self.flops.clear()
+        self.bytes = 0
 
     def ran(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        part, times = self._part_of(func), self.repeated.times
-        self.flops[part] += times * flops_of(func, args, kwargs, result)
-        self.bytes[part] += times * bytes_of(func, args, kwargs, result)
-
-    def _part_of(self, func: Any) -> str:
-        if self._parts:
-            return self._parts[-1]
-        kind = _kind(func)
-        return kind if self.base is None or kind in _TRAVELS else self.base
+        kind = "attention" if func.overloadpacket in (FORWARD, BACKWARD) else "products"
+        self.flops[kind] += self._times * flops_of(func, args, kwargs, result)
+        self.bytes += self._times * bytes_of(func, args, kwargs, result)
 
 
-def _kind(func: Any) -> str:
+def flops_of(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
+    """Count the FLOPs of one operation, with all scores of attention; those of the CPU's flash
+    attention as of CUDA's."""
     packet = func.overloadpacket
-    if func.namespace in ("c10d", "_c10d_functional"):
-        return "collectives"
-    if func.namespace == "fsdp":
-        return "FSDP2's copies"
-    kinds: list[tuple[str, set[Any]]] = [
-        ("matrix products", _MATMULS),
-        ("copies", _COPIES),
-        ("attention", {FORWARD, BACKWARD}),
-    ]
-    return next((name for name, packets in kinds if packet in packets), "elementwise, norms, RoPE")
+    if packet == FORWARD:
+        return int(sdpa_flop_count(*(x.shape for x in args[:3])))
+    if packet == BACKWARD:
+        return int(sdpa_backward_flop_count(*(x.shape for x in args[:4])))
+    if packet in OWN_PRODUCTS:
+        _, left, right = args
+        return 2 * left.numel() * right.shape[-1]
+    formula = flop_registry.get(aten.addmm if packet == aten.addmm_ else packet)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
 
-def counted(owner: Any, name: str, counts: Counts, part: str) -> Any:
-    """Patch a function of `owner` to count for `part`."""
-    around: Callable[..., Any] = lambda *_, **__: counts.part(part)  # noqa: E731
-    return wrapped(owner, name, around)
+def bytes_of(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
+    """Count the bytes that one operation reads and writes."""
+    if (
+        func.namespace in ("prim", "profiler")  # (prim: asks for a tensor's device or layout)
+        or func.overloadpacket in _ALLOCATES
+        or torch_private.is_view(func)
+    ):
+        return 0
+    reads = [*args, *(value for name, value in kwargs.items() if name != "out")]
+    if func.overloadpacket in _OVERWRITES:
+        reads = reads[1:]
+    written = [x for x in tree_iter(result) if isinstance(x, torch.Tensor)]
+    known = {id(x) for x in written}
+    for is_written, value in zip(torch_private.are_written(func), args, strict=False):
+        if is_written:
+            written += [x for x in tree_iter(value) if id(x) not in known]
+    return _size(reads) + _size(written)
 
 
-class BytesSent(LocalOperators):
-    """While entered, adds up in `by_kind` what this rank's collectives send, backward's too."""
+def _size(values: Any) -> int:
+    return sum(_bytes(x) for x in tree_iter(values) if isinstance(x, torch.Tensor))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.by_kind: Counter[str] = Counter()
 
-    def ran(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        sends = func.namespace in ("c10d", "_c10d_functional")
-        if sends and (transfer := transfer_of(func, args, kwargs)) is not None:
-            self.by_kind[transfer.kind] += transfer.bytes
+def _bytes(x: torch.Tensor) -> int:
+    if isinstance(x, DTensor):
+        x = x.to_local()
+    numel = 1
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        numel *= size if stride != 0 else 1
+    return numel * x.element_size()

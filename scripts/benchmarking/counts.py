@@ -1,13 +1,11 @@
-"""`--table counts` and `tiles`: what a step computes and moves, in figures that no noise touches:
-private against plain TorchTitan, and the feed-forward in tiles against none.
+"""`--table counts`: what a step computes and moves, in figures that no noise touches: private
+against plain TorchTitan.
 
-One rank's microbatch (forward, backward, and with privacy: norm, clip, add) and its update are run
-on fake tensors in a fake process group, as the plan does, with kernels counted as CUDA has them
-(`counting`). Plain TorchTitan is the baseline trainer's model, loss and accumulation.
+One rank's microbatch (forward, backward, and with privacy: norm, clip, add) is run on fake tensors
+in a fake process group, as the plan does, with kernels counted as CUDA has them (`counting`). Plain
+TorchTitan is the baseline trainer's model, loss and accumulation.
 """
 
-import contextlib
-import functools
 import gc
 import json
 import os
@@ -26,7 +24,6 @@ from .processes import show
 
 MODELS = ("1B", "3B", "8B")
 SEQ_LENS = (4096, 16384, 65536)
-BATCH_SIZES = (1, 4)
 
 
 @dataclass(frozen=True)
@@ -64,10 +61,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Count:
-    """What one rank computes and moves, by part."""
+    """What one rank computes and moves in a microbatch, not the first of a step."""
 
-    flops: dict[str, int]
-    bytes: dict[str, int]
+    products: int  # FLOPs
+    attention: int
+    bytes: int
+
+    @property
+    def flops(self) -> int:
+        return self.products + self.attention
 
 
 def alone(module: str, task: Any) -> Any:
@@ -89,18 +91,9 @@ def alone(module: str, task: Any) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def count(case: Case, seq_lens: list[int]) -> dict[str, dict[int, Count]]:
-    """Count, in a process of its own, a microbatch of each length (not the first of a step) and
-    an update.
-
-    Returns:
-        {"microbatch": by length, "update": by the longest length alone}
-    """
-    found = alone("counts", [asdict(case), seq_lens])
-    return {
-        what: {int(seq_len): Count(**one) for seq_len, one in by_length.items()}
-        for what, by_length in found.items()
-    }
+def count(case: Case, seq_lens: list[int]) -> list[Count]:
+    """Count microbatches of these lengths, in a process of its own."""
+    return [Count(**one) for one in alone("counts", [asdict(case), seq_lens])]
 
 
 def count_rows(
@@ -111,182 +104,52 @@ def count_rows(
     for model in models:
         for mbs in batch_sizes:
             show(f"counting {model}, MBS {mbs}, T {', '.join(map(str, seq_lens))}")
-            method = automatic(mbs)
             plain, private = (
-                count(Case(model, one, mbs, world_size), seq_lens) for one in ("plain", method)
+                count(Case(model, method, mbs, world_size), seq_lens)
+                for method in ("plain", automatic(mbs))
             )
-            updates = [next(iter(found["update"].values())) for found in (plain, private)]
-            for seq_len in seq_lens:
-                pair = plain["microbatch"][seq_len], private["microbatch"][seq_len]
-                rows.append(
-                    {
-                        "model": model,
-                        "method": method,
-                        "seq_len": seq_len,
-                        "local_batch_size": mbs,
-                        "world_size": world_size,
-                        **_compared(*pair),
-                        "update_bytes": [sum(one.bytes.values()) for one in updates],
-                    }
-                )
+            for seq_len, base, one in zip(seq_lens, plain, private, strict=True):
+                row = {"model": model, "method": automatic(mbs), "seq_len": seq_len}
+                row |= {"local_batch_size": mbs, "world_size": world_size}
+                row |= {"flops_vs_non_dp": one.flops / base.flops, "flops": one.flops}
+                row |= {"bytes_vs_non_dp": one.bytes / base.bytes, "bytes": one.bytes}
+                rows.append(row | {"non_dp_bytes": base.bytes})
     return rows
 
 
-def _compared(plain: Count, private: Count) -> dict[str, Any]:
-    totals = [[sum(one.values()) for one in (x.flops, x.bytes)] for x in (plain, private)]
-    (plain_flops, plain_bytes), (flops, moved) = totals
-    return {
-        "flops_vs_non_dp": flops / plain_flops,
-        "bytes_vs_non_dp": moved / plain_bytes,
-        "flops": flops,
-        "non_dp_flops": plain_flops,
-        "bytes": moved,
-        "non_dp_bytes": plain_bytes,
-        "bytes_by_part": private.bytes,
-        "non_dp_bytes_by_part": plain.bytes,
-    }
-
-
-TILED_SHAPES = ((65536, 4), (1048576, 8))  # T, ranks
-TRAINED = {"all weights": (), "LoRA": ("--lora.rank=16",)}
-
-
-def tile_rows(models: list[str], shapes: tuple[tuple[int, int], ...] = TILED_SHAPES) -> list[Any]:
-    """Rows of the JSON, one a model, what is trained, and T."""
-    rows = []
-    for model in models:
-        for trained, overrides in TRAINED.items():
-            for seq_len, world_size in shapes:
-                totals = []
-                for chunk in ("0", "auto"):
-                    more = ("--activation_checkpoint.mode=full", *overrides)
-                    more += (f"--training.feed_forward_chunk={chunk}",)
-                    case = Case(model, "microbatch", 1, world_size, overrides=more)
-                    found = count(case, [seq_len])["microbatch"][seq_len]
-                    totals.append((sum(found.flops.values()), sum(found.bytes.values())))
-                (flops, moved), (flops_in_tiles, moved_in_tiles) = totals
-                rows.append(
-                    {
-                        "model": model,
-                        "trained": trained,
-                        "seq_len": seq_len,
-                        "world_size": world_size,
-                        "flops_vs_no_tiles": flops_in_tiles / flops,
-                        "bytes_vs_no_tiles": moved_in_tiles / moved,
-                        "flops": flops_in_tiles,
-                        "bytes": moved_in_tiles,
-                    }
-                )
-    return rows
-
-
-def count_here(case: Case, seq_lens: list[int]) -> dict[str, dict[int, Count]]:
+def count_here(case: Case, seq_lens: list[int]) -> list[Count]:
     """Count in this process, which has no process group: what `count` returns."""
-    import torch
-
     import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 
     # isort: split
-    from torchtitan_dp import optimizer
     from torchtitan_dp.config.load import load_config
     from torchtitan_dp.models import parallelize
     from torchtitan_dp.models.hugging_face import shape
-    from torchtitan_dp.plan.fake_step import fake_world
+    from torchtitan_dp.plan.fake_step import Step, fake_world
+    from torchtitan_dp.plan.tracker import MemoryTracker
 
-    from . import fused
     from .counting import Counts
+    from .plain_step import PlainStep
 
     config = load_config(case.arguments(max(seq_lens)), case.world_size)
     args = shape(config)
     args.n_layers = case.n_layers or args.n_layers
-    found: dict[str, dict[int, Count]] = {"microbatch": {}, "update": {}}
-    counts = Counts()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(fake_world(case.world_size, repeated=counts.repeated))
-        for owner, name, instead in (
-            # For gloo and the CPU alone.
-            (parallelize, "_sum_reductions_only", _nothing),
-            # As on CUDA.
-            (torch.nn.functional, "rms_norm", fused.rms_norm),
-            (optimizer, "add_gaussian_noise_", fused.noise),
-            (torch.optim, "AdamW", functools.partial(_fused, torch.optim.AdamW)),
-        ):
-            stack.enter_context(unittest.mock.patch.object(owner, name, instead))
-        make = _plain_step if case.method == "plain" else _private_step
-        with counts:
-            microbatch, update = make(config, args, counts)
-            microbatch(min(seq_lens))  # lays out what is kept, and makes later ones accumulate
-            for seq_len in seq_lens:
-                counts.start_over()
-                microbatch(seq_len)
-                found["microbatch"][seq_len] = _taken(counts)
+    make: Any = PlainStep if case.method == "plain" else Step
+    found, counts = [], Counts()
+    # Copies for gloo alone are left out.
+    as_on_cuda = unittest.mock.patch.object(parallelize, "_sum_reductions_only")
+    with fake_world(case.world_size, repeated=counts.repeated), as_on_cuda, counts:
+        step = make(config, args, MemoryTracker("activations"))
+        step.microbatch(min(seq_lens))  # lays out what is kept, and makes later ones accumulate
+        for seq_len in seq_lens:
             counts.start_over()
-            update()
-            found["update"][max(seq_lens)] = _taken(counts)
+            step.microbatch(seq_len)
+            flops = counts.flops
+            found.append(Count(flops["products"], flops["attention"], counts.bytes))
     gc.collect()
     return found
 
 
-def _nothing(*_: Any) -> None:
-    pass
-
-
-def _fused(adamw: Any, parameters: Any, **_: Any) -> Any:
-    """The optimizer as `optimizer.implementation` has it by default."""
-    return adamw(parameters, fused=True)
-
-
-def _taken(counts: Any) -> Count:
-    return Count(dict(counts.flops), dict(counts.bytes))
-
-
-def _private_step(config: Any, args: Any, counts: Any) -> Any:
-    """The plan's step."""
-    from torchtitan_dp.gradients.clipped_sum import ClippedSum
-    from torchtitan_dp.plan.fake_step import Step
-    from torchtitan_dp.plan.tracker import MemoryTracker
-
-    from .counting import counted
-
-    step = Step(config, args, MemoryTracker("activations"))
-    _watch_loss_head(step.model.output, counts)
-
-    def microbatch(seq_len: int) -> None:
-        with contextlib.ExitStack() as stack:
-            for name, part in (("squared_norms", "norm"), ("accumulate", "clip and add")):
-                stack.enter_context(counted(ClippedSum, name, counts, part))
-            step.microbatch(seq_len)
-
-    return microbatch, step.update
-
-
-def _plain_step(config: Any, args: Any, counts: Any) -> Any:
-    """What `BaselineTrainer` does in a step, which is TorchTitan's."""
-    from torchtitan_dp.plan.tracker import MemoryTracker
-
-    from .plain_step import PlainStep
-
-    step = PlainStep(config, args, MemoryTracker("activations"))
-    _watch_loss_head(step.model.output, counts)
-
-    def microbatch(seq_len: int) -> None:
-        step.microbatch(seq_len)
-        counts.base = None
-
-    return microbatch, step.update
-
-
-def _watch_loss_head(output: Any, counts: Any) -> None:
-    """Count for the loss head from its call on, until backward has passed its input."""
-
-    def enter(_: Any, inputs: Any) -> None:
-        counts.base = "loss head"
-        inputs[0].register_hook(lambda _: setattr(counts, "base", None))
-
-    output.register_forward_pre_hook(enter)
-
-
 if __name__ == "__main__":
     case_, seq_lens_ = json.load(sys.stdin)
-    counted_ = count_here(Case(**case_), seq_lens_)
-    print(json.dumps({w: {t: asdict(one) for t, one in by.items()} for w, by in counted_.items()}))
+    print(json.dumps([asdict(one) for one in count_here(Case(**case_), seq_lens_)]))

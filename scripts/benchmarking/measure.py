@@ -54,9 +54,8 @@ def make_setting(
     *,
     local_batch_size: int,
     microbatches: int,
-    seq_len_factor: int = 1,
 ) -> Setting:
-    """A setting, as the configuration has it: its sequence length (times a factor) and mesh.
+    """A setting, as the configuration has it: its sequence length and mesh.
 
     Raises:
         ValueError: one line on the user's mistake.
@@ -68,16 +67,16 @@ def make_setting(
         tuple(overrides),
         devices,
         dp_replicate * dp_shard,
-        config.training.seq_len * seq_len_factor,
+        config.training.seq_len,
         local_batch_size,
         microbatches,
     )
 
 
 def measure(
-    arms: list[Arm], setting: Setting, repetitions: Repetitions | None, journal: Journal
+    arms: list[Arm], setting: Setting, repetitions: Repetitions, journal: Journal
 ) -> Iterator[Measured]:
-    """Weigh all arms and, unless `repetitions` is None, time them; yields after each arm.
+    """Weigh all arms and time them; yields after each arm.
 
     Args:
         journal: what it holds is not measured again.
@@ -89,7 +88,7 @@ def measure(
         _weigh(arm, found, journal)
         yield found
     runnable = [arm for arm in runnable if arm.name in found.weighed]
-    if repetitions is not None and runnable:
+    if runnable:
         show(f"{setting}: {len(runnable)} arms in turns")
         _time(runnable, found, repetitions, journal)
     yield found
@@ -119,7 +118,7 @@ def _weigh(arm: Arm, found: Measured, journal: Journal) -> None:
     try:
         if not journal.of(key):
             ranks = on_processes(found.setting.devices, worker.weigh, arm, found.setting)
-            journal.add(key, heaviest(ranks))
+            journal.add(key, max(ranks, key=lambda rank: float(rank["peak_bytes"])))
     except OutOfMemory:
         found.no_memory.add(arm.name)
         show(f"out of memory: {arm.name}")
@@ -127,13 +126,6 @@ def _weigh(arm: Arm, found: Measured, journal: Journal) -> None:
         _skip(arm, str(error), found)
     else:
         found.weighed[arm.name] = journal.of(key)[-1]
-
-
-def heaviest(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The rank of the highest peak, with the most bytes that any rank sends, by kind."""
-    kinds = {kind for rank in ranks for kind in rank["bytes_sent"]}
-    sent = {k: max(rank["bytes_sent"].get(k, 0) for rank in ranks) for k in sorted(kinds)}
-    return {**max(ranks, key=lambda rank: rank["peak_bytes"]), "bytes_sent": sent}
 
 
 def _time(arms: list[Arm], found: Measured, repetitions: Repetitions, journal: Journal) -> None:

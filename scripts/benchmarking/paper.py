@@ -1,16 +1,14 @@
 """`--table 2|3|4|5`: LongShield's tables, beside what is predicted and what was measured.
 
-For the paper's own lines the plan's memory, FLOPs and bytes are predicted on any machine: a rank's
-real step runs on fake tensors, in a process that sees no device; layers are alike, so that all of
-it is told from models of four and of five layers. `--parts measured` times and weighs the same
-lines (of Tables 3 to 5) on the paper's machine, four CUDA devices of 80 GB.
+For the paper's own lines the plan's memory is predicted on any machine: a rank's real step runs on
+fake tensors, in a process that sees no device. `--parts measured` times and weighs the same lines
+(of Tables 3 to 5) on the paper's machine, four CUDA devices of 80 GB.
 
-What is found goes into the file that `--json` names, to what is there of other tables, devices
-(`cpu`, `cuda`) and models: an entry is what one command measured or predicted.
+What is found goes into the file that `--json` names, to what is there of other tables and models:
+an entry is what one command measured or predicted.
 """
 
 import argparse
-import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -22,17 +20,17 @@ import torch
 
 from . import results
 from .arms import ARMS, choose, label
-from .counts import Case, alone, count_here
+from .counts import Case, alone
 from .measure import Journal, Repetitions, make_setting, measure, show
-from .tables import markdown
+from .results import markdown
 
-TABLES, PARTS, MODELS = ("2", "3", "4", "5"), ("measured", "predicted"), ("1B", "3B", "8B")
+PAPER, MEASURED, PREDICTED = "paper", "measured", "predicted"
+TABLES, PARTS, MODELS = ("2", "3", "4", "5"), (MEASURED, PREDICTED), ("1B", "3B", "8B")
 CONFIGS = {"1B": "llama3_1b_64k", "3B": "llama3_3b_32k", "8B": "llama3_8b_16k"}
 PAPER_DEVICES, MEMORY_GIB = 4, 80.0
 MANY = 256  # GPUs, in the place of infinitely many: the model's share is next to nothing
 SHORTEST, LONGEST, GIB = 64, 2**21, 2**30  # tokens of a sample, that are tried
 FSDP, CP = "FSDP", "cp"  # which ranks share a sample: none, all
-COUNTED = ("3", "4")  # FLOPs and bytes too; AC adds to Table 4's a forward pass, on both sides
 ARMS_OF = {  # in the paper's order; `microbatch` is ours, for an MBS of 1
     "2": ("non-DP", "ghost", "V2", "microbatch"),
     "3": ("non-DP", "ghost"),
@@ -40,7 +38,7 @@ ARMS_OF = {  # in the paper's order; `microbatch` is ours, for an MBS of 1
     "5": ("non-DP", "non-DP + AC", "V2", "V2 + AC", "microbatch + AC"),
 }
 Row = dict[str, Any]
-Stored = dict[str, Any]  # by table: by "cpu", "cuda", "predicted": by model: an entry
+Stored = dict[str, Any]  # by table: by "measured", "predicted": by model: an entry
 
 # The paper's figures: https://openreview.net/forum?id=1Q2NVxcSuS, sections 2 and 4, by its authors'
 # code on four H100 of 80 GB. Its ZeRO-DP+ is our arm `ghost`, its V3 `V2 + AC`. A line has GPUs (or
@@ -108,7 +106,6 @@ class Task:
     local_batch_size: int
     seq_len: int | None = None
     first: int = 4096
-    counted: bool = True  # FLOPs and bytes, too
 
     def mesh_options(self) -> tuple[str, ...]:
         """The degrees, of which the rest is dp_shard."""
@@ -119,16 +116,14 @@ class Task:
             "--parallelism.data_parallel_replicate_degree=1",
         )
 
-    def case(self, n_layers: int | None = None) -> Case:
+    def case(self) -> Case:
         """Put it as the counts know it."""
         arm, mbs, size = ARMS[self.arm], self.local_batch_size, self.world_size
         batch = f"--training.global_batch_size={4 * mbs * size}"
         key = "--privacy.gradient_method="
         named = [o.removeprefix(key) for o in arm.overrides if o.startswith(key)]
         overrides = (*self.mesh_options(), batch, *arm.overrides)
-        return Case(
-            self.model, (*named, "plain")[0], mbs, size, overrides=overrides, n_layers=n_layers
-        )
+        return Case(self.model, (*named, "plain")[0], mbs, size, overrides=overrides)
 
 
 def paper_figures(table: str) -> dict[tuple[Any, ...], dict[str, str]]:
@@ -166,12 +161,12 @@ def paper_tasks(
     [4096, 2048, 1024, 512]
     """
     figures, tasks = paper_figures(table), []
-    mesh, counted = FSDP if table in ("2", "3") else CP, table in COUNTED
+    mesh = FSDP if table in ("2", "3") else CP
     for model, size, mbs, seq_len in dict.fromkeys(key[:4] for key in figures):
         if model in models and size in gpus:
             on_four = model, PAPER_DEVICES, mbs, None, "ghost"
             first = int(figures[on_four]["T"]) if table == "2" else 4096
-            terms = size, mesh, mbs, seq_len, first, counted
+            terms = size, mesh, mbs, seq_len, first
             tasks += [Task(model, arm, *terms) for arm in arms_of(table, mbs, asked, size)]
     return sorted(tasks, key=lambda task: gpus.index(task.world_size))
 
@@ -201,9 +196,8 @@ def run(options: argparse.Namespace, overrides: list[str], journal: Journal) -> 
     terms = {"command": " ".join(["scripts/benchmark.py", *sys.argv[1:]])}
     here = stored.setdefault(options.table, {})
     if "measured" in parts:
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
         for model, entry in _measured(options, overrides, journal, models):
-            here.setdefault(kind, {})[model] = entry | terms
+            here.setdefault(MEASURED, {})[model] = entry | terms
             yield stored
     if "predicted" in parts:
         rows: dict[str, list[Row]] = {}
@@ -227,7 +221,7 @@ def _measured(
 ) -> Iterator[tuple[str, Row]]:
     """Measure the paper's lines; yields (model, its entry so far)."""
     how_often = Repetitions(options.rounds, options.steps, options.warm_up)
-    machine = {"machine": options.machine(PAPER_DEVICES), "grid": "paper", "rounds": options.rounds}
+    machine = {"machine": options.machine(PAPER_DEVICES), "rounds": options.rounds}
     done: dict[str, list[Row]] = {}
     tasks = paper_tasks(options.table, models, options.arms, (PAPER_DEVICES,))
     lines = groupby(tasks, key=lambda task: (task.model, task.local_batch_size, task.seq_len))
@@ -242,7 +236,7 @@ def _measured(
         )
         rows: list[Row] = []
         for found in measure([ARMS[t.arm] for t in (first, *others)], setting, how_often, journal):
-            rows = [{**row, "mesh": first.mesh} for row in results.arm_rows(found)]
+            rows = results.arm_rows(found)
             yield model, machine | {"rows": done.get(model, []) + rows}
         done[model] = done.get(model, []) + rows
 
@@ -289,17 +283,15 @@ def predict_here(task: Task) -> Row:
     """Predict in this process, which has no process group.
 
     Returns:
-        of a row: its peak in GiB (tensors alone), whether it fits and, if they are counted, FLOPs
-        and bytes moved by one microbatch; without a length: the longest, and the peaks at it and
-        at twice as many tokens
+        of a row: its peak in GiB (tensors alone), and whether it fits; without a length: the
+        longest, and the peaks at it and at twice as many tokens
     """
     from torchtitan_dp.plan.memory import limit_bytes
 
     limit = limit_bytes(MEMORY_GIB)
     if task.seq_len is not None:
         peak = peak_bytes(task, task.seq_len)
-        found = {"peak_memory_gib": peak / GIB, "fits": peak <= limit}
-        return {**found, **work(task)} if task.counted else found
+        return {"peak_memory_gib": peak / GIB, "fits": peak <= limit}
     known: dict[int, float] = {}
 
     def at(seq_len: int) -> float:
@@ -316,58 +308,25 @@ def predict_here(task: Task) -> Row:
     }
 
 
-def _by_layers(task: Task, seq_len: int, of: Callable[[Any, Any, int], dict[str, float]]) -> Row:
-    """Tell figures by name from few layers; `of` a configuration, a model and its layers."""
+def peak_bytes(task: Task, seq_len: int) -> float:
+    """Predict the most bytes that tensors take at once on rank 0, in a microbatch or an update."""
     import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 
     # isort: split
     from torchtitan_dp.config.load import load_config
     from torchtitan_dp.models.hugging_face import shape
-    from torchtitan_dp.plan.peaks import FEW_LAYERS, of_layers
+    from torchtitan_dp.plan.fake_step import Step
+    from torchtitan_dp.plan.prediction import step_peak
+
+    from .plain_step import PlainStep
 
     config = load_config(task.case().arguments(seq_len), task.world_size)
-    args = shape(config)
-    if args.n_layers <= max(FEW_LAYERS):
-        return of(config, args, args.n_layers)
-    few, more = (of(config, args, n_layers) for n_layers in FEW_LAYERS)
-    return {n: of_layers(args.n_layers, few[n], more[n]) for n in few.keys() & more.keys()}
-
-
-def peak_bytes(task: Task, seq_len: int) -> float:
-    """Predict the most bytes that tensors take at once on rank 0, in a microbatch or an update."""
-
-    def stretches(config: Any, args: Any, n_layers: int) -> dict[str, float]:
-        from torchtitan_dp.plan.fake_step import Step, fake_world
-        from torchtitan_dp.plan.peaks import Model
-
-        from .plain_step import PlainStep
-
-        make: Any = PlainStep if task.case().method == "plain" else Step
-        args = dataclasses.replace(args, n_layers=n_layers)
-        with fake_world(task.world_size):
-            model = Model(config, args, config.activation_checkpoint.mode, make)
-            found: dict[str, float] = dict(model.stretches(seq_len))
-            model.close()
-        return found
-
-    return float(max(_by_layers(task, seq_len, stretches).values()))
-
-
-def work(task: Task) -> Row:
-    """Count one microbatch's FLOPs and the bytes that it moves, on one rank."""
-    seq_len = task.seq_len
-    assert seq_len is not None
-
-    def counted(config: Any, args: Any, n_layers: int) -> dict[str, float]:
-        one = count_here(task.case(n_layers), [seq_len])["microbatch"][seq_len]
-        return {"flops": float(sum(one.flops.values())), "bytes": float(sum(one.bytes.values()))}
-
-    return _by_layers(task, seq_len, counted)
+    make: Any = PlainStep if task.case().method == "plain" else Step
+    return step_peak(config, shape(config), task.world_size, make)
 
 
 # The page.
 
-PAPER, MEASURED, PREDICTED = "paper", "measured", "predicted"
 COLUMNS = {  # of Tables 3 to 5; a row's key, and how it is written
     MEASURED: {
         "tokens/s": ("tokens_per_second_per_device", ",.0f"),
@@ -375,19 +334,15 @@ COLUMNS = {  # of Tables 3 to 5; a row's key, and how it is written
         "GiB reserved": ("peak_reserved_gib", ".1f"),
         "GiB allocated": ("peak_allocated_gib", ".3f"),
     },
-    PREDICTED: {
-        "FLOPs / non-DP": ("flops_ratio", ".2f"),
-        "bytes / non-DP": ("bytes_ratio", ".2f"),
-        "GiB": ("peak_memory_gib", ".1f"),
-    },
+    PREDICTED: {"GiB": ("peak_memory_gib", ".1f")},
 }
 _INTRODUCTION = """# LongShield's tables
 
 `paper`: what the paper prints: four H100 of 80 GB, its authors' code. `measured`: ours, on the
 machine that stands above. `predicted`: ours, without a device: the plan's memory of one rank's
-tensors, and FLOPs and bytes of a microbatch, counted on fake tensors; neither time nor what the
-allocator reserves beyond tensors is predicted. A *gap* is non-DP's throughput over the arm's. 80 GB
-are 80 GiB, 5% of which stay free where a sample fits. 256 GPUs stand for infinitely many."""
+tensors, not what the allocator reserves beyond them. A *gap* is non-DP's throughput over the
+arm's. 80 GB are 80 GiB, 5% of which stay free where a sample fits. 256 GPUs stand for infinitely
+many."""
 
 
 def page(stored: Stored) -> str:
@@ -395,16 +350,10 @@ def page(stored: Stored) -> str:
     parts = [_INTRODUCTION]
     for table in (table for table in TABLES if table in stored):
         kinds = stored[table]
-        on_papers = {m: e for m, e in kinds.get("cuda", {}).items() if e["grid"] == "paper"}
-        predicted = _figures(table, kinds.get(PREDICTED, {}))
-        sources = {PAPER: paper_figures(table), PREDICTED: predicted}
-        sources[MEASURED] = _figures(table, on_papers)
-        parts += [f"## Table {table}", _table(sources)]
-        for kind in ("cpu", "cuda"):
-            for model, entry in kinds.get(kind, {}).items():
-                if entry["grid"] == "scaled":
-                    parts.append(f"{entry['machine']}. `{entry['command']}`")
-                    parts.append(_table({MEASURED: _figures(table, {model: entry})}))
+        sources = {PAPER: paper_figures(table)}
+        sources |= {kind: _figures(table, kinds.get(kind, {})) for kind in (PREDICTED, MEASURED)}
+        machines = {entry["machine"] for entry in kinds.get(MEASURED, {}).values()}
+        parts += [f"## Table {table}", *machines, _table(sources)]
     return "\n\n".join(parts)
 
 
@@ -415,10 +364,6 @@ def _figures(table: str, entries: dict[str, Row]) -> dict[tuple[Any, ...], dict[
         by_line = {(model, *_place(row), row["name"]): dict(row) for row in entry["rows"]}
         kind = MEASURED if "machine" in entry else PREDICTED
         for (*line, arm), row in by_line.items():
-            base = by_line.get((*line, ARMS[arm].baseline), {})
-            for what in ("flops", "bytes"):
-                if what in row and what in base and arm != ARMS[arm].baseline:
-                    row[f"{what}_ratio"] = row[what] / base[what]
             if table == "2":
                 fits = row["longest_seq_len"]
                 found[(*line, arm)] = {"T": "OOM" if fits is None else f"{fits}"}

@@ -18,7 +18,6 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.context_parallel import prepare_context_parallel_input
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.gradients.fsdp import free_gathered
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.parallelize import parallelize
@@ -28,8 +27,6 @@ from torchtitan_dp.plan.tracker import MemoryTracker
 
 class PlainStep:
     """Lays a model over the mesh of a default process group and takes TorchTitan's step."""
-
-    host_bytes = 0  # no inputs are offloaded
 
     def __init__(self, config: JobConfig, args: ModelArgs, tracker: MemoryTracker) -> None:
         """
@@ -82,10 +79,6 @@ class PlainStep:
         loss.sum().backward()
         self.tracker.base = "activations"
         self.tracker.end_stretch("end")
-
-    def free_gathered(self) -> None:
-        """Start the next microbatch as the first of a step, which gathers all weights."""
-        free_gathered(self.model)
 
     def update(self) -> None:
         """Measure the gradients' norm, and step AdamW; the gradients stay."""

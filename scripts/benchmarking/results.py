@@ -1,9 +1,10 @@
-"""From what was measured to the rows of the JSON: medians over rounds, ratios within a round."""
+"""From what was measured to the rows of the JSON (medians over rounds, ratios within a round), and
+to tables in Markdown."""
 
 from statistics import median
 from typing import Any
 
-from .arms import LABELS
+from .arms import LABELS, label
 from .measure import Measured
 
 GIB = 2**30
@@ -22,9 +23,6 @@ _WEIGHED = (
     "beside_the_pool_gib",
     "memory_vs_non_dp",
     "peak_allocated_gib",
-    "bytes_sent_per_step",
-    "bytes_sent_by_kind",
-    "per_sample_gradient_bytes",
 )
 
 
@@ -97,41 +95,47 @@ def _memory_columns(name: str, baseline: str, found: Measured) -> Row:
         "beside_the_pool_gib": None if beside is None else beside / GIB,
         "memory_vs_non_dp": None if against is None else peak / against["peak_bytes"],
         "peak_allocated_gib": weighed["peak_allocated_bytes"] / GIB,
-        "bytes_sent_per_step": sum(weighed["bytes_sent"].values()),
-        "bytes_sent_by_kind": weighed["bytes_sent"],
-        "per_sample_gradient_bytes": weighed["per_sample_gradient_bytes"],
     }
 
 
-def length_rows(found: Measured) -> list[Row]:
-    """What privacy adds to a step, in seconds and by token: medians of the rounds' differences."""
-    rows = []
-    for arm in found.arms:
-        seconds, plain = found.seconds.get(arm.name), found.seconds.get(arm.baseline)
-        if arm.name == arm.baseline or seconds is None or plain is None:
-            continue
-        extra = median(a - b for a, b in zip(seconds, plain, strict=True))
-        rows.append(
-            {
-                "name": arm.name,
-                "seq_len": found.setting.seq_len,
-                "local_batch_size": found.setting.local_batch_size,
-                "world_size": found.setting.devices,
-                "seconds_per_step": median(seconds),
-                "non_dp_seconds_per_step": median(plain),
-                "extra_seconds_per_step": extra,
-                "extra_microseconds_per_token": 1e6 * extra / found.setting.tokens,
-            }
-        )
-    return rows
+_ARM = {"arm": ("name", ""), "processes": ("world_size", ""), "MBS": ("local_batch_size", "")}
+_MODEL = {"model": ("model", ""), "MBS": ("local_batch_size", ""), "T": ("seq_len", ",")}
+COLUMNS: dict[str, dict[str, tuple[str, str]]] = {  # by head: the row's key, and how it is written
+    "arms": {
+        **_ARM,
+        "T": ("seq_len", ","),
+        "tokens/s per device": ("tokens_per_second_per_device", ",.0f"),
+        "gap": ("gap_to_non_dp", ".2f"),
+        "peak, GiB a process": ("peak_memory_gib", ".3f"),
+        "gap of peaks": ("memory_vs_non_dp", ".2f"),
+        "allocated by PyTorch, GiB": ("peak_allocated_gib", ".3f"),
+    },
+    "counts": {
+        **_MODEL,
+        "method": ("method", ""),
+        "FLOPs, DP / plain": ("flops_vs_non_dp", ".3f"),
+        "bytes, DP / plain": ("bytes_vs_non_dp", ".3f"),
+        "FLOPs": ("flops", ".4g"),
+        "bytes, plain": ("non_dp_bytes", ".4g"),
+        "bytes, DP": ("bytes", ".4g"),
+    },
+}
 
 
-def rank_rows(found: Measured) -> list[Row]:
-    """What one rank holds and sends."""
-    names = ("name", "seq_len", "local_batch_size", "world_size", "microbatches", "status")
-    measured = ("per_sample_gradient_bytes", "bytes_sent_per_step", "bytes_sent_by_kind")
-    keep = (*names, *measured, "peak_memory_gib")
-    return [
-        {"context_parallel_degree": found.setting.devices, **{key: row[key] for key in keep}}
-        for row in arm_rows(found)
-    ]
+def table(kind: str, rows: list[Row]) -> str:
+    """Write the rows of one kind."""
+    lines = [[_cell(row, *column) for column in COLUMNS[kind].values()] for row in rows]
+    return markdown([*COLUMNS[kind]], lines)
+
+
+def _cell(row: Row, key: str, form: str) -> str:
+    value = row.get(key)
+    if value is None:  # not measured, or out of memory
+        return "" if row.get("status", "ok") == "ok" else row["status"]
+    return label(value) if key == "name" else format(value, form)
+
+
+def markdown(head: list[str], lines: list[list[str]]) -> str:
+    """A table in Markdown."""
+    rule = ["---"] * len(head)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, rule, *lines])

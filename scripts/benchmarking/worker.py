@@ -9,7 +9,6 @@ import os
 import time
 import unittest.mock
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,10 +17,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
-from torchtitan_dp.privacy.clipping import ClipPolicy
-
 from .arms import Arm, Setting
-from .counting import BytesSent
 from .processes import Journal, show
 
 Step = Callable[[], None]
@@ -57,46 +53,25 @@ def time_in_turns(
 
 
 def weigh(arm: Arm, setting: Setting, folder: str) -> dict[str, Any]:
-    """One arm alone: its memory, the bytes that it sends in a step, its per-sample gradients.
+    """One arm alone: its memory.
 
     The peak is of this process, from its start to the end of the second step (the first one with
-    AdamW's state); what PyTorch allocated is of a third. Bytes are counted in a last step, in which
-    nothing is compiled: under a dispatch mode `fullgraph=True` finds no frame to compile.
+    AdamW's state); what PyTorch allocated is of a third.
     """
     map_tensors_alone()
     with draws_of_fixed_size(setting.records):
         step = build(arm, setting, folder)
         step()  # creates lazily what later steps keep
-        gc.collect()
-        at_rest = live_tensor_bytes()
-        with watch_clipping() as live:
-            step()
+        step()
         peak, reserved = peak_bytes(), peak_reserved_bytes()
         beside = bytes_beside_the_pool()
         allocated = allocated_peak_bytes(step)
-        with _eagerly(), BytesSent() as sent:
-            step()
-    clips = arm.opacus is None and live.most > 0
     return {
         "peak_bytes": peak,
         "peak_reserved_bytes": reserved,
         "bytes_beside_the_pool": beside,
         "peak_allocated_bytes": allocated,
-        "bytes_sent": dict(sent.by_kind),
-        "per_sample_gradient_bytes": max(live.most - at_rest, 0) if clips else None,
     }
-
-
-@contextlib.contextmanager
-def _eagerly() -> Iterator[None]:
-    """Compile nothing, and bound the temporaries that a compiled kernel does not have."""
-    from torchtitan_dp.privacy import noise
-
-    with (
-        torch.compiler.set_stance("force_eager"),
-        unittest.mock.patch.object(noise, "_COMPILED_CHUNK", noise._CHUNK),
-    ):
-        yield
 
 
 def build(arm: Arm, setting: Setting, folder: str) -> Step:
@@ -252,26 +227,3 @@ def live_tensor_bytes() -> int:
                 storage = tensor.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
-
-
-@dataclass
-class LiveAtClipping:
-    """The most bytes that live tensors took whenever a method clipped."""
-
-    most: int = 0
-
-
-@contextlib.contextmanager
-def watch_clipping() -> Iterator[LiveAtClipping]:
-    """Look at live tensors whenever a gradient method clips: its per-sample gradients are whole.
-
-    For one measured step only: it stands in for `ClipPolicy.clip`, by which all methods clip.
-    """
-    seen, clip = LiveAtClipping(), ClipPolicy.clip
-
-    def clip_seen(*args: Any, **kwargs: Any) -> Any:
-        seen.most = max(seen.most, live_tensor_bytes())
-        return clip(*args, **kwargs)
-
-    with unittest.mock.patch.object(ClipPolicy, "clip", clip_seen):
-        yield seen

@@ -178,8 +178,10 @@ def most_held(degrees):
     add_group = gradients.clipped_sum.add_group
 
     def watched(group, parts, valid_B):
-        nbytes = [storage.nbytes() for storage in gradients.storages()]
-        held.append(sum(map(torch.Tensor.numel, parts.values())) + sum(nbytes) // 4)
+        shards = [pending.storage for layers in gradients._shards.values() for pending, _ in layers]
+        assert not gradients._wholes
+        nbytes = sum(storage.nbytes() for storage in shards)
+        held.append(sum(map(torch.Tensor.numel, parts.values())) + nbytes // 4)
         return add_group(group, parts, valid_B)
 
     gradients.clipped_sum.add_group = watched

@@ -12,7 +12,7 @@ from torchtitan_dp.checkpoint.terms import (
     settings_of,
     shares_of_steps,
 )
-from torchtitan_dp.plan.recommend import Bands
+from torchtitan_dp.plan.signal import bands_of
 from torchtitan_dp.privacy.coefficients import (
     cut_off,
     found_for,
@@ -62,13 +62,11 @@ def test_a_resume_keeps_the_bands_and_the_noise():
 
 
 def test_independent_noise_is_recommended_where_it_is_as_good():
-    rows = {1: (1.0, 1.0, 1.0), 4: (1.3, 2.0, 0.95)}
-    assert Bands(rows, asked=1, scale=1.0, steps=4).best == 1
-    assert "as good" in Bands(rows, asked=1, scale=1.0, steps=4).sentence()
-    rows[4] = (1.3, 2.0, 0.6)
-    found = Bands(rows, asked=1, scale=1.0, steps=4)
-    assert found.best == 4
-    assert "privacy.bands = 4: 0.3 C" in found.sentence()
+    terms = 4 * 4, 4.0, 4  # of parameters, units and steps: a half
+    found = bands_of({1: (1.0, 1.0, 1.0), 4: (1.3, 2.0, 0.95)}, *terms)
+    assert (found["bands"], "as good" in found["reason"]) == (1, True)
+    found = bands_of({1: (1.0, 1.0, 1.0), 4: (1.3, 2.0, 0.6)}, *terms)
+    assert (found["bands"], "privacy.bands = 4: 0.3 C" in found["reason"]) == (4, True)
 
 
 @pytest.mark.parametrize(

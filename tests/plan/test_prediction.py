@@ -1,7 +1,6 @@
 """Few layers tell the peak of all; the longest sample takes two predictions and a check."""
 
 import dataclasses
-import io
 
 import pytest
 
@@ -13,12 +12,10 @@ from tests.processes import forks
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.flavors import parameter_count
 from torchtitan_dp.models.hugging_face import shape
-from torchtitan_dp.plan import memory as plan_memory
 from torchtitan_dp.plan import prediction
 from torchtitan_dp.plan.fake_step import fake_world
 from torchtitan_dp.plan.memory import GIB, LONGEST
-from torchtitan_dp.plan.peaks import Extrapolated, Model, Whole
-from torchtitan_dp.plan.prediction import longest
+from torchtitan_dp.plan.prediction import Extrapolated, Model, Whole, longest
 
 KEEP = "--parallelism.keep_weights_gathered"
 UNIT = 1
@@ -47,31 +44,15 @@ def test_few_layers_tell_the_peak_of_all(overrides, mode):
     assert few == pytest.approx(whole, rel=1e-3)
 
 
-def peak_at_any_time(overrides):
-    """The peak of a first microbatch, and of one after it, beside the optimizer's state."""
-    config = load_config(overrides, 2)
-    with fake_world(2):
-        model = Model(config, shape(config), "none")
-        first = model.microbatch(2048).peak[0]
-        model._known.clear()
-        return first, model.microbatch(2048).peak[0]
-
-
-@pytest.mark.thorough_cases("overrides0", "overrides1")
-@pytest.mark.parametrize("overrides", [(), ("--training.local_batch_size=2",), (KEEP,)])
-def test_the_first_microbatch_takes_what_any_other_takes(overrides):
-    first, second = forks.call(peak_at_any_time, small(*overrides))
-    assert first == pytest.approx(second, abs=4096)  # of nearly 90 MB
-
-
 def peaks_of(overrides, world_size):
-    """The peak with weights gathered anew and kept gathered."""
+    """The peak with weights gathered anew and kept gathered, of any microbatch."""
     found = []
     with fake_world(world_size):
         for more in ("--parallelism.no-keep_weights_gathered", KEEP):
             config = load_config([*overrides, more], world_size)
             model = Model(config, shape(config), "full")
             found.append(model.at(1024)[0])
+            assert model.at(1024)[0] == pytest.approx(found[-1], abs=4096)
             model.close()
     return found
 
@@ -96,15 +77,12 @@ class Line:
 
     def __init__(self, at_zero: int, per_token: int, decided=None) -> None:
         self.at_zero, self.per_token = at_zero, per_token
-        self.of = decided or self.at
+        self.of, self.update = decided or self.at, float(at_zero)
         self.estimated: list[int] = []
         self.decided: list[int] = []
 
     def at(self, length: int) -> float:
         return float(self.at_zero + self.per_token * length)
-
-    def update(self) -> float:
-        return self.at(0)
 
     def estimate(self, *lengths: int) -> list[float]:
         self.estimated += lengths
@@ -128,18 +106,14 @@ def test_two_predictions_and_a_check_find_the_longest_sample(per_token):
     assert len(peaks.decided) == 1
 
 
-@pytest.mark.parametrize(
-    ("at_zero", "per_token", "decided", "found"),
-    [
-        (20 * GIB, 10**5, None, 8 << 16),
-        (20 * GIB, 10**5, lambda length: LIMIT + (length > 1000), 8 << 6),
-        (20 * GIB, 10**5, lambda length: LIMIT + 1, None),
-        (77 * GIB, 0, None, None),  # the update does not fit
-    ],
-)
-def test_where_the_line_was_too_low_a_shorter_sample_is_found(at_zero, per_token, decided, found):
+def test_where_the_line_was_too_low_a_shorter_sample_is_found():
     """What is decided on is held against the limit itself, down to what fits."""
-    assert longest(Line(at_zero, per_token, decided), LIMIT, 8) == found
+    for at_zero, decided, found in (
+        (20 * GIB, lambda length: LIMIT + (length > 1000), 8 << 6),
+        (20 * GIB, lambda length: LIMIT + 1, None),
+        (77 * GIB, None, None),  # the update does not fit
+    ):
+        assert longest(Line(at_zero, 10**5, decided), LIMIT, 8) == found
 
 
 def answered_with_a_bend(overrides, tolerance):
@@ -181,15 +155,3 @@ def test_close_to_the_limit_and_below_some_thousand_tokens_all_layers_decide(mon
     whole.known |= {9: -5.0, 969: -1.0, 971: -2.0, 1029: -3.0, 1031: -4.0}
     decided = [quick.decide(n) for n in (9, 969, 971, 1029, 1031)]
     assert decided == [-5.0, 969.0, -2.0, -3.0, 1031.0]
-
-
-@pytest.mark.parametrize(
-    ("is_terminal", "shown"), [(True, "\r\033[Kmemory: 8 ranks…\r\033[K"), (False, "")]
-)
-def test_progress_is_shown_on_a_terminal_alone(monkeypatch, is_terminal, shown):
-    stream = io.StringIO()
-    stream.isatty = lambda: is_terminal
-    monkeypatch.setattr(plan_memory.sys, "stderr", stream)
-    plan_memory._show_progress("8 ranks")
-    plan_memory._show_progress("")
-    assert stream.getvalue() == shown

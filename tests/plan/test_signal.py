@@ -19,7 +19,7 @@ else:
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
-FULL_1B, FULL_8B, ADAPTERS_8B = 1_235_814_400, 8_030_261_248, 20_971_520
+FULL_1B = 1_235_814_400
 LARGE = sorted((ROOT / "train_configs").glob("*_*b_*.toml"))
 
 
@@ -36,39 +36,18 @@ def noise(sigma, trained, batch, steps):
 TEN_THOUSAND = Target(8.0, 1e-6, "pld", 10_000)
 
 
-@pytest.mark.parametrize(
-    ("batch", "steps", "in_step", "over_run", "over_run_of_adapters"),
-    [(64, 200, 267, 18.9, 2.46), (256, 50, 78, 11.0, 1.43), (1024, 12, 23.6, 6.8, 0.89)],
-)
-def test_noise_of_llamas_at_one_compute(batch, steps, in_step, over_run, over_run_of_adapters):
-    """N = 10,000, epsilon = 8, delta = 1e-6."""
-    sigma = TEN_THOUSAND.noise_multiplier(batch, steps)
-    full, adapters = (noise(sigma, d, batch, steps) for d in (FULL_1B, ADAPTERS_8B))
-    assert full.in_step == pytest.approx(in_step, rel=0.015)
-    assert full.over_run == pytest.approx(over_run, rel=0.01)
-    assert adapters.over_run == pytest.approx(over_run_of_adapters, rel=0.01)
-    if batch == 64:
-        assert noise(sigma, FULL_8B, batch, steps).in_step == pytest.approx(680, rel=0.01)
-
-
-def test_the_run_known_to_be_good_is_one_that_does_not_drown():
-    """GPT-2 on E2E, by the settings in the code of Li et al."""
-    e2e = Target(8.0, 8e-6, "pld", 42_061)
-    sigma = e2e.noise_multiplier(1024, 411)
+def test_noise_of_published_runs():
+    """N = 10,000, epsilon = 8, delta = 1e-6, of 1B and its adapters; and GPT-2 on E2E, by the
+    settings in the code of Li et al., known to be good."""
+    for batch, steps, in_step, over_run in ((64, 200, 267, 18.9), (1024, 12, 23.6, 6.8)):
+        sigma = TEN_THOUSAND.noise_multiplier(batch, steps)
+        full = noise(sigma, FULL_1B, batch, steps)
+        assert full.in_step == pytest.approx(in_step, rel=0.015)
+        assert full.over_run == pytest.approx(over_run, rel=0.01)
+    sigma = Target(8.0, 8e-6, "pld", 42_061).noise_multiplier(1024, 411)
     gpt2 = noise(sigma, 124_000_000, 1024, 411)
-    assert gpt2.in_step == pytest.approx(7.4, rel=0.01)
-    assert gpt2.over_run == pytest.approx(0.37, rel=0.01)
+    assert (gpt2.in_step, gpt2.over_run) == pytest.approx((7.4, 0.37), rel=0.01)
     assert not gpt2.drowns
-
-
-def test_the_norm_is_that_of_noise():
-    """A thousandth of the default model's noise, drawn."""
-    import torch
-
-    drawn = torch.randn(20, 1_872, generator=torch.Generator().manual_seed(0)) * 0.5 / 24
-    found = noise(0.5, 1_872, 24, 20)
-    assert found.in_step == pytest.approx(drawn.norm(dim=1).mean().item(), rel=0.02)
-    assert found.over_run == pytest.approx(drawn.mean(dim=0).norm().item(), rel=0.05)
 
 
 class Formula(Target):
@@ -110,10 +89,10 @@ def test_what_is_recommended(target, batch, steps, best):
     assert found.best is None or found.best in found.rows
     noises = [row.noise(FULL_1B).over_run for row in found.rows]
     assert noises == sorted(noises, reverse=True)  # what bounds the batch is not the noise
-    assert noises[-1] > 0.99 * found.least_noise(FULL_1B)
+    assert noises[-1] > 0.99 * found.least * math.sqrt(FULL_1B)
     for row in found.rows:
         assert abs(row.batch * row.steps - batch * steps) <= row.batch / 2
-        assert row.passes == pytest.approx(row.batch * row.steps / target.units)
+        assert row.sample_rate == pytest.approx(row.batch / target.units)
 
 
 def test_estimated_norms_scale_the_other_rows():
@@ -139,12 +118,12 @@ def test_the_plan_says_how_large_the_noise_is(planned):
         f"{trained:,} trained values; a clipped gradient's norm is at most C\n" in said
     )
     assert content["signal"]["drowns"] is True
-    (line,) = (line for line in said.splitlines() if line.startswith("warning: the noise"))
+    (line,) = (line for line in said.splitlines() if line.startswith("warning: averaged over"))
     assert "--recommend" in line
     said, content = planned(*with_sigma(0.01))
     assert content["signal"]["drowns"] is False
-    assert "warning: the noise" not in said
-    assert "warning: the noise" not in planned(*with_sigma(0))[0]
+    assert "the noise is still" not in said
+    assert "the noise is still" not in planned(*with_sigma(0))[0]
     adapters = ("--lora.rank=8", "--privacy.clipping=per_layer")  # they count alone
     said, content = planned(*with_sigma(0.5), *adapters)
     assert content["signal"]["noise_in_step"] == pytest.approx(0.5 * math.sqrt(116_736) / 3)
@@ -168,24 +147,21 @@ def loaded(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 16])
-def test_recommend(planned, loaded, rank):
+def test_recommend(planned):
     sizes = ("--training.global_batch_size=2", "--training.steps=400")
-    said, content = planned(*sizes, "--recommend", *loaded, f"--lora.rank={rank}")
+    said, content = planned(*sizes, "--recommend")
     advice = content["recommendation"]
     asked, *more = advice["rows"][1:]
     assert (asked["global_batch_size"], asked["steps"]) == (2, 400)
     assert asked["noise_multiplier"] == content["noise_multiplier"]
-    own = f"LoRA r = {rank}" if rank else "all weights"
-    assert asked["noise_over_run"][own] == pytest.approx(content["signal"]["noise_over_run"])
-    names = {"all weights", "LoRA r = 16"} if rank else {"all weights", "LoRA r = 16", "LoRA r = 8"}
-    assert set(asked["noise_over_run"]) == names
+    over_run = content["signal"]["noise_over_run"]
+    assert asked["noise_over_run"]["all weights"] == pytest.approx(over_run)
     best = (advice["global_batch_size"], advice["steps"])
     assert best in [(row["global_batch_size"], row["steps"]) for row in (asked, *more)]
     (line,) = (line for line in said.splitlines() if line.startswith("recommended: "))
     assert line == advice["reason"]
     assert f"training.global_batch_size = {best[0]}, training.steps = {best[1]}" in line
-    assert "heuristic" in line
+    assert "heuristics" in line
     assert "limit" in said
 
 
@@ -240,15 +216,14 @@ def test_what_recommend_needs(tmp_path, planned, capsys, overrides, says):
 
 
 def settings(toml):
-    """All that the plan's noise depends on; and the comment that it begins with."""
-    text = toml.read_text()
-    keys = tomllib.loads(text)
+    """All that the plan's noise depends on."""
+    keys = tomllib.loads(toml.read_text())
     training, model = keys["training"], keys["model"]["flavor"]
-    rank, sizes = keys.get("lora", {}).get("rank", 0), ("global_batch_size", "steps")
-    return (model, rank, *(training[size] for size in sizes)), text.partition("[job]")[0]
+    rank = keys.get("lora", {}).get("rank", 0)
+    return model, rank, training["global_batch_size"], training["steps"]
 
 
-DIFFERENT = sorted({settings(toml)[0]: toml for toml in reversed(LARGE)}.values())
+DIFFERENT = sorted({settings(toml): toml for toml in reversed(LARGE)}.values())
 
 
 @pytest.mark.slow
@@ -258,18 +233,6 @@ def test_shipped_settings_are_what_would_be_recommended(toml, tmp_path, capsys):
     command = [f"--job.config_file={toml}", f"--job.dump_folder={tmp_path / 'out'}"]
     plan.main([*command, "--privacy.accountant=rdp", "--recommend", "--json=-", "--no_memory"])
     content = json.loads(capsys.readouterr().out)
-    advice, (_, rank, *asked) = content["recommendation"], settings(toml)[0]
+    advice, (_, rank, *asked) = content["recommendation"], settings(toml)
     assert [advice["global_batch_size"], advice["steps"]] == asked
     assert content["signal"]["drowns"] is (rank == 0)
-
-
-@pytest.mark.parametrize("toml", LARGE, ids=lambda path: path.stem)
-def test_shipped_configurations_say_where_noise_drowns(toml):
-    (model, rank, *_), comment = settings(toml)
-    assert rank or "noise drowns" in comment
-    (adapters,) = set(re.findall(r"\w+_lora\.toml", comment))
-    (its_model, its_rank, *_), _ = settings(toml.parent / adapters)
-    assert its_model == model
-    assert its_rank
-    keys = tomllib.loads(toml.read_text())
-    assert keys["lr_scheduler"]["warmup_steps"] == keys["training"]["steps"] // 10

@@ -60,8 +60,12 @@ def test_weights_that_are_missing_are_refused_by_names_alone(tmp_path, monkeypat
         check.check_run(
             build.config(given, "--checkpoint.initial_load_in_hf", "--checkpoint.enable"), units=99
         )
-    assert "has no weights: training starts from drawn" in str(check._left_out(build.config(given)))
-    assert check._left_out(build.config()) is None
+    monkeypatch.setattr(check, "shape", lambda config: build.ARGS)
+    none = "has no weights: training starts from drawn"
+    assert [none in str(check.notices(build.config(*one))) for one in ((given,), ())] == [
+        True,
+        False,
+    ]
 
 
 def test_a_plan_of_many_units_holds_none_of_them():

@@ -15,7 +15,7 @@ from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.flavors import parameter_count, trained_count
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.preflight import machine as module
-from torchtitan_dp.preflight.machine import HostMemory, predict_host_memory, refuse_lack
+from torchtitan_dp.preflight.machine import HostMemory, host_memory, refuse_lack
 
 GIB = 2**30
 OFFLOAD = ("--activation_checkpoint.mode=full", "--activation_checkpoint.offload_inputs")
@@ -37,32 +37,30 @@ def config_of(flavor: str, world_size: int, *overrides: str) -> JobConfig:
 
 def predicted(flavor: str, world_size: int, *overrides: str) -> HostMemory:
     config = config_of(flavor, world_size, *overrides)
-    return predict_host_memory(config, shape(config))
+    return host_memory(config, shape(config))
 
 
 LONG = ("--training.seq_len=4194304", *OFFLOAD)
 THREE = ("--training.local_batch_size=3",)
 BY_ONE = (*THREE, "--privacy.gradient_method=microbatch")
+SHARED = "--parallelism.data_parallel_shard_degree=2"
+ASYNC = ("--checkpoint.async_mode=async", "--parallelism.data_parallel_replicate_degree=2")
 
 
 @pytest.mark.parametrize(
-    ("flavor", "world_size", "overrides", "blocks", "buffer"),
+    ("flavor", "overrides", "gib"),
     [
-        ("8B", 8, LONG, 32, 4 * GIB),
-        ("8B", 8, (*LONG, "--parallelism.data_parallel_shard_degree=2"), 32, 8 * GIB),
-        ("3B", 8, LONG, 28, 3 * GIB),  # not 4: no power of two
-        ("8B", 8, (*LONG, *THREE), 32, 12 * GIB),
-        ("8B", 8, (*LONG, *BY_ONE), 32, 4 * GIB),  # for microbatches of any size
-        ("8B", 8, (*LONG, *BY_ONE, "--privacy.no-enable"), 32, 12 * GIB),
-        ("8B", 8, ("--training.seq_len=4194304", OFFLOAD[0]), 0, 0),
+        ("8B", LONG, 32 * 4),
+        ("8B", (*LONG, SHARED), 32 * 8),
+        ("3B", LONG, 28 * 3),  # not 28 * 4: no power of two
+        ("8B", (*LONG, *THREE), 32 * 12),
+        ("8B", (*LONG, *BY_ONE), 32 * 4),  # for microbatches of any size
+        ("8B", (*LONG, *BY_ONE, "--privacy.no-enable"), 32 * 12),
+        ("8B", ("--training.seq_len=4194304", OFFLOAD[0]), 0),
     ],
 )
-def test_the_longest_samples_input_of_each_block(
-    flavor: str, world_size: int, overrides: tuple[str, ...], blocks: int, buffer: int
-) -> None:
-    memory = predicted(flavor, world_size, *overrides)
-    assert (memory.blocks, memory.buffer_bytes) == (blocks, buffer)
-    assert memory.rank_bytes == memory.inputs_bytes == blocks * buffer
+def test_the_longest_samples_input_of_each_block(flavor, overrides, gib) -> None:
+    assert predicted(flavor, 8, *overrides) == (gib * GIB, 0)
 
 
 @pytest.mark.parametrize(
@@ -72,31 +70,25 @@ def test_the_longest_samples_input_of_each_block(
         (("--optimizer.name=MomentumSGD",), 8),
         (("--ema.enable",), 16),
         (("--privacy.no-enable",), 12),
+        (("--checkpoint.no-enable",), 0),
     ],
 )
-def test_a_save_beside_the_run_copies_a_ranks_share_of_the_state(
-    overrides: tuple[str, ...], each: int
-) -> None:
-    meshed = (*overrides, "--parallelism.data_parallel_replicate_degree=2")
-    beside = predicted("8B", 8, "--checkpoint.async_mode=async", *meshed)
-    assert beside.copy_bytes == each * 8_030_261_248 // 4
-    assert beside.rank_bytes == beside.copy_bytes
-    assert predicted("8B", 8, *meshed).copy_bytes == 0
-    unsaved = ("--checkpoint.async_mode=async", "--checkpoint.no-enable")
-    assert predicted("8B", 8, *unsaved, *meshed).copy_bytes == 0
+def test_a_save_beside_the_run_copies_a_ranks_share_of_the_state(overrides, each) -> None:
+    assert predicted("8B", 8, *ASYNC, *overrides) == (0, each * 8_030_261_248 // 4)
+    assert predicted("8B", 8, *ASYNC[1:], *overrides).copy == 0
 
 
 def test_frozen_weights_are_copied_as_they_are_kept() -> None:
     overrides = ("--checkpoint.async_mode=async", "--lora.rank=8")
     args = shape(config_of("8B", 8, *overrides))
     trained, all_ = trained_count(args), parameter_count(args)
-    assert predicted("8B", 8, *overrides).copy_bytes == (2 * (all_ - trained) + 12 * trained) // 8
+    assert predicted("8B", 8, *overrides).copy == (2 * (all_ - trained) + 12 * trained) // 8
 
 
 def test_what_a_node_lacks_is_refused_in_one_line() -> None:
     config = config_of("8B", 8, *LONG, "--checkpoint.async_mode=async")
     args = shape(config)
-    needed = 8 * predict_host_memory(config, args).rank_bytes
+    needed = 8 * sum(host_memory(config, args))
     refuse_lack(config, args, 8, needed)
     refuse_lack(config, args, 8, None)  # not known: the system's own message must do
     kept = config_of("8B", 8, LONG[0], OFFLOAD[0], "--checkpoint.async_mode=async")
@@ -106,9 +98,9 @@ def test_what_a_node_lacks_is_refused_in_one_line() -> None:
     line = str(refusal.value)
     assert "\n" not in line
     assert line.startswith(
-        "activation_checkpoint.offload_inputs = true: the 8 ranks of a node need "
-        f"{needed:,} bytes of its memory (1,113.7 GiB: 128.0 a rank for inputs of 32 blocks, 11.2 "
-        f"to save beside the run), and {needed - 1:,} (1,113.7 GiB) are available; "
+        "activation_checkpoint.offload_inputs = true: 8 ranks of a node need 1,113.75 GiB of its "
+        "memory (a rank 128.00 for inputs of 32 blocks and 11.22 to save beside the run), and "
+        "1,113.75 GiB are available; "
     )
     for remedy in ("training.seq_len", "context_parallel_degree", "to false", "async_mode"):
         assert remedy in line
@@ -141,7 +133,7 @@ def test_all_ranks_refuse_what_one_of_them_finds_too_little() -> None:
     refusals = on_ranks(4, require, 2, -1)
     assert set(refusals) == {refusals[0]}
     key = "error: activation_checkpoint.offload_inputs = true: "
-    assert refusals[0].startswith(f"{key}the 3 ranks of a node need ")
+    assert refusals[0].startswith(f"{key}3 ranks of a node need ")
     assert "(found on rank 2)" in refusals[0]
     assert on_ranks(2, require, 1, 0)[0].startswith(key)
     assert on_ranks(2, require, 1, 1) == ["enough"] * 2
@@ -166,5 +158,5 @@ def test_a_start_is_refused_before_anything_is_written(tmp_path: Path, private: 
     argv = arguments(tmp_path / "out", data, *OFFLOAD, private)
     said, left = forks.call(start, argv, str(tmp_path / "out"))
     assert isinstance(said, str), said
-    assert said.startswith("error: activation_checkpoint.offload_inputs = true: the 1 rank of a")
+    assert said.startswith("error: activation_checkpoint.offload_inputs = true: 1 ranks of a")
     assert set(left) <= {".lock", "comm_traces"}  # of the lock, and of TorchTitan

@@ -56,10 +56,9 @@ _OPTIONS: dict[str, tuple[_Option, ...]] = {
         _takes(
             "--machine",
             "M",
-            "h100, another that a wrong name lists, or a calibrated FILE: predict the time",
+            "a100, h100, h200 or b200: predict the time, by a roofline of public peaks",
         ),
         _takes("--write", "TOML", "write the configuration with the chosen keys there"),
-        _takes("--calibrate", "FILE", "measure this machine, under torchrun, and write it there"),
         _flag("--choose", "compare meshes, checkpointing and methods, the fastest that fit first"),
         _flag(
             "--recommend",
@@ -214,8 +213,6 @@ def parsed(command: str, doc: str | None, argv: list[str]) -> tuple[argparse.Nam
     parser = parser_of(command, doc)
     if command in _OF_NO_CONFIG:
         return parser.parse_args(argv), []
-    if command == "plan" and (own := parser.parse_known_args(argv)[0]).calibrate:
-        return own, []  # of no configuration
     if command != "selfcheck":
         return parse_known(parser, argv)
     options, overrides = parser.parse_known_args(argv)

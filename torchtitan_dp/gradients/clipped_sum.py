@@ -28,6 +28,7 @@ from torch import Tensor
 
 from torchtitan_dp.collectives import reduce_scatter_sum
 from torchtitan_dp.gradients.fsdp import ReductionGroups, RowLayout
+from torchtitan_dp.gradients.labels import label
 from torchtitan_dp.privacy.clipping import Clip, ClipPolicy, add_clipped_, squared_norm
 
 
@@ -69,7 +70,8 @@ class ClippedSum:
         assert not self._places
         assert places.keys() == self.parameters.keys(), places.keys() ^ self.parameters.keys()
         shape = (self.groups.dp_shard_size, sum(sizes))
-        self._whole = torch.zeros(shape, dtype=torch.float32, device=device)
+        with label("accumulator"):
+            self._whole = torch.zeros(shape, dtype=torch.float32, device=device)
         self._bundles = self._whole.split(list(sizes), dim=1)
         self._places = places
 
@@ -103,9 +105,10 @@ class ClippedSum:
 
         Collectives: one all-reduce of G B numbers over cp, for G groups.
         """
-        clipped = self.policy.clip(self.squared_norms(shards), valid_B)
-        self.accumulate(shards, clipped)
-        return clipped.over_groups()
+        with label("per_sample_shards", shards):
+            clipped = self.policy.clip(self.squared_norms(shards), valid_B)
+            self.accumulate(shards, clipped)
+            return clipped.over_groups()
 
     def add_group(self, group: int, parts: dict[str, Tensor], valid_B: Tensor) -> Clip:
         """Clip and add one clip group of B samples' gradients, as `add` does; (1, B).
@@ -191,8 +194,9 @@ class ClippedSum:
         self.accumulating = True
         total_DN = self.part(list(self._bundles), name)
         assert shard_BDN.shape[1:] == total_DN.shape, (name, shard_BDN.shape, total_DN.shape)
-        for sample, shard_DN in enumerate(shard_BDN):
-            add_clipped_(total_DN, shard_DN, factor_B[sample], rejected_B[sample])
+        with label("per_sample_shards"):
+            for sample, shard_DN in enumerate(shard_BDN):
+                add_clipped_(total_DN, shard_DN, factor_B[sample], rejected_B[sample])
 
     def take(self) -> dict[str, Tensor]:
         """Sum over all data-parallel ranks, and return this rank's flat local shards by name.
@@ -228,18 +232,10 @@ class ClippedSum:
 class GradientMethod:
     """The way from per-sample losses to a `ClippedSum`."""
 
-    makes_gradients: ClassVar[tuple[str, ...]]
-    """The names of this class's functions that allocate per-sample gradients, for the plan."""
-
     batch_size: ClassVar[int | None] = None
     """The number of samples that one `accumulate_clipped` takes; None for any number."""
 
     clipped_sum: ClippedSum
-
-    def storages(self) -> list[torch.UntypedStorage]:
-        """List the memory of the per-sample gradients that are alive between calls of
-        `makes_gradients`."""
-        return []
 
     def start_step(self, key: bytes) -> None:
         """Set the key of the coming step's random norms, before its first microbatch: 32 bytes, the

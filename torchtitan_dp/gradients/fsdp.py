@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_dp.collectives import reduce_scatter_sum
+from torchtitan_dp.gradients.labels import label
 
 
 @dataclass(frozen=True)
@@ -104,11 +105,6 @@ class ReduceScatterOverCP:
         self._output: Tensor | None = None
         self._shard_DN: Tensor | None = None
 
-    @property
-    def keeps_input(self) -> bool:
-        """Whether FSDP2's input is the gradient itself, because there is nothing to sum."""
-        return self._is_called and self._cp is None
-
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
@@ -139,9 +135,10 @@ class ReduceScatterOverCP:
         streams = torch.get_device_module(output_tensor.device)
         input_DCN = input_tensor.view(self._dp_shard_size, self._cp_size, -1)
         if self._cp is None:  # nothing to sum: what FSDP2 would send is the sample's gradient
+            label("per_sample_shards", [output_tensor, input_tensor])
             self._shard_DN = input_DCN[:, 0]
             return None
-        with streams.stream(self._home):
+        with streams.stream(self._home), label("per_sample_shards", [output_tensor]):
             alone = self._dp_shard_size == 1
             shard_DN = output_tensor.view(1, -1) if alone else torch.empty_like(input_DCN[:, 0])
         streams.current_stream().wait_stream(self._home)

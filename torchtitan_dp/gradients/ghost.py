@@ -37,7 +37,7 @@ Guarantee:
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,7 @@ from torchtitan_dp.collectives import Pending
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import sum_over_cp, sum_together_over_cp
 from torchtitan_dp.gradients.ghost_norm import ExactNorms, Factors
+from torchtitan_dp.gradients.labels import label
 from torchtitan_dp.gradients.layers import Formed, LayerGradients, layers_of_each_parameter
 from torchtitan_dp.gradients.operands import TRANSIENT_BYTES, Write, add_to
 from torchtitan_dp.privacy.clipping import Clip, squared_norm
@@ -81,8 +82,6 @@ class _Adding:
 
 class GhostGradients(LayerGradients):
     """Ghost clipping of one microbatch at a time."""
-
-    makes_gradients: ClassVar[tuple[str, ...]] = ("_form_some", "_add_capped")
 
     def __init__(
         self,
@@ -252,7 +251,8 @@ class GhostGradients(LayerGradients):
 
     def _form_some(self, name: str, writes: Sequence[Write], samples: slice) -> Tensor:
         """Write some samples' gradients and sum them over cp: (b, dp_shard, chunk)."""
-        return sum_over_cp(self._write(name, writes, samples), self._cp).flatten(2)
+        with label("per_sample_shards"):
+            return sum_over_cp(self._write(name, writes, samples), self._cp).flatten(2)
 
     def _write(self, name: str, writes: Sequence[Write], samples: slice) -> Tensor:
         """Write gradients of this rank's tokens: (cp, b, dp_shard, rows, …)."""

@@ -14,7 +14,6 @@ Guarantee:
 
 from collections import deque
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from torch import Tensor
 from torchtitan_dp.collectives import Pending
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import sum_together_over_cp
+from torchtitan_dp.gradients.labels import label
 from torchtitan_dp.gradients.layers import Formed, LayerGradients, layers_of_each_parameter
 from torchtitan_dp.gradients.operands import TRANSIENT_BYTES, Write, add_to
 from torchtitan_dp.privacy.clipping import Clip
@@ -31,8 +31,6 @@ from torchtitan_dp.privacy.clipping import Clip
 
 class GradSampleGradients(LayerGradients):
     """Per-sample gradients of one microbatch at a time."""
-
-    makes_gradients: ClassVar[tuple[str, ...]] = ("form", "add")
 
     def __init__(
         self,
@@ -99,26 +97,28 @@ class GradSampleGradients(LayerGradients):
         Vectors (norm weights) are small: they wait for each other.
         """
         layout = self._layouts[name]
-        if not self._shard or len(layout.shape) == 1:
-            whole = layout.allocate(batch_size, self._device)
-            write(layout, whole, slice(0, batch_size))
-            return Formed(batch_size, None, whole)
-        parts = self._slices_of(name, batch_size)
-        if self._cp is None:
-            whole = layout.allocate(batch_size, self._device)
+        with label("per_sample_shards"):
+            if not self._shard or len(layout.shape) == 1:
+                whole = layout.allocate(batch_size, self._device)
+                write(layout, whole, slice(0, batch_size))
+                return Formed(batch_size, None, whole)
+            parts = self._slices_of(name, batch_size)
+            if self._cp is None:
+                whole = layout.allocate(batch_size, self._device)
+                for samples in parts:
+                    write(layout, whole[:, samples], samples)
+                return Formed(batch_size, Pending(whole[0]))
+            shape = (batch_size, layout.dp_shard, layout.rows, *layout.shape[1:])
+            shard = Pending(torch.empty(shape, dtype=torch.float32, device=self._device))
             for samples in parts:
-                write(layout, whole[:, samples], samples)
-            return Formed(batch_size, Pending(whole[0]))
-        shape = (batch_size, layout.dp_shard, layout.rows, *layout.shape[1:])
-        shard = Pending(torch.empty(shape, dtype=torch.float32, device=self._device))
-        for samples in parts:
-            while len(self._in_flight) > 1:  # one runs on while the next part is written
-                self._in_flight.popleft().wait_for_first()
-            whole = layout.allocate(samples.stop - samples.start, self._device)
-            write(layout, whole, samples)
-            shard.reduce_scatter(samples, whole, self._cp)
-            self._in_flight.append(shard)
-        return Formed(batch_size, shard)
+                while len(self._in_flight) > 1:  # one runs on while the next part is written
+                    self._in_flight.popleft().wait_for_first()
+                with label("communication"):
+                    whole = layout.allocate(samples.stop - samples.start, self._device)
+                write(layout, whole, samples)
+                shard.reduce_scatter(samples, whole, self._cp)
+                self._in_flight.append(shard)
+            return Formed(batch_size, shard)
 
     def add(self, name: str, formed: Formed, factor_B: Tensor | None = None) -> None:
         """Add a layer's per-sample gradients, times fp32 factors if given, to the microbatch's."""
@@ -164,11 +164,6 @@ class GradSampleGradients(LayerGradients):
             total = shard if total is None else total.add_(shard)
         assert total is not None
         return total
-
-    def storages(self) -> list[torch.UntypedStorage]:
-        """List the memory of the per-sample gradients that this backward has formed so far."""
-        shards = [pending.storage for layers in self._shards.values() for pending, _ in layers]
-        return shards + [whole.untyped_storage() for whole in self._wholes.values()]
 
     def _sum_over_cp(self) -> None:
         """Sum the gradients in `_wholes` over cp: `_shards` then has all that are not added yet."""

@@ -15,7 +15,6 @@ Guarantee:
 """
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -29,7 +28,6 @@ class MicrobatchGradients(GradientMethod):
     """FSDP2's reduced gradients of one sample at a time, in a bundle for each FSDP2 group."""
 
     batch_size = 1
-    makes_gradients: ClassVar[tuple[str, ...]] = ()  # FSDP2 does, in its reduction
 
     def __init__(self, fsdp_modules: list[FSDPModule], clipped_sum: ClippedSum) -> None:
         """Take one module of each FSDP2 group that has a trainable parameter."""

@@ -51,9 +51,6 @@ BUILD: dict[str, Build] = {
 }
 """By the name of a method, as in `methods.METHODS`."""
 
-KINDS: tuple[type[GradientMethod], ...] = MicrobatchGradients, GradSampleGradients, GhostGradients
-"""The classes of what `BUILD` builds."""
-
 
 @dataclass(frozen=True)
 class PrivateStep:

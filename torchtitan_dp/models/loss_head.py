@@ -23,6 +23,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from torchtitan_dp.gradients.fsdp import RowLayout
+from torchtitan_dp.gradients.labels import label
 from torchtitan_dp.gradients.layers import PerSampleLayer, register_per_sample
 from torchtitan_dp.gradients.operands import Products, add_product_, tiles, write_product_
 from torchtitan_dp.models.loss import losses_to_gradients_
@@ -71,16 +72,17 @@ class LossHead(nn.Linear):
     ) -> tuple[Tensor, Tensor]:
         """Compute the fp32 losses of some tokens, times fp32 scales, and the gradient of their
         products with the weight in the products' dtype, written to `out` if given."""
-        if self.transform is None:
-            products_NV = torch.mm(h_ND, weight_VD.T, out=out)
-            return losses_to_gradients_(products_NV, labels_N, scale_N), products_NV
-        with torch.enable_grad():
-            products_NV = (h_ND.detach() @ weight_VD.detach().T).requires_grad_()
-            logits_NV = self.transform(products_NV)
-        grad_NV = logits_NV.detach().clone()
-        loss_N = losses_to_gradients_(grad_NV, labels_N, scale_N)
-        (grad_NV,) = torch.autograd.grad(logits_NV, products_NV, grad_NV)
-        return loss_N, grad_NV if out is None else out.copy_(grad_NV)
+        with label("loss_head"):
+            if self.transform is None:
+                products_NV = torch.mm(h_ND, weight_VD.T, out=out)
+                return losses_to_gradients_(products_NV, labels_N, scale_N), products_NV
+            with torch.enable_grad():
+                products_NV = (h_ND.detach() @ weight_VD.detach().T).requires_grad_()
+                logits_NV = self.transform(products_NV)
+            grad_NV = logits_NV.detach().clone()
+            loss_N = losses_to_gradients_(grad_NV, labels_N, scale_N)
+            (grad_NV,) = torch.autograd.grad(logits_NV, products_NV, grad_NV)
+            return loss_N, grad_NV if out is None else out.copy_(grad_NV)
 
     def _token_losses(self, h_BTD: Tensor, labels_BT: Tensor) -> Tensor:
         assert not torch.is_grad_enabled(), "a token's loss has no gradient here"

@@ -1,8 +1,8 @@
-"""The mesh, checkpointing and method of a run, chosen by predicted seconds among what fits.
+"""Chooses the mesh, checkpointing and method of a run by predicted seconds among what fits.
 
-Every number of ranks that may share a sample is predicted, with as little recomputation as fits;
-then, for the fastest, one further setting at a time: weights replicated or kept gathered, several
-samples a microbatch. A choice follows from the configuration, the sample's length and the machine,
+Seconds of a setting are a closed form (`roofline`), its memory is predicted by the real step: the
+fastest settings first, until enough of them fit. A setting that needs more than one that does not
+fit is not tried. A choice follows from the configuration, the sample's length and the machine,
 which are public, and epsilon does not depend on it.
 """
 
@@ -11,7 +11,7 @@ import itertools
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -23,50 +23,36 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.derived import mesh_degrees
+from torchtitan_dp.config.derived import DEGREES, mesh_degrees
 from torchtitan_dp.config.keys import Keys, command_line, replaced
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.distributed.cpu import has_accelerator
 from torchtitan_dp.models.hugging_face import shape
-from torchtitan_dp.plan.cost import expected_rounds
-from torchtitan_dp.plan.machines import Machine
 from torchtitan_dp.plan.memory import GIB, WITHOUT_DEVICES, communicators, limit_bytes
-from torchtitan_dp.plan.peaks import fits
-from torchtitan_dp.plan.seconds import WEIGHTS, StepSeconds, predict_step
+from torchtitan_dp.plan.prediction import step_peak
+from torchtitan_dp.plan.roofline import RANKS_A_NODE, Machine, StepSeconds, step_seconds
+from torchtitan_dp.preflight.rehearsal import expected_rounds
 from torchtitan_dp.process import write_atomically
 
 SHOWN = 5
-FURTHER = 2  # of the fastest meshes, for which further settings are tried
-WORTH = 0.05  # of a step: transfers of weights that take less are left as they are
-WAVE = 2  # meshes that are predicted side by side, before the next are worth it or not
+WAVE = 2  # settings whose memory is predicted side by side
 WIDTH = 140  # of the table, at least
 FEWEST = 2048  # tokens of a sample on a rank, that are worth a ring between nodes
 SHORT = 4096  # tokens, up to which several samples make a microbatch
 
-_CP, _MBS = "parallelism.context_parallel_degree", "training.local_batch_size"
-_ACTIVATIONS = "activation_checkpoint.mode", "activation_checkpoint.offload_inputs"
-
-
-@dataclass(frozen=True)
-class Draws:
-    """Who may be drawn in a step: so many units, each with this probability."""
-
-    units: int
-    rate: float
+_REPLICATE, _SHARD, _CP = (f"parallelism.{key}" for key in DEGREES)
+_KEPT, _MBS = "parallelism.keep_weights_gathered", "training.local_batch_size"
+_MODE, _OFFLOADS = "activation_checkpoint.mode", "activation_checkpoint.offload_inputs"
+_METHOD = "privacy.gradient_method"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A setting, and what is predicted of it."""
+    """A setting that fits, and what is predicted of it."""
 
     keys: Keys
     peak_bytes: float
-    limit_bytes: int
     step: StepSeconds
-
-    @property
-    def fits(self) -> bool:
-        return self.peak_bytes <= self.limit_bytes
 
     def for_programs(self, steps: int) -> dict[str, Any]:
         gib = {"peak_memory_gib": self.peak_bytes / GIB}
@@ -78,37 +64,89 @@ def choose(
     ranks: int,
     machine: Machine,
     memory_gib: float,
-    draws: Draws,
-    *,
-    given: bool = False,
+    units: int,
+    rate: float,
+    wanted: int = SHOWN,
 ) -> list[Choice]:
-    """Predict settings, and return those that fit, the fastest first; or the `given` one alone,
-    whether it fits or not.
+    """Return so many settings that fit, the fastest first.
 
-    `overrides` are a command line without a mistake. Raises ValueError, one line, if none fits.
+    `overrides` are a command line without a mistake; each of `units` is drawn in a step with
+    probability `rate`. Raises ValueError, one line, if none fits.
     """
-    config = load_config(overrides, ranks)
-    task = _Task(overrides, ranks, machine, memory_gib, draws)
+    settings = list[tuple[StepSeconds, Keys]]()
+    refusal = None
+    for keys in candidates(load_config(overrides, ranks), ranks):
+        try:
+            config = load_config([*overrides, *command_line(keys)], ranks)
+            args = shape(config)
+        except ValueError as error:  # this mesh is not allowed
+            refusal = error
+            continue
+        rounds = expected_rounds(units, rate, ranks // keys[_CP] * keys[_MBS])
+        settings.append((step_seconds(config, args, machine, rounds), keys))
+    if not settings:
+        raise refusal or AssertionError("there is a mesh of any number of ranks")
+    settings.sort(key=lambda setting: setting[0].total)
+    found, failed, least = list[Choice](), list[Keys](), float("inf")
     with processes() as pool:
-        if given:
-            (one,) = pool.map(task.predict, [{}])
-            return [one]
-        tried, every = list[Choice](), list(meshes(config, ranks, machine))
-        for start in range(0, len(every), WAVE):
-            wave = every[start : start + WAVE]
-            hopeful = [[keys for keys in mesh if task.promising(keys, tried)] for mesh in wave]
-            tried += itertools.chain(*pool.map(task.fastest, hopeful))
-        more = [keys for one in fitting(tried)[:FURTHER] for keys in variants(config, one)]
-        tried += itertools.chain(*pool.map(task.fastest, more))
-    if not tried:
-        shape(load_config([*overrides, *command_line(every[0][0])], ranks))  # raises why
-    if not (found := fitting(tried)):
-        least = min(one.peak_bytes for one in tried)
+        while settings and len(found) < wanted:
+            wave, settings = settings[:WAVE], settings[WAVE:]
+            held = [one.keys for one in found]  # whose inputs need not go to the host
+            wave = [
+                (step, keys)
+                for step, keys in wave
+                if not any(needs_more(keys, other) for other in failed)
+                and keys | {_OFFLOADS: False} not in held
+            ]
+            peaks = pool.map(partial(_peak, overrides, ranks), [keys for _, keys in wave])
+            for (step, keys), (peak, groups) in zip(wave, peaks, strict=True):
+                least = min(least, peak)
+                if peak <= limit_bytes(memory_gib, groups):
+                    found.append(Choice(keys, peak, step))
+                else:
+                    failed.append(keys)
+    if not found:
         raise ValueError(
-            f"--gpus = {ranks}: no setting fits in {memory_gib:g} GiB; the smallest needs "
+            f"--gpus = {ranks}: no setting fits in {memory_gib:g} GiB; the smallest tried needs "
             f"{least / GIB:.1f}: more GPUs, LoRA (lora.rank), or a smaller training.seq_len"
         )
-    return found
+    return found[:wanted]
+
+
+def candidates(config: JobConfig, ranks: int) -> Iterator[Keys]:
+    """Yield settings: every number of ranks for a sample (beyond a node each has `FEWEST` tokens or
+    more), weights sharded over the rest of a node or replicated, gathered again or kept, three
+    ways to hold activations, and, of short samples, several at a time."""
+    seq_len = config.training.seq_len
+    most = min(ranks, max(RANKS_A_NODE, seq_len // FEWEST))
+    batches = [(1, "microbatch")] + [(4, "grad_sample")] * (seq_len <= SHORT)
+    activations = ("none", False), ("full", False), ("full", True)
+    for cp in (n for n in range(1, most + 1) if ranks % n == 0):
+        shards = {max(min(ranks, RANKS_A_NODE) // cp, 1), 1}
+        if cp > 1 and seq_len % (2 * cp):
+            continue
+        every = itertools.product(sorted(shards), (False, True), activations, batches)
+        for shard, kept, (mode, offloads), (size, method) in every:
+            if ranks % (cp * shard) == 0:
+                degrees = {_REPLICATE: ranks // (cp * shard), _SHARD: shard, _CP: cp}
+                held = {_KEPT: kept, _MODE: mode, _OFFLOADS: offloads}
+                yield degrees | held | {_MBS: size, _METHOD: method}
+
+
+def needs_more(keys: Keys, other: Keys) -> bool:
+    """Return whether a setting needs at least as much memory as another."""
+
+    def appetite(keys: Keys) -> list[int]:
+        held = 2 if keys[_MODE] == "none" else 1 - keys[_OFFLOADS]
+        return [-keys[_CP], keys[_REPLICATE], keys[_KEPT], keys[_MBS], held]
+
+    return all(a >= b for a, b in zip(appetite(keys), appetite(other), strict=True))
+
+
+def _peak(overrides: list[str], ranks: int, keys: Keys) -> tuple[float, int]:
+    """Predict a setting's peak bytes; also returns its communicators."""
+    config = load_config([*overrides, *command_line(keys)], ranks)
+    return step_peak(config, shape(config), ranks), communicators(mesh_degrees(config))
 
 
 def fewest_ranks(overrides: list[str], ranks: int, memory_gib: float) -> list[str]:
@@ -125,17 +163,18 @@ def fewest_ranks(overrides: list[str], ranks: int, memory_gib: float) -> list[st
             pool.shutdown(cancel_futures=True)
     else:  # this process sees no device either, and has imported all that the plan needs
         fewest = next(filter(suffices, fewer), most)
-    key = f"parallelism.context_parallel_degree={fewest}"
+    key = f"{_CP}={fewest}"
     print(f"      {key}: the fewest ranks that fit share a sample", file=sys.stderr)
     return [f"--{key}"]
 
 
 def _fits(overrides: list[str], ranks: int, memory_gib: float, cp: int) -> bool:
     try:
-        config = load_config([*overrides, f"--parallelism.context_parallel_degree={cp}"], ranks)
+        load_config([*overrides, f"--{_CP}={cp}"], ranks)
     except ValueError:
         return False
-    return fits(config, shape(config), ranks, memory_gib)
+    peak, groups = _peak(overrides, ranks, {_CP: cp})
+    return peak <= limit_bytes(memory_gib, groups)
 
 
 @contextlib.contextmanager
@@ -146,128 +185,29 @@ def processes() -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
-def fitting(choices: Iterable[Choice]) -> list[Choice]:
-    """Return the choices that fit, the fastest first."""
-    return sorted((one for one in choices if one.fits), key=lambda one: one.step.total)
-
-
-def meshes(config: JobConfig, ranks: int, machine: Machine) -> Iterator[list[Keys]]:
-    """Yield every number of ranks for a sample, each with the ways to hold its activations, the
-    fastest first; FSDP2 spans the sample's ranks and the rest of a node's. Beyond a node a rank has
-    `FEWEST` tokens or more."""
-    most = max(machine.ranks_a_node, config.training.seq_len // FEWEST)
-    for cp in (n for n in range(1, min(ranks, most) + 1) if ranks % n == 0):
-        shard = max(min(ranks, machine.ranks_a_node) // cp, 1)
-        if ranks % (cp * shard) or (cp > 1 and config.training.seq_len % (2 * cp)):
-            continue
-        yield [
-            {
-                "parallelism.data_parallel_replicate_degree": ranks // (cp * shard),
-                "parallelism.data_parallel_shard_degree": shard,
-                _CP: cp,
-                "parallelism.keep_weights_gathered": False,
-                "activation_checkpoint.mode": mode,
-                "activation_checkpoint.offload_inputs": offloads,
-                _MBS: 1,
-                "privacy.gradient_method": "microbatch",
-            }
-            for mode, offloads in (("none", False), ("full", False), ("full", True))
-        ]
-
-
-def variants(config: JobConfig, one: Choice) -> Iterator[list[Keys]]:
-    """Yield what differs from a setting in one respect, and may be faster."""
-    keys = one.keys
-    replicate, shard = (
-        f"parallelism.data_parallel_{kind}_degree" for kind in ("replicate", "shard")
-    )
-    if one.step.parts[WEIGHTS] > WORTH * one.step.total:
-        if keys[shard] > 1:
-            yield [keys | {replicate: keys[replicate] * keys[shard], shard: 1}]
-        yield [keys | {"parallelism.keep_weights_gathered": True}]
-    if config.training.seq_len <= SHORT:
-        for method in ("grad_sample", "ghost"):
-            yield [keys | {_MBS: 4, "privacy.gradient_method": method}]
-
-
-@dataclass(frozen=True)
-class _Task:
-    """A configuration whose settings are predicted, in processes that have no process group."""
-
-    overrides: list[str]
-    ranks: int
-    machine: Machine
-    memory_gib: float
-    draws: Draws
-
-    def promising(self, keys: Keys, tried: list[Choice]) -> bool:
-        """Return whether a setting could fit, and be among the fastest, if more ranks a sample
-        shared all memory and all time of fewer evenly."""
-        shown = fitting(tried)[:SHOWN]
-        for one in tried:
-            if any(one.keys[key] != keys[key] for key in _ACTIVATIONS):
-                continue
-            share = one.keys[_CP] / keys[_CP]
-            total = share * one.step.total * self.rounds(keys) / self.rounds(one.keys)
-            slower = len(shown) == SHOWN and total > shown[-1].step.total
-            if slower or share * one.peak_bytes > one.limit_bytes:
-                return False
-        return True
-
-    def rounds(self, keys: Keys) -> float:
-        """Return the expected microbatches of a data-parallel rank."""
-        slots = self.ranks // keys[_CP] * keys[_MBS]
-        return expected_rounds(self.draws.units, self.draws.rate, slots)
-
-    def fastest(self, settings: list[Keys]) -> list[Choice]:
-        """Predict settings, the fastest first, until one fits; those that are allowed."""
-        found = list[Choice]()
-        for keys in settings:
-            with contextlib.suppress(ValueError):
-                found.append(self.predict(keys))
-                if found[-1].fits:
-                    break
-        return found
-
-    def predict(self, keys: Keys) -> Choice:
-        """Predict one setting; ValueError, one line, if it is refused."""
-        config = load_config([*self.overrides, *command_line(keys)], self.ranks)
-        args, degrees = shape(config), mesh_degrees(config)
-        limit = limit_bytes(self.memory_gib, communicators(degrees))
-        rounds = self.rounds({_CP: degrees[2], _MBS: config.training.local_batch_size})
-        peak, step = predict_step(config, args, self.ranks, self.machine, rounds)
-        return Choice(keys, peak, limit, step)
-
-
 def show_choices(choices: list[Choice], steps: int, machine: Machine) -> None:
-    """Print the fastest settings and the keys of the first on stderr; of a given one its time."""
-    first, *_ = choices
+    """Print the settings, and the keys of the first, on stderr."""
     wide = max(Console().width, WIDTH)
     console = Console(stderr=True, highlight=False, soft_wrap=True, width=wide)
-    if not first.keys:
-        console.print(f"      predicted for {machine.name}: {first.step.describe(steps)}")
-        return
     numbers = (Column(name, justify="right") for name in ("GiB", "s a step", "hours"))
     rows = Table(
         "replicate x shard x cp", "recomputed", "weights", "method", *numbers, "most of it"
     )
-    for one in choices[:SHOWN]:
+    for one in choices:
         keys = one.keys
-        mesh = [value for key, value in keys.items() if key.endswith("_degree")]
-        offloads = ", inputs on the host" * keys["activation_checkpoint.offload_inputs"]
         rows.add_row(
-            " x ".join(map(str, mesh)),
-            keys["activation_checkpoint.mode"] + offloads,
-            "kept gathered" if keys["parallelism.keep_weights_gathered"] else "gathered again",
-            f"{keys['privacy.gradient_method']}, MBS {keys['training.local_batch_size']}",
+            " x ".join(str(keys[key]) for key in (_REPLICATE, _SHARD, _CP)),
+            keys[_MODE] + ", inputs on the host" * keys[_OFFLOADS],
+            "kept gathered" if keys[_KEPT] else "gathered again",
+            f"{keys[_METHOD]}, MBS {keys[_MBS]}",
             f"{one.peak_bytes / GIB:.1f}",
             digits(one.step.total),
             digits(one.step.hours(steps)),
             one.step.limit,
         )
-    console.print(f"predicted for {machine.name}, the fastest that fit:")
+    console.print(f"predicted for {machine.name} ({machine.limits()}), the fastest that fit:")
     console.print(rows)
-    console.print("chosen: " + " ".join(command_line(first.keys)))
+    console.print("chosen: " + " ".join(command_line(choices[0].keys)))
 
 
 def digits(value: float) -> str:

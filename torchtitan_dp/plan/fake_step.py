@@ -2,15 +2,14 @@
 
 It builds what `DPTrainer` builds (model, FSDP2, ring, gradients, DP optimizer) and runs its step.
 Fake tensors know shapes and dtypes only, and a fake process group answers at once for any number
-of ranks, so a rank of an 8B run fits a laptop. A prediction runs in a process of its own, which
-sees no accelerator: `torchtitan_dp.plan.memory` starts `torchtitan_dp.plan.prediction`.
+of ranks, so a rank of an 8B run fits a laptop.
 """
 
 import contextlib
 import copy
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -30,7 +29,7 @@ from torchtitan_dp.config.derived import mesh_degrees
 from torchtitan_dp.distributed import offload, windows
 from torchtitan_dp.gradients import randomized_norm
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
-from torchtitan_dp.gradients.fsdp import ReductionGroups, RowLayout, free_gathered
+from torchtitan_dp.gradients.fsdp import ReductionGroups, RowLayout
 from torchtitan_dp.gradients.operands import tiles
 from torchtitan_dp.gradients.step import build_step
 from torchtitan_dp.models import feed_forward, loss_head, rms_norm
@@ -42,8 +41,10 @@ from torchtitan_dp.models.parallelize import parallelize, trained_fsdp_modules
 from torchtitan_dp.models.parameters import trainable_parameters
 from torchtitan_dp.optimizer import MomentumSGD
 from torchtitan_dp.plan.tracker import MemoryTracker
-from torchtitan_dp.plan.work import Repeated
 from torchtitan_dp.privacy.banded import StepNoise
+from torchtitan_dp.privacy.clipping import Clip
+
+Repeated = Callable[[int], contextlib.AbstractContextManager[None]]
 
 
 class _RoomyClippedSum(ClippedSum):
@@ -55,10 +56,15 @@ class _RoomyClippedSum(ClippedSum):
         shapes = (parameter.shape for parameter in self.parameters.values())
         shape = (dp_shard, sum(RowLayout(shape, dp_shard, cp).chunk_numel for shape in shapes))
         self._room: torch.Tensor | None = torch.empty(shape, dtype=torch.float32)
+        self.on_add: Callable[[], None] = lambda: None
 
     def lay_out(self, *args: Any) -> None:
         self._room = None
         super().lay_out(*args)
+
+    def add(self, shards: list[torch.Tensor], valid_B: torch.Tensor) -> Clip:
+        self.on_add()
+        return super().add(shards, valid_B)
 
     def take(self) -> dict[str, torch.Tensor]:
         """Return sums as large as any step's, also after a step without a microbatch."""
@@ -74,13 +80,11 @@ class _RoomyClippedSum(ClippedSum):
 
 
 class Step:
-    """Lays a model over the mesh of a default process group and takes its step, tracked."""
+    """Lays a model over the mesh of a default process group and takes its step, within an entered
+    tracker. Updates and microbatches may come in any order; the first update makes AdamW's state.
+    """
 
     def __init__(self, config: JobConfig, args: ModelArgs, tracker: MemoryTracker) -> None:
-        """Build it within an entered `tracker`, of a configuration for the group's world size.
-
-        Updates and microbatches may come in any order; the first update makes AdamW's state.
-        """
         self.config, self.tracker = config, tracker
         with torch_private.real_tensors():  # meshes are lists of ranks, which are looked at
             dims, degrees = parallel_dims(config)
@@ -106,6 +110,7 @@ class Step:
                 clipped_sum_type=_RoomyClippedSum,
             )
         self.clipped_sum, self.gradients = step.clipped_sum, step.gradients
+        self.clipped_sum.on_add = lambda: tracker.end_stretch("first")  # type: ignore[attr-defined]
         self.gradients.start_step(bytes(32))
         # One parameter at a time: temporaries as small as those of the fused kernel's rank.
         inner: torch.optim.Optimizer
@@ -123,7 +128,9 @@ class Step:
             self.average = ema_of(config, self.model)
         with tracker.labelled("earlier_noise"):
             numel = sum(p.to_local().numel() for p in parameters.values())  # type: ignore[attr-defined]
-            self.earlier_noise = torch.empty(earlier_noises(config), numel)
+            bands = 1 if config.privacy.noise == "independent" else config.privacy.bands
+            assert bands != "auto"
+            self.earlier_noise = torch.empty(bands - 1, numel)
         self.model.output.register_forward_pre_hook(self._enter_loss_head)
         end_stretches_at_blocks(self.model, tracker)
         self.losses = SampleLosses.on(self.model, torch.device("cpu"), dims, config)
@@ -134,8 +141,7 @@ class Step:
         with torch.no_grad(), torch.device("cpu"), self.tracker.labelled("activations"):
             self.model.compute_buffers()
         samples = self.gradients.batch_size or self.config.training.local_batch_size
-        shape = (samples, seq_len)
-        tokens_BT = torch.zeros(shape, dtype=torch.int64)
+        tokens_BT = torch.zeros((samples, seq_len), dtype=torch.int64)
         if self.config.data.windows_per_draw > 1:  # a third needs no more than the second
             self.gradients.hold(self.losses(tokens_BT, torch.zeros_like(tokens_BT)))
         loss_B = self.losses(tokens_BT, torch.zeros_like(tokens_BT))
@@ -143,21 +149,6 @@ class Step:
         self.gradients.accumulate_clipped(loss_B, valid_B, [-1] * samples)
         self.tracker.base = "activations"
         self.tracker.end_stretch("end")
-
-    def free_gathered(self) -> None:
-        """Start the next microbatch as the first of a step, which gathers all weights."""
-        free_gathered(self.model)
-
-    @property
-    def trained_values(self) -> int:
-        """The values that this rank updates."""
-        return sum(p.to_local().numel() for p in self.clipped_sum.parameters.values())  # type: ignore[attr-defined]
-
-    @property
-    def host_bytes(self) -> int:
-        """The host's page-locked memory that the microbatches so far have taken."""
-        around = self.model.around_block
-        return around.host_bytes if isinstance(around, offload.InputsOnHost) else 0
 
     def _enter_loss_head(self, _: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         """Label what comes next as the loss head's, until backward has passed its input."""
@@ -198,14 +189,6 @@ def end_stretches_at_blocks(model: nn.Module, tracker: MemoryTracker) -> None:
         block.register_forward_hook(watch(name))
 
 
-def earlier_noises(config: JobConfig) -> int:
-    """Return how many steps' noise a chain keeps; `privacy.bands` is a number."""
-    if config.privacy.noise == "independent":
-        return 0
-    assert config.privacy.bands != "auto"
-    return config.privacy.bands - 1
-
-
 def parallel_dims(config: JobConfig) -> tuple[ParallelDims, tuple[int, int, int]]:
     """Build the meshes of a configuration; also returns (dp_replicate, dp_shard, cp)."""
     degrees = mesh_degrees(config)
@@ -222,8 +205,8 @@ def fake_world(
 
     Args:
         like_cuda: keep what CUDA's kernels keep.
-        repeated: is called around the tile that stands for all between the first and the last,
-            to count operations. Those of a window are no two alike, and then all computed.
+        repeated: is entered around the tile that stands for all between the first and the last,
+            with their number, to count operations. A window's tiles, no two alike, then all run.
     """
     dist.init_process_group("fake", rank=0, world_size=world_size)
     with contextlib.ExitStack() as stack:
@@ -240,7 +223,7 @@ def fake_world(
         patch(torch.UntypedStorage, "data_ptr", lambda storage: id(storage))
         # It returns the tensor that it waits for; its fake returns another.
         patch(torch_private.functional_collectives, "wait_tensor", lambda tensor: tensor)
-        # The host's memory is another: `Step.host_bytes` counts it.
+        # The host's memory is another.
         patch(offload, "page_locked", _on_no_device)
         for owner in (feed_forward, loss_head):
             patch(owner, "tiles", functools.partial(_some_tiles, repeated))

@@ -6,13 +6,10 @@ cuBLAS and fragmentation, `COMMUNICATOR_GIB` for the buffers of each NCCL commun
 outside PyTorch's allocator. Both are estimates, not measured here.
 """
 
-import contextlib
 import json
 import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +51,6 @@ class MemoryPlan:
     parts: dict[str, int]  # bytes, by category
     memory_gib: float  # of one device
     longest_seq_len: dict[str, int | None]  # by AC mode; None: not even the shortest
-    fitting_world_size: int | None = None  # of more ranks, if these do not suffice
     communicators: int = 0  # that a rank takes part in
     host_bytes: int = 0  # page-locked, of a rank
 
@@ -64,19 +60,11 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        return self.peak_bytes <= self.limit_bytes
-
-    @property
-    def limit_bytes(self) -> int:
-        return limit_bytes(self.memory_gib, self.communicators)
+        return self.peak_bytes <= limit_bytes(self.memory_gib, self.communicators)
 
     @property
     def headroom_gib(self) -> float:
         return headroom_gib(self.memory_gib, self.communicators)
-
-    @property
-    def largest(self) -> str:
-        return max(self.parts, key=lambda name: self.parts[name])
 
     def for_programs(self) -> dict[str, Any]:
         return {
@@ -121,141 +109,50 @@ def communicators(degrees: tuple[int, int, int]) -> int:
     return 2 + fsdp + ring + sum(degree > 1 for degree in degrees)
 
 
-@contextlib.contextmanager
-def predicting(
-    overrides: list[str], world_size: int, memory_gib: float, *, longest: bool = True
-) -> Iterator[Callable[[], MemoryPlan]]:
-    """Predict, while the block runs, the memory of rank 0, which has as much as any other.
-
-    `overrides` are a command line without a mistake, `memory_gib` is of one device; `longest` also
-    seeks the longest samples that fit. Yields a function that waits for the prediction, and
-    returns it or raises RuntimeError; once.
-    """
-    task = json.dumps([overrides, world_size, memory_gib, longest])
-    command = [sys.executable, "-m", "torchtitan_dp.plan.prediction"]
-    pipe, env = subprocess.PIPE, {**os.environ, **WITHOUT_DEVICES}
-    with (
-        tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=errors, text=True, env=env
-        ) as process,
-    ):
-        assert process.stdin is not None
-        process.stdin.write(task)
-        process.stdin.close()
-
-        def finish() -> MemoryPlan:
-            assert process.stdout is not None
-            last = "{}"
-            for last in process.stdout:
-                if not last.startswith("{"):
-                    _show_progress(last.rstrip())
-            _show_progress("")
-            if process.wait() != 0:
-                errors.seek(0)
-                raise RuntimeError(f"memory could not be predicted:\n{errors.read()[-4000:]}")
-            return MemoryPlan(**json.loads(last))
-
-        try:
-            yield finish
-        finally:
-            process.kill()
-
-
 def predict(
     overrides: list[str], world_size: int, memory_gib: float, *, longest: bool = True
 ) -> MemoryPlan:
-    """Predict as `predicting` does, and wait."""
-    with predicting(overrides, world_size, memory_gib, longest=longest) as finish:
-        return finish()
+    """Predict the memory of rank 0, which has as much as any other.
 
-
-def _show_progress(doing: str) -> None:
-    """Replace the line on a terminal that says what is being predicted; "" clears it."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\033[K{doing and f'memory: {doing}…'}")
-        sys.stderr.flush()
+    `overrides` are a command line without a mistake, `memory_gib` is of one device; `longest` also
+    seeks the longest samples that fit. Raises RuntimeError if it cannot be predicted.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "torchtitan_dp.plan.prediction"],
+        input=json.dumps([overrides, world_size, memory_gib, longest]),
+        capture_output=True,
+        text=True,
+        env={**os.environ, **WITHOUT_DEVICES},
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"memory could not be predicted:\n{done.stderr[-4000:]}")
+    return MemoryPlan(**json.loads(done.stdout.splitlines()[-1]))
 
 
 def show_memory(memory: MemoryPlan, config: JobConfig, *, limited: bool) -> None:
     """Print the table on stderr, and what would fit if this does not; ValueError, one line, in
     that case if the user has `limited` the memory."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    console.print(
-        verdict(memory), Padding.indent(table(memory), 6), *advice(memory, config), sep="\n"
-    )
-    if memory.fits:
-        return
-    line = misfit(memory, config)
-    if limited:
-        raise ValueError(line)
-    print(f"warning: {line}", file=sys.stderr)
-
-
-def verdict(memory: MemoryPlan) -> str:
-    return (
-        f"peak memory per rank, of {memory.world_size} (predicted): "
-        f"{memory.peak_bytes / GIB:.1f} GiB: {'fits' if memory.fits else 'does NOT fit'} "
-        f"in {memory.memory_gib:g} GiB with {memory.headroom_gib:g} GiB left free"
-    )
-
-
-def table(memory: MemoryPlan) -> Table:
-    """List the peak by category, the largest first."""
     rows = Table("part", Column("GiB", justify="right"), Column("share", justify="right"))
     for name, size in sorted(memory.parts.items(), key=lambda part: -part[1]):
         share = size / max(memory.peak_bytes, 1)
         rows.add_row(name.replace("_", " "), f"{size / GIB:.2f}", f"{share:.0%}")
-    return rows
-
-
-def advice(memory: MemoryPlan, config: JobConfig) -> list[str]:
-    """Say what would shrink the largest part, and which longest samples fit, a line each."""
-    lines = [f"      largest: {shrink(memory.largest, config)}"]
-    for mode in MODES:
-        length = memory.longest_seq_len.get(mode)
+    console.print(
+        f"peak memory per rank, of {memory.world_size} (predicted): "
+        f"{memory.peak_bytes / GIB:.1f} GiB: {'fits' if memory.fits else 'does NOT fit'} "
+        f"in {memory.memory_gib:g} GiB with {memory.headroom_gib:g} GiB left free"
+    )
+    console.print(Padding.indent(rows, 6))
+    for mode, length in memory.longest_seq_len.items():
         found = "none fits" if length is None else f"{length:,} tokens"
         more = " or more" if length == LONGEST else ""
-        lines.append(
+        console.print(
             f"      longest sample with activation_checkpoint.mode = '{mode}': {found}{more}"
         )
-    return lines
-
-
-def shrink(category: str, config: JobConfig) -> str:
-    """Name the setting that makes a category smaller."""
-    ranks = "more ranks in parallelism.context_parallel_degree or data_parallel_shard"
-    settings = {
-        "parameters": ranks,
-        "optimizer": ranks,
-        "accumulator": "a larger parallelism.context_parallel_degree (data_parallel_shard_degree "
-        "does not help)",
-        "earlier_noise": f"fewer privacy.bands, or {ranks}",
-        "per_sample_shards": "a smaller training.local_batch_size, or privacy.gradient_method = "
-        "'ghost' with ghost_passes = 'two'",
-        "activations": _shrink_activations(config),
-        "loss_head": "a smaller training.loss_chunk_tokens (0 disables chunks)",
-        "communication": _shrink_communication(config),
-    }
-    return f"{category.replace('_', ' ')}; to shrink it: {settings[category]}"
-
-
-def _shrink_communication(config: JobConfig) -> str:
-    parallelism = config.parallelism
-    if parallelism.keep_weights_gathered:
-        return "parallelism.keep_weights_gathered = false"
-    gathers = parallelism.context_parallel_rotate_method == "allgather"
-    if gathers and parallelism.context_parallel_degree > 1:
-        return "parallelism.context_parallel_rotate_method = 'alltoall'"
-    return "parallelism.fsdp_reshard_after_forward = 'always'"
-
-
-def _shrink_activations(config: JobConfig) -> str:
-    if config.activation_checkpoint.mode != "full":
-        return "activation_checkpoint.mode = 'full'"
-    if not config.activation_checkpoint.offload_inputs:
-        return "activation_checkpoint.offload_inputs = true, or more context_parallel_degree"
-    return "a larger parallelism.context_parallel_degree or a smaller training.seq_len"
+    if not memory.fits and limited:
+        raise ValueError(misfit(memory, config))
+    if not memory.fits:
+        print(f"warning: {misfit(memory, config)}", file=sys.stderr)
 
 
 def misfit(memory: MemoryPlan, config: JobConfig) -> str:
@@ -269,10 +166,11 @@ def misfit(memory: MemoryPlan, config: JobConfig) -> str:
         nearest.append(f"training.seq_len = {length}")
     elif with_ac is not None and with_ac < memory.seq_len:
         nearest.append(f"activation_checkpoint.mode = 'full' with training.seq_len = {with_ac}")
-    if memory.fitting_world_size is not None:
-        nearest.append(f"{memory.fitting_world_size} ranks")
+    if own == "full" and not config.activation_checkpoint.offload_inputs:
+        nearest.append("perhaps activation_checkpoint.offload_inputs = true")
+    largest = max(memory.parts, key=lambda name: memory.parts[name]).replace("_", " ")
     return (
         f"predicted {memory.peak_bytes / GIB:.1f} GiB per rank do not fit in "
-        f"{memory.memory_gib:g} GiB less {memory.headroom_gib:g}: largest part: "
-        f"{shrink(memory.largest, config)}; would fit: " + (", or ".join(nearest) or "nothing near")
+        f"{memory.memory_gib:g} GiB less {memory.headroom_gib:g} (largest part: {largest}); would "
+        f"fit: {', or '.join([*nearest, 'more ranks'])}"
     )

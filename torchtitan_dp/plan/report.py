@@ -15,15 +15,13 @@ from torchtitan_dp.ledger.schema import explain
 from torchtitan_dp.ledger.spending import heldout_epsilon, spent
 from torchtitan_dp.models.flavors import parameter_count, skeleton, trained_count
 from torchtitan_dp.models.hugging_face import describe
-from torchtitan_dp.plan.choose import Choice
-from torchtitan_dp.plan.cost import StepCost, step_cost
-from torchtitan_dp.plan.memory import GIB, MemoryPlan
-from torchtitan_dp.plan.recommend import Recommendation, recommend
-from torchtitan_dp.plan.signal import Noise, noise_of_run
+from torchtitan_dp.plan.memory import GIB
+from torchtitan_dp.plan.roofline import RANKS_A_NODE, StepCost, step_cost
+from torchtitan_dp.plan.signal import DROWNS, Noise, noise_of_run
 from torchtitan_dp.preflight.check import Checked, check_run, notices, show_records, tokenizer_lines
-from torchtitan_dp.preflight.machine import NodeMemory, predict_host_memory, refuse_lack
+from torchtitan_dp.preflight.machine import host_memory, refuse_lack
 from torchtitan_dp.privacy.segments import Mechanism
-from torchtitan_dp.process import lock_folder
+from torchtitan_dp.process import lock_folder, typed
 from torchtitan_dp.templates import templates
 
 _TEXT = templates(Path(__file__).parent).get_template("plan.txt.j2")
@@ -49,7 +47,6 @@ class Spent:
     meaning: tuple[str, ...]  # of epsilon, for one person: sentences
     if_capped: float | None  # epsilon, were estimated norms capped; None where they are
     loss: Loss | None  # None where none is published
-    recommended: Recommendation | None  # where it is asked for
 
 
 @dataclass(frozen=True)
@@ -59,36 +56,36 @@ class Report:
     config: JobConfig
     world_size: int
     checked: Checked
-    host: NodeMemory
+    host: dict[str, float]  # GiB of a rank and a node; ranks of a node
+    available: int | None  # bytes that this machine has left
     spent: Spent | None  # None without privacy
 
 
 def make_report(
-    config: JobConfig,
-    world_size: int,
-    *,
-    ranks_here: int | None = None,
-    units: int | None = None,
-    recommends: bool = False,
+    config: JobConfig, world_size: int, *, ranks_here: int | None = None, units: int | None = None
 ) -> Report:
     """Check a run, and compute what it will spend, by the plan's options; ValueError, one line.
 
     This machine must have the memory of `ranks_here`.
     """
-    left = available_bytes()  # before records are indexed
+    available = available_bytes()  # before records are indexed
     checked = check_run(config, units=units)
     lock_folder(config.job.dump_folder).close()
     if ranks_here is not None:
-        refuse_lack(config, checked.args, ranks_here, left)
-    memory = predict_host_memory(config, checked.args)
-    host = NodeMemory(memory, world_size, ranks_here, left)
-    plan, spent = checked.plan, None
-    if plan is not None:
-        spent = _spent(config, checked, plan, recommends)
-    return Report(config, world_size, checked, host, spent)
+        refuse_lack(config, checked.args, ranks_here, available)
+    memory = host_memory(config, checked.args)
+    ranks = ranks_here or min(world_size, RANKS_A_NODE)
+    host = {
+        "inputs_gib": memory.inputs / GIB,
+        "save_gib": memory.copy / GIB,
+        "node_gib": ranks * sum(memory) / GIB,
+        "node_ranks": ranks,
+    }
+    spent = None if checked.plan is None else _spent(config, checked, checked.plan)
+    return Report(config, world_size, checked, host, available, spent)
 
 
-def _spent(config: JobConfig, checked: Checked, plan: Plan, recommends: bool) -> Spent:
+def _spent(config: JobConfig, checked: Checked, plan: Plan) -> Spent:
     args, settings, ledger = checked.args, plan.settings, plan.ledger
     count, batch = settings.implied_units, settings.expected_batch_size
     mechanism, trained = settings.mechanism, trained_count(args)
@@ -108,7 +105,6 @@ def _spent(config: JobConfig, checked: Checked, plan: Plan, recommends: bool) ->
         meaning=tuple(meaning.sentences(ledger.settings.unit)) if meaning else (),
         if_capped=if_capped,
         loss=_loss(config, plan, len(checked.records.heldout)),
-        recommended=recommend(config, plan, args, checked.start) if recommends else None,
     )
 
 
@@ -124,31 +120,28 @@ def _loss(config: JobConfig, plan: Plan, heldout: int) -> Loss | None:
 
 def show(report: Report) -> None:
     """Print a report for people, on stderr."""
-    config, checked, spent = report.config, report.checked, report.spent
+    config, checked = report.config, report.checked
     show_records(config, checked)
     text = _TEXT.render(
         **vars(checked),
         config=config,
-        spent=spent,
+        spent=report.spent,
+        host=report.host,
+        left=report.available and report.available / GIB,
+        drowns=DROWNS,
+        command=typed("plan"),
         unit=unit_word(config),
         method=METHODS[config.privacy.gradient_method],
         tile=feed_forward_chunk(config) if skeleton(checked.args).gated else 0,
         notices=[*tokenizer_lines(config, checked.records.source), *notices(config)],
-        model=[describe(config, checked.args), *filter(None, [report.host.describe()])],
+        model=describe(config, checked.args),
     )
     print(text, end="", file=sys.stderr)
-    if spent and spent.recommended:
-        spent.recommended.show()
 
 
-def for_programs(
-    report: Report,
-    spent: Spent,
-    memory: MemoryPlan | None,
-    choices: list[Choice] | None,
-) -> dict[str, Any]:
-    """Return a report as JSON has it, with the memory and the time if they were predicted."""
-    plan, recommended = spent.plan, spent.recommended
+def for_programs(report: Report, spent: Spent) -> dict[str, Any]:
+    """Return a report as JSON has it."""
+    plan = spent.plan
     return {
         "epsilon": plan.epsilon if plan.private else None,
         "epsilon_stated": plan.epsilon_stated if plan.private else None,
@@ -159,10 +152,8 @@ def for_programs(
         "trained_parameters": spent.trained,
         "world_size": report.world_size,
         **dataclasses.asdict(spent.cost),
-        **(memory.for_programs() if memory else {}),
-        **(choices[0].step.for_programs(plan.steps) if choices else {}),
-        "choices": [choice.for_programs(plan.steps) for choice in choices or ()],
-        "host_memory": report.host.for_programs(),
+        "host_memory": report.host,
         "signal": spent.noise.for_programs(),
-        "recommendation": recommended and recommended.for_programs(),
+        "recommendation": None,
+        "choices": [],
     }

@@ -1,9 +1,8 @@
 """Count the bytes of live tensors, by what they are for, while a program runs.
 
 Works for real tensors and for fake ones (`FakeTensorMode`), because it looks at storages alone:
-each new one is counted once, under the label in force when it was made, until it is freed.
-`tracking` labels what FSDP2, the ring, the loss head and the gradient methods allocate, by the
-categories of the plan's table (`memory.CATEGORIES`); their functions are wrapped meanwhile.
+each new one is counted once, under the label in force when it was made, until it is freed. Labels
+are those of the source (`gradients.labels`); `tracking` adds what FSDP2 allocates by itself.
 """
 
 import contextlib
@@ -14,18 +13,10 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import torch
-
-import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
-
-# isort: split
 from torch.distributed.tensor import DTensor
 
 from torchtitan_dp import torch_private
-from torchtitan_dp.distributed import ring, windows
-from torchtitan_dp.gradients.clipped_sum import ClippedSum, GradientMethod
-from torchtitan_dp.gradients.fsdp import ReduceScatterOverCP, RowLayout
-from torchtitan_dp.gradients.step import KINDS
-from torchtitan_dp.models.loss_head import LossHead
+from torchtitan_dp.gradients.labels import TRACKER
 from torchtitan_dp.models.parameters import local_part
 from torchtitan_dp.torch_private import DispatchMode, tree_iter, unsharded_gradients
 
@@ -62,7 +53,7 @@ class LocalOperators(DispatchMode):
         return result
 
     def ran(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        """Take note of an operator that has run."""
+        """Record a dispatched operator."""
         raise NotImplementedError
 
     @contextlib.contextmanager
@@ -77,20 +68,10 @@ class LocalOperators(DispatchMode):
 class MemoryTracker(LocalOperators):
     """A dispatch mode that counts the current and the peak bytes of each label."""
 
-    def __init__(
-        self,
-        label: str,
-        workspace: Callable[[Any, Any], int] | None = None,
-        counts: Callable[[Any, Any, Any, Any], None] | None = None,
-    ) -> None:
-        """
-        Args:
-            label: of storages that are made outside any `labelled` block; `base` changes it.
-            workspace: the bytes that an operator's kernel takes and frees, by its arguments.
-            counts: is called with each operator, its arguments and its result.
-        """
+    def __init__(self, label: str, workspace: Callable[[Any, Any], int] | None = None) -> None:
+        """Label by default with `label`, which `base` changes; `workspace` are the bytes that an
+        operator's kernel takes and frees, by its arguments."""
         super().__init__()
-        self._counts = counts
         self.base, self._labels = label, list[str]()
         self._workspace = workspace
         self._total = self._peak_of_stretch = 0
@@ -115,11 +96,12 @@ class MemoryTracker(LocalOperators):
         return super().__enter__()
 
     def ran(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        for value in tree_iter(result):
-            if isinstance(value, torch.Tensor):
-                self._count(value)
-        if self._counts is not None:
-            self._counts(func, args, kwargs, result)
+        # What a ring receives is made by the operator itself.
+        receives = func.namespace == "_c10d_functional"
+        with self.labelled("communication") if receives else contextlib.nullcontext():
+            for value in tree_iter(result):
+                if isinstance(value, torch.Tensor):
+                    self._count(value)
         if self._workspace is not None and (size := self._workspace(func, args)):
             self._change(self._label, size)
             self._change(self._label, -size)
@@ -150,17 +132,12 @@ class MemoryTracker(LocalOperators):
 
     def relabel(self, tensors: Iterable[torch.Tensor], label: str) -> None:
         """Give these tensors' storages this label from now on, and count those that are new."""
-        local = [local_part(tensor) for tensor in tensors]
-        for tensor in local:
+        for tensor in map(local_part, tensors):
             self._count(tensor)
-        self.relabel_storages([tensor.untyped_storage() for tensor in local], label)
-
-    def relabel_storages(self, storages: Iterable[torch.UntypedStorage], label: str) -> None:
-        """Give these storages, where they are counted, this label from now on."""
-        for storage in storages:
-            if known := self._known.get(id(storage)):
+            key = id(tensor.untyped_storage())
+            if known := self._known.get(key):
                 reference, before, size = known
-                self._known[id(storage)] = reference, label, size
+                self._known[key] = reference, label, size
                 self.current[before] -= size
                 self.current[label] = self.current.get(label, 0) + size
 
@@ -208,79 +185,21 @@ def wrapped(owner: Any, name: str, around: Callable[..., Any]) -> Any:
 
 
 @contextlib.contextmanager
-def tracking(
-    *, like_cuda: bool = True, counts: Callable[[Any, Any, Any, Any], None] | None = None
-) -> Iterator[MemoryTracker]:
+def tracking(*, like_cuda: bool = True) -> Iterator[MemoryTracker]:
     """Enter a tracker that labels storages by `memory.CATEGORIES`; `like_cuda` counts the
-    workspaces of CUDA's kernels too, and `counts` is `MemoryTracker`'s."""
-    workspace = _flash_workspace if like_cuda else None
-    tracker = MemoryTracker("activations", workspace, counts)
+    workspaces of CUDA's kernels too."""
+    tracker = MemoryTracker("activations", _flash_workspace if like_cuda else None)
 
-    def made(label: str) -> Any:
-        """Label what a call makes."""
-        return lambda *_, **__: tracker.labelled(label)
-
-    def becomes(label: str, tensors: Callable[..., Iterable[torch.Tensor]]) -> Any:
-        """Label some of a call's arguments, and what it makes."""
-
-        def around(*args: Any, **kwargs: Any) -> Any:
-            tracker.relabel(tensors(*args, **kwargs), label)
-            return tracker.labelled(label)
-
-        return around
-
-    def added(_: ClippedSum, shards: list[torch.Tensor], __: torch.Tensor) -> list[torch.Tensor]:
-        """Return the shards that are added up, once the first block's backward has ended."""
-        tracker.end_stretch("first")
-        return shards
+    def communicates(group: Any, *_: Any, **__: Any) -> Any:
+        tracker.relabel(unsharded_gradients(group), "communication")
+        return tracker.labelled("communication")
 
     fsdp_group = torch_private.fsdp_param_group()
-    shards, communication = "per_sample_shards", "communication"
-    forming = functools.partial(_forming, tracker)
-    around: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
-        (fsdp_group, "unshard", made(communication)),
-        (fsdp_group, "wait_for_unshard", made(communication)),
-        (
-            fsdp_group,
-            "post_backward",
-            becomes(communication, unsharded_gradients),
-        ),
-        (ring, "pass_on", made(communication)),
-        (ring, "begin_all_gather", made(communication)),
-        (windows, "exchange", made(communication)),
-        (RowLayout, "allocate", made(communication)),
-        (ReduceScatterOverCP, "__call__", becomes(shards, _of_one_sample)),
-        (ClippedSum, "add", becomes(shards, added)),
-        (ClippedSum, "add_group", becomes(shards, lambda _, __, parts, *___: parts.values())),
-        (ClippedSum, "lay_out", made("accumulator")),
-        *((kind, name, forming) for kind in KINDS for name in kind.makes_gradients),
-        (LossHead, "chunk", made("loss_head")),
-    )
     with contextlib.ExitStack() as stack:
-        for owner, name, context in around:
-            stack.enter_context(wrapped(owner, name, context))
-        stack.enter_context(tracker)
-        yield tracker
-
-
-def _of_one_sample(
-    reduction: ReduceScatterOverCP,
-    output_tensor: torch.Tensor,
-    input_tensor: torch.Tensor,
-    **_: Any,
-) -> list[torch.Tensor]:
-    """Return what becomes this rank's shard of one sample's gradient: FSDP2's output, or input."""
-    return [output_tensor, input_tensor] if reduction.keeps_input else [output_tensor]
-
-
-@contextlib.contextmanager
-def _forming(
-    tracker: MemoryTracker, gradients: GradientMethod, *_: Any, **__: Any
-) -> Iterator[None]:
-    """Label what a method's call makes, and what it holds afterwards."""
-    with tracker.labelled("per_sample_shards"):
-        yield
-    tracker.relabel_storages(gradients.storages(), "per_sample_shards")
+        for name in ("unshard", "wait_for_unshard", "post_backward"):
+            stack.enter_context(wrapped(fsdp_group, name, communicates))
+        stack.callback(TRACKER.reset, TRACKER.set(tracker))
+        yield stack.enter_context(tracker)
 
 
 def _flash_workspace(operator: Any, args: Any) -> int:

@@ -276,8 +276,40 @@ def show_records(config: JobConfig, checked: Checked) -> None:
 
 def notices(config: JobConfig) -> list[str]:
     """List the notices of the configuration, and of releases that are not tested."""
-    lines = [never_trained(config), _beyond_the_window(config), _left_out(config), _rises(config)]
-    return untested() + [line for line in lines if line is not None] + _without_effect(config)
+    lines, training, checkpoint = untested(), config.training, config.checkpoint
+    if (part := never_trained(config)) is not None:
+        lines.append(part)
+    if training.seq_len > (window := shape(config).max_seq_len):
+        lines.append(
+            f"training.seq_len = {training.seq_len:,} is beyond the {window:,} positions of the "
+            "model (max_position_embeddings); [rope] extends them"
+        )
+    folder = config.model.hf_assets_path
+    if folder and not checkpoint.initial_load_in_hf and not checkpoint.initial_load_path:
+        weights = glob.glob(os.path.join(glob.escape(folder), "*.safetensors"))
+        lines.append(
+            "the weights in model.hf_assets_path are not loaded; checkpoint.initial_load_in_hf = "
+            "true starts from them"
+            if weights
+            else f"{folder} has no weights: training starts from drawn ones"
+        )
+    warmup, schedule = config.lr_scheduler.warmup_steps, config.lr_scheduler
+    if warmup >= training.steps:
+        share = training.steps / min(warmup, schedule.total_steps or training.steps)
+        lines.append(
+            f"lr_scheduler.warmup_steps = {warmup:,}: the learning rate rises in all "
+            f"{training.steps:,} training.steps, up to {share:.2g} of optimizer.lr; lower it"
+        )
+    privacy, default = config.privacy, Privacy()
+    taken = METHODS[privacy.gradient_method].own_settings
+    for key in sorted({key for method in METHODS.values() for key in method.own_settings}):
+        value = getattr(privacy, key)
+        if privacy.enable and key not in taken and value != getattr(default, key):
+            lines.append(
+                f"privacy.{key} = {repr(value).lower()} has no effect with "  # as in TOML
+                f"privacy.gradient_method = '{privacy.gradient_method}'"
+            )
+    return lines
 
 
 def tokenizer_lines(config: JobConfig, source: Source) -> list[str]:
@@ -290,55 +322,3 @@ def tokenizer_lines(config: JobConfig, source: Source) -> list[str]:
         end = "the tokenizer has no eos: the model never learns to stop"
     named = f"tokenizer: {source.tokenizer.describe()}" + (f", from {where}" if where else "")
     return [named, *filter(None, [end])]
-
-
-def _rises(config: JobConfig) -> str | None:
-    """Describe a warm-up that no step follows; None if some do."""
-    warmup, steps = config.lr_scheduler.warmup_steps, config.training.steps
-    if warmup < steps:
-        return None
-    share = steps / min(warmup, config.lr_scheduler.total_steps or steps)
-    return (
-        f"lr_scheduler.warmup_steps = {warmup:,}: the learning rate rises in all {steps:,} "
-        f"training.steps, up to {share:.2g} of optimizer.lr; lower it"
-    )
-
-
-def _without_effect(config: JobConfig) -> list[str]:
-    """Describe the settings of `[privacy]` that another gradient method would read."""
-    privacy, default = config.privacy, Privacy()
-    if not privacy.enable:
-        return []
-    taken = METHODS[privacy.gradient_method].own_settings
-    keys = {key for method in METHODS.values() for key in method.own_settings if key not in taken}
-    return [
-        f"privacy.{key} = {repr(getattr(privacy, key)).lower()} has no effect with "  # as in TOML
-        f"privacy.gradient_method = '{privacy.gradient_method}'"
-        for key in sorted(keys)
-        if getattr(privacy, key) != getattr(default, key)
-    ]
-
-
-def _left_out(config: JobConfig) -> str | None:
-    """Describe weights beside the tokenizer that a run does not start from; None without."""
-    folder, checkpoint = config.model.hf_assets_path, config.checkpoint
-    starts_elsewhere = checkpoint.initial_load_in_hf or checkpoint.initial_load_path
-    if starts_elsewhere:
-        return None
-    if not glob.glob(os.path.join(glob.escape(folder), "*.safetensors")):
-        return f"{folder} has no weights: training starts from drawn ones" if folder else None
-    return (
-        "the weights in model.hf_assets_path are not loaded; checkpoint.initial_load_in_hf = true "
-        "starts from them"
-    )
-
-
-def _beyond_the_window(config: JobConfig) -> str | None:
-    """Describe samples that are longer than the model's window; None if none are."""
-    window, length = shape(config).max_seq_len, config.training.seq_len
-    if length <= window:
-        return None
-    return (
-        f"training.seq_len = {length:,} is beyond the {window:,} positions of the model "
-        "(max_position_embeddings); [rope] extends them"
-    )

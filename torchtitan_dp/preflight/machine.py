@@ -1,10 +1,9 @@
 """Checks of the machine before a run: kernels for its model, and enough memory on its hosts.
 
-The memory follows from the configuration and the model alone. Counted are the large parts: the
-inputs of blocks that `activation_checkpoint.offload_inputs` keeps there, and the copy of a rank's
-state while a checkpoint is written beside the run (`checkpoint.async_mode`). Not counted are each
-process's own (libraries, the CUDA context, communication: some GiB a rank), samples and tensors
-that are read one at a time, and the state of a run that trains on CPUs.
+The memory is that of blocks' inputs that `activation_checkpoint.offload_inputs` keeps there, and of
+the copy of the state that a save beside the run makes (`checkpoint.async_mode`). Not counted are
+each process's own (libraries, the CUDA context, communication: some GiB a rank), samples, and the
+state of a run that trains on CPUs.
 
 Guarantee:
     Whether a run is refused depends on its configuration and on the memory that its machine has
@@ -13,18 +12,16 @@ Guarantee:
 """
 
 import os
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.derived import mesh_degrees, most_tokens
+from torchtitan_dp.config.derived import mesh_degrees, most_tokens, trains_one_sample
 from torchtitan_dp.distributed.cpu import has_accelerator
 from torchtitan_dp.distributed.host_memory import available_bytes, page_locked_bytes
 from torchtitan_dp.distributed.windows import check_softcap
-from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.flavors import parameter_count, trained_count
 from torchtitan_dp.models.hugging_face import shape
@@ -32,7 +29,6 @@ from torchtitan_dp.optimizer import MomentumSGD
 from torchtitan_dp.process import Fault
 
 GIB = 2**30
-MOST_RANKS = 8  # of a node, where a plan does not know it
 
 
 def check_attention(config: JobConfig, args: ModelArgs) -> None:
@@ -67,36 +63,30 @@ def check_norms(config: JobConfig, args: ModelArgs) -> None:
         )
 
 
-@dataclass(frozen=True)
-class HostMemory:
-    """The predicted memory of one rank on its host, in bytes."""
+class HostMemory(NamedTuple):
+    """The memory of one rank on its host, in bytes."""
 
-    blocks: int  # whose inputs are offloaded
-    buffer_bytes: int  # page-locked, of one block: its input of the longest samples
-    copy_bytes: int  # of the state, while it is saved beside the run
-
-    @property
-    def inputs_bytes(self) -> int:
-        """The offloaded inputs of all blocks."""
-        return self.blocks * self.buffer_bytes
-
-    @property
-    def rank_bytes(self) -> int:
-        """All that is counted."""
-        return self.inputs_bytes + self.copy_bytes
+    inputs: int  # page-locked, of all blocks, where they are offloaded: of the longest samples
+    copy: int  # of the state, while it is saved beside the run
 
 
-def predict_host_memory(config: JobConfig, args: ModelArgs) -> HostMemory:
+def host_memory(config: JobConfig, args: ModelArgs) -> HostMemory:
     """Predict a rank's memory on its host, for a checked configuration; it needs no device."""
-    training, offloads = config.training, config.activation_checkpoint.offload_inputs
-    dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
-    tokens = training.seq_len // config.parallelism.context_parallel_degree
-    values = _samples_at_once(config) * tokens * args.dim
-    return HostMemory(
-        blocks=args.n_layers if offloads else 0,
-        buffer_bytes=page_locked_bytes(values * dtype.itemsize) if offloads else 0,
-        copy_bytes=_copy_bytes(config, args),
-    )
+    training, checkpoint = config.training, config.checkpoint
+    _, dp_shard, cp = mesh_degrees(config)
+    size = TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize
+    inputs = copy = 0
+    if config.activation_checkpoint.offload_inputs:
+        at_once = 1 if trains_one_sample(config) else training.local_batch_size
+        values = at_once * training.seq_len // cp * args.dim
+        inputs = args.n_layers * page_locked_bytes(values * size)
+    if checkpoint.enable and checkpoint.async_mode.lower() != "disabled":
+        trained = trained_count(args)
+        frozen = parameter_count(args) - trained  # kept in the dtype of compute
+        moments = 1 if config.optimizer.name == MomentumSGD.__name__ else 2
+        values = 1 + moments + config.ema.enable
+        copy = (4 * values * trained + size * frozen) // (dp_shard * cp)
+    return HostMemory(inputs, copy)
 
 
 def refuse_lack(config: JobConfig, args: ModelArgs, ranks: int, available: int | None) -> None:
@@ -108,20 +98,17 @@ def refuse_lack(config: JobConfig, args: ModelArgs, ranks: int, available: int |
     """
     if not config.activation_checkpoint.offload_inputs or available is None:
         return
-    memory = predict_host_memory(config, args)
-    needed = ranks * memory.rank_bytes
-    if needed <= available:
-        return
-    parts = f"{memory.inputs_bytes / GIB:,.1f} a rank for inputs of {memory.blocks} blocks"
-    remedy = "a smaller training.seq_len, a larger parallelism.context_parallel_degree, "
-    if memory.copy_bytes:
-        parts += f", {memory.copy_bytes / GIB:,.1f} to save beside the run"
-        remedy += "checkpoint.async_mode = 'disabled', "
-    raise ValueError(
-        f"activation_checkpoint.offload_inputs = true: the {_ranks(ranks)} of a node need "
-        f"{needed:,} bytes of its memory ({needed / GIB:,.1f} GiB: {parts}), and {available:,} "
-        f"({available / GIB:,.1f} GiB) are available; take {remedy}or set it to false"
-    )
+    inputs, copy = host_memory(config, args)
+    needed = ranks * (inputs + copy)
+    if needed > available:
+        saved = "checkpoint.async_mode = 'disabled', " if copy else ""
+        raise ValueError(
+            f"activation_checkpoint.offload_inputs = true: {ranks} ranks of a node need "
+            f"{needed / GIB:,.2f} GiB of its memory (a rank {inputs / GIB:,.2f} for inputs of "
+            f"{args.n_layers} blocks and {copy / GIB:,.2f} to save beside the run), and "
+            f"{available / GIB:,.2f} GiB are available; take a smaller training.seq_len, a larger "
+            f"parallelism.context_parallel_degree, {saved}or set it to false"
+        )
 
 
 def require_host_memory(config: JobConfig) -> None:
@@ -132,91 +119,14 @@ def require_host_memory(config: JobConfig) -> None:
     Raises:
         Fault: the same on all ranks if any of them finds too little.
     """
+    refusals: list[str | None] = [None] * dist.get_world_size()
     refusal = None
     try:
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         refuse_lack(config, shape(config), ranks, available_bytes())
     except ValueError as error:
         refusal = str(error)
-    refusals: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(refusals, refusal)
     for rank, line in enumerate(refusals):
         if line is not None:
             raise Fault(f"{line} (found on rank {rank})")
-
-
-@dataclass(frozen=True)
-class NodeMemory:
-    """The predicted memory of a node's ranks together, beside what this machine has left."""
-
-    rank: HostMemory
-    world_size: int
-    ranks_here: int | None  # None if the run starts elsewhere
-    available: int | None  # on this machine, which need not be a node of the run
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks of a node; all of the run, up to `MOST_RANKS`, if it is not known."""
-        return self.ranks_here or min(self.world_size, MOST_RANKS)
-
-    @property
-    def node_bytes(self) -> int:
-        """All that is counted of a node."""
-        return self.ranks * self.rank.rank_bytes
-
-    def describe(self) -> str | None:
-        """Describe a rank's and a node's memory in a line, if it is much."""
-        rank, parts = self.rank, []
-        if rank.inputs_bytes:
-            each = rank.buffer_bytes / GIB
-            parts.append(f"page-locked inputs of {rank.blocks} blocks, {each:,.2f} each")
-        if rank.copy_bytes >= GIB or (parts and rank.copy_bytes):
-            parts.append(f"{rank.copy_bytes / GIB:,.2f} to save beside the run")
-        if not parts:
-            return None
-        assumed = f" (assumed: all, up to {MOST_RANKS})" if self.ranks_here is None else ""
-        left = self.available
-        here = "" if left is None else f"; this machine has {left / GIB:,.2f} GiB left"
-        return (
-            f"host memory (predicted): {rank.rank_bytes / GIB:,.2f} GiB a rank "
-            f"({'; '.join(parts)}), {self.node_bytes / GIB:,.2f} GiB for a node's "
-            f"{_ranks(self.ranks)}{assumed}{here}; not counted: what each process takes by itself, "
-            "some GiB"
-        )
-
-    def for_programs(self) -> dict[str, Any]:
-        """Return the part of the plan's `--json`: nothing of this machine, the same anywhere."""
-        return {
-            "inputs_gib": self.rank.inputs_bytes / GIB,
-            "save_gib": self.rank.copy_bytes / GIB,
-            "rank_gib": self.rank.rank_bytes / GIB,
-            "node_gib": self.node_bytes / GIB,
-            "node_ranks": self.ranks,
-            "node_ranks_assumed": self.ranks_here is None,
-        }
-
-
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
-
-
-def _samples_at_once(config: JobConfig) -> int:
-    """Return how many samples one forward pass has."""
-    samples = config.training.local_batch_size
-    if not config.privacy.enable:
-        return samples
-    return samples if METHODS[config.privacy.gradient_method].per_sample_layers else 1
-
-
-def _copy_bytes(config: JobConfig, args: ModelArgs) -> int:
-    """Return a rank's share of the state that a save beside the run copies to the host first."""
-    checkpoint = config.checkpoint
-    if not checkpoint.enable or checkpoint.async_mode.lower() == "disabled":
-        return 0
-    _, dp_shard, cp = mesh_degrees(config)
-    trained = trained_count(args)
-    frozen = parameter_count(args) - trained
-    moments = 1 if config.optimizer.name == MomentumSGD.__name__ else 2
-    copies = 1 + moments + config.ema.enable
-    kept = TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize if frozen else 0
-    return (4 * copies * trained + kept * frozen) // (dp_shard * cp)

@@ -14,7 +14,7 @@ Guarantee:
 Assumed, as crashes that do not depend on records:
     - this process's free memory stays the same, and a device's allocator finds room again for
       earlier allocations (the orders of lengths differ);
-    - the host has room, beside what `host_memory` predicts, for the arrays of the store and of its
+    - the host has room, beside `machine.host_memory`, for the arrays of the store and of its
       samples, some 60 bytes a record (read before); for two microbatches, 24 bytes per token,
       padding included; and for a step's statistics, 32 bytes a sample;
     - checkpoints, validation and `privacy.json` take the same memory at the same steps of every
@@ -25,18 +25,21 @@ Assumed, as crashes that do not depend on records:
 """
 
 import contextlib
+import json
 import math
 import re
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
+from scipy import special
 from torchtitan.tools.logging import logger
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import ladder
-from torchtitan_dp.data.batching import Microbatch
+from torchtitan_dp.data.batching import Draw, Microbatch
 from torchtitan_dp.distributed.stop import is_lost_rank
 from torchtitan_dp.gradients.fsdp import free_gathered
 from torchtitan_dp.process import Fault
@@ -45,6 +48,7 @@ from torchtitan_dp.watch.processor import SampleStatistics
 # Microbatches that a device may lag behind its host: launches queue about 1,000 deep.
 _MICROBATCHES_BEHIND = 4
 _KINDS_OF_TOKENS = 64  # fewer than any vocabulary has
+_LOOKED_AT = 1000  # units, of whose lengths a run's seconds are expected
 _OUT_OF_MEMORY = re.compile(
     "out of memory|can't allocate memory|cannot allocate memory|bad_alloc|alloc_failed"
 )
@@ -53,12 +57,12 @@ _NO_THREAD = ("resource temporarily unavailable", "can't start new thread")
 
 
 def rehearse(trainer: Any) -> None:
-    """Run padding of every length, and an update that changes nothing; log the time.
+    """Run padding of every length, and an update that changes nothing; log what each takes.
 
     `trainer` is a `DPTrainer`, which accumulates padding as a step does its samples.
 
-    Collective over the world: two microbatches of the shortest length and one of each other (on an
-    accelerator two of the longest as well), and an update.
+    Collective over the world: three microbatches of the shortest length and two of each other, and
+    two updates.
 
     Raises:
         Fault: one line that names what failed and what would fit.
@@ -70,20 +74,35 @@ def rehearse(trainer: Any) -> None:
     logger.info(f"rehearsal: padding of {lengths} tokens, before any record is drawn")
     statistics = SampleStatistics()
     trainer.gradients.start_step(bytes(32))  # a public key: padding contributes nothing
-    passed = 0
-    # The first lays out the accumulator, the update makes the optimizer's state: all others run
-    # beside both.
-    for number, length in enumerate((rungs[0], *rungs)):
-        with _failing_in_one_line(_microbatch(config, length), config, passed):
+
+    def microbatch(length: int, fits: int) -> float:
+        """Return the seconds of one."""
+        start = time.perf_counter()
+        with _failing_in_one_line(_microbatch(config, length), config, fits):
             trainer.accumulate(_padding(trainer, length), statistics)
             _wait_for(trainer.device)
+        return time.perf_counter() - start
+
+    def update() -> float:
+        start = time.perf_counter()
+        with _failing_in_one_line("an update (noise and optimizer)", config, None):
+            column = trainer.books.settings.mechanism.column
+            trainer.dp_optimizer.rehearse(trainer.clipped_sum.take(), column)
+            _wait_for(trainer.device)
+        return time.perf_counter() - start
+
+    passed, seconds = 0, dict[int, float]()
+    # Run the optimizer once after the first length, so that later lengths are measured with the
+    # accumulator and the optimizer state allocated. Each runs twice: the first call compiles.
+    for number, length in enumerate((rungs[0], *rungs)):
+        cold = microbatch(length, passed)
         passed = length
         if number == 0:
-            with _failing_in_one_line("an update (noise and optimizer)", config, None):
-                column = trainer.books.settings.mechanism.column
-                trainer.dp_optimizer.rehearse(trainer.clipped_sum.take(), column)
-                _wait_for(trainer.device)
-    _check_device(trainer, rungs[-1], statistics)
+            update()
+        else:
+            seconds[length] = min(cold, microbatch(length, length))
+    _check_timeout(trainer, passed, seconds[passed])
+    of_update = update()
     trainer.clipped_sum.reset()
     free_gathered(trainer.model_parts[0])
     _wait_for(trainer.device)
@@ -91,6 +110,47 @@ def rehearse(trainer: Any) -> None:
     metrics.time_last_log += elapsed  # the first logged throughput is of training
     metrics.device_memory_monitor.reset_peak_stats()
     logger.info(f"rehearsal: done in {elapsed:.1f} s")
+    _log_seconds(trainer, seconds, of_update)
+
+
+def _log_seconds(trainer: Any, seconds: dict[int, float], of_update: float) -> None:
+    """Log what this machine takes: for people, and as JSON.
+
+    A step is expected to have as many microbatches of each length as draws of these units give,
+    which follows from records' lengths, and so do its seconds. Validation and checkpoints come on
+    top; padding may take a GPU less time than samples of the same length, by the power it needs.
+    """
+    loader, left = trainer.feed.loader, trainer.job_config.training.steps - trainer.step
+    rate, units = trainer.books.settings.mechanism.sample_rate, len(loader.units)
+    looked_at = np.linspace(0, units - 1, min(units, _LOOKED_AT)).astype(np.int64)
+    lengths = loader.lengths(Draw(looked_at), tuple(seconds))
+    step, slots = of_update, loader.ranks * loader.batch_size
+    for length, of_length in seconds.items():
+        count = round(units * float(np.mean(lengths == length)))
+        step += of_length * expected_rounds(count, rate, slots)
+    found = ", ".join(f"{took:.3g} s of {length:,} tokens" for length, took in seconds.items())
+    logger.info(f"rehearsal: a microbatch takes {found}; an update {of_update:.3g} s")
+    hours = step * left / 3600
+    logger.info(
+        f"not private: expected: {step:.3g} s a step, {hours:.3g} h for {left:,} steps, without "
+        "validation and checkpoints"
+    )
+    numbers = {"seconds_per_microbatch": seconds, "seconds_per_update": of_update}
+    numbers |= {"seconds_per_step": step, "hours": hours, "steps": left}
+    logger.info(f"not private: rehearsal: {json.dumps(numbers)}")
+
+
+def expected_rounds(records: int, rate: float, slots: int) -> float:
+    """Compute E ceil(n / slots) for n ~ Binomial(records, rate).
+
+    >>> expected_rounds(10, 1.0, 4)
+    3.0
+    """
+    mean, deviation = records * rate, math.sqrt(records * rate * (1 - rate))
+    first, last = int(mean - 12 * deviation - 1), int(mean + 12 * deviation + 1)
+    certain = max(first, 0) // slots  # rounds; another one follows where n exceeds what they hold
+    full = np.arange(certain, min(last, records) // slots + 1) * slots
+    return certain + float(special.bdtrc(full, records, rate).sum())
 
 
 def _padding(trainer: Any, length: int) -> Microbatch:
@@ -100,20 +160,14 @@ def _padding(trainer: Any, length: int) -> Microbatch:
     return made._replace(tokens_BT=every.remainder_(_KINDS_OF_TOKENS).view_as(made.tokens_BT))
 
 
-def _check_device(trainer: Any, length: int, statistics: SampleStatistics) -> None:
+def _check_timeout(trainer: Any, length: int, seconds: float) -> None:
     """Refuse a time-out that a device may exceed as it lags behind its host; a CPU never lags.
 
-    NCCL counts from the launch of a collective, and the host is some microbatches ahead. The timed
-    padding has run before, so nothing is compiled, and its time is public, like its length.
+    NCCL counts from the launch of a collective, and the host is some microbatches ahead. The time
+    of padding is public, like its length.
     """
-    if trainer.device.type == "cpu":
-        return
-    config, begun = trainer.job_config, time.perf_counter()
-    with _failing_in_one_line(_microbatch(config, length), config, length):
-        trainer.accumulate(_padding(trainer, length), statistics)
-        _wait_for(trainer.device)
-    seconds, timeout = time.perf_counter() - begun, config.comm.train_timeout_seconds
-    if _MICROBATCHES_BEHIND * seconds > timeout:
+    config, timeout = trainer.job_config, trainer.job_config.comm.train_timeout_seconds
+    if trainer.device.type != "cpu" and _MICROBATCHES_BEHIND * seconds > timeout:
         raise Fault(
             f"comm.train_timeout_seconds = {timeout}: {_microbatch(config, length)} takes "
             f"{seconds:.1f} s here, more than a quarter of it, and collectives wait for what was "

@@ -5,7 +5,7 @@ import pytest
 from scripts.models import CONFIGS
 from torchtitan_dp.models.causal_lm.settings import read_args
 from torchtitan_dp.models.flavors import on_meta, parameter_count
-from torchtitan_dp.plan.cost import weights_of
+from torchtitan_dp.plan.roofline import weights_of
 
 
 def released(name, model, **changes):
