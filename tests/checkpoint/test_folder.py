@@ -75,6 +75,7 @@ def test_a_checkpoint_that_others_may_write_to_is_refused_before_it_is_unpickled
             read()
     assert not (tmp_path / "made").exists()
     os.chmod(path, os.stat(path).st_mode & ~mode)
+    os.chmod(os.path.dirname(saved), 0o1777)  # as of a mount: others cannot rename what lies there
     load({"weight": torch.zeros(2, 3), "flag": None}, saved, no_dist=True)
     assert (tmp_path / "made").exists()  # the attack works where nothing guards
 

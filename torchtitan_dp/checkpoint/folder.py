@@ -109,17 +109,19 @@ def none_whole(folder: str, newest: int, problem: str) -> str:
 
 def refuse_foreign(step: str) -> None:
     """Raise ValueError, one line, for a checkpoint that is not this process' user's, or to which
-    others may write: loading it would run any code in it."""
-    files = (os.path.join(step, name) for name in sorted(os.listdir(step)))
-    for path in (os.path.dirname(os.path.abspath(step)), step, *files):
-        found = os.stat(path)
-        if found.st_uid != os.geteuid():
+    others may write: loading it would run any code in it. The folder that it lies in may be root's,
+    and others may write there if its sticky bit keeps them from renaming the checkpoint."""
+    parent, user = os.path.dirname(os.path.abspath(step)), os.geteuid()
+    for path in (parent, step, *(os.path.join(step, name) for name in sorted(os.listdir(step)))):
+        found, is_parent = os.stat(path), path == parent
+        if found.st_uid not in ((user, 0) if is_parent else (user,)):
             raise ValueError(
                 f"'{path}' belongs to the user with the id {found.st_uid}, and a checkpoint of "
                 "others can run any code: load your own, or start from safetensors "
                 "(checkpoint.initial_load_path)"
             )
-        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        is_sticky = is_parent and found.st_mode & stat.S_ISVTX
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_sticky:
             raise ValueError(
                 f"'{path}' may be written by others, and a checkpoint that they change can run any "
                 f"code: if nobody did, take the right away (chmod -R go-w '{step}/..')"

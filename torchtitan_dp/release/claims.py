@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan_dp.checkpoint.verify import check_checkpoint, verify
+from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.ledger import PRIVACY_FILE, Lineage, RunLog
 from torchtitan_dp.ledger.lineage import of_weights
 from torchtitan_dp.ledger.schema import read_published_fields, released
@@ -61,7 +61,6 @@ def claims(
         )
     found = verify(run)
     log = RunLog(run)
-    check_checkpoint(found, log, step, checkpoint)
     if found.faults:
         raise ValueError(
             f"RUN = '{run}': {'; '.join(found.faults)}: restore its files as the run wrote them"
