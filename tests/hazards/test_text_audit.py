@@ -161,6 +161,7 @@ def run_audit(folder, name, fault, *options):
         process.send_signal(signal.SIGKILL)
     text = log.read_text()
     assert code in (0, 1), text
+    assert (folder / f"{name}.json").exists(), text
     result = json.loads((folder / f"{name}.json").read_text())
     return SimpleNamespace(code=code, log=text, result=result, folder=folder / f"{name}_audit")
 
@@ -241,7 +242,7 @@ def test_a_mistake_is_one_line_and_code_2(
     monkeypatch.setenv("HOME", str(tmp_path))
     used = tmp_path / "used"
     used.mkdir()
-    (used / "steps_executed.log").write_text("1 a\n")
+    (used / "steps_executed.log").write_text("1\n")
     command = [
         *(f"--instrument={instrument}", f"--job.config_file={CONFIG}"),
         *(f"--training.dataset_path={write_records(tmp_path / 'data')}",),
