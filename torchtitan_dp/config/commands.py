@@ -5,6 +5,7 @@ and a wrong key or value of the configuration need none of them.
 """
 
 import argparse
+import gc
 import os
 import sys
 from typing import Any
@@ -210,6 +211,7 @@ def tool_parser(
 
 def parsed(command: str, doc: str | None, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return a command's own options, and the configuration's command line for `load_config`."""
+    gc.enable()
     parser = parser_of(command, doc)
     if command in _OF_NO_CONFIG:
         return parser.parse_args(argv), []
@@ -235,8 +237,9 @@ def parse_known(
 
 def first(command: str, doc: str | None) -> None:
     """Answer this process's `--help`, wrong options, or wrong keys and values of its configuration,
-    and exit; return where there is nothing to answer."""
+    and exit; else return, without collection of garbage until `parsed` is called again."""
     _, overrides = parsed(command, doc, sys.argv[1:])
     if overrides:
         with exit_on_mistake():
             load_config(overrides, None)
+    gc.disable()  # a fifth of the seconds in which PyTorch and transformers are imported
