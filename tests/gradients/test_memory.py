@@ -179,8 +179,8 @@ def most_held(degrees):
 
     def watched(group, parts, valid_B):
         shards = [pending.storage for layers in gradients._shards.values() for pending, _ in layers]
-        assert not gradients._wholes
-        nbytes = sum(storage.nbytes() for storage in shards)
+        wholes = [whole.untyped_storage() for whole in gradients._wholes.values()]
+        nbytes = sum(storage.nbytes() for storage in shards + wholes)
         held.append(sum(map(torch.Tensor.numel, parts.values())) + nbytes // 4)
         return add_group(group, parts, valid_B)
 

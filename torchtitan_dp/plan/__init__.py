@@ -1,6 +1,6 @@
 """The plan of a run, before it starts: `python -m torchtitan_dp.plan`.
 
-`signal` weighs noise against the signal, `recommend` tabulates choices by it; `cost` counts FLOPs;
-`memory` runs the real step under fake tensors (`fake_step`, `tracker`), by lengths
-(`peaks`), in a process of its own (`prediction`).
+`signal` weighs noise against the signal; `roofline` counts FLOPs and predicts seconds of machines,
+`choose` takes the fastest setting; `memory` asks `prediction`, a process that runs the real step
+under fake tensors (`fake_step`, `tracker`).
 """
