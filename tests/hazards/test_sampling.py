@@ -140,7 +140,7 @@ def test_row43_a_format_says_whether_one_record_more_renames_others(tmp_path, fo
         found = zip(texts(store), stored(store), strict=True)
         names.append({text: record.unit for text, record in found if text != "w"})
     assert names[0].keys() == names[1].keys() == set("xyz")
-    assert FORMATS[format].named_by_position == (names[0] != names[1])
+    assert (FORMATS[format].fields is not None) == (names[0] != names[1])
 
 
 # Row 60: a record of no known unit.
