@@ -93,7 +93,7 @@ def test_an_account_is_left_by_steps_alone(tmp_path, planned, capsys):
     assert not (tmp_path / "out" / "privacy.json").exists()
     assert not steps.exists()
     steps.parent.mkdir(exist_ok=True)
-    steps.write_text("1 a\n")
+    steps.write_text("1\n")
     with pytest.raises(SystemExit) as stop:
         planned()
     assert stop.value.code == 2

@@ -208,7 +208,7 @@ def test_what_recommend_needs(tmp_path, planned, capsys, overrides, says):
     """Also a run that has not begun."""
     if not overrides:
         (tmp_path / "out").mkdir()
-        (tmp_path / "out" / "steps_executed.log").write_text("1 a\n")
+        (tmp_path / "out" / "steps_executed.log").write_text("1\n")
     with pytest.raises(SystemExit) as stop:
         planned(*overrides, "--recommend")
     assert stop.value.code == 2

@@ -382,7 +382,7 @@ def _rows(files: Files, source: Source, hashes: list[str]) -> Iterator[_Row]:
             if isinstance(found, Lack):
                 yield row._replace(lack=found)
                 continue
-            parts = [Piece(part, of.is_target) for of in found for part in split(of.text)]
+            parts = [Piece(part, of.is_target) for of in found for part in split(of.text) if part]
             yield row._replace(pieces=parts)
 
 

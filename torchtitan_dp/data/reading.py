@@ -12,7 +12,7 @@ answer [eos]; those of a chat are what its template writes. Each piece is tokeni
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -187,6 +187,16 @@ class Assembler:
         return np.concatenate([self.between, ids]), first
 
 
-def split(text: str, most: int = MOST_PART) -> list[str]:
-    """Cut a text into parts of at most `most` characters, for the tokenizer's memory."""
-    return [text[start : start + most] for start in range(0, len(text), most)]
+def split(text: str, most: int = MOST_PART) -> Iterator[str]:
+    """Cut a text into parts of at most `most` characters, for the tokenizer's memory: before a
+    blank between two letters if there is one near, where most tokenizers begin a new word anyway.
+    """
+    start = 0
+    while len(text) - start > most:
+        stop = start + most
+        near = range(stop - 1, max(stop - 4096, start), -1)
+        blanks = (i for i in near if text[i] == " " and (text[i - 1] + text[i + 1]).isalpha())
+        at = next(blanks, stop)
+        yield text[start:at]
+        start = at
+    yield text[start:]
