@@ -228,7 +228,8 @@ def recommend(config: JobConfig, plan: Plan, args: ModelArgs, *, loads: bool) ->
         other.lora = lora_of(config, rank)
         trained[rank] = trained_count(other)
     rank, sentence = _recommended(config, rows, trained)
-    bands, correlates = None, config.privacy.sampling == "poisson" and not config.privacy.secure_noise
+    bands, privacy = None, config.privacy
+    correlates = privacy.sampling == "poisson" and not privacy.secure_noise
     if correlates and settings.mechanism.largest_share == 1:
         found = noise_by_bands(config, units, inherited(plan.ledger.ancestors))
         bands = bands_of(found, trained[config.lora.rank], batch, plan.steps)
