@@ -72,7 +72,7 @@ def test_the_readme_stays_short() -> None:
 
 
 def test_the_tests_behind_known_pitfalls_are_there() -> None:
-    """Each pitfall names files of tests, and rows of hazards that have a mutant."""
+    """Each pitfall names rows of hazards that have a mutant, and so a test."""
     from tests.hazards.test_mutants import ROWS
 
     page = (ROOT / "docs" / "privacy.md").read_text()
@@ -81,7 +81,4 @@ def test_the_tests_behind_known_pitfalls_are_there() -> None:
     assert len(rows) == 17
     for line in rows:
         cell = line.rpartition(" | row")[2]
-        numbers, files = re.findall(r"\b[0-9]+\b", cell.split(":")[0]), re.findall(r"`(.*?)`", cell)
-        assert {int(number) for number in numbers} <= ROWS, line
-        assert files, line
-        assert all((ROOT / file).exists() for file in files), line
+        assert {int(number) for number in re.findall(r"\b[0-9]+\b", cell)} <= ROWS, line
