@@ -73,6 +73,9 @@ def test_stores_are_listed_and_erased(
     for fields in ([], ["--data.unit_field=None"]):
         main([*command, *place, *fields])
     first, second = names = stores.names(str(folder))
+    (used,) = (s for s in (stores.load(str(folder / n)) for n in names) if s.facts["units"] == 6)
+    stores.mark_used(used, str(tmp_path / "gone"))
+    stores.mark_used(used, str(tmp_path))
     capsys.readouterr()
     main(["--list", *place])
     lines = capsys.readouterr().err.splitlines()
@@ -81,7 +84,9 @@ def test_stores_are_listed_and_erased(
     assert all(", data.text_field = 'note'" in line for line in lines[:-1])
     of_units, others = sorted(lines[:-1], key=lambda line: "data.unit_field = 'who'" not in line)
     assert "; bytes, vocabulary 258" in of_units
+    assert of_units.endswith(f"; runs: {tmp_path}, {tmp_path / 'gone'} (gone)")
     assert "data.unit_field = None" in others
+    assert others.endswith("; runs: none")
     assert f", of {time.strftime('%Y-%m-%d')} " in others
     assert lines[-1].startswith(f"not private: 2 stores in {folder}")
     main(["--delete", second, *place])

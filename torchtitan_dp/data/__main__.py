@@ -89,12 +89,13 @@ def _described(store: stores.Store) -> str:
     """Describe what a store was made of. NOT PRIVATE."""
     facts, terms, files = store.facts, store.facts["terms"], [*os.scandir(store.folder)]
     read = ", ".join(f"{key} = '{field}'" for field, key in terms["fields"].items())
-    written = time.localtime(max(entry.stat().st_mtime for entry in files))
+    written = time.localtime(os.stat(os.path.join(store.folder, "facts.json")).st_mtime)
+    runs = [run if os.path.isdir(run) else f"{run} (gone)" for run in stores.runs_of(store)]
     return (
         f"{len(store):,} records of {facts['path']}, training.dataset = '{terms['format']}', "
         f"{read}, data.unit_field = {terms['unit_field']!r}; {facts['tokenizer']}; "
         f"{sum(entry.stat().st_size for entry in files) / 1e6:,.1f} MB, of "
-        f"{time.strftime('%Y-%m-%d %H:%M', written)}"
+        f"{time.strftime('%Y-%m-%d %H:%M', written)}; runs: {', '.join(runs) or 'none'}"
     )
 
 
