@@ -90,10 +90,6 @@ _EARLY = "not all planned steps were taken: "
 _LOST = "steps were lost: "
 _ROUNDED = "the clipped sum is rounded: "
 _ESTIMATED = (
-    "norms were estimated from random projections: the estimates' errors, which epsilon "
-    "counts, are taken to be those of real numbers"
-)
-_ESTIMATED = (
     "norms were estimated from random projections: the estimates' errors, which epsilon counts, "
     "are taken to be those of real numbers"
 )
