@@ -93,7 +93,7 @@ def test_a_prediction_of_a_ring_s_memory(host, tmp_path, monkeypatch, capsys):
     python.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setattr(plan, "predicting", functools.partial(plan.predicting, longest=False))
+    monkeypatch.setattr(plan, "predict", functools.partial(plan.predict, longest=False))
     ring = ["--world_size=2", "--parallelism.context_parallel_degree=2"]
     aligned = ["--training.seq_len=512", "--data.no-length_buckets"]  # else cuDNN is not asked for
     tiny = arguments(tmp_path / "out", write_records(tmp_path / "data"), *aligned)

@@ -31,7 +31,7 @@ from torchtitan_dp.privacy.accounting import compose
 from torchtitan_dp.privacy.clipping import clip
 from torchtitan_dp.privacy.coefficients import found_for
 from torchtitan_dp.privacy.keys import RootKey
-from torchtitan_dp.privacy.lower_bounds import rate_upper_bound
+from torchtitan_dp.privacy.lower_bounds import claimed_mu, rate_upper_bound
 from torchtitan_dp.privacy.segments import Mechanism, Segment, mechanism_of
 
 SIGMA = 1.0
@@ -284,7 +284,7 @@ def test_row35_and_75_with_estimated_norms_the_claim_is_a_mixtures(fault, estima
     names = ["norm_100C"] if fault else ["norm_C", "norm_100C", "not_a_number"]
     often = {"trials": 100 if fault else 300, "confidence": 0.95 if fault else 0.999}
     bounds = play(*names, fault=fault, method="randomized", batch_size=2, **often, **terms)
-    claim = mechanism(Privacy(gradient_method="randomized", **terms)).claimed_mu(**often)
+    claim = claimed_mu(mechanism(Privacy(gradient_method="randomized", **terms)), **often)
     assert 1 / SIGMA < claim < 1.4 / SIGMA
     assert (bounds["norm_100C"] > claim) == (fault is not None)
     if fault is None:

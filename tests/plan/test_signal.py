@@ -132,18 +132,19 @@ def test_the_plan_says_how_large_the_noise_is(planned):
 
 @pytest.fixture
 def loaded(tmp_path):
-    """What has the debug model's weights loaded from a checkpoint, of which a plan reads names and
-    shapes; nothing is known of its past."""
-    import torch
-    import torch.distributed.checkpoint as dcp
+    """Loads the debug model's weights from a folder of which a plan reads names and shapes."""
+    from transformers import AutoModelForCausalLM
 
-    from torchtitan_dp.models.flavors import flavor, on_meta
+    from tests.models.hugging_face import write_tokenizer
+    from torchtitan_dp.models.causal_lm.settings import configuration
+    from torchtitan_dp.models.flavors import FLAVORS
 
-    weights = on_meta(flavor("debug")).state_dict()
-    shaped = {name: torch.zeros(weight.shape) for name, weight in weights.items()}
-    dcp.save(shaped, checkpoint_id=tmp_path / "given", no_dist=True)
-    given = f"--checkpoint.initial_load_path={tmp_path / 'given'}"
-    return "--checkpoint.enable", given, "--privacy.initial_weights_public"
+    given = AutoModelForCausalLM.from_config(configuration(FLAVORS["debug"]))
+    given.save_pretrained(tmp_path / "given")
+    write_tokenizer(tmp_path / "given")
+    model = f"--model.hf_assets_path={tmp_path / 'given'}"
+    loads = ("--checkpoint.enable", "--checkpoint.initial_load_in_hf")
+    return model, *loads, "--privacy.initial_weights_public"
 
 
 @pytest.mark.slow
