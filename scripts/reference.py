@@ -2,7 +2,7 @@
 
     python scripts/reference.py [--write FILE]
 
-Prints Markdown: a table for each section of the configuration that this project adds or changes,
+Prints Markdown: a list for each section of the configuration that this project adds or changes,
 and one of the keys of `privacy.json`. `--write` puts each between its two marks in a file instead
 (docs/configuration.md, docs/privacy_json.md).
 """
@@ -39,11 +39,10 @@ def config_reference() -> str:
 def _section(name: str, cls: Any) -> str:
     docs = field_docs(cls)
     rows = [
-        f"| `{f.name}` | {_type(f.type)} | `{_value(_default(f))}` | {cell(docs[f.name])} |"
+        f"- `{f.name}` ({_type(f.type)}, `{_value(_default(f))}`): {one_line(docs[f.name])}"
         for f in dataclasses.fields(cls)
     ]
-    title = f"**`[{name}]`** {' '.join((inspect.getdoc(cls) or '').split())}"
-    return "\n".join([title, "", "| key | type | default | meaning |", "| --- " * 4 + "|", *rows])
+    return "\n".join([f"**`[{name}]`** {one_line(inspect.getdoc(cls) or '')}", "", *rows])
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
@@ -82,19 +81,19 @@ def _value(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
-def cell(text: str) -> str:
-    """Return `text` as a cell of a Markdown table."""
-    return " ".join(text.split()).replace("|", "\\|")
+def one_line(text: str) -> str:
+    """Return `text` without its line breaks."""
+    return " ".join(text.split())
 
 
 def privacy_reference() -> str:
-    """Return the table of the keys of `privacy.json`."""
-    rows = ["| key | type | in a release | meaning |", "| --- " * 4 + "|"]
+    """Return the list of the keys of `privacy.json`."""
     meanings = field_docs(schema.PrivacyFile)
+    rows = []
     for key in schema.KEYS:
-        where = "only there" if not key.in_runs else "yes" if key.in_releases else "no"
-        kind = in_words(key.type)
-        rows.append(f"| `{key.name}` | {kind} | {where} | {cell(meanings[key.name])} |")
+        where = "" if key.in_runs else "; of a release alone"
+        where = where if key.in_releases else "; in no release"
+        rows.append(f"- `{key.name}` ({in_words(key.type)}{where}): {one_line(meanings[key.name])}")
     return "\n".join(rows)
 
 

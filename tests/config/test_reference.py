@@ -22,18 +22,12 @@ def test_a_document_is_up_to_date(name: str) -> None:
 
 def test_every_key_is_listed_once() -> None:
     for key in schema.KEYS:
-        assert privacy_reference().count(f"\n| `{key.name}` |") == 1
+        assert f"\n{privacy_reference()}".count(f"\n- `{key.name}` (") == 1
     for section in dataclasses.fields(JobConfig):
         _, _, rest = markdown().partition(f"**`[{section.name}]`**")
         table = rest.split("**`[")[0]
         for field in dataclasses.fields(section.type):  # type: ignore[arg-type]
-            assert table.count(f"\n| `{field.name}` |") == 1
-
-
-def test_tables_have_four_columns() -> None:
-    text = f"{markdown()}\n{privacy_reference()}"
-    rows = [line for line in text.splitlines() if line.startswith("|")]
-    assert {line.replace("\\|", "").count("|") for line in rows} == {5}
+            assert table.count(f"\n- `{field.name}` (") == 1
 
 
 def test_write_changes_only_what_is_between_the_marks(tmp_path: Path) -> None:
