@@ -37,61 +37,53 @@ class Data:
     """The field of a row with the record's text."""
 
     prompt_field: str | None = None
-    """The field of a row with a prompt, which the model reads before `text_field`. Only
-    the latter, the answer, is learned: no token of the prompt is a target. The two are tokenized
-    separately, with nothing between them."""
+    """The field of a row with a prompt, which the model reads before `text_field`. Only the latter,
+    the answer, is learned. The two are tokenized separately, with nothing between them."""
 
     messages_field: str | None = None
-    """In place of `text_field`, the field of a row with a chat: a list of `{"role": ...,
-    "content": ...}` with two texts. The tokenizer's own chat template formats it, and only the
-    turns of the role `assistant` are targets: the template's `{% generation %}` blocks, else the
-    text that it adds for such a turn. Other fields of a message are not read."""
+    """In place of `text_field`, the field of a row with a chat: a list of `{"role": ..., "content":
+    ...}` with two texts. The tokenizer's own chat template formats it, and only the turns of the
+    role `assistant` are targets (docs/data.md)."""
 
     unit_field: str | None = None
-    """The owner of a record: a patient, user or repository, whose records together are then the
-    unit that is drawn, clipped and protected, with one sample. A field with a string or a
-    whole number; for `text` only `folder`, the first folder below `training.dataset_path`. A row
-    without it, or a file in no folder, is a unit of its own that contributes nothing. Unset:
-    every record is a unit."""
+    """The owner of a record (a patient, user or repository), whose records together are then the
+    unit that is drawn, clipped and protected. A field with a string or a whole number; for `text`
+    only `folder`, the first folder below `training.dataset_path`. A row without it is a unit of its
+    own that contributes nothing. Unset: every record is a unit."""
 
     unit_sampling: Literal["auto", "concat", "random"] = "auto"
-    """The content of a unit's sample: `concat`, its records one after the other, in the order of
-    files and lines; `random`, one of its records, chosen anew at each draw. `auto`: `random` for
-    prompts or chats with `unit_field`, else `concat`."""
+    """The content of a unit's sample: `concat`, its records one after the other; `random`, one of
+    its records, chosen anew at each draw. `auto`: `random` for prompts or chats with `unit_field`,
+    else `concat`."""
 
     long_records: Literal["auto", "head", "window"] = "auto"
-    """The part of a text longer than `training.seq_len`: `head` takes the beginning, so the rest
-    is never trained on; `window` a part chosen anew at each draw. `auto`: `window` with
-    `unit_field`, whose units are often several samples long, else `head`. With prompts or chats
-    only `head`: it begins a quarter of a sample before the first target, or earlier if the record
-    ends within the sample, so a long prompt loses its beginning."""
+    """The part of a text longer than `training.seq_len`: `head`, the beginning; `window`, a part
+    chosen anew at each draw. `auto`: `window` with `unit_field`, else `head`. With prompts or chats
+    only `head`, which begins a quarter of a sample before the first target."""
 
     windows_per_draw: int = 1
-    """K: with privacy, the number of samples of a drawn unit, each of `training.seq_len` tokens
-    with its own forward and backward pass. Their gradients are averaged, and the mean is clipped
-    once, so epsilon stays the same. With `unit_sampling =
-    "random"` they are K different records (all, where a unit has fewer); with `long_records =
-    "window"` K windows of the unit's text, each from another K-th of it. A step takes K times as
-    long. Needs `privacy.gradient_method = "microbatch"`."""
+    """K: with privacy, the number of samples of a drawn unit. Their gradients are averaged, and the
+    mean is clipped once, so epsilon stays the same and a step takes K times as long. With
+    `unit_sampling = "random"` they are K different records, with `long_records = "window"` windows
+    of K parts of the unit's text. Needs `privacy.gradient_method = "microbatch"`."""
 
     heldout_fraction: float = 0.0
     """The share of units, chosen by a hash of their names, that is never trained on and that
     `validation.enable` evaluates. The loss on them is not private."""
 
     on_undecodable: Literal["empty", "error"] = "empty"
-    """The treatment of a record that is not UTF-8 text (or not JSON with the field): `empty`
-    keeps and counts it as a record that contributes exactly nothing; `error` refuses to start."""
+    """A record that is not UTF-8 text (or not JSON with the field): `empty` keeps it as a record
+    that contributes exactly nothing; `error` refuses to start."""
 
     store: str | None = None
-    """The folder for the records' tokens, which are written once, before training: private, and as
-    large as the text, about. Unset: `torchtitan_dp/prepared` in `$XDG_CACHE_HOME` or ~/.cache. Not
-    within `job.dump_folder`. `torchtitan-dp prepare` fills, lists and erases it."""
+    """The folder for the records' tokens, which are private and about as large as the text. Unset:
+    `torchtitan_dp/prepared` in `$XDG_CACHE_HOME` or ~/.cache. Not within `job.dump_folder`.
+    `torchtitan-dp prepare` fills, lists and erases it."""
 
     length_buckets: bool = True
     """With privacy: pad each sample to the smallest of a few public lengths that fits (a power of
-    two times 2 x `context_parallel_degree`, at least T / 128, at most T = `training.seq_len`)
-    and run equal lengths together. Epsilon stays the same. False, and the baseline without
-    privacy: pad to T."""
+    two times 2 x `context_parallel_degree`, from T / 128 to T = `training.seq_len`) and run equal
+    lengths together. False, and without privacy: pad to T."""
 
 
 @dataclass
@@ -117,23 +109,19 @@ class Training(theirs.Training):
     """The number of tokens whose logits exist at a time, on each rank. 0: all, as in TorchTitan."""
 
     feed_forward_chunk: int | Literal["auto"] = "auto"
-    """With backward passes over one sample: the number of tokens whose feed-forward exists at a
-    time, on each rank; backward computes it again. `auto`: 8,192 with
-    `activation_checkpoint.mode = "full"`, where a rank has more tokens than that. 0: all, as in
-    TorchTitan."""
+    """With one sample a microbatch: the number of tokens whose feed-forward exists at a time, on
+    each rank; backward computes it again. `auto`: 8,192 with `activation_checkpoint.mode = "full"`,
+    where a rank has more tokens. 0: all, as in TorchTitan."""
 
     mixed_precision_param: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """The dtype of forward and backward; sums over ranks and samples, norms and the update are
-    fp32. `float16` has more digits and less range than `bfloat16`: gradients below 6e-8 become 0,
-    first in long samples, whose tokens share one loss."""
+    fp32. With `float16` gradients below 6e-8 become 0, first in long samples."""
 
     loss_scale: float = 1.0
-    """Must stay 1. Scaling the loss up against fp16's range multiplies every record's gradient
-    before it is clipped, and clipping scales it already (DP-ZeRO, section 3.4)."""
+    """Must stay 1: clipping scales each record's gradient already (DP-ZeRO, section 3.4)."""
 
     max_norm: float = 0.0
-    """TorchTitan's clipping of the summed gradient; 0 is none. With privacy it must stay 0, since
-    each record's gradient is clipped by `privacy.max_grad_norm`."""
+    """TorchTitan's clipping of the summed gradient; 0 is none. With privacy it must stay 0."""
 
 
 @dataclass
@@ -141,15 +129,13 @@ class Validation(theirs.Validation):
     """TorchTitan's section, with a held-out loss that a run publishes (docs/privacy.md)."""
 
     publish_epsilon: float | None = None
-    """The epsilon, for one held-out unit, of the held-out loss that the run publishes at its end:
-    the mean over units of their clipped losses, with Gaussian noise; choices made by it are
-    post-processing. A second one, where a crash interrupted the first, comes on top
-    (`heldout_epsilon` in `privacy.json` counts both). Held-out units are not trained on, so that a
-    unit pays this or the weights' epsilon. Unset: no held-out loss is private."""
+    """The epsilon, for one held-out unit, of the held-out loss that the run publishes at its end
+    with Gaussian noise (docs/privacy.md); choices made by it are post-processing. Unset: no
+    held-out loss is private."""
 
     publish_clip: float = 4.0
     """L: losses above so many nats (a sample's mean over its targets) count as L. A smaller one
-    means less noise, and hides the difference between losses above it."""
+    means less noise."""
 
     publish_delta: float | None = None
     """The delta of `publish_epsilon`. Unset: `privacy.delta`."""
@@ -162,7 +148,7 @@ class Metrics(theirs.Metrics):
     enable_mlflow: bool = False
     """Send the scalars that may be published to MLflow (`pip install 'torchtitan-dp[mlflow]'`), at
     `MLFLOW_TRACKING_URI`, by default a database in `job.dump_folder`, once the planned steps are
-    taken. A run that is not private sends nothing."""
+    taken."""
 
 
 @dataclass
@@ -170,16 +156,14 @@ class Parallelism(theirs.Parallelism):
     """TorchTitan's section, with one more option; the default of another differs."""
 
     keep_weights_gathered: bool = False
-    """Gather weights once a step, in its first microbatch, instead of in each
-    microbatch's forward and backward pass, and free them before the update. Results are the same
-    bit by bit. Every rank then keeps the whole model in `training.mixed_precision_param`: the
-    plan's `--choose` finds whether that fits and pays. `fsdp_reshard_after_forward` then has no
-    effect."""
+    """Gather weights once a step instead of in each microbatch's forward and backward pass. Results
+    are the same bit by bit. Every rank then keeps the whole model in
+    `training.mixed_precision_param`; `fsdp_reshard_after_forward` has no effect."""
 
     context_parallel_degree: Degree = "auto"  # type: ignore[assignment]
     """Ranks that share a sample; -1: all that the other degrees leave. `auto`: the fewest that fit,
-    as the plan predicts, where `run_train.sh` or `torchtitan-dp train` starts the run, with privacy
-    and without `privacy.bands = "auto"`; elsewhere as -1."""
+    as the plan predicts, where `run_train.sh` or `torchtitan-dp train` starts the run; under a
+    plain `torchrun`, and with `privacy.bands = "auto"`, as -1."""
 
 
 @dataclass
@@ -205,13 +189,11 @@ class ActivationCheckpoint(theirs.ActivationCheckpoint):
     """TorchTitan's section, with one more option, and one default that differs."""
 
     early_stop: bool = True
-    """Recompute a block only up to the last tensor that backward needs: the last product of its
-    feed-forward is spared, or, where that is in tiles, all of it."""
+    """Recompute a block only up to the last tensor that backward needs."""
 
     offload_inputs: bool = False
-    """With `mode = "full"`: keep the inputs of checkpointed blocks in the host's memory, for
-    samples longer than the device's memory allows. That is the longest sample's input for each
-    block: the plan reports it for a rank and a node, and a node that has less refuses the run."""
+    """With `mode = "full"`: keep the inputs of checkpointed blocks in the host's memory. The plan
+    reports how much that is for a rank and a node; a node that has less refuses the run."""
 
 
 @dataclass
@@ -245,13 +227,12 @@ class LoRA:
     none."""
 
     freeze_a: bool = False
-    """Train B alone; A stays as it was drawn (FFA-LoRA, Sun et al. 2024). About half of the
-    values have noise, and noise is not multiplied by noise."""
+    """Train B alone; A stays as it was drawn (FFA-LoRA, Sun et al. 2024): noise is not multiplied
+    by noise."""
 
     export: Literal["adapter", "merged"] = "adapter"
     """The weights that `checkpoint.last_save_in_hf`, and by default a release, writes: `adapter`,
-    the trained matrices in PEFT's format, for the model that training started from; `merged`, a
-    whole model."""
+    the matrices in PEFT's format; `merged`, a whole model."""
 
 
 @dataclass
@@ -287,14 +268,13 @@ class EMA:
     step. It is computed from these alone, so epsilon stays the same."""
 
     enable: bool = False
-    """Keep an exponential moving average of all trained weights, in fp32 (4 bytes a value, sharded
-    like them), in checkpoints, too. Validation reports its loss beside that of the weights, and
-    exports (`checkpoint.last_save_in_hf`, a release) are of the average."""
+    """Keep an exponential moving average of all trained weights, in fp32, in checkpoints, too.
+    Validation reports its loss beside that of the weights, and exports and releases are of the
+    average."""
 
     decay: float = 0.9999
     """d: the average becomes d times itself and 1 - d times the weights. After t steps d is at most
-    (1 + t) / (10 + t), so the average of a short run always reaches back over about a tenth of its
-    steps. 0.9 reaches back over about 10 steps, 0.99 over about 100."""
+    (1 + t) / (10 + t): the average of a short run reaches back over about a tenth of it."""
 
 
 @dataclass

@@ -64,19 +64,17 @@ class PrivacyFile:
 
     epsilon: float | None
     """The ε of these weights; null if they are not private. In a run's own folder: of the steps
-    that made them, if neither results nor a clock decided when to stop. In a release: the one that
-    its model card quotes."""
+    that made them. In a release: the one that its model card quotes."""
 
     epsilon_counts: Annotated[str, _IN_RELEASES]
     """The steps that the released `epsilon` counts. `planned_steps`: it is `epsilon_planned`.
     `executed_steps`: it is `epsilon_executed`, since the owner stated that neither results nor a
     clock decided when to stop. `kept_and_planned_steps`, `kept_steps`: the same without lost steps,
-    since the owner stated that nobody saw anything of them."""
+    which the owner stated nobody saw."""
 
     epsilon_planned: float | None
     """The ε of every step ever begun and of those still planned, by the runs behind the initial
-    weights too: it also holds if weights decided when to stop. No ε covers a stop that followed
-    from losses, norms or other logs."""
+    weights too: it also holds if weights decided when to stop."""
 
     epsilon_executed: float | None
     """The ε of every step ever begun in the folder (`steps_executed`), lost and abandoned ones
@@ -89,19 +87,17 @@ class PrivacyFile:
     """How ε is computed: `pld` or `rdp`."""
 
     mechanism: str
-    """`poisson_sampled_gaussian`: each step adds Gaussian noise to the sum of the clipped gradients
-    of the units that were drawn. `poisson_sampled_gaussian_of_randomized_norms`: the same, of
-    gradients clipped by estimates of their norms, so that each step is a mixture of Gaussians.
-    `banded_gaussian_of_cyclic_poisson_sampling`: noise is correlated over steps, so that n steps in
-    a row are ⌈n / bands⌉ subsampled Gaussian mechanisms. `gaussian_of_random_allocation`: units are
-    drawn by rounds (`sampling`), each of which counts as a whole. `none`: trained without
+    """`poisson_sampled_gaussian`: each step adds Gaussian noise to the sum of the drawn units'
+    clipped gradients. `poisson_sampled_gaussian_of_randomized_norms`: clipped by estimates of their
+    norms, a mixture of Gaussians. `banded_gaussian_of_cyclic_poisson_sampling`: noise is correlated
+    over steps, so that n steps in a row are ⌈n / bands⌉ subsampled Gaussian mechanisms.
+    `gaussian_of_random_allocation`: each round counts as a whole. `none`: trained without
     privacy."""
 
     sampling: str
     """`poisson`: every unit is drawn at each step by a coin of its own. `cyclic_poisson`: every
-    unit of one of `bands` groups, which take turns. `allocation`: every unit is drawn at exactly
-    one step of each round of `round_steps`, uniformly and by itself. `shuffled`: in batches of one
-    size, which no ε here counts."""
+    unit of one of `bands` groups, which take turns. `allocation`: every unit at exactly one step of
+    each round of `round_steps`. `shuffled`: in batches of one size, which no ε here counts."""
 
     sample_rate: float
     """q: the probability that a unit is drawn at a step, on average over steps."""
@@ -118,12 +114,11 @@ class PrivacyFile:
 
     projections: int
     """From how many random projections norms were estimated, whose errors ε counts; 0: they were
-    exact, or errors were capped, so that a unit counts C at most."""
+    exact, or errors were capped."""
 
     capped_projections: int
-    """From how many random projections norms were estimated, where a gradient that is longer than
-    its estimate is scaled down to it: a unit counts C at most whatever the errors are, so that ε is
-    that of exact norms. 0: none were, or ε counts their errors."""
+    """From how many random projections norms were estimated, where a longer gradient is scaled down
+    to its estimate, so that ε is that of exact norms. 0: none were, or ε counts their errors."""
 
     norm_estimator: str
     """How: `hutchinson`, `hutch++`, or, where both numbers are 0, `exact`."""
@@ -132,8 +127,8 @@ class PrivacyFile:
     """t: the steps of a round, at exactly one of which each unit is drawn. ε is of whole rounds."""
 
     bands: Annotated[int, _OF_SOME]
-    """b: units are in b groups, of which each step draws from the next one, each unit with
-    probability b q; noise is correlated over steps by a matrix of b bands."""
+    """b: units are in b groups, of which each step draws from the next one with probability b q;
+    noise is correlated over steps by a matrix of b bands."""
 
     column: Annotated[list[float], _OF_SOME]
     """c: the coefficients of these bands, chosen at the run's first start (docs/privacy.md); ε does
@@ -196,29 +191,25 @@ class PrivacyFile:
 
     steps_executed: int
     """At least the number of steps ever begun in the folder: `steps`, for each crash the most that
-    it can lose (`checkpoint.interval`, twice with asynchronous saves, or all steps if they are
-    fewer), and for each load of an older checkpoint the steps after it, in whole intervals. How
-    many a crash did lose follows from how long steps took, and so from the lengths of records."""
+    it can lose (`checkpoint.interval`, twice with asynchronous saves), and for each load of an
+    older checkpoint the steps after it, in whole intervals."""
 
     heldout_loss: dict | None
-    """The held-out loss that a run publishes at its end (`validation.publish_epsilon`); null if it
-    publishes none. `noised` is the step, the loss in nats and the standard deviation of its noise:
-    the mean over held-out units of their losses, clipped to [0, `clip`], with Gaussian noise of
-    `noise_multiplier` times `clip` / number of units. `begun` counts the losses ever published, or
-    about to be when a crash came."""
+    """The held-out loss that a run publishes at its end; null if it publishes none. `noised` is the
+    step, the loss in nats and the standard deviation of its noise, `noise_multiplier` times `clip`
+    / number of units. `begun` counts the losses ever published, or about to be when a crash
+    came."""
 
     heldout_epsilon: float | None
     """The ε of all of them for one held-out unit, with one that is still planned, at
-    `heldout_loss.delta`. Held-out units are not trained on, so that a unit pays this or `epsilon`,
-    the larger of the two at most."""
+    `heldout_loss.delta`."""
 
     meaning: dict | None
     """What `epsilon_planned` (in a release: `epsilon`) means for one person: see below."""
 
     dp_event: dict | None
     """The steps that `epsilon_planned` (in a release: `epsilon`) counts, as an event of Google's
-    dp-accounting (the fields of `DpEvent.to_named_tuple`), so that anybody can account for them
-    again. Null where a step has no noise."""
+    dp-accounting (`DpEvent.to_named_tuple`). Null where a step has no noise."""
 
     caveats: list[str]
     """What ε rests on beyond what holds of every run; read each before you publish."""
@@ -227,9 +218,8 @@ class PrivacyFile:
     """What ε of every run rests on."""
 
     ancestors: list[dict]
-    """The runs that the initial weights come from: their terms, the numbers of steps that made the
-    weights, that they planned, and that they lost, and of published held-out losses. ε counts all
-    of it."""
+    """The runs that the initial weights come from: their terms, steps made, planned and lost, and
+    published held-out losses. ε counts all of it."""
 
     audit: Annotated[dict | None, _IN_RUNS]
     """Of an audited run: how many canaries were trained on, and whether it would be private without

@@ -25,8 +25,8 @@ class Privacy:
     """sigma: the noise's standard deviation over `max_grad_norm`. 0 is allowed, and not private."""
 
     delta: float | None = None
-    """Probability that the guarantee may fail: a tenth of 1 / number of units (records, or what
-    `data.unit_field` groups), or less. Required."""
+    """Probability that the guarantee may fail: a tenth of 1 / number of units, or less.
+    Required."""
 
     max_grad_norm: float = 1.0
     """C: the norm that each unit's gradient is clipped to."""
@@ -37,30 +37,26 @@ class Privacy:
 
     initial_weights_public: bool = False
     """The weights that the run starts from never saw private records. Needed where they come
-    without a ledger of what they spent, and recorded as an assumption; where they have one, it
-    counts whatever is said here."""
+    without a ledger of what they spent, and recorded as an assumption."""
 
     noise: Literal["independent", "banded"] = "independent"
     """`independent`: each step adds noise of its own. `banded` (BandMF): noise is correlated over
     steps, so that much of it cancels in the sum of updates, and units are in `bands` groups that
-    take turns; AdamW wants twice the learning rate or more (docs/tuning.md)."""
+    take turns (docs/tuning.md)."""
 
     bands: int | Literal["auto"] = "auto"
-    """For `banded`, b: a unit is drawn at every b-th step at most, with b times the rate; at most
-    1 / the sample rate. A rank keeps b - 1 fp32 values for each that it trains. `auto`: of 1, 2, 4,
-    … rounds of groups in the run, the fewest within 10% of the least noise in the exported weights
-    at `target_epsilon`, which the plan names."""
+    """For `banded`, b: a unit is drawn at every b-th step at most, with b times the rate. A rank
+    keeps b - 1 fp32 values for each that it trains. `auto`: of 1, 2, 4, … rounds of groups in the
+    run, the fewest within 10% of the least noise in the exported weights."""
 
     bands_for: Literal["export", "checkpoints"] = "export"
-    """The weights in which bands leave the least noise: `export`: those that the run ends with.
-    `checkpoints`: those of all its checkpoints, by the mean square; for a run whose checkpoint is
-    chosen later, or that may end early."""
+    """The weights in which bands leave the least noise: those that the run ends with (`export`), or
+    those of all its checkpoints, by the mean square (`checkpoints`)."""
 
     sampling: Literal["poisson", "allocation"] = "poisson"
-    """`poisson`: each step draws every unit by a coin of its own. `allocation` (random allocation):
-    in each round of t = 1 / q steps, rounded, every unit takes part in exactly one step, chosen
-    uniformly and by itself. It needs less noise where units are seen a few times; ε is of whole
-    rounds, and a run is saved, stopped and resumed at their ends alone (docs/privacy.md)."""
+    """`poisson`: each step draws every unit by a coin of its own. `allocation`: in each round of t
+    = 1 / q steps, rounded, every unit takes part in exactly one step, chosen uniformly; a run is
+    saved, stopped and resumed at rounds' ends alone (docs/privacy.md)."""
 
     sample_rate: float | None = None
     """q: the public probability that a unit (by default a record) takes part in a step. By default
@@ -68,56 +64,48 @@ class Privacy:
 
     secure_noise: bool = False
     """Resist attacks on the low bits of floating-point noise: four fp64 draws a value, rounded to a
-    fixed grid (`privacy/secure_noise.py`). Drawing noise then takes about five times as long. Who
-    is drawn, windows and projections then come from a cryptographic generator, SHAKE-256
-    (`privacy/sampling.py`)."""
+    fixed grid, in about five times the time. Draws of units, windows and projections then come from
+    a cryptographic generator, SHAKE-256."""
 
     clipping: Literal["flat", "per_layer", "per_block"] = "flat"
     """`flat`: one norm over the whole gradient. `per_layer` (DP-ZeRO): each of the M modules that
-    hold parameters by a norm of its own, to C / sqrt(M). `per_block`: the same, each transformer
-    block as one. The same noise gives the same epsilon. A layer's gradients can be freed within
-    backward (`grad_sample`), but small ones keep their size: the noise is as large as M layers at
-    their bounds."""
+    hold parameters to C / sqrt(M); `per_block`: each transformer block as one. Epsilon is the same.
+    A layer's gradients can then be freed within backward (`grad_sample`), at more noise beside the
+    signal."""
 
     clip_function: Literal["vanilla", "automatic"] = "vanilla"
     """How a gradient g is scaled: `vanilla` by min(1, C / |g|), `automatic` (Bu et al. 2023) by
     C / (|g| + 0.01)."""
 
     gradient_method: Literal["auto", "microbatch", "grad_sample", "ghost", "randomized"] = "auto"
-    """`microbatch`: each sample has a backward pass of its own, whose reduced gradient is the
-    per-sample gradient. `grad_sample`: one backward pass for a microbatch, in which every layer
-    forms its samples' gradients (LongShield). `ghost`: norms from each layer's inputs and outputs'
-    gradients where that is the cheaper way, as short contexts have it, so that per-sample gradients
-    exist one layer at a time (ZeRO-DP+). `auto`: `microbatch` if `training.local_batch_size` is 1,
-    else `grad_sample`. `randomized` (DP-SGD-RC): as `ghost`, but the norms of large layers are
-    estimated from `projections`, without T^2 products, also across context-parallel ranks;
-    `underestimates` says what becomes of the estimates' errors."""
+    """`microbatch`: each sample has a backward pass of its own. `grad_sample` (LongShield): one
+    backward pass, in which every layer forms its samples' gradients. `ghost` (ZeRO-DP+): norms from
+    each layer's inputs and outputs' gradients where that is cheaper. `randomized` (DP-SGD-RC):
+    large layers' norms are estimated from `projections`. `auto`: `microbatch` if
+    `training.local_batch_size` is 1, else `grad_sample`. docs/methods.md compares them."""
 
     ghost_passes: Literal["one", "two"] = "one"
-    """For `ghost` and `randomized`, backward passes over a microbatch. `one` keeps every layer's
-    input and its output's gradient, also of layers that are checkpointed, and of the output layer
-    for all tokens at once (book-keeping). `two` keeps none and finds them in a second pass (fast
-    gradient clipping); then `activation_checkpoint.selective_ac_option` cannot be `op`."""
+    """For `ghost` and `randomized`: `one` backward pass, which keeps every layer's input and its
+    output's gradient, or `two`, which keep none (fast gradient clipping); then
+    `activation_checkpoint.selective_ac_option` cannot be `op`."""
 
     projections: int = 32
     """For `randomized`, from how many random projections (k, from 8 to 4,096) a layer's norm is
     estimated. More cost time and memory, and err less."""
 
     norm_estimator: Literal["hutchinson", "hutch++"] = "hutchinson"
-    """For `randomized`: `hutchinson`, or `hutch++`, which finds the largest directions of a
-    gradient by as many projections again, and estimates the rest. It takes three times the
-    products, and errs less."""
+    """For `randomized`: `hutchinson`, or `hutch++`, which errs less for three times the
+    products."""
 
     underestimates: Literal["capped", "accounted"] = "capped"
-    """For `randomized`, what becomes of a layer's gradient that is longer than its estimate.
-    `capped`: it is scaled down to the estimate when it is added, so that a unit counts at most C,
-    and epsilon is that of exact norms. `accounted` (DP-SGD-RC as published): it is added as it is,
-    up to a bound (2.13 times the estimate, for 32 projections), and epsilon counts the errors: the
-    same noise gives a larger one. Needs `accountant = "pld"` and `clipping = "flat"`."""
+    """For `randomized`, a layer's gradient that is longer than its estimate: `capped`, it is scaled
+    down to the estimate, and epsilon is that of exact norms; `accounted` (DP-SGD-RC as published),
+    it is added as it is, and epsilon counts the errors. The latter needs `accountant = "pld"` and
+    `clipping = "flat"`."""
 
     shard_grad_samples: bool = True
-    """For `grad_sample`: sum per-sample gradients over the context-parallel ranks during backward,
-    so that each rank keeps its share (LongShield V2). False keeps them whole (V1): to compare."""
+    """For `grad_sample`: sum per-sample gradients over the context-parallel ranks during backward
+    (LongShield V2). False keeps them whole (V1): to compare."""
 
     debug_seed: int | None = None
     """Derive the run's secrets from this number, so that it can be repeated. Such a run is NOT
