@@ -4,7 +4,7 @@ That is TorchTitan's AdamW or Adam, or the momentum SGD below.
 
 Guarantee:
     The gradient handed to the inner optimizer is (S + N(0, (sigma C)^2 I)) / b: S the clipped sum,
-    of sensitivity C (or, with estimated norms, that of `privacy.randomized`), and b the expected
+    of sensitivity C (or, with estimated norms, that of `privacy.losses`), and b the expected
     batch size, fixed and public. So each step is a Gaussian mechanism of noise multiplier sigma,
     with any inner optimizer. Noise that is correlated over steps is that of `privacy.banded`. This
     holds for real numbers; `privacy.clipping` has fp32. Each position of each
@@ -24,8 +24,7 @@ from torch.optim import Optimizer
 
 from torchtitan_dp.privacy.banded import NoiseChain, StepNoise
 from torchtitan_dp.privacy.coefficients import INDEPENDENT
-from torchtitan_dp.privacy.noise import add_gaussian_noise_
-from torchtitan_dp.privacy.secure_noise import add_secure_gaussian_noise_
+from torchtitan_dp.privacy.noise import add_gaussian_noise_, add_secure_gaussian_noise_
 from torchtitan_dp.torch_private import local_slices
 
 

@@ -9,8 +9,8 @@ import torch
 
 from tests import build
 from tests.streams import watched
-from torchtitan_dp.distributed import offload
-from torchtitan_dp.distributed.offload import InputsOnHost, _OnHost
+from torchtitan_dp.distributed import host_memory
+from torchtitan_dp.distributed.host_memory import InputsOnHost, _OnHost
 
 
 def make_blocks(count):
@@ -77,13 +77,13 @@ def test_an_input_knows_the_one_before_while_that_is_alive():
 @pytest.fixture
 def allocated(monkeypatch):
     """The sizes in values of the page-locked buffers that are allocated."""
-    sizes, allocate = [], offload.page_locked
+    sizes, allocate = [], host_memory.page_locked
 
     def page_locked(numel, *terms):
         sizes.append(numel)
         return allocate(numel, *terms)
 
-    monkeypatch.setattr(offload, "page_locked", page_locked)
+    monkeypatch.setattr(host_memory, "page_locked", page_locked)
     return sizes
 
 
@@ -120,7 +120,7 @@ def test_a_graph_that_is_alive_keeps_its_inputs():
 def test_streams_leave_nothing_open():
     """Over microbatches of two lengths, one of which ends without a backward pass."""
     blocks = make_blocks(5)
-    with watched("distributed/offload.py") as watch:
+    with watched("distributed/host_memory.py") as watch:
         around = InputsOnHost(6)
         for length in (6, 4, 6):
             y = forward(blocks, around, h := tokens(length)).sum()

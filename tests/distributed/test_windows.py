@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.processes.ranks import on_ranks
-from torchtitan_dp.distributed import kernels, windows
+from torchtitan_dp.distributed import windows
 from torchtitan_dp.distributed.ring import Shard
 from torchtitan_dp.distributed.windows import attend, check_softcap
 from torchtitan_dp.plan.fake_step import fake_world
@@ -238,7 +238,7 @@ def test_the_plan_runs_it_without_values_or_ranks(case, balanced):
 
 def imitate_efficient_kernels():
     """Offer CUDA's memory-efficient kernels on CPU, with their demands; hold the result."""
-    forward_op, backward_op = kernels._cpu_op, kernels._cpu_backward_op
+    forward_op, backward_op = windows._cpu_op, windows._cpu_backward_op
 
     def check(query, key, value, bias):
         assert key.shape[1] == value.shape[1] == query.shape[1], "no grouped queries"
@@ -292,7 +292,7 @@ def imitate_efficient_kernels():
 def imitated(balanced, options, terms):
     library = imitate_efficient_kernels()
     try:
-        with mock.patch.object(kernels, "_CPU", kernels._CUDA):
+        with mock.patch.object(windows, "_CPU", windows._CUDA):
             return on_shard(balanced, "alltoall", TOKENS, terms, options, (4, 8))
     finally:
         library._destroy()

@@ -50,7 +50,8 @@ def data(samples, built):
 def reference_squares(norms, gradient, layers, tokens, position, key):
     """One sample's estimate, by whole matrices in fp64: the total, and of each matrix that was
     estimated its estimate over the true square."""
-    from torchtitan_dp.gradients.randomized_norm import first_number
+    from torchtitan_dp.gradients.norms import first_number
+
     from torchtitan_dp.privacy.noise import standard_normal
 
     k, total, estimated = norms.k, 0.0, {}
@@ -182,7 +183,7 @@ def factors_of(samples, seed=0, tokens=48, shape=(40, 56)):
 
 
 def always(estimator):
-    from torchtitan_dp.gradients.randomized_norm import RandomizedNorms
+    from torchtitan_dp.gradients.norms import RandomizedNorms
 
     class Always(RandomizedNorms):
         def estimates(self, tokens, shape):
@@ -273,7 +274,7 @@ def test_row75_no_unit_comes_twice_in_a_step_and_none_without_its_position():
 
 @pytest.mark.parametrize("k", [8, 4096])
 def test_row75_units_places_are_apart_and_within_what_generators_count_to(k):
-    from torchtitan_dp.gradients.randomized_norm import first_number
+    from torchtitan_dp.gradients.norms import first_number
 
     for rows in (1, 131, 128_256):
         starts = [first_number(position, rows * k) for position in (-1, 0, 1, 10**8, 2**32 - 2)]
@@ -300,8 +301,9 @@ def test_row22_a_bad_sample_is_seen_and_its_neighbour_is_not_touched(bad, estima
 
 def test_tied_layers_blocks_and_factors():
     """Tokens of an embedding and of a product, in blocks, equal whole matrices."""
+    from torchtitan_dp.gradients.norms import project
+
     from torchtitan_dp.gradients.operands import Products, Rows
-    from torchtitan_dp.gradients.randomized_norm import project
 
     generator = torch.Generator().manual_seed(0)
     products = factors_of(2)
@@ -337,7 +339,7 @@ def with_wrong_norms(scale, underestimates):
 def test_row13_no_error_of_an_estimate_moves_the_sum_by_more_than_is_accounted_for(
     underestimates, k, scale
 ):
-    from torchtitan_dp.privacy.randomized import largest_ratio
+    from torchtitan_dp.privacy.losses import largest_ratio
 
     (share,) = on_ranks(1, with_wrong_norms, scale, underestimates)
     assert share <= (largest_ratio(k) if k else 1.0)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.special import logsumexp
+from torchtitan_dp.gradients.norms import RandomizedNorms
 
 import torchtitan_dp.audit.__main__ as audit
 import torchtitan_dp.distributed  # noqa: F401
@@ -25,7 +26,6 @@ from torchtitan_dp.config import Privacy
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import ReduceScatterOverCP
 from torchtitan_dp.gradients.methods import METHODS
-from torchtitan_dp.gradients.randomized_norm import RandomizedNorms
 from torchtitan_dp.models.lora import LoRA
 from torchtitan_dp.privacy.accounting import compose
 from torchtitan_dp.privacy.clipping import clip

@@ -15,10 +15,10 @@ from tests import build
 from tests.build import ARGS
 from tests.gradients.loop import check
 from torchtitan_dp.config.derived import FEED_FORWARD_CHUNK, feed_forward_chunk
+from torchtitan_dp.models.causal_lm.formulas import use_lean_norms
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.feed_forward import Tiling, swiglu, swiglu_backward
 from torchtitan_dp.models.lora import LoRA, fill_adapters
-from torchtitan_dp.models.rms_norm import use_lean_norms
 
 TILES = "--training.feed_forward_chunk=5"  # divides no number of local tokens
 FULL = "--activation_checkpoint.mode=full"

@@ -28,8 +28,7 @@ from torchtitan_dp.checkpoint.start import decide_start, decision
 from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.models import hugging_face_weights
 from torchtitan_dp.models.causal_lm.model import CausalLM, HuggingFaceAdapter
-from torchtitan_dp.models.flavors import flavor, parameter_count
-from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.models.hugging_face import flavor, parameter_count, shape
 from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.parameters import first_overflow
 from torchtitan_dp.models.weight_files import INDEX_FILE

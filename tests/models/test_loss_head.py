@@ -11,8 +11,7 @@ from scripts.benchmarking.counting import Counts
 from tests.gradients.test_layers import Collected
 from torchtitan_dp.gradients.layers import per_sample_layers
 from torchtitan_dp.models import loss
-from torchtitan_dp.models.loss import per_sample_loss
-from torchtitan_dp.models.loss_head import LossHead
+from torchtitan_dp.models.loss import LossHead, per_sample_loss
 
 
 def head_and_inputs(samples=1, tokens=33, dim=24, vocabulary=37):

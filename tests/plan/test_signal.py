@@ -137,7 +137,7 @@ def loaded(tmp_path):
     import torch
     import torch.distributed.checkpoint as dcp
 
-    from torchtitan_dp.models.flavors import flavor, on_meta
+    from torchtitan_dp.models.hugging_face import flavor, on_meta
 
     weights = on_meta(flavor("debug")).state_dict()
     shaped = {name: torch.zeros(weight.shape) for name, weight in weights.items()}

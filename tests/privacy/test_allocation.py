@@ -18,7 +18,8 @@ from scipy.stats import chi2, norm
 
 from torchtitan_dp.config import Privacy
 from torchtitan_dp.ledger import Settings
-from torchtitan_dp.privacy import allocation, pld
+from torchtitan_dp.privacy import losses as privacy_losses
+from torchtitan_dp.privacy import pld
 from torchtitan_dp.privacy.accounting import compose, noise_for
 from torchtitan_dp.privacy.meaning import meaning
 from torchtitan_dp.privacy.pld import pld_profile
@@ -82,8 +83,8 @@ def test_steps_are_uniform_and_units_and_rounds_independent():
 
 
 CACHED = (
-    allocation.round_losses,
-    allocation._both_directions,
+    privacy_losses.round_losses,
+    privacy_losses._allocated,
     pld.pld_epsilon,
 )
 
@@ -91,7 +92,7 @@ CACHED = (
 @pytest.fixture
 def coarse(monkeypatch):
     """A coarse grid of losses, on which epsilon must be a bound, too."""
-    monkeypatch.setattr(allocation, "_POINTS", {False: 600, True: 600})
+    monkeypatch.setattr(privacy_losses, "_POINTS", {False: 600, True: 600})
     for function in CACHED:
         function.cache_clear()
     yield

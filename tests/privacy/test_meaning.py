@@ -12,7 +12,7 @@ from scipy.stats import norm
 from tests.accounts import gaussian_steps, steps_of
 from tests.privacy.tradeoffs import Roc, composed, gaussian_step
 from torchtitan_dp.privacy import meaning as module
-from torchtitan_dp.privacy import pld, tilted
+from torchtitan_dp.privacy import pld
 from torchtitan_dp.privacy.accounting import compose, percent
 from torchtitan_dp.privacy.meaning import FALSE_ALARMS, Meaning, meaning
 from torchtitan_dp.privacy.rdp import rdp_delta, rdp_epsilon
@@ -193,7 +193,7 @@ def test_where_pld_fails_rdp_stands_in_and_no_number_gets_smaller(monkeypatch, w
     if wrong is None:
         monkeypatch.setattr(module, "pld_profile", lambda *_: None)
     elif wrong == "nan":
-        broken = tilted.Profile(0.1, np.array([0.1, math.nan]))
+        broken = pld.Profile(0.1, np.array([0.1, math.nan]))
         monkeypatch.setattr(pld, "composed", lambda *_: broken)
     else:
         monkeypatch.setattr(pld, "composed", lambda *_: math.log(0.0))

@@ -9,12 +9,10 @@ from scipy import stats
 
 from tests.accounts import gaussian_steps, mechanism, steps_of
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.losses import gaussian_losses
+from torchtitan_dp.privacy.losses import gaussian_losses, largest_ratio, ratios
 from torchtitan_dp.privacy.meaning import meaning
-from torchtitan_dp.privacy.pld import pld_epsilon
-from torchtitan_dp.privacy.randomized import largest_ratio, ratios
+from torchtitan_dp.privacy.pld import composed, pld_epsilon
 from torchtitan_dp.privacy.segments import composition, dp_event, merged
-from torchtitan_dp.privacy.tilted import composed
 
 DELTA = 1e-5
 

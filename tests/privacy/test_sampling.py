@@ -62,7 +62,7 @@ def no_other_generator(monkeypatch):
 
     for name in ("Philox", "default_rng", "PCG64"):
         monkeypatch.setattr(np.random, name, fail)
-    monkeypatch.setattr("torchtitan_dp.gradients.randomized_norm.add_gaussian_noise_", fail)
+    monkeypatch.setattr("torchtitan_dp.gradients.norms.add_gaussian_noise_", fail)
 
 
 @pytest.mark.parametrize("secure", [False, True])
@@ -234,8 +234,9 @@ def test_normals(count):
 
 
 def test_projections_of_units_and_layers_are_independent(no_other_generator):
+    from torchtitan_dp.gradients.norms import RandomizedNorms
+
     from torchtitan_dp.gradients.operands import Products
-    from torchtitan_dp.gradients.randomized_norm import RandomizedNorms
 
     norms = RandomizedNorms(8, "hutchinson", None, capped=True, secure=True)
     norms.start_step(key(3))

@@ -3,7 +3,7 @@
 Guarantee:
     `take` returns this rank's shard of sum_i clip(g_i) over the samples of all data-parallel ranks
     since `reset`, each counting at most C (`privacy.clipping`) if norms are exact; for estimates
-    see `privacy.randomized`. Assumes that each row passed to `add` is one sample's gradient, summed
+    see `privacy.losses`. Assumes that each row passed to `add` is one sample's gradient, summed
     over the context-parallel group, and that the cp ranks together hold every element exactly once.
     The sum is in fp32: a sample also changes how later ones round, which moves the sum of n samples
     on a rank by up to n^2 / 2^24 of C more (`privacy.clipping.fp32_sum_excess`): more than C

@@ -1,7 +1,7 @@
 """Ghost clipping: norms without per-sample gradients, which then exist one at a time to be added.
 
 The parts of ZeRO-DP+ (LongShield, section 4.1): the mixed ghost norm, for each layer the cheaper of
-ghost norm and per-sample gradient (`ghost_norm.is_cheaper`); and, as `passes`,
+ghost norm and per-sample gradient (`norms.is_cheaper`); and, as `passes`,
 
 - "one", book-keeping (Bu et al. 2023, "Differentially Private Optimization on Large Model at Small
   Cost"): layers' inputs and outputs' gradients, and per-sample gradients formed for their norms,
@@ -31,7 +31,7 @@ Guarantee:
 
     The same holds for capped estimates. With a finder whose `cap` is above 1, n_l is an estimate
     and the sum gets f min(1, cap n_l / m_l) g_l: always at most cap C in all, and at most C times
-    the whole gradient's true norm over its estimate (`privacy.randomized`).
+    the whole gradient's true norm over its estimate (`privacy.losses`).
 """
 
 from collections import Counter
@@ -47,9 +47,9 @@ from torch import Tensor
 from torchtitan_dp.collectives import Pending
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import sum_over_cp, sum_together_over_cp
-from torchtitan_dp.gradients.ghost_norm import ExactNorms, Factors
 from torchtitan_dp.gradients.labels import label
 from torchtitan_dp.gradients.layers import Formed, LayerGradients, layers_of_each_parameter
+from torchtitan_dp.gradients.norms import ExactNorms, Factors
 from torchtitan_dp.gradients.operands import TRANSIENT_BYTES, Write, add_to
 from torchtitan_dp.privacy.clipping import Clip, squared_norm
 

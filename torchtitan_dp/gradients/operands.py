@@ -2,7 +2,7 @@
 
 A layer's backward has two factors, which at short contexts are far smaller than the gradients: its
 input and its output's gradient. A gradient method has the gradients written at once, or later, or
-finds their norms without them (`ghost_norm`).
+finds their norms without them (`norms`).
 
 A weight's gradient sums over thousands of tokens. Rounding it to 16 bits and copying it would take
 3 times the memory traffic and sum rounded terms, so products of 16-bit factors have fp32 results,

@@ -24,11 +24,11 @@ from torchtitan_dp.distributed.attention import (
     mesh_of_this_rank,
     use_efficient_attention,
 )
-from torchtitan_dp.distributed.offload import InputsOnHost
+from torchtitan_dp.distributed.host_memory import InputsOnHost
 from torchtitan_dp.distributed.ring import HEADS_APART_FROM, Shard
 from torchtitan_dp.gradients.fsdp import fsdp_modules
 from torchtitan_dp.gradients.methods import METHODS
-from torchtitan_dp.models import rms_norm
+from torchtitan_dp.models.causal_lm import formulas
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.feed_forward import Tiling
@@ -73,7 +73,7 @@ def _apply_parts(model: CausalLM, parallel_dims: ParallelDims, job_config: JobCo
     if job_config.training.loss_chunk_tokens:
         model.use_loss_head(job_config.training.loss_chunk_tokens)
     if device_type == "cpu":
-        rms_norm.use_lean_norms(model)
+        formulas.use_lean_norms(model)
     if privacy.enable and METHODS[privacy.gradient_method].per_sample_layers:
         model.use_per_sample_layers()
     ring = _ring_mesh(parallel_dims, job_config)

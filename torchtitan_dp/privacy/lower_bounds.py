@@ -20,7 +20,7 @@ Pearson (1934) for a rate. Libraries with these bounds bring JAX, or need two tr
 import numpy as np
 from scipy import special  # scipy.stats takes a second to import
 
-from torchtitan_dp.privacy.randomized import Ratios, ratios
+from torchtitan_dp.privacy.losses import Ratios, ratios
 from torchtitan_dp.privacy.segments import Mechanism
 
 _SCAN = 0.05  # epsilon is scanned upwards in steps of this, then refined
@@ -99,11 +99,11 @@ def mixture_mu(sigma: float, ratios: Ratios, *, trials: int, confidence: float) 
     probability at most 1 - confidence.
 
     With exact norms it would be 1 / sigma. Here the best test detects, at false alarms a, the share
-    G(a) = E Phi(Phi^-1(a) + Z / sigma), Z of the envelope (`privacy.randomized`), and
+    G(a) = E Phi(Phi^-1(a) + Z / sigma), Z of the envelope (`privacy.losses`), and
     misses 1 - G(a). No bound on a rate is below that of no error, e. So, unless a bound on a rate
     failed, gaussian_mu is at most the largest -Phi^-1(max(1 - G(a), e)) - Phi^-1(a) with a >= e.
 
-    >>> from torchtitan_dp.privacy.randomized import ratios
+    >>> from torchtitan_dp.privacy.losses import ratios
     >>> 0.5 < mixture_mu(2.0, ratios(32), trials=2000, confidence=0.99) < 0.56
     True
     """

@@ -11,7 +11,7 @@ Guarantee
 - k releases are exactly one of s / sqrt(k), also where weights and later releases were chosen by
   earlier results (Dong, Roth & Su 2022, corollary 3.3).
 - Noise is drawn in fp64, four draws a normal, and the result is rounded to a fixed public grid: see
-  `secure_noise` for the attacks that this resists, and its assumptions.
+  `noise` for the attacks that this resists, and its assumptions.
 """
 
 import math
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.secure_noise import DRAWS, add_draws, grid
+from torchtitan_dp.privacy.noise import DRAWS, add_draws, grid
 from torchtitan_dp.privacy.segments import Mechanism, Segment
 
 _TICKS = 2**30  # of a clipped loss: L is so many

@@ -28,8 +28,8 @@ from torchtitan_dp.privacy.coefficients import (
     noise_in_step,
     noise_in_weights,
 )
-from torchtitan_dp.privacy.randomized import Ratios, largest_ratio, ratios, refuse_projections
-from torchtitan_dp.privacy.settings import Privacy
+from torchtitan_dp.privacy.losses import Ratios, largest_ratio, ratios
+from torchtitan_dp.privacy.settings import FEWEST, MOST, Privacy
 
 _EVENTS = "dp_accounting.dp_event"
 NONE = "none"
@@ -63,7 +63,7 @@ class GaussianSteps:
     @property
     def bounding_rate(self) -> float:
         """The rate at which Poisson sampling surely spends as much a step or a round: of a round,
-        every unit takes part (`allocation`)."""
+        every unit takes part (`losses`)."""
         return self.sample_rate if self.round_steps == 1 else 1.0
 
     @property
@@ -108,11 +108,11 @@ class Mechanism:
         noise_multiplier: sigma, the noise's standard deviation over C; 0 means no privacy.
         sample_rate: q, the probability that a unit is drawn at a step, on average over steps.
         projections: k, the random projections that norms are estimated from, whose errors epsilon
-            counts (`randomized`); 0: none.
+            counts (`losses`); 0: none.
         capped_projections: k, where a gradient longer than its estimate is scaled down to it, so
             that a unit adds at most C and epsilon is that of exact norms; 0: none.
         norm_estimator: of these norms, or "exact".
-        round_steps: t of random allocation (`allocation`), where q = 1 / t; 1: each step is drawn
+        round_steps: t of random allocation (`losses`), where q = 1 / t; 1: each step is drawn
             by itself.
         column: c_0 = 1, …, c_{b-1}, by which a step takes back earlier noise (`banded`): units are
             in b groups, of which each step draws from the next one with probability b q.
@@ -150,8 +150,10 @@ class Mechanism:
                 f"privacy.bands = {b}: each unit would be drawn with probability {b} x {q:.4g} at "
                 f"every {b}th step; use at most {math.floor(1 / q)}"
             )
-        if self.projections:
-            refuse_projections(self.projections)
+        if self.projections and not FEWEST <= self.projections <= MOST:
+            raise ValueError(
+                f"privacy.projections = {self.projections}: choose {FEWEST} to {MOST}; 32 is usual"
+            )
 
     @property
     def name(self) -> str:

@@ -68,7 +68,7 @@ class Privacy:
 
     secure_noise: bool = False
     """Resist attacks on the low bits of floating-point noise: four fp64 draws a value, rounded to a
-    fixed grid (`privacy/secure_noise.py`). Drawing noise then takes about five times as long. Who
+    fixed grid (`privacy/noise.py`). Drawing noise then takes about five times as long. Who
     is drawn, windows and projections then come from a cryptographic generator, SHAKE-256
     (`privacy/sampling.py`)."""
 

@@ -24,14 +24,17 @@ from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 from torchtitan_dp.checkpoint.folder import load
 from torchtitan_dp.distributed import attention as attn
 from torchtitan_dp.distributed.ring import Shard
+from torchtitan_dp.gradients.norms import RandomizedNorms, first_number
 from torchtitan_dp.gradients.operands import Products
-from torchtitan_dp.gradients.randomized_norm import RandomizedNorms, first_number
 from torchtitan_dp.models.parameters import canonical_name, local_part
 from torchtitan_dp.optimizer import MomentumSGD
 from torchtitan_dp.privacy.banded import StepNoise
 from torchtitan_dp.privacy.keys import RootKey
-from torchtitan_dp.privacy.noise import add_gaussian_noise_, standard_normal
-from torchtitan_dp.privacy.secure_noise import add_secure_gaussian_noise_
+from torchtitan_dp.privacy.noise import (
+    add_gaussian_noise_,
+    add_secure_gaussian_noise_,
+    standard_normal,
+)
 from torchtitan_dp.selfcheck.reference import Gradient, relative_error, rounding
 from torchtitan_dp.selfcheck.run import DEVIATIONS, Measured, Ranks, worst
 from torchtitan_dp.selfcheck.small import Small, Terms, mesh, poisoned, whole

@@ -26,8 +26,8 @@ from tests.models.causal_lm.families import (
 )
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.config import ALL_LINEAR
-from torchtitan_dp.distributed import offload
-from torchtitan_dp.models.flavors import on_meta
+from torchtitan_dp.distributed import host_memory
+from torchtitan_dp.models.hugging_face import on_meta
 from torchtitan_dp.models.lora import LoRA
 
 BOUND = 1e-5
@@ -124,7 +124,9 @@ def test_inputs_of_blocks_lie_on_the_host():
 
 
 def _offloaded():
-    with mock.patch.object(offload, "page_locked", side_effect=offload.page_locked) as buffers:
+    with mock.patch.object(
+        host_memory, "page_locked", side_effect=host_memory.page_locked
+    ) as buffers:
         args = arguments("gemma2")
         clipped_sum(small(args, (1, 1, 1), *CHECKPOINTED), *data(3, args=args))
     return buffers.call_count

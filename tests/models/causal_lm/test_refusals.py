@@ -12,8 +12,7 @@ from tests.models.causal_lm.families import FAMILIES, TRANSFORMERS, arguments, c
 from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.models.causal_lm.attention import Band, Sample, attention, band
 from torchtitan_dp.models.causal_lm.settings import read_args
-from torchtitan_dp.models.flavors import on_meta
-from torchtitan_dp.models.hugging_face import check_weights
+from torchtitan_dp.models.hugging_face import check_weights, on_meta
 from torchtitan_dp.preflight.check import check_model
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from scripts.models import CONFIGS
 from torchtitan_dp.models.causal_lm.settings import read_args
-from torchtitan_dp.models.flavors import on_meta, parameter_count
+from torchtitan_dp.models.hugging_face import on_meta, parameter_count
 from torchtitan_dp.plan.roofline import weights_of
 
 

@@ -41,8 +41,7 @@ from torchtitan_dp.models.causal_lm.settings import PREFIX, ModelArgs
 from torchtitan_dp.models.causal_lm.transformers_private import kept_in_fp32, one_sequence
 from torchtitan_dp.models.feed_forward import Tiling, use_tiles
 from torchtitan_dp.models.lora import add_adapters, draw_factor_, is_adapter, without_adapters
-from torchtitan_dp.models.loss import per_sample_loss, token_losses
-from torchtitan_dp.models.loss_head import LossHead
+from torchtitan_dp.models.loss import LossHead, per_sample_loss, token_losses
 from torchtitan_dp.models.parameters import canonical_name, copy_slice_
 from torchtitan_dp.models.weight_files import reader_of
 
