@@ -73,7 +73,7 @@ METHODS: dict[str, Method] = {
         per_sample_layers=True,
         backward_passes=_ghost_passes,
         estimates_norms=True,
-        own_settings=("ghost_passes", "projections", "norm_estimator", "underestimates"),
+        own_settings=("ghost_passes", "projections", "underestimates"),
         smallest_layer=_smallest_estimated,
     ),
 }

@@ -50,15 +50,7 @@ class KeyStream(Secret):
 
     def take(self, step: int) -> bytes:
         """Return the 32-byte key of `step`, which must exceed every step asked for before, else
-        RuntimeError: its noise might repeat, and going back in time needs a fresh root key.
-
-        >>> stream = RootKey(bytes(32)).stream("noise")
-        >>> len(stream.take(1)), stream.take(2) == stream.take(3)
-        (32, False)
-        >>> stream.take(3)
-        Traceback (most recent call last):
-        RuntimeError: the key of step 3 is spent: this stream is at step 3
-        """
+        RuntimeError: its noise might repeat, and going back in time needs a fresh root key."""
         assert 0 <= step < 2**64, f"{step=} does not fit 8 bytes"
         if step <= self.__last:
             raise RuntimeError(
@@ -69,11 +61,7 @@ class KeyStream(Secret):
 
 
 class RootKey(Secret):
-    """The 32 secret bytes from which every key of this start is derived.
-
-    >>> RootKey.from_os()
-    <RootKey: secret>
-    """
+    """The 32 secret bytes from which every key of this start is derived."""
 
     __slots__ = ("__secret", "__streams")
     __secret: bytes

@@ -88,25 +88,15 @@ class Ratios:
 
 
 def largest_ratio(projections: int) -> float:
-    """Return how many times its estimated norm a gradient may count for at most.
-
-    A larger one is scaled down to that, which happens to one estimate in a million at most.
-
-    >>> round(largest_ratio(32), 3), round(largest_ratio(256), 3)
-    (2.131, 1.255)
-    """
+    """Return how many times its estimated norm a gradient may count for at most. A larger one is
+    scaled down to that, which happens to one estimate in a million at most."""
     assert FEWEST <= projections <= MOST, projections
     return math.sqrt(projections / chdtri(projections, 1 - _BEYOND))
 
 
 @functools.cache  # one object for each k: they are compared by identity
 def ratios(projections: int) -> Ratios:
-    """Return the envelope, rounded up to values that lie closest where the most of it is.
-
-    >>> of_32 = ratios(32)
-    >>> round(float(of_32.values @ of_32.probabilities), 3)
-    1.065
-    """
+    """Return the envelope, rounded up to values that lie closest where the most of it is."""
     largest = largest_ratio(projections)
     fine = np.geomspace(1.0, largest, 20_001)
     mass = -np.diff(chdtr(projections, projections / fine**2))

@@ -91,19 +91,8 @@ after seeing the model, except with a probability of 1 in 100,000.
 
 
 def meaning(segments: Sequence[Segment], delta: float) -> Meaning:
-    """Compute what planned segments mean, composed by PLD, RDP, and the Gaussian without sampling.
-
-    Args:
-        delta: in (0, 1), else ValueError: the probability of the exceptions.
-
-    Returns:
-        Upper bounds; 1 without noise.
-
-    >>> from torchtitan_dp.privacy.segments import Mechanism
-    >>> run = meaning([Segment(Mechanism(1.0, 0.01), 1_000)], 1e-5)
-    >>> [round(share, 3) for _, share in run.detected], round(run.posterior, 3)
-    ([0.029, 0.004], 0.903)
-    """
+    """Compute what planned segments mean, composed by PLD, RDP, and the Gaussian without sampling;
+    upper bounds, 1 without noise. `delta` is the probability of the exceptions."""
     check_delta(delta)
     return _meaning(composition(segments), delta)
 

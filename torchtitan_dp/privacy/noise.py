@@ -73,12 +73,6 @@ def add_gaussian_noise_(flat: Tensor, *, std: float, key: bytes, name: str, star
 
     Raises:
         ValueError: `flat` is not a vector of fp32, or `std` is negative or not finite.
-
-    >>> whole, shard = torch.zeros(5), torch.zeros(2)
-    >>> add_gaussian_noise_(whole, std=1.0, key=bytes(32), name="w", start=0)
-    >>> add_gaussian_noise_(shard, std=1.0, key=bytes(32), name="w", start=3)
-    >>> torch.equal(whole[3:], shard)
-    True
     """
     _check_arguments(flat, std=std, key=key, name=name, start=start)
     if std == 0 or flat.numel() == 0:
@@ -94,14 +88,7 @@ def add_gaussian_noise_(flat: Tensor, *, std: float, key: bytes, name: str, star
 def add_secure_gaussian_noise_(
     flat: Tensor, *, std: float, key: bytes, name: str, start: int
 ) -> None:
-    """Add secure noise, and round to `grid(std)`; else as `add_gaussian_noise_`, on CPU or CUDA.
-
-    >>> whole, shard = torch.zeros(5), torch.zeros(2)
-    >>> add_secure_gaussian_noise_(whole, std=1.0, key=bytes(32), name="w", start=0)
-    >>> add_secure_gaussian_noise_(shard, std=1.0, key=bytes(32), name="w", start=3)
-    >>> torch.equal(whole[3:], shard), bool((whole / grid(1.0) % 1 == 0).all())
-    (True, True)
-    """
+    """Add secure noise, and round to `grid(std)`; else as `add_gaussian_noise_`, on CPU or CUDA."""
     _check_arguments(flat, std=std, key=key, name=name, start=start)
     if std == 0:
         return
@@ -130,22 +117,15 @@ def standard_normal(
 
 
 def grid(std: float) -> float:
-    """Return the distance between the values of secure noise: a power of two.
-
-    >>> grid(1.0) == grid(1.9) == 2.0**-18
-    True
-    """
+    """Return the distance between the values of secure noise: a power of two."""
     return math.ldexp(1.0, math.frexp(std)[1] - 1 - _GRID_BITS)
 
 
 def add_draws(flat: Tensor, add: Add, *, key: bytes, name: str, start: int) -> None:
     """Call `add(part, noise)` once for each part of `flat`, in any order, on several threads.
 
-    Args:
-        flat: shape (n,): positions [start, start + n) of the whole flattened parameter.
-        add: adds `noise` to `part`, a view of `flat`, in place. `noise`: fp64, of the same shape,
-            sums of `DRAWS` unit normals, hence of standard deviation 2; it may be overwritten.
-        key, name, start: those of `add_gaussian_noise_`.
+    `noise` are fp64 sums of `DRAWS` unit normals, hence of standard deviation 2, of the shape of
+    `part`, a view of `flat`; `add` may overwrite it. All else is as in `add_gaussian_noise_`.
     """
     if flat.numel() == 0:
         return
@@ -220,14 +200,8 @@ def _rotate_left(x: Tensor, bits: int) -> Tensor:
 
 
 def threefry4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: Tensor) -> tuple[Tensor, ...]:
-    """Apply Threefry4x32 with 20 rounds: four words in, four out, all int32 that stand for uint32.
-
-    Args:
-        counter: four int32 tensors of one shape.
-        key: int32, shape (4,).
-
-    Sums wrap modulo 2**32, as int32 does in torch on CPU and CUDA.
-    """
+    """Apply Threefry4x32 with 20 rounds: four words in, four out, of one shape, all int32 that
+    stand for uint32; the key has shape (4,). Sums wrap modulo 2**32, as int32 does in torch."""
     k = [key[0], key[1], key[2], key[3]]
     k.append(k[0] ^ k[1] ^ k[2] ^ k[3] ^ _PARITY)
     x0, x1, x2, x3 = (word + k[i] for i, word in enumerate(counter))

@@ -74,13 +74,7 @@ class GaussianSteps:
 
 
 def merged(steps: Iterable[GaussianSteps]) -> tuple[GaussianSteps, ...]:
-    """Merge steps into the fewest that spend the same, sorted.
-
-    >>> merged([GaussianSteps(2.0, 0.1, 5), GaussianSteps(1.0, 1.0, 4), GaussianSteps(2.0, 0.1, 7)])
-    (GaussianSteps(noise_multiplier=0.5, sample_rate=1.0, steps=1, ratios=None, \
-round_steps=1), GaussianSteps(noise_multiplier=2.0, sample_rate=0.1, steps=12, ratios=None, \
-round_steps=1))
-    """
+    """Merge steps into the fewest that spend the same, sorted."""
     counts: dict[tuple[float, float, Ratios | None, int], int] = {}
     precision = 0.0  # 1 / sigma^2 of all steps without sampling
     for part in steps:
@@ -271,7 +265,7 @@ def mechanism_of(
         1 / t if privacy.sampling == "allocation" else sample_rate,
         projections=k if estimates_norms and accounted else 0,
         capped_projections=k if estimates_norms and not accounted else 0,
-        norm_estimator=privacy.norm_estimator if estimates_norms else "exact",
+        norm_estimator="hutchinson" if estimates_norms else "exact",
         round_steps=t,
         column=tuple(column),
     )
@@ -299,19 +293,10 @@ def composition(segments: Iterable[Segment]) -> tuple[GaussianSteps, ...]:
 
 
 def dp_event(parts: Sequence[GaussianSteps]) -> dict[str, Any] | None:
-    """Return merged steps as a `dp_accounting.DpEvent`, the fields of `to_named_tuple` in a dict.
-
-    Returns:
-        A `ComposedDpEvent` of a `SelfComposedDpEvent` for all steps on the same terms, of Poisson
-        sampled Gaussian events whose noise is in units of C, or, where norms were estimated, of
-        mixtures of Gaussians, sampling included; None if a step has no noise. dp-accounting has no
-        event of random allocation: its rounds are `UnsupportedDpEvent`, which every accountant
-        refuses, and none takes for Poisson sampling.
-
-    >>> event = dp_event([GaussianSteps(2.0, 0.1, 5)])["events"][0]
-    >>> event["class_name"], event["count"], event["event"]["event"]["noise_multiplier"]
-    ('SelfComposedDpEvent', 5, 2.0)
-    """
+    """Return merged steps as a `dp_accounting.DpEvent`, the fields of `to_named_tuple` in a dict: a
+    `ComposedDpEvent` of a `SelfComposedDpEvent` for all steps on the same terms, noise in units of
+    C; None if a step has no noise. dp-accounting has no event of random allocation: its rounds are
+    `UnsupportedDpEvent`, which every accountant refuses."""
     if any(part.noise_multiplier == 0 for part in parts):
         return None
     return _event("ComposedDpEvent", events=[_steps(part) for part in parts])

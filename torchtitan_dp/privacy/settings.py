@@ -103,11 +103,6 @@ class Privacy:
     """For `randomized`, from how many random projections (k, from 8 to 4,096) a layer's norm is
     estimated. More cost time and memory, and err less."""
 
-    norm_estimator: Literal["hutchinson", "hutch++"] = "hutchinson"
-    """For `randomized`: `hutchinson`, or `hutch++`, which finds the largest directions of a
-    gradient by as many projections again, and estimates the rest. It takes three times the
-    products, and errs less."""
-
     underestimates: Literal["capped", "accounted"] = "capped"
     """For `randomized`, what becomes of a layer's gradient that is longer than its estimate.
     `capped`: it is scaled down to the estimate when it is added, so that a unit counts at most C,
