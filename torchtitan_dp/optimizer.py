@@ -42,14 +42,11 @@ class DPOptimizer:
         secure_noise: bool = False,
         free_gathered: Callable[[], None] | None = None,
     ) -> None:
-        """
-        Args:
-            optimizer: over exactly `parameters`.
-            parameters: DTensors sharded on dim 0, by canonical name.
-            noise_multiplier: the standard deviation over C of the noise that a step draws: sigma
-                or, with correlated noise, `Mechanism.noise_of_step`.
-            secure_noise: add noise that resists attacks on its low bits.
-            free_gathered: frees gathered parameters, which the update would leave stale.
+        """Args:
+        optimizer: over exactly `parameters`, DTensors sharded on dim 0, by canonical name.
+        noise_multiplier: the standard deviation over C of the noise that a step draws: sigma
+            or, with correlated noise, `Mechanism.noise_of_step`.
+        free_gathered: frees gathered parameters, which the update would leave stale.
         """
         self._optimizer = optimizer
         self._parameters = parameters
@@ -60,12 +57,8 @@ class DPOptimizer:
         self._starts = {name: _flat_start(parameter) for name, parameter in parameters.items()}
 
     def step(self, clipped_sum: dict[str, Tensor], noise: StepNoise) -> None:
-        """Take one step.
-
-        Args:
-            clipped_sum: this rank's flat shards, from `ClippedSum.take`; overwritten.
-            noise: of this step, of one key on all ranks, from `NoiseChain.take`.
-        """
+        """Take one step on this rank's flat shards, from `ClippedSum.take`, which are overwritten,
+        and the step's noise, of one key on all ranks, from `NoiseChain.take`."""
         self._prepare(clipped_sum, noise)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -73,11 +66,8 @@ class DPOptimizer:
     def rehearse(
         self, clipped_sum: dict[str, Tensor], column: Sequence[float] = INDEPENDENT
     ) -> None:
-        """Do what a step does, on noise of a public key that is thrown away, and change nothing.
-
-        Where the inner optimizer has no state yet, it is made as the first step would make it, all
-        zeros. `clipped_sum` is as in `step`; overwritten. `column` is `Mechanism.column`.
-        """
+        """Do what a step does, on noise of a public key that is thrown away, and change nothing; an
+        inner optimizer without state gets the first step's, all zeros."""
         self._prepare(clipped_sum, NoiseChain.rehearsal(column).take(0))
         for optimizer in inner_optimizers(self._optimizer):
             if not any(optimizer.state.values()):
@@ -85,11 +75,9 @@ class DPOptimizer:
         self._optimizer.zero_grad(set_to_none=True)
 
     def require_steps(self, steps: int) -> None:
-        """Refuse, by RuntimeError, an inner optimizer whose state has counted another number.
-
-        A state that did not arrive with its weights changes no epsilon and stops no run: it would
-        train on, worse.
-        """
+        """Refuse, by RuntimeError, an inner optimizer whose state has counted another number. A
+        state that did not arrive with its weights changes no epsilon and stops no run: it would
+        train on, worse."""
         counted = {
             int(optimizer.state[parameter]["step"]) if parameter in optimizer.state else 0
             for optimizer in inner_optimizers(self._optimizer)
@@ -167,17 +155,12 @@ class MomentumSGD(Optimizer):
 
     AdamW divides each coordinate's mean gradient by the root of its second moment, which with DP is
     next to nothing but the noise's variance, estimated from few steps. Here the divisor is that
-    standard deviation itself, sigma C / B, which is known, public and constant:
+    standard deviation itself, `noise_std` = sigma C / B, which is known, public and constant:
 
         m <- beta1 m + (1 - beta1) g
         w <- (1 - lr weight_decay) w - lr (m / (1 - beta1^t)) / (sigma C / B)
 
-    So a learning rate for AdamW serves here, too; the state is one fp32 value a parameter instead
-    of two. Compared with AdamW in docs/results.md.
-
-    Args:
-        betas: the first is the momentum; the second is unused, as AdamW's would be here.
-        noise_std: sigma C / B, the noise's standard deviation in a coordinate of the mean gradient.
+    The state is one fp32 value a parameter instead of two; the second of `betas` is unused.
     """
 
     def __init__(

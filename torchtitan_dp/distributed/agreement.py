@@ -38,10 +38,8 @@ _PACKAGE = os.path.dirname(torchtitan_dp.__file__) + os.sep
 def shared_root_key(device: torch.device, debug_seed: int | None) -> RootKey:
     """Share a fresh root key from rank 0's operating system, or derive one from a debug seed.
 
-    Collective: a broadcast of 32 bytes over the world, from `device`, without a seed.
-
-    Guarantee:
-        The key is in the ranks' memory only, and a new one at each call without a seed.
+    Collective: a broadcast of 32 bytes over the world, from `device`, without a seed. The key is in
+    the ranks' memory only.
     """
     if debug_seed is not None:
         return RootKey.from_debug_seed(debug_seed)
@@ -59,15 +57,11 @@ def broadcast_from_rank0(text: str) -> str:
 
 
 def require_agreement(terms: Mapping[str, object]) -> None:
-    """Refuse to train if ranks see other records or terms: one record could count twice.
+    """Refuse, by the same Fault on all ranks, to train if ranks see other records or terms: one
+    record could count twice.
 
-    Collective: an all-gather over the world of 32 bytes for each term.
-
-    Args:
-        terms: by their names in the error. They are compared by their `repr`.
-
-    Raises:
-        Fault: the same on all ranks if any two differ, with the names of the terms that differ.
+    Terms, by their names in the error, are compared by their `repr`. Collective: an all-gather over
+    the world of 32 bytes for each term.
 
     Guarantee:
         No term's content leaves its rank: only SHA-256 digests are sent, only names printed.
@@ -121,17 +115,12 @@ class StopRequest:
             os._exit(128 + signal.SIGTERM)
 
     def agree(self, overflow: Tensor) -> tuple[bool, bool]:
-        """Return whether any rank was asked, and whether weights overflow on any; the same on all.
-
-        Collective: an all-reduce of two numbers over the world.
-
-        Args:
-            overflow: 1.0 where this rank's weights do, else 0.0, on the device of collectives.
+        """Return whether any rank was asked, and whether weights overflow on any (`overflow` is 1.0
+        where this rank's do), by an all-reduce of two numbers over the world.
 
         The first depends on signals alone. Where a clock sends them, the step at which a run stops
         depends on how long steps take, and so on the lengths of records: `ledger.steps` keeps that
-        out of `privacy.json`, `ledger.spending` out of the claims of a run that ended there. The
-        second depends on noised weights alone.
+        out of `privacy.json`, `ledger.spending` out of the claims of a run that ended there.
         """
         asked = torch.tensor(float(self._asked.is_set()), device=overflow.device)
         both = torch.stack([asked, overflow])
@@ -143,11 +132,9 @@ class StopRequest:
 def shorten_timeouts(
     config: JobConfig, parallel_dims: ParallelDims, groups: Iterable[dist.ProcessGroup | None]
 ) -> None:
-    """Set all groups' timeouts to `comm.train_timeout_seconds`, after the first step of a start.
-
-    TorchTitan does so after step 1 only, which a resumed run never takes, and for its own groups
-    only: `groups` are those of our reductions. Collective: a barrier over the world.
-    """
+    """Set all groups' timeouts to `comm.train_timeout_seconds`, after the first step of a start:
+    TorchTitan does so after step 1 only, and not for `groups`, those of our reductions. Collective:
+    a barrier over the world."""
     timeout = datetime.timedelta(seconds=config.comm.train_timeout_seconds)
     set_pg_timeouts(timeout, parallel_dims)
     for group in groups:

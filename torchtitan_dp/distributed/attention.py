@@ -77,13 +77,9 @@ def configure_ring(shard: Shard) -> None:
 def apply_ring_attention(
     attention_modules: list[nn.Module], cp_mesh: DeviceMesh, *, cudnn: bool
 ) -> None:
-    """Run each module's scaled-dot-product attention as a ring over `cp_mesh`.
-
-    Args:
-        attention_modules: TorchTitan `ScaledDotProductAttentionWrapper`s; inputs q, k, v of shape
-            (B, heads, T / cp, head_dim), each rank's own part of the sequence.
-        cudnn: whether cuDNN may attend, as `models.parallelize.takes_cudnn` decides.
-    """
+    """Run the scaled-dot-product attention of TorchTitan's wrappers as a ring over `cp_mesh`, with
+    q, k, v (B, heads, T / cp, head_dim); `cudnn`: whether cuDNN may attend
+    (`models.parallelize.takes_cudnn`)."""
     apply_cp_to_attention_module(attention_modules, cp_mesh, "sdpa")
     for module in attention_modules:
         module.sdpa_backends = _safe(_RING_BACKENDS, cudnn)  # type: ignore[assignment]
@@ -96,12 +92,12 @@ def mesh_of_this_rank(device_type: str, name: str) -> DeviceMesh:
 
 
 def _safe(backends: list[SDPBackend], cudnn: bool = True) -> list[SDPBackend]:
-    """Leave cuDNN out of a list of kernels where its results cannot be trusted.
+    """Leave cuDNN out of a list of kernels where its results cannot be trusted: a NaN in its
+    backward would reject a sample in silence.
 
-    A NaN in its backward would reject a sample in silence. A list with priorities overrides the
-    conditions under which PyTorch itself would choose cuDNN, so they are repeated here: the
-    device, and the version, both of PyTorch's build and of this machine. Without a device the
-    list stays, so that a prediction does not depend on the build.
+    A list with priorities overrides the conditions under which PyTorch itself would choose cuDNN,
+    so they are repeated here. Without a device the list stays, so that a prediction does not depend
+    on the build.
     """
     compute = capability()
     trusted = (

@@ -130,13 +130,8 @@ def _unescaped(field: str) -> str:
 
 
 def page_locked(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate page-locked host memory, (numel,), for copies to and from `device`.
-
-    It is unlocked and freed with its last view. For a CPU it is ordinary memory.
-
-    Raises:
-        RuntimeError: the driver cannot lock so much.
-    """
+    """Allocate page-locked host memory, (numel,), for copies to and from `device`, freed with its
+    last view; for a CPU ordinary memory. RuntimeError: the driver cannot lock so much."""
     size = numel * dtype.itemsize
     if device.type != "cuda":
         return torch.empty(numel, dtype=dtype, device="cpu")

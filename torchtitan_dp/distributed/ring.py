@@ -98,12 +98,8 @@ class Shard:
         return torch.cat([chunks[place] for place in self.chunks(self.rank)], dim)
 
     def block(self, step: int, tokens: int, is_causal: bool) -> Block | None:
-        """Return the scores to compute with the keys of the rank `step` places before this one;
-        None where all are masked.
-
-        Args:
-            tokens: T of this rank, even where `balanced`.
-        """
+        """Return the scores to compute with the keys of the rank `step` places before this one,
+        where each has `tokens`; None where all are masked."""
         whole, half = slice(0, tokens), tokens // 2
         if step == 0 or not is_causal:
             return Block(whole, whole, is_causal)
@@ -133,8 +129,8 @@ class Shard:
             query, key, value: (B, H or fewer, T, F) of this rank's tokens.
 
         Returns:
-            The output (B, H, T, F) in the dtype of `query`, the logsumexp in the kernel's shape and
-            dtype, and what the kernel returned beside them for its last block.
+            The output (B, H, T, F), the logsumexp, and the kernel's further results of its last
+            block.
 
         Collectives, over the group: keys and values are passed on, ranks - 1 times, or gathered.
         """
@@ -182,8 +178,7 @@ class Shard:
             of_queries: `query`, and `attend`'s `out` and `logsumexp`, and `grad_out`.
 
         Returns:
-            The three gradients in the dtypes of `query`, `key` and `value`, and what the kernel
-            returned beside them for its last block.
+            The three gradients, and the kernel's further results of its last block.
 
         Collectives, over the group: those of `attend`, and gradients are passed on, as often as
         there are ranks, since each adds to them.

@@ -150,7 +150,7 @@ class ReduceScatterOverCP:
     def take(self) -> tuple[Tensor, Tensor]:
         """Return the last backward's result, to be read on that backward's stream: FSDP2's output
         buffer, whose views are `.grad`, and this sample's fp32 gradient shard (dp_shard, chunk),
-        which shares the buffer's memory where dp_shard is 1."""
+        which shares its memory where dp_shard is 1."""
         assert self._output is not None, "no gradient was reduced: is a whole group unused?"
         output, shard_DN = self._output, self._shard_DN
         assert (shard_DN is not None) == self._is_called, "FSDP2 reduced by other means"

@@ -110,9 +110,8 @@ class GhostGradients(LayerGradients):
     ) -> Clip:
         """Add a microbatch (`clipped_sum.GradientMethod`); estimates need `positions`.
 
-        Collectives, over cp: for each parameter all-gathers of the factors of its ghost norm, a
-        reduce-scatter of gradients and an all-reduce of B numbers, within backward or after it;
-        between norms and sums, one all-reduce of the norms of all parameters.
+        Collectives, over cp, beside those within backward: one all-reduce of the norms of all
+        parameters.
         """
         self._phase = measuring = _Measuring(len(loss_B))
         self.norms.start_microbatch(positions)

@@ -105,13 +105,12 @@ class PerSampleLayer(nn.Module):
 
 
 def per_sample_layers(model: nn.Module) -> None:
-    """Convert every layer of `model` that has trainable parameters of its own, in place.
-
-    Like `fully_shard`, this extends the module's class: names, parameters and `isinstance` stay.
-    Call it before activation checkpointing and FSDP2.
+    """Convert every layer of `model` that has trainable parameters of its own, in place, before
+    activation checkpointing and FSDP2. As by `fully_shard`, names, parameters and `isinstance`
+    stay.
 
     Raises:
-        ValueError: if a layer keeps statistics of batches, or parameters are beside layers, in a
+        ValueError: a layer keeps statistics of batches, or parameters are beside layers, in a
             module that has others: who uses them is not known.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -143,12 +142,8 @@ def per_sample_layers(model: nn.Module) -> None:
 
 
 def register_per_sample(kind: type[nn.Module], function: Callable[..., Any]) -> None:
-    """Register a function for a layer type, in the place of one sample at a time.
-
-    Args:
-        function: takes (layer, *inputs of forward, *the layer's own parameters); its backward
-            hands each trainable parameter's gradients to `layer.sink` and returns None for it.
-    """
+    """Register a function for a layer type: it takes (layer, *inputs of forward, *the layer's own
+    parameters), and its backward hands each trainable parameter's gradients to `layer.sink`."""
     _RULES[kind] = function
 
 
@@ -264,8 +259,7 @@ class _OneAtATime(torch.autograd.Function):
 
 
 class _RMSNorm(_OwnForward, _OneAtATime):
-    """y = x / rms(x) * w. The fused kernel sums the weight's gradient over all it is given: in
-    backward one sample at a time."""
+    """y = x / rms(x) * w, whose fused kernel would sum the weight's gradient over all samples."""
 
 
 def _plain_copy(layer: PerSampleLayer) -> nn.Module:

@@ -170,8 +170,7 @@ def some_tokens(factors: Factors, tokens: slice) -> Factors:
 
 
 class ExactNorms:
-    """Finds squared norms of matrices' gradients from their factors. `RandomizedNorms` estimates
-    some of them."""
+    """Finds squared norms of matrices' gradients from their factors."""
 
     def __init__(self, cp: dist.ProcessGroup | None) -> None:
         self._cp = cp
@@ -206,11 +205,10 @@ class RandomizedNorms(ExactNorms):
         capped: bool,
         secure: bool = False,
     ) -> None:
-        """
-        Args:
-            projections: k; accounting depends on it unless `capped`.
-            capped: whether added gradients are capped at their estimated norms.
-            secure: whether projections are from a cryptographic generator, on the CPU.
+        """Args:
+        projections: k; accounting depends on it unless `capped`.
+        capped: whether added gradients are capped at their estimated norms.
+        secure: whether projections are from a cryptographic generator, on the CPU.
         """
         super().__init__(cp)
         self._secure = secure
@@ -282,11 +280,9 @@ class RandomizedNorms(ExactNorms):
 
 
 def first_number(position: int, count: int) -> int:
-    """Return where a unit's `count` numbers begin in a parameter's stream.
-
-    Each begins a block of the generator, so that none is drawn in vain; padding, at -1, has the
-    first place. Starts are below 2^63 for fewer than 2^32 units of 2^31 numbers.
-    """
+    """Return where a unit's `count` numbers begin in a parameter's stream: at a block of the
+    generator; padding, at -1, has the first place. Starts are below 2^63 for fewer than 2^32 units
+    of 2^31 numbers."""
     return (position + 1) * in_whole_blocks(count)
 
 

@@ -77,8 +77,6 @@ class PrivateStep:
         """Make the optimizer that adds noise to the clipped sum and steps `inner` on the result.
 
         Args:
-            inner: the optimizer that `DPOptimizer` wraps, over exactly `parameters`.
-            noise_multiplier: sigma; `MomentumSGD` steps in multiples of its noise.
             expected_batch_size: the divisor of the sum, fixed and public.
             noise_of_step: `Mechanism.noise_of_step`, for noise that is correlated over steps; by
                 default sigma.
@@ -114,7 +112,6 @@ def build_step(
         model: parallelized for this configuration, with per-sample layers if its method needs them.
         parameters: every trainable parameter, a DTensor sharded on dim 0, by canonical name.
         fsdp_modules: one module of each FSDP2 group that holds a trainable parameter.
-        groups: the mesh's process groups.
         max_grad_norm: C; the ledger's, if there is one.
         clipped_sum_type: the plan passes one that allocates its memory up front.
     """

@@ -61,11 +61,8 @@ class WeightAverage:
 
     @contextlib.contextmanager
     def in_place_of_weights(self) -> Iterator[None]:
-        """Swap the averages into the model, and its weights back bit by bit at the end.
-
-        Weights that FSDP2 has gathered must have been freed before, and within. It takes the memory
-        of the largest parameter's shard.
-        """
+        """Swap the averages into the model, and its weights back bit by bit at the end. Weights
+        that FSDP2 has gathered must have been freed before, and within."""
         self._swap()
         try:
             yield

@@ -52,8 +52,8 @@ class Linear:
         return y_NP
 
     def backward(self, x_ND: Tensor, grad_NP: Tensor, into_ND: Tensor | None, sums: Sums) -> Tensor:
-        """Add the gradients of weight and factors to `sums`, and that of x to `into_ND`, which is
-        returned."""
+        """Add the gradients of weight and factors to `sums`, and return that of x, added to
+        `into_ND`."""
         weight_PD, *factors = self.parameters
         if into_ND is None:
             into_ND = grad_NP @ weight_PD
@@ -165,8 +165,8 @@ class TiledMLP(nn.Module):
 
 
 def use_tiles(module: nn.Module, tiling: Tiling) -> None:
-    """Have a gated feed-forward compute in tiles, in place. As `fully_shard` does, it gives the
-    module a class that adds to its own: names, parameters and `isinstance` stay."""
+    """Have a gated feed-forward compute in tiles, in place; as by `fully_shard`, names, parameters
+    and `isinstance` stay."""
     own = type(module)
     module.__class__ = type(own.__name__, (TiledMLP, own), {})
     cast(TiledMLP, module).tiling = tiling.of(cast(Any, module).act_fn)

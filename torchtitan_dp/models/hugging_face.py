@@ -116,14 +116,8 @@ def without_lora(args: ModelArgs) -> ModelArgs:
 
 
 def shape(config: JobConfig) -> ModelArgs:
-    """Return the arguments of the model that `config` trains, a copy of its own.
-
-    `max_seq_len` is the window: that of the given model, or of `[rope]`.
-
-    Raises:
-        ValueError: one line for the user; the flavor is unknown, or `config.json` is broken or
-            describes a model that cannot be trained.
-    """
+    """Return the arguments of the model that `config` trains, a copy of its own. `max_seq_len` is
+    the window: that of the given model, or of `[rope]`. ValueError: one line for the user."""
     args = _given_shape(config)
     args.lora, args.seq_len = lora_of(config), config.training.seq_len
     if rope_in_words(config) != AS_GIVEN:
@@ -231,11 +225,8 @@ def describe(config: JobConfig, args: ModelArgs) -> str:
 
 def export_settings(config: JobConfig, args: ModelArgs) -> dict[str, Any]:
     """Return the `config.json` of the trained model, without local paths: the given one, or one of
-    its shape.
-
-    `torch_dtype` is the dtype of saved weights: `checkpoint.export_dtype`, unless that is
-    "float32" and the given `config.json` has "bfloat16".
-    """
+    its shape; `torch_dtype` is `checkpoint.export_dtype`, unless that is "float32" and the given
+    `config.json` has "bfloat16"."""
     source, changed = config_file(config), rope_in_words(config) != AS_GIVEN
     settings = {} if source is None else read_settings(*source)
     if source is None or changed:
@@ -289,15 +280,7 @@ def check_weights(problem: str, folder: str, args: ModelArgs) -> None:
 
 
 def is_local_path(text: str) -> bool:
-    r"""Return whether a text is an absolute path, or a relative one that exists.
-
-    A name without a separator is none, even if such a file exists: "llama" is a model type.
-
-    >>> [is_local_path(t) for t in ("/data/oncology", "~/llama", r"C:\models", "file:///llama")]
-    [True, True, True, True]
-    >>> [is_local_path(t) for t in ("meta-llama/Llama-3.2-1B", "llama", "<|begin_of_text|>", "")]
-    [False, False, False, False]
-    """
+    """Return whether a text is an absolute path, or a relative one with a separator that exists."""
     if _ROOTED.match(text):
         return True
     separated = "/" in text or os.sep in text
@@ -310,8 +293,7 @@ def without_local_paths(value: Any) -> Any:
     Guarantee:
         No string of the copy is an absolute path, on Linux, macOS or Windows, nor one that exists
         from the working directory. Keys of objects are kept, and so are texts of which a path is
-        only a part. Not for `tokenizer.json`: some of its tokens begin with a slash, and it has no
-        paths.
+        only a part. Not for `tokenizer.json`: some of its tokens begin with a slash.
     """
     if isinstance(value, dict):
         return {

@@ -54,13 +54,9 @@ _BESIDE_EXPORT = f".{EXPORT_FOLDER}.partial", f".{EXPORT_FOLDER}.old"
 def export(model: CausalLM, config: JobConfig, beside: Mapping[str, bytes] | None = None) -> str:
     """Write `<job.dump_folder>/hf` for `transformers` or, of adapters, PEFT; return its path.
 
-    Its files are those of `write_folder`, readable by the owner only. A complete new folder
-    replaces an older one. Collective: parameters are gathered one at a time; rank 0 writes, with at
-    most a shard of `SHARD_BYTES` or all adapters in memory.
-
-    Args:
-        model: parallelized or not.
-        beside: further files of the folder by name, such as the ledger of the weights.
+    Its files are those of `write_folder`, and those `beside`, by name, readable by the owner only.
+    A complete new folder replaces an older one. Collective: parameters are gathered one at a time;
+    rank 0 writes, with at most a shard of `SHARD_BYTES` or all adapters in memory.
     """
     writes = not dist.is_initialized() or dist.get_rank() == 0
     target = os.path.join(config.job.dump_folder, EXPORT_FOLDER)
@@ -88,16 +84,12 @@ def write_folder(
     merge: bool = False,
     base_model: str | None = None,
 ) -> None:
-    """Write what was trained and the tokenizer's files of `model.hf_assets_path` into `folder`,
-    which exists.
+    """Write what was trained and the tokenizer's files into `folder`, None on ranks that do not
+    write.
 
     What was trained are weights and `config.json`; with `[lora]`, unless they are to be merged into
-    the weights, adapters in fp32 and `adapter_config.json`, and with `[rope]` a `config.json` as
-    well: the model that adapters are for has other positions. Collective, as `export` is.
-
-    Args:
-        folder: None on the ranks that do not write.
-        base_model: the public name of the model that adapters are for, if their file is to have it.
+    the weights, adapters in fp32 and `adapter_config.json`, with the public name `base_model` if
+    given, and with `[rope]` a `config.json` as well. Collective, as `export` is.
 
     Raises:
         ValueError: one line, on the rank that writes; a weight is not finite in the export's dtype.
@@ -160,10 +152,8 @@ def _write_adapters(model: CausalLM, lora: LoRA, base: str | None, folder: str |
 def _write_weights(
     model: CausalLM, args: ModelArgs, dtype: torch.dtype, folder: str | None
 ) -> None:
-    """Write shards of safetensors into `folder`, and their index.
-
-    What is no parameter, and what transformers keeps in fp32, is not narrowed to `dtype`.
-    """
+    """Write shards of safetensors into `folder`, and their index; what is no parameter, and what
+    transformers keeps in fp32, is not narrowed to `dtype`."""
     names = map(canonical_name, dict(model.named_parameters(remove_duplicate=False)))
     narrowed = {*names} - model.kept_in_fp32()
     adapter, weight_map, total = HuggingFaceAdapter(args, None), {}, 0

@@ -122,11 +122,7 @@ def draw_factor_(whole: Tensor, name: str, generator: torch.Generator) -> None:
 
 def store_frozen(model: nn.Module, dtype: torch.dtype, kept: set[str]) -> None:
     """Store frozen parameters, but those named in `kept`, in the dtype of compute, in place; before
-    `fully_shard`.
-
-    No result changes: FSDP2 casts gathered weights to that dtype, and frozen weights have no
-    updates that fp32 would keep. Trained parameters stay in fp32.
-    """
+    `fully_shard`, which casts gathered weights to it anyway."""
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad and name not in kept:
             parameter.data = parameter.data.to(dtype)
@@ -141,10 +137,8 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
 
 @torch.no_grad()
 def fill_adapters(model: nn.Module, std: float = 0.02) -> None:
-    """Fill each B with values that depend on its name, in place, for checks of gradients.
-
-    Where B is 0, the gradient of A is 0 too; much larger values would exaggerate rounding.
-    """
+    """Fill each B with values that depend on its name, in place, for checks of gradients: where B
+    is 0, the gradient of A is 0 too."""
     for name, parameter in model.named_parameters():
         if is_adapter(name) and f".{FACTORS[1]}." in name:
             seed = zlib.crc32(canonical_name(name).encode())

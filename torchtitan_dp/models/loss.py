@@ -128,9 +128,8 @@ class SampleLosses:
 def losses_to_gradients_(logits_NV: Tensor, labels_N: Tensor, scale_N: Tensor) -> Tensor:
     """Compute the fp32 losses (N,) of some tokens, and overwrite their logits by the gradients.
 
-    One operator, so that counters of operations see what CUDA runs: one kernel, which reads the
-    logits (the second time mostly from cache) and writes the gradients. On CPU, blocks of rows fit
-    a core's cache. The fp32 logits of all rows never exist.
+    One operator, so that counters of operations see what CUDA runs: one kernel. On CPU, blocks of
+    rows fit a core's cache. The fp32 logits of all rows never exist.
 
     Args:
         logits_NV: any floating dtype; computed in fp32.
@@ -278,12 +277,9 @@ class _Samples:
         grad_weights: Sequence[tuple[slice, Tensor]] = (),
         grad_TV: Tensor | None = None,
     ) -> Tensor:
-        """Compute one sample's scaled loss, and its gradients in the same pass.
-
-        Args:
-            grad_weights: ranges of the weight's rows, each with the fp32 memory for its gradient.
-            grad_TV: the memory for the gradients of all logits; None if they are not kept.
-        """
+        """Compute one sample's scaled loss, and its gradients in the same pass: to ranges of the
+        weight's rows, each with its fp32 memory, and to `grad_TV`, of all logits, if they are
+        kept."""
         h_TD, labels_T, scale = self.h_BTD[sample], self.labels_BT[sample], self.scale_B[sample]
         assert len(h_TD) > 0, "without tokens no gradient would be written"
         loss = torch.zeros_like(scale)

@@ -43,8 +43,7 @@ def parallelize(model: CausalLM, parallel_dims: ParallelDims, job_config: JobCon
 
     Parameters are fp32 shards over `fsdp`, also of one rank, so that bf16 and fp32 mean the same on
     every mesh. With privacy, gradients are reduced within the `fsdp` mesh only, by the later
-    `set_custom_reduce_scatter`; where `privacy.gradient_method` needs per-sample layers, layers
-    form per-sample gradients instead. All else is the same without.
+    `set_custom_reduce_scatter`, or layers form per-sample gradients instead.
     """
     if job_config.training.mixed_precision_param == "float16":
         # Where cuBLAS splits a product over many tokens, it would add the parts in fp16, which
@@ -111,7 +110,7 @@ def _ops_to_save() -> set[Any]:
 
 def _ring_mesh(parallel_dims: ParallelDims, job_config: JobConfig) -> DeviceMesh | None:
     """Return the mesh for ring attention: cp, or for a long sequence on one rank a mesh of it
-    alone, configured here, since a ring takes heads apart; None for a short one."""
+    alone, since a ring takes heads apart; None for a short one."""
     if parallel_dims.cp_enabled:
         return parallel_dims.get_mesh("cp")
     training = job_config.training

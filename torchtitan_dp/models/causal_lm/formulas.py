@@ -38,11 +38,8 @@ class OffsetRMSNorm(nn.Module):
 
 
 def use_lean_norms(model: nn.Module) -> None:
-    """Turn each `nn.RMSNorm` with a weight and an epsilon into a `LeanRMSNorm`, in place.
-
-    As `fully_shard` does, this gives the module a class that adds to its own: names, parameters
-    and `isinstance` stay. Call it before `per_sample_layers`, `torch.compile` and FSDP2.
-    """
+    """Turn each `nn.RMSNorm` with a weight and an epsilon into a `LeanRMSNorm`, in place, before
+    `per_sample_layers`, `torch.compile` and FSDP2."""
     for module in model.modules():
         plain = type(module) is nn.RMSNorm and len(module.normalized_shape) == 1
         if plain and module.weight is not None and module.eps is not None:

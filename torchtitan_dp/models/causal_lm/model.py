@@ -203,12 +203,8 @@ class CausalLM(ModelProtocol):
 
     @torch.no_grad()
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
-        """Set each parameter to its slice of a whole drawn from (`debug.seed`, its name) alone, as
-        its family does; set buffers.
-
-        Each whole parameter is drawn on the CPU, one at a time, so the result is bit-identical on
-        every mesh and rank.
-        """
+        """Set each parameter to its slice of a whole drawn, on the CPU, from (`debug.seed`, its
+        name) alone, as its family does, bit-identical on every mesh and rank; set buffers."""
         self.compute_buffers()
         args = self.model_args
         if args.tie_embeddings and not isinstance(self.output.weight, DTensor):
