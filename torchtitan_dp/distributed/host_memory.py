@@ -35,7 +35,7 @@ import re
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,19 +46,12 @@ EXACT_FROM = 1 << 20
 
 def available_bytes(proc: Path = Path("/proc")) -> int | None:
     """Return how many bytes this process may still take; None if it is unknown."""
-    return min([*_of_kernel(proc), *_of_cgroups(proc)], default=None)
-
-
-def _of_kernel(proc: Path) -> Iterator[int]:
-    """Yield the kernel's `MemAvailable`, in bytes."""
-    for line in _lines(proc / "meminfo"):
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            yield int(value.split()[0]) * 1024
+    of_kernel = (kib * 1024 for kib in _numbers(proc / "meminfo", "MemAvailable:"))
+    return min([*of_kernel, *_of_cgroups(proc)], default=None)
 
 
 def _of_cgroups(proc: Path) -> Iterator[int]:
-    """Yield what each cgroup around this process leaves, in bytes."""
+    """Yield what each limit of a cgroup around this process leaves, in bytes."""
     own = {}
     for line in _lines(proc / "self" / "cgroup"):
         number, _, rest = line.partition(":")
@@ -72,61 +65,63 @@ def _of_cgroups(proc: Path) -> Iterator[int]:
         fields, kind = before.split(), after.partition(" ")[0]
         if kind not in own or len(fields) < 5:
             continue
-        root, mount = map(_unescaped, fields[3:5])  # other controllers' have none of these files
-        for folder in _ancestors(Path(mount), os.path.relpath(own[kind], root)):
-            yield from _left_by_2(folder) if kind == "cgroup2" else _left_by_1(folder)
+        root, mount = (re.sub(r"\\([0-7]{3})", _character, field) for field in fields[3:5])
+        below = Path(os.path.relpath(own[kind], root)).parts
+        if ".." in below:  # the process's cgroup is out of sight
+            below = ()
+        for count in range(len(below) + 1):
+            yield from _left(Path(mount, *below[:count]), _CGROUPS[kind])
 
 
-def _ancestors(mount: Path, below: str) -> Iterator[Path]:
-    """Yield the folder `below` a mount and its parents up to the mount; for a folder that lies
-    elsewhere the mount alone."""
-    parts = Path(below).parts
-    if ".." in parts:
-        parts = ()
-    for count in range(len(parts), -1, -1):
-        yield mount.joinpath(*parts[:count])
-
-
-def _left_by_2(folder: Path) -> Iterator[int]:
-    """Yield what the limits of a cgroup of version 2 leave; above `high` its processes crawl."""
-    cached = _numbers(folder / "memory.stat", "inactive_file", "active_file")
-    held = sum(_numbers(folder / "memory.current")) - sum(cached)
-    for name in ("memory.max", "memory.high"):
-        yield from (max(limit - held, 0) for limit in _numbers(folder / name))  # none for "max"
-
-
-def _left_by_1(folder: Path) -> Iterator[int]:
-    """Yield what the limits of a cgroup of version 1 and of those above it leave."""
+def _left(folder: Path, names: "_Cgroup") -> Iterator[int]:
+    """Yield what each limit of a cgroup leaves; other controllers' folders have none."""
     stat = folder / "memory.stat"
-    cached = _numbers(stat, "total_inactive_file", "total_active_file")
-    held = sum(_numbers(folder / "memory.usage_in_bytes")) - sum(cached)
-    limits = _numbers(folder / "memory.limit_in_bytes")
+    held = sum(_numbers(folder / names.held)) - sum(_numbers(stat, *names.cached))
+    limits = [limit for name in names.limits for limit in _numbers(folder / name)]
     for limit in (*limits, *_numbers(stat, "hierarchical_memory_limit")):
         yield max(limit - held, 0)
 
 
+class _Cgroup(NamedTuple):
+    """The files of a version of cgroups: memory held, and limits; and what only caches files."""
+
+    held: str
+    limits: tuple[str, ...]
+    cached: tuple[str, ...]
+
+
+_CGROUPS = {
+    # Above `high` processes crawl. A limit may be "max".
+    "cgroup2": _Cgroup(
+        "memory.current", ("memory.max", "memory.high"), ("inactive_file", "active_file")
+    ),
+    "cgroup": _Cgroup(
+        "memory.usage_in_bytes",
+        ("memory.limit_in_bytes",),
+        ("total_inactive_file", "total_active_file"),
+    ),
+}
+
+
 def _numbers(path: Path, *names: str) -> list[int]:
     """Return the number that a file holds, or those of `names` in a file of names and numbers."""
-    found = []
-    for line in _lines(path):
-        *name, number = line.split() or [""]
-        if name == [] if not names else name and name[0] in names:
-            with contextlib.suppress(ValueError):
-                found.append(int(number))
-    return found
+    rows = [line.split() for line in _lines(path)]
+    texts = [row[1] for row in rows if row[0] in names] if names else [row[0] for row in rows]
+    return [int(text) for text in texts if text.isdigit()]
 
 
 def _lines(path: Path) -> list[str]:
-    """Return a file's lines; none if it cannot be read."""
+    """Return a file's lines that are not empty; none if it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
+    return [line for line in lines if line.strip()]
 
 
-def _unescaped(field: str) -> str:
-    """Undo the escapes of blanks in mountinfo."""
-    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), field)
+def _character(escape: re.Match[str]) -> str:
+    """Return the blank that mountinfo escapes."""
+    return chr(int(escape[1], 8))
 
 
 def page_locked(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

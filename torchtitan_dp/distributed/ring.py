@@ -213,7 +213,10 @@ class Shard:
                 del here, of_query, of_keys_values
             if travelling is not None:  # sent by the rank before while this block was computed
                 gradients = travelling.wait().view(gradients.shape)
-            _add_to(gradients, formed)
+            for keys, parts in formed:
+                for gradient, part in zip(gradients, parts, strict=True):
+                    gradient[keys] += part
+            formed.clear()
             if self.size > 1:
                 assert self.group is not None
                 travelling = pass_on(gradients.view(-1), self.group)
@@ -253,14 +256,6 @@ def _merge(out: Tensor, logsumexp: Tensor, part: Tensor, part_logsumexp: Tensor)
     more, difference = part_logsumexp.float() - logsumexp, out - part
     out.sub_(difference.mul_(torch.sigmoid(more).unsqueeze(-1)))
     logsumexp.sub_(F.logsigmoid(-more))
-
-
-def _add_to(gradients: Tensor, formed: list[tuple[Any, list[Tensor]]]) -> None:
-    """Add a block's gradients of keys and values, by heads, to both sums in place."""
-    for keys, parts in formed:
-        for gradient, part in zip(gradients, parts, strict=True):
-            gradient[keys] += part
-    formed.clear()
 
 
 def _heads_last(like: Tensor, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor:

@@ -74,24 +74,6 @@ class Linear:
         return into_ND
 
 
-def parameters_of(layer: Any, samples: int) -> tuple[list[Tensor], float | None]:
-    """Return a layer's parameters and the scaling of its factors, as `Linear` takes them, for an
-    input of so many samples: 1 where a parameter is trained."""
-    factors = [layer.lora_a.weight, layer.lora_b.weight] if isinstance(layer, LoRALinear) else []
-    parameters: list[Tensor] = [layer.weight, *factors]
-    trains = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
-    assert samples == 1 or not trains, "samples would be merged before they are clipped"
-    return parameters, layer.scaling if factors else None
-
-
-def new_sums(parameters: Sequence[Tensor], needed: Sequence[bool]) -> Sums:
-    """Return zeros, fp32, for each parameter that is trained."""
-    return [
-        torch.zeros_like(parameter, dtype=torch.float32) if one else None
-        for parameter, one in zip(parameters, needed, strict=True)
-    ]
-
-
 def rounded(sums: Sums, parameters: Sequence[Tensor]) -> Sums:
     """Round the sums to their parameters' dtypes, one after another, and drop the fp32 ones."""
     for place, (one, parameter) in enumerate(zip(sums, parameters, strict=True)):
@@ -156,9 +138,12 @@ class TiledMLP(nn.Module):
         parameters: list[Tensor] = []
         scalings = []
         for layer in (getattr(self, name) for name in self.in_order):
-            own, scaling = parameters_of(layer, len(x_BTD))
-            parameters += own
-            scalings.append(scaling)
+            has_factors = isinstance(layer, LoRALinear)
+            factors = [layer.lora_a.weight, layer.lora_b.weight] if has_factors else []
+            parameters += [layer.weight, *factors]
+            scalings.append(layer.scaling if has_factors else None)
+        trains = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
+        assert len(x_BTD) == 1 or not trains, "samples would be merged before they are clipped"
         body = _Body(self.tiling, tuple(scalings))
         kept_BTD = _Inputs.apply(x_BTD, body, *parameters)
         return cast(Tensor, _Output.apply(kept_BTD, body, [p.detach() for p in parameters]))
@@ -227,7 +212,10 @@ class _Inputs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x_BTD, *parameters = (saved.detach() for saved in ctx.saved_tensors)
-        sums = new_sums(parameters, ctx.needs_input_grad[2:])
+        sums = [
+            torch.zeros_like(parameter, dtype=torch.float32) if needed else None
+            for parameter, needed in zip(parameters, ctx.needs_input_grad[2:], strict=True)
+        ]
         flat = x_BTD.flatten(0, 1), parameters, grad_BTD.reshape(-1, x_BTD.shape[-1])
         grad_x_BTD = ctx.body.backward(*flat, sums).view(x_BTD.shape)
         return grad_x_BTD, None, *rounded(sums, parameters)

@@ -136,13 +136,8 @@ def rope_of(config: JobConfig, given: Rope, window: int) -> tuple[Rope, int]:
         return {**given, "rope_theta": theta}, window
     kept = {key: v for key, v in given.items() if key == "partial_rotary_factor"}
     rope = {**kept, "rope_type": kind, "rope_theta": theta, **terms}
-    return rope, window_of(rope, window)
-
-
-def window_of(rope: Rope, given: int) -> int:
-    """Return the window after scaling, of a model whose own is `given`."""
-    original = rope.get("original_max_position_embeddings", given)
-    return round(rope.get("factor", 1.0) * original)
+    original = rope.get("original_max_position_embeddings", window)
+    return rope, round(rope.get("factor", 1.0) * original)
 
 
 def _given_shape(config: JobConfig) -> ModelArgs:

@@ -144,7 +144,20 @@ def _write_adapters(model: CausalLM, lora: LoRA, base: str | None, folder: str |
     if folder is None:
         return
     _save(tensors, os.path.join(folder, ADAPTER_FILE))
-    settings = _adapter_settings(tensors, lora, base)
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        **({} if base is None else {"base_model_name_or_path": base}),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,  # alpha / r, not alpha / sqrt(r)
+        "modules_to_save": None,
+        "inference_mode": True,
+    }
     _write_json(os.path.join(folder, ADAPTER_CONFIG_FILE), settings)
 
 
@@ -164,7 +177,10 @@ def _write_weights(
     for name, parameters in shards.filename_to_tensors.items():
         tensors: dict[str, Tensor] = {}
         for parameter in parameters:
-            whole = _merged_whole(parameter, state_dict, args.lora)
+            whole, layer = _whole(state_dict[parameter]), parameter.removesuffix(".weight")
+            if args.lora is not None and f"{layer}.{FACTORS[0]}.weight" in state_dict:
+                a, b = (_whole(state_dict[f"{layer}.{factor}.weight"]) for factor in FACTORS)
+                whole = merged(whole, a, b, args.lora.scaling)
             if folder is not None:
                 stored = dtype if parameter in narrowed else whole.dtype
                 for key, tensor in adapter.to_hf({parameter: whole}).items():
@@ -199,24 +215,6 @@ def _json(content: Any) -> bytes:
     return json.dumps(content, indent=2).encode() + b"\n"
 
 
-def _adapter_settings(names: Mapping[str, Any], lora: LoRA, base: str | None) -> dict[str, Any]:
-    """Return `adapter_config.json` of the tensors of `_peft_tensors`; None leaves `base` out."""
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        **({} if base is None else {"base_model_name_or_path": base}),
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "target_modules": sorted({name.split(".")[-3] for name in names}),
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "use_rslora": False,  # alpha / r, not alpha / sqrt(r)
-        "modules_to_save": None,
-        "inference_mode": True,
-    }
-
-
 def _peft_tensors(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return all factors, whole fp32 on the CPU, under PEFT's names. Collective over the FSDP mesh:
     each factor is gathered."""
@@ -226,17 +224,6 @@ def _peft_tensors(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
         theirs = f"base_model.model.{layer.removeprefix(PREFIX)}.{_PEFT_NAMES[factor]}.weight"
         found[theirs] = _whole(state_dict[name]).to("cpu", torch.float32).contiguous()
     return found
-
-
-def _merged_whole(name: str, state_dict: Mapping[str, Any], lora: LoRA | None) -> Tensor:
-    """Return a whole weight, with its layer's factors merged into it, in fp32, if it has some.
-    Collective over the FSDP mesh: weight and factors are gathered."""
-    whole, layer = _whole(state_dict[name]), name.removesuffix(".weight")
-    if f"{layer}.{FACTORS[0]}.weight" not in state_dict:
-        return whole
-    assert lora is not None
-    a, b = (_whole(state_dict[f"{layer}.{factor}.weight"]) for factor in FACTORS)
-    return merged(whole, a, b, lora.scaling)
 
 
 def _whole(value: Tensor) -> Tensor:

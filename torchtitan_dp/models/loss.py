@@ -16,7 +16,6 @@ Guarantee:
     on that sample alone: not on other samples, nor on the mesh.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -137,7 +136,7 @@ def losses_to_gradients_(logits_NV: Tensor, labels_N: Tensor, scale_N: Tensor) -
         scale_N: fp32 factors of the tokens' losses.
     """
     if logits_NV.is_cuda:
-        return _compiled_by_comparison()(logits_NV, labels_N, scale_N)
+        return compile_kernel(_by_comparison)(logits_NV, labels_N, scale_N)
     loss_N = torch.empty_like(scale_N, memory_format=torch.contiguous_format)
     rows = max(BLOCK // logits_NV.shape[1], 1)
 
@@ -182,11 +181,6 @@ def _by_comparison(logits_NV: Tensor, labels_N: Tensor, scale_N: Tensor) -> Tens
     scale_N1 = scale_N.masked_fill(ignored_N, 0.0)[:, None]
     logits_NV.copy_(torch.where(is_label_NV, p_NV - 1.0, p_NV) * scale_N1)
     return loss_N
-
-
-@functools.cache
-def _compiled_by_comparison() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    return compile_kernel(_by_comparison)
 
 
 class LossHead(nn.Linear):

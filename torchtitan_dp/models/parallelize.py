@@ -5,7 +5,7 @@ With privacy FSDP2 lies on the one-dimensional `fsdp = dp_shard x cp` mesh alone
 crosses data-parallel ranks is sent by `torchtitan_dp.gradients`, after clipping.
 """
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn as nn
@@ -94,18 +94,12 @@ def _apply_parts(model: CausalLM, parallel_dims: ParallelDims, job_config: JobCo
             model,
             job_config.activation_checkpoint,
             model_compile_enabled=compile_model,
-            op_sac_save_list=_ops_to_save(),
+            op_sac_save_list=operations_to_save() | {attention_operators("cpu")[0]},
             base_folder=job_config.job.dump_folder,
         )
         if job_config.activation_checkpoint.offload_inputs:
             longest = job_config.training.seq_len // parallelism.context_parallel_degree
             model.offload(InputsOnHost(longest))
-
-
-def _ops_to_save() -> set[Any]:
-    """Return the operations that selective AC saves: TorchTitan's, and CPU's attention kernel."""
-    on_cpu, _ = attention_operators("cpu")
-    return operations_to_save() | {on_cpu}
 
 
 def _ring_mesh(parallel_dims: ParallelDims, job_config: JobConfig) -> DeviceMesh | None:

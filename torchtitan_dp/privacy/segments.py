@@ -305,22 +305,19 @@ def dp_event(parts: Sequence[GaussianSteps]) -> dict[str, Any] | None:
 def _steps(part: GaussianSteps) -> dict[str, Any]:
     if part.round_steps > 1:
         return _event("SelfComposedDpEvent", event=_event("UnsupportedDpEvent"), count=part.steps)
-    if part.ratios is not None:
-        return _event("SelfComposedDpEvent", event=_mixture(part, part.ratios), count=part.steps)
-    gaussian = _event("GaussianDpEvent", noise_multiplier=part.noise_multiplier)
-    step = _event("PoissonSampledDpEvent", sampling_probability=part.sample_rate, event=gaussian)
-    return _event("SelfComposedDpEvent", event=step, count=part.steps)
-
-
-def _mixture(part: GaussianSteps, ratios: Ratios) -> dict[str, Any]:
     q = part.sample_rate
-    absent = ([0.0], [1 - q]) if q < 1 else ([], [])
-    return _event(
-        "MixtureOfGaussiansDpEvent",
-        standard_deviation=part.noise_multiplier,
-        sensitivities=[*absent[0], *ratios.values.tolist()],
-        sampling_probs=[*absent[1], *(q * ratios.probabilities).tolist()],
-    )
+    if part.ratios is not None:
+        absent = ([0.0], [1 - q]) if q < 1 else ([], [])
+        mixture = _event(
+            "MixtureOfGaussiansDpEvent",
+            standard_deviation=part.noise_multiplier,
+            sensitivities=[*absent[0], *part.ratios.values.tolist()],
+            sampling_probs=[*absent[1], *(q * part.ratios.probabilities).tolist()],
+        )
+        return _event("SelfComposedDpEvent", event=mixture, count=part.steps)
+    gaussian = _event("GaussianDpEvent", noise_multiplier=part.noise_multiplier)
+    step = _event("PoissonSampledDpEvent", sampling_probability=q, event=gaussian)
+    return _event("SelfComposedDpEvent", event=step, count=part.steps)
 
 
 def _event(name: str, **fields: Any) -> dict[str, Any]:
