@@ -1,9 +1,7 @@
 """Devices that cannot be used end a start in one line, and the launcher opens none of them."""
 
 import ast
-import os
 import re
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -15,7 +13,6 @@ import torch.distributed as dist
 import torchtitan_dp.distributed  # noqa: F401
 
 # isort: split
-from tests.conftest import hides_devices
 from tests.preflight.test_rehearsal import command, start
 from tests.processes.ranks import on_ranks
 from tests.processes.runs import ROOT, arguments, write_records
@@ -211,39 +208,3 @@ def test_ranks_on_unlike_devices_are_refused(tmp_path):
     assert first == second
     assert "ranks disagree on the kind of device (rank 1 is the first" in first
     assert "the kind of device must be the same" in first
-
-
-def reduced_in_fp16(argv):
-    matmul = torch.backends.cuda.matmul
-    try:
-        start(argv).close()
-        return matmul.allow_fp16_reduced_precision_reduction
-    finally:
-        matmul.allow_fp16_reduced_precision_reduction = True  # PyTorch's default
-
-
-@pytest.mark.parametrize(("dtype", "allowed"), [("float16", False), ("bfloat16", True)])
-def test_products_of_fp16_are_summed_in_fp32(tmp_path, dtype, allowed):
-    argv = command(tmp_path, f"--training.mixed_precision_param={dtype}")
-    assert on_ranks(1, reduced_in_fp16, argv) == [allowed]
-
-
-@pytest.mark.parametrize(
-    ("marks", "hidden"), [("", True), ("not slow", True), ("cuda", False), ("cuda and slow", False)]
-)
-def test_tests_see_devices_only_where_they_ask_for_them(marks, hidden):
-    assert hides_devices(marks) is hidden
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
-    assert not torch.cuda.is_available()
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_the_launcher_opens_no_cuda_context_beside_real_devices(tmp_path):
-    run = arguments(tmp_path / "out", write_records(tmp_path / "data"))
-    program = (
-        "import sys, torch; from torchtitan_dp import launch; "
-        "launch._checked('auto', ['-m', 'torchtitan_dp.train', *sys.argv[1:]]); "
-        "assert torch.cuda.device_count() and not torch.cuda.is_initialized()"
-    )
-    subprocess.run([sys.executable, "-c", program, *run], cwd=ROOT, check=True)

@@ -7,10 +7,9 @@ import weakref
 import pytest
 import torch
 
-from tests import build
 from tests.streams import watched
 from torchtitan_dp.distributed import host_memory
-from torchtitan_dp.distributed.host_memory import InputsOnHost, _OnHost
+from torchtitan_dp.distributed.host_memory import InputsOnHost
 
 
 def make_blocks(count):
@@ -54,24 +53,6 @@ def test_two_inputs_are_on_the_device():
     found = torch.autograd.grad(y.sum(), h)
     assert torch.equal(found[0], expected[0])
     assert not any(alive())
-
-
-def test_without_full_checkpointing_it_is_refused():
-    with pytest.raises(ValueError, match=r"offload_inputs = true: with mode = 'none'.*'full'"):
-        build.config("--activation_checkpoint.offload_inputs")
-
-
-def test_an_input_knows_the_one_before_while_that_is_alive():
-    """What comes back beside a block's backward is its predecessor's, and no other pass's."""
-    x, inputs = torch.randn(1, 2, 8), InputsOnHost(2)
-    first = _OnHost(inputs, x, None)
-    second = _OnHost(inputs, x + 1, first)
-    assert second._before is not None
-    assert second._before() is first
-    assert torch.equal(second.take(), x + 1)
-    assert torch.equal(first.take(), x)
-    del first
-    assert second._before() is None  # a pass that is over keeps nothing for the next
 
 
 @pytest.fixture

@@ -126,22 +126,6 @@ def test_sinks_go_round_as_configured(rotate):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("heads", [(3, 3), (4, 1)])
-def test_heads_and_their_sizes(heads, case):
-    # Of window 1 the gradients of scores are differences of equal sums, over a head's size.
-    assert max(errors(None, False, 19, CASES[case], heads=heads, size=64, batch=1)) < 2e-5
-    assert max(errors(2, False, 38, CASES[case], heads=heads, size=256, batch=1)) < 2e-5
-
-
-@pytest.mark.parametrize("tokens", [300, 1100])
-@pytest.mark.parametrize("window", [100, 300, 1050])
-def test_tiles_of_their_real_size(window, tokens):
-    options = {"window": window, "sinks": True}
-    assert max(errors(None, False, tokens, options, windows._TILE, heads=(1, 1))) < 5e-6
-    assert max(errors(2, True, 4 * tokens // 4, options, windows._TILE, heads=(1, 1))) < 5e-6
-
-
-@pytest.mark.parametrize("case", CASES)
 def test_16_bits_round_no_sum(case):
     """Key gradients are rounded once, whichever tiles and ranks they come from."""
     alone = errors(None, False, 64, CASES[case], dtype=torch.bfloat16)
@@ -213,13 +197,6 @@ def test_soft_caps_are_refused_above_a_length():
     q = torch.zeros(1, 1, longest + 1, 1)
     with pytest.raises(ValueError, match="soft cap"):
         attend(q, q, q, shard=Shard(None, False), scale=1.0, softcap=1.0)
-
-
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_capped_scores_of_a_tile_are_bounded(softcap):
-    with mock.patch.object(windows, "_CAPPED_SCORES", 64):
-        options = {"softcap": softcap, "window": 12}
-        assert max(errors(None, False, 30, options)) < 2e-6
 
 
 @pytest.mark.parametrize("balanced", [True, False])

@@ -246,18 +246,6 @@ def test_row75_no_unit_comes_twice_in_a_step_and_none_without_its_position():
         norms._draw("a", [factors_of(2)], 40)
 
 
-@pytest.mark.parametrize("k", [8, 4096])
-def test_row75_units_places_are_apart_and_within_what_generators_count_to(k):
-    from torchtitan_dp.gradients.norms import first_number
-
-    for rows in (1, 131, 128_256):
-        starts = [first_number(position, rows * k) for position in (-1, 0, 1, 10**8, 2**32 - 2)]
-        assert starts[0] == 0
-        assert starts[2] - starts[1] == starts[1] >= rows * k
-        assert all(start % starts[1] == 0 for start in starts)
-        assert starts[-1] + rows * k < 2**63
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_row22_a_bad_sample_is_seen_and_its_neighbour_is_not_touched(bad):
     found = []
@@ -337,39 +325,3 @@ def test_row13_a_part_whose_capped_factor_is_no_normal_number_is_left_out():
     ((_, _, factor_B, rejected_B),) = added
     assert rejected_B.tolist() == [True, False]
     assert factor_B[1] == pytest.approx(3e-4)
-
-
-def shrunk(k):
-    """Of eight samples: the length of what is added over C, and its cosine with the gradient."""
-    from tests import build
-
-    args = build.llama(256, vocab_size=512, max_position_embeddings=256)
-    generator = torch.Generator().manual_seed(0)
-    tokens_NT = torch.randint(0, 512, (8, 256), generator=generator)
-    ghost = ["--privacy.gradient_method=ghost", "--training.local_batch_size=1"]
-    capped = randomized(1, k=k, errors=CAPPED)
-    added, true = [], []
-    for found, options in ((added, capped), (true, ghost)):
-        options = [*options, "--training.seq_len=256"]
-        built = build.build((1, 1, 1), *options, args=args, max_grad_norm=1e-3)
-        for sample in range(8):
-            one = tokens_NT[sample : sample + 1]
-            total, _ = build.clipped_sum(built, one, one.roll(-1, 1), key=bytes([sample]) * 32)
-            found.append(torch.cat([g.flatten().double() for g in total.values()]))
-    lengths = [one.norm().item() / 1e-3 for one in added]
-    cosines = [
-        torch.nn.functional.cosine_similarity(*pair, dim=0).item()
-        for pair in zip(added, true, strict=True)
-    ]
-    return lengths, cosines
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("k, least", [(8, 0.96), (32, 0.99)])
-def test_a_cap_takes_next_to_nothing(k, least):
-    """`docs/methods.md` has the figures that this prints."""
-    ((lengths, cosines),) = on_ranks(1, shrunk, k)
-    mean = sum(lengths) / len(lengths)
-    print(f"k = {k}: {min(lengths):.4f}, mean {mean:.4f}; cosine {min(cosines):.5f}")
-    assert least < min(lengths) <= max(lengths) <= 1
-    assert min(cosines) > 0.999

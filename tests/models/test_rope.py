@@ -24,10 +24,9 @@ from tests.models.hugging_face import (
 from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.ledger import Settings
-from torchtitan_dp.models.hugging_face import export_settings, shape
+from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.lora import LoRA
-from torchtitan_dp.preflight.check import notices
 
 LINEAR = {"rope_type": "linear", "factor": 3.7}
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
@@ -140,16 +139,6 @@ def test_terms_that_the_family_would_replace_are_refused(
         shape(build.config(f"--model.hf_assets_path={tmp_path}", *options))
 
 
-def test_a_flavor_is_extended_too() -> None:
-    """Also theta alone, beside Llama 3.1's scaling."""
-    new = export_settings(config := build.config(*EXTENDED), shape(config))
-    assert new["rope_scaling"]["rope_type"] == "yarn"
-    assert (new["rope_theta"], new["max_position_embeddings"]) == (20000.0, 256)
-    new = export_settings(config := build.config("--rope.theta=3e6"), shape(config))
-    assert new["rope_theta"] == 3e6
-    assert new["rope_scaling"]["rope_type"] == "llama3"
-
-
 @torch.no_grad()
 def test_adapters_come_with_the_positions_that_they_were_trained_at(
     tmp_path: Path,
@@ -177,14 +166,6 @@ def test_a_resume_with_other_positions_is_refused() -> None:
         said = terms(*other).changed(since=extended)
         assert re.match(r"rope = .*: this run was started with .*factor 8", said)
     assert Settings.from_fields(extended.fields()) == extended
-
-
-def test_samples_beyond_the_window_are_noticed(tmp_path: Path) -> None:
-    folder = write("llama", tmp_path / "given")
-    line = "training.seq_len = 600 is beyond the 512 positions of the model"
-    for options, found in (((), 1), (("--rope.type=linear", "--rope.factor=2"), 0)):
-        config = given(folder, "--training.seq_len=600", *options)
-        assert sum(line in notice for notice in notices(config)) == found
 
 
 def test_adapters_are_the_loop_with_scaled_positions() -> None:

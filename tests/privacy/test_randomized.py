@@ -47,14 +47,6 @@ def test_the_values_dominate_the_envelope(k):
     assert (discrete >= survival(z, k) - 1e-12).all()
 
 
-@pytest.mark.parametrize("k", ALL_K)
-def test_little_is_lost_to_rounding(k):
-    found = ratios(k)
-    u = (np.arange(200_000) + 0.5) / 200_000
-    true = np.maximum(1.0, np.sqrt(k / stats.chi2.ppf(u, k))).mean()
-    assert true <= found.values @ found.probabilities <= true * 1.005
-
-
 def two_of(weight, k, x):
     """P[w X_1 + (1 - w) X_2 <= x], by integrating over X_1."""
     u = (np.arange(4_000) + 0.5) / 4_000
@@ -72,11 +64,6 @@ def test_no_pair_of_weights_and_no_equal_ones_are_worse_than_one(k, x):
         assert stats.chi2.cdf(n * k * x, n * k) <= single * (1 + 1e-9), n
 
 
-def test_beyond_one_a_single_weight_is_not_the_worst():
-    """Which is why the envelope is 1 there."""
-    assert stats.chi2.cdf(100 * 8 * 1.2, 100 * 8) > stats.chi2.cdf(8 * 1.2, 8)
-
-
 @pytest.mark.parametrize("exact", [0.0, 0.3])
 def test_by_simulation_random_spectra_are_dominated(exact):
     k, trials = 8, 200_000
@@ -89,13 +76,6 @@ def test_by_simulation_random_spectra_are_dominated(exact):
         bound = survival(z, k)
         bound[0] = 1.0
         assert (seen <= bound + 4 * np.sqrt(bound / trials)).all()
-
-
-def test_fewer_projections_are_worse():
-    z = np.linspace(0.9, 3.0, 200)
-    for fewer, more in ((8, 16), (16, 32), (32, 33), (33, 256)):
-        assert (survival(z, fewer) >= survival(z, more)).all()
-        assert largest_ratio(fewer) > largest_ratio(more)
 
 
 # An independent simulation, of Z that is not rounded.
@@ -171,18 +151,6 @@ def test_between_exact_norms_and_the_largest_ratio_always():
         exact, mixture = epsilon(sigma, q, steps, 0), epsilon(sigma, q, steps, 32)
         assert 1.02 * exact < mixture < epsilon(sigma / largest_ratio(32), q, steps, 0)
         assert exact < epsilon(sigma, q, steps, 256) < mixture < epsilon(sigma, q, steps, 8)
-
-
-@pytest.mark.thorough
-def test_the_papers_pair_of_noise_multipliers():
-    """4.073 with exact norms against 4.354 with 32 projections: epsilon 0.7 over 60 steps.
-
-    The paper's sample rate is not known; at 0.0955 the first is right. It counts Z as shown; as a
-    mixture 4.340 is enough.
-    """
-    exact = epsilon(4.073, 0.0955, 60, 0)
-    assert exact == pytest.approx(0.7, rel=1e-3)
-    assert epsilon(4.345, 0.0955, 60, 32) < exact < epsilon(4.335, 0.0955, 60, 32)
 
 
 def test_the_search_for_noise_counts_estimates():
