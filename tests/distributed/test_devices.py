@@ -1,10 +1,7 @@
 """Devices that cannot be used end a start in one line, and the launcher opens none of them."""
 
-import ast
-import re
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -119,26 +116,7 @@ def test_devices_that_are_named_and_not_there_are_a_warning(
     assert ("warning: CUDA_VISIBLE_DEVICES = 5, but " in said) is warned
 
 
-ASKED = re.compile(r"torch\.(cuda|accelerator|backends\.cudnn|_C\._cudnn)\.(\w+)")
-ACTS = ("synchronize", "set_device_index", "check_error", "cudart")
 """What acts on a device that the caller has, instead of asking about one."""
-
-
-def questions(path):
-    """The lines of a module that ask torch about devices."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        name = ASKED.fullmatch(ast.unparse(node)) if isinstance(node, ast.Attribute) else None
-        if name and name[2] not in ACTS:
-            yield f"{path.relative_to(ROOT)}:{node.lineno}: {name[0]}"
-
-
-def test_torch_is_asked_about_devices_in_one_place():
-    """There each question comes after whether there is a device: the CUDA build has none on a login
-    node, and asking for its capability is "Found no NVIDIA driver"."""
-    asked = [line for path in Path(ROOT, "torchtitan_dp").rglob("*.py") for line in questions(path)]
-    places = {line.partition(":")[0] for line in asked}
-    private = {"torchtitan_dp/torch_private.py"}  # whose question `devices` alone asks
-    assert places - private == {f"torchtitan_dp/distributed/{x}.py" for x in ("devices", "cpu")}
 
 
 @pytest.fixture
@@ -182,14 +160,6 @@ def test_the_launchers_process_opens_no_cuda_context(monkeypatch, tmp_path, in_s
     argv = launch._checked("auto", ["-m", "torchtitan_dp.train", *run, mesh])
     assert argv[:2] == ["--nproc_per_node", "2"]
     assert not torch.cuda.is_initialized()
-
-
-def test_the_kind_of_a_device_is_its_name_and_capability(monkeypatch):
-    """Noise of replicas must be equal bit by bit, and Triton builds it for each architecture."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert devices.kind(torch.device("cuda:0")) == ("cuda", "NVIDIA H100", (9, 0))
-    assert devices.kind(torch.device("cpu")) == ("cpu",)
 
 
 def refusal_on_unlike_devices(argv):

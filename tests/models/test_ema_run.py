@@ -2,7 +2,6 @@
 
 import itertools
 import re
-import shutil
 
 import pytest
 import torch
@@ -126,30 +125,3 @@ def test_a_release_is_of_the_average_unless_told_otherwise(finished, tmp_path, o
     assert ("(decay 0.9999; at first" in card) == average
     assert ("| weights | those after the last step |" in card) != average
     assert privacy(tmp_path / "model")["epsilon"] == privacy(finished)["epsilon"]
-
-
-def resumed(place, run, out, *overrides, world_size=2):
-    """A copy of a run that lost its steps 3 and 4, and took them again."""
-    if not out.exists():
-        shutil.copytree(run, out)
-        shutil.rmtree(out / "checkpoint" / "step-3")
-    shutil.rmtree(out / "checkpoint" / "step-4")
-    log = out.parent / f"log{len(list(out.parent.iterdir()))}"
-    return train(command(place, out, *overrides), log=log, world_size=world_size)
-
-
-SEEDED = ("--privacy.debug_seed=1", SHARDED, *HELD_OUT, "--validation.freq=1")
-
-
-@pytest.fixture(scope="module")
-def seeded(place):
-    train(command(place, place / "seeded", *SEEDED), log=place / "log2", world_size=2)
-    return place / "seeded"
-
-
-def test_it_goes_on_bit_by_bit_as_if_it_had_not_stopped(place, seeded, tmp_path):
-    resumed(place, seeded, tmp_path / "out", *SEEDED)
-    expected, found = state(seeded, STEPS), state(tmp_path / "out", STEPS)
-    assert found["ema.updates"] == STEPS
-    assert expected.keys() == found.keys()
-    assert_same(found, expected)

@@ -11,7 +11,6 @@ import torch
 from transformers import AutoConfig
 
 from tests import build
-from tests.gradients.loop import check
 from tests.models.causal_lm.families import arguments
 from tests.models.hugging_face import (
     edit_config,
@@ -26,21 +25,13 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.ledger import Settings
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.hugging_face_weights import export
-from torchtitan_dp.models.lora import LoRA
 
 LINEAR = {"rope_type": "linear", "factor": 3.7}
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
 SCALINGS = {
     "linear": LINEAR,
     "yarn": YARN,
-    "ramp of fractions": {**YARN, "truncate": False, "beta_fast": 8, "beta_slow": 0.5},
     "mscale": {**YARN, "mscale": 0.707, "mscale_all_dim": 1.3},
-    "mscale alone": {**YARN, "mscale": 0.707},
-    "attention_factor": {**YARN, "attention_factor": 0.9},
-    "the window of the model": {"rope_type": "yarn", "factor": 5.3},
-    "the factor of the windows": {**YARN, "factor": None},
-    "no room for a ramp": {**YARN, "original_max_position_embeddings": 6},
-    "a window beside the terms": YARN,
 }
 
 
@@ -166,11 +157,3 @@ def test_a_resume_with_other_positions_is_refused() -> None:
         said = terms(*other).changed(since=extended)
         assert re.match(r"rope = .*: this run was started with .*factor 8", said)
     assert Settings.from_fields(extended.fields()) == extended
-
-
-def test_adapters_are_the_loop_with_scaled_positions() -> None:
-    options = "--privacy.gradient_method=ghost", "--training.local_batch_size=2"
-    rope = {**YARN, "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 2.0}
-    rope["rope_theta"] = 1e4
-    lora = LoRA(2, 4.0, ("q_proj", "v_proj", "down_proj"))
-    check((1, 1, 2), *options, tolerance=2e-5, lora=lora, rope_parameters=rope)

@@ -6,10 +6,8 @@ Each accountant against its own library, called directly, and all against each o
 import contextlib
 import logging
 import math
-import time
 import warnings
 
-import numpy as np
 import pytest
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.pld import PLDAccountant, privacy_loss_distribution
@@ -25,24 +23,6 @@ REFERENCE = {"noise_multiplier": 1.0, "sample_rate": 0.01, "steps": 1_000, "delt
 NOISE = [(0.6, 1e-5), (0.8, 1e-6), (1.0, 1e-5), (1.5, 1e-7), (2.0, 1e-5), (4.0, 1e-6)]
 SAMPLING = [(0.001, 2_000), (0.004, 1_000), (0.01, 1_000), (0.05, 200), (0.3, 20)]
 GRID = [(sigma, q, steps, delta) for sigma, delta in NOISE for q, steps in SAMPLING]
-
-
-def exact_one_step(sigma: float, q: float, delta: float) -> float:
-    """Epsilon of one step, the worse of both directions, by quadrature and root finding."""
-    nodes, weights = np.polynomial.legendre.leggauss(8)
-    edges = np.linspace(-12 * sigma, 1 + 12 * sigma, 20_001)
-    half = np.diff(edges)[:, None] / 2
-    x = edges[:-1, None] + half * (1 + nodes)
-    absent = norm.pdf(x, 0, sigma)
-    present = (1 - q) * absent + q * norm.pdf(x, 1, sigma)
-
-    def excess(eps: float, first: np.ndarray, second: np.ndarray) -> float:
-        return float((half * weights * np.maximum(0, first - math.exp(eps) * second)).sum()) - delta
-
-    return max(
-        optimize.brentq(excess, 0, 30, args=pair) if excess(0, *pair) > 0 else 0.0
-        for pair in ((present, absent), (absent, present))
-    )
 
 
 @pytest.fixture(autouse=True)
@@ -134,23 +114,6 @@ def test_hazard_37_unlike_segments_are_close_below_prv():
     assert tight < upper_end(history, 1e-5) < min(tight + 0.011, loose)
 
 
-@pytest.mark.parametrize(
-    "sigma, q, steps, delta",
-    [
-        (0.3, 0.01, 1_000, 1e-6),
-        (1.0, 1e-7, 100_000, 1e-5),
-        (0.5, 0.5, 1_000, 1e-5),
-        (0.2, 1.0, 9, 0.5),
-    ],
-)
-def test_pld_answers_within_seconds_where_it_is_hard(sigma, q, steps, delta):
-    pld.pld_epsilon.cache_clear()
-    begun = time.process_time()
-    spent = pld.pld_epsilon((gaussian_steps(sigma, q, steps),), delta)
-    assert time.process_time() - begun < 5
-    assert math.isfinite(spent)
-
-
 @pytest.mark.parametrize("sigma, steps, delta", [(0.03, 1_000, 1e-5), (0.02, 10, 1e-9)])
 def test_where_plds_numbers_cannot_be_had_rdp_counts_and_it_is_said(caplog, sigma, steps, delta):
     query = {"noise_multiplier": sigma, "sample_rate": 0.01, "steps": steps, "delta": delta}
@@ -168,16 +131,6 @@ def test_a_failing_pld_never_gives_a_smaller_number(monkeypatch, wrong):
     monkeypatch.setattr(pld, "_attempts", lambda *_: [(wrong, None)])
     assert epsilon(**REFERENCE, accountant="pld") == epsilon(**REFERENCE, accountant="rdp")
     pld.pld_epsilon.cache_clear()
-
-
-@pytest.mark.parametrize(
-    "sigma, q", [(0.5, 0.01), (0.5, 0.3), (1.0, 0.1), (1.0, 0.9), (3.0, 0.5), (2.0, 1.0)]
-)
-def test_one_step_against_the_exact_value(sigma, q):
-    exact = exact_one_step(sigma, q, 1e-5)
-    query = {"noise_multiplier": sigma, "sample_rate": q, "steps": 1, "delta": 1e-5}
-    assert exact <= epsilon(**query, accountant="pld") <= exact * 1.006 + 1e-4
-    assert epsilon(**query, accountant="rdp") >= exact
 
 
 @pytest.mark.parametrize("accountant", ["rdp", "pld"])

@@ -174,37 +174,6 @@ def test_clip_and_add_on_cuda(offset):
         torch.testing.assert_close(totals[1].cpu(), totals[0], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("in_rows", [True, False])
-def test_layouts_of_many_methods_and_meshes_stay_within_dynamos_limit(in_rows):
-    """A selfcheck meets them all in one process; as CUDA compiles it, but for the last backend."""
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    add = torch.compile(clipping._add_scaled, fullgraph=True, dynamic=True, backend=counter)
-    factor, rejected = torch.tensor(0.5), torch.tensor(False)
-
-    def add_all():
-        for with_grad in (True, False):
-            for shards in (1, 2, 4):
-                for size in (1, 2, 48, 100):
-                    for cut in (0, 3):
-                        total = torch.zeros(shards, size + cut)[:, cut:]
-                        gradient = torch.ones(shards, size + 2 * cut)[:, cut : cut + size]
-                        with torch.set_grad_enabled(with_grad):
-                            if in_rows:
-                                clipping._add_rows(add, total, gradient, factor, rejected)
-                            else:
-                                add(total, gradient, factor, rejected)
-                        assert torch.equal(total, torch.full_like(total, 0.5))
-
-    if in_rows:
-        add_all()
-        assert counter.frame_count <= 6
-    else:  # why they are rows
-        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
-            add_all()
-
-
 # --- groups that are clipped apart ---------------------------------------------------------------
 
 NAMES = ["embedding.weight", "layers.0.wq.weight", "layers.0.wq.bias", "layers.1.wq.weight"]

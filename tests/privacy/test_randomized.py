@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tests.accounts import gaussian_steps, mechanism, steps_of
+from tests.accounts import gaussian_steps, steps_of
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.losses import gaussian_losses, largest_ratio, ratios
-from torchtitan_dp.privacy.meaning import meaning
 from torchtitan_dp.privacy.pld import composed, pld_epsilon
-from torchtitan_dp.privacy.segments import composition, dp_event, merged
+from torchtitan_dp.privacy.segments import composition, merged
 
 DELTA = 1e-5
 
@@ -153,13 +152,6 @@ def test_between_exact_norms_and_the_largest_ratio_always():
         assert exact < epsilon(sigma, q, steps, 256) < mixture < epsilon(sigma, q, steps, 8)
 
 
-def test_the_search_for_noise_counts_estimates():
-    query = dict(steps=40, target_epsilon=2.0, delta=DELTA, accountant="pld")
-    sigma = accounting.noise_for(mechanism(1.0, 0.05, 32), **query)
-    assert 0.99 * 2.0 <= epsilon(sigma, 0.05, 40) <= 2.0
-    assert sigma > 1.02 * accounting.noise_for(mechanism(1.0, 0.05), **query)
-
-
 def test_segments_of_both_kinds_compose():
     both = [steps_of(1.0, 0.05, 20, 32), steps_of(1.0, 0.05, 20)]
     mixed = accounting.compose(both, delta=DELTA, accountant="pld")
@@ -173,27 +165,6 @@ def test_merged_keeps_them_apart_and_closed_forms_are_of_exact_norms():
     )
     assert found == (gaussian_steps(0.5, 1.0, 1), gaussian_steps(1.0, 1.0, 5, 32))
     assert pld_epsilon((gaussian_steps(2.0, 1.0, 4, 32),), DELTA) > 1.05 * epsilon(2.0, 1.0, 4, 0)
-
-
-def test_its_meaning_is_worse_than_that_of_exact_norms():
-    for q in (0.05, 1.0):
-        exact, estimated = (meaning([steps_of(2.0, q, 10, k)], DELTA) for k in (0, 32))
-        assert exact.posterior < estimated.posterior
-        assert all(a[1] < b[1] for a, b in zip(exact.detected, estimated.detected, strict=True))
-
-
-@pytest.mark.thorough
-def test_its_event_gives_another_program_the_same_epsilon():
-    from dp_accounting import dp_event as events
-    from dp_accounting.pld.pld_privacy_accountant import PLDAccountant
-
-    told = dp_event([gaussian_steps(1.0, 0.05, 10, 32)])["events"][0]
-    assert (told["class_name"], told["count"]) == ("SelfComposedDpEvent", 10)
-    terms = {k: v for k, v in told["event"].items() if k not in ("module_name", "class_name")}
-    accountant = PLDAccountant(value_discretization_interval=2e-3)
-    accountant.compose(events.MixtureOfGaussiansDpEvent(**terms), 10)
-    theirs = accountant.get_epsilon(DELTA)
-    assert theirs == pytest.approx(epsilon(1.0, 0.05, 10), rel=5e-3)
 
 
 @pytest.mark.parametrize("k", [1, 7, 5_000])

@@ -9,7 +9,7 @@ import torch
 
 from tests.build import config
 from tests.models.causal_lm.families import FAMILIES, arguments, configuration
-from torchtitan_dp.models.causal_lm.attention import Band, Sample, attention, band
+from torchtitan_dp.models.causal_lm.attention import Band, Sample, attention
 from torchtitan_dp.models.causal_lm.settings import read_args
 from torchtitan_dp.models.hugging_face import check_weights, on_meta
 
@@ -73,14 +73,6 @@ def test_settings_of_which_transformers_builds_no_model(changes):
     assert "\n" not in str(why.value)
 
 
-@pytest.mark.parametrize("kind", ["mamba", "jamba", "falcon_h1"])
-def test_models_that_mix_tokens_beside_attention(kind):
-    given = settings(kind)
-    given.pop("time_step_limit", None)  # infinite in JSON
-    with pytest.raises(ValueError, match=r'layer_types = "(linear_attention|hybrid)"'):
-        read_args(given, "config.json", "model.hf_assets_path")
-
-
 @pytest.mark.parametrize("kind", ["Conv1d", "BatchNorm1d"])
 def test_modules_that_mix_tokens_or_samples(kind, monkeypatch):
     from transformers.models.llama import modeling_llama
@@ -136,12 +128,6 @@ def test_what_attention_is_asked_for(terms, said):
     with pytest.raises(ValueError, match=said):
         attend(**{"sample": sample, **terms})
     assert sample.calls == 0
-
-
-@pytest.mark.parametrize("terms", [{"use_vmap": True}, {"allow_is_bidirectional_skip": True}])
-def test_masks_that_are_more_than_a_window(terms):
-    with pytest.raises(ValueError, match="more than a window"):
-        band(**terms)
 
 
 def test_a_family_whose_attention_is_not_transformers():
