@@ -1,15 +1,15 @@
-"""The DP optimizer: clipped sum, plus noise, over the expected batch size, into an inner optimizer.
-
-That is TorchTitan's AdamW or Adam, or the momentum SGD below.
+"""The DP optimizer: clipped sum, plus noise, over the expected batch size, into an inner optimizer,
+TorchTitan's AdamW or Adam, or the momentum SGD below.
 
 Guarantee:
-    The gradient handed to the inner optimizer is (S + N(0, (sigma C)^2 I)) / b: S the clipped sum,
-    of sensitivity C (or, with estimated norms, that of `privacy.losses`), and b the expected
-    batch size, fixed and public. So each step is a Gaussian mechanism of noise multiplier sigma,
-    with any inner optimizer. Noise that is correlated over steps is that of `privacy.banded`. This
-    holds for real numbers; `privacy.clipping` has fp32. Each position of each
-    parameter has one noise value, from (key, name, position) alone: shards do not share it,
-    replicas do, and it is the same on every mesh. Assumes that noise comes from one `NoiseChain`.
+    - The gradient handed to the inner optimizer is (S + N(0, (sigma C)^2 I)) / b: S the clipped
+      sum, of sensitivity C (or, with estimated norms, that of `privacy.losses`), and b the expected
+      batch size, fixed and public. So each step is a Gaussian mechanism of noise multiplier sigma,
+      with any inner optimizer. Noise that is correlated over steps is that of `privacy.banded`.
+      This holds for real numbers; `privacy.clipping` has fp32.
+    - Each position of each parameter has one noise value, from (key, name, position) alone: shards
+      do not share it, replicas do, and it is the same on every mesh. Assumes that noise comes from
+      one `NoiseChain`.
 """
 
 import functools

@@ -1,16 +1,13 @@
 """Ring attention over the context-parallel mesh; on one rank, fp32 attention in little memory.
 
 PyTorch chooses the kernel, on CUDA and CPU alike, and under TorchTitan's context parallelism calls
-the function that is registered for it: here, `distributed.ring` with that kernel. Flash attention
-on CPU returns `(out, logsumexp)`, which is all that the ring's merge needs. CUDA's memory-efficient
-kernels, the only ones for fp32, pad logsumexp to 32 rows, which is cut off here and added again for
-backward. From `Shard.heads_apart_from` tokens, a sequence that one rank has alone is a ring of
-one, too.
+the function that is registered for it: here, `distributed.ring` with that kernel. CUDA's
+memory-efficient kernels, the only ones for fp32, pad logsumexp to 32 rows, which is cut off here
+and added again for backward. From `Shard.heads_apart_from` tokens, a sequence that one rank has
+alone is a ring of one, too.
 
-Without a ring: flash and cuDNN take 16 bits only, so TorchTitan's list leaves fp32 to the math
-kernel, which keeps T x T scores for each head: 34 GB for 32 heads at T = 16,384. The
-memory-efficient kernel has no grouped queries, so keys and values are repeated for it, which costs
-as much as one key head for each query head.
+Without a ring TorchTitan's list leaves fp32 to the math kernel, which keeps T x T scores for each
+head. The memory-efficient kernel has no grouped queries, so keys and values are repeated for it.
 """
 
 import dataclasses

@@ -3,15 +3,11 @@
 Each rank of a context-parallel group has the queries, keys and values of its own tokens. Keys and
 values travel around the ring; each rank attends to one block of them at a time and merges the
 results by logsumexp (Liu et al. 2023, "Ring Attention", arXiv 2310.01889). In backward the fp32
-gradients of keys and values travel along. This computes what PyTorch's `_templated_ring_attention`
-does, term by term in the same order, so that fp32 results are bit-identical, but
-
-- partial outputs and gradients are merged in place, where PyTorch makes a copy a block;
-- keys and values are packed once, and not again for each rank that they pass;
-- outputs and gradients lie as (B, T, H, F), as the layers around attention read them;
-- from `heads_apart_from` tokens on, the kernel runs on the queries of one key head at a time.
-  FlashAttention's backward needs fp32 dQ, and dK and dV of every query head: at 131,072 tokens of
-  32 heads 4 GiB, of 4 heads 0.5 GiB.
+gradients of keys and values travel along. fp32 results are PyTorch's `_templated_ring_attention`'s
+bit by bit, but partial outputs and gradients are merged in place, keys and values are packed once,
+outputs and gradients lie as (B, T, H, F), and from `heads_apart_from` tokens on, the kernel runs on
+the queries of one key head at a time: FlashAttention's backward needs fp32 dQ, and dK and dV of
+every query head, at 131,072 tokens of 32 heads 4 GiB, of 4 heads 0.5 GiB.
 
 A ring of one rank is attention without a ring, with heads apart. A sequence is dealt out
 contiguously, or "head-tail" (rank r of n has chunks r and 2n - 1 - r), as by TorchTitan.

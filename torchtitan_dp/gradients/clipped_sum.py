@@ -1,21 +1,18 @@
 """Where every gradient method ends: norms over cp, clip, one sum; over dp once a step.
 
+Gradients arrive in bundles, flat tensors of parameters that are reduced together: an FSDP2 group
+(`microbatch`) or one parameter (`grad_sample`). Bundles decide how gradients are communicated, clip
+groups (`privacy.clipping`) how they are clipped. A method that has all gradients at once calls
+`add`; one that completes a group early `add_group`, which frees them; one with norms from elsewhere
+`policy.clip`, then `accumulate` or `accumulate_part`.
+
 Guarantee:
-    `take` returns this rank's shard of sum_i clip(g_i) over the samples of all data-parallel ranks
-    since `reset`, each counting at most C (`privacy.clipping`) if norms are exact; for estimates
-    see `privacy.losses`. Assumes that each row passed to `add` is one sample's gradient, summed
-    over the context-parallel group, and that the cp ranks together hold every element exactly once.
-    The sum is in fp32: a sample also changes how later ones round, which moves the sum of n samples
-    on a rank by up to n^2 / 2^24 of C more (`privacy.clipping.fp32_sum_excess`): more than C
-    itself from 4,096 samples on.
-
-Gradients arrive in bundles. A bundle is one flat tensor of parameters that are reduced together: an
-FSDP2 group (`microbatch`) or one parameter (`grad_sample`). Bundles decide how gradients are
-communicated, clip groups (`privacy.clipping`) how they are clipped; the two are independent.
-
-A method that has all gradients at once calls `add`; one that completes a group early calls
-`add_group`, which frees them; one with norms from elsewhere calls `policy.clip`, then `accumulate`,
-or `accumulate_part` so that one parameter's gradients exist at a time.
+    - `take` returns this rank's shard of sum_i clip(g_i) over the samples of all data-parallel
+      ranks since `reset`, each counting at most C if norms are exact; for estimates see
+      `privacy.losses`. Assumes that each row passed to `add` is one sample's gradient, summed over
+      the context-parallel group, whose ranks together hold every element exactly once.
+    - The sum is in fp32: a sample also changes how later ones round
+      (`privacy.clipping.fp32_sum_excess`).
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,9 @@
 """Per-sample gradients for microbatches of several samples: LongShield's V1, V2 and, with AC, V3.
 
-Each layer's backward forms its samples' gradients from this rank's tokens (`layers`). V2 (section
-3.2, input-stationary) reduce-scatters them over the context-parallel group while backward continues
-and keeps `1 / cp` on each rank (section 3.1). V1, the paper's baseline, keeps them whole and sums
-them after backward. With V2, a clip group is added, and freed, within backward.
+Each layer's backward forms its samples' gradients from this rank's tokens (`layers`). V2
+reduce-scatters them over the context-parallel group while backward continues and keeps `1 / cp` on
+each rank. V1, the paper's baseline, keeps them whole and sums them after backward. With V2, a clip
+group is added, and freed, within backward.
 
 Guarantee:
     What is added to the `ClippedSum` for sample b is the gradient of loss b over the whole

@@ -3,15 +3,13 @@
 At long T most of a recomputed block is its feed-forward: gate, up, their activation and product are
 each 3.5 times as wide as the residual stream of an 8B Llama. Here it is a function that saves its
 input alone, and computes some thousand tokens at a time; backward computes a tile again, then its
-gradients. Those of weights and LoRA's factors are summed over tiles in fp32 (`gradients.operands`);
-frozen weights have none. Tiling by tokens is ALST's "sequence tiling" (Bekman et al. 2025, arXiv
-2506.13996).
+gradients. Those of weights and LoRA's factors are summed over tiles in fp32. Tiling by tokens is
+ALST's "sequence tiling" (Bekman et al. 2025, arXiv 2506.13996).
 
-No product is computed more often than with full activation checkpointing. The function is two nodes
-of the graph: `_Inputs`, which saves, and `_Output`, which computes and saves nothing. Checkpointing
-recomputes a block only up to the last tensor that it saves (`activation_checkpoint.early_stop`), so
-it never computes `_Output` again, and the tiles of gate and up are computed a second time by
-`_Inputs.backward` alone.
+The function is two nodes of the graph: `_Inputs`, which saves, and `_Output`, which computes and
+saves nothing. Checkpointing recomputes a block only up to the last tensor that it saves
+(`activation_checkpoint.early_stop`), so that no product is computed more often than with full
+activation checkpointing.
 
 Guarantee:
     The gradients are those of one sample: several are refused where a parameter is trained, since

@@ -6,14 +6,11 @@ Guarantee:
       step is chosen after seeing the ones before. Segments go one after the other on the same data;
       their mechanisms and steps were all fixed before training ("planned").
     - Neighbours are `add_remove` (one unit more or less; needs a public sample rate and divisor)
-      and `zero_out` (one unit's content replaced by an empty unit; the number of units is public).
-      Both have the same epsilon: a unit that contributes 0 is an absent unit, and both directions
-      are covered. Replacing one unit by another is *not* covered.
-    - `pld`, the default, is tight and pessimistic by construction (Koskela, Jalko & Honkela 2020;
-      `pld`). `rdp` is looser. RDP's bound counts too where PLD's numbers cannot be had, and for
-      rounds of random allocation where it is smaller: `counted_by` names the one that counted.
-    - The Gaussian-DP central limit approximation is not offered: it is no bound (1.43 where the
-      truth is 4.10).
+      and `zero_out` (one unit's content replaced by an empty unit; the number of units is public),
+      with the same epsilon. Replacing one unit by another is *not* covered.
+    - `pld`, the default, is tight and pessimistic by construction (`pld`). `rdp` is looser. Its
+      bound counts too where PLD's numbers cannot be had, and for rounds of random allocation where
+      it is smaller: `counted_by` names the one that counted.
 """
 
 import bisect

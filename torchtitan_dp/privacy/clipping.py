@@ -5,21 +5,18 @@ Flat clipping has one group of parameters (Abadi et al. 2016). Group-wise clippi
 be clipped as soon as backward has reached it.
 
 Guarantee:
-    Let g_i be the whole gradient of sample i, and s_i its squared norm over every shard. The sum
-    built by `add_clipped_` with the factors of `clip` changes by at most C in l2 norm when one
-    sample is replaced by an empty one, whatever the record holds. Assumes that s_i is the same
-    on every rank that holds a shard of g_i (one all-reduce over those ranks, before `clip`), and
-    that g_i depends on sample i alone.
-
-    `ClipPolicy` alone has C, and alone decides factors: no gradient method can clip by other terms
-    than those of the noise and of epsilon. Each parameter is in exactly one of its M groups, by its
-    name alone, which is public. A group's part of a sample has a norm of at most C / sqrt(M), so
-    the whole one of at most C: the sensitivity, noise and epsilon are those of flat clipping. In
-    units of a group's own bound its noise is sigma sqrt(M) where flat noise is sigma.
-
-    The sum is in fp32, so that one record moves the sum of n samples on one rank by at most
-    C (1 + fp32_sum_excess(n)): negligible for a few hundred samples, and far from the bound unless
-    thousands of gradients and their order are made for it. `privacy.json` has the number.
+    - Let g_i be the whole gradient of sample i, and s_i its squared norm over every shard. The sum
+      built by `add_clipped_` with the factors of `clip` changes by at most C in l2 norm when one
+      sample is replaced by an empty one, whatever the record holds. Assumes that s_i is the same
+      on every rank that holds a shard of g_i (one all-reduce over those ranks, before `clip`), and
+      that g_i depends on sample i alone.
+    - `ClipPolicy` alone has C, and alone decides factors. Each parameter is in exactly one of its M
+      groups, by its name alone. A group's part of a sample has a norm of at most C / sqrt(M), so
+      the whole one of at most C: sensitivity and epsilon are those of flat clipping.
+    - The sum is in fp32, so that one record moves the sum of n samples on one rank by at most
+      C (1 + fp32_sum_excess(n)): negligible for a few hundred samples, and far from the bound
+      unless thousands of gradients and their order are made for it. `privacy.json` has the
+      number.
 """
 
 import math

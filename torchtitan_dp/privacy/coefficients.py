@@ -2,10 +2,8 @@
 
 Where z_t has unit variance, a step adds ‖c‖ (C⁻¹ z)_t, and weights that follow from the steps'
 noise with the shares a_t (`checkpoint.terms`) have that of standard deviation ‖c‖ ‖C⁻ᵀ a‖. The
-column minimises it, times a small power of a step's noise, by L-BFGS from
-
-    the coefficients of (1 - x)^(-1/2), cut off after b of them (the square root of the matrix of
-    prefix sums; Fichtenberger, Henzinger and Upadhyay 2023)
+column minimises it, times a small power of a step's noise, by L-BFGS from the coefficients of
+(1 - x)^(-1/2), cut off after b of them (Fichtenberger, Henzinger and Upadhyay 2023).
 
 Without that power momentum would allow steps 13 times as noisy as independent noise, of which the
 weights gain 2% (1,000 steps, 16 bands): AdamW divides by a step's noise, and would hardly move.

@@ -5,15 +5,14 @@
 Rank 0 draws the root key at each start and at each checkpoint load and sends it to all ranks. It
 lives in memory only: anyone with it and the published weights can subtract the noise.
 
-Guarantee
----------
-If HMAC-SHA256 is a pseudo-random function, keys of different (label, step) pairs are
-indistinguishable from independent uniform ones, so streams of different labels never share
-randomness. A root key has one stream for each label, which serves each step once, in rising order,
-so no noise is drawn twice within a process. Across processes this assumes a fresh
-`RootKey.from_os()` at every start and load. No key is saved, or shown by `repr` or pickle; memory
-that is swapped out or dumped is not protected here (the launcher turns core dumps off). A root key
-from a debug seed can be guessed: such a run is not private.
+Guarantee:
+    - If HMAC-SHA256 is a pseudo-random function, keys of different (label, step) pairs are
+      indistinguishable from independent uniform ones. A root key has one stream for each label,
+      which serves each step once, in rising order, so no noise is drawn twice within a process.
+      Across processes this assumes a fresh `RootKey.from_os()` at every start and load.
+    - No key is saved, or shown by `repr` or pickle; memory that is swapped out or dumped is not
+      protected here (the launcher turns core dumps off). A root key from a debug seed can be
+      guessed: such a run is not private.
 """
 
 import hashlib

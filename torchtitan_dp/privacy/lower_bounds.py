@@ -1,20 +1,18 @@
 """Lower bounds on epsilon from the successes of an attack, at a stated confidence.
 
-Guarantee
----------
-If the audited program is (epsilon, delta)-DP for the attacked units, `one_run_epsilon` returns more
-than epsilon with probability at most 1 - confidence, whatever the attack. If it is mu-Gaussian-DP,
-`gaussian_mu` returns more than mu with probability at most 1 - confidence. If it is one step of
-estimated norms, at sampling rate 1, `gaussian_mu` returns more than `mixture_mu` as rarely. A bound
-above the claim is evidence of a fault; one below it proves nothing: a better attack may exist.
-
-Assumptions: for `one_run_epsilon`, each canary's coin is fair, independent of all
-else and unknown to the attack, and the number of guesses was fixed in advance. For `gaussian_mu`,
-trials are independent and what counts as an error was fixed in advance.
-
 Sources: Steinke, Nasr & Jagielski, "Privacy Auditing with One (1) Training Run" (NeurIPS 2023),
 Theorem 5.2; Dong, Roth & Su, "Gaussian Differential Privacy" (2022), for mu; Clopper &
 Pearson (1934) for a rate. Libraries with these bounds bring JAX, or need two trainings.
+
+Guarantee:
+    - Each returns more than the truth with probability at most 1 - confidence, whatever the attack:
+      `one_run_epsilon` than epsilon, if the audited program is (epsilon, delta)-DP for the attacked
+      units; `gaussian_mu` than mu, if it is mu-Gaussian-DP, and than `mixture_mu`, if it is one
+      step of estimated norms, at sampling rate 1.
+    - A bound above the claim is evidence of a fault; one below it proves nothing.
+    - Assumptions: for `one_run_epsilon`, each canary's coin is fair, independent of all else and
+      unknown to the attack, and the number of guesses was fixed in advance. For `gaussian_mu`,
+      trials are independent and what counts as an error was fixed in advance.
 """
 
 import numpy as np

@@ -2,16 +2,15 @@
 
     f(x) = 1/n * sum over n held-out units of min(max(loss, 0), L)
 
-Guarantee
----------
-- One unit's content moves f by at most L / n: n is public and no function of losses, each unit adds
-  from 0 to L whatever its loss is (NaN adds L, a unit without a target 0), and the sum is of whole
-  numbers of L / 2^30, without rounding. So a release with noise of standard deviation s L / n is,
-  for one held-out unit under `zero_out`, the Gaussian mechanism of noise multiplier s.
-- k releases are exactly one of s / sqrt(k), also where weights and later releases were chosen by
-  earlier results (Dong, Roth & Su 2022, corollary 3.3).
-- Noise is drawn in fp64, four draws a normal, and the result is rounded to a fixed public grid: see
-  `noise` for the attacks that this resists, and its assumptions.
+Guarantee:
+    - One unit's content moves f by at most L / n: n is public and no function of losses, each unit
+      adds from 0 to L whatever its loss is (NaN adds L, a unit without a target 0), and the sum is
+      of whole numbers of L / 2^30, without rounding. So a release with noise of standard deviation
+      s L / n is, for one held-out unit under `zero_out`, the Gaussian mechanism of noise
+      multiplier s.
+    - k releases are exactly one of s / sqrt(k), also where weights and later releases were chosen
+      by earlier results (Dong, Roth & Su 2022, corollary 3.3).
+    - Noise is secure (`noise`): fp64, four draws a normal, rounded to a fixed public grid.
 """
 
 import math

@@ -1,18 +1,12 @@
 """The steps of a run: as a `Mechanism`, a frozen value, and as the Gaussians that dominate them.
 
-Accountants see Poisson-subsampled Gaussians and rounds of random allocation, and nothing else.
-
-Guarantee
----------
-`Mechanism.composition(n)` dominates n steps that begin at a start, for neighbours as in
-`accounting`, whatever was released before: the accountants, and `dp_event`, see nothing else of a
-mechanism.
-
-`merged` changes nothing about what the steps spend: their order is irrelevant to composition, steps
-that draw nobody or are infinitely noisy spend nothing, and Gaussian mechanisms without sampling, of
-exact norms, compose exactly into one, whose 1 / sigma^2 is the sum of theirs. `dp_event` lists
-every step once, so that an accountant of another program, given the event and delta, bounds the
-same run.
+Guarantee:
+    - `Mechanism.composition(n)` dominates n steps that begin at a start, for neighbours as in
+      `accounting`, whatever was released before: Poisson-subsampled Gaussians and rounds of random
+      allocation. Accountants, and `dp_event`, see nothing else of a mechanism.
+    - `merged` changes nothing about what the steps spend: their order is irrelevant, steps that
+      draw nobody or are infinitely noisy spend nothing, and Gaussian mechanisms without sampling,
+      of exact norms, compose exactly into one, whose 1 / sigma^2 is the sum of theirs.
 """
 
 import dataclasses

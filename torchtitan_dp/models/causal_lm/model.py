@@ -1,10 +1,8 @@
 """A causal LM of transformers for private training: per-sample losses, adapters, and initial
 weights that depend on no mesh.
 
-At one sample a microbatch, the gradient that FSDP2 reduces over the ranks of a sample is that
-sample's gradient, for modules of any kind. So they are transformers' own; ours are attention,
-masks, the loss, rotary embeddings that depend on a length, which is that of training, and modules
-of the same formula that keep less (`formulas`).
+Modules are transformers' own; ours are attention, masks, the loss, rotary embeddings that depend on
+a length, which is that of training, and modules of the same formula that keep less (`formulas`).
 
 Modules are in eval mode, always: dropout, and routers that draw, would add noise that no account
 of privacy knows of. Auxiliary losses of routers are off: they multiply means over tokens, which do
