@@ -2,29 +2,19 @@
 `activation_checkpoint.offload_inputs`, whose checkpointed blocks keep their inputs there.
 
 A process may take the least of the kernel's `MemAvailable` and of the rest that each cgroup around
-it leaves, in both versions of cgroups: a scheduler's job and a container have their limits there,
-and the limits of all ancestors apply. Memory that only caches files counts as free, as in
-`MemAvailable`: it is dropped when memory is needed. For ancestors that a container does not see,
-version 1 reports the limit; version 2 does not.
+it leaves, in both versions of cgroups (Linux). Memory that only caches files counts as free. For
+ancestors that a container does not see, version 1 reports the limit; version 2 does not.
 
 Of page-locked memory, for copies that do not block, PyTorch's allocator takes the next power of two
-of bytes: nothing is wasted on 4,096 values a token, a third on 3,072 and six tenths on 5,120. Where
-it would waste, large buffers are pages of their own here, registered with CUDA as PyTorch's
-checkpoints do it.
+of bytes. Where that would waste, large buffers are pages of their own here, registered with CUDA.
 
 With full activation checkpointing only a block's input is kept, and at long T these inputs fill
-most of a device. They are copied out when the block begins and back when its backward begins;
-nothing waits for the host. Copies have a stream of their own: copies out overlap the blocks that
-follow, and the input of the block before comes back while a block is recomputed.
-
-Memory on the device: an input is always allocated on the computing stream C, and dropped once C
-waits for the copy stream's event. So C's next allocation can reuse it at once, whatever the host
-has queued by then. C waits for the copy out of the block two before, which has had two blocks'
-time.
-
-Memory on the host: page-locked buffers of one size, that of the longest sample, one for each live
-input. A buffer is reused when its input's graph is gone; both inputs are copied on the one copy
-stream, in order.
+most of a device. They are copied out when the block begins and back when its backward begins, on a
+stream of their own; nothing waits for the host. The input of the block before comes back while a
+block is recomputed. An input is always allocated on the computing stream C, and dropped once C
+waits for the copy stream's event, so that C's next allocation can reuse it at once. C waits for the
+copy out of the block two before, which has had two blocks' time. A host buffer, of the longest
+sample's size, is reused when its input's graph is gone.
 """
 
 import collections

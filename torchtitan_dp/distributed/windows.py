@@ -6,18 +6,17 @@ at once, and send their gradients back, in fp32. Then tiles of queries attend to
 reach. Neither what a rank sends nor the work for a query grows with the sequence.
 
 A sink is one more score of each head, without a value. With logsumexp' = logaddexp(logsumexp, sink)
-and out' = out * exp(logsumexp - logsumexp'), the kernels' own backward is right. So sinks work on
-tiles and, without a window, on the ring.
+and out' = out * exp(logsumexp - logsumexp'), the kernels' own backward is right, on tiles and on
+the ring.
 
 A soft cap has no kernel that runs everywhere (the backward of flex attention needs CUDA): a tile's
 scores are all there. Without a window, each rank has the keys of all tokens before its own; hence
 `check_softcap`.
 
-A kernel attends within a block, by what PyTorch has on each device, or with a soft cap of scores.
-Its forward takes queries (B, H, queries, F), keys and values (B, K, keys, F), `bias` (queries,
-keys) of their dtype to add to the scores, or None, `is_causal` and `scale`. It returns the output,
-its logsumexp, and what its backward takes as `more`. Backward takes tensors by name. This is what
-`distributed.ring` calls a kernel.
+A kernel, as `distributed.ring` calls it, attends within a block. Its forward takes queries (B, H,
+queries, F), keys and values (B, K, keys, F), `bias` (queries, keys) of their dtype or None,
+`is_causal` and `scale`; it returns the output, its logsumexp, and what its backward takes as
+`more`. Backward takes tensors by name.
 """
 
 from collections.abc import Callable, Iterator, Sequence

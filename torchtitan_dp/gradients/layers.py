@@ -1,14 +1,12 @@
 """Layers whose backward forms per-sample gradients only.
 
 `per_sample_layers` replaces every trainable layer's forward by an `autograd.Function`. Its tensors
-for backward are in `save_for_backward`, so that activation checkpointing frees and recomputes them;
-module hooks would hold those of the first forward (LongShield, section 3.3). The weight's ordinary
-gradient, a sum over samples, is never computed.
+for backward are in `save_for_backward`, so that activation checkpointing frees and recomputes them
+(LongShield, section 3.3). The weight's ordinary gradient, a sum over samples, is never computed.
 
 Guarantee:
     Row b of a gradient that a layer passes to its sink depends only on row b of its input and of
-    its output's gradient. A layer without a rule of its own sees one sample at a time, so that
-    its samples cannot mix.
+    its output's gradient. A layer without a rule of its own sees one sample at a time.
 """
 
 from collections import Counter

@@ -1,7 +1,6 @@
-"""The one builder of private steps, of each gradient method.
-
-Training, the plan's fake step, the audit's game and the tests build their steps by `build_step`, so
-that the step that is predicted, attacked and tested is the step that trains.
+"""The one builder of private steps, of each gradient method: training, the plan's fake step, the
+audit's game and the tests build theirs by `build_step`, so that the step that is predicted,
+attacked and tested is the step that trains.
 
 Guarantee:
     The clipped sum and every optimizer of one `PrivateStep` have the same C, so that noise fits the

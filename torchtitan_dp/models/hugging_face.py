@@ -1,8 +1,7 @@
 """The shape of the model, from a Hugging Face folder's `config.json` or a flavor, and its weights.
 
 `config.json` counts if the folder of `model.hf_assets_path` (or of Hugging Face weights to start
-from) has one, else `model.flavor`; with the adapters of `[lora]`. A model that cannot be trained is
-refused in one line.
+from) has one, else `model.flavor`; with the adapters of `[lora]`.
 """
 
 import copy

@@ -5,9 +5,8 @@ drawn and B is 0, so that training starts from the model as it was given. `freez
 (Sun et al. 2024, "Improving LoRA in Privacy-preserving Federated Learning", section 4).
 
 Guarantee:
-    Only factors are trained. They are `nn.Linear`s of their own, so they are clipped and noised
-    like any linear layer. A frozen weight has no gradient, no place in the sum and no optimizer
-    state. Frozen weights are those of the start: public, or with a ledger of their own.
+    Only factors are trained: `nn.Linear`s of their own, clipped and noised like any. A frozen
+    weight has no gradient, no place in the sum and no optimizer state.
 """
 
 import math

@@ -1,14 +1,12 @@
 """Losses: of samples, each of that sample alone; of tokens, to look at; and with their gradients.
 
 `LossHead` is the output layer and the loss in one, in chunks of tokens: the logits are never all
-there, which in fp32 outgrow everything else at long contexts. Those of one chunk exist at a time,
-and its gradients are computed along with its loss: as many FLOPs as without chunks. To FSDP2 this
-is one layer, called once: one gather and one reduction a microbatch.
+there, which in fp32 outgrow everything else at long contexts. A chunk's gradients are computed
+along with its loss: as many FLOPs as without chunks. To FSDP2 this is one layer, called once.
 
 With several samples the weight's per-sample gradients are formed in the forward pass as well, and
 their sums over cp start there: the loss head is the last in forward and the first in backward, so
-that this costs no memory. While a sample is formed, one whole gradient of the weight exists, and
-one more that is being reduced. The order of collectives is the same on all ranks: the head's
+that this costs no memory. The order of collectives is the same on all ranks: the head's
 reduce-scatters, then those of backward, which first multiplies by the gradient of each loss.
 
 Guarantee:

@@ -1,8 +1,8 @@
 """Lay a model over the mesh `dp_replicate x dp_shard x cp`: CP, compile, AC, FSDP2, in this order.
 
 With privacy FSDP2 lies on the one-dimensional `fsdp = dp_shard x cp` mesh alone: DDP or HSDP over
-`dp_replicate`, as TorchTitan's models have without, would mix samples before they are clipped. What
-crosses data-parallel ranks is sent by `torchtitan_dp.gradients`, after clipping.
+`dp_replicate` would mix samples before they are clipped. What crosses data-parallel ranks is sent
+by `torchtitan_dp.gradients`, after clipping.
 """
 
 from typing import cast

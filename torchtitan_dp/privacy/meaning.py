@@ -1,12 +1,11 @@
 """The meaning of a run's epsilon for one person: bounds on membership inference.
 
 Guarantee:
-    - A person is a member if their data was trained on. An attacker who sees all outputs of the
-      run, with any side knowledge and computing power, does no better than `Meaning` says.
-    - All numbers are upper bounds, float64's rounding allowed for, under the assumptions and for
-      the neighbours of `accounting`'s epsilon.
-    - They follow from the privacy profile delta(epsilon) alone (proof: docs/proofs.md, "Membership
-      from the profile"; Dong, Roth & Su 2022; Kairouz, Oh & Viswanath 2015).
+    An attacker who sees all outputs of the run, with any side knowledge and computing power, does
+    no better than `Meaning` says at telling whether a person's data was trained on: upper bounds,
+    float64's rounding allowed for, under the assumptions and for the neighbours of `accounting`'s
+    epsilon. They follow from the privacy profile delta(epsilon) alone (proof: docs/proofs.md,
+    "Membership from the profile"; Dong, Roth & Su 2022; Kairouz, Oh & Viswanath 2015).
 """
 
 import functools

@@ -5,10 +5,9 @@ Guarantee:
       unit and step: their number is drawn from Binomial(N, q), then that many distinct ones
       uniformly. The draw is a function of (key, N, q) alone, so every rank computes the same one,
       and `deal` neither drops nor repeats nor truncates.
-    - `allocate` draws a round of t steps at once, from the key of the round. A unit's step is a
-      function of that key and its own position, and has a probability of 1 / t, up to t 2^-64 of
-      that.
-    - With `privacy.secure_noise` all draws but noise are from SHAKE-256. Words of distinct (key,
+    - A unit's step in a round of t steps (`allocate`) is a function of the round's key and its own
+      position, and has a probability of 1 / t, up to t 2^-64 of that.
+    - With `privacy.secure_noise` all draws but noise are from SHAKE-256: words of distinct (key,
       purpose, position) are indistinguishable from independent uniform ones, if SHAKE-256 with a
       secret key as prefix is a pseudo-random function. A coin of 64 bits is heads with probability
       floor(q 2^64) / 2^64; `integers` and `choice` are exactly uniform, by rejection.

@@ -2,7 +2,7 @@
 
 transformers hands attention and masks out by name. Ours are registered under `NAME`: full attention
 is TorchTitan's module, on which the ring acts; windows, soft caps and sinks are those of
-`distributed.windows`. What a family asks for beside these is refused: in silence it would be lost.
+`distributed.windows`. What a family asks for beside these is refused.
 """
 
 from typing import Any
