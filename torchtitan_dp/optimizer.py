@@ -95,18 +95,14 @@ class DPOptimizer:
         assert not (noise.is_correlated and self._secure_noise), "not proven on a grid"
         if self._free_gathered is not None:
             self._free_gathered()
+        add = add_secure_gaussian_noise_ if self._secure_noise else add_gaussian_noise_
         for name, parameter in self._parameters.items():
             gradient = clipped_sum[name]
-            noise.add_to(gradient, name, self._draw(noise.key, name))
+            std, start = self._noise_std, self._starts[name]
+            draw = functools.partial(add, std=std, key=noise.key, name=name, start=start)
+            noise.add_to(gradient, name, draw)
             gradient.div_(self._expected_batch_size)
             parameter.grad = as_gradient_of(parameter, gradient)
-
-    def _draw(self, key: bytes, name: str) -> Callable[[Tensor], None]:
-        """Return what adds a key's noise in place to this rank's shard of a parameter."""
-        add = add_secure_gaussian_noise_ if self._secure_noise else add_gaussian_noise_
-        return functools.partial(
-            add, std=self._noise_std, key=key, name=name, start=self._starts[name]
-        )
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:

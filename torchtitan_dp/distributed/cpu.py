@@ -167,20 +167,15 @@ def _datasets() -> dict[str, types.ModuleType]:
     """Make stand-ins for the modules and functions of `datasets` that TorchTitan uses."""
     datasets = types.ModuleType("datasets")
     datasets.Dataset = object  # type: ignore[attr-defined]  # for annotations only
-    datasets.load_dataset = _later("datasets", "load_dataset")  # type: ignore[attr-defined]
     distributed = types.ModuleType("datasets.distributed")
-    name = "split_dataset_by_node"
-    setattr(distributed, name, _later(distributed.__name__, name))
+    for module, name in ((datasets, "load_dataset"), (distributed, "split_dataset_by_node")):
+        setattr(module, name, functools.partial(_call, module.__name__, name))
     return {module.__name__: module for module in (datasets, distributed)}
 
 
-def _later(module: str, name: str) -> Callable[..., Any]:
-    """Make a function that imports `module` and calls `name` in it."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return getattr(importlib.import_module(module), name)(*args, **kwargs)
-
-    return call
+def _call(module: str, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Import a module, and call a function in it."""
+    return getattr(importlib.import_module(module), name)(*args, **kwargs)
 
 
 def _compile_later(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

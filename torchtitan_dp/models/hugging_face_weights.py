@@ -170,7 +170,7 @@ def _write_weights(
     names = map(canonical_name, dict(model.named_parameters(remove_duplicate=False)))
     narrowed = {*names} - model.kept_in_fp32()
     adapter, weight_map, total = HuggingFaceAdapter(args, None), {}, 0
-    state_dict = get_model_state_dict(model)
+    state_dict: dict[str, Any] = get_model_state_dict(model)
     whole_model: dict[str, Any] = without_adapters(state_dict, *adapter.tied)
     sizes = {n: torch.empty(v.shape, dtype=dtype, device="meta") for n, v in whole_model.items()}
     shards = split_torch_state_dict_into_shards(sizes, max_shard_size=SHARD_BYTES)
