@@ -50,7 +50,7 @@ if "RANK" in os.environ:
     from torchtitan.distributed import ParallelDims
 
     from torchtitan_dp.config.load import load_config
-    from torchtitan_dp.models.flavors import flavor, on_meta
+    from torchtitan_dp.models.hugging_face import flavor, on_meta
 
     ranks = int(os.environ["WORLD_SIZE"])
     overrides = "--privacy.noise_multiplier=1 --privacy.delta=1e-5 --training.global_batch_size=4"

@@ -18,8 +18,7 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 # isort: split
 from torchtitan_dp.config.derived import mesh_degrees
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.models.flavors import parameter_count, without_lora
-from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.models.hugging_face import parameter_count, shape, without_lora
 from torchtitan_dp.plan.memory import LONGEST, communicators, limit_bytes
 from torchtitan_dp.plan.prediction import search
 

@@ -12,7 +12,7 @@ from tests.processes.ranks import on_ranks
 from tests.processes.runs import arguments, privacy, train, with_sigma
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.causal_lm.model import CausalLM
-from torchtitan_dp.models.flavors import flavor
+from torchtitan_dp.models.hugging_face import flavor
 from torchtitan_dp.preflight.check import open_records
 
 USERS, STEPS = 6, 2

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tests import build
 from tests.processes.ranks import on_ranks
-from torchtitan_dp.models.flavors import on_meta
+from torchtitan_dp.models.hugging_face import on_meta
 from torchtitan_dp.models.parallelize import parallelize
 from torchtitan_dp.models.parameters import canonical_name
 from torchtitan_dp.selfcheck.reference import rounding

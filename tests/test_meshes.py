@@ -59,7 +59,7 @@ def read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def initial_weights() -> dict[str, torch.Tensor]:
     from torchtitan_dp.models.causal_lm.model import CausalLM
-    from torchtitan_dp.models.flavors import flavor
+    from torchtitan_dp.models.hugging_face import flavor
 
     model = CausalLM(flavor("debug"))
     model.init_weights()

@@ -1,8 +1,7 @@
 """Collectives on plain tensors, and the results of those that are still running.
 
-Every asynchronous collective of the package is started here (`tests/test_collectives.py` lists
-them). What such a collective writes is memory that may hold another sample's gradient until it is
-done, so its caller gets a `Pending` in the place of a tensor.
+What an asynchronous collective writes may hold another sample's gradient until it is done, so each
+is started here (`tests/test_collectives.py` lists them), and its caller gets a `Pending`.
 """
 
 from collections import deque
@@ -25,8 +24,7 @@ class Pending:
 
     Guarantee:
         `wait` is the only way to the tensor's values, and returns when every collective that writes
-        them is done. Inputs are kept alive until then. Assumes that callers write to no input
-        meanwhile.
+        them is done. Assumes that callers write to no input meanwhile.
     """
 
     def __init__(self, output: torch.Tensor) -> None:

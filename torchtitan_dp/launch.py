@@ -4,7 +4,7 @@
     python -m torchtitan_dp.launch --processes N [torchrun's options] -m torchtitan_dp.train …
 
 SIGTERM, SIGUSR1, SIGHUP (its terminal is gone; nohup ignores that) and Ctrl-C (SIGINT) ask the
-workers to stop after the step they are in (`distributed.stop`); the exit code is then 75,
+workers to stop after the step they are in (`distributed.agreement`); the exit code is then 75,
 EX_TEMPFAIL, on every node, whichever was asked. Rerun the same command to resume. A signal that
 arrives before a worker listens ends all at once: no step has started yet. A second Ctrl-C does so
 at any time, with exit code 130.

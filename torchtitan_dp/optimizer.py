@@ -1,15 +1,15 @@
-"""The DP optimizer: clipped sum, plus noise, over the expected batch size, into an inner optimizer.
-
-That is TorchTitan's AdamW or Adam, or the momentum SGD below.
+"""The DP optimizer: clipped sum, plus noise, over the expected batch size, into an inner optimizer,
+TorchTitan's AdamW or Adam, or the momentum SGD below.
 
 Guarantee:
-    The gradient handed to the inner optimizer is (S + N(0, (sigma C)^2 I)) / b: S the clipped sum,
-    of sensitivity C (or, with estimated norms, that of `privacy.randomized`), and b the expected
-    batch size, fixed and public. So each step is a Gaussian mechanism of noise multiplier sigma,
-    with any inner optimizer. Noise that is correlated over steps is that of `privacy.banded`. This
-    holds for real numbers; `privacy.clipping` has fp32. Each position of each
-    parameter has one noise value, from (key, name, position) alone: shards do not share it,
-    replicas do, and it is the same on every mesh. Assumes that noise comes from one `NoiseChain`.
+    - The gradient handed to the inner optimizer is (S + N(0, (sigma C)^2 I)) / b: S the clipped
+      sum, of sensitivity C (or, with estimated norms, that of `privacy.losses`), and b the expected
+      batch size, fixed and public. So each step is a Gaussian mechanism of noise multiplier sigma,
+      with any inner optimizer. Noise that is correlated over steps is that of `privacy.banded`.
+      This holds for real numbers; `privacy.clipping` has fp32.
+    - Each position of each parameter has one noise value, from (key, name, position) alone: shards
+      do not share it, replicas do, and it is the same on every mesh. Assumes that noise comes from
+      one `NoiseChain`.
 """
 
 import functools
@@ -24,8 +24,7 @@ from torch.optim import Optimizer
 
 from torchtitan_dp.privacy.banded import NoiseChain, StepNoise
 from torchtitan_dp.privacy.coefficients import INDEPENDENT
-from torchtitan_dp.privacy.noise import add_gaussian_noise_
-from torchtitan_dp.privacy.secure_noise import add_secure_gaussian_noise_
+from torchtitan_dp.privacy.noise import add_gaussian_noise_, add_secure_gaussian_noise_
 from torchtitan_dp.torch_private import local_slices
 
 
@@ -43,14 +42,11 @@ class DPOptimizer:
         secure_noise: bool = False,
         free_gathered: Callable[[], None] | None = None,
     ) -> None:
-        """
-        Args:
-            optimizer: over exactly `parameters`.
-            parameters: DTensors sharded on dim 0, by canonical name.
-            noise_multiplier: the standard deviation over C of the noise that a step draws: sigma
-                or, with correlated noise, `Mechanism.noise_of_step`.
-            secure_noise: add noise that resists attacks on its low bits.
-            free_gathered: frees gathered parameters, which the update would leave stale.
+        """Args:
+        optimizer: over exactly `parameters`, DTensors sharded on dim 0, by canonical name.
+        noise_multiplier: the standard deviation over C of the noise that a step draws: sigma
+            or, with correlated noise, `Mechanism.noise_of_step`.
+        free_gathered: frees gathered parameters, which the update would leave stale.
         """
         self._optimizer = optimizer
         self._parameters = parameters
@@ -61,12 +57,8 @@ class DPOptimizer:
         self._starts = {name: _flat_start(parameter) for name, parameter in parameters.items()}
 
     def step(self, clipped_sum: dict[str, Tensor], noise: StepNoise) -> None:
-        """Take one step.
-
-        Args:
-            clipped_sum: this rank's flat shards, from `ClippedSum.take`; overwritten.
-            noise: of this step, of one key on all ranks, from `NoiseChain.take`.
-        """
+        """Take one step on this rank's flat shards, from `ClippedSum.take`, which are overwritten,
+        and the step's noise, of one key on all ranks, from `NoiseChain.take`."""
         self._prepare(clipped_sum, noise)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -74,11 +66,8 @@ class DPOptimizer:
     def rehearse(
         self, clipped_sum: dict[str, Tensor], column: Sequence[float] = INDEPENDENT
     ) -> None:
-        """Do what a step does, on noise of a public key that is thrown away, and change nothing.
-
-        Where the inner optimizer has no state yet, it is made as the first step would make it, all
-        zeros. `clipped_sum` is as in `step`; overwritten. `column` is `Mechanism.column`.
-        """
+        """Do what a step does, on noise of a public key that is thrown away, and change nothing; an
+        inner optimizer without state gets the first step's, all zeros."""
         self._prepare(clipped_sum, NoiseChain.rehearsal(column).take(0))
         for optimizer in inner_optimizers(self._optimizer):
             if not any(optimizer.state.values()):
@@ -86,11 +75,9 @@ class DPOptimizer:
         self._optimizer.zero_grad(set_to_none=True)
 
     def require_steps(self, steps: int) -> None:
-        """Refuse, by RuntimeError, an inner optimizer whose state has counted another number.
-
-        A state that did not arrive with its weights changes no epsilon and stops no run: it would
-        train on, worse.
-        """
+        """Refuse, by RuntimeError, an inner optimizer whose state has counted another number. A
+        state that did not arrive with its weights changes no epsilon and stops no run: it would
+        train on, worse."""
         counted = {
             int(optimizer.state[parameter]["step"]) if parameter in optimizer.state else 0
             for optimizer in inner_optimizers(self._optimizer)
@@ -108,18 +95,14 @@ class DPOptimizer:
         assert not (noise.is_correlated and self._secure_noise), "not proven on a grid"
         if self._free_gathered is not None:
             self._free_gathered()
+        add = add_secure_gaussian_noise_ if self._secure_noise else add_gaussian_noise_
         for name, parameter in self._parameters.items():
             gradient = clipped_sum[name]
-            noise.add_to(gradient, name, self._draw(noise.key, name))
+            std, start = self._noise_std, self._starts[name]
+            draw = functools.partial(add, std=std, key=noise.key, name=name, start=start)
+            noise.add_to(gradient, name, draw)
             gradient.div_(self._expected_batch_size)
             parameter.grad = as_gradient_of(parameter, gradient)
-
-    def _draw(self, key: bytes, name: str) -> Callable[[Tensor], None]:
-        """Return what adds a key's noise in place to this rank's shard of a parameter."""
-        add = add_secure_gaussian_noise_ if self._secure_noise else add_gaussian_noise_
-        return functools.partial(
-            add, std=self._noise_std, key=key, name=name, start=self._starts[name]
-        )
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
@@ -168,17 +151,12 @@ class MomentumSGD(Optimizer):
 
     AdamW divides each coordinate's mean gradient by the root of its second moment, which with DP is
     next to nothing but the noise's variance, estimated from few steps. Here the divisor is that
-    standard deviation itself, sigma C / B, which is known, public and constant:
+    standard deviation itself, `noise_std` = sigma C / B, which is known, public and constant:
 
         m <- beta1 m + (1 - beta1) g
         w <- (1 - lr weight_decay) w - lr (m / (1 - beta1^t)) / (sigma C / B)
 
-    So a learning rate for AdamW serves here, too; the state is one fp32 value a parameter instead
-    of two. Compared with AdamW in docs/results.md.
-
-    Args:
-        betas: the first is the momentum; the second is unused, as AdamW's would be here.
-        noise_std: sigma C / B, the noise's standard deviation in a coordinate of the mean gradient.
+    The state is one fp32 value a parameter instead of two; the second of `betas` is unused.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ Guarantee:
     After k optimizer steps the weights are (epsilon, delta)-DP for one record, or one unit of
     `data.unit_field`, with the epsilon that `privacy.json` states: each step is the
     Poisson-subsampled Gaussian mechanism on the sum of clipped gradients, one a unit (with
-    estimated norms, the mixture of Gaussians of `privacy.randomized`; with correlated noise, each
+    estimated norms, the mixture of Gaussians of `privacy.losses`; with correlated noise, each
     round of steps, `privacy.banded`). It rests on the guarantees
     of `privacy.sampling`, `data.units`, `gradients`, `optimizer`, `privacy.accounting` and
     `checkpoint.bookkeeping`. Control flow depends on records' lengths (`data.batching`) and on no
@@ -42,8 +42,8 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import config_file, ladder, mesh_degrees
 from torchtitan_dp.config.load import fail, load_config
 from torchtitan_dp.data.batching import Feed, Microbatch
+from torchtitan_dp.distributed.agreement import StopRequest, lost_ranks_as_faults, shorten_timeouts
 from torchtitan_dp.distributed.devices import require_usable_devices
-from torchtitan_dp.distributed.stop import StopRequest, lost_ranks_as_faults, shorten_timeouts
 from torchtitan_dp.gradients.fsdp import ReductionGroups
 from torchtitan_dp.gradients.step import build_step
 from torchtitan_dp.ledger import Lineage

@@ -171,13 +171,8 @@ def register(
     records: Records | None = None,
     decide: Callable[[], Start] | None = None,
 ) -> None:
-    """Register our spec under the name of a run's model, in this process. Call it once.
-
-    Args:
-        config: the run's; its flavor then has the shape of `hugging_face.shape`.
-        records: the run's; by default those that a trainer's own configuration names.
-        decide: from `checkpoint.start.decision`; by default all weights are drawn.
-    """
+    """Register our spec under the name of a run's model, once in this process. `decide`, from
+    `checkpoint.start.decision`, tells which weights are drawn; by default all are."""
     if config.model.converters:  # of the baseline; `distributed.cpu` leaves them out
         importlib.import_module("torchtitan.components.quantization")
     spec = TrainSpec(
@@ -224,11 +219,8 @@ class RunTrainer(Trainer):
 
 
 class BaselineTrainer(RunTrainer):
-    """The baseline WITHOUT privacy: TorchTitan's loop on the same data path, and on the same model
-    as with privacy, so that the two differ by what privacy takes.
-
-    Its checkpoints, its folder and its exports are marked as not private, permanently.
-    """
+    """The baseline WITHOUT privacy: TorchTitan's loop on the same data path, and on the same model.
+    Its checkpoints, its folder and its exports are marked as not private, permanently."""
 
     metrics_processor: LabelledMetricsProcessor
 
@@ -251,7 +243,7 @@ class BaselineTrainer(RunTrainer):
         self, *, input_dict: dict[str, Tensor], labels: Tensor, global_valid_tokens: Any
     ) -> Tensor:
         """Add a microbatch's gradient of the mean loss of the step's tokens, and return this rank's
-        part of that loss. TorchTitan would take whole logits, and autocast on one device."""
+        part of that loss."""
         (model,) = self.model_parts
         tokens, labels, more, kwargs = self.post_dataloading_process(input_dict, labels)
         one = torch.ones((), dtype=torch.int64, device=self.device)

@@ -26,7 +26,7 @@ from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.distributed.attention import use_efficient_attention
 from torchtitan_dp.distributed.ring import Shard
 from torchtitan_dp.models.causal_lm.model import CausalLM
-from torchtitan_dp.models.flavors import flavor
+from torchtitan_dp.models.hugging_face import flavor
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.train_spec import build_loader
 

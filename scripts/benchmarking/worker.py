@@ -102,10 +102,11 @@ def build(arm: Arm, setting: Setting, folder: str) -> Step:
 @contextlib.contextmanager
 def stock_modules() -> Iterator[None]:
     """Build models with PyTorch's norms, each block a group of FSDP2 that is gathered and freed."""
-    from torchtitan_dp.models import parallelize, rms_norm
+    from torchtitan_dp.models import parallelize
+    from torchtitan_dp.models.causal_lm import formulas
 
     with (
-        unittest.mock.patch.object(rms_norm, "use_lean_norms", return_value=None),
+        unittest.mock.patch.object(formulas, "use_lean_norms", return_value=None),
         unittest.mock.patch.object(parallelize, "IN_ONE_GROUP", 0),
     ):
         yield

@@ -1,12 +1,7 @@
 """Devices that cannot be used end a start in one line, and the launcher opens none of them."""
 
-import ast
-import os
-import re
-import subprocess
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +10,6 @@ import torch.distributed as dist
 import torchtitan_dp.distributed  # noqa: F401
 
 # isort: split
-from tests.conftest import hides_devices
 from tests.preflight.test_rehearsal import command, start
 from tests.processes.ranks import on_ranks
 from tests.processes.runs import ROOT, arguments, write_records
@@ -122,26 +116,7 @@ def test_devices_that_are_named_and_not_there_are_a_warning(
     assert ("warning: CUDA_VISIBLE_DEVICES = 5, but " in said) is warned
 
 
-ASKED = re.compile(r"torch\.(cuda|accelerator|backends\.cudnn|_C\._cudnn)\.(\w+)")
-ACTS = ("synchronize", "set_device_index", "check_error", "cudart")
 """What acts on a device that the caller has, instead of asking about one."""
-
-
-def questions(path):
-    """The lines of a module that ask torch about devices."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        name = ASKED.fullmatch(ast.unparse(node)) if isinstance(node, ast.Attribute) else None
-        if name and name[2] not in ACTS:
-            yield f"{path.relative_to(ROOT)}:{node.lineno}: {name[0]}"
-
-
-def test_torch_is_asked_about_devices_in_one_place():
-    """There each question comes after whether there is a device: the CUDA build has none on a login
-    node, and asking for its capability is "Found no NVIDIA driver"."""
-    asked = [line for path in Path(ROOT, "torchtitan_dp").rglob("*.py") for line in questions(path)]
-    places = {line.partition(":")[0] for line in asked}
-    private = {"torchtitan_dp/torch_private.py"}  # whose question `devices` alone asks
-    assert places - private == {f"torchtitan_dp/distributed/{x}.py" for x in ("devices", "cpu")}
 
 
 @pytest.fixture
@@ -187,14 +162,6 @@ def test_the_launchers_process_opens_no_cuda_context(monkeypatch, tmp_path, in_s
     assert not torch.cuda.is_initialized()
 
 
-def test_the_kind_of_a_device_is_its_name_and_capability(monkeypatch):
-    """Noise of replicas must be equal bit by bit, and Triton builds it for each architecture."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert devices.kind(torch.device("cuda:0")) == ("cuda", "NVIDIA H100", (9, 0))
-    assert devices.kind(torch.device("cpu")) == ("cpu",)
-
-
 def refusal_on_unlike_devices(argv):
     """A trainer's refusal where each rank's device is another; "" if it was built."""
     with pytest.MonkeyPatch.context() as patch:
@@ -211,39 +178,3 @@ def test_ranks_on_unlike_devices_are_refused(tmp_path):
     assert first == second
     assert "ranks disagree on the kind of device (rank 1 is the first" in first
     assert "the kind of device must be the same" in first
-
-
-def reduced_in_fp16(argv):
-    matmul = torch.backends.cuda.matmul
-    try:
-        start(argv).close()
-        return matmul.allow_fp16_reduced_precision_reduction
-    finally:
-        matmul.allow_fp16_reduced_precision_reduction = True  # PyTorch's default
-
-
-@pytest.mark.parametrize(("dtype", "allowed"), [("float16", False), ("bfloat16", True)])
-def test_products_of_fp16_are_summed_in_fp32(tmp_path, dtype, allowed):
-    argv = command(tmp_path, f"--training.mixed_precision_param={dtype}")
-    assert on_ranks(1, reduced_in_fp16, argv) == [allowed]
-
-
-@pytest.mark.parametrize(
-    ("marks", "hidden"), [("", True), ("not slow", True), ("cuda", False), ("cuda and slow", False)]
-)
-def test_tests_see_devices_only_where_they_ask_for_them(marks, hidden):
-    assert hides_devices(marks) is hidden
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
-    assert not torch.cuda.is_available()
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_the_launcher_opens_no_cuda_context_beside_real_devices(tmp_path):
-    run = arguments(tmp_path / "out", write_records(tmp_path / "data"))
-    program = (
-        "import sys, torch; from torchtitan_dp import launch; "
-        "launch._checked('auto', ['-m', 'torchtitan_dp.train', *sys.argv[1:]]); "
-        "assert torch.cuda.device_count() and not torch.cuda.is_initialized()"
-    )
-    subprocess.run([sys.executable, "-c", program, *run], cwd=ROOT, check=True)

@@ -232,24 +232,6 @@ def test_pages_that_cannot_be_locked_are_not_kept(monkeypatch: pytest.MonkeyPatc
     assert not is_mapped(tried[0])
 
 
-@pytest.mark.parametrize(
-    ("size", "device"),
-    [(EXACT_FROM // 2 + 1, "cuda"), (2 * EXACT_FROM, "cuda"), (WASTEFUL, "cpu")],
-)
-def test_where_nothing_is_wasted_pytorch_allocates(
-    size: int, device: str, locked: dict[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked, empty = [], torch.empty
-
-    def pinned(numel: int, *, pin_memory: bool = False, **terms: object) -> torch.Tensor:
-        asked.append((numel, pin_memory))
-        return empty(numel, **terms)  # type: ignore[call-overload, no-any-return]
-
-    monkeypatch.setattr(torch, "empty", pinned)
-    page_locked(size, torch.uint8, torch.device(device))
-    assert (asked, locked) == ([(size, device == "cuda")], {})
-
-
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_cuda_pages_are_locked_and_unlocked() -> None:

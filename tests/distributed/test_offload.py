@@ -7,10 +7,9 @@ import weakref
 import pytest
 import torch
 
-from tests import build
 from tests.streams import watched
-from torchtitan_dp.distributed import offload
-from torchtitan_dp.distributed.offload import InputsOnHost, _OnHost
+from torchtitan_dp.distributed import host_memory
+from torchtitan_dp.distributed.host_memory import InputsOnHost
 
 
 def make_blocks(count):
@@ -56,34 +55,16 @@ def test_two_inputs_are_on_the_device():
     assert not any(alive())
 
 
-def test_without_full_checkpointing_it_is_refused():
-    with pytest.raises(ValueError, match=r"offload_inputs = true: with mode = 'none'.*'full'"):
-        build.config("--activation_checkpoint.offload_inputs")
-
-
-def test_an_input_knows_the_one_before_while_that_is_alive():
-    """What comes back beside a block's backward is its predecessor's, and no other pass's."""
-    x, inputs = torch.randn(1, 2, 8), InputsOnHost(2)
-    first = _OnHost(inputs, x, None)
-    second = _OnHost(inputs, x + 1, first)
-    assert second._before is not None
-    assert second._before() is first
-    assert torch.equal(second.take(), x + 1)
-    assert torch.equal(first.take(), x)
-    del first
-    assert second._before() is None  # a pass that is over keeps nothing for the next
-
-
 @pytest.fixture
 def allocated(monkeypatch):
     """The sizes in values of the page-locked buffers that are allocated."""
-    sizes, allocate = [], offload.page_locked
+    sizes, allocate = [], host_memory.page_locked
 
     def page_locked(numel, *terms):
         sizes.append(numel)
         return allocate(numel, *terms)
 
-    monkeypatch.setattr(offload, "page_locked", page_locked)
+    monkeypatch.setattr(host_memory, "page_locked", page_locked)
     return sizes
 
 
@@ -120,7 +101,7 @@ def test_a_graph_that_is_alive_keeps_its_inputs():
 def test_streams_leave_nothing_open():
     """Over microbatches of two lengths, one of which ends without a backward pass."""
     blocks = make_blocks(5)
-    with watched("distributed/offload.py") as watch:
+    with watched("distributed/host_memory.py") as watch:
         around = InputsOnHost(6)
         for length in (6, 4, 6):
             y = forward(blocks, around, h := tokens(length)).sum()

@@ -9,7 +9,7 @@ import torchtitan_dp.distributed  # noqa: F401
 
 # isort: split
 
-from torchtitan_dp.distributed.kernels import kernel_of
+from torchtitan_dp.distributed.windows import kernel_of
 from torchtitan_dp.torch_private import AttentionKernel, attention_operators
 
 QKV = "Tensor query, Tensor key, Tensor value"

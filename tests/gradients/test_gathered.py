@@ -125,21 +125,6 @@ def test_weights_are_gathered_once_a_step_and_change_no_bit(way):
         assert all(freed)
 
 
-def as_one_group_and_by_blocks(overrides):
-    at_once = steps((1, 1, 1), overrides, {}, one_group=2**24)
-    by_blocks = steps((1, 1, 1), overrides, {})
-    return all(map(torch.allclose, at_once[0], by_blocks[0])), at_once[1:]
-
-
-@pytest.mark.parametrize("overrides", [MICROBATCH, GRAD_SAMPLE, (*MICROBATCH, FULL)], ids=str)
-def test_a_small_model_on_one_rank_is_gathered_at_once_a_step(overrides):
-    ((same, (made_whole, freed, held)),) = on_ranks(1, as_one_group_and_by_blocks, overrides)
-    assert same
-    assert made_whole == [1] + [0] * (len(made_whole) - 1)
-    assert held == 21
-    assert all(freed)
-
-
 def without_reshards(degrees):
     plain, resharded = (steps(degrees, MICROBATCH, {}, reshard)[0] for reshard in (False, True))
     return all(map(torch.equal, plain, resharded))

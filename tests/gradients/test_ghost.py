@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.processes.ranks import on_ranks
-from torchtitan_dp.gradients.ghost_norm import is_cheaper, squared_norms
+from torchtitan_dp.gradients.norms import is_cheaper, squared_norms
 from torchtitan_dp.gradients.operands import Products, Rows
 
 DENSE, GHOST, MIXED = (
@@ -93,7 +93,7 @@ def over_cp(kinds, block_elements):
     """The sum of the ranks' parts, of T tokens on each, and the most numbers in a block."""
     from torch import distributed as dist
 
-    from torchtitan_dp.gradients import ghost_norm
+    from torchtitan_dp.gradients import norms
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     whole = [factors(kind, seed, tokens=T * ranks) for seed, kind in enumerate(kinds)]
@@ -108,14 +108,14 @@ def over_cp(kinds, block_elements):
             true = true + gradient(part)
             if other == rank:
                 mine.append(part)
-    sizes, gather = [0], ghost_norm.all_gather
+    sizes, gather = [0], norms.all_gather
 
     def watched(input, group):
         gathered = gather(input, group)
         sizes.append(gathered.numel())
         return gathered
 
-    with mock.patch.object(ghost_norm, "all_gather", watched):
+    with mock.patch.object(norms, "all_gather", watched):
         found = squared_norms(mine, dist.group.WORLD, block_elements=block_elements)
     dist.all_reduce(found)
     return found, true.flatten(1).square().sum(1), max(sizes)
@@ -144,7 +144,7 @@ def built_for(degrees, passes, changes, max_grad_norm=1.0):
 def ghosts(changes, passes):
     """The number of parameters whose norms are ghosts."""
     from tests import build
-    from torchtitan_dp.gradients import ghost_norm as module
+    from torchtitan_dp.gradients import norms as module
 
     built = built_for((1, 1, 1), passes, changes)
     with mock.patch.object(module, "squared_norms", wraps=module.squared_norms) as found:
@@ -168,7 +168,7 @@ def with_wrong_norms(degrees, passes, scale, again):
     """One sample's part of the sum, over C: ghost norms are scaled, and what is formed after."""
     from tests import build
     from torchtitan_dp.gradients import ghost
-    from torchtitan_dp.gradients import ghost_norm as module
+    from torchtitan_dp.gradients import norms as module
 
     built = built_for(degrees, passes, GHOST | TIED, max_grad_norm=0.5)
     norms, form = module.squared_norms, ghost.GhostGradients._form_some

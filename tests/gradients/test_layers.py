@@ -10,10 +10,6 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from opacus.grad_sample import GradSampleModule
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tests.processes.ranks import on_ranks
@@ -178,27 +174,6 @@ def test_equals_a_loop_of_single_samples(name, mesh, at_once):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-PLAIN = [n for n in CASES if not n.lower().startswith("embedding") and "mix" not in n]
-
-
-@pytest.mark.parametrize("name", PLAIN)
-def test_the_output_and_the_gradient_that_flows_on_are_the_plain_layers(name):
-    model, x = case(name)
-    if not x.is_floating_point():
-        model = nn.Sequential(*model[0][1:]) if name == "deep" else nn.Sequential(model[0].output)
-        x = torch.randn(B, 6, 4)
-    plain = copy.deepcopy(model)
-    per_sample_layers(model)
-    Collected(model)
-    results = []
-    for each in (model, plain):
-        leaf = x.clone().requires_grad_()
-        y = each(leaf)
-        results.append((y, *torch.autograd.grad(y.sin().sum(), leaf)))
-    for actual, expected in zip(*results, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("kind", [nn.Embedding, ScaledEmbedding])
 def test_padding_idx_has_no_gradient(kind):
     model, x = nn.Sequential(kind(7, 4, padding_idx=3)), tokens(B, 6)
@@ -207,16 +182,6 @@ def test_padding_idx_has_no_gradient(kind):
     sink = Collected(model)
     loss(model, x).backward()
     check(sink.gradients, expected)
-
-
-def test_names_and_types_stay():
-    model = nn.Sequential(nn.Linear(2, 2), Tied(), nn.ReLU())
-    names = list(model.state_dict())
-    model[2].requires_grad_(False)
-    per_sample_layers(model)
-    assert list(model.state_dict()) == names
-    assert isinstance(model[0], nn.Linear)
-    assert type(model[2]) is nn.ReLU
 
 
 class Beside(nn.Module):
@@ -313,29 +278,6 @@ def test_chunks_and_positions_agree_with_fsdp(rows, mesh):
 # Activation checkpointing (LongShield, section 3.3).
 
 
-class Alive(TorchDispatchMode):
-    """Bytes of what was computed under it and is still held, by autograd or by anyone."""
-
-    def __init__(self, given):
-        super().__init__()
-        self.given = {tensor.untyped_storage()._cdata for tensor in given}
-        self.storages = {}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self.given:
-                    key = storage._cdata
-                    self.storages[key] = (StorageWeakRef(storage), storage.nbytes())
-        return result
-
-    @property
-    def bytes(self):
-        return sum(size for storage, size in self.storages.values() if not storage.expired())
-
-
 class Checkpointed(nn.Module):
     def __init__(self, mode):
         super().__init__()
@@ -349,49 +291,6 @@ class Checkpointed(nn.Module):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.mode == "full" else block(x)
         return x
-
-
-class Nothing:
-    def form_grad_samples(self, name, batch_size, write):
-        pass
-
-
-def bytes_alive(kind, mode, steps=2):
-    """What a step holds after forward, and after backward once gradients are dropped."""
-    model = Checkpointed(mode)
-    if kind == "hooks":
-        model = GradSampleModule(model, loss_reduction="sum")
-    elif kind == "functions":
-        per_sample_layers(model)
-        connect(model, Nothing())
-    after_forward, after_backward = [], []
-    x = torch.randn(B, 16, 8)
-    with Alive([x, *model.parameters()]) as alive:
-        for _ in range(steps):
-            y = loss(model, x)
-            after_forward.append(alive.bytes)
-            y.backward()
-            del y
-            for parameter in model.parameters():
-                parameter.grad = parameter.grad_sample = None
-            after_backward.append(alive.bytes)
-    return after_forward, after_backward
-
-
-def test_hooks_hold_activations_under_checkpointing_and_functions_do_not():
-    """Module hooks capture in the first forward what checkpointing should free; recomputation
-    captures it again, and backward takes one of the two."""
-    plain_forward, plain_backward = bytes_alive("plain", "full")
-    assert plain_backward == [0, 0]
-    inner = 3 * B * 16 * 64 * 4  # the three blocks' inner activations
-    assert bytes_alive("plain", "none")[0][0] > plain_forward[0] + inner
-
-    hooks_forward, hooks_backward = bytes_alive("hooks", "full")
-    assert hooks_forward[0] > plain_forward[0] + inner  # as if nothing were checkpointed
-    assert 0 < hooks_backward[0] < hooks_backward[1]  # dangling, more each step
-    assert bytes_alive("hooks", "none")[1] == [0, 0]  # it is the checkpointing
-
-    assert bytes_alive("functions", "full") == (plain_forward, plain_backward)
 
 
 def test_checkpointed_gradients_equal_the_loop():

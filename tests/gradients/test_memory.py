@@ -3,22 +3,17 @@
 Counted from the tensors that are alive and read from a profiler's trace, not from formulas.
 """
 
-import gc
-import itertools
 import math
 import weakref
 from unittest import mock
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity
 
-from tests.processes import late
 from tests.processes.ranks import let_go, on_ranks
 from torchtitan_dp.selfcheck.reference import relative_error
 
 V2 = ("--privacy.gradient_method=grad_sample", "--training.local_batch_size=2")
-V1 = (*V2, "--privacy.no-shard_grad_samples")
 GHOST = ("--privacy.gradient_method=ghost", "--training.local_batch_size=3")
 TWO = (*GHOST, "--privacy.ghost_passes=two")
 TIED = {"tie_word_embeddings": True}
@@ -43,41 +38,6 @@ def clipped_sum(built, samples):
 
 
 # grad_sample.
-
-
-def live_bytes() -> int:
-    """Bytes of all storages that a live tensor of this process holds."""
-    let_go()
-    gc.collect()
-    tensors = [tensor for tensor in gc.get_objects() if type(tensor) is torch.Tensor]
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def bytes_after_backward(degrees, overrides):
-    """What is alive between backward and clipping that was not before: per-sample gradients."""
-    built = built_for(
-        degrees, overrides, {"hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 264}
-    )
-    accumulate(built)
-    at_rest, seen, clipped_sum = live_bytes(), [], built.gradients.clipped_sum
-    add = clipped_sum.add
-
-    def watched(shards, valid_B):
-        seen.append(live_bytes() - at_rest)
-        return add(shards, valid_B)
-
-    clipped_sum.add = watched
-    accumulate(built)
-    return seen[0], 4 * sum(p.numel() for p in built.parameters.values())
-
-
-def test_v2_keeps_a_share_of_the_bytes():
-    """At cp 4, at most 0.30 of V1's (padding of sizes that 4 does not divide included)."""
-    v1, v2 = (on_ranks(4, bytes_after_backward, (1, 1, 4), way) for way in (V1, V2))
-    for (whole, parameters), (share, _) in zip(v1, v2, strict=True):
-        assert whole == pytest.approx(2 * parameters, rel=0.05)  # it is those that were counted
-        assert 0.24 * whole < share < 0.30 * whole
 
 
 def at_each_reduction(changes):
@@ -115,60 +75,6 @@ def test_v2_holds_two_layers_whole_at_a_time(changes):
             assert max(running) <= 2
             assert len(found) == (2 * 7 + 2) * 3 / samples  # matrices
         assert error < 1e-6
-
-
-def trace():
-    """(name, start, end, whether it is an asynchronous collective), in µs."""
-    from torchtitan_dp.collectives import Pending
-
-    built = built_for((1, 1, 2), V2, {"hidden_size": 256, "num_hidden_layers": 3})
-    accumulate(built)
-    wait = Pending.wait_for_first
-
-    def labelled(self):
-        if not self._running or isinstance(self._running[0][0], torch.Tensor):  # the ring's
-            wait(self)
-        else:
-            with torch.profiler.record_function("wait for reduce_scatter"):
-                wait(self)
-
-    with (
-        mock.patch.object(Pending, "wait_for_first", labelled),
-        late.prompt(),
-        torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profiler,
-    ):
-        accumulate(built)
-    return [
-        (event.name, event.time_range.start, event.time_range.end, event.is_async)
-        for event in sorted(profiler.events(), key=lambda event: event.time_range.start)
-    ]
-
-
-def overlaps(events):
-    """Of the linear layers: how many collectives of l end after l-1's backward has begun.
-
-    That they may, since nobody waits for them before, holds for all; whether they do is up to the
-    network.
-    """
-    backwards = [(start, end) for name, start, end, _ in events if name == "_LinearBackward"]
-    launches = [start for name, start, _, _ in events if name.startswith("c10d::_reduce_scatter")]
-    waits = [start for name, start, _, _ in events if name.startswith("wait for")]
-    count = 0
-    for (start, end), (next_start, _) in itertools.pairwise(backwards):
-        launched = [at for at in launches if start < at < end]
-        assert len(launched) == 1, "each layer starts one reduce-scatter, within its backward"
-        assert min(at for at in waits if at > launched[0]) > next_start
-        # Gloo runs it as another collective, of which the event lasts until it is done.
-        work = next(e for e in events if e[3] and e[1] > launched[0] and "gloo" in e[0])
-        count += work[2] > next_start
-    return count
-
-
-def test_v2_reduces_a_layer_during_the_backward_of_the_one_before():
-    for _ in range(5):
-        if all(overlaps(events) > 0 for events in on_ranks(2, trace)):
-            return
-    raise AssertionError("in none of five traces was a reduce-scatter in flight")
 
 
 def most_held(degrees):
@@ -234,23 +140,3 @@ def test_ghost_writes_large_layers_a_sample_at_a_time_and_two_passes_hold_nothin
 ):
     """But the first of a tied weight's two layers."""
     assert on_ranks(1, gradients_at_a_time, overrides, changes) == [(1, most, True)]
-
-
-def flops(overrides, changes):
-    """Of one microbatch of two samples."""
-    from scripts.benchmarking.counting import Counts
-
-    built = built_for((1, 1, 1), (*overrides, "--training.local_batch_size=2"), changes)
-    with Counts() as counts:
-        accumulate(built)
-    return sum(counts.flops.values())
-
-
-def test_nothing_is_computed_twice_in_one_pass():
-    """Beside ghost norms: where there is none, it takes what per-sample gradients take."""
-    plain, one, two = (on_ranks(1, flops, way, {})[0] for way in (V2, GHOST, TWO))
-    assert one == plain
-    assert two > 1.5 * plain
-    plain, one = (on_ranks(1, flops, way, WIDE)[0] for way in (V2, GHOST))
-    # (T, T) products of P and of D: of a square's pairs, five eighths are computed.
-    assert plain < one < 1.5 * plain

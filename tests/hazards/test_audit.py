@@ -25,7 +25,7 @@ from torchtitan_dp.config import Privacy
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import ReduceScatterOverCP
 from torchtitan_dp.gradients.methods import METHODS
-from torchtitan_dp.gradients.randomized_norm import RandomizedNorms
+from torchtitan_dp.gradients.norms import RandomizedNorms
 from torchtitan_dp.models.lora import LoRA
 from torchtitan_dp.privacy.accounting import compose
 from torchtitan_dp.privacy.clipping import clip
@@ -275,12 +275,11 @@ def test_row35_and_56_adapters_left_out_of_the_norm_are_flagged(factors, fault, 
     assert (bound > 1 / SIGMA) == (fault is not None)
 
 
-@pytest.mark.thorough_cases("None-*", "*-hutch++")
-@pytest.mark.parametrize("estimator", ["hutchinson", "hutch++"])
+@pytest.mark.thorough_cases("None")
 @pytest.mark.parametrize("fault", [None, "half the noise"])
-def test_row35_and_75_with_estimated_norms_the_claim_is_a_mixtures(fault, estimator):
+def test_row35_and_75_with_estimated_norms_the_claim_is_a_mixtures(fault):
     """On gradients of rank one, whose estimates err most: above 1 / sigma, and not by much."""
-    terms = {"norm_estimator": estimator, "projections": 16, "underestimates": "accounted"}
+    terms = {"projections": 16, "underestimates": "accounted"}
     names = ["norm_100C"] if fault else ["norm_C", "norm_100C", "not_a_number"]
     often = {"trials": 100 if fault else 300, "confidence": 0.95 if fault else 0.999}
     bounds = play(*names, fault=fault, method="randomized", batch_size=2, **often, **terms)
@@ -341,13 +340,11 @@ def test_row75_the_game_plays_with_estimates(adapters, matrices):
     assert on_ranks(1, estimated_matrices, adapters) == [matrices]
 
 
-@pytest.mark.parametrize("estimator", ["hutchinson", "hutch++"])
 @pytest.mark.parametrize("projections", [1, 16, 33, 100])
-def test_row75_the_game_plays_with_estimates_on_any_mesh(projections, estimator):
+def test_row75_the_game_plays_with_estimates_on_any_mesh(projections):
     exact = Privacy(gradient_method="ghost")
     assert sizes(exact, ranks=64, cp=8) == (1, 512, 1)  # small where norms are exact
-    terms = {"projections": projections, "norm_estimator": estimator}
-    privacy = Privacy(gradient_method="randomized", **terms)
+    privacy = Privacy(gradient_method="randomized", projections=projections)
     for ranks in (*range(1, 34), 64, 96, 255, 256):
         for cp in (cp for cp in range(1, ranks + 1) if ranks % cp == 0):
             tokens, rows, columns = sizes(privacy, ranks=ranks, cp=cp)

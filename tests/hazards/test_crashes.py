@@ -34,7 +34,7 @@ def tokenizer(folder: Path) -> Path:
     """Bytes, and one token more than the debug model's vocabulary has."""
     import tokenizers
 
-    from torchtitan_dp.models.flavors import FLAVORS
+    from torchtitan_dp.models.hugging_face import FLAVORS
     from torchtitan_dp.release.byte_tokenizer import byte_tokenizer_files
 
     folder.mkdir()

@@ -24,8 +24,7 @@ from tests.processes.runs import TIMEOUT_S, load, privacy, with_sigma
 from torchtitan_dp.checkpoint import manager
 from torchtitan_dp.checkpoint.manager import Checkpointer
 from torchtitan_dp.checkpoint.start import Start, Weights
-from torchtitan_dp.models.flavors import on_meta
-from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.models.hugging_face import on_meta, shape
 from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.parameters import first_overflow, overflow
 from torchtitan_dp.process import Fault

@@ -41,7 +41,7 @@ SECRET = bytes(range(101, 133))  # what `RootKey.from_os` gives in `probed`
 def main(argv):
     """Train with known secrets, a smaller model."""
     import torchtitan_dp.train as train
-    from torchtitan_dp.models.flavors import FLAVORS
+    from torchtitan_dp.models.hugging_face import FLAVORS
     from torchtitan_dp.privacy.keys import RootKey
 
     smaller = {"hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 1}

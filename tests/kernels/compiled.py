@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_dp.models import feed_forward, loss
-from torchtitan_dp.privacy import clipping, noise, secure_noise
+from torchtitan_dp.privacy import clipping, noise
 from torchtitan_dp.privacy.kernels import compile_kernel
 
 POSITIONS = 2**16
@@ -94,7 +94,7 @@ def by_itself(function: Callable[..., Any], variants: Callable[[], Iterator[Inpu
 
 CASES = {
     "noise": by_itself(noise._add_normal, of_noise),
-    "secure noise": by_itself(secure_noise.threefry_normal_sum, of_secure_noise),
+    "secure noise": by_itself(noise.threefry_normal_sum, of_secure_noise),
     "clip": Case(clipping._add_scaled, of_clip, clipped),
     "loss, fp32": of_logits(torch.float32),
     "loss, bf16": of_logits(torch.bfloat16),

@@ -6,7 +6,7 @@ from tests import build
 from tests.processes.runs import CONFIG
 from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.models.flavors import flavor
+from torchtitan_dp.models.hugging_face import flavor
 from torchtitan_dp.models.parallelize import takes_cudnn
 from torchtitan_dp.preflight.check import check_model
 

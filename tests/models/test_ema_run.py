@@ -2,11 +2,9 @@
 
 import itertools
 import re
-import shutil
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
 
 from tests.models.hugging_face import PLAIN, checkpoint_logits, transformers_logits, write_llama
 from tests.processes.runs import (
@@ -18,7 +16,6 @@ from tests.processes.runs import (
     write_records,
 )
 from torchtitan_dp.checkpoint.folder import average_name
-from torchtitan_dp.models.lora import is_adapter
 from torchtitan_dp.release.__main__ import main as release
 
 STEPS = 4
@@ -99,14 +96,6 @@ def weights_of(saved):
     return {k: v for k, v in saved.items() if k.startswith("model.")}
 
 
-def test_it_begins_with_the_weights_that_were_given(finished, place):
-    """a_1 = 0.1 w_0 + 0.9 w_1, of w_0 that were loaded and not of those that were drawn."""
-    model = LlamaForCausalLM.from_pretrained(place / "given")
-    first = state(finished, 1)
-    expected = model.model.norm.weight.detach().lerp(first["model.model.norm.weight"], 0.9)
-    torch.testing.assert_close(averages(first)["model.model.norm.weight"], expected)
-
-
 def test_validation_tells_both_losses(place, finished):
     line = r"not private: held-out loss: ([\d.]+), averaged weights: ([\d.]+)"
     said = re.findall(line, (place / "log").read_text())
@@ -136,98 +125,3 @@ def test_a_release_is_of_the_average_unless_told_otherwise(finished, tmp_path, o
     assert ("(decay 0.9999; at first" in card) == average
     assert ("| weights | those after the last step |" in card) != average
     assert privacy(tmp_path / "model")["epsilon"] == privacy(finished)["epsilon"]
-
-
-def resumed(place, run, out, *overrides, world_size=2):
-    """A copy of a run that lost its steps 3 and 4, and took them again."""
-    if not out.exists():
-        shutil.copytree(run, out)
-        shutil.rmtree(out / "checkpoint" / "step-3")
-    shutil.rmtree(out / "checkpoint" / "step-4")
-    log = out.parent / f"log{len(list(out.parent.iterdir()))}"
-    return train(command(place, out, *overrides), log=log, world_size=world_size)
-
-
-SEEDED = ("--privacy.debug_seed=1", SHARDED, *HELD_OUT, "--validation.freq=1")
-
-
-@pytest.fixture(scope="module")
-def seeded(place):
-    train(command(place, place / "seeded", *SEEDED), log=place / "log2", world_size=2)
-    return place / "seeded"
-
-
-def test_it_goes_on_bit_by_bit_as_if_it_had_not_stopped(place, seeded, tmp_path):
-    resumed(place, seeded, tmp_path / "out", *SEEDED)
-    expected, found = state(seeded, STEPS), state(tmp_path / "out", STEPS)
-    assert found["ema.updates"] == STEPS
-    assert expected.keys() == found.keys()
-    assert_same(found, expected)
-
-
-@pytest.mark.thorough
-def test_it_changes_no_bit_of_the_run(place, seeded, tmp_path):
-    """Though validation has the model hold averages after each step."""
-    out = tmp_path / "out"
-    train(command(place, out, *SEEDED, "--ema.no-enable"), log=tmp_path / "log")
-    having, without = state(seeded, STEPS), state(out, STEPS)
-    of_it = {"ema.updates", *map(average_name, averages(having))}
-    assert having.keys() - without.keys() == of_it
-    assert_same(having, without)
-
-
-def test_it_is_switched_off_and_on_within_a_run(place, finished, tmp_path):
-    """Steps 3 and 4 without; step 4 again with one, on one process, which begins at step 3."""
-    out = tmp_path / "out"
-    said = resumed(place, finished, out, SHARDED, *HELD_OUT, "--ema.no-enable")
-    assert "ema.enable = false: the average in" in said
-    assert not averages(state(out, 3)) | averages(state(out, STEPS))
-    with pytest.raises(SystemExit) as stop:
-        release([str(out), str(tmp_path / "model"), "--ema"])
-    assert stop.value.code == 2
-    said = resumed(place, finished, out, *HELD_OUT, world_size=1)
-    assert "step-3 has no average; it begins with the weights there" in said
-    before, after = state(out, 3), state(out, STEPS)
-    assert after["ema.updates"] == 1
-    for name, found in averages(after).items():
-        assert torch.equal(found, before[name].lerp(after[name], 0.9)), name
-
-
-@pytest.mark.thorough
-def test_another_mesh_goes_on_with_it(place, finished, tmp_path):
-    """From two shards to context parallelism, whose shards are others."""
-    out = tmp_path / "out"
-    cp = "--parallelism.context_parallel_degree=2"
-    resumed(place, finished, out, *HELD_OUT, cp)
-    for t in (2, 3):
-        before, after = state(out, t), state(out, t + 1)
-        assert after["ema.updates"] == t + 1
-        expected = followed(before, after, t)
-        for name, found in averages(after).items():
-            torch.testing.assert_close(found, expected[name])
-
-
-@pytest.mark.thorough
-def test_with_adapters_it_is_of_these_alone(place, tmp_path):
-    """On replicas, each of which has made its own from weights that are the same."""
-    replicas = "--parallelism.data_parallel_replicate_degree=2"
-    lora = ("--lora.rank=2", "--training.steps=2", "--training.mixed_precision_param=bfloat16")
-    out = tmp_path / "out"
-    train(command(place, out, *lora, replicas), log=tmp_path / "log", world_size=2)
-    before, after = state(out, 1), state(out, 2)
-    assert averages(after).keys() == set(filter(is_adapter, weights_of(after)))
-    assert_same(averages(after), followed(before, after, 1))
-    release([str(out), str(tmp_path / "model"), "--merged"])
-    release([str(out), str(tmp_path / "last"), "--merged", "--no-ema"])
-    moved = transformers_logits(tmp_path / "model") - transformers_logits(tmp_path / "last")
-    assert moved.abs().max() > 1e-4
-
-
-@pytest.mark.thorough
-def test_without_privacy(place, tmp_path):
-    off = ("--privacy.no-enable", "--training.global_batch_size=2", "--training.steps=2")
-    out = tmp_path / "out"
-    said = train(command(place, out, *off, *HELD_OUT), log=tmp_path / "log", world_size=2)
-    assert "averaged weights" in said
-    before, after = state(out, 1), state(out, 2)
-    assert_same(averages(after), followed(before, after, 1))

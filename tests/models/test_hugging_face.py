@@ -27,9 +27,8 @@ from tests.models.hugging_face import (
 from torchtitan_dp.checkpoint.start import decide_start, decision
 from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.models import hugging_face_weights
-from torchtitan_dp.models.causal_lm.model import CausalLM, HuggingFaceAdapter
-from torchtitan_dp.models.flavors import flavor, parameter_count
-from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.models.causal_lm.model import HuggingFaceAdapter
+from torchtitan_dp.models.hugging_face import flavor, parameter_count, shape
 from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.parameters import first_overflow
 from torchtitan_dp.models.weight_files import INDEX_FILE
@@ -130,21 +129,6 @@ def test_released_models_are_the_flavors(tmp_path, name):
     assert parameter_count(read) == parameter_count(ours) == size
     ours.seq_len = read.seq_len  # a run's own
     assert read == ours
-
-
-@torch.no_grad()
-def test_a_flavor_comes_out_too(tmp_path):
-    """The debug model, of bytes: config.json is made from the flavor."""
-    out = f"--job.dump_folder={tmp_path}", "--checkpoint.export_dtype=float32"
-    settings = config(*out)
-    model = CausalLM(shape(settings))
-    model.init_weights()
-    exported = tmp_path / "hf"
-    export(model, settings)
-    assert (transformers_logits(exported) - model(sample_tokens())).abs().max() < 1e-4
-    assert sorted(p.name for p in exported.iterdir()) == ["config.json", "model.safetensors"]
-    written = json.loads((exported / "config.json").read_text())
-    assert (written["torch_dtype"], written["bos_token_id"]) == ("float32", 256)
 
 
 def test_what_the_folder_holds(tmp_path):

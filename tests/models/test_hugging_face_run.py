@@ -4,13 +4,9 @@ import shutil
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
 
-import torchtitan_dp.plan.__main__ as plan
 from tests.models.hugging_face import SCALED, transformers_logits, write_llama
-from tests.processes.runs import arguments, load, privacy, train, with_sigma, write_records
-from torchtitan_dp.checkpoint.folder import newest_finished_checkpoint
-from torchtitan_dp.ledger.spending import recorded
+from tests.processes.runs import arguments, load, train, with_sigma, write_records
 
 FROM_HF = (
     "--checkpoint.initial_load_in_hf",
@@ -39,27 +35,6 @@ def command(place, llama, *overrides):
 def tied(tmp_path_factory):
     place = tmp_path_factory.mktemp("tied")
     return write_llama(place / "given", tied=True, rope=SCALED, eps=1e-6)
-
-
-def test_a_step_at_lr_0_changes_nothing(tied, tmp_path):
-    """Beside a folder for checkpoints that is there already: a link to a disk, a save killed in
-    it."""
-    for there in ("lost+found", "step-7"):
-        (tmp_path / "disk" / there).mkdir(parents=True)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "checkpoint").symlink_to(tmp_path / "disk")
-    steps = ("--training.steps=1", "--optimizer.lr=1e-12")
-    overrides = command(tmp_path, tied, *steps, *mesh(1, 2))
-    output = train(overrides, log=tmp_path / "log", world_size=2)
-    exported = tmp_path / "out" / "hf"
-    assert f"Hugging Face folder: {exported}/" in output
-    expected = transformers_logits(tied)
-    assert (transformers_logits(exported) - expected).abs().max() < 1e-4
-    assert newest_finished_checkpoint(str(tmp_path / "out" / "checkpoint")) == 1  # it can go on
-    assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["lost+found", "step-1"]
-    spent = privacy(tmp_path / "out")
-    assert spent["private"] is True
-    assert recorded(spent["caveats"]) == ["the initial weights are assumed to be public"]
 
 
 @pytest.fixture(scope="module")
@@ -102,15 +77,3 @@ def test_saved_at_cp_4_resumed_at_cp_2_dp_shard_2(on_cp_4, tied, tmp_path):
     moved = (transformers_logits(tied) - logits).abs().max()
     assert moved > 0.1
     assert (transformers_logits(original / "hf") - logits).abs().max() < 1e-3 * moved
-
-
-def test_the_plan_reads_the_same_shape(tied, tmp_path, capsys):
-    overrides = command(tmp_path, tied)
-    plan.main([*overrides, "--world_size=2"])
-    said = capsys.readouterr().err
-    model = LlamaForCausalLM.from_pretrained(tied)
-    count = sum(p.numel() for p in model.parameters())
-    assert f"model: Llama of {count:,} parameters" in said
-    assert f"tied embeddings, without dropout), from {tied}/config.json" in said
-    assert f"initial weights: {tied}\n" in said
-    assert "the initial weights are assumed to be public" in said

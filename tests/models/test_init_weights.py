@@ -7,7 +7,7 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 # isort: split
 from tests import build
 from torchtitan_dp.models.causal_lm.model import CausalLM
-from torchtitan_dp.models.flavors import flavor, on_meta
+from torchtitan_dp.models.hugging_face import flavor, on_meta
 
 
 def test_weights_are_those_of_one_draw_after_the_other():

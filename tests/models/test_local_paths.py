@@ -1,17 +1,11 @@
 """What is published names no place on this machine, wherever a file notes it."""
 
-import doctest
 import json
 from pathlib import Path
 
 import pytest
 
-from torchtitan_dp.models import hugging_face as local_paths
 from torchtitan_dp.models.hugging_face import is_local_path, without_local_paths
-
-
-def test_the_examples() -> None:
-    assert doctest.testmod(local_paths).failed == 0
 
 
 def test_a_folder_that_exists_here_is_a_path(

@@ -15,7 +15,7 @@ from tests.models.test_check import mistake
 from tests.processes import forks
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.models.causal_lm.model import CausalLM
-from torchtitan_dp.models.flavors import flavor, on_meta, without_lora
+from torchtitan_dp.models.hugging_face import flavor, on_meta, without_lora
 from torchtitan_dp.models.hugging_face_weights import write_folder
 from torchtitan_dp.models.lora import LoRA, fill_adapters, is_adapter
 from torchtitan_dp.models.parallelize import parallelize

@@ -95,18 +95,6 @@ def test_it_goes_on_from_its_own_checkpoint(finished, place, tmp_path):
             assert torch.equal(value, before[name]) != is_adapter(name), name
 
 
-@pytest.mark.thorough
-def test_it_goes_on_as_if_it_had_not_stopped(place, tmp_path):
-    """Of A's one row, one of two ranks has none."""
-    options = ("--privacy.debug_seed=1", "--lora.rank=1")
-    seeded = from_given(place, tmp_path / "seeded", *options)
-    again = resumed(seeded, place, tmp_path / "out", *options)
-    for name in filter(is_adapter, again[0]):
-        before, expected, found = (state[name] for state in again)
-        change = (expected - before).norm()
-        assert (found - expected).norm() < 0.2 * change, name  # bf16, and another mesh
-
-
 @pytest.mark.parametrize(
     ("option", "said"),
     [
@@ -174,13 +162,3 @@ def test_a_merged_release_is_a_whole_model(finished, tmp_path):
     card = (tmp_path / "model" / "README.md").read_text()
     assert "library_name: transformers" in card
     assert "| trained | LoRA of rank 4" in card
-
-
-@pytest.mark.thorough
-def test_without_privacy(place, tmp_path):
-    off = ("--privacy.no-enable", "--training.global_batch_size=2", *FROM_HF)
-    train(command(place, tmp_path / "out", *off), log=tmp_path / "log", world_size=2)
-    first, last = (weights(tmp_path / "out" / "checkpoint" / f"step-{n}") for n in (2, 4))
-    for name, value in last.items():
-        assert torch.equal(value, first[name]) != is_adapter(name), name
-    assert privacy(tmp_path / "out")["trained"].startswith("LoRA")

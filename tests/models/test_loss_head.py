@@ -1,18 +1,12 @@
 """The chunked loss head equals the plain one, and holds the logits of one chunk only."""
 
-import re
-
 import pytest
 import torch
 import torch.nn as nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scripts.benchmarking.counting import Counts
-from tests.gradients.test_layers import Collected
-from torchtitan_dp.gradients.layers import per_sample_layers
 from torchtitan_dp.models import loss
-from torchtitan_dp.models.loss import per_sample_loss
-from torchtitan_dp.models.loss_head import LossHead
+from torchtitan_dp.models.loss import LossHead, per_sample_loss
 
 
 def head_and_inputs(samples=1, tokens=33, dim=24, vocabulary=37):
@@ -54,14 +48,6 @@ def test_samples_are_never_merged():
         head(h, labels, targets)
 
 
-def test_a_sample_without_targets_is_exactly_zero():
-    output, h, labels, _ = head_and_inputs()
-    h.requires_grad_()
-    loss = LossHead.over(output, 7)(h, torch.full_like(labels, -100), torch.zeros(1).long())
-    loss.sum().backward()
-    assert loss.item() == h.grad.abs().max() == output.weight.grad.abs().max() == 0
-
-
 class Largest(TorchDispatchMode):
     """The largest tensor that any operation makes."""
 
@@ -81,38 +67,6 @@ def test_the_logits_of_one_chunk_exist(chunk):
     with Largest() as largest:
         LossHead.over(output, chunk)(h.requires_grad_(), labels, targets).sum().backward()
     assert largest.numel == chunk * 64
-
-
-class Formed(Collected):
-    """Also has the head's gradients formed, in its forward pass."""
-
-    def keeps_outputs(self, name, tokens):
-        return False
-
-    def form(self, name, batch_size, write):
-        layout = self.layouts[name]
-        write(layout, layout.allocate(batch_size, torch.device("cpu")), slice(0, batch_size))
-
-    def add(self, name, formed, factor_B):
-        pass
-
-
-def flops_of(samples, per_sample):
-    """Of the head's forward and backward, in units of one product of logits."""
-    output, h, labels, targets = head_and_inputs(samples=samples)
-    model = nn.Sequential(LossHead.over(output, 5))
-    if per_sample:
-        per_sample_layers(model)
-        Formed(model)
-    with Counts() as counts:
-        model[0](h.requires_grad_(), labels, targets).sum().backward()
-    return sum(counts.flops.values()) / (2 * h.numel() * 37)
-
-
-def test_nothing_is_computed_twice():
-    """Logits, the gradient of the input, the gradient of the weight: three products."""
-    assert flops_of(1, per_sample=False) == 3
-    assert flops_of(4, per_sample=True) == 3
 
 
 def logits_labels_scales(dtype, vocabulary):
@@ -135,17 +89,6 @@ def test_both_ways_to_losses_and_gradients(dtype, vocabulary):
         torch.testing.assert_close(way(grad, labels, scales), expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(grad, expected_grad.to(dtype), rtol=1e-2, atol=1e-6)
         assert grad[5:9].abs().max() == 0
-
-
-@pytest.mark.thorough
-def test_losses_and_gradients_compile_into_one_kernel():
-    """As far as a CPU can tell: Inductor fuses all of it, in place."""
-    from torch._inductor.utils import run_and_get_code
-
-    logits, labels, scales = logits_labels_scales(torch.bfloat16, 4_099)
-    compiled = torch.compile(loss._by_comparison, fullgraph=True, dynamic=True)
-    _, (code,) = run_and_get_code(compiled, logits, labels, scales)
-    assert len(set(re.findall(r"cpp_fused_\w+", code))) == 1
 
 
 @pytest.mark.cuda

@@ -5,7 +5,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from torchtitan_dp.models.rms_norm import LeanRMSNorm, rms_norm, use_lean_norms
+from torchtitan_dp.models.causal_lm.formulas import LeanRMSNorm, rms_norm, use_lean_norms
 
 
 def inputs(dtype=torch.float32):

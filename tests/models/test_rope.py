@@ -11,7 +11,6 @@ import torch
 from transformers import AutoConfig
 
 from tests import build
-from tests.gradients.loop import check
 from tests.models.causal_lm.families import arguments
 from tests.models.hugging_face import (
     edit_config,
@@ -24,24 +23,15 @@ from tests.models.hugging_face import (
 from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.ledger import Settings
-from torchtitan_dp.models.hugging_face import export_settings, shape
+from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.hugging_face_weights import export
-from torchtitan_dp.models.lora import LoRA
-from torchtitan_dp.preflight.check import notices
 
 LINEAR = {"rope_type": "linear", "factor": 3.7}
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
 SCALINGS = {
     "linear": LINEAR,
     "yarn": YARN,
-    "ramp of fractions": {**YARN, "truncate": False, "beta_fast": 8, "beta_slow": 0.5},
     "mscale": {**YARN, "mscale": 0.707, "mscale_all_dim": 1.3},
-    "mscale alone": {**YARN, "mscale": 0.707},
-    "attention_factor": {**YARN, "attention_factor": 0.9},
-    "the window of the model": {"rope_type": "yarn", "factor": 5.3},
-    "the factor of the windows": {**YARN, "factor": None},
-    "no room for a ramp": {**YARN, "original_max_position_embeddings": 6},
-    "a window beside the terms": YARN,
 }
 
 
@@ -140,16 +130,6 @@ def test_terms_that_the_family_would_replace_are_refused(
         shape(build.config(f"--model.hf_assets_path={tmp_path}", *options))
 
 
-def test_a_flavor_is_extended_too() -> None:
-    """Also theta alone, beside Llama 3.1's scaling."""
-    new = export_settings(config := build.config(*EXTENDED), shape(config))
-    assert new["rope_scaling"]["rope_type"] == "yarn"
-    assert (new["rope_theta"], new["max_position_embeddings"]) == (20000.0, 256)
-    new = export_settings(config := build.config("--rope.theta=3e6"), shape(config))
-    assert new["rope_theta"] == 3e6
-    assert new["rope_scaling"]["rope_type"] == "llama3"
-
-
 @torch.no_grad()
 def test_adapters_come_with_the_positions_that_they_were_trained_at(
     tmp_path: Path,
@@ -177,19 +157,3 @@ def test_a_resume_with_other_positions_is_refused() -> None:
         said = terms(*other).changed(since=extended)
         assert re.match(r"rope = .*: this run was started with .*factor 8", said)
     assert Settings.from_fields(extended.fields()) == extended
-
-
-def test_samples_beyond_the_window_are_noticed(tmp_path: Path) -> None:
-    folder = write("llama", tmp_path / "given")
-    line = "training.seq_len = 600 is beyond the 512 positions of the model"
-    for options, found in (((), 1), (("--rope.type=linear", "--rope.factor=2"), 0)):
-        config = given(folder, "--training.seq_len=600", *options)
-        assert sum(line in notice for notice in notices(config)) == found
-
-
-def test_adapters_are_the_loop_with_scaled_positions() -> None:
-    options = "--privacy.gradient_method=ghost", "--training.local_batch_size=2"
-    rope = {**YARN, "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 2.0}
-    rope["rope_theta"] = 1e4
-    lora = LoRA(2, 4.0, ("q_proj", "v_proj", "down_proj"))
-    check((1, 1, 2), *options, tolerance=2e-5, lora=lora, rope_parameters=rope)

@@ -16,8 +16,7 @@ from tests.processes import forks
 from tests.processes.ranks import on_ranks
 from tests.processes.runs import CONFIG, ROOT, arguments, write_records
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.models.flavors import parameter_count, trained_count
-from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.models.hugging_face import parameter_count, shape, trained_count
 from torchtitan_dp.plan import memory
 from torchtitan_dp.plan.fake_step import Step, fake_world
 from torchtitan_dp.plan.memory import CATEGORIES, GIB, LONGEST, MemoryPlan

@@ -13,8 +13,7 @@ from scripts import models
 from tests.processes import forks
 from tests.processes.runs import ROOT
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.models.flavors import on_meta, parameter_count, trained_count
-from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.models.hugging_face import on_meta, parameter_count, shape, trained_count
 from torchtitan_dp.plan.fake_step import fake_world
 from torchtitan_dp.plan.memory import GIB
 from torchtitan_dp.plan.prediction import Extrapolated, Whole, few_layers

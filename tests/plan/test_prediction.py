@@ -10,8 +10,7 @@ import torchtitan_dp.distributed  # noqa: F401
 from tests.plan.test_memory import small
 from tests.processes import forks
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.models.flavors import parameter_count
-from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.models.hugging_face import parameter_count, shape
 from torchtitan_dp.plan import prediction
 from torchtitan_dp.plan.fake_step import fake_world
 from torchtitan_dp.plan.memory import GIB, LONGEST

@@ -12,8 +12,7 @@ from tests import build
 from tests.processes import forks
 from tests.processes.runs import ROOT
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.models.flavors import flavor
-from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.models.hugging_face import flavor, shape
 from torchtitan_dp.plan.roofline import (
     MACHINES,
     Machine,

@@ -137,7 +137,7 @@ def loaded(tmp_path):
 
     from tests.models.hugging_face import write_tokenizer
     from torchtitan_dp.models.causal_lm.settings import configuration
-    from torchtitan_dp.models.flavors import FLAVORS
+    from torchtitan_dp.models.hugging_face import FLAVORS
 
     given = AutoModelForCausalLM.from_config(configuration(FLAVORS["debug"]))
     given.save_pretrained(tmp_path / "given")

@@ -4,7 +4,7 @@ import pytest
 
 from tests import build
 from torchtitan_dp.checkpoint.start import own_checkpoint
-from torchtitan_dp.models import flavors
+from torchtitan_dp.models import hugging_face
 from torchtitan_dp.preflight import machine
 from torchtitan_dp.preflight.check import check_names
 
@@ -41,10 +41,10 @@ def test_what_cudas_kernels_cannot_compute_is_refused(
     monkeypatch.setattr(machine, "has_accelerator", lambda: accelerator)
     config = build.config(*options, degrees=(1, 1, cp))
     if not refused:
-        getattr(machine, check)(config, flavors.flavor(flavor))
+        getattr(machine, check)(config, hugging_face.flavor(flavor))
         return
     with pytest.raises(ValueError, match=refused) as error:
-        getattr(machine, check)(config, flavors.flavor(flavor))
+        getattr(machine, check)(config, hugging_face.flavor(flavor))
     assert "\n" not in str(error.value)
 
 

@@ -12,8 +12,7 @@ from tests.processes.ranks import on_ranks
 from tests.processes.runs import arguments, write_records
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.models.flavors import parameter_count, trained_count
-from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.models.hugging_face import parameter_count, shape, trained_count
 from torchtitan_dp.preflight import machine as module
 from torchtitan_dp.preflight.machine import HostMemory, host_memory, refuse_lack
 

@@ -6,10 +6,8 @@ Each accountant against its own library, called directly, and all against each o
 import contextlib
 import logging
 import math
-import time
 import warnings
 
-import numpy as np
 import pytest
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.pld import PLDAccountant, privacy_loss_distribution
@@ -25,24 +23,6 @@ REFERENCE = {"noise_multiplier": 1.0, "sample_rate": 0.01, "steps": 1_000, "delt
 NOISE = [(0.6, 1e-5), (0.8, 1e-6), (1.0, 1e-5), (1.5, 1e-7), (2.0, 1e-5), (4.0, 1e-6)]
 SAMPLING = [(0.001, 2_000), (0.004, 1_000), (0.01, 1_000), (0.05, 200), (0.3, 20)]
 GRID = [(sigma, q, steps, delta) for sigma, delta in NOISE for q, steps in SAMPLING]
-
-
-def exact_one_step(sigma: float, q: float, delta: float) -> float:
-    """Epsilon of one step, the worse of both directions, by quadrature and root finding."""
-    nodes, weights = np.polynomial.legendre.leggauss(8)
-    edges = np.linspace(-12 * sigma, 1 + 12 * sigma, 20_001)
-    half = np.diff(edges)[:, None] / 2
-    x = edges[:-1, None] + half * (1 + nodes)
-    absent = norm.pdf(x, 0, sigma)
-    present = (1 - q) * absent + q * norm.pdf(x, 1, sigma)
-
-    def excess(eps: float, first: np.ndarray, second: np.ndarray) -> float:
-        return float((half * weights * np.maximum(0, first - math.exp(eps) * second)).sum()) - delta
-
-    return max(
-        optimize.brentq(excess, 0, 30, args=pair) if excess(0, *pair) > 0 else 0.0
-        for pair in ((present, absent), (absent, present))
-    )
 
 
 @pytest.fixture(autouse=True)
@@ -103,11 +83,6 @@ def test_hazard_37_every_accountant_is_its_library_and_none_flatters(sigma, q, s
     assert epsilon(**query, accountant="pld") == min(loose, tight)
 
 
-def test_reference_values():
-    assert epsilon(**REFERENCE, accountant="rdp") == pytest.approx(2.1014, abs=1e-3)
-    assert epsilon(**REFERENCE, accountant="pld") == pytest.approx(1.82824, rel=2e-4)
-
-
 def test_pld_takes_the_worse_of_both_directions():
     """Each by itself, through the library's private parts."""
     one = privacy_loss_distribution.from_gaussian_mechanism(
@@ -132,38 +107,11 @@ def test_without_sampling_pld_is_the_exact_gaussian_and_not_below(mu, delta):
     assert spent == pytest.approx(exact, rel=1e-6, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    "sigma, q, steps, least, most",
-    [(20.0, 0.001, 100, 0.0, 0.01), (40.0, 0.02, 100, 0.01, 0.02), (10.0, 0.002, 5_000, 0.03, 0.1)],
-)
-def test_small_epsilons_have_small_errors(sigma, q, steps, least, most):
-    tight = pld.pld_epsilon((gaussian_steps(sigma, q, steps),), 1e-6)
-    assert least < tight < most
-    assert tight == pytest.approx(google(sigma, q, steps, 1e-6, 1e-6), rel=2e-3)
-
-
 def test_hazard_37_unlike_segments_are_close_below_prv():
     history = [(1.0, 0.01, 600), (1.4, 0.02, 300), (20.0, 1.0, 9)]
     segments = [steps_of(*part) for part in history]
     loose, tight = (compose(segments, delta=1e-5, accountant=name) for name in ("rdp", "pld"))
     assert tight < upper_end(history, 1e-5) < min(tight + 0.011, loose)
-
-
-@pytest.mark.parametrize(
-    "sigma, q, steps, delta",
-    [
-        (0.3, 0.01, 1_000, 1e-6),
-        (1.0, 1e-7, 100_000, 1e-5),
-        (0.5, 0.5, 1_000, 1e-5),
-        (0.2, 1.0, 9, 0.5),
-    ],
-)
-def test_pld_answers_within_seconds_where_it_is_hard(sigma, q, steps, delta):
-    pld.pld_epsilon.cache_clear()
-    begun = time.process_time()
-    spent = pld.pld_epsilon((gaussian_steps(sigma, q, steps),), delta)
-    assert time.process_time() - begun < 5
-    assert math.isfinite(spent)
 
 
 @pytest.mark.parametrize("sigma, steps, delta", [(0.03, 1_000, 1e-5), (0.02, 10, 1e-9)])
@@ -177,30 +125,12 @@ def test_where_plds_numbers_cannot_be_had_rdp_counts_and_it_is_said(caplog, sigm
     assert named == "rdp"
 
 
-@pytest.mark.parametrize("sigma, steps, delta", [(1.0, 10**7, 1e-9), (1.0, 1_000, 1e-200)])
-def test_many_steps_and_the_smallest_deltas_are_counted_by_pld(sigma, steps, delta):
-    query = {"noise_multiplier": sigma, "sample_rate": 0.01, "steps": steps, "delta": delta}
-    assert epsilon(**query, accountant="pld") < 0.999 * epsilon(**query, accountant="rdp")
-    named = counted_by([steps_of(sigma, 0.01, steps)], delta=delta, accountant="pld")
-    assert named == "pld"
-
-
 @pytest.mark.parametrize("wrong", [math.nan, -math.inf, math.inf, -1e-3])
 def test_a_failing_pld_never_gives_a_smaller_number(monkeypatch, wrong):
     pld.pld_epsilon.cache_clear()
     monkeypatch.setattr(pld, "_attempts", lambda *_: [(wrong, None)])
     assert epsilon(**REFERENCE, accountant="pld") == epsilon(**REFERENCE, accountant="rdp")
     pld.pld_epsilon.cache_clear()
-
-
-@pytest.mark.parametrize(
-    "sigma, q", [(0.5, 0.01), (0.5, 0.3), (1.0, 0.1), (1.0, 0.9), (3.0, 0.5), (2.0, 1.0)]
-)
-def test_one_step_against_the_exact_value(sigma, q):
-    exact = exact_one_step(sigma, q, 1e-5)
-    query = {"noise_multiplier": sigma, "sample_rate": q, "steps": 1, "delta": 1e-5}
-    assert exact <= epsilon(**query, accountant="pld") <= exact * 1.006 + 1e-4
-    assert epsilon(**query, accountant="rdp") >= exact
 
 
 @pytest.mark.parametrize("accountant", ["rdp", "pld"])
@@ -283,10 +213,3 @@ def test_a_senseless_target_is_refused(target):
         noise_multiplier(
             target_epsilon=target, delta=1e-5, sample_rate=0.1, steps=10, accountant="rdp"
         )
-
-
-def test_a_second_query_is_cached():
-    pld.pld_epsilon.cache_clear()
-    first = epsilon(**REFERENCE, accountant="pld")
-    assert epsilon(**REFERENCE, accountant="pld") == first
-    assert pld.pld_epsilon.cache_info()[:2] == (1, 1)  # hits, misses

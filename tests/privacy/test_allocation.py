@@ -18,7 +18,8 @@ from scipy.stats import chi2, norm
 
 from torchtitan_dp.config import Privacy
 from torchtitan_dp.ledger import Settings
-from torchtitan_dp.privacy import allocation, pld
+from torchtitan_dp.privacy import losses as privacy_losses
+from torchtitan_dp.privacy import pld
 from torchtitan_dp.privacy.accounting import compose, noise_for
 from torchtitan_dp.privacy.meaning import meaning
 from torchtitan_dp.privacy.pld import pld_profile
@@ -82,8 +83,8 @@ def test_steps_are_uniform_and_units_and_rounds_independent():
 
 
 CACHED = (
-    allocation.round_losses,
-    allocation._both_directions,
+    privacy_losses.round_losses,
+    privacy_losses._allocated,
     pld.pld_epsilon,
 )
 
@@ -91,7 +92,7 @@ CACHED = (
 @pytest.fixture
 def coarse(monkeypatch):
     """A coarse grid of losses, on which epsilon must be a bound, too."""
-    monkeypatch.setattr(allocation, "_POINTS", {False: 600, True: 600})
+    monkeypatch.setattr(privacy_losses, "_POINTS", {False: 600, True: 600})
     for function in CACHED:
         function.cache_clear()
     yield
@@ -104,34 +105,6 @@ def test_the_noise_of_a_target_spends_it_within_a_thousandth(coarse):
     for target in (0.5, 4.0):
         sigma = noise_for(of(1.0, 10), 15, target_epsilon=target, **query)
         spent = compose([Segment(of(sigma, 10), 15)], **query)
-        assert 0.999 * target <= spent <= target
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "units, batch, passes, target, delta, poisson, allocation",
-    [
-        (10_000, 256, 1, 8.0, 1e-6, 0.5533, 0.4766),
-        (1_700, 24, 1, 8.0, 1e-5, 0.4811, 0.4245),
-        (10_000, 64, 1, 8.0, 1e-6, 0.4769, 0.4348),
-        (10_000, 256, 4, 8.0, 1e-6, 0.6399, 0.6038),
-        (10_000, 256, 1, 2.0, 1e-6, 0.9436, 0.9016),
-    ],
-)
-def test_the_noise_of_published_settings(units, batch, passes, target, delta, poisson, allocation):
-    query = dict(target_epsilon=target, delta=delta, accountant="pld")
-    t = round(units / batch)
-    for sampling, expected in (("poisson", poisson), ("allocation", allocation)):
-        mechanism = mechanism_of(
-            Privacy(sampling=sampling),
-            noise_multiplier=1.0,
-            sample_rate=batch / units,
-            estimates_norms=False,
-        )
-        sigma = noise_for(mechanism, passes * t, **query)
-        assert sigma == pytest.approx(expected, rel=5e-3)
-        found = Segment(mechanism.with_noise(sigma), passes * t)
-        spent = compose([found], delta=delta, accountant="pld")
         assert 0.999 * target <= spent <= target
 
 
@@ -158,12 +131,6 @@ def test_epsilon_is_never_below_an_independent_bound_on_a_grid(coarse):
     for sigma, t, rounds, delta in GRID:
         found = epsilon(sigma, t, rounds, delta)
         assert least_delta(sigma, t, rounds, found) <= delta, (sigma, t, rounds, delta)
-
-
-def test_epsilon_is_hardly_above_the_bound_where_that_is_tight():
-    """With little noise, the largest output is nearly all that an attacker wants to know."""
-    found = epsilon(0.4, 20, 1, 1e-5)
-    assert least_delta(0.4, 20, 1, found) <= 1e-5 < least_delta(0.4, 20, 1, 0.9 * found)
 
 
 @functools.cache

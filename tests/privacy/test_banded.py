@@ -19,8 +19,6 @@ from torchtitan_dp.privacy.coefficients import (
     column_norm,
     cut_off,
     found_for,
-    noise_in_step,
-    noise_in_weights,
 )
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.noise import add_gaussian_noise_
@@ -68,11 +66,6 @@ def chain(
     return np.stack(rows)
 
 
-def test_without_a_cut_the_column_is_the_root_of_prefix_sums():
-    root = matrix(cut_off(12), 12)
-    assert np.allclose(root @ root, np.tril(np.ones((12, 12))))
-
-
 @pytest.mark.parametrize("column", columns(2, 3, 5, 16))
 def test_row63_for_any_column_noise_is_that_drawn_again_and_a_unit_moves_the_norm(column):
     """w = ‖c‖ C⁻¹ z, z drawn by itself from the steps' keys, up to the stated rounding of z; and
@@ -103,16 +96,6 @@ def test_noise_has_the_covariance_of_the_chain(column):
     variances = np.diag(expected)
     spread = np.sqrt((np.outer(variances, variances) + expected**2) / POSITIONS)
     assert (np.abs(found - expected) < 5 * spread).all()
-
-
-def test_the_plans_numbers_are_those_of_the_noise():
-    column, shares = of(4), np.arange(12.0) - 3
-    noise = chain(column, 12, RootKey(bytes(32))) / SIGMA
-    assert math.sqrt((noise**2).mean()) == pytest.approx(noise_in_step(column, 12), rel=0.01)
-    in_sum = noise.sum(axis=0).std() / math.sqrt(12)
-    assert in_sum == pytest.approx(noise_in_weights(column, [1.0] * 12), rel=0.02)
-    in_weights = (shares @ noise).std() / np.linalg.norm(shares)
-    assert in_weights == pytest.approx(noise_in_weights(column, shares), rel=0.02)
 
 
 @pytest.mark.parametrize(

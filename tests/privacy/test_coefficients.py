@@ -92,11 +92,6 @@ def test_the_shares_are_those_of_the_optimizer(beta, ema, schedule):
     assert (shares_of_steps(longer) == shares_of_steps(config)) == (not schedule)
 
 
-def test_the_shares_of_a_run_without_a_schedule_are_those_of_a_sum():
-    flat = ("--optimizer.beta1=0", "--optimizer.weight_decay=0", "--lr_scheduler.min_lr_factor=1")
-    assert shares_of_steps(run(30, *flat, "--lr_scheduler.warmup_steps=0")) == ((1.0,) * 30,)
-
-
 def test_a_warm_up_longer_than_the_run_is_cut_as_torchtitan_cuts_it():
     late = ("--lr_scheduler.warmup_steps=200", "--lr_scheduler.decay_ratio=0.5")
     (shares,) = shares_of_steps(run(5, *late, "--optimizer.beta1=0", "--optimizer.weight_decay=0"))
@@ -113,26 +108,12 @@ def test_of_checkpoints_each_has_the_shares_of_a_run_until_then():
     assert np.allclose(shares_of_steps(config), expected / expected.max(), rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("interval, ends", [(1, range(4, 100, 4)), (7, range(7, 100, 7))])
-def test_of_many_checkpoints_every_few_are_looked_at(interval, ends):
-    rows = shares_of_steps(run(100, *SAVED, f"--checkpoint.interval={interval}"))
-    assert [np.flatnonzero(row)[-1] + 1 for row in rows] == [*ends, 100]
-
-
 def test_bands_for_checkpoints_leave_less_noise_in_them_and_more_in_the_last():
     both = run(60), run(60, *SAVED, "--checkpoint.interval=10")
     for_last, for_all = (found_for(shares_of_steps(config), 60) for config in both)
     of_last, of_all = map(shares_of_steps, both)
     assert noise_in_weights(for_all, of_all) < 0.98 * noise_in_weights(for_last, of_all)
     assert noise_in_weights(for_last, of_last) < 0.98 * noise_in_weights(for_all, of_last)
-
-
-def test_noise_in_several_weights_is_the_root_mean_square():
-    rows, column = np.random.default_rng(0).normal(size=(3, 20)), cut_off(5)
-    squares = [(noise_in_weights(column, row) * np.linalg.norm(row)) ** 2 for row in rows]
-    assert noise_in_weights(column, rows) == pytest.approx(
-        math.sqrt(sum(squares)) / np.linalg.norm(rows)
-    )
 
 
 @pytest.mark.parametrize("bands, steps", [(2, 9), (6, 30), (10, 4), (6, (3, 30))])
@@ -168,30 +149,3 @@ def test_a_found_column_leaves_less_noise_at_equal_epsilon(steps, bands):
     assert (found / cut).item() == pytest.approx(less, rel=0.02)
     alone = trained(config, gradients_of((1.0,), steps)).std()
     assert (found / alone).item() == pytest.approx(noise_in_weights(column, shares), rel=0.03)
-
-
-@pytest.mark.parametrize("steps", [160, 1_000])
-def test_adamw_learns_as_much_over_less_noise(steps):
-    """By AdamW itself, whose divisor follows the noise: noise over what weights learn."""
-    config, ratios = run(steps, name="AdamW"), []
-    for column in (cut_off(16), found_for(shares_of_steps(config), 16)):
-        first, second = trained(config, gradients_of(column, steps, signal=0.05)).chunk(2)
-        ratios.append(((first.var() + second.var()) / 2).sqrt() / (first.mean() - second.mean()))
-    assert (ratios[1] / ratios[0]).item() < 0.93
-
-
-def test_without_weight_in_the_weights_nothing_is_sought():
-    assert found_for((0.0, 0.0, 0.0), 2) == cut_off(2)
-    assert found_for((1.0,) * 9, 1) == (1.0,)
-
-
-@pytest.mark.parametrize("steps", [160, 1_000, 4_000])
-def test_two_bands_are_found_for_long_runs_too(steps):
-    """The search's first stride left the stable columns, and it ended where it began."""
-    shares = np.atleast_2d(shares_of_steps(run(steps)))
-    best = found_for(shares_of_steps(run(steps)), 2)[1]
-    least, below, above = (
-        coefficients._objective(np.array([best + by]), shares)[0] for by in (0, -0.01, 0.01)
-    )
-    assert least < min(below, above)
-    assert 0.6 < best < 0.7

@@ -6,8 +6,7 @@ import mpmath
 import numpy as np
 import pytest
 
-from torchtitan_dp.privacy.losses import Losses, gaussian_losses
-from torchtitan_dp.privacy.randomized import ratios
+from torchtitan_dp.privacy.losses import Losses, gaussian_losses, ratios
 
 SETTINGS = [(0.614, 4e-5, 2.0**-13), (1.0, 0.01, 2.0**-12), (0.45, 0.014, 2.0**-10)]
 SETTINGS += [(2.0, 1.0, 2.0**-8), (0.1, 0.5, 2.0**-8), (30.0, 0.3, 2.0**-16)]

@@ -94,15 +94,6 @@ def bounds_of(correct, canaries, delta):
     return np.array([bound[c] for c in correct])
 
 
-@pytest.mark.parametrize("epsilon", [0.5, 2.0, 4.0])
-def test_randomized_response_is_not_overtaken_and_nearly_attained(epsilon):
-    rng = np.random.default_rng(2)
-    correct = [randomized_response(rng, epsilon, 2000) for _ in range(400)]
-    bounds = bounds_of(correct, 2000, 0.0)
-    assert np.mean(bounds > epsilon) <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 400)
-    assert np.mean(bounds) > epsilon - 0.35
-
-
 def test_delta_is_paid_for():
     """Randomized response that also blurts out a coin now and then: bounds without delta fail."""
     epsilon, delta = 1.0, 0.06
@@ -110,12 +101,3 @@ def test_delta_is_paid_for():
     correct = [randomized_response(rng, epsilon, 1000, delta) for _ in range(300)]
     assert np.mean(bounds_of(correct, 1000, 0.0) > epsilon) > 0.2
     assert np.mean(bounds_of(correct, 1000, delta) > epsilon) <= 0.05
-
-
-def test_no_success_proves_nothing():
-    terms = dict(canaries=1000, guesses=200, delta=1e-5, confidence=0.95)
-    assert one_run_epsilon(correct=0, **terms) == 0.0
-    assert one_run_epsilon(correct=110, **terms) == 0.0
-    bounds = [one_run_epsilon(correct=c, **terms) for c in range(110, 201, 10)]
-    assert bounds == sorted(bounds)
-    assert 3.5 < bounds[-1] < 5

@@ -4,9 +4,8 @@ import math
 
 import pytest
 
-from tests.accounts import epsilon, gaussian_steps, mechanism, noise_multiplier, steps_of
+from tests.accounts import epsilon, mechanism, noise_multiplier, steps_of
 from torchtitan_dp.privacy.accounting import EpsilonCurve, compose
-from torchtitan_dp.privacy.segments import merged
 
 DELTA = 1e-5
 FIRST, SECOND = steps_of(1.0, 0.01, 600), steps_of(1.4, 0.02, 300)
@@ -34,23 +33,6 @@ def test_composition_is_more_than_each_less_than_the_sum_and_grows(accountant):
     assert compose([SECOND, FIRST], delta=DELTA, accountant=accountant) == both
     longer = [FIRST, steps_of(1.4, 0.02, 330)]
     assert compose(longer, delta=DELTA, accountant=accountant) > both
-
-
-def test_unlike_segments_compose_as_one_where_they_nearly_are():
-    """The composition of two distributions against the power of one."""
-    query = {"delta": DELTA, "accountant": "pld"}
-    whole = compose([steps_of(1.0, 0.01, 1_000)], **query)
-    almost = [steps_of(1.0, 0.01, 500), steps_of(1.0 + 1e-9, 0.01, 499), steps_of(1.0, 0.01, 1)]
-    assert compose(almost, **query) == pytest.approx(whole, rel=1e-3)
-
-
-def test_without_sampling_variances_add():
-    parts = merged(
-        [gaussian_steps(3.0, 1.0, 9), gaussian_steps(4.0, 1.0, 16), gaussian_steps(2.0, 0.1, 0)]
-    )
-    assert len(parts) == 1
-    assert parts[0].noise_multiplier == pytest.approx(math.sqrt(0.5))
-    assert parts[0].steps == 1
 
 
 @every
@@ -128,10 +110,3 @@ def test_a_query_computes_nothing_up_to_the_last_step_and_beyond_it_once(monkeyp
     assert curve.at(9) == curve.at(9) > last
     assert curve.at(8) == curve.at(9)  # still an upper bound
     assert computed == [9]
-
-
-def test_a_run_without_noise_has_an_infinite_curve():
-    curve = EpsilonCurve(
-        (), mechanism(0.0, 0.01), delta=DELTA, accountant="pld", total_steps=10, points=2
-    )
-    assert (curve.at(0), curve.at(3), curve.at(11)) == (0.0, math.inf, math.inf)

@@ -9,13 +9,12 @@ from scipy.special import ndtr
 from scipy.stats import norm
 
 from tests.accounts import gaussian_steps, steps_of
-from torchtitan_dp.privacy import pld, tilted
+from torchtitan_dp.privacy import pld
 from torchtitan_dp.privacy.accounting import compose, counted_by
 from torchtitan_dp.privacy.coefficients import cut_off
-from torchtitan_dp.privacy.losses import Losses, gaussian_losses
-from torchtitan_dp.privacy.randomized import ratios
+from torchtitan_dp.privacy.losses import Losses, gaussian_losses, ratios
+from torchtitan_dp.privacy.pld import chernoff, composed
 from torchtitan_dp.privacy.segments import Mechanism, Segment
-from torchtitan_dp.privacy.tilted import chernoff, composed
 
 DELTAS = [10.0**-k for k in range(5, 16)]
 SMALL = [(4e-5, 0.614, 100_000), (1e-3, 0.6, 10_000), (0.0141, 0.4463, 30)]
@@ -152,7 +151,7 @@ def test_what_the_transform_may_take_is_counted(monkeypatch):
     tilt, _ = chernoff(parts, 2.0**-11, 1e-10)
     at = np.array([5.8])
     plain = [float(composed(parts, 2.0**-11, t, 1e-10).at(at)[0]) for t in (0.0, tilt)]
-    monkeypatch.setattr(tilted, "_FFT_ROUNDING", 1e4 * tilted._FFT_ROUNDING)
+    monkeypatch.setattr(pld, "_FFT_ROUNDING", 1e4 * pld._FFT_ROUNDING)
     coarse = [float(composed(parts, 2.0**-11, t, 1e-10).at(at)[0]) for t in (0.0, tilt)]
     assert coarse[0] > 100 * plain[0]  # relative to 1
     assert plain[1] < coarse[1] < 2 * plain[1]

@@ -16,7 +16,7 @@ from torchtitan_dp import optimizer
 from torchtitan_dp.distributed import ring
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import ReduceScatterOverCP
-from torchtitan_dp.models import feed_forward, loss_head
+from torchtitan_dp.models import feed_forward, loss
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.privacy import clipping
 from torchtitan_dp.privacy.keys import KeyStream
@@ -101,7 +101,7 @@ def chunk_edge_lost():
     def chunks(original, tokens, size):
         return [slice(c.start + (c.start > 0), c.stop) for c in original(tokens, size)]
 
-    return wrapped(loss_head, "tiles", chunks)
+    return wrapped(loss, "tiles", chunks)
 
 
 def tile_lost():

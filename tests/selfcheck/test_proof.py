@@ -16,7 +16,7 @@ from tests.processes.ranks import on_ranks
 from torchtitan_dp.distributed.attention import configure_ring
 from torchtitan_dp.models.causal_lm import attention
 from torchtitan_dp.models.causal_lm import model as causal_lm
-from torchtitan_dp.models.flavors import on_meta
+from torchtitan_dp.models.hugging_face import on_meta
 from torchtitan_dp.models.lora import LoRA
 from torchtitan_dp.models.loss import shard_of
 from torchtitan_dp.process import Fault

@@ -7,7 +7,7 @@ import torch
 
 from tests.processes.runs import ROOT
 from torchtitan_dp.gradients.methods import METHODS
-from torchtitan_dp.models.flavors import parameter_count
+from torchtitan_dp.models.hugging_face import parameter_count
 from torchtitan_dp.selfcheck.small import default_terms, given_terms
 
 CONFIGS = sorted(p for p in (ROOT / "train_configs").glob("*.toml") if p.stem != "any_lora")

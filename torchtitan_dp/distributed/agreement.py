@@ -1,22 +1,45 @@
-"""What must be the same on all ranks: the root key of a start, and the terms of a run."""
+"""What ranks settle with each other: a start's root key, the terms of a run, whether to stop; and
+the report of a rank whose peers hang or are gone."""
 
+import contextlib
+import datetime
 import hashlib
-from collections.abc import Mapping
+import os
+import re
+import signal
+import threading
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.utils import set_pg_timeouts
 
+import torchtitan_dp
 from torchtitan_dp.privacy.keys import RootKey
-from torchtitan_dp.process import Fault
+from torchtitan_dp.process import STOP_SIGNAL, Fault
+from torchtitan_dp.torch_private import set_timeout
+
+GRACE_S = 5.0
+"""How long a worker that got SIGTERM waits for `STOP_SIGNAL` too."""
+
+# Gloo's RuntimeErrors differ in their text alone; NCCL raises DistBackendErrors.
+_LOST = re.compile(
+    "closed by peer|reset by peer|broken pipe|timed out waiting|timeout caused pair closure|"
+    "connectfullmesh failed|ncclremoteerror|communicator was aborted on rank",
+    re.IGNORECASE,
+)
+_PACKAGE = os.path.dirname(torchtitan_dp.__file__) + os.sep
 
 
 def shared_root_key(device: torch.device, debug_seed: int | None) -> RootKey:
     """Share a fresh root key from rank 0's operating system, or derive one from a debug seed.
 
-    Collective: a broadcast of 32 bytes over the world, from `device`, without a seed.
-
-    Guarantee:
-        The key is in the ranks' memory only, and a new one at each call without a seed.
+    Collective: a broadcast of 32 bytes over the world, from `device`, without a seed. The key is in
+    the ranks' memory only.
     """
     if debug_seed is not None:
         return RootKey.from_debug_seed(debug_seed)
@@ -34,15 +57,11 @@ def broadcast_from_rank0(text: str) -> str:
 
 
 def require_agreement(terms: Mapping[str, object]) -> None:
-    """Refuse to train if ranks see other records or terms: one record could count twice.
+    """Refuse, by the same Fault on all ranks, to train if ranks see other records or terms: one
+    record could count twice.
 
-    Collective: an all-gather over the world of 32 bytes for each term.
-
-    Args:
-        terms: by their names in the error. They are compared by their `repr`.
-
-    Raises:
-        Fault: the same on all ranks if any two differ, with the names of the terms that differ.
+    Terms, by their names in the error, are compared by their `repr`. Collective: an all-gather over
+    the world of 32 bytes for each term.
 
     Guarantee:
         No term's content leaves its rank: only SHA-256 digests are sent, only names printed.
@@ -61,3 +80,94 @@ def require_agreement(terms: Mapping[str, object]) -> None:
         "node, and the configuration, the installed packages and the kind of device must be the "
         "same"
     )
+
+
+class StopRequest:
+    """Whether this run was asked to stop, by signals.
+
+    A scheduler may send SIGTERM to launcher and workers; the launcher then sends `STOP_SIGNAL`.
+    SIGTERM alone comes from torchrun, which ends the workers whose peer has failed: this process
+    ends too. A thread listens, so that a collective in the main thread delays nothing.
+    """
+
+    def __init__(self) -> None:
+        """Call in the main thread, once in a process."""
+        self._asked = threading.Event()
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        for number in (STOP_SIGNAL, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
+            signal.siginterrupt(number, False)  # other libraries' system calls are restarted
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it is the launcher that answers it
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, args=(reader,), daemon=True).start()
+
+    def _listen(self, reader: int) -> None:
+        while True:
+            for number in os.read(reader, 64):
+                if number == STOP_SIGNAL:
+                    self._asked.set()
+                elif number == signal.SIGTERM:
+                    threading.Thread(target=self._end_unless_asked, daemon=True).start()
+
+    def _end_unless_asked(self) -> None:
+        if not self._asked.wait(GRACE_S):
+            os._exit(128 + signal.SIGTERM)
+
+    def agree(self, overflow: Tensor) -> tuple[bool, bool]:
+        """Return whether any rank was asked, and whether weights overflow on any (`overflow` is 1.0
+        where this rank's do), by an all-reduce of two numbers over the world.
+
+        The first depends on signals alone. Where a clock sends them, the step at which a run stops
+        depends on how long steps take, and so on the lengths of records: `ledger.steps` keeps that
+        out of `privacy.json`, `ledger.spending` out of the claims of a run that ended there.
+        """
+        asked = torch.tensor(float(self._asked.is_set()), device=overflow.device)
+        both = torch.stack([asked, overflow])
+        dist.all_reduce(both, op=dist.ReduceOp.MAX)
+        is_asked, overflows = both.bool().tolist()
+        return is_asked, overflows
+
+
+def shorten_timeouts(
+    config: JobConfig, parallel_dims: ParallelDims, groups: Iterable[dist.ProcessGroup | None]
+) -> None:
+    """Set all groups' timeouts to `comm.train_timeout_seconds`, after the first step of a start:
+    TorchTitan does so after step 1 only, and not for `groups`, those of our reductions. Collective:
+    a barrier over the world."""
+    timeout = datetime.timedelta(seconds=config.comm.train_timeout_seconds)
+    set_pg_timeouts(timeout, parallel_dims)
+    for group in groups:
+        if group is not None:
+            set_timeout(timeout, group)
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Check whether a collective, or the store, failed because of another rank."""
+    if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+        return True
+    return isinstance(error, RuntimeError) and bool(_LOST.search(str(error)))
+
+
+@contextlib.contextmanager
+def lost_ranks_as_faults() -> Iterator[None]:
+    """Report a lost rank, which has a log of its own, as one line without a traceback."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_lost_rank(error):
+            raise
+        first = f"{type(error).__name__}: {str(error).partition('. ')[0]}"
+        raise Fault(
+            f"another rank is gone or hangs ({first}{_place(error)}): its own "
+            "log has the reason; the same command resumes from the newest checkpoint"
+        ) from error
+
+
+def _place(error: BaseException) -> str:
+    """Describe the line of this package that called the collective; empty if none did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if frame.filename.startswith(_PACKAGE)]
+    if not ours:
+        return ""
+    return f", at {ours[-1].filename.removeprefix(_PACKAGE)}, line {ours[-1].lineno}"

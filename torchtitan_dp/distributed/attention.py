@@ -1,16 +1,13 @@
 """Ring attention over the context-parallel mesh; on one rank, fp32 attention in little memory.
 
 PyTorch chooses the kernel, on CUDA and CPU alike, and under TorchTitan's context parallelism calls
-the function that is registered for it: here, `distributed.ring` with that kernel. Flash attention
-on CPU returns `(out, logsumexp)`, which is all that the ring's merge needs. CUDA's memory-efficient
-kernels, the only ones for fp32, pad logsumexp to 32 rows, which is cut off here and added again for
-backward. From `Shard.heads_apart_from` tokens, a sequence that one rank has alone is a ring of
-one, too.
+the function that is registered for it: here, `distributed.ring` with that kernel. CUDA's
+memory-efficient kernels, the only ones for fp32, pad logsumexp to 32 rows, which is cut off here
+and added again for backward. From `Shard.heads_apart_from` tokens, a sequence that one rank has
+alone is a ring of one, too.
 
-Without a ring: flash and cuDNN take 16 bits only, so TorchTitan's list leaves fp32 to the math
-kernel, which keeps T x T scores for each head: 34 GB for 32 heads at T = 16,384. The
-memory-efficient kernel has no grouped queries, so keys and values are repeated for it, which costs
-as much as one key head for each query head.
+Without a ring TorchTitan's list leaves fp32 to the math kernel, which keeps T x T scores for each
+head. The memory-efficient kernel has no grouped queries, so keys and values are repeated for it.
 """
 
 import dataclasses
@@ -77,13 +74,9 @@ def configure_ring(shard: Shard) -> None:
 def apply_ring_attention(
     attention_modules: list[nn.Module], cp_mesh: DeviceMesh, *, cudnn: bool
 ) -> None:
-    """Run each module's scaled-dot-product attention as a ring over `cp_mesh`.
-
-    Args:
-        attention_modules: TorchTitan `ScaledDotProductAttentionWrapper`s; inputs q, k, v of shape
-            (B, heads, T / cp, head_dim), each rank's own part of the sequence.
-        cudnn: whether cuDNN may attend, as `models.parallelize.takes_cudnn` decides.
-    """
+    """Run the scaled-dot-product attention of TorchTitan's wrappers as a ring over `cp_mesh`, with
+    q, k, v (B, heads, T / cp, head_dim); `cudnn`: whether cuDNN may attend
+    (`models.parallelize.takes_cudnn`)."""
     apply_cp_to_attention_module(attention_modules, cp_mesh, "sdpa")
     for module in attention_modules:
         module.sdpa_backends = _safe(_RING_BACKENDS, cudnn)  # type: ignore[assignment]
@@ -96,12 +89,12 @@ def mesh_of_this_rank(device_type: str, name: str) -> DeviceMesh:
 
 
 def _safe(backends: list[SDPBackend], cudnn: bool = True) -> list[SDPBackend]:
-    """Leave cuDNN out of a list of kernels where its results cannot be trusted.
+    """Leave cuDNN out of a list of kernels where its results cannot be trusted: a NaN in its
+    backward would reject a sample in silence.
 
-    A NaN in its backward would reject a sample in silence. A list with priorities overrides the
-    conditions under which PyTorch itself would choose cuDNN, so they are repeated here: the
-    device, and the version, both of PyTorch's build and of this machine. Without a device the
-    list stays, so that a prediction does not depend on the build.
+    A list with priorities overrides the conditions under which PyTorch itself would choose cuDNN,
+    so they are repeated here. Without a device the list stays, so that a prediction does not depend
+    on the build.
     """
     compute = capability()
     trusted = (

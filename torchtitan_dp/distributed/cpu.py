@@ -1,13 +1,12 @@
 """TorchTitan 0.2.2 without a GPU, imported quickly; and a fix of gloo that is needed anywhere.
 
-This is the one place where the package changes other libraries' globals. On a machine with an
-accelerator `install()` changes gloo's groups only. Each change is a function that names what is
-missing; `tests/distributed/test_cpu.py` fails when a new TorchTitan makes it unnecessary.
+This is the one place where the package changes other libraries' globals, each by a function that
+names what is missing; `tests/distributed/test_cpu.py` fails when a new TorchTitan makes it
+unnecessary. On a machine with an accelerator `install()` changes gloo's groups only.
 
-While it is imported, TorchTitan compiles attention functions that no run here uses, which loads the
-whole compiler, and imports Hugging Face's `datasets` with pandas and pyarrow, and converters to
-float8: half of a start's seconds. `until_called` postpones these to their first use, so that
-TorchTitan's functions do the same as ever.
+While it is imported, TorchTitan compiles attention functions that no run here uses, and imports
+Hugging Face's `datasets` and converters to float8: half of a start's seconds. `until_called`
+postpones these to their first use.
 """
 
 import contextlib
@@ -37,11 +36,8 @@ def has_accelerator() -> bool:
 
 
 def install() -> None:
-    """Make gloo safe, and make TorchTitan and its Trainer work on CPU.
-
-    With an accelerator only gloo is changed, which checkpoints and ranks that share a device use
-    there too. A second call changes nothing.
-    """
+    """Make gloo safe, and make TorchTitan and its Trainer work on CPU. A second call changes
+    nothing."""
     _give_gloo_groups_one_thread()
     if has_accelerator() or "torchtitan" in sys.modules:
         return
@@ -57,12 +53,8 @@ def peak_memory_bytes() -> int:
 
 
 def _import_torchtitan() -> None:
-    """Import TorchTitan as a CPU program.
-
-    Its mixture-of-experts kernels import `triton` unconditionally, and its device type falls back
-    to "cuda". No run uses these kernels, so an empty module takes their place, even where torch's
-    CUDA build brings `triton`: both builds run the same code.
-    """
+    """Import TorchTitan as a CPU program: its device type falls back to "cuda", and its
+    mixture-of-experts kernels, which no run uses, import `triton`."""
     kernels = types.ModuleType("torchtitan.models.moe.kernels")
     kernels.generate_permute_indices = None  # type: ignore[attr-defined]
     sys.modules[kernels.__name__] = kernels
@@ -104,11 +96,9 @@ def _accept_string_device_ids_in_barrier() -> None:
 
 
 def _profile_cpu_only() -> None:
-    """Drop the activity `None` that TorchTitan passes to the profiler without an accelerator.
-
-    And hide its lines, "USDT: … profiler_start", and of the CUDA build "gpuGetDeviceCount failed".
-    With an accelerator they stay: the level that hides them would hide a device's errors too.
-    """
+    """Drop the activity `None` that TorchTitan passes to the profiler without an accelerator, and
+    hide its lines, "USDT: … profiler_start"; with an accelerator the level that hides them would
+    hide a device's errors too."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # above all; it is read at the first profile
     profile: Callable[..., Any] = torch.profiler.profile
 
@@ -124,11 +114,9 @@ def _give_gloo_groups_one_thread() -> None:
     """Run each gloo group's collectives on one thread; PyTorch starts two, which corrupt the heap.
 
     Both write the name of the last collective to one string without a lock (`lastCompletedWorkName`
-    in `ProcessGroupGloo::runLoop` of torch 2.13). A name of more than 15 letters, such as
-    `_REDUCE_SCATTER_BASE`, is on the heap and is sometimes freed twice: after some thousand
-    microbatches the run dies (`malloc(): unaligned tcache chunk detected`).
-
-    All groups share their devices, since each device has a thread that wakes up 100 times a second.
+    in `ProcessGroupGloo::runLoop` of torch 2.13): after some thousand microbatches the run dies
+    (`malloc(): unaligned tcache chunk detected`). All groups share their devices, since each device
+    has a thread that wakes up 100 times a second.
     """
     gloo = dist.ProcessGroupGloo
     create = gloo.__init__
@@ -179,20 +167,15 @@ def _datasets() -> dict[str, types.ModuleType]:
     """Make stand-ins for the modules and functions of `datasets` that TorchTitan uses."""
     datasets = types.ModuleType("datasets")
     datasets.Dataset = object  # type: ignore[attr-defined]  # for annotations only
-    datasets.load_dataset = _later("datasets", "load_dataset")  # type: ignore[attr-defined]
     distributed = types.ModuleType("datasets.distributed")
-    name = "split_dataset_by_node"
-    setattr(distributed, name, _later(distributed.__name__, name))
+    for module, name in ((datasets, "load_dataset"), (distributed, "split_dataset_by_node")):
+        setattr(module, name, functools.partial(_call, module.__name__, name))
     return {module.__name__: module for module in (datasets, distributed)}
 
 
-def _later(module: str, name: str) -> Callable[..., Any]:
-    """Make a function that imports `module` and calls `name` in it."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return getattr(importlib.import_module(module), name)(*args, **kwargs)
-
-    return call
+def _call(module: str, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Import a module, and call a function in it."""
+    return getattr(importlib.import_module(module), name)(*args, **kwargs)
 
 
 def _compile_later(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

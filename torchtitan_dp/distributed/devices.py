@@ -1,8 +1,7 @@
 """The devices of this machine: which there are, whether they are usable, and what they are.
 
-PyTorch's CUDA build, which most users have, also runs where no device is in sight: on a login
-node, in CI, with hidden devices. There most questions about a device raise. So all questions that
-this package has are asked here, and first whether there is a device.
+PyTorch's CUDA build also runs where no device is in sight: on a login node, in CI, with hidden
+devices. There most questions about a device raise, so that each is asked here.
 """
 
 import os
@@ -31,14 +30,11 @@ def default_processes() -> int:
 
 
 def require_usable_devices() -> None:
-    """Refuse a machine with CUDA devices that PyTorch cannot use.
+    """Refuse, by a one-line ValueError, a machine with CUDA devices that PyTorch cannot use.
 
-    Its driver may be too old for this PyTorch, or this PyTorch may be built without CUDA. PyTorch
-    counts devices by the driver's library (NVML), TorchTitan checks whether CUDA is available;
-    where the two disagree, N ranks would silently train on the CPU. Opens no CUDA context.
-
-    Raises:
-        ValueError: one line that names the driver and what this PyTorch was built for.
+    PyTorch counts devices by the driver's library (NVML), TorchTitan checks whether CUDA is
+    available; where the two disagree, N ranks would silently train on the CPU. Opens no CUDA
+    context.
     """
     with warnings.catch_warnings():  # the errors below replace its warning
         warnings.simplefilter("ignore")

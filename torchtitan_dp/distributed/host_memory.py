@@ -1,17 +1,23 @@
-"""The host's memory: how much a process may still take of it (Linux), and page-locked buffers.
+"""The host's memory: how much of it a process may take, page-locked buffers, and
+`activation_checkpoint.offload_inputs`, whose checkpointed blocks keep their inputs there.
 
 A process may take the least of the kernel's `MemAvailable` and of the rest that each cgroup around
-it leaves, in both versions of cgroups: a scheduler's job and a container have their limits there,
-and the limits of all ancestors apply. Memory that only caches files counts as free, as in
-`MemAvailable`: it is dropped when memory is needed. For ancestors that a container does not see,
-version 1 reports the limit; version 2 does not.
+it leaves, in both versions of cgroups (Linux). Memory that only caches files counts as free. For
+ancestors that a container does not see, version 1 reports the limit; version 2 does not.
 
 Of page-locked memory, for copies that do not block, PyTorch's allocator takes the next power of two
-of bytes: nothing is wasted on 4,096 values a token, a third on 3,072 and six tenths on 5,120. Where
-it would waste, large buffers are pages of their own here, registered with CUDA as PyTorch's
-checkpoints do it.
+of bytes. Where that would waste, large buffers are pages of their own here, registered with CUDA.
+
+With full activation checkpointing only a block's input is kept, and at long T these inputs fill
+most of a device. They are copied out when the block begins and back when its backward begins, on a
+stream of their own; nothing waits for the host. The input of the block before comes back while a
+block is recomputed. An input is always allocated on the computing stream C, and dropped once C
+waits for the copy stream's event, so that C's next allocation can reuse it at once. C waits for the
+copy out of the block two before, which has had two blocks' time. A host buffer, of the longest
+sample's size, is reused when its input's graph is gone.
 """
 
+import collections
 import contextlib
 import mmap
 import os
@@ -19,6 +25,7 @@ import re
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,19 +36,12 @@ EXACT_FROM = 1 << 20
 
 def available_bytes(proc: Path = Path("/proc")) -> int | None:
     """Return how many bytes this process may still take; None if it is unknown."""
-    return min([*_of_kernel(proc), *_of_cgroups(proc)], default=None)
-
-
-def _of_kernel(proc: Path) -> Iterator[int]:
-    """Yield the kernel's `MemAvailable`, in bytes."""
-    for line in _lines(proc / "meminfo"):
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            yield int(value.split()[0]) * 1024
+    of_kernel = (kib * 1024 for kib in _numbers(proc / "meminfo", "MemAvailable:"))
+    return min([*of_kernel, *_of_cgroups(proc)], default=None)
 
 
 def _of_cgroups(proc: Path) -> Iterator[int]:
-    """Yield what each cgroup around this process leaves, in bytes."""
+    """Yield what each limit of a cgroup around this process leaves, in bytes."""
     own = {}
     for line in _lines(proc / "self" / "cgroup"):
         number, _, rest = line.partition(":")
@@ -55,71 +55,68 @@ def _of_cgroups(proc: Path) -> Iterator[int]:
         fields, kind = before.split(), after.partition(" ")[0]
         if kind not in own or len(fields) < 5:
             continue
-        root, mount = map(_unescaped, fields[3:5])  # other controllers' have none of these files
-        for folder in _ancestors(Path(mount), os.path.relpath(own[kind], root)):
-            yield from _left_by_2(folder) if kind == "cgroup2" else _left_by_1(folder)
+        root, mount = (re.sub(r"\\([0-7]{3})", _character, field) for field in fields[3:5])
+        below = Path(os.path.relpath(own[kind], root)).parts
+        if ".." in below:  # the process's cgroup is out of sight
+            below = ()
+        for count in range(len(below) + 1):
+            yield from _left(Path(mount, *below[:count]), _CGROUPS[kind])
 
 
-def _ancestors(mount: Path, below: str) -> Iterator[Path]:
-    """Yield the folder `below` a mount and its parents up to the mount; for a folder that lies
-    elsewhere the mount alone."""
-    parts = Path(below).parts
-    if ".." in parts:
-        parts = ()
-    for count in range(len(parts), -1, -1):
-        yield mount.joinpath(*parts[:count])
-
-
-def _left_by_2(folder: Path) -> Iterator[int]:
-    """Yield what the limits of a cgroup of version 2 leave; above `high` its processes crawl."""
-    cached = _numbers(folder / "memory.stat", "inactive_file", "active_file")
-    held = sum(_numbers(folder / "memory.current")) - sum(cached)
-    for name in ("memory.max", "memory.high"):
-        yield from (max(limit - held, 0) for limit in _numbers(folder / name))  # none for "max"
-
-
-def _left_by_1(folder: Path) -> Iterator[int]:
-    """Yield what the limits of a cgroup of version 1 and of those above it leave."""
+def _left(folder: Path, names: "_Cgroup") -> Iterator[int]:
+    """Yield what each limit of a cgroup leaves; other controllers' folders have none."""
     stat = folder / "memory.stat"
-    cached = _numbers(stat, "total_inactive_file", "total_active_file")
-    held = sum(_numbers(folder / "memory.usage_in_bytes")) - sum(cached)
-    limits = _numbers(folder / "memory.limit_in_bytes")
+    held = sum(_numbers(folder / names.held)) - sum(_numbers(stat, *names.cached))
+    limits = [limit for name in names.limits for limit in _numbers(folder / name)]
     for limit in (*limits, *_numbers(stat, "hierarchical_memory_limit")):
         yield max(limit - held, 0)
 
 
+class _Cgroup(NamedTuple):
+    """The files of a version of cgroups: memory held, and limits; and what only caches files."""
+
+    held: str
+    limits: tuple[str, ...]
+    cached: tuple[str, ...]
+
+
+_CGROUPS = {
+    # Above `high` processes crawl. A limit may be "max".
+    "cgroup2": _Cgroup(
+        "memory.current", ("memory.max", "memory.high"), ("inactive_file", "active_file")
+    ),
+    "cgroup": _Cgroup(
+        "memory.usage_in_bytes",
+        ("memory.limit_in_bytes",),
+        ("total_inactive_file", "total_active_file"),
+    ),
+}
+
+
 def _numbers(path: Path, *names: str) -> list[int]:
     """Return the number that a file holds, or those of `names` in a file of names and numbers."""
-    found = []
-    for line in _lines(path):
-        *name, number = line.split() or [""]
-        if name == [] if not names else name and name[0] in names:
-            with contextlib.suppress(ValueError):
-                found.append(int(number))
-    return found
+    rows = [line.split() for line in _lines(path)]
+    texts = [row[1] for row in rows if row[0] in names] if names else [row[0] for row in rows]
+    return [int(text) for text in texts if text.isdigit()]
 
 
 def _lines(path: Path) -> list[str]:
-    """Return a file's lines; none if it cannot be read."""
+    """Return a file's lines that are not empty; none if it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
+    return [line for line in lines if line.strip()]
 
 
-def _unescaped(field: str) -> str:
-    """Undo the escapes of blanks in mountinfo."""
-    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), field)
+def _character(escape: re.Match[str]) -> str:
+    """Return the blank that mountinfo escapes."""
+    return chr(int(escape[1], 8))
 
 
 def page_locked(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate page-locked host memory, (numel,), for copies to and from `device`.
-
-    It is unlocked and freed with its last view. For a CPU it is ordinary memory.
-
-    Raises:
-        RuntimeError: the driver cannot lock so much.
-    """
+    """Allocate page-locked host memory, (numel,), for copies to and from `device`, freed with its
+    last view; for a CPU ordinary memory. RuntimeError: the driver cannot lock so much."""
     size = numel * dtype.itemsize
     if device.type != "cuda":
         return torch.empty(numel, dtype=dtype, device="cpu")
@@ -135,11 +132,7 @@ def page_locked(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def page_locked_bytes(size: int) -> int:
-    """Return how many bytes a buffer of `size` bytes takes: a power of two, or whole pages.
-
-    >>> [page_locked_bytes(size) for size in (1, 300, 3 << 20, 1 << 22)]
-    [1, 512, 3145728, 4194304]
-    """
+    """Return how many bytes a buffer of `size` bytes takes: a power of two, or whole pages."""
     if size < EXACT_FROM:
         return _next_power(size)
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -160,3 +153,110 @@ def _unlock(pointer: int) -> None:
     with contextlib.suppress(RuntimeError):  # a device that has failed: the process ends
         torch.cuda.synchronize()
         torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(pointer))
+
+
+ON_DEVICE = 2
+"""Inputs on the device in forward: the block's own, and the one before, which is copied out."""
+
+
+class InputsOnHost:
+    """The inputs of one model's checkpointed blocks, in the host's memory."""
+
+    def __init__(self, longest: int) -> None:
+        """Expect inputs (B, T, D) of up to T = `longest`; a longer one works, and may waste
+        buffers."""
+        self.host_bytes = 0
+        """Bytes of page-locked memory in use, as `page_locked_bytes` counts them."""
+        self._longest = longest
+        self._free: list[Tensor] = []
+        self._last: weakref.ref[_OnHost] | None = None  # of this forward pass, while it is alive
+        # Tensors that the copy stream may still use, and the event after which it does not.
+        self._copied: collections.deque[tuple[Tensor, Any]] = collections.deque()
+        self._side: Any = None
+
+    @contextlib.contextmanager
+    def __call__(self, h: Tensor) -> Iterator[None]:
+        """Keep tensors of `h`'s shape that autograd saves in this block in the host's memory.
+
+        Wrap the call of one checkpointed block with its input `h`, (B, T, D). Tensors saved when
+        the block is recomputed, in backward, are not affected.
+        """
+        shape, dtype = h.shape, h.dtype  # autograd keeps `pack`, which must not keep h
+
+        def pack(saved: Tensor) -> Tensor | _OnHost:
+            if saved.shape != shape or saved.dtype != dtype:
+                return saved
+            packed = _OnHost(self, saved, None if self._last is None else self._last())
+            self._last = weakref.ref(packed)
+            self.settle(ON_DEVICE)
+            return packed
+
+        def unpack(packed: Tensor | _OnHost) -> Tensor:
+            return packed.take() if isinstance(packed, _OnHost) else packed
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+
+    def copy(self, to: Tensor, source: Tensor, on_device: Tensor) -> None:
+        """Begin to copy, on the copy stream, after all work queued on the current stream;
+        `on_device` is the one of the two tensors that `settle` drops."""
+        streams = torch.get_device_module(on_device.device)
+        if self._side is None:
+            self._side = streams.Stream()
+        self._side.wait_stream(streams.current_stream())
+        with streams.stream(self._side):
+            to.copy_(source, non_blocking=True)
+        self._copied.append((on_device, self._side.record_event()))
+
+    def settle(self, keep: int = 0) -> None:
+        """Let the current stream wait for all copies but the last `keep`; drop their tensors."""
+        while len(self._copied) > keep:
+            on_device, done = self._copied.popleft()
+            torch.get_device_module(on_device.device).current_stream().wait_event(done)
+
+    def take_buffer(self, like: Tensor) -> Tensor:
+        """Return a flat buffer of `like`'s dtype, for it and for the longest sample."""
+        most = max(like.numel(), like.numel() // like.shape[1] * self._longest)
+        while self._free:
+            buffer = self._free.pop()
+            if buffer.numel() >= like.numel() and buffer.dtype == like.dtype:
+                return buffer
+            self.host_bytes -= page_locked_bytes(buffer.nbytes)
+        buffer = page_locked(most, like.dtype, like.device)
+        self.host_bytes += page_locked_bytes(buffer.nbytes)
+        return buffer
+
+    def return_buffer(self, buffer: Tensor) -> None:
+        """Make a buffer available to another input."""
+        self._free.append(buffer)
+
+
+class _OnHost:
+    """One input's copy on the host, with the one before, which backward needs next."""
+
+    def __init__(self, inputs: InputsOnHost, saved: Tensor, before: "_OnHost | None") -> None:
+        self._inputs, self._device = inputs, saved.device
+        buffer = inputs.take_buffer(saved)
+        weakref.finalize(self, inputs.return_buffer, buffer)
+        self._copy = buffer[: saved.numel()].view(saved.shape)
+        self._before = None if before is None else weakref.ref(before)
+        inputs.copy(self._copy, saved, saved)
+        self._on_device = weakref.ref(saved)  # while `inputs` or backward keeps it there
+
+    def take(self) -> Tensor:
+        """Return the input on its device, and begin to copy the one before."""
+        there = self.fetch()
+        self._inputs.settle()
+        before = None if self._before is None else self._before()
+        if before is not None:
+            before.fetch()
+        return there
+
+    def fetch(self) -> Tensor:
+        """Return the input on its device; it is complete after `settle`."""
+        there = self._on_device()
+        if there is None:
+            there = torch.empty(self._copy.shape, dtype=self._copy.dtype, device=self._device)
+            self._on_device = weakref.ref(there)
+            self._inputs.copy(there, self._copy, there)
+        return there

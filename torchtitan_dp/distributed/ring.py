@@ -3,15 +3,11 @@
 Each rank of a context-parallel group has the queries, keys and values of its own tokens. Keys and
 values travel around the ring; each rank attends to one block of them at a time and merges the
 results by logsumexp (Liu et al. 2023, "Ring Attention", arXiv 2310.01889). In backward the fp32
-gradients of keys and values travel along. This computes what PyTorch's `_templated_ring_attention`
-does, term by term in the same order, so that fp32 results are bit-identical, but
-
-- partial outputs and gradients are merged in place, where PyTorch makes a copy a block;
-- keys and values are packed once, and not again for each rank that they pass;
-- outputs and gradients lie as (B, T, H, F), as the layers around attention read them;
-- from `heads_apart_from` tokens on, the kernel runs on the queries of one key head at a time.
-  FlashAttention's backward needs fp32 dQ, and dK and dV of every query head: at 131,072 tokens of
-  32 heads 4 GiB, of 4 heads 0.5 GiB.
+gradients of keys and values travel along. fp32 results are PyTorch's `_templated_ring_attention`'s
+bit by bit, but partial outputs and gradients are merged in place, keys and values are packed once,
+outputs and gradients lie as (B, T, H, F), and from `heads_apart_from` tokens on, the kernel runs on
+the queries of one key head at a time: FlashAttention's backward needs fp32 dQ, and dK and dV of
+every query head, at 131,072 tokens of 32 heads 4 GiB, of 4 heads 0.5 GiB.
 
 A ring of one rank is attention without a ring, with heads apart. A sequence is dealt out
 contiguously, or "head-tail" (rank r of n has chunks r and 2n - 1 - r), as by TorchTitan.
@@ -98,12 +94,8 @@ class Shard:
         return torch.cat([chunks[place] for place in self.chunks(self.rank)], dim)
 
     def block(self, step: int, tokens: int, is_causal: bool) -> Block | None:
-        """Return the scores to compute with the keys of the rank `step` places before this one;
-        None where all are masked.
-
-        Args:
-            tokens: T of this rank, even where `balanced`.
-        """
+        """Return the scores to compute with the keys of the rank `step` places before this one,
+        where each has `tokens`; None where all are masked."""
         whole, half = slice(0, tokens), tokens // 2
         if step == 0 or not is_causal:
             return Block(whole, whole, is_causal)
@@ -133,8 +125,8 @@ class Shard:
             query, key, value: (B, H or fewer, T, F) of this rank's tokens.
 
         Returns:
-            The output (B, H, T, F) in the dtype of `query`, the logsumexp in the kernel's shape and
-            dtype, and what the kernel returned beside them for its last block.
+            The output (B, H, T, F), the logsumexp, and the kernel's further results of its last
+            block.
 
         Collectives, over the group: keys and values are passed on, ranks - 1 times, or gathered.
         """
@@ -182,8 +174,7 @@ class Shard:
             of_queries: `query`, and `attend`'s `out` and `logsumexp`, and `grad_out`.
 
         Returns:
-            The three gradients in the dtypes of `query`, `key` and `value`, and what the kernel
-            returned beside them for its last block.
+            The three gradients, and the kernel's further results of its last block.
 
         Collectives, over the group: those of `attend`, and gradients are passed on, as often as
         there are ranks, since each adds to them.
@@ -218,7 +209,10 @@ class Shard:
                 del here, of_query, of_keys_values
             if travelling is not None:  # sent by the rank before while this block was computed
                 gradients = travelling.wait().view(gradients.shape)
-            _add_to(gradients, formed)
+            for keys, parts in formed:
+                for gradient, part in zip(gradients, parts, strict=True):
+                    gradient[keys] += part
+            formed.clear()
             if self.size > 1:
                 assert self.group is not None
                 travelling = pass_on(gradients.view(-1), self.group)
@@ -258,14 +252,6 @@ def _merge(out: Tensor, logsumexp: Tensor, part: Tensor, part_logsumexp: Tensor)
     more, difference = part_logsumexp.float() - logsumexp, out - part
     out.sub_(difference.mul_(torch.sigmoid(more).unsqueeze(-1)))
     logsumexp.sub_(F.logsigmoid(-more))
-
-
-def _add_to(gradients: Tensor, formed: list[tuple[Any, list[Tensor]]]) -> None:
-    """Add a block's gradients of keys and values, by heads, to both sums in place."""
-    for keys, parts in formed:
-        for gradient, part in zip(gradients, parts, strict=True):
-            gradient[keys] += part
-    formed.clear()
 
 
 def _heads_last(like: Tensor, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor:

@@ -1,21 +1,18 @@
 """Where every gradient method ends: norms over cp, clip, one sum; over dp once a step.
 
+Gradients arrive in bundles, flat tensors of parameters that are reduced together: an FSDP2 group
+(`microbatch`) or one parameter (`grad_sample`). Bundles decide how gradients are communicated, clip
+groups (`privacy.clipping`) how they are clipped. A method that has all gradients at once calls
+`add`; one that completes a group early `add_group`, which frees them; one with norms from elsewhere
+`policy.clip`, then `accumulate` or `accumulate_part`.
+
 Guarantee:
-    `take` returns this rank's shard of sum_i clip(g_i) over the samples of all data-parallel ranks
-    since `reset`, each counting at most C (`privacy.clipping`) if norms are exact; for estimates
-    see `privacy.randomized`. Assumes that each row passed to `add` is one sample's gradient, summed
-    over the context-parallel group, and that the cp ranks together hold every element exactly once.
-    The sum is in fp32: a sample also changes how later ones round, which moves the sum of n samples
-    on a rank by up to n^2 / 2^24 of C more (`privacy.clipping.fp32_sum_excess`): more than C
-    itself from 4,096 samples on.
-
-Gradients arrive in bundles. A bundle is one flat tensor of parameters that are reduced together: an
-FSDP2 group (`microbatch`) or one parameter (`grad_sample`). Bundles decide how gradients are
-communicated, clip groups (`privacy.clipping`) how they are clipped; the two are independent.
-
-A method that has all gradients at once calls `add`; one that completes a group early calls
-`add_group`, which frees them; one with norms from elsewhere calls `policy.clip`, then `accumulate`,
-or `accumulate_part` so that one parameter's gradients exist at a time.
+    - `take` returns this rank's shard of sum_i clip(g_i) over the samples of all data-parallel
+      ranks since `reset`, each counting at most C if norms are exact; for estimates see
+      `privacy.losses`. Assumes that each row passed to `add` is one sample's gradient, summed over
+      the context-parallel group, whose ranks together hold every element exactly once.
+    - The sum is in fp32: a sample also changes how later ones round
+      (`privacy.clipping.fp32_sum_excess`).
 """
 
 from collections.abc import Sequence
@@ -61,12 +58,9 @@ class ClippedSum:
         return bool(self._places)
 
     def lay_out(self, sizes: Sequence[int], places: dict[str, Place], device: torch.device) -> None:
-        """Fix the layout of bundles, once.
-
-        Args:
-            sizes: elements in each bundle's chunk, in the order of the bundles passed to `add`.
-            places: each parameter's place, where FSDP2's padding (`RowLayout`) is zeros.
-        """
+        """Fix the layout of bundles, once: the elements in each bundle's chunk, in the order of the
+        bundles passed to `add`, and each parameter's place. FSDP2's padding (`RowLayout`) is
+        zeros."""
         assert not self._places
         assert places.keys() == self.parameters.keys(), places.keys() ^ self.parameters.keys()
         shape = (self.groups.dp_shard_size, sum(sizes))
@@ -88,7 +82,7 @@ class ClippedSum:
         return layouts
 
     def part(self, shards: list[Tensor], name: str) -> Tensor:
-        """View one parameter's part of `shards`: `(B, dp_shard, n)`, with the zeros that pad uneven
+        """View one parameter's part of `shards`, `(B, dp_shard, n)`, with the zeros that pad uneven
         rows."""
         shape = self.parameters[name].shape
         layout = RowLayout(shape, self.groups.dp_shard_size, self.groups.cp_size)
@@ -111,12 +105,9 @@ class ClippedSum:
             return clipped.over_groups()
 
     def add_group(self, group: int, parts: dict[str, Tensor], valid_B: Tensor) -> Clip:
-        """Clip and add one clip group of B samples' gradients, as `add` does; (1, B).
-
-        Args:
-            group: an index of `policy.members`.
-            parts: fp32 `(B, dp_shard, n)` by parameter of the group, in the layout of `part`.
-                Freed one by one.
+        """Clip and add one clip group, an index of `policy.members`, of B samples' gradients, as
+        `add` does; (1, B). `parts` are fp32 `(B, dp_shard, n)` by parameter, in the layout of
+        `part`, freed one by one.
 
         Collectives: one all-reduce of B numbers over cp.
         """
@@ -131,10 +122,8 @@ class ClippedSum:
         return clipped
 
     def squared_norms(self, shards: list[Tensor]) -> Tensor:
-        """Compute squared norms by clip group: fp64 `(G, B)`, the same on all cp ranks.
-
-        Collectives: one all-reduce of G B numbers over cp.
-        """
+        """Compute squared norms by clip group: fp64 `(G, B)`, the same on all cp ranks, by one
+        all-reduce over cp."""
         assert len(shards) == len(self._bundles), (len(shards), len(self._bundles))
         if self.policy.is_flat:
             squares_GB = torch.stack([squared_norm(s.flatten(1)) for s in shards]).sum(0)[None]
@@ -156,12 +145,9 @@ class ClippedSum:
         return squares
 
     def accumulate(self, shards: list[Tensor], clipped: Clip) -> None:
-        """Add samples to the sum, scaled by a clip result of shape (G, B), which comes from norms
-        at least as large as those of these very shards: they are not measured again.
-
-        Args:
-            shards: the layout that `add` takes; freed one by one.
-        """
+        """Add samples, in the layout that `add` takes, freed one by one, to the sum, scaled by a
+        clip result of shape (G, B), which comes from norms at least as large as those of these very
+        shards: they are not measured again."""
         assert len(shards) == len(self._bundles), (len(shards), len(self._bundles))
         if not self.policy.is_flat:
             for names, factor_B, rejected_B in zip(
@@ -182,14 +168,11 @@ class ClippedSum:
     def accumulate_part(
         self, name: str, shard_BDN: Tensor, factor_B: Tensor, rejected_B: Tensor
     ) -> None:
-        """Add one parameter's part of B samples to the sum.
+        """Add one parameter's part of B samples, fp32 `(B, dp_shard, n)`, in the layout of `part`,
+        to the sum, by the factors of a `Clip`.
 
         The caller ensures that a sample's scaled parts in one clip group have a norm of at most the
         group's bound: they are not measured here.
-
-        Args:
-            shard_BDN: fp32 `(B, dp_shard, n)`, in the layout of `part`; unchanged.
-            factor_B, rejected_B: of `clipping.Clip`.
         """
         self.accumulating = True
         total_DN = self.part(list(self._bundles), name)
@@ -238,12 +221,12 @@ class GradientMethod:
     clipped_sum: ClippedSum
 
     def start_step(self, key: bytes) -> None:
-        """Set the key of the coming step's random norms, before its first microbatch: 32 bytes, the
-        same on all ranks, of this step alone. Here nothing is random."""
+        """Set the key, 32 bytes, of a step's random norms, the same on all ranks: here none is
+        random."""
 
     def hold(self, loss_B: Tensor) -> None:
         """Backpropagate an earlier window of the units that the next `accumulate_clipped` clips,
-        which adds up a unit's gradients first, where the method `averages_windows`."""
+        where the method `averages_windows`."""
         raise AssertionError("refused with the configuration: data.windows_per_draw")
 
     def accumulate_clipped(
@@ -255,7 +238,7 @@ class GradientMethod:
             loss_B: this rank's parts of the samples' losses; summed over cp they are the losses.
             valid_B: bool: False for a padding sample, which contributes exactly 0.
             positions: index of each sample's unit in the training population, -1 for padding; no
-                duplicates within a step. Random norms depend on it and need it.
+                duplicates within a step. Random norms need it.
 
         Returns:
             Per-sample clip result, fields of shape (B,).

@@ -7,11 +7,8 @@ different samples, which are summed after clipping, once a step.
 FSDP2 cuts a parameter's dim 0 into size(fsdp) chunks of equally many rows, the last ones padded;
 fsdp rank = dp_shard rank * cp + cp rank. Per-sample gradients are written straight into the layout
 `(cp, B, dp_shard, rows, …)` (`RowLayout`), whose equal contiguous parts a reduce-scatter over cp
-sends without a permuting copy: for every dp_shard rank, the chunk of one cp rank.
-
-Weights do not change within a step, so those that the first microbatch gathers (and casts to the
-dtype of compute) serve all others, if they are kept. They are copies, which no update reaches:
-FSDP2 gathers again only weights that were freed.
+sends without a permuting copy. Gathered weights serve all microbatches of a step, if they are kept:
+they are copies, which no update reaches.
 """
 
 from collections.abc import Iterator, Sequence
@@ -82,10 +79,8 @@ def sum_together_over_cp(
 class ReduceScatterOverCP:
     """One FSDP2 group's reduce-scatter, over cp only in place of `dp_shard x cp`.
 
-    FSDP2 lays its input out as (fsdp rank, chunk), and fsdp rank = dp_shard rank * cp + cp rank.
-    Seen as (dp_shard, cp, chunk) and summed over cp, this rank keeps `(dp_shard, chunk)`: the
-    part of ONE sample's gradient that belongs to its cp rank, for every dp_shard rank.
-
+    FSDP2's input, (fsdp rank, chunk), is seen as (dp_shard, cp, chunk) and summed over cp: this
+    rank keeps `(dp_shard, chunk)`, the part of one sample's gradient that belongs to its cp rank.
     The contract is FSDP2's public `set_custom_reduce_scatter`. FSDP2 never calls it for a group of
     one rank, but copies between two buffers from `allocate`, which returns the same one twice.
 
@@ -93,8 +88,7 @@ class ReduceScatterOverCP:
     stream C. Every buffer is allocated on C, even if requested on R. R waits for C between
     allocation and first write, so the memory's previous user is done; C waits for R before backward
     ends (FSDP2 does that for `.grad`). A buffer may thus be dropped as soon as its last reader is
-    queued: only C can reuse its memory, in order, and an unmapping that waits for C waits for every
-    user. No block waits for the host to see an event, and none lies in a pool that C cannot use.
+    queued: only C can reuse its memory, in order.
     """
 
     def __init__(self, groups: ReductionGroups) -> None:
@@ -150,7 +144,7 @@ class ReduceScatterOverCP:
     def take(self) -> tuple[Tensor, Tensor]:
         """Return the last backward's result, to be read on that backward's stream: FSDP2's output
         buffer, whose views are `.grad`, and this sample's fp32 gradient shard (dp_shard, chunk),
-        which shares the buffer's memory where dp_shard is 1."""
+        which shares its memory where dp_shard is 1."""
         assert self._output is not None, "no gradient was reduced: is a whole group unused?"
         output, shard_DN = self._output, self._shard_DN
         assert (shard_DN is not None) == self._is_called, "FSDP2 reduced by other means"

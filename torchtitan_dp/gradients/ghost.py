@@ -1,7 +1,7 @@
 """Ghost clipping: norms without per-sample gradients, which then exist one at a time to be added.
 
-The parts of ZeRO-DP+ (LongShield, section 4.1): the mixed ghost norm, for each layer the cheaper of
-ghost norm and per-sample gradient (`ghost_norm.is_cheaper`); and, as `passes`,
+The parts of ZeRO-DP+ (LongShield, section 4.1): for each layer the cheaper of ghost norm and
+per-sample gradient (`norms.is_cheaper`); and, as `passes`,
 
 - "one", book-keeping (Bu et al. 2023, "Differentially Private Optimization on Large Model at Small
   Cost"): layers' inputs and outputs' gradients, and per-sample gradients formed for their norms,
@@ -9,29 +9,23 @@ ghost norm and per-sample gradient (`ghost_norm.is_cheaper`); and, as `passes`,
 - "two", fast gradient clipping with ghost norms (Lee and Kifer 2021; Li et al. 2021; Opacus since
   1.5): nothing is kept; a second backward pass over the same graph computes them again.
 
-Published methods multiply the factors into the outputs' gradients and sum in ONE product over all
-samples' tokens. In 16 bits that rounds each of them, which changes the gradient after its norm was
-taken, by a share of sum_t |l_t| |r_t|, which can be far more than the gradient's own norm. A second
-pass with scaled losses rounds differently throughout. Here each sample's gradient of a layer is
-written in fp32 by its own product and multiplied there, and the second pass has the same unscaled
-losses: the same FLOPs, and 20 bytes of traffic for each sample and value.
-
-`randomized` is the same with estimates of large layers' norms (`RandomizedNorms`).
+Published methods multiply the factors into the outputs' gradients and sum in one product over all
+samples' tokens. In 16 bits that rounds each of them, after its norm was taken, by a share of
+sum_t |l_t| |r_t|, which can be far more than the gradient's own norm. Here each sample's gradient
+of a layer is written in fp32 by its own product and multiplied there: the same FLOPs, and 20 bytes
+of traffic for each sample and value. `randomized` is the same with `RandomizedNorms`.
 
 Guarantee:
-    With `ExactNorms`, one sample moves the sum by at most C, as with any other method, whatever
-    error the ghost norms have. Let n_l be the norm of the sample's gradient
-    of parameter l as it was found for clipping, whose squares sum to n^2, and f the sample's
-    factor, f n <= C (for each clip group, if there are several).
-    The sum gets f min(1, n_l / m_l) g_l of parameter l, where g_l is the very fp32 tensor that is
-    added, summed over cp, and m_l its norm, measured as in `grad_sample`: at most f n_l, over all
-    parameters at most f n. A ghost norm only decides how much of the gradient is added: in fp32 the
-    same as the loop, within 1e-5 (tests). Rejected samples are left out by selection, and so is a
-    part whose m_l is not finite though n_l was. Assumes what `grad_sample` does.
-
-    The same holds for capped estimates. With a finder whose `cap` is above 1, n_l is an estimate
-    and the sum gets f min(1, cap n_l / m_l) g_l: always at most cap C in all, and at most C times
-    the whole gradient's true norm over its estimate (`privacy.randomized`).
+    - With `ExactNorms`, one sample moves the sum by at most C, whatever error the ghost norms have.
+      Let n_l be the norm of the sample's gradient of parameter l as it was found, whose squares sum
+      to n^2, and f the sample's factor, f n <= C (for each clip group). The sum gets
+      f min(1, n_l / m_l) g_l, where g_l is the very fp32 tensor that is added, summed over cp, and
+      m_l its measured norm: at most f n_l, over all parameters at most f n.
+    - Rejected samples are left out by selection, and so is a part whose m_l is not finite though
+      n_l was. Assumes what `grad_sample` does.
+    - The same holds for capped estimates. With a finder whose `cap` is above 1, the sum gets
+      f min(1, cap n_l / m_l) g_l: at most cap C in all, and at most C times the whole gradient's
+      true norm over its estimate (`privacy.losses`).
 """
 
 from collections import Counter
@@ -47,9 +41,9 @@ from torch import Tensor
 from torchtitan_dp.collectives import Pending
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import sum_over_cp, sum_together_over_cp
-from torchtitan_dp.gradients.ghost_norm import ExactNorms, Factors
 from torchtitan_dp.gradients.labels import label
 from torchtitan_dp.gradients.layers import Formed, LayerGradients, layers_of_each_parameter
+from torchtitan_dp.gradients.norms import ExactNorms, Factors
 from torchtitan_dp.gradients.operands import TRANSIENT_BYTES, Write, add_to
 from torchtitan_dp.privacy.clipping import Clip, squared_norm
 
@@ -110,9 +104,8 @@ class GhostGradients(LayerGradients):
     ) -> Clip:
         """Add a microbatch (`clipped_sum.GradientMethod`); estimates need `positions`.
 
-        Collectives, over cp: for each parameter all-gathers of the factors of its ghost norm, a
-        reduce-scatter of gradients and an all-reduce of B numbers, within backward or after it;
-        between norms and sums, one all-reduce of the norms of all parameters.
+        Collectives, over cp, beside those within backward: one all-reduce of the norms of all
+        parameters.
         """
         self._phase = measuring = _Measuring(len(loss_B))
         self.norms.start_microbatch(positions)

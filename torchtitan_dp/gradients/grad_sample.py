@@ -1,9 +1,9 @@
 """Per-sample gradients for microbatches of several samples: LongShield's V1, V2 and, with AC, V3.
 
-Each layer's backward forms its samples' gradients from this rank's tokens (`layers`). V2 (section
-3.2, input-stationary) reduce-scatters them over the context-parallel group while backward continues
-and keeps `1 / cp` on each rank (section 3.1). V1, the paper's baseline, keeps them whole and sums
-them after backward. With V2, a clip group is added, and freed, within backward.
+Each layer's backward forms its samples' gradients from this rank's tokens (`layers`). V2
+reduce-scatters them over the context-parallel group while backward continues and keeps `1 / cp` on
+each rank. V1, the paper's baseline, keeps them whole and sums them after backward. With V2, a clip
+group is added, and freed, within backward.
 
 Guarantee:
     What is added to the `ClippedSum` for sample b is the gradient of loss b over the whole
@@ -40,8 +40,7 @@ class GradSampleGradients(LayerGradients):
         shard_grad_samples: bool = True,
         transient_bytes: int = TRANSIENT_BYTES,
     ) -> None:
-        """Use V2 if `shard_grad_samples`, else V1; other arguments are those of
-        `LayerGradients`."""
+        """Use V2 if `shard_grad_samples`, else V1."""
         super().__init__(model, clipped_sum, transient_bytes)
         self._shard = shard_grad_samples
         # (B, dp_shard, rows, …), summed over cp, of each parameter: of its newest layer, with that
@@ -92,10 +91,8 @@ class GradSampleGradients(LayerGradients):
 
     def form(self, name: str, batch_size: int, write: Write) -> Formed:
         """Write a layer's per-sample gradients and start their sum over cp, without adding them.
-
         Matrices are reduced at once, while the next is written: two at a time are held whole.
-        Vectors (norm weights) are small: they wait for each other.
-        """
+        Vectors wait for each other."""
         layout = self._layouts[name]
         with label("per_sample_shards"):
             if not self._shard or len(layout.shape) == 1:

@@ -1,14 +1,12 @@
 """Layers whose backward forms per-sample gradients only.
 
 `per_sample_layers` replaces every trainable layer's forward by an `autograd.Function`. Its tensors
-for backward are in `save_for_backward`, so that activation checkpointing frees and recomputes them;
-module hooks would hold those of the first forward (LongShield, section 3.3). The weight's ordinary
-gradient, a sum over samples, is never computed.
+for backward are in `save_for_backward`, so that activation checkpointing frees and recomputes them
+(LongShield, section 3.3). The weight's ordinary gradient, a sum over samples, is never computed.
 
 Guarantee:
     Row b of a gradient that a layer passes to its sink depends only on row b of its input and of
-    its output's gradient. A layer without a rule of its own sees one sample at a time, so that
-    its samples cannot mix.
+    its output's gradient. A layer without a rule of its own sees one sample at a time.
 """
 
 from collections import Counter
@@ -105,13 +103,12 @@ class PerSampleLayer(nn.Module):
 
 
 def per_sample_layers(model: nn.Module) -> None:
-    """Convert every layer of `model` that has trainable parameters of its own, in place.
-
-    Like `fully_shard`, this extends the module's class: names, parameters and `isinstance` stay.
-    Call it before activation checkpointing and FSDP2.
+    """Convert every layer of `model` that has trainable parameters of its own, in place, before
+    activation checkpointing and FSDP2. As by `fully_shard`, names, parameters and `isinstance`
+    stay.
 
     Raises:
-        ValueError: if a layer keeps statistics of batches, or parameters are beside layers, in a
+        ValueError: a layer keeps statistics of batches, or parameters are beside layers, in a
             module that has others: who uses them is not known.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -143,12 +140,8 @@ def per_sample_layers(model: nn.Module) -> None:
 
 
 def register_per_sample(kind: type[nn.Module], function: Callable[..., Any]) -> None:
-    """Register a function for a layer type, in the place of one sample at a time.
-
-    Args:
-        function: takes (layer, *inputs of forward, *the layer's own parameters); its backward
-            hands each trainable parameter's gradients to `layer.sink` and returns None for it.
-    """
+    """Register a function for a layer type: it takes (layer, *inputs of forward, *the layer's own
+    parameters), and its backward hands each trainable parameter's gradients to `layer.sink`."""
     _RULES[kind] = function
 
 
@@ -264,8 +257,7 @@ class _OneAtATime(torch.autograd.Function):
 
 
 class _RMSNorm(_OwnForward, _OneAtATime):
-    """y = x / rms(x) * w. The fused kernel sums the weight's gradient over all it is given: in
-    backward one sample at a time."""
+    """y = x / rms(x) * w, whose fused kernel would sum the weight's gradient over all samples."""
 
 
 def _plain_copy(layer: PerSampleLayer) -> nn.Module:

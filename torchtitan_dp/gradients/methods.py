@@ -1,9 +1,8 @@
 """The gradient methods that `privacy.gradient_method` names: what each needs of a model and of a
 configuration. `gradients.step` builds them.
 
-Only `METHODS` and `step.BUILD` distinguish their names: code that treats one method differently
-asks for the fact behind the difference, which a new method states here, once. Nothing here imports
-PyTorch, so that a configuration is judged in a second.
+Only `METHODS` and `step.BUILD` distinguish their names: other code asks for the fact behind the
+difference. Nothing here imports PyTorch, so that a configuration is judged in a second.
 """
 
 from collections.abc import Callable
@@ -73,7 +72,7 @@ METHODS: dict[str, Method] = {
         per_sample_layers=True,
         backward_passes=_ghost_passes,
         estimates_norms=True,
-        own_settings=("ghost_passes", "projections", "norm_estimator", "underestimates"),
+        own_settings=("ghost_passes", "projections", "underestimates"),
         smallest_layer=_smallest_estimated,
     ),
 }

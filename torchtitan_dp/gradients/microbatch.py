@@ -1,17 +1,14 @@
 """Per-sample gradients for microbatches of one sample: the gradient that FSDP2 reduces anyway.
 
 With one sample in a microbatch, the gradient that FSDP2 reduce-scatters over the context-parallel
-group is that sample's gradient, already sharded and overlapped with backward (LongShield's
-section 3.1 at MBS 1). Without hooks or einsum, activation checkpointing and `torch.compile` work
-as ever; the cost is one all-reduce of a squared norm and one scaled add.
+group is that sample's gradient, already sharded and overlapped with backward, without hooks.
 
 Guarantee:
     The `ClippedSum` gets the gradient of one loss over the whole context-parallel group, or of the
-    sum of one unit's losses: held gradients (`hold`) are summed over cp and added up before their
-    sum is clipped, once, so that a unit with K windows counts at most C (hazard row 57). Gradients
-    of different units are never added before clipping. Assumes that each loss passed to
-    `accumulate_clipped`, and those held before it, are of one unit, the same on all ranks of a cp
-    group.
+    sum of one unit's losses: held gradients (`hold`) are added up before their sum is clipped,
+    once, so that a unit with K windows counts at most C (hazard row 57). Gradients of different
+    units are never added before clipping. Assumes that each loss passed to `accumulate_clipped`,
+    and those held before it, are of one unit, the same on all ranks of a cp group.
 """
 
 from collections.abc import Sequence

@@ -1,13 +1,9 @@
 """The operands of a layer's per-sample gradients, and how these are written in FSDP2's layout.
 
-A layer's backward has two factors, which at short contexts are far smaller than the gradients: its
-input and its output's gradient. A gradient method has the gradients written at once, or later, or
-finds their norms without them (`ghost_norm`).
-
-A weight's gradient sums over thousands of tokens. Rounding it to 16 bits and copying it would take
-3 times the memory traffic and sum rounded terms, so products of 16-bit factors have fp32 results,
-without temporaries. They are custom operators, so that FLOP counters see on any device what CUDA
-runs: one GEMM, which reads its factors and writes (or adds to) its fp32 result.
+A layer's backward has two factors, its input and its output's gradient. A gradient method has the
+gradients written at once, or later, or finds their norms without them (`norms`). Products of 16-bit
+factors have fp32 results, without temporaries: a weight's gradient sums over thousands of tokens.
+They are custom operators, so that FLOP counters see on any device what CUDA runs: one GEMM.
 
 Guarantee:
     The gradient written for sample b depends on row b of the tensors alone.

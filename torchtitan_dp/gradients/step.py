@@ -1,7 +1,6 @@
-"""The one builder of private steps, of each gradient method.
-
-Training, the plan's fake step, the audit's game and the tests build their steps by `build_step`, so
-that the step that is predicted, attacked and tested is the step that trains.
+"""The one builder of private steps, of each gradient method: training, the plan's fake step, the
+audit's game and the tests build theirs by `build_step`, so that the step that is predicted,
+attacked and tested is the step that trains.
 
 Guarantee:
     The clipped sum and every optimizer of one `PrivateStep` have the same C, so that noise fits the
@@ -21,7 +20,7 @@ from torchtitan_dp.gradients.fsdp import ReductionGroups, free_gathered
 from torchtitan_dp.gradients.ghost import GhostGradients
 from torchtitan_dp.gradients.grad_sample import GradSampleGradients
 from torchtitan_dp.gradients.microbatch import MicrobatchGradients
-from torchtitan_dp.gradients.randomized_norm import RandomizedNorms
+from torchtitan_dp.gradients.norms import RandomizedNorms
 from torchtitan_dp.optimizer import DPOptimizer, MomentumSGD, inner_optimizers
 from torchtitan_dp.privacy.clipping import clip_policy
 from torchtitan_dp.privacy.settings import Privacy
@@ -32,9 +31,8 @@ Build = Callable[[nn.Module, list[FSDPModule], ClippedSum, Privacy], GradientMet
 
 
 def _estimates(clipped_sum: ClippedSum, privacy: Privacy) -> RandomizedNorms:
-    terms = privacy.projections, privacy.norm_estimator, clipped_sum.groups.cp
-    capped = privacy.underestimates == "capped"
-    return RandomizedNorms(*terms, capped=capped, secure=privacy.secure_noise)
+    capped, cp = privacy.underestimates == "capped", clipped_sum.groups.cp
+    return RandomizedNorms(privacy.projections, cp, capped=capped, secure=privacy.secure_noise)
 
 
 BUILD: dict[str, Build] = {
@@ -78,8 +76,6 @@ class PrivateStep:
         """Make the optimizer that adds noise to the clipped sum and steps `inner` on the result.
 
         Args:
-            inner: the optimizer that `DPOptimizer` wraps, over exactly `parameters`.
-            noise_multiplier: sigma; `MomentumSGD` steps in multiples of its noise.
             expected_batch_size: the divisor of the sum, fixed and public.
             noise_of_step: `Mechanism.noise_of_step`, for noise that is correlated over steps; by
                 default sigma.
@@ -115,7 +111,6 @@ def build_step(
         model: parallelized for this configuration, with per-sample layers if its method needs them.
         parameters: every trainable parameter, a DTensor sharded on dim 0, by canonical name.
         fsdp_modules: one module of each FSDP2 group that holds a trainable parameter.
-        groups: the mesh's process groups.
         max_grad_norm: C; the ledger's, if there is one.
         clipped_sum_type: the plan passes one that allocates its memory up front.
     """

@@ -1,14 +1,10 @@
-"""The exponential moving average of weights (`[ema]`), after De et al. (2022).
-
-An average over many steps has less noise than each step's weights, and costs no privacy
-("Unlocking High-Accuracy Differentially Private Image Classification through
-Scale", arXiv:2204.13650).
+"""The exponential moving average of weights (`[ema]`), after De et al. (2022, arXiv:2204.13650).
 
 Guarantee:
     The average is a function of the weights after each step, the run's first weights and the
     configuration, so it is post-processing: epsilon covers every step's weights, and so their
-    averages. No gradient, sum or sample is read here. Assumes that `update` is called after the
-    optimizer's step, when weights are noised.
+    averages. Assumes that `update` is called after the optimizer's step, when weights are
+    noised.
 """
 
 import contextlib
@@ -61,11 +57,8 @@ class WeightAverage:
 
     @contextlib.contextmanager
     def in_place_of_weights(self) -> Iterator[None]:
-        """Swap the averages into the model, and its weights back bit by bit at the end.
-
-        Weights that FSDP2 has gathered must have been freed before, and within. It takes the memory
-        of the largest parameter's shard.
-        """
+        """Swap the averages into the model, and its weights back bit by bit at the end. Weights
+        that FSDP2 has gathered must have been freed before, and within."""
         self._swap()
         try:
             yield

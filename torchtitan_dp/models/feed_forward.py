@@ -3,15 +3,13 @@
 At long T most of a recomputed block is its feed-forward: gate, up, their activation and product are
 each 3.5 times as wide as the residual stream of an 8B Llama. Here it is a function that saves its
 input alone, and computes some thousand tokens at a time; backward computes a tile again, then its
-gradients. Those of weights and LoRA's factors are summed over tiles in fp32 (`gradients.operands`);
-frozen weights have none. Tiling by tokens is ALST's "sequence tiling" (Bekman et al. 2025, arXiv
-2506.13996).
+gradients. Those of weights and LoRA's factors are summed over tiles in fp32. Tiling by tokens is
+ALST's "sequence tiling" (Bekman et al. 2025, arXiv 2506.13996).
 
-No product is computed more often than with full activation checkpointing. The function is two nodes
-of the graph: `_Inputs`, which saves, and `_Output`, which computes and saves nothing. Checkpointing
-recomputes a block only up to the last tensor that it saves (`activation_checkpoint.early_stop`), so
-it never computes `_Output` again, and the tiles of gate and up are computed a second time by
-`_Inputs.backward` alone.
+The function is two nodes of the graph: `_Inputs`, which saves, and `_Output`, which computes and
+saves nothing. Checkpointing recomputes a block only up to the last tensor that it saves
+(`activation_checkpoint.early_stop`), so that no product is computed more often than with full
+activation checkpointing.
 
 Guarantee:
     The gradients are those of one sample: several are refused where a parameter is trained, since
@@ -52,8 +50,8 @@ class Linear:
         return y_NP
 
     def backward(self, x_ND: Tensor, grad_NP: Tensor, into_ND: Tensor | None, sums: Sums) -> Tensor:
-        """Add the gradients of weight and factors to `sums`, and that of x to `into_ND`, which is
-        returned."""
+        """Add the gradients of weight and factors to `sums`, and return that of x, added to
+        `into_ND`."""
         weight_PD, *factors = self.parameters
         if into_ND is None:
             into_ND = grad_NP @ weight_PD
@@ -72,24 +70,6 @@ class Linear:
             if of_b is not None:
                 add_product_(of_b, grad_NP.T, (x_ND @ a_RD.T).mul_(self.scaling))
         return into_ND
-
-
-def parameters_of(layer: Any, samples: int) -> tuple[list[Tensor], float | None]:
-    """Return a layer's parameters and the scaling of its factors, as `Linear` takes them, for an
-    input of so many samples: 1 where a parameter is trained."""
-    factors = [layer.lora_a.weight, layer.lora_b.weight] if isinstance(layer, LoRALinear) else []
-    parameters: list[Tensor] = [layer.weight, *factors]
-    trains = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
-    assert samples == 1 or not trains, "samples would be merged before they are clipped"
-    return parameters, layer.scaling if factors else None
-
-
-def new_sums(parameters: Sequence[Tensor], needed: Sequence[bool]) -> Sums:
-    """Return zeros, fp32, for each parameter that is trained."""
-    return [
-        torch.zeros_like(parameter, dtype=torch.float32) if one else None
-        for parameter, one in zip(parameters, needed, strict=True)
-    ]
 
 
 def rounded(sums: Sums, parameters: Sequence[Tensor]) -> Sums:
@@ -156,17 +136,20 @@ class TiledMLP(nn.Module):
         parameters: list[Tensor] = []
         scalings = []
         for layer in (getattr(self, name) for name in self.in_order):
-            own, scaling = parameters_of(layer, len(x_BTD))
-            parameters += own
-            scalings.append(scaling)
+            has_factors = isinstance(layer, LoRALinear)
+            factors = [layer.lora_a.weight, layer.lora_b.weight] if has_factors else []
+            parameters += [layer.weight, *factors]
+            scalings.append(layer.scaling if has_factors else None)
+        trains = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
+        assert len(x_BTD) == 1 or not trains, "samples would be merged before they are clipped"
         body = _Body(self.tiling, tuple(scalings))
         kept_BTD = _Inputs.apply(x_BTD, body, *parameters)
         return cast(Tensor, _Output.apply(kept_BTD, body, [p.detach() for p in parameters]))
 
 
 def use_tiles(module: nn.Module, tiling: Tiling) -> None:
-    """Have a gated feed-forward compute in tiles, in place. As `fully_shard` does, it gives the
-    module a class that adds to its own: names, parameters and `isinstance` stay."""
+    """Have a gated feed-forward compute in tiles, in place; as by `fully_shard`, names, parameters
+    and `isinstance` stay."""
     own = type(module)
     module.__class__ = type(own.__name__, (TiledMLP, own), {})
     cast(TiledMLP, module).tiling = tiling.of(cast(Any, module).act_fn)
@@ -227,7 +210,10 @@ class _Inputs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x_BTD, *parameters = (saved.detach() for saved in ctx.saved_tensors)
-        sums = new_sums(parameters, ctx.needs_input_grad[2:])
+        sums = [
+            torch.zeros_like(parameter, dtype=torch.float32) if needed else None
+            for parameter, needed in zip(parameters, ctx.needs_input_grad[2:], strict=True)
+        ]
         flat = x_BTD.flatten(0, 1), parameters, grad_BTD.reshape(-1, x_BTD.shape[-1])
         grad_x_BTD = ctx.body.backward(*flat, sums).view(x_BTD.shape)
         return grad_x_BTD, None, *rounded(sums, parameters)

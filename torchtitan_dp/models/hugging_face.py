@@ -1,15 +1,19 @@
 """The shape of the model, from a Hugging Face folder's `config.json` or a flavor, and its weights.
 
 `config.json` counts if the folder of `model.hf_assets_path` (or of Hugging Face weights to start
-from) has one, else `model.flavor`; with the adapters of `[lora]`. A model that cannot be trained is
-refused in one line.
+from) has one, else `model.flavor`; with the adapters of `[lora]`.
 """
 
+import copy
 import dataclasses
+import functools
 import json
 import os
+import pickle
 import re
 from typing import Any
+
+import torch
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import (
@@ -23,9 +27,8 @@ from torchtitan_dp.config.derived import (
     weights_folder,
 )
 from torchtitan_dp.data.tokenizer import load_tokenizer
-from torchtitan_dp.models.causal_lm.model import HuggingFaceAdapter
-from torchtitan_dp.models.causal_lm.settings import ModelArgs, Rope, read_args
-from torchtitan_dp.models.flavors import FLAVORS, flavor, parameter_count, skeleton, trained_count
+from torchtitan_dp.models.causal_lm.model import CausalLM, HuggingFaceAdapter
+from torchtitan_dp.models.causal_lm.settings import ModelArgs, Rope, configuration, read_args
 from torchtitan_dp.models.lora import lora_of
 from torchtitan_dp.models.weight_files import tensors
 
@@ -41,15 +44,79 @@ _PATH_KEYS = frozenset(
 )
 
 
+def _llama(layers: int, dim: int, heads: int, hidden: int, **more: Any) -> dict[str, Any]:
+    """Return the `config.json` of a Llama, by default of 3.1's rotary embeddings."""
+    rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": more.pop("factor", 8.0)}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    return {
+        "model_type": "llama",
+        "num_hidden_layers": layers,
+        "hidden_size": dim,
+        "num_attention_heads": heads,
+        "num_key_value_heads": more.pop("kv_heads", heads),
+        "intermediate_size": hidden,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rope_parameters": rope | {"original_max_position_embeddings": 8192},
+        **more,
+    }
+
+
+_3_2 = {"kv_heads": 8, "factor": 32.0, "tie_word_embeddings": True}
+FLAVORS: dict[str, dict[str, Any]] = {
+    "debug": _llama(4, 192, 4, 512, vocab_size=264),
+    # For benchmarks on CPU, where tensors should outweigh the interpreter.
+    "30M": _llama(8, 512, 8, 1536, vocab_size=264),
+    "100M": _llama(8, 1024, 16, 2816),
+    "1B": _llama(16, 2048, 32, 8192, **_3_2),
+    "3B": _llama(28, 3072, 24, 8192, **_3_2),
+    "8B": _llama(32, 4096, 32, 14336, kv_heads=8),
+}
+"""The `config.json` of Llamas, by `model.flavor`."""
+
+
+def flavor(name: str) -> ModelArgs:
+    """Return the arguments of a flavor."""
+    return ModelArgs.of(configuration(FLAVORS[name]))
+
+
+def on_meta(args: ModelArgs) -> CausalLM:
+    """Build the model without memory, for its names, shapes and size."""
+    with torch.device("meta"):
+        return CausalLM(copy.deepcopy(args))
+
+
+def skeleton(args: ModelArgs) -> CausalLM:
+    """Return the model `on_meta`, built once for equal arguments: it is not to be changed."""
+    return _skeleton(pickle.dumps(args))
+
+
+@functools.lru_cache(maxsize=2)
+def _skeleton(args: bytes) -> CausalLM:
+    return on_meta(pickle.loads(args))
+
+
+def parameter_count(args: ModelArgs) -> int:
+    """Count the parameters; a tied weight counts once."""
+    return sum(parameter.numel() for parameter in skeleton(args).parameters())
+
+
+def trained_count(args: ModelArgs) -> int:
+    """Count the parameters that are trained."""
+    return sum(p.numel() for p in skeleton(args).parameters() if p.requires_grad)
+
+
+def without_lora(args: ModelArgs) -> ModelArgs:
+    """Return the arguments of the model without adapters, which are also those of a merged one."""
+    args = copy.deepcopy(args)
+    args.lora = None
+    return args
+
+
 def shape(config: JobConfig) -> ModelArgs:
-    """Return the arguments of the model that `config` trains, a copy of its own.
-
-    `max_seq_len` is the window: that of the given model, or of `[rope]`.
-
-    Raises:
-        ValueError: one line for the user; the flavor is unknown, or `config.json` is broken or
-            describes a model that cannot be trained.
-    """
+    """Return the arguments of the model that `config` trains, a copy of its own. `max_seq_len` is
+    the window: that of the given model, or of `[rope]`. ValueError: one line for the user."""
     args = _given_shape(config)
     args.lora, args.seq_len = lora_of(config), config.training.seq_len
     if rope_in_words(config) != AS_GIVEN:
@@ -68,13 +135,8 @@ def rope_of(config: JobConfig, given: Rope, window: int) -> tuple[Rope, int]:
         return {**given, "rope_theta": theta}, window
     kept = {key: v for key, v in given.items() if key == "partial_rotary_factor"}
     rope = {**kept, "rope_type": kind, "rope_theta": theta, **terms}
-    return rope, window_of(rope, window)
-
-
-def window_of(rope: Rope, given: int) -> int:
-    """Return the window after scaling, of a model whose own is `given`."""
-    original = rope.get("original_max_position_embeddings", given)
-    return round(rope.get("factor", 1.0) * original)
+    original = rope.get("original_max_position_embeddings", window)
+    return rope, round(rope.get("factor", 1.0) * original)
 
 
 def _given_shape(config: JobConfig) -> ModelArgs:
@@ -157,11 +219,8 @@ def describe(config: JobConfig, args: ModelArgs) -> str:
 
 def export_settings(config: JobConfig, args: ModelArgs) -> dict[str, Any]:
     """Return the `config.json` of the trained model, without local paths: the given one, or one of
-    its shape.
-
-    `torch_dtype` is the dtype of saved weights: `checkpoint.export_dtype`, unless that is
-    "float32" and the given `config.json` has "bfloat16".
-    """
+    its shape; `torch_dtype` is `checkpoint.export_dtype`, unless that is "float32" and the given
+    `config.json` has "bfloat16"."""
     source, changed = config_file(config), rope_in_words(config) != AS_GIVEN
     settings = {} if source is None else read_settings(*source)
     if source is None or changed:
@@ -215,15 +274,7 @@ def check_weights(problem: str, folder: str, args: ModelArgs) -> None:
 
 
 def is_local_path(text: str) -> bool:
-    r"""Return whether a text is an absolute path, or a relative one that exists.
-
-    A name without a separator is none, even if such a file exists: "llama" is a model type.
-
-    >>> [is_local_path(t) for t in ("/data/oncology", "~/llama", r"C:\models", "file:///llama")]
-    [True, True, True, True]
-    >>> [is_local_path(t) for t in ("meta-llama/Llama-3.2-1B", "llama", "<|begin_of_text|>", "")]
-    [False, False, False, False]
-    """
+    """Return whether a text is an absolute path, or a relative one with a separator that exists."""
     if _ROOTED.match(text):
         return True
     separated = "/" in text or os.sep in text
@@ -236,8 +287,7 @@ def without_local_paths(value: Any) -> Any:
     Guarantee:
         No string of the copy is an absolute path, on Linux, macOS or Windows, nor one that exists
         from the working directory. Keys of objects are kept, and so are texts of which a path is
-        only a part. Not for `tokenizer.json`: some of its tokens begin with a slash, and it has no
-        paths.
+        only a part. Not for `tokenizer.json`: some of its tokens begin with a slash.
     """
     if isinstance(value, dict):
         return {

@@ -54,13 +54,9 @@ _BESIDE_EXPORT = f".{EXPORT_FOLDER}.partial", f".{EXPORT_FOLDER}.old"
 def export(model: CausalLM, config: JobConfig, beside: Mapping[str, bytes] | None = None) -> str:
     """Write `<job.dump_folder>/hf` for `transformers` or, of adapters, PEFT; return its path.
 
-    Its files are those of `write_folder`, readable by the owner only. A complete new folder
-    replaces an older one. Collective: parameters are gathered one at a time; rank 0 writes, with at
-    most a shard of `SHARD_BYTES` or all adapters in memory.
-
-    Args:
-        model: parallelized or not.
-        beside: further files of the folder by name, such as the ledger of the weights.
+    Its files are those of `write_folder`, and those `beside`, by name, readable by the owner only.
+    A complete new folder replaces an older one. Collective: parameters are gathered one at a time;
+    rank 0 writes, with at most a shard of `SHARD_BYTES` or all adapters in memory.
     """
     writes = not dist.is_initialized() or dist.get_rank() == 0
     target = os.path.join(config.job.dump_folder, EXPORT_FOLDER)
@@ -88,16 +84,12 @@ def write_folder(
     merge: bool = False,
     base_model: str | None = None,
 ) -> None:
-    """Write what was trained and the tokenizer's files of `model.hf_assets_path` into `folder`,
-    which exists.
+    """Write what was trained and the tokenizer's files into `folder`, None on ranks that do not
+    write.
 
     What was trained are weights and `config.json`; with `[lora]`, unless they are to be merged into
-    the weights, adapters in fp32 and `adapter_config.json`, and with `[rope]` a `config.json` as
-    well: the model that adapters are for has other positions. Collective, as `export` is.
-
-    Args:
-        folder: None on the ranks that do not write.
-        base_model: the public name of the model that adapters are for, if their file is to have it.
+    the weights, adapters in fp32 and `adapter_config.json`, with the public name `base_model` if
+    given, and with `[rope]` a `config.json` as well. Collective, as `export` is.
 
     Raises:
         ValueError: one line, on the rank that writes; a weight is not finite in the export's dtype.
@@ -152,7 +144,20 @@ def _write_adapters(model: CausalLM, lora: LoRA, base: str | None, folder: str |
     if folder is None:
         return
     _save(tensors, os.path.join(folder, ADAPTER_FILE))
-    settings = _adapter_settings(tensors, lora, base)
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        **({} if base is None else {"base_model_name_or_path": base}),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,  # alpha / r, not alpha / sqrt(r)
+        "modules_to_save": None,
+        "inference_mode": True,
+    }
     _write_json(os.path.join(folder, ADAPTER_CONFIG_FILE), settings)
 
 
@@ -160,21 +165,22 @@ def _write_adapters(model: CausalLM, lora: LoRA, base: str | None, folder: str |
 def _write_weights(
     model: CausalLM, args: ModelArgs, dtype: torch.dtype, folder: str | None
 ) -> None:
-    """Write shards of safetensors into `folder`, and their index.
-
-    What is no parameter, and what transformers keeps in fp32, is not narrowed to `dtype`.
-    """
+    """Write shards of safetensors into `folder`, and their index; what is no parameter, and what
+    transformers keeps in fp32, is not narrowed to `dtype`."""
     names = map(canonical_name, dict(model.named_parameters(remove_duplicate=False)))
     narrowed = {*names} - model.kept_in_fp32()
     adapter, weight_map, total = HuggingFaceAdapter(args, None), {}, 0
-    state_dict = get_model_state_dict(model)
+    state_dict: dict[str, Any] = get_model_state_dict(model)
     whole_model: dict[str, Any] = without_adapters(state_dict, *adapter.tied)
     sizes = {n: torch.empty(v.shape, dtype=dtype, device="meta") for n, v in whole_model.items()}
     shards = split_torch_state_dict_into_shards(sizes, max_shard_size=SHARD_BYTES)
     for name, parameters in shards.filename_to_tensors.items():
         tensors: dict[str, Tensor] = {}
         for parameter in parameters:
-            whole = _merged_whole(parameter, state_dict, args.lora)
+            whole, layer = _whole(state_dict[parameter]), parameter.removesuffix(".weight")
+            if args.lora is not None and f"{layer}.{FACTORS[0]}.weight" in state_dict:
+                a, b = (_whole(state_dict[f"{layer}.{factor}.weight"]) for factor in FACTORS)
+                whole = merged(whole, a, b, args.lora.scaling)
             if folder is not None:
                 stored = dtype if parameter in narrowed else whole.dtype
                 for key, tensor in adapter.to_hf({parameter: whole}).items():
@@ -209,24 +215,6 @@ def _json(content: Any) -> bytes:
     return json.dumps(content, indent=2).encode() + b"\n"
 
 
-def _adapter_settings(names: Mapping[str, Any], lora: LoRA, base: str | None) -> dict[str, Any]:
-    """Return `adapter_config.json` of the tensors of `_peft_tensors`; None leaves `base` out."""
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        **({} if base is None else {"base_model_name_or_path": base}),
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "target_modules": sorted({name.split(".")[-3] for name in names}),
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "use_rslora": False,  # alpha / r, not alpha / sqrt(r)
-        "modules_to_save": None,
-        "inference_mode": True,
-    }
-
-
 def _peft_tensors(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return all factors, whole fp32 on the CPU, under PEFT's names. Collective over the FSDP mesh:
     each factor is gathered."""
@@ -236,17 +224,6 @@ def _peft_tensors(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
         theirs = f"base_model.model.{layer.removeprefix(PREFIX)}.{_PEFT_NAMES[factor]}.weight"
         found[theirs] = _whole(state_dict[name]).to("cpu", torch.float32).contiguous()
     return found
-
-
-def _merged_whole(name: str, state_dict: Mapping[str, Any], lora: LoRA | None) -> Tensor:
-    """Return a whole weight, with its layer's factors merged into it, in fp32, if it has some.
-    Collective over the FSDP mesh: weight and factors are gathered."""
-    whole, layer = _whole(state_dict[name]), name.removesuffix(".weight")
-    if f"{layer}.{FACTORS[0]}.weight" not in state_dict:
-        return whole
-    assert lora is not None
-    a, b = (_whole(state_dict[f"{layer}.{factor}.weight"]) for factor in FACTORS)
-    return merged(whole, a, b, lora.scaling)
 
 
 def _whole(value: Tensor) -> Tensor:

@@ -5,9 +5,8 @@ drawn and B is 0, so that training starts from the model as it was given. `freez
 (Sun et al. 2024, "Improving LoRA in Privacy-preserving Federated Learning", section 4).
 
 Guarantee:
-    Only factors are trained. They are `nn.Linear`s of their own, so they are clipped and noised
-    like any linear layer. A frozen weight has no gradient, no place in the sum and no optimizer
-    state. Frozen weights are those of the start: public, or with a ledger of their own.
+    Only factors are trained: `nn.Linear`s of their own, clipped and noised like any. A frozen
+    weight has no gradient, no place in the sum and no optimizer state.
 """
 
 import math
@@ -122,11 +121,7 @@ def draw_factor_(whole: Tensor, name: str, generator: torch.Generator) -> None:
 
 def store_frozen(model: nn.Module, dtype: torch.dtype, kept: set[str]) -> None:
     """Store frozen parameters, but those named in `kept`, in the dtype of compute, in place; before
-    `fully_shard`.
-
-    No result changes: FSDP2 casts gathered weights to that dtype, and frozen weights have no
-    updates that fp32 would keep. Trained parameters stay in fp32.
-    """
+    `fully_shard`, which casts gathered weights to it anyway."""
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad and name not in kept:
             parameter.data = parameter.data.to(dtype)
@@ -141,10 +136,8 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
 
 @torch.no_grad()
 def fill_adapters(model: nn.Module, std: float = 0.02) -> None:
-    """Fill each B with values that depend on its name, in place, for checks of gradients.
-
-    Where B is 0, the gradient of A is 0 too; much larger values would exaggerate rounding.
-    """
+    """Fill each B with values that depend on its name, in place, for checks of gradients: where B
+    is 0, the gradient of A is 0 too."""
     for name, parameter in model.named_parameters():
         if is_adapter(name) and f".{FACTORS[1]}." in name:
             seed = zlib.crc32(canonical_name(name).encode())

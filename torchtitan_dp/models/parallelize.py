@@ -1,11 +1,11 @@
 """Lay a model over the mesh `dp_replicate x dp_shard x cp`: CP, compile, AC, FSDP2, in this order.
 
 With privacy FSDP2 lies on the one-dimensional `fsdp = dp_shard x cp` mesh alone: DDP or HSDP over
-`dp_replicate`, as TorchTitan's models have without, would mix samples before they are clipped. What
-crosses data-parallel ranks is sent by `torchtitan_dp.gradients`, after clipping.
+`dp_replicate` would mix samples before they are clipped. What crosses data-parallel ranks is sent
+by `torchtitan_dp.gradients`, after clipping.
 """
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn as nn
@@ -24,11 +24,11 @@ from torchtitan_dp.distributed.attention import (
     mesh_of_this_rank,
     use_efficient_attention,
 )
-from torchtitan_dp.distributed.offload import InputsOnHost
+from torchtitan_dp.distributed.host_memory import InputsOnHost
 from torchtitan_dp.distributed.ring import HEADS_APART_FROM, Shard
 from torchtitan_dp.gradients.fsdp import fsdp_modules
 from torchtitan_dp.gradients.methods import METHODS
-from torchtitan_dp.models import rms_norm
+from torchtitan_dp.models.causal_lm import formulas
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.feed_forward import Tiling
@@ -43,8 +43,7 @@ def parallelize(model: CausalLM, parallel_dims: ParallelDims, job_config: JobCon
 
     Parameters are fp32 shards over `fsdp`, also of one rank, so that bf16 and fp32 mean the same on
     every mesh. With privacy, gradients are reduced within the `fsdp` mesh only, by the later
-    `set_custom_reduce_scatter`; where `privacy.gradient_method` needs per-sample layers, layers
-    form per-sample gradients instead. All else is the same without.
+    `set_custom_reduce_scatter`, or layers form per-sample gradients instead.
     """
     if job_config.training.mixed_precision_param == "float16":
         # Where cuBLAS splits a product over many tokens, it would add the parts in fp16, which
@@ -73,7 +72,7 @@ def _apply_parts(model: CausalLM, parallel_dims: ParallelDims, job_config: JobCo
     if job_config.training.loss_chunk_tokens:
         model.use_loss_head(job_config.training.loss_chunk_tokens)
     if device_type == "cpu":
-        rms_norm.use_lean_norms(model)
+        formulas.use_lean_norms(model)
     if privacy.enable and METHODS[privacy.gradient_method].per_sample_layers:
         model.use_per_sample_layers()
     ring = _ring_mesh(parallel_dims, job_config)
@@ -95,7 +94,7 @@ def _apply_parts(model: CausalLM, parallel_dims: ParallelDims, job_config: JobCo
             model,
             job_config.activation_checkpoint,
             model_compile_enabled=compile_model,
-            op_sac_save_list=_ops_to_save(),
+            op_sac_save_list=operations_to_save() | {attention_operators("cpu")[0]},
             base_folder=job_config.job.dump_folder,
         )
         if job_config.activation_checkpoint.offload_inputs:
@@ -103,15 +102,9 @@ def _apply_parts(model: CausalLM, parallel_dims: ParallelDims, job_config: JobCo
             model.offload(InputsOnHost(longest))
 
 
-def _ops_to_save() -> set[Any]:
-    """Return the operations that selective AC saves: TorchTitan's, and CPU's attention kernel."""
-    on_cpu, _ = attention_operators("cpu")
-    return operations_to_save() | {on_cpu}
-
-
 def _ring_mesh(parallel_dims: ParallelDims, job_config: JobConfig) -> DeviceMesh | None:
     """Return the mesh for ring attention: cp, or for a long sequence on one rank a mesh of it
-    alone, configured here, since a ring takes heads apart; None for a short one."""
+    alone, since a ring takes heads apart; None for a short one."""
     if parallel_dims.cp_enabled:
         return parallel_dims.get_mesh("cp")
     training = job_config.training

@@ -26,13 +26,14 @@ from torchtitan.distributed import ParallelDims
 from torchtitan_dp import optimizer, torch_private
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import mesh_degrees
-from torchtitan_dp.distributed import offload, windows
-from torchtitan_dp.gradients import randomized_norm
+from torchtitan_dp.distributed import host_memory, windows
+from torchtitan_dp.gradients import norms
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import ReductionGroups, RowLayout
 from torchtitan_dp.gradients.operands import tiles
 from torchtitan_dp.gradients.step import build_step
-from torchtitan_dp.models import feed_forward, loss_head, rms_norm
+from torchtitan_dp.models import feed_forward, loss
+from torchtitan_dp.models.causal_lm import formulas
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.ema import ema_of
@@ -219,18 +220,18 @@ def fake_world(
         # storage would lie only distinguishes storages.
         for name in ("add_gaussian_noise_", "add_secure_gaussian_noise_"):
             patch(optimizer, name, _nothing)
-        patch(randomized_norm, "add_gaussian_noise_", _nothing)
+        patch(norms, "add_gaussian_noise_", _nothing)
         patch(torch.UntypedStorage, "data_ptr", lambda storage: id(storage))
         # It returns the tensor that it waits for; its fake returns another.
         patch(torch_private.functional_collectives, "wait_tensor", lambda tensor: tensor)
         # The host's memory is another.
-        patch(offload, "page_locked", _on_no_device)
-        for owner in (feed_forward, loss_head):
+        patch(host_memory, "page_locked", _on_no_device)
+        for owner in (feed_forward, loss):
             patch(owner, "tiles", functools.partial(_some_tiles, repeated))
         if repeated is None:
             patch(windows, "tiles", functools.partial(_some_tiles, None))
         if like_cuda:
-            patch(rms_norm, "use_lean_norms", _nothing)
+            patch(formulas, "use_lean_norms", _nothing)
             patch(F, "rms_norm", lambda x, _, weight, __: _FusedRMSNorm.apply(x, weight))
         # Parameters are on the meta device until they are made fake.
         stack.enter_context(torch_private.fake_tensors())

@@ -26,7 +26,7 @@ from typing import cast
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import mesh_degrees
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.distributed.offload import InputsOnHost
+from torchtitan_dp.distributed.host_memory import InputsOnHost
 from torchtitan_dp.gradients.fsdp import free_gathered
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.hugging_face import shape

@@ -13,8 +13,7 @@ from torchtitan_dp.distributed.host_memory import available_bytes
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger.schema import explain
 from torchtitan_dp.ledger.spending import heldout_epsilon, spent
-from torchtitan_dp.models.flavors import parameter_count, skeleton, trained_count
-from torchtitan_dp.models.hugging_face import describe
+from torchtitan_dp.models.hugging_face import describe, parameter_count, skeleton, trained_count
 from torchtitan_dp.plan.memory import GIB
 from torchtitan_dp.plan.roofline import RANKS_A_NODE, StepCost, step_cost
 from torchtitan_dp.plan.signal import DROWNS, Noise, noise_of_run

@@ -20,7 +20,7 @@ import torch.nn as nn
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import mesh_degrees, trains_one_sample
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
-from torchtitan_dp.models.flavors import skeleton
+from torchtitan_dp.models.hugging_face import skeleton
 from torchtitan_dp.preflight.rehearsal import expected_rounds
 
 RANKS_A_NODE = 8

@@ -38,8 +38,7 @@ from torchtitan_dp.data.tokenizer import ByteTokenizer, from_hub, load_tokenizer
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger import Lineage
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
-from torchtitan_dp.models.flavors import on_meta, skeleton
-from torchtitan_dp.models.hugging_face import check_weights, origin, shape
+from torchtitan_dp.models.hugging_face import check_weights, on_meta, origin, shape, skeleton
 from torchtitan_dp.models.hugging_face_weights import EXPORT_FOLDER, tokenizer_files
 from torchtitan_dp.models.weight_files import weight_files
 from torchtitan_dp.preflight.isolation import check_forward

@@ -23,8 +23,7 @@ from torchtitan_dp.distributed.cpu import has_accelerator
 from torchtitan_dp.distributed.host_memory import available_bytes, page_locked_bytes
 from torchtitan_dp.distributed.windows import check_softcap
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
-from torchtitan_dp.models.flavors import parameter_count, trained_count
-from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.models.hugging_face import parameter_count, shape, trained_count
 from torchtitan_dp.optimizer import MomentumSGD
 from torchtitan_dp.process import Fault
 

@@ -40,7 +40,7 @@ from torchtitan.tools.logging import logger
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import ladder
 from torchtitan_dp.data.batching import Draw, Microbatch
-from torchtitan_dp.distributed.stop import is_lost_rank
+from torchtitan_dp.distributed.agreement import is_lost_rank
 from torchtitan_dp.gradients.fsdp import free_gathered
 from torchtitan_dp.process import Fault
 from torchtitan_dp.watch.processor import SampleStatistics

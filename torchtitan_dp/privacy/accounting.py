@@ -6,14 +6,11 @@ Guarantee:
       step is chosen after seeing the ones before. Segments go one after the other on the same data;
       their mechanisms and steps were all fixed before training ("planned").
     - Neighbours are `add_remove` (one unit more or less; needs a public sample rate and divisor)
-      and `zero_out` (one unit's content replaced by an empty unit; the number of units is public).
-      Both have the same epsilon: a unit that contributes 0 is an absent unit, and both directions
-      are covered. Replacing one unit by another is *not* covered.
-    - `pld`, the default, is tight and pessimistic by construction (Koskela, Jalko & Honkela 2020;
-      `pld`). `rdp` is looser. RDP's bound counts too where PLD's numbers cannot be had, and for
-      rounds of random allocation where it is smaller: `counted_by` names the one that counted.
-    - The Gaussian-DP central limit approximation is not offered: it is no bound (1.43 where the
-      truth is 4.10).
+      and `zero_out` (one unit's content replaced by an empty unit; the number of units is public),
+      with the same epsilon. Replacing one unit by another is *not* covered.
+    - `pld`, the default, is tight and pessimistic by construction (`pld`). `rdp` is looser. Its
+      bound counts too where PLD's numbers cannot be had, and for rounds of random allocation where
+      it is smaller: `counted_by` names the one that counted.
 """
 
 import bisect
@@ -36,24 +33,8 @@ _POINTS: dict[Accountant, int] = {"pld": 20, "rdp": 100}  # of a curve
 
 
 def compose(segments: Sequence[Segment], *, delta: float, accountant: Accountant) -> float:
-    """Compute the epsilon of planned segments, one after the other on the same data.
-
-    Args:
-        segments: all fixed before training; without any, nothing is spent.
-        delta: in (0, 1).
-        accountant: where a unit adds a random share of C only "pld" is tight.
-
-    Returns:
-        epsilon >= 0; inf if a step has no noise.
-
-    Raises:
-        ValueError: an argument is out of its range.
-
-    >>> from torchtitan_dp.privacy.segments import Mechanism
-    >>> half, query = Segment(Mechanism(1.0, 0.01), 500), dict(delta=1e-5)
-    >>> [round(compose([half, half], accountant=name, **query), 3) for name in ("rdp", "pld")]
-    [2.101, 1.828]
-    """
+    """Compute the epsilon of planned segments, one after the other on the same data: 0 without any,
+    inf if a step has no noise."""
     check_delta(delta)
     if accountant not in get_args(Accountant):
         raise ValueError(
@@ -69,13 +50,7 @@ def compose(segments: Sequence[Segment], *, delta: float, accountant: Accountant
 
 def counted_by(segments: Sequence[Segment], *, delta: float, accountant: Accountant) -> Accountant:
     """Return the accountant whose bound `compose` returns: "rdp" also where it counts in the place
-    of "pld".
-
-    >>> from torchtitan_dp.privacy.segments import Mechanism
-    >>> few = Segment(Mechanism(0.03, 0.01), 10)
-    >>> counted_by([few], delta=1e-5, accountant="pld")
-    'rdp'
-    """
+    of "pld"."""
     merged = composition(segments)
     if not merged or merged[0].noise_multiplier == 0:
         return accountant
@@ -85,8 +60,8 @@ def counted_by(segments: Sequence[Segment], *, delta: float, accountant: Account
 def _bounds(
     merged: tuple[GaussianSteps, ...], delta: float, accountant: Accountant
 ) -> tuple[float, Accountant]:
-    """Return the bound that counts, and its accountant. RDP's takes a tenth of a second, and is the
-    smaller one only where many rounds of allocation are composed."""
+    """Return the bound that counts, and its accountant. RDP's is the smaller one only where many
+    rounds of allocation are composed."""
     bound = pld_epsilon(merged, delta) if accountant == "pld" else math.inf
     if bound < math.inf and all(part.round_steps == 1 for part in merged):
         return bound, "pld"
@@ -103,26 +78,17 @@ def noise_for(
     accountant: Accountant,
     before: Sequence[Segment] = (),
 ) -> float:
-    """Find the sigma that spends `target_epsilon` in `steps` steps: never more, at least 99.9% of
-    it.
+    """Find the sigma that spends at least 99.9% of `target_epsilon` in `steps` steps, never more.
 
     Args:
         mechanism: of the steps to come, whatever its noise.
-        target_epsilon: above 0; with `before` included.
-        before: planned segments that ran on the same data.
+        before: planned segments that ran on the same data; the target includes them.
 
     Returns:
-        sigma, with 0.999 * target <= epsilon(sigma) <= target; 0.0 if nothing more is ever spent.
+        sigma; 0.0 if nothing more is ever spent.
 
     Raises:
-        ValueError: an argument is out of its range, `before` alone exceeds the target, or no sigma
-            up to 1e4 reaches it.
-
-    >>> from torchtitan_dp.privacy.segments import Mechanism
-    >>> query = dict(delta=1e-5, accountant="rdp")
-    >>> sigma = noise_for(Mechanism(1.0, 0.01), 1_000, target_epsilon=3.0, **query)
-    >>> 2.997 <= compose([Segment(Mechanism(sigma, 0.01), 1_000)], **query) <= 3.0
-    True
+        ValueError: `before` alone exceeds the target, or no sigma up to 1e4 reaches it.
     """
     Segment(mechanism, steps)  # checks their number
     if not 0 < target_epsilon < math.inf:
@@ -189,19 +155,11 @@ def _root(excess: Callable[[float], float], start: float, target_epsilon: float)
 
 
 class EpsilonCurve:
-    """The epsilon of a run after each number of its steps, computed ahead at a few points: a query
-    never delays a step.
+    """A bound on a run's epsilon after each number of its steps, computed ahead at a few points.
 
     Guarantee:
         `at(steps)` is at least what `steps` steps spend: what is spent only grows, so a bound at
-        the next computed point, or at any later one, is one here too. At a computed point, and
-        hence at `total_steps`, it is that point's own value, or a smaller one of a later point.
-
-    >>> from torchtitan_dp.privacy.segments import Mechanism
-    >>> coming = Mechanism(1.0, 0.01)
-    >>> curve = EpsilonCurve((), coming, delta=1e-5, accountant="rdp", total_steps=1_000)
-    >>> round(curve.at(1_000), 3), curve.at(949) == curve.at(950) < curve.at(951)
-    (2.101, True)
+        the next computed point, or at any later one, is one here too.
     """
 
     def __init__(
@@ -215,14 +173,12 @@ class EpsilonCurve:
         first_step: int = 0,
         points: int | None = None,
     ) -> None:
-        """
-        Args:
-            before: planned segments that ran on the same data; they count from step 0.
-            mechanism, total_steps: of the segment to come.
-            first_step: the smallest number of steps to be asked for. Earlier points are left out;
-                the others do not depend on it.
-            points: the number of evenly spaced points that are computed now, `total_steps` the
-                last. The default takes a few seconds at most.
+        """Args:
+        before: planned segments that ran on the same data; they count from step 0.
+        mechanism, total_steps: of the segment to come.
+        first_step: the smallest number of steps to be asked for. Earlier points are left out;
+            the others do not depend on it.
+        points: the number of evenly spaced points, `total_steps` the last.
         """
         points = _POINTS[accountant] if points is None else points
         assert points >= 1
@@ -237,8 +193,8 @@ class EpsilonCurve:
             self._epsilons[i - 1] = min(self._epsilons[i - 1], self._epsilons[i])
 
     def at(self, steps: int) -> float:
-        """Return an upper bound on epsilon after `steps` steps: that of the next computed point.
-        Beyond `total_steps` it is computed on demand, exactly there, and kept."""
+        """Return an upper bound on epsilon after `steps` steps; beyond `total_steps` it is computed
+        on demand, exactly there, and kept."""
         i = bisect.bisect_left(self._steps, steps)
         if i == len(self._steps):
             self._steps.append(steps)

@@ -40,12 +40,8 @@ class StepNoise(Secret):
     __slots__ = ("__kept", "__row", "key")
 
     def __init__(self, key: bytes, row: int = 0, kept: _Kept | None = None) -> None:
-        """
-        Args:
-            key: the step's own 32 bytes.
-            row: of its chain, from 0.
-            kept: the chain's earlier noise; None for independent noise.
-        """
+        """Take the step's own 32 bytes, its row in its chain, from 0, and the chain's earlier
+        noise; None for independent noise."""
         self.key, self.__row, self.__kept = key, row, kept
 
     @property
@@ -54,15 +50,9 @@ class StepNoise(Secret):
         return self.__kept is not None
 
     def add_to(self, flat: Tensor, name: str, draw: Callable[[Tensor], None]) -> None:
-        """Add the step's noise in place to one parameter's shard, and keep it for later steps.
-
-        Args:
-            flat: fp32, shape (n,).
-            draw: adds ‖c‖ z_t, by `key`, in place to a tensor of that shape.
-
-        Raises:
-            RuntimeError: the parameter lacks noise of the step before, which has failed.
-        """
+        """Add the step's noise in place to one parameter's shard (n,), and keep it for later steps.
+        `draw` adds ‖c‖ z_t, by `key`, in place to a tensor of that shape. RuntimeError: the
+        parameter lacks noise of the step before, which has failed."""
         if self.__kept is None:
             draw(flat)
             return
@@ -92,11 +82,8 @@ class NoiseChain(Secret):
     __slots__ = ("__kept", "__last", "__row", "__stream")
 
     def __init__(self, stream: KeyStream, column: Sequence[float]) -> None:
-        """
-        Args:
-            stream: of a root key that no other chain has.
-            column: c; `coefficients.INDEPENDENT` for independent noise.
-        """
+        """Take a stream of a root key that no other chain has, and c (`coefficients.INDEPENDENT`
+        for independent noise)."""
         self.__stream, self.__row = stream, 0
         self.__kept = _Kept(column) if len(column) > 1 else None
         self.__last: int | None = None
@@ -107,12 +94,8 @@ class NoiseChain(Secret):
         return cls(RootKey(bytes(32)).stream("noise"), column)
 
     def take(self, step: int) -> StepNoise:
-        """Return the noise that `step` adds.
-
-        Raises:
-            RuntimeError: the step does not follow the one before, so that a unit's draws might be
-                fewer than b rows apart, or was taken already.
-        """
+        """Return the noise that `step` adds. RuntimeError: it was taken already, or does not follow
+        the one before, so that a unit's draws might be fewer than b rows apart."""
         key = self.__stream.take(step)
         last, self.__last = self.__last, step
         if self.__kept is None:

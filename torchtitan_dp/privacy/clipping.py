@@ -5,21 +5,18 @@ Flat clipping has one group of parameters (Abadi et al. 2016). Group-wise clippi
 be clipped as soon as backward has reached it.
 
 Guarantee:
-    Let g_i be the whole gradient of sample i, and s_i its squared norm over every shard. The sum
-    built by `add_clipped_` with the factors of `clip` changes by at most C in l2 norm when one
-    sample is replaced by an empty one, whatever the record holds. Assumes that s_i is the same
-    on every rank that holds a shard of g_i (one all-reduce over those ranks, before `clip`), and
-    that g_i depends on sample i alone.
-
-    `ClipPolicy` alone has C, and alone decides factors: no gradient method can clip by other terms
-    than those of the noise and of epsilon. Each parameter is in exactly one of its M groups, by its
-    name alone, which is public. A group's part of a sample has a norm of at most C / sqrt(M), so
-    the whole one of at most C: the sensitivity, noise and epsilon are those of flat clipping. In
-    units of a group's own bound its noise is sigma sqrt(M) where flat noise is sigma.
-
-    The sum is in fp32, so that one record moves the sum of n samples on one rank by at most
-    C (1 + fp32_sum_excess(n)): negligible for a few hundred samples, and far from the bound unless
-    thousands of gradients and their order are made for it. `privacy.json` has the number.
+    - Let g_i be the whole gradient of sample i, and s_i its squared norm over every shard. The sum
+      built by `add_clipped_` with the factors of `clip` changes by at most C in l2 norm when one
+      sample is replaced by an empty one, whatever the record holds. Assumes that s_i is the same
+      on every rank that holds a shard of g_i (one all-reduce over those ranks, before `clip`), and
+      that g_i depends on sample i alone.
+    - `ClipPolicy` alone has C, and alone decides factors. Each parameter is in exactly one of its M
+      groups, by its name alone. A group's part of a sample has a norm of at most C / sqrt(M), so
+      the whole one of at most C: sensitivity and epsilon are those of flat clipping.
+    - The sum is in fp32, so that one record moves the sum of n samples on one rank by at most
+      C (1 + fp32_sum_excess(n)): negligible for a few hundred samples, and far from the bound
+      unless thousands of gradients and their order are made for it. `privacy.json` has the
+      number.
 """
 
 import math
@@ -61,8 +58,7 @@ class Clip(NamedTuple):
     exceeds_B: torch.Tensor  # bool: the norm is above its bound; private, for metrics only
 
     def over_groups(self) -> "Clip":
-        """Sum up (G, B) to whole samples, (B,), for metrics: the smallest factor, and whether any
-        group was rejected or exceeds its bound."""
+        """Sum up (G, B) to whole samples, (B,), for metrics."""
         if len(self.norm_B) == 1:
             return Clip(*(field[0] for field in self))
         return Clip(
@@ -77,9 +73,8 @@ def squared_norm(gradient: torch.Tensor) -> torch.Tensor:
     """Return the squared l2 norms along the last dimension of an fp32 tensor, as fp64.
 
     Rows of 256 are summed in fp32, and their sums in fp64: as fast as one fp32 norm, which on CPU
-    loses 0.5% at 134M elements (it then under-clips). The result is at most a share of 1.6e-5 below
-    the exact one, whatever the values; typically it is within 1e-8. NaN, Inf and overflow stay
-    visible as NaN or Inf.
+    loses 0.5% at 134M elements. The result is at most a share of 1.6e-5 below the exact one,
+    whatever the values. NaN, Inf and overflow stay visible as NaN or Inf.
     """
     assert gradient.dtype == torch.float32, gradient.dtype
     in_rows = gradient.shape[-1] // _ROW * _ROW
@@ -98,18 +93,14 @@ def clip(
 ) -> Clip:
     """Compute the factor that each sample's gradient is multiplied by.
 
+    Nothing is read back from the device, so no control flow depends on a norm.
+
     Args:
         squared_norm_B: fp64, over all shards (already all-reduced): (B,), or (G, B) for groups.
         valid_B: bool; False for padding samples.
         max_grad_norm: C > 0; of groups, the bound of each: fp64 (G, 1).
         clip_function: "vanilla" is min(1, C / |g|) (Abadi et al. 2016; LongShield, Algorithm 1),
             "automatic" is C / (|g| + 0.01) (Bu et al. 2023).
-
-    Everything stays on the device: nothing is read back, so no control flow depends on a norm.
-
-    >>> clip(torch.tensor([4.0, 0.25, torch.nan], dtype=torch.float64),
-    ...      torch.tensor([True, True, True]), max_grad_norm=1.0).factor_B.tolist()
-    [0.49999499320983887, 1.0, 0.0]
     """
     norm_B = squared_norm_B.sqrt()
     bound = max_grad_norm * _SAFETY
@@ -148,9 +139,9 @@ class ClipPolicy:
         """Decide how each sample enters the sum, so that over all groups it counts at most C.
 
         Args:
-            squared_norm_GB: fp64, of each group's part of the gradients, alike on all cp ranks.
+            squared_norm_GB: fp64, of each group's part of the gradients, alike on all cp ranks;
+                (1, B) of `group` alone, where that is given.
             valid_B: bool; False for padding samples.
-            group: the only group in `squared_norm_GB`, then (1, B); None for all, in order.
         """
         bounds = self.bounds if group is None else self.bounds[group : group + 1]
         assert len(squared_norm_GB) == len(bounds), (squared_norm_GB.shape, len(bounds))
@@ -192,16 +183,11 @@ def clip_policy(
 
 
 def add_clipped_(accumulator: Tensor, gradient: Tensor, factor: Tensor, rejected: Tensor) -> None:
-    """Add one sample's scaled gradient to the fp32 `accumulator`, in place.
+    """Add one sample's scaled gradient to the fp32 `accumulator`, (N,) or (D, N), in place.
 
-    Args:
-        accumulator: fp32, shape (N,) or (D, N).
-        gradient: fp32, of the same shape; kept.
-        factor, rejected: scalars on the device, of `clip`. A rejected sample is left out by
-            selection, not by a factor of 0, since 0 x NaN is NaN.
-
-    Both are read once, and the sum is written once: 12 bytes a value. On CUDA a row of `gradient`
-    that is not contiguous is copied first: 8 bytes a value more, and 4 of memory for that row.
+    A rejected sample is left out by selection, not by a factor of 0, since 0 x NaN is NaN. Both are
+    read once, and the sum is written once: 12 bytes a value. On CUDA a row of `gradient` that is
+    not contiguous is copied first.
     """
     assert accumulator.dtype == gradient.dtype == torch.float32, (accumulator.dtype, gradient.dtype)
     assert accumulator.shape == gradient.shape, (accumulator.shape, gradient.shape)
@@ -233,8 +219,7 @@ def _add_rows(
     """Call `add` on each row of (D, N), or on (N,), as a contiguous vector without autograd.
 
     Dynamo compiles another graph for each kind of layout, rank and grad mode, also of the tensor
-    that an argument is a view of, and refuses the ninth (`torch._dynamo.config.recompile_limit`).
-    So rows that have values are handed over, of one kind: `data` is a view of nothing.
+    that an argument is a view of, and refuses the ninth: `data` is a view of nothing.
     """
     if accumulator.numel() == 0:
         return
@@ -250,18 +235,13 @@ def _add_scaled(accumulator: Tensor, gradient: Tensor, factor: Tensor, rejected:
 def fp32_sum_excess(samples: int, ranks: int = 1) -> float:
     """Bound by how much more than C a record can move an fp32 sum, as a share of C.
 
+    u (1 + u)^(n + W) (n (n + 1) - 2 + n (W (W + 1) - 2)) with u = 2^-24: about n^2 u for one rank
+    (docs/proofs.md, "The sum in fp32"). Gradients and an order made for it reach two ninths of it.
+
     Args:
-        samples: n, the most that one data-parallel rank adds up in a step. A draw is random: take
-            a number that it hardly ever exceeds, not the expected one.
+        samples: n, the most that one data-parallel rank adds up in a step: of a random draw, a
+            number that it hardly ever exceeds.
         ranks: W, the data-parallel ranks whose sums are added up, in any order.
-
-    Returns:
-        u (1 + u)^(n + W) (n (n + 1) - 2 + n (W (W + 1) - 2)) with u = 2^-24: about n^2 u for one
-        rank (docs/proofs.md, "The sum in fp32"). Gradients and an order made for it reach two
-        ninths of that; samples that nobody arranged stay far below.
-
-    >>> [round(fp32_sum_excess(n), 6) for n in (1, 256, 3_073, 12_289)]
-    [0.0, 0.003921, 0.563152, 9.008794]
     """
     assert samples >= 0, samples
     assert ranks >= 1, ranks

@@ -2,10 +2,8 @@
 
 Where z_t has unit variance, a step adds ‖c‖ (C⁻¹ z)_t, and weights that follow from the steps'
 noise with the shares a_t (`checkpoint.terms`) have that of standard deviation ‖c‖ ‖C⁻ᵀ a‖. The
-column minimises it, times a small power of a step's noise, by L-BFGS from
-
-    the coefficients of (1 - x)^(-1/2), cut off after b of them (the square root of the matrix of
-    prefix sums; Fichtenberger, Henzinger and Upadhyay 2023)
+column minimises it, times a small power of a step's noise, by L-BFGS from the coefficients of
+(1 - x)^(-1/2), cut off after b of them (Fichtenberger, Henzinger and Upadhyay 2023).
 
 Without that power momentum would allow steps 13 times as noisy as independent noise, of which the
 weights gain 2% (1,000 steps, 16 bands): AdamW divides by a step's noise, and would hardly move.
@@ -50,20 +48,12 @@ def cut_off(bands: int) -> tuple[float, ...]:
 
 
 def column_norm(column: Sequence[float]) -> float:
-    """Return ‖c‖, the sensitivity of C x to one draw of a unit, over the clip norm.
-
-    >>> column_norm([1.0]), round(column_norm(cut_off(16)), 4)
-    (1.0, 1.3942)
-    """
+    """Return ‖c‖, the sensitivity of C x to one draw of a unit, over the clip norm."""
     return math.sqrt(math.fsum(value**2 for value in column))
 
 
 def noise_in_step(column: Sequence[float], steps: int) -> float:
-    """Return the root mean square, over a chain's steps, of a step's noise over σ C.
-
-    >>> noise_in_step([1.0], 16)
-    1.0
-    """
+    """Return the root mean square, over a chain's steps, of a step's noise over σ C."""
     if len(column) == 1:
         return 1.0  # exactly, and nothing is imported
     first, left = _first_column(column, steps)
@@ -73,12 +63,8 @@ def noise_in_step(column: Sequence[float], steps: int) -> float:
 def noise_in_weights(column: Sequence[float], shares: Shares) -> float:
     """Return the noise in weights over that of independent noise of one σ.
 
-    Args:
-        shares: of each step's noise in the weights; all 1 for the sum of all steps. With a row for
-            each of several weights, noise is the root mean square over them.
-
-    >>> noise_in_weights([1.0], [1.0] * 16), round(noise_in_weights(cut_off(16), [1.0] * 16), 3)
-    (1.0, 0.486)
+    `shares` are of each step's noise in the weights; all 1 for the sum of all steps. With a row for
+    each of several weights, noise is the root mean square over them.
     """
     if len(column) == 1:
         return 1.0

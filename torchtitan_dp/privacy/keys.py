@@ -5,15 +5,14 @@
 Rank 0 draws the root key at each start and at each checkpoint load and sends it to all ranks. It
 lives in memory only: anyone with it and the published weights can subtract the noise.
 
-Guarantee
----------
-If HMAC-SHA256 is a pseudo-random function, keys of different (label, step) pairs are
-indistinguishable from independent uniform ones, so streams of different labels never share
-randomness. A root key has one stream for each label, which serves each step once, in rising order,
-so no noise is drawn twice within a process. Across processes this assumes a fresh
-`RootKey.from_os()` at every start and load. No key is saved, or shown by `repr` or pickle; memory
-that is swapped out or dumped is not protected here (the launcher turns core dumps off). A root key
-from a debug seed can be guessed: such a run is not private.
+Guarantee:
+    - If HMAC-SHA256 is a pseudo-random function, keys of different (label, step) pairs are
+      indistinguishable from independent uniform ones. A root key has one stream for each label,
+      which serves each step once, in rising order, so no noise is drawn twice within a process.
+      Across processes this assumes a fresh `RootKey.from_os()` at every start and load.
+    - No key is saved, or shown by `repr` or pickle; memory that is swapped out or dumped is not
+      protected here (the launcher turns core dumps off). A root key from a debug seed can be
+      guessed: such a run is not private.
 """
 
 import hashlib
@@ -50,15 +49,7 @@ class KeyStream(Secret):
 
     def take(self, step: int) -> bytes:
         """Return the 32-byte key of `step`, which must exceed every step asked for before, else
-        RuntimeError: its noise might repeat, and going back in time needs a fresh root key.
-
-        >>> stream = RootKey(bytes(32)).stream("noise")
-        >>> len(stream.take(1)), stream.take(2) == stream.take(3)
-        (32, False)
-        >>> stream.take(3)
-        Traceback (most recent call last):
-        RuntimeError: the key of step 3 is spent: this stream is at step 3
-        """
+        RuntimeError: its noise might repeat, and going back in time needs a fresh root key."""
         assert 0 <= step < 2**64, f"{step=} does not fit 8 bytes"
         if step <= self.__last:
             raise RuntimeError(
@@ -69,11 +60,7 @@ class KeyStream(Secret):
 
 
 class RootKey(Secret):
-    """The 32 secret bytes from which every key of this start is derived.
-
-    >>> RootKey.from_os()
-    <RootKey: secret>
-    """
+    """The 32 secret bytes from which every key of this start is derived."""
 
     __slots__ = ("__secret", "__streams")
     __secret: bytes

@@ -1,26 +1,24 @@
 """Lower bounds on epsilon from the successes of an attack, at a stated confidence.
 
-Guarantee
----------
-If the audited program is (epsilon, delta)-DP for the attacked units, `one_run_epsilon` returns more
-than epsilon with probability at most 1 - confidence, whatever the attack. If it is mu-Gaussian-DP,
-`gaussian_mu` returns more than mu with probability at most 1 - confidence. If it is one step of
-estimated norms, at sampling rate 1, `gaussian_mu` returns more than `mixture_mu` as rarely. A bound
-above the claim is evidence of a fault; one below it proves nothing: a better attack may exist.
-
-Assumptions: for `one_run_epsilon`, each canary's coin is fair, independent of all
-else and unknown to the attack, and the number of guesses was fixed in advance. For `gaussian_mu`,
-trials are independent and what counts as an error was fixed in advance.
-
 Sources: Steinke, Nasr & Jagielski, "Privacy Auditing with One (1) Training Run" (NeurIPS 2023),
 Theorem 5.2; Dong, Roth & Su, "Gaussian Differential Privacy" (2022), for mu; Clopper &
 Pearson (1934) for a rate. Libraries with these bounds bring JAX, or need two trainings.
+
+Guarantee:
+    - Each returns more than the truth with probability at most 1 - confidence, whatever the attack:
+      `one_run_epsilon` than epsilon, if the audited program is (epsilon, delta)-DP for the attacked
+      units; `gaussian_mu` than mu, if it is mu-Gaussian-DP, and than `mixture_mu`, if it is one
+      step of estimated norms, at sampling rate 1.
+    - A bound above the claim is evidence of a fault; one below it proves nothing.
+    - Assumptions: for `one_run_epsilon`, each canary's coin is fair, independent of all else and
+      unknown to the attack, and the number of guesses was fixed in advance. For `gaussian_mu`,
+      trials are independent and what counts as an error was fixed in advance.
 """
 
 import numpy as np
 from scipy import special  # scipy.stats takes a second to import
 
-from torchtitan_dp.privacy.randomized import Ratios, ratios
+from torchtitan_dp.privacy.losses import Ratios, ratios
 from torchtitan_dp.privacy.segments import Mechanism
 
 _SCAN = 0.05  # epsilon is scanned upwards in steps of this, then refined
@@ -28,11 +26,7 @@ _PRECISION = 1e-4
 
 
 def rate_upper_bound(errors: int, trials: int, confidence: float) -> float:
-    """Compute Clopper and Pearson's one-sided upper bound on the probability of an error.
-
-    >>> round(rate_upper_bound(0, 2000, 0.95), 5), rate_upper_bound(5, 5, 0.95)
-    (0.0015, 1.0)
-    """
+    """Compute Clopper and Pearson's one-sided upper bound on the probability of an error."""
     assert 0 <= errors <= trials, (errors, trials)
     assert 0 < confidence < 1
     if errors == trials:
@@ -56,10 +50,6 @@ def gaussian_mu(
     Args:
         false_positives: guesses of "with" in `negatives` trials without.
         false_negatives: guesses of "without" in `positives` trials with.
-
-    >>> errors = dict(false_positives=310, false_negatives=310, confidence=0.999)
-    >>> round(gaussian_mu(**errors, negatives=1000, positives=1000), 2)
-    0.72
     """
     each = 1 - (1 - confidence) / 2
     positive_rate = rate_upper_bound(false_positives, negatives, each)
@@ -70,11 +60,7 @@ def gaussian_mu(
 
 
 def expected_mu(mu: float, trials: int, confidence: float) -> float:
-    """Predict `gaussian_mu` for a mu-Gaussian-DP program after `trials` of each kind.
-
-    >>> expected_mu(2.0, 2000, 0.999) > 1.7
-    True
-    """
+    """Predict `gaussian_mu` for a mu-Gaussian-DP program after `trials` of each kind."""
     errors = round(trials * float(special.ndtr(-mu / 2)))
     return gaussian_mu(
         false_positives=errors,
@@ -99,13 +85,9 @@ def mixture_mu(sigma: float, ratios: Ratios, *, trials: int, confidence: float) 
     probability at most 1 - confidence.
 
     With exact norms it would be 1 / sigma. Here the best test detects, at false alarms a, the share
-    G(a) = E Phi(Phi^-1(a) + Z / sigma), Z of the envelope (`privacy.randomized`), and
+    G(a) = E Phi(Phi^-1(a) + Z / sigma), Z of the envelope (`privacy.losses`), and
     misses 1 - G(a). No bound on a rate is below that of no error, e. So, unless a bound on a rate
     failed, gaussian_mu is at most the largest -Phi^-1(max(1 - G(a), e)) - Phi^-1(a) with a >= e.
-
-    >>> from torchtitan_dp.privacy.randomized import ratios
-    >>> 0.5 < mixture_mu(2.0, ratios(32), trials=2000, confidence=0.99) < 0.56
-    True
     """
     least = rate_upper_bound(0, trials, 1 - (1 - confidence) / 2)
     place = np.linspace(special.ndtri(least), -special.ndtri(least), 4001)  # Phi^-1(a)
@@ -126,10 +108,6 @@ def one_run_p_value(
     Args:
         canaries: m, each included by a fair coin of its own.
         guesses: the number guessed at, fixed in advance.
-
-    >>> query = dict(canaries=1000, guesses=100, correct=90)
-    >>> one_run_p_value(**query, epsilon=1.0, delta=0.0) < 1e-4
-    True
     """
     assert 0 <= correct <= guesses <= canaries, (correct, guesses, canaries)
     assert epsilon >= 0
@@ -146,16 +124,7 @@ def one_run_p_value(
 def one_run_epsilon(
     *, canaries: int, guesses: int, correct: int, delta: float, confidence: float
 ) -> float:
-    """Find the epsilon up to which these guesses are too good to be believed; 0.0 if none is.
-
-    Args: those of `one_run_p_value`; `confidence` in (0, 1).
-
-    >>> query = dict(canaries=1000, delta=1e-5, confidence=0.95)
-    >>> round(one_run_epsilon(guesses=200, correct=170, **query), 1)
-    1.4
-    >>> one_run_epsilon(guesses=200, correct=100, **query)
-    0.0
-    """
+    """Find the epsilon up to which these guesses are too good to be believed; 0.0 if none is."""
     assert 0 < confidence < 1
 
     def rejected(epsilon: float) -> bool:

@@ -1,12 +1,11 @@
 """The meaning of a run's epsilon for one person: bounds on membership inference.
 
 Guarantee:
-    - A person is a member if their data was trained on. An attacker who sees all outputs of the
-      run, with any side knowledge and computing power, does no better than `Meaning` says.
-    - All numbers are upper bounds, float64's rounding allowed for, under the assumptions and for
-      the neighbours of `accounting`'s epsilon.
-    - They follow from the privacy profile delta(epsilon) alone (proof: docs/proofs.md, "Membership
-      from the profile"; Dong, Roth & Su 2022; Kairouz, Oh & Viswanath 2015).
+    An attacker who sees all outputs of the run, with any side knowledge and computing power, does
+    no better than `Meaning` says at telling whether a person's data was trained on: upper bounds,
+    float64's rounding allowed for, under the assumptions and for the neighbours of `accounting`'s
+    epsilon. They follow from the privacy profile delta(epsilon) alone (proof: docs/proofs.md,
+    "Membership from the profile"; Dong, Roth & Su 2022; Kairouz, Oh & Viswanath 2015).
 """
 
 import functools
@@ -91,19 +90,8 @@ after seeing the model, except with a probability of 1 in 100,000.
 
 
 def meaning(segments: Sequence[Segment], delta: float) -> Meaning:
-    """Compute what planned segments mean, composed by PLD, RDP, and the Gaussian without sampling.
-
-    Args:
-        delta: in (0, 1), else ValueError: the probability of the exceptions.
-
-    Returns:
-        Upper bounds; 1 without noise.
-
-    >>> from torchtitan_dp.privacy.segments import Mechanism
-    >>> run = meaning([Segment(Mechanism(1.0, 0.01), 1_000)], 1e-5)
-    >>> [round(share, 3) for _, share in run.detected], round(run.posterior, 3)
-    ([0.029, 0.004], 0.903)
-    """
+    """Compute what planned segments mean, composed by PLD, RDP, and the Gaussian without sampling;
+    upper bounds, 1 without noise. `delta` is the probability of the exceptions."""
     check_delta(delta)
     return _meaning(composition(segments), delta)
 

@@ -2,16 +2,15 @@
 
     f(x) = 1/n * sum over n held-out units of min(max(loss, 0), L)
 
-Guarantee
----------
-- One unit's content moves f by at most L / n: n is public and no function of losses, each unit adds
-  from 0 to L whatever its loss is (NaN adds L, a unit without a target 0), and the sum is of whole
-  numbers of L / 2^30, without rounding. So a release with noise of standard deviation s L / n is,
-  for one held-out unit under `zero_out`, the Gaussian mechanism of noise multiplier s.
-- k releases are exactly one of s / sqrt(k), also where weights and later releases were chosen by
-  earlier results (Dong, Roth & Su 2022, corollary 3.3).
-- Noise is drawn in fp64, four draws a normal, and the result is rounded to a fixed public grid: see
-  `secure_noise` for the attacks that this resists, and its assumptions.
+Guarantee:
+    - One unit's content moves f by at most L / n: n is public and no function of losses, each unit
+      adds from 0 to L whatever its loss is (NaN adds L, a unit without a target 0), and the sum is
+      of whole numbers of L / 2^30, without rounding. So a release with noise of standard deviation
+      s L / n is, for one held-out unit under `zero_out`, the Gaussian mechanism of noise
+      multiplier s.
+    - k releases are exactly one of s / sqrt(k), also where weights and later releases were chosen
+      by earlier results (Dong, Roth & Su 2022, corollary 3.3).
+    - Noise is secure (`noise`): fp64, four draws a normal, rounded to a fixed public grid.
 """
 
 import math
@@ -21,7 +20,7 @@ import numpy as np
 import torch
 
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.secure_noise import DRAWS, add_draws, grid
+from torchtitan_dp.privacy.noise import DRAWS, add_draws, grid
 from torchtitan_dp.privacy.segments import Mechanism, Segment
 
 _TICKS = 2**30  # of a clipped loss: L is so many
@@ -38,11 +37,7 @@ def epsilon(published: Segment, *, delta: float, before: Sequence[Segment] = ())
 
 
 def noise_for(*, target_epsilon: float, delta: float) -> float:
-    """Find the noise multiplier with which one published loss spends at most the target.
-
-    >>> round(noise_for(target_epsilon=1.0, delta=1e-5), 3)
-    3.731
-    """
+    """Find the noise multiplier with which one published loss spends at most the target."""
     return accounting.noise_for(
         Mechanism(1.0, 1.0),
         1,

@@ -1,14 +1,12 @@
 """Renyi accounting of the Poisson-subsampled Gaussian mechanism: a bound at every setting.
 
-Guarantee
----------
-`rdp_epsilon` is an upper bound on epsilon for neighbours in both directions: Renyi DP of the
-sampled Gaussian (Mironov, Talwar & Zhang 2019; computed by Opacus, with an allowance for its
-rounding), added over steps, by the conversion of Balle et al. 2020. A step of estimated norms
-counts as one whose units all add the most that any can: true, and loose (`randomized`). A round of
-random allocation counts as one Gaussian mechanism without sampling, likewise (`allocation`). Where
-Opacus' series fails at an order, the bound without sampling stands in. `loss_bound` is a bound on
-the privacy loss's tails by the same divergences.
+Guarantee:
+    `rdp_epsilon` is an upper bound on epsilon for neighbours in both directions: Renyi DP of the
+    sampled Gaussian (Mironov, Talwar & Zhang 2019; computed by Opacus, with an allowance for its
+    rounding), added over steps, by the conversion of Balle et al. 2020. A step of estimated norms
+    counts as one whose units all add the most that any can, and a round of random allocation as one
+    Gaussian mechanism without sampling: true, and loose (`losses`). `loss_bound` is a bound on the
+    privacy loss's tails by the same divergences.
 """
 
 import functools

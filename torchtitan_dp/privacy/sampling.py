@@ -5,10 +5,9 @@ Guarantee:
       unit and step: their number is drawn from Binomial(N, q), then that many distinct ones
       uniformly. The draw is a function of (key, N, q) alone, so every rank computes the same one,
       and `deal` neither drops nor repeats nor truncates.
-    - `allocate` draws a round of t steps at once, from the key of the round. A unit's step is a
-      function of that key and its own position, and has a probability of 1 / t, up to t 2^-64 of
-      that.
-    - With `privacy.secure_noise` all draws but noise are from SHAKE-256. Words of distinct (key,
+    - A unit's step in a round of t steps (`allocate`) is a function of the round's key and its own
+      position, and has a probability of 1 / t, up to t 2^-64 of that.
+    - With `privacy.secure_noise` all draws but noise are from SHAKE-256: words of distinct (key,
       purpose, position) are indistinguishable from independent uniform ones, if SHAKE-256 with a
       secret key as prefix is a pseudo-random function. A coin of 64 bits is heads with probability
       floor(q 2^64) / 2^64; `integers` and `choice` are exactly uniform, by rejection.
@@ -50,12 +49,6 @@ def poisson_draw(
 
     Returns:
         The indices drawn, rising: int64, shape (n,), n random and possibly 0.
-
-    Raises:
-        ValueError: `sample_rate` is outside [0, 1].
-
-    >>> poisson_draw(bytes(32), population=5, sample_rate=1.0)
-    array([0, 1, 2, 3, 4])
     """
     if not 0.0 <= sample_rate <= 1.0:
         raise ValueError(
@@ -74,17 +67,8 @@ def poisson_draw(
 
 
 def allocate(key: bytes, population: int, steps: int) -> Indices:
-    """Draw the one step of a round of `steps` at which each unit takes part, from SHAKE-256.
-
-    Args:
-        key: the 32 bytes of this round.
-
-    Returns:
-        From 0 to `steps` - 1: int64, shape (population,).
-
-    >>> allocate(bytes(32), population=6, steps=3), allocate(bytes(32), population=4, steps=3)
-    (array([1, 0, 1, 0, 2, 2]), array([1, 0, 1, 0]))
-    """
+    """Draw, from the 32 bytes of a round, the one of its `steps` at which each unit takes part,
+    from 0: int64, shape (population,), from SHAKE-256."""
     words = [
         uint64s(key, "allocation", chunk, min(_CHUNK, population - first))
         for chunk, first in enumerate(range(0, population, _CHUNK))
@@ -93,16 +77,10 @@ def allocate(key: bytes, population: int, steps: int) -> Indices:
 
 
 def groups_of(hashes: npt.NDArray[np.uint64], groups: int) -> list[Indices]:
-    """Divide a population into groups that take turns, by the hash of each unit's name.
+    """Divide a population into groups that take turns, by the hash of each unit's name, (N,).
 
     A unit's group depends on its own name, and on their number, alone. Groups are of unequal sizes;
     the rate is what all of them have.
-
-    Args:
-        hashes: one for each unit, shape (N,).
-
-    >>> [group.tolist() for group in groups_of(np.array([4, 7, 9, 2, 3], dtype=np.uint64), 2)]
-    [[0, 3], [1, 2, 4]]
     """
     group = hashes % np.uint64(groups)
     return [np.flatnonzero(group == number) for number in range(groups)]
@@ -111,16 +89,10 @@ def groups_of(hashes: npt.NDArray[np.uint64], groups: int) -> list[Indices]:
 def choices(key: bytes, position: int, *, secure: bool = False) -> Choices:
     """Draw what one unit of one step takes: which of its records, and which window of it.
 
-    The unit at `position` of the population has 2^128 blocks of the key's Philox stream to itself,
-    so its choices are the same on every rank and mesh, whatever else is drawn. Each call begins
-    anew, so that a choice can be repeated.
-
-    Args:
-        key: the 32 bytes of this step's "window" key; the first 16 are used, with `secure` all.
-        secure: from SHAKE-256.
-
-    >>> [int(choices(bytes(32), position=p).integers(100)) for p in (7, 7, 8)]
-    [90, 90, 49]
+    The unit at `position` of the population has 2^128 blocks of the Philox stream of the step's
+    "window" key to itself, so its choices are the same on every rank and mesh, whatever else is
+    drawn; with `secure` they are from SHAKE-256. Each call begins anew, so that a choice can be
+    repeated.
     """
     assert len(key) == 32, "the key of a step has 32 bytes"
     assert position >= 0
@@ -135,24 +107,17 @@ def choices(key: bytes, position: int, *, secure: bool = False) -> Choices:
 def deal(draw: Indices, *, ranks: int, rank: int, batch_size: int) -> list[Indices]:
     """Cut one step's draw into the microbatches of one data-parallel rank.
 
+    The number of microbatches roughly reveals n, which is labelled not private, is never published,
+    and depends on no record's content.
+
     Args:
         draw: int64, shape (n,), the same on all ranks.
-        ranks: the number of data-parallel ranks.
         batch_size: samples a microbatch and rank (MBS).
 
     Returns:
         ceil(n / (ranks * batch_size)) arrays of shape (batch_size,), int64; -1 marks a slot
         without a record, whose sample must count as zero. Together the ranks hold each drawn
         index once. Every rank gets equally many, so that no collective waits for ever.
-
-    The number of microbatches roughly reveals n, which is labelled not private, is never published,
-    and depends on no record's content.
-
-    >>> draw = np.array([3, 5, 8, 9, 20])
-    >>> deal(draw, ranks=2, rank=0, batch_size=2)
-    [array([3, 8]), array([20, -1])]
-    >>> deal(draw, ranks=2, rank=1, batch_size=2)
-    [array([5, 9]), array([-1, -1])]
     """
     assert 0 <= rank < ranks
     assert batch_size >= 1

@@ -1,18 +1,12 @@
 """The steps of a run: as a `Mechanism`, a frozen value, and as the Gaussians that dominate them.
 
-Accountants see Poisson-subsampled Gaussians and rounds of random allocation, and nothing else.
-
-Guarantee
----------
-`Mechanism.composition(n)` dominates n steps that begin at a start, for neighbours as in
-`accounting`, whatever was released before: the accountants, and `dp_event`, see nothing else of a
-mechanism.
-
-`merged` changes nothing about what the steps spend: their order is irrelevant to composition, steps
-that draw nobody or are infinitely noisy spend nothing, and Gaussian mechanisms without sampling, of
-exact norms, compose exactly into one, whose 1 / sigma^2 is the sum of theirs. `dp_event` lists
-every step once, so that an accountant of another program, given the event and delta, bounds the
-same run.
+Guarantee:
+    - `Mechanism.composition(n)` dominates n steps that begin at a start, for neighbours as in
+      `accounting`, whatever was released before: Poisson-subsampled Gaussians and rounds of random
+      allocation. Accountants, and `dp_event`, see nothing else of a mechanism.
+    - `merged` changes nothing about what the steps spend: their order is irrelevant, steps that
+      draw nobody or are infinitely noisy spend nothing, and Gaussian mechanisms without sampling,
+      of exact norms, compose exactly into one, whose 1 / sigma^2 is the sum of theirs.
 """
 
 import dataclasses
@@ -28,8 +22,8 @@ from torchtitan_dp.privacy.coefficients import (
     noise_in_step,
     noise_in_weights,
 )
-from torchtitan_dp.privacy.randomized import Ratios, largest_ratio, ratios, refuse_projections
-from torchtitan_dp.privacy.settings import Privacy
+from torchtitan_dp.privacy.losses import Ratios, largest_ratio, ratios
+from torchtitan_dp.privacy.settings import FEWEST, MOST, Privacy
 
 _EVENTS = "dp_accounting.dp_event"
 NONE = "none"
@@ -63,7 +57,7 @@ class GaussianSteps:
     @property
     def bounding_rate(self) -> float:
         """The rate at which Poisson sampling surely spends as much a step or a round: of a round,
-        every unit takes part (`allocation`)."""
+        every unit takes part (`losses`)."""
         return self.sample_rate if self.round_steps == 1 else 1.0
 
     @property
@@ -74,13 +68,7 @@ class GaussianSteps:
 
 
 def merged(steps: Iterable[GaussianSteps]) -> tuple[GaussianSteps, ...]:
-    """Merge steps into the fewest that spend the same, sorted.
-
-    >>> merged([GaussianSteps(2.0, 0.1, 5), GaussianSteps(1.0, 1.0, 4), GaussianSteps(2.0, 0.1, 7)])
-    (GaussianSteps(noise_multiplier=0.5, sample_rate=1.0, steps=1, ratios=None, \
-round_steps=1), GaussianSteps(noise_multiplier=2.0, sample_rate=0.1, steps=12, ratios=None, \
-round_steps=1))
-    """
+    """Merge steps into the fewest that spend the same, sorted."""
     counts: dict[tuple[float, float, Ratios | None, int], int] = {}
     precision = 0.0  # 1 / sigma^2 of all steps without sampling
     for part in steps:
@@ -108,11 +96,11 @@ class Mechanism:
         noise_multiplier: sigma, the noise's standard deviation over C; 0 means no privacy.
         sample_rate: q, the probability that a unit is drawn at a step, on average over steps.
         projections: k, the random projections that norms are estimated from, whose errors epsilon
-            counts (`randomized`); 0: none.
+            counts (`losses`); 0: none.
         capped_projections: k, where a gradient longer than its estimate is scaled down to it, so
             that a unit adds at most C and epsilon is that of exact norms; 0: none.
         norm_estimator: of these norms, or "exact".
-        round_steps: t of random allocation (`allocation`), where q = 1 / t; 1: each step is drawn
+        round_steps: t of random allocation (`losses`), where q = 1 / t; 1: each step is drawn
             by itself.
         column: c_0 = 1, …, c_{b-1}, by which a step takes back earlier noise (`banded`): units are
             in b groups, of which each step draws from the next one with probability b q.
@@ -150,8 +138,10 @@ class Mechanism:
                 f"privacy.bands = {b}: each unit would be drawn with probability {b} x {q:.4g} at "
                 f"every {b}th step; use at most {math.floor(1 / q)}"
             )
-        if self.projections:
-            refuse_projections(self.projections)
+        if self.projections and not FEWEST <= self.projections <= MOST:
+            raise ValueError(
+                f"privacy.projections = {self.projections}: choose {FEWEST} to {MOST}; 32 is usual"
+            )
 
     @property
     def name(self) -> str:
@@ -269,7 +259,7 @@ def mechanism_of(
         1 / t if privacy.sampling == "allocation" else sample_rate,
         projections=k if estimates_norms and accounted else 0,
         capped_projections=k if estimates_norms and not accounted else 0,
-        norm_estimator=privacy.norm_estimator if estimates_norms else "exact",
+        norm_estimator="hutchinson" if estimates_norms else "exact",
         round_steps=t,
         column=tuple(column),
     )
@@ -297,19 +287,10 @@ def composition(segments: Iterable[Segment]) -> tuple[GaussianSteps, ...]:
 
 
 def dp_event(parts: Sequence[GaussianSteps]) -> dict[str, Any] | None:
-    """Return merged steps as a `dp_accounting.DpEvent`, the fields of `to_named_tuple` in a dict.
-
-    Returns:
-        A `ComposedDpEvent` of a `SelfComposedDpEvent` for all steps on the same terms, of Poisson
-        sampled Gaussian events whose noise is in units of C, or, where norms were estimated, of
-        mixtures of Gaussians, sampling included; None if a step has no noise. dp-accounting has no
-        event of random allocation: its rounds are `UnsupportedDpEvent`, which every accountant
-        refuses, and none takes for Poisson sampling.
-
-    >>> event = dp_event([GaussianSteps(2.0, 0.1, 5)])["events"][0]
-    >>> event["class_name"], event["count"], event["event"]["event"]["noise_multiplier"]
-    ('SelfComposedDpEvent', 5, 2.0)
-    """
+    """Return merged steps as a `dp_accounting.DpEvent`, the fields of `to_named_tuple` in a dict: a
+    `ComposedDpEvent` of a `SelfComposedDpEvent` for all steps on the same terms, noise in units of
+    C; None if a step has no noise. dp-accounting has no event of random allocation: its rounds are
+    `UnsupportedDpEvent`, which every accountant refuses."""
     if any(part.noise_multiplier == 0 for part in parts):
         return None
     return _event("ComposedDpEvent", events=[_steps(part) for part in parts])
@@ -318,22 +299,19 @@ def dp_event(parts: Sequence[GaussianSteps]) -> dict[str, Any] | None:
 def _steps(part: GaussianSteps) -> dict[str, Any]:
     if part.round_steps > 1:
         return _event("SelfComposedDpEvent", event=_event("UnsupportedDpEvent"), count=part.steps)
-    if part.ratios is not None:
-        return _event("SelfComposedDpEvent", event=_mixture(part, part.ratios), count=part.steps)
-    gaussian = _event("GaussianDpEvent", noise_multiplier=part.noise_multiplier)
-    step = _event("PoissonSampledDpEvent", sampling_probability=part.sample_rate, event=gaussian)
-    return _event("SelfComposedDpEvent", event=step, count=part.steps)
-
-
-def _mixture(part: GaussianSteps, ratios: Ratios) -> dict[str, Any]:
     q = part.sample_rate
-    absent = ([0.0], [1 - q]) if q < 1 else ([], [])
-    return _event(
-        "MixtureOfGaussiansDpEvent",
-        standard_deviation=part.noise_multiplier,
-        sensitivities=[*absent[0], *ratios.values.tolist()],
-        sampling_probs=[*absent[1], *(q * ratios.probabilities).tolist()],
-    )
+    if part.ratios is not None:
+        absent = ([0.0], [1 - q]) if q < 1 else ([], [])
+        mixture = _event(
+            "MixtureOfGaussiansDpEvent",
+            standard_deviation=part.noise_multiplier,
+            sensitivities=[*absent[0], *part.ratios.values.tolist()],
+            sampling_probs=[*absent[1], *(q * part.ratios.probabilities).tolist()],
+        )
+        return _event("SelfComposedDpEvent", event=mixture, count=part.steps)
+    gaussian = _event("GaussianDpEvent", noise_multiplier=part.noise_multiplier)
+    step = _event("PoissonSampledDpEvent", sampling_probability=q, event=gaussian)
+    return _event("SelfComposedDpEvent", event=step, count=part.steps)
 
 
 def _event(name: str, **fields: Any) -> dict[str, Any]:

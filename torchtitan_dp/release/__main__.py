@@ -55,7 +55,7 @@ from torchtitan_dp.ledger import PRIVACY_FILE
 from torchtitan_dp.ledger.schema import write_published
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
-from torchtitan_dp.models.flavors import on_meta, without_lora
+from torchtitan_dp.models.hugging_face import on_meta, without_lora
 from torchtitan_dp.models.hugging_face_weights import write_folder
 from torchtitan_dp.models.parameters import (
     first_overflow,

@@ -19,7 +19,7 @@ from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
 from torchtitan_dp.ledger.lineage import Ancestor
 from torchtitan_dp.ledger.schema import in_words
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
-from torchtitan_dp.models.flavors import parameter_count, without_lora
+from torchtitan_dp.models.hugging_face import parameter_count, without_lora
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.meaning import Meaning
 from torchtitan_dp.privacy.segments import Mechanism

@@ -24,8 +24,7 @@ from torchtitan_dp.ledger import EXECUTED_FILE, PRIVACY_FILE, Lineage, schema
 from torchtitan_dp.ledger.log import read_description
 from torchtitan_dp.ledger.schema import ledger_of, read_published_fields
 from torchtitan_dp.ledger.spending import assumptions
-from torchtitan_dp.models.flavors import trained_count
-from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.models.hugging_face import shape, trained_count
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.segments import NONE
 from torchtitan_dp.process import FAULT_FILE, LOCK_FILE

@@ -39,8 +39,7 @@ from torchtitan_dp.gradients.fsdp import ReductionGroups
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.gradients.step import build_step
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
-from torchtitan_dp.models.flavors import flavor, on_meta
-from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.models.hugging_face import flavor, on_meta, shape
 from torchtitan_dp.models.lora import fill_adapters
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.models.parallelize import parallelize, takes_cudnn, trained_fsdp_modules

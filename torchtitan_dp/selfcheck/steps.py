@@ -24,14 +24,17 @@ from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 from torchtitan_dp.checkpoint.folder import load
 from torchtitan_dp.distributed import attention as attn
 from torchtitan_dp.distributed.ring import Shard
+from torchtitan_dp.gradients.norms import RandomizedNorms, first_number
 from torchtitan_dp.gradients.operands import Products
-from torchtitan_dp.gradients.randomized_norm import RandomizedNorms, first_number
 from torchtitan_dp.models.parameters import canonical_name, local_part
 from torchtitan_dp.optimizer import MomentumSGD
 from torchtitan_dp.privacy.banded import StepNoise
 from torchtitan_dp.privacy.keys import RootKey
-from torchtitan_dp.privacy.noise import add_gaussian_noise_, standard_normal
-from torchtitan_dp.privacy.secure_noise import add_secure_gaussian_noise_
+from torchtitan_dp.privacy.noise import (
+    add_gaussian_noise_,
+    add_secure_gaussian_noise_,
+    standard_normal,
+)
 from torchtitan_dp.selfcheck.reference import Gradient, relative_error, rounding
 from torchtitan_dp.selfcheck.run import DEVIATIONS, Measured, Ranks, worst
 from torchtitan_dp.selfcheck.small import Small, Terms, mesh, poisoned, whole
@@ -114,7 +117,7 @@ def norm_estimates(ranks: Ranks, terms: Terms) -> Measured:
     matrices, and with the true norms on average. Collective over the world."""
     samples, apart = 64, 1_000_003  # the distance of two units' positions in a large data set
     key, generator = bytes(range(32)), torch.Generator().manual_seed(0)
-    small = Small(terms.but(norm_estimator="hutchinson"), ranks.device, max_grad_norm=1.0)
+    small = Small(terms, ranks.device, max_grad_norm=1.0)
     groups, norms = small.groups, small.gradients.norms  # type: ignore[attr-defined]
     assert isinstance(norms, RandomizedNorms)
     k, rank = norms.k, dist.get_rank(groups.cp) if groups.cp else 0

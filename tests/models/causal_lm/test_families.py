@@ -1,7 +1,5 @@
 """Each sample's gradient is that of transformers' eager model in fp64, one sample at a time."""
 
-from unittest import mock
-
 import numpy as np
 import pytest
 import torch
@@ -9,7 +7,6 @@ import torch.nn.functional as F
 
 from tests.build import (
     clipped_sum,
-    config,
     data,
     reference_gradients,
     reference_sum,
@@ -26,8 +23,6 @@ from tests.models.causal_lm.families import (
 )
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.config import ALL_LINEAR
-from torchtitan_dp.distributed import offload
-from torchtitan_dp.models.flavors import on_meta
 from torchtitan_dp.models.lora import LoRA
 
 BOUND = 1e-5
@@ -119,17 +114,6 @@ def test_bf16(name):
         assert ours < 1.5 * rounding < 0.5
 
 
-def test_inputs_of_blocks_lie_on_the_host():
-    assert on_ranks(1, _offloaded) == [2]  # one buffer for each block
-
-
-def _offloaded():
-    with mock.patch.object(offload, "page_locked", side_effect=offload.page_locked) as buffers:
-        args = arguments("gemma2")
-        clipped_sum(small(args, (1, 1, 1), *CHECKPOINTED), *data(3, args=args))
-    return buffers.call_count
-
-
 def test_rotary_embeddings_depend_on_no_other_sample():
     """transformers keeps the frequencies of the longest sample so far."""
     ((before, after),) = on_ranks(1, _before_and_after)
@@ -164,22 +148,6 @@ def _padded(name, cp):
         tokens, labels = (F.pad(x, (0, length - 24), value=-100) for x in samples)
         found.append(clipped_sum(ours, tokens.clamp(min=0), labels)[0])
     return found
-
-
-@pytest.mark.parametrize(
-    "name, layers",
-    [
-        ("phi3", {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}),
-        ("gpt_oss", {"q_proj", "k_proj", "v_proj", "o_proj"}),
-    ],
-)
-def test_adapters_on_all_linear_layers(name, layers):
-    """The default of `lora.targets`: every linear layer of the blocks."""
-    targets = tuple(config("--lora.rank=3").lora.targets)
-    model = on_meta(arguments(name, lora=LoRA(3, 6.0, targets)))
-    assert {
-        path.split(".")[-3] for path, _ in model.named_parameters() if "lora_a" in path
-    } == layers
 
 
 @pytest.mark.parametrize("lora", [None, LoRA(3, 6.0, ("q_proj",))])

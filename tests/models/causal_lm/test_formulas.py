@@ -5,9 +5,12 @@ import torch
 import torch.nn as nn
 
 from tests.models.causal_lm.families import arguments
-from torchtitan_dp.models.causal_lm.formulas import gated_feed_forwards, use_our_norms
-from torchtitan_dp.models.flavors import on_meta
-from torchtitan_dp.models.rms_norm import OffsetRMSNorm
+from torchtitan_dp.models.causal_lm.formulas import (
+    OffsetRMSNorm,
+    gated_feed_forwards,
+    use_our_norms,
+)
+from torchtitan_dp.models.hugging_face import on_meta
 
 
 def kinds(model):

@@ -8,13 +8,10 @@ import pytest
 import torch
 
 from tests.build import config
-from tests.models.causal_lm.families import FAMILIES, TRANSFORMERS, arguments, configuration
-from torchtitan_dp.checkpoint.start import decide_start
-from torchtitan_dp.models.causal_lm.attention import Band, Sample, attention, band
+from tests.models.causal_lm.families import FAMILIES, arguments, configuration
+from torchtitan_dp.models.causal_lm.attention import Band, Sample, attention
 from torchtitan_dp.models.causal_lm.settings import read_args
-from torchtitan_dp.models.flavors import on_meta
-from torchtitan_dp.models.hugging_face import check_weights
-from torchtitan_dp.preflight.check import check_model
+from torchtitan_dp.models.hugging_face import check_weights, on_meta
 
 
 def settings(kind="llama", **changes):
@@ -76,24 +73,6 @@ def test_settings_of_which_transformers_builds_no_model(changes):
     assert "\n" not in str(why.value)
 
 
-@pytest.mark.parametrize("kind", ["mamba", "jamba", "falcon_h1"])
-def test_models_that_mix_tokens_beside_attention(kind):
-    given = settings(kind)
-    given.pop("time_step_limit", None)  # infinite in JSON
-    with pytest.raises(ValueError, match=r'layer_types = "(linear_attention|hybrid)"'):
-        read_args(given, "config.json", "model.hf_assets_path")
-
-
-def test_sizes_by_older_names_and_rotary_embeddings_of_a_rank_s_largest_position():
-    with pytest.raises(ValueError, match="its sizes have names that are not built"):
-        read_args({"model_type": "gpt2"}, "config.json", "key")
-    rope = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-    rope |= {"short_mscale": 1.0, "long_mscale": 1.1, "original_max_position_embeddings": 64}
-    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
-    with pytest.raises(ValueError, match=r"phimoe.*a rank's largest position"):
-        read_args({"model_type": "phimoe", "rope_scaling": rope, **sizes}, "config.json", "key")
-
-
 @pytest.mark.parametrize("kind", ["Conv1d", "BatchNorm1d"])
 def test_modules_that_mix_tokens_or_samples(kind, monkeypatch):
     from transformers.models.llama import modeling_llama
@@ -151,12 +130,6 @@ def test_what_attention_is_asked_for(terms, said):
     assert sample.calls == 0
 
 
-@pytest.mark.parametrize("terms", [{"use_vmap": True}, {"allow_is_bidirectional_skip": True}])
-def test_masks_that_are_more_than_a_window(terms):
-    with pytest.raises(ValueError, match="more than a window"):
-        band(**terms)
-
-
 def test_a_family_whose_attention_is_not_transformers():
     """Its own attention would see this rank's tokens alone."""
     with torch.device("cpu"):
@@ -165,27 +138,6 @@ def test_a_family_whose_attention_is_not_transformers():
         layer.self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
     with pytest.raises(ValueError, match="calls the attention of transformers 0 times in 2 layers"):
         model(torch.zeros(1, 8, dtype=torch.int64))
-
-
-@pytest.mark.parametrize(
-    "kind, said",
-    [
-        ("nemotron", "NemotronAttention is not given its model's keyword arguments"),
-        ("doge", "masked by more than a window"),
-        ("diffllama", "calls the attention of transformers 2 times in 1 layers"),
-    ],
-)
-def test_types_whose_forward_shows_it_before_a_run(kind, said, tmp_path):
-    configuration(kind, head_dim=16).save_pretrained(tmp_path)
-    checked = config(f"--model.hf_assets_path={tmp_path}")
-    with pytest.raises(ValueError, match=f"config.json: .*{said}"):
-        check_model(checked, decide_start(checked))
-
-
-def test_experts_by_other_names():
-    args = arguments("hunyuan_v1_moe", num_experts=4, moe_topk=2, head_dim=16)
-    small = args.with_heads(2, 1, n_layers=1, vocab_size=64, max_seq_len=16)
-    assert (on_meta(small).meeting, small.share_of_experts) == ("0.mlp.experts", 1.0)
 
 
 def test_a_bias_of_the_output_layer_in_chunks():
@@ -197,20 +149,6 @@ def test_modules_stay_in_eval_mode():
     model = on_meta(arguments("llama, dropout"))
     model.train()
     assert not any(module.training for module in model.modules())
-
-
-def test_tiles_of_a_model_without(tmp_path):
-    arguments("phi3").config().save_pretrained(tmp_path)
-    checked = config(f"--model.hf_assets_path={tmp_path}", "--training.feed_forward_chunk=8")
-    with pytest.raises(ValueError, match=r"feed_forward_chunk: no feed-forward .* to 'auto'"):
-        check_model(checked, decide_start(checked))
-
-
-def test_without_a_config_json():
-    from torchtitan_dp.models.hugging_face import shape
-
-    with pytest.raises(ValueError, match="name a Hugging Face folder"):
-        shape(config(*TRANSFORMERS))
 
 
 def test_a_file_goes_before_the_flavor(tmp_path):

@@ -2,7 +2,7 @@
 
 transformers hands attention and masks out by name. Ours are registered under `NAME`: full attention
 is TorchTitan's module, on which the ring acts; windows, soft caps and sinks are those of
-`distributed.windows`. What a family asks for beside these is refused: in silence it would be lost.
+`distributed.windows`. What a family asks for beside these is refused.
 """
 
 from typing import Any
@@ -44,10 +44,7 @@ class Band:
 
 def band(*_: Any, local_size: int | None = None, use_vmap: bool = False, **terms: Any) -> Band:
     """Return the mask that a model makes for some layers, in the place of transformers' tensor.
-
-    Raises:
-        ValueError: it has more than a window, or is not causal.
-    """
+    ValueError: it has more than a window, or is not causal."""
     plain = terms.get("allow_is_causal_skip", True)  # no blocks of tokens that see each other
     if use_vmap or not plain or "allow_is_bidirectional_skip" in terms:
         raise ValueError("config.json: the model's attention is masked by more than a window")
@@ -74,10 +71,7 @@ def attention(
     """Attend as transformers' attention functions do; query (B, H, T, F), result (B, T, H, F).
 
     The mask decides on the window, as it does where transformers has no kernel: some families give
-    it to the mask alone.
-
-    Raises:
-        ValueError: the family asks for something else.
+    it to the mask alone. ValueError: the family asks for something else.
     """
     kind = type(module).__name__
     unknown = [name for name, value in others.items() if value is not None]

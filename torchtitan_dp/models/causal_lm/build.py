@@ -20,11 +20,7 @@ from torchtitan_dp.torch_private import NormOverSamples, with_parameters
 
 def build(args: ModelArgs, attention: str) -> Any:
     """Build a configuration's model with this attention, by its name, and without caches and losses
-    of routers.
-
-    Raises:
-        ValueError: one line for the user; transformers builds none, or it mixes samples.
-    """
+    of routers. ValueError, one line for the user: transformers builds none, or it mixes samples."""
     from transformers import AutoModelForCausalLM
 
     register()
@@ -100,12 +96,8 @@ def _buffers_computed() -> Iterator[None]:
 
 @torch.no_grad()
 def set_length(model: nn.Module, tokens: int) -> None:
-    """Have rotary embeddings that depend on a sample's length take this one, whatever a sample's
-    own or its padding, in place.
-
-    transformers takes the largest position that this rank has, and one kind keeps frequencies of
-    the longest sample so far.
-    """
+    """Have rotary embeddings that depend on a sample's length take this one, in place; transformers
+    takes the largest position that this rank has, and one kind the longest sample so far."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     for rotary in model.modules():

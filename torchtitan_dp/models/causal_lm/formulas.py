@@ -1,10 +1,12 @@
-"""Modules of transformers whose formula is one of ours, found by their values.
+"""Our modules in the place of transformers' own of the same formula, which is found by values.
 
 Families write the same norm and the same feed-forward each in a file of its own. Ours keep less for
-backward: an RMSNorm its input alone, a gated feed-forward in tiles its input alone.
+backward: an RMSNorm its input alone, a gated feed-forward in tiles (`models.feed_forward`) its
+input alone. CUDA's fused kernel keeps no more of a norm; PyTorch's CPU kernel is made of single
+operations and keeps several copies of the input, so that `LeanRMSNorm` takes its place.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
@@ -12,7 +14,89 @@ from torch import Tensor
 from torch.func import functional_call
 
 from torchtitan_dp.models.feed_forward import TiledMLP
-from torchtitan_dp.models.rms_norm import OffsetRMSNorm
+
+
+class LeanRMSNorm(nn.RMSNorm):
+    """An `nn.RMSNorm` that is computed by `rms_norm`; `use_lean_norms` converts modules to it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.eps is not None
+        return rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
+
+class OffsetRMSNorm(nn.Module):
+    """An RMSNorm times 1 + weight, (D,), as Gemma's."""
+
+    def __init__(self, size: int, eps: float, device: str | None = None) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.zeros(size, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the norm of (…, D) in fp32, in the dtype of `x`."""
+        return rms_norm(x, x.shape[-1:], 1.0 + self.weight.float(), self.eps)
+
+
+def use_lean_norms(model: nn.Module) -> None:
+    """Turn each `nn.RMSNorm` with a weight and an epsilon into a `LeanRMSNorm`, in place, before
+    `per_sample_layers`, `torch.compile` and FSDP2."""
+    for module in model.modules():
+        plain = type(module) is nn.RMSNorm and len(module.normalized_shape) == 1
+        if plain and module.weight is not None and module.eps is not None:
+            module.__class__ = LeanRMSNorm
+
+
+def rms_norm(x: Tensor, normalized_shape: tuple[int, ...], weight: Tensor, eps: float) -> Tensor:
+    """Compute `torch.nn.functional.rms_norm` of x, (…, D) of any floating dtype, in fp32 or wider,
+    with a weight (D,)."""
+    assert normalized_shape == x.shape[-1:], "over the last dimension only"
+    return cast(Tensor, _RMSNorm.apply(x, weight, eps))
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # type: ignore[override]
+        y, scale = _norm(x, weight, eps)
+        ctx.save_for_backward(x, scale, weight)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, scale, weight = ctx.saved_tensors
+        x_needed, weight_needed, _ = ctx.needs_input_grad
+        grad_x, products = _gradients(x, scale, weight, grad_y, x_needed)
+        grad_weight = products.flatten(0, -2).sum(0).to(weight.dtype) if weight_needed else None
+        return grad_x, grad_weight, None
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the norm in the dtype of `x`, and 1 / rms(x), (…, 1), in fp32 or wider.
+
+    Nothing is done in place, and no cast that does nothing: torch 2.11 compiles a function that
+    returns the result of either to one whose gradients are wrong.
+    """
+    wide = _wide(x)
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    normed = wide * scale * weight
+    return normed if normed.dtype == x.dtype else normed.to(x.dtype), scale
+
+
+def _gradients(
+    x: Tensor, scale: Tensor, weight: Tensor, grad_y: Tensor, x_needed: bool
+) -> tuple[Tensor | None, Tensor]:
+    """Return the gradient of `x`, if needed, and each token's part of the weight's gradient."""
+    normed, wide_grad_y = _wide(x) * scale, _wide(grad_y)
+    products = normed * wide_grad_y
+    if not x_needed:
+        return None, products
+    along = (products @ weight.to(products.dtype) / len(weight))[..., None]
+    grad_normed = wide_grad_y * weight
+    return grad_normed.addcmul_(normed, along, value=-1).mul_(scale).to(x.dtype), products
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
 
 _NORMS = ((nn.RMSNorm, 0.0), (OffsetRMSNorm, 1.0))
 """Our norms, and what they add to the weight."""
@@ -72,10 +156,6 @@ def _computes(theirs: nn.Module, weights: dict[str, Tensor], x: Tensor, expected
         found = functional_call(theirs, weights, x)
     except (TypeError, AttributeError, RuntimeError):  # it takes more than a tensor, or another
         return False
-    return _close(found, expected)
-
-
-def _close(found: Any, expected: Tensor) -> bool:
     if not isinstance(found, Tensor) or found.shape != expected.shape:
         return False
     return torch.allclose(found, expected, rtol=1e-5, atol=1e-6)

@@ -1,10 +1,8 @@
 """A causal LM of transformers for private training: per-sample losses, adapters, and initial
 weights that depend on no mesh.
 
-At one sample a microbatch, the gradient that FSDP2 reduces over the ranks of a sample is that
-sample's gradient, for modules of any kind. So they are transformers' own; ours are attention,
-masks, the loss, rotary embeddings that depend on a length, which is that of training, and modules
-of the same formula that keep less (`formulas`).
+Modules are transformers' own; ours are attention, masks, the loss, rotary embeddings that depend on
+a length, which is that of training, and modules of the same formula that keep less (`formulas`).
 
 Modules are in eval mode, always: dropout, and routers that draw, would add noise that no account
 of privacy knows of. Auxiliary losses of routers are off: they multiply means over tokens, which do
@@ -41,8 +39,7 @@ from torchtitan_dp.models.causal_lm.settings import PREFIX, ModelArgs
 from torchtitan_dp.models.causal_lm.transformers_private import kept_in_fp32, one_sequence
 from torchtitan_dp.models.feed_forward import Tiling, use_tiles
 from torchtitan_dp.models.lora import add_adapters, draw_factor_, is_adapter, without_adapters
-from torchtitan_dp.models.loss import per_sample_loss, token_losses
-from torchtitan_dp.models.loss_head import LossHead
+from torchtitan_dp.models.loss import LossHead, per_sample_loss, token_losses
 from torchtitan_dp.models.parameters import canonical_name, copy_slice_
 from torchtitan_dp.models.weight_files import reader_of
 
@@ -204,12 +201,8 @@ class CausalLM(ModelProtocol):
 
     @torch.no_grad()
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
-        """Set each parameter to its slice of a whole drawn from (`debug.seed`, its name) alone, as
-        its family does; set buffers.
-
-        Each whole parameter is drawn on the CPU, one at a time, so the result is bit-identical on
-        every mesh and rank.
-        """
+        """Set each parameter to its slice of a whole drawn, on the CPU, from (`debug.seed`, its
+        name) alone, as its family does, bit-identical on every mesh and rank; set buffers."""
         self.compute_buffers()
         args = self.model_args
         if args.tie_embeddings and not isinstance(self.output.weight, DTensor):

@@ -1,0 +1,321 @@
+"""Norms of per-sample gradients of matrices, from their factors alone: exact, or estimated.
+
+The gradient of sample b is a sum over its tokens, G_b = sum_t l_t r_t^T, so that
+
+    |G_b|^2 = sum_{t,s} (l_t . l_s) (r_t . r_s):
+
+two products of (T, T) in the place of one of (P, D) (Goodfellow 2015; Li et al. 2021; Bu et al.
+2022, "Scalable and Efficient Training of Large Convolutional Neural Networks with Differential
+Privacy"). An embedding's l_t is the unit vector of token t. A parameter with several layers (a tied
+weight) has the tokens of all of them, and the pairs across layers are its cross term. The (T, T)
+products exist a block of rows at a time. Under context parallelism each rank pairs its own tokens
+with those of all ranks, gathered block by block: the bytes of the whole sample's factors.
+
+Estimates are Hutchinson's ("Efficient DP-SGD for LLMs with Randomized Clipping", 2026): for a
+matrix S of (P, k), of independent N(0, 1 / k), Y = G^T S = R^T (L S) has E|Y|^2 = |G|^2. It takes
+T k (P + D) multiplications and k (T + P + D) numbers. Ranks sum (B, D, k) numbers, and no token
+leaves its rank. Shapes alone (with length buckets, the unit's own length) decide which layers are
+estimated.
+
+Guarantee:
+    - Exact norms have none for privacy: `ghost` caps the added gradients by them. The squares are
+      sums of products that cancel: computed from the very factors that a gradient is written from,
+      in fp32 within blocks and fp64 across them, their error is a share of (sum_t |l_t| |r_t|)^2,
+      not of themselves (tests: 1e-6 of a Llama's at random weights).
+    - A sample's projections depend only on (step key, parameter name, unit index): not on other
+      units' data, on who else was drawn, or on the mesh. No two units, parameters or steps share
+      any, if each step has its own key and draws a unit once: they are independent in the sense of
+      `privacy.noise`. They are secret; only through clip factors do they affect anything outside
+      the process.
+    - If `capped`, `ghost` adds no more of a layer than its estimate. Given a step's key, a unit's
+      presence and records then change no other unit's projections, estimates, factors or
+      contribution (but for how a device rounds products of other rows of a microbatch: on CPU, in
+      fp32, at lengths that are no multiple of its vectors, by 1e-8 of itself), and move the sum by
+      at most C, whatever its own estimates: steps are accounted for as with exact norms. (Removing
+      a unit from the population shifts later indices; that is equivalent to removing the last one,
+      because draws and projections do not depend on the units' order.)
+    - Otherwise `ghost` adds at most `largest_ratio` times the estimate, and `privacy.losses`
+      accounts for that. Both bounds hold whatever the error of floating point.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan_dp.collectives import all_gather
+from torchtitan_dp.gradients.operands import Products, Rows, accumulates_wide, tiles, write_product_
+from torchtitan_dp.privacy.kernels import BLOCK
+from torchtitan_dp.privacy.losses import largest_ratio
+from torchtitan_dp.privacy.noise import add_gaussian_noise_
+from torchtitan_dp.privacy.sampling import unit_normals
+
+Factors = Products | Rows
+
+
+def is_cheaper(tokens: int, shape: torch.Size) -> bool:
+    """Return whether a ghost norm is cheaper than a matrix's gradient (P, D), for T tokens of the
+    whole sample, summed over its layers: 2 T^2 < P D (Bu et al. 2022, section 4; used by
+    DP-ZeRO)."""
+    return 2 * tokens * tokens < shape.numel()
+
+
+def squared_norms(
+    factors: Sequence[Factors], cp: dist.ProcessGroup | None, *, block_elements: int = 2**24
+) -> Tensor:
+    """Find the squared norms of B samples' gradients of one parameter.
+
+    Args:
+        factors: those of each of the parameter's layers, for this rank's tokens, as many on each
+            rank.
+        block_elements: bound on the elements of a (B, rows, T) product, and of a block of factors
+            from all ranks, of at least one token.
+
+    Returns:
+        fp64 (B,): this rank's part. The sum over `cp` is the square, up to rounding, which can
+        leave it below 0. NaN and Inf of a sample's factors stay visible, as NaN or Inf.
+
+    Collectives: with `cp`, all-gathers of blocks of factors.
+    """
+    total_B = torch.zeros(len(factors[0].left), dtype=torch.float64, device=factors[0].left.device)
+    for place, columns in enumerate(factors):
+        if cp is not None:
+            for block in _from_all_ranks(columns, cp, block_elements):
+                for number, rows in enumerate(factors[: place + 1]):
+                    total_B += (1 if number == place else 2) * _pairs(rows, block, block_elements)
+            continue
+        total_B += _pairs_with_itself(columns, block_elements)
+        for rows in factors[:place]:
+            total_B += 2 * _pairs(rows, columns, block_elements)
+    return total_B
+
+
+def _pairs(rows: Factors, columns: Factors, block_elements: int) -> Tensor:
+    """Sum over all pairs of a token of `rows` and one of `columns`: fp64 (B,)."""
+    total_B = torch.zeros(len(rows.left), dtype=torch.float64, device=rows.left.device)
+    at_once = max(block_elements // (len(rows.left) * columns.left.shape[1]), 1)
+    for block in tiles(rows.left.shape[1], at_once):
+        total_B += _inner(some_tokens(rows, block), columns)
+    return total_B
+
+
+def _pairs_with_itself(factors: Factors, block_elements: int) -> Tensor:
+    """Sum over all pairs of a sample's tokens; each unequal pair is computed once."""
+    tokens = factors.left.shape[1]
+    total_B = torch.zeros(len(factors.left), dtype=torch.float64, device=factors.left.device)
+    # Several blocks even if one has room, to skip products below the diagonal.
+    at_once = max(min(block_elements // (len(factors.left) * tokens), -(-tokens // 4)), 1)
+    for block in tiles(tokens, at_once):
+        rows = some_tokens(factors, block)
+        total_B += _inner(rows, rows)
+        if block.stop < tokens:
+            total_B += 2 * _inner(rows, some_tokens(factors, slice(block.stop, tokens)))
+    return total_B
+
+
+def _inner(rows: Factors, columns: Factors) -> Tensor:
+    """Sum (l_t . l_s) (r_t . r_s) over the tokens t of `rows` and s of `columns`: fp64 (B,)."""
+    pairs_BRS = _products(rows.right, columns.right).mul_(_lefts(rows, columns))
+    total_B = pairs_BRS.flatten(1).sum(1, dtype=torch.float64)
+    for factors in (rows, columns):
+        if factors.factor_B is not None:
+            total_B = total_B * factors.factor_B
+    return total_B
+
+
+def _lefts(rows: Factors, columns: Factors) -> Tensor:
+    """Compute l_t . l_s: (B, R, S)."""
+    if isinstance(rows, Products) and isinstance(columns, Products):
+        return _products(rows.left, columns.left)
+    if isinstance(rows, Products):
+        of_tokens_BRS = columns.left[:, None].expand(-1, rows.left.shape[1], -1)
+        return rows.left.gather(2, of_tokens_BRS).float()
+    if isinstance(columns, Products):
+        return _lefts(columns, rows).mT
+    return (rows.left[:, :, None] == columns.left[:, None]).float()
+
+
+def _products(rows_BRK: Tensor, columns_BSK: Tensor) -> Tensor:
+    """Compute rows @ columns^T in fp32: (B, R, S). Factors of 16 bits are multiplied exactly."""
+    shape = (*rows_BRK.shape[:2], columns_BSK.shape[1])
+    out_BRS = rows_BRK.new_empty(shape, dtype=torch.float32)
+    alike = rows_BRK.dtype == columns_BSK.dtype
+    if not alike or (rows_BRK.dtype != torch.float32 and not accumulates_wide(out_BRS)):
+        rows_BRK, columns_BSK = rows_BRK.float(), columns_BSK.float()
+    write_product_(out_BRS, rows_BRK, columns_BSK.mT)
+    return out_BRS
+
+
+def _from_all_ranks(
+    factors: Factors, cp: dist.ProcessGroup, block_elements: int
+) -> Iterator[Factors]:
+    """Yield all ranks' factors, one rank's block at a time, gathered a block from all ranks."""
+    ranks, (samples, tokens) = dist.get_world_size(cp), factors.left.shape[:2]
+    a_token = ranks * samples * sum(x[0, 0].numel() for x in (factors.left, factors.right))
+    own = factors.factor_B
+    scales = [None] * ranks if own is None else all_gather(own, cp)
+    for block in tiles(tokens, max(block_elements // a_token, 1)):
+        here = some_tokens(factors, block)
+        lefts, rights = all_gather(here.left, cp), all_gather(here.right, cp)
+        for rank in range(ranks):
+            yield replace(here, left=lefts[rank], right=rights[rank], factor_B=scales[rank])
+
+
+def some_tokens(factors: Factors, tokens: slice) -> Factors:
+    """Take some of the tokens of each sample."""
+    return replace(factors, left=factors.left[:, tokens], right=factors.right[:, tokens])
+
+
+class ExactNorms:
+    """Finds squared norms of matrices' gradients from their factors."""
+
+    def __init__(self, cp: dist.ProcessGroup | None) -> None:
+        self._cp = cp
+
+    def cap(self, name: str) -> float:
+        """Return how large a parameter's added gradient may be, relative to its found norm."""
+        return 1.0
+
+    def start_step(self, key: bytes) -> None:
+        """Set the key, 32 bytes, of a step's randomness: here nothing is random."""
+
+    def start_microbatch(self, positions: Sequence[int] | None) -> None:
+        """Set the units of the coming microbatch, by positions if they are known."""
+
+    def is_cheaper(self, tokens: int, shape: torch.Size) -> bool:
+        """Return whether to find a norm from factors, for `tokens` tokens of a whole sample."""
+        return is_cheaper(tokens, shape)
+
+    def squared_norms(self, name: str, shape: torch.Size, factors: Sequence[Factors]) -> Tensor:
+        """Find squared norms of one parameter (P, D): fp64 (B,), this rank's part of the sum."""
+        return squared_norms(factors, self._cp)
+
+
+class RandomizedNorms(ExactNorms):
+    """Squared norms for `ghost`: estimates of large layers', exact ones of others."""
+
+    def __init__(
+        self,
+        projections: int,
+        cp: dist.ProcessGroup | None,
+        *,
+        capped: bool,
+        secure: bool = False,
+    ) -> None:
+        """Args:
+        projections: k; accounting depends on it unless `capped`.
+        capped: whether added gradients are capped at their estimated norms.
+        secure: whether projections are from a cryptographic generator, on the CPU.
+        """
+        super().__init__(cp)
+        self._secure = secure
+        self.k = projections
+        self._largest_ratio = 1.0 if capped else largest_ratio(projections)
+        self._estimated: set[str] = set()  # parameters, in this microbatch
+        self._cp_size = 1 if cp is None else dist.get_world_size(cp)
+        self._key: bytes | None = None
+        self._positions: Sequence[int] | None = None  # of the microbatch's units
+        self._seen: set[int] = set()  # positions of this rank's units in this step
+
+    def start_step(self, key: bytes) -> None:
+        assert len(key) == 32
+        self._key = key
+        self._seen.clear()
+
+    def start_microbatch(self, positions: Sequence[int] | None) -> None:
+        units = [position for position in positions or () if position >= 0]
+        count = len(self._seen) + len(units)
+        self._seen.update(units)
+        assert len(self._seen) == count, "a unit came twice in a step: it would share projections"
+        self._positions = positions
+        self._estimated.clear()
+
+    def cap(self, name: str) -> float:
+        """Return `largest_ratio` for an estimated parameter that is not capped, else 1."""
+        return self._largest_ratio if name in self._estimated else 1.0
+
+    def is_cheaper(self, tokens: int, shape: torch.Size) -> bool:
+        return self.estimates(tokens, shape) or super().is_cheaper(tokens, shape)
+
+    def estimates(self, tokens: int, shape: torch.Size) -> bool:
+        """Return whether a matrix's norm is estimated: k (T + P + D) < min(2 T^2, P D)."""
+        room = self.k * (tokens + sum(shape))
+        return room < min(2 * tokens * tokens, shape.numel())
+
+    def squared_norms(self, name: str, shape: torch.Size, factors: Sequence[Factors]) -> Tensor:
+        """Estimate or find squared norms of one parameter, once for each microbatch.
+
+        Collectives, over cp: an all-reduce of B D k numbers; for exact norms those of
+        `squared_norms`.
+        """
+        tokens = sum(one.left.shape[1] for one in factors) * self._cp_size
+        if not self.estimates(tokens, shape):
+            return super().squared_norms(name, shape, factors)
+        self._estimated.add(name)
+        drawn_BPK = self._draw(name, factors, shape[0])
+        y_BDK = project(factors, drawn_BPK, shape[1])
+        if self._cp is not None:
+            dist.all_reduce(y_BDK, group=self._cp)
+        return y_BDK.flatten(1).square().sum(1, dtype=torch.float64) / self._cp_size
+
+    def _draw(self, name: str, factors: Sequence[Factors], rows: int) -> Tensor:
+        """Draw the microbatch's projections, of N(0, 1 / k): fp32 (B, rows, k)."""
+        assert self._key is not None, "no key: start_step comes before a step's first microbatch"
+        assert self._positions is not None, "whose samples these are is not known"
+        samples, k, stream = factors[0].left, self.k, f"{name}/tail"
+        # Rows begin whole blocks apart, so that a compiled kernel finds each of them aligned.
+        shape = len(samples), in_whole_blocks(rows * k)
+        drawn_BN = torch.zeros(shape, dtype=torch.float32, device=samples.device)[:, : rows * k]
+        for one_N, position in zip(drawn_BN, self._positions, strict=True):
+            if self._secure:
+                normals_N = unit_normals(self._key, stream, position + 1, rows * k)
+                one_N.copy_(torch.from_numpy(normals_N).div_(math.sqrt(k)))
+                continue
+            start, std = first_number(position, rows * k), 1 / math.sqrt(k)
+            add_gaussian_noise_(one_N, std=std, key=self._key, name=stream, start=start)
+        return drawn_BN.unflatten(1, (rows, k))
+
+
+def first_number(position: int, count: int) -> int:
+    """Return where a unit's `count` numbers begin in a parameter's stream: at a block of the
+    generator; padding, at -1, has the first place. Starts are below 2^63 for fewer than 2^32 units
+    of 2^31 numbers."""
+    return (position + 1) * in_whole_blocks(count)
+
+
+def in_whole_blocks(count: int) -> int:
+    """Round a count of numbers up to whole blocks of the generator."""
+    return -(-count // BLOCK) * BLOCK
+
+
+def project(
+    factors: Sequence[Factors], by_BPK: Tensor, size: int, *, block_elements: int = 2**24
+) -> Tensor:
+    """Multiply B samples' transposed gradients by matrices of their own, without forming any.
+
+    Args:
+        factors: one parameter's, (P, size), for this rank's tokens.
+        block_elements: bound on the fp32 elements of a block, of at least one token.
+
+    Returns:
+        fp32 (B, size, k): G^T `by`, summed over these tokens.
+    """
+    samples, rows, k = by_BPK.shape
+    at_once = max(block_elements // (samples * (rows + size + k)), 1)
+    total_BDK = by_BPK.new_zeros(samples, size, k)
+    for layer in factors:
+        part_BDK = torch.zeros_like(total_BDK)
+        for block in tiles(layer.left.shape[1], at_once):
+            left, right_BTD = layer.left[:, block], layer.right[:, block]
+            if isinstance(layer, Rows):  # tokens, which stand for unit vectors
+                of_tokens_BTK = by_BPK.gather(1, left[:, :, None].expand(-1, -1, k))
+            else:
+                of_tokens_BTK = left.float() @ by_BPK
+            part_BDK.baddbmm_(right_BTD.float().mT, of_tokens_BTK)
+        if layer.factor_B is not None:
+            part_BDK.mul_(layer.factor_B[:, None, None])
+        total_BDK += part_BDK
+    return total_BDK
