@@ -173,7 +173,7 @@ dp.delta=1e-5 → did you mean --privacy.delta?
 peft.r=8 → did you mean --lora.rank?
 training.lr=1 → did you mean --optimizer.lr?
 data a → it is a section, whose keys are written --data.key
-privacy.secure_noise true → write --privacy.secure_noise or --privacy.no-secure_noise
+privacy.secure_noise true → 'true': neither an option (--section.key) nor the value of one; a switch
 privacy.secure-noise=true → switch without a value
 training.steps=many → training.steps = 'many': must be a whole number
 privacy.target_epsilon=eight → privacy.target_epsilon = 'eight': must be a number
@@ -182,7 +182,7 @@ training.steps → --training.steps: its value is missing; give a whole
 training.steps privacy.enable → its value is missing
 job.config_file=/nowhere.toml
 training.steps=4 stray → 'stray': neither an option
-lora.targets q_proj k → 'k' after --lora.targets: a list is one word with commas; write
+lora.targets q_proj k → 'k': neither
 """
 WORDS = {"a", "512", "None", "true", "stray", "q_proj", "k"}  # not options
 
@@ -310,8 +310,8 @@ def test_units_are_read_whole_by_default(tmp_path, data, fields, sampling, long_
         ("[privacy]\ndelat = 1e-5", "privacy.delat: unknown key"),
         ("[privacy]\nnoise_multiplyer = 1.0", "did you mean privacy.noise_multiplier?"),
         ("[privcay]\ndelta = 1e-5", "privcay: unknown key"),
-        ("[peft]\nr = 8", "did you mean the section [lora]?"),
-        ("[dp]\ndelta = 1e-5", "did you mean the section [privacy]?"),
+        ("[peft]\nr = 8", "peft: unknown key"),
+        ("[dp]\ndelta = 1e-5", "dp: unknown key"),
         ("[privacy]\ndelta = '1e-5'", "privacy.delta = '1e-5'"),
         ("[privacy]\nenable = 1", "privacy.enable = 1"),
         ("[privacy]\naccountant = 'gdp'", "privacy.accountant = 'gdp'"),

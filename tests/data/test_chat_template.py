@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.data.chats import MARKED, PLAIN, REWRITES, chat, folder
-from torchtitan_dp.data import chat_template
-from torchtitan_dp.data.chat_template import ChatTemplate, Piece, load_chat_template
+from torchtitan_dp.data import reading
+from torchtitan_dp.data.reading import ChatTemplate, Piece, load_chat_template
 
 MARKS = {"bos_token": "<|begin_of_text|>"}
 
@@ -72,7 +72,7 @@ def test_turns_that_would_cost_too_much_are_left_out(monkeypatch: pytest.MonkeyP
     """A template without marks is rendered for each turn anew, of all turns before it."""
     long = chat(*["x" * 100] * 40)
     whole = pieces(PLAIN, long) or []
-    monkeypatch.setattr(chat_template, "MOST_COST", 50_000)
+    monkeypatch.setattr(reading, "MOST_COST", 50_000)
     part = pieces(PLAIN, long) or []
     assert 0 < len(part) < len(whole) == 40
     assert part == whole[: len(part)]

@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from tests.data.drawn import HOW, IGNORED, UNITS, T, dealt, draws, loader, same, samples_of
 from tests.processes.ranks import on_ranks
-from torchtitan_dp.data.batching import Draw, Feed, Microbatch, require_same_step
-from torchtitan_dp.data.samples import NOTHING, Samples
+from torchtitan_dp.data.batching import NOTHING, Draw, Feed, Microbatch, Samples, require_same_step
 from torchtitan_dp.process import Fault
 
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ from tests.data.stores import (
     texts,
     write,
 )
-from torchtitan_dp.data import formats, tables
+from torchtitan_dp.data import formats
 from torchtitan_dp.data import store as stores
 from torchtitan_dp.data.prepare import prepared
 
@@ -38,8 +38,7 @@ def refuse(path: Path, format: str, match: str, **how: Any) -> None:
 @pytest.fixture
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "MOST_LINE_BYTES", 250_000)
-    for module in (formats, tables):
-        monkeypatch.setattr(module, "MOST_ROW_BYTES", 1000)
+    monkeypatch.setattr(formats, "MOST_ROW_BYTES", 1000)
 
 
 TEXTS = [

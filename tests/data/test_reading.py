@@ -10,10 +10,9 @@ import pytest
 from tests.data.chats import END, MARKED, PLAIN, START, chat, folder
 from tests.data.drawn import BOS, EOS, IGNORED, NoMarks, T, dealt, loader, rng, sample
 from tests.data.stores import store_of, stored
-from torchtitan_dp.data.batching import Draw
+from torchtitan_dp.data.batching import Draw, Samples
 from torchtitan_dp.data.files import MOST_ITEMS
 from torchtitan_dp.data.reading import REFUSED, reading
-from torchtitan_dp.data.samples import Samples
 from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
 
 PROMPTS: dict[str, Any] = {"prompt_field": "prompt"}

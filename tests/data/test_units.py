@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from tests.data.stores import Row, as_jsonl, records_in, records_of, source, store_of, texts, write
-from torchtitan_dp.data.store import Store
-from torchtitan_dp.data.units import folder_of, group, record_hash, singles, split, unit_hash
+from torchtitan_dp.data.store import Store, folder_of, group, record_hash, singles, split, unit_hash
 
 
 def named(*names: Any) -> list[Row]:

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from tests.data.drawn import IGNORED, T, Words, ids, marked, rng, sample, samples_of
-from torchtitan_dp.data.batching import Microbatch
-from torchtitan_dp.data.samples import Samples
+from torchtitan_dp.data.batching import Microbatch, Samples
 
 K = 3
 WINDOWED: dict[str, list[str | None]] = {

@@ -9,10 +9,10 @@ import pyarrow as pa
 import pytest
 
 from tests.data.stores import records_in, source, store_of
+from torchtitan_dp.data.batching import Samples
 from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.data.formats import FORMATS, MOST_ROW_BYTES
 from torchtitan_dp.data.prepare import prepared
-from torchtitan_dp.data.samples import Samples
 
 
 def _arrow(path: Path, column: Any) -> Path:

@@ -30,7 +30,7 @@ from tests.data.stores import (
     write,
 )
 from tests.processes import forks
-from torchtitan_dp.data import formats, tables
+from torchtitan_dp.data import formats
 from torchtitan_dp.data.files import BROKEN, list_files, locate
 from torchtitan_dp.data.tokenizer import HFTokenizer
 
@@ -207,8 +207,7 @@ EACH = [
 @pytest.fixture
 def small_limits(monkeypatch):
     """Limits that a small record passes."""
-    for module in (tables, formats):
-        monkeypatch.setattr(module, "MOST_ROW_BYTES", MOST)
+    monkeypatch.setattr(formats, "MOST_ROW_BYTES", MOST)
     monkeypatch.setattr(formats, "MOST_LINE_BYTES", MOST)
 
 
@@ -342,8 +341,7 @@ def test_row78_a_value_above_the_limit_divides_a_file_as_one_below_it(
 
     whole = read_all()
     most = int(np.random.default_rng(seed).integers(10, 2 * LONG))
-    for module in (tables, formats):
-        monkeypatch.setattr(module, "MOST_ROW_BYTES", most)
+    monkeypatch.setattr(formats, "MOST_ROW_BYTES", most)
     monkeypatch.setattr(formats, "MOST_LINE_BYTES", 60 + most)
 
     def limited(place: int, read: "list[Any] | None") -> "list[Any] | None":
@@ -373,7 +371,7 @@ def test_row78_a_chat_at_the_limit_is_read_alone_as_among_others(format, tmp_pat
         paths += list_files(*locate(str(root / "*-of-*" if format == "hf" else root))).paths
     whole = set()
     for most in range(100, 140):
-        monkeypatch.setattr(tables, "MOST_ROW_BYTES", most)
+        monkeypatch.setattr(formats, "MOST_ROW_BYTES", most)
         first = [next(iter(formats.FORMATS[format].rows(path, ["chat"])))["chat"] for path in paths]
         assert all(one == first[0] for one in first), most
         whole.add(first[0] != BROKEN)

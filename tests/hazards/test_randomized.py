@@ -12,8 +12,8 @@ from tests.accounts import publish, steps_of
 from tests.hazards.test_trainer import ROOT, SETTINGS, STEP, Step
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.checkpoint.bookkeeping import Account
+from torchtitan_dp.checkpoint.folder import verify
 from torchtitan_dp.checkpoint.terms import choose_noise, settings_of
-from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.ledger import Lineage, read_published, summary
 from torchtitan_dp.ledger.lineage import Ancestor
 from torchtitan_dp.ledger.spending import Run, caveats, total

@@ -24,7 +24,7 @@ from torchtitan_dp.audit.__main__ import prepare_run
 from torchtitan_dp.audit.released import detected
 from torchtitan_dp.audit.texts import PlantedSamples, token_ids, write_canaries
 from torchtitan_dp.checkpoint.plan import choose_loss
-from torchtitan_dp.data.samples import Samples
+from torchtitan_dp.data.batching import Samples
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 
 _MODEL = dict(

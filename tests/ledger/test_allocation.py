@@ -9,8 +9,8 @@ import pytest
 
 from tests import build
 from tests.accounts import begun, ended, publish
+from torchtitan_dp.checkpoint.folder import verify
 from torchtitan_dp.checkpoint.plan import settle
-from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.ledger import Lineage, RunLog, Settings
 from torchtitan_dp.ledger.lineage import Ancestor, History
 from torchtitan_dp.ledger.spending import Run, epsilon, spent, total

@@ -8,7 +8,7 @@ import pytest
 from dp_accounting.pld import PLDAccountant
 
 from tests.accounts import begun, ended, publish
-from torchtitan_dp.checkpoint.verify import verify
+from torchtitan_dp.checkpoint.folder import verify
 from torchtitan_dp.ledger import Lineage, RunLog, Settings, read_published
 from torchtitan_dp.ledger.spending import Run, spent, total
 from torchtitan_dp.privacy import accounting

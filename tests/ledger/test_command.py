@@ -8,9 +8,9 @@ import pytest
 
 from tests.accounts import begun, export, publish, steps_of
 from tests.processes.runs import arguments, privacy, train, with_sigma, write_records
+from torchtitan_dp.checkpoint.folder import verify
 from torchtitan_dp.checkpoint.plan import earlier_ledger
 from torchtitan_dp.checkpoint.start import decide_start, plan_start
-from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.ledger import Lineage, write_fingerprint
 from torchtitan_dp.ledger.__main__ import main

@@ -16,8 +16,7 @@ from torchtitan_dp.config.derived import (
     trains_one_sample,
     unit_word,
 )
-from torchtitan_dp.config.keys import Mistakes
-from torchtitan_dp.config.supported import Row, refusals, unsupported
+from torchtitan_dp.config.supported import Mistakes, Row, refusals, unsupported
 from torchtitan_dp.gradients.methods import METHODS
 
 

@@ -7,13 +7,13 @@ features read, move or clip gradients, change who is sampled, lose the ledger, o
 values.
 """
 
+import dataclasses
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.keys import keys
 from torchtitan_dp.privacy.settings import FEWEST, MOST
 
 # By section. The keys that `schema` defines are supported too.
@@ -205,6 +205,14 @@ _RANGES: dict[str, _Range] = {
 }
 
 
+class Mistakes(ValueError):
+    """The user's mistakes, one line each."""
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__("; and ".join(lines))
+        self.lines = lines
+
+
 def refusals(config: JobConfig, rows: Iterable[Row]) -> Iterator[str]:
     """Yield one line, with key, value and remedy, for each row that is refused."""
     for is_refused, line in rows:
@@ -252,3 +260,12 @@ def values(config: JobConfig) -> Iterator[tuple[str, Any, Any]]:
     for key, _ in keys(type(config)):
         get = operator.attrgetter(key)
         yield key, get(config), get(default)
+
+
+def keys(schema: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield all keys, as `section.key`, with their annotations."""
+    for field in dataclasses.fields(schema):
+        if dataclasses.is_dataclass(field.type):
+            yield from keys(field.type, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, field.type

@@ -15,12 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from torchtitan_dp.data.batching import Samples
 from torchtitan_dp.data.files import Files
 from torchtitan_dp.data.prepare import Source
 from torchtitan_dp.data.reading import Lack
-from torchtitan_dp.data.samples import Samples
-from torchtitan_dp.data.store import Store
-from torchtitan_dp.data.units import Units, split
+from torchtitan_dp.data.store import Store, Units, split
 from torchtitan_dp.privacy.settings import unit_word
 
 _QUANTILES = (0, 1, 10, 25, 50, 75, 90, 99, 100)

@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from typing import IO, Any, NamedTuple, NoReturn
 
 import numpy as np
+import pyarrow as pa
 
 from torchtitan_dp.data import say
 from torchtitan_dp.data import store as stores
-from torchtitan_dp.data.chat_template import Piece
 from torchtitan_dp.data.files import Fields, Files, list_files, locate
 from torchtitan_dp.data.formats import FOLDER, Format, format_named, is_pointer, unit_name
 from torchtitan_dp.data.reading import (
@@ -36,12 +36,12 @@ from torchtitan_dp.data.reading import (
     MOST_PART,
     Assembler,
     Lack,
+    Piece,
     Reading,
     split,
 )
-from torchtitan_dp.data.store import Store
-from torchtitan_dp.data.tokenizer import Tokenizer
-from torchtitan_dp.data.units import (
+from torchtitan_dp.data.store import (
+    Store,
     folder_of,
     group,
     record_hash,
@@ -49,6 +49,7 @@ from torchtitan_dp.data.units import (
     spelling_hash,
     unit_hash,
 )
+from torchtitan_dp.data.tokenizer import Tokenizer
 from torchtitan_dp.process import private_opener
 
 # Of one call: the tokenizer takes some 100 bytes a token, and a part goes to one core.
@@ -403,8 +404,6 @@ def _rows(files: Files, source: Source, hashes: list[str]) -> Iterator[_Row]:
 
 def _naming_file(path: str, rows: Iterator[Fields | None]) -> Iterator[Fields | None]:
     """Name the file in the error of one that ends early, or cannot be read."""
-    from pyarrow import ArrowException
-
     try:
         yield from rows
     except MemoryError:
@@ -412,7 +411,7 @@ def _naming_file(path: str, rows: Iterator[Fields | None]) -> Iterator[Fields | 
             f"training.dataset_path: this machine's memory cannot hold a row of {path} (not "
             "private); take one with more"
         ) from None
-    except (OSError, EOFError, ArrowException) as error:
+    except (OSError, EOFError, pa.ArrowException) as error:
         remedy = "restore it, or name the others by a glob"
         if "too much memory" in str(error):  # zstd's words
             remedy = "its zstd window is above 128 MiB (--long=28 to 31): write it with a smaller"

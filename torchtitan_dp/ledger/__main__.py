@@ -19,7 +19,7 @@ if __name__ == "__main__":  # before PyTorch, which takes seconds to import
 from rich.console import Console
 from rich.table import Column, Table
 
-from torchtitan_dp.checkpoint.verify import verify
+from torchtitan_dp.checkpoint.folder import verify
 from torchtitan_dp.config.load import exit_on_mistake, write_json
 from torchtitan_dp.ledger.spending import Run, Total, counted_twice, total
 from torchtitan_dp.privacy.accounting import rounded_up

@@ -10,6 +10,10 @@ import glob
 import importlib.util
 import os
 import sys
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from torchtitan_dp.checkpoint.folder import refuse_other_settings
 from torchtitan_dp.checkpoint.plan import (
@@ -27,25 +31,27 @@ from torchtitan_dp.checkpoint.start import (
     plan_start,
     refuse_another_optimizer,
 )
+from torchtitan_dp.checkpoint.terms import schedule
 from torchtitan_dp.config import JobConfig, Privacy
 from torchtitan_dp.config.derived import never_trained, unit_word
 from torchtitan_dp.data import say, warn
+from torchtitan_dp.data.batching import Samples
 from torchtitan_dp.data.dataset import Records, describe, settings_of
 from torchtitan_dp.data.prepare import Source, prepared
 from torchtitan_dp.data.reading import reading
-from torchtitan_dp.data.samples import Samples
 from torchtitan_dp.data.tokenizer import ByteTokenizer, from_hub, load_tokenizer
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger import Lineage
+from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.flavors import on_meta, skeleton
 from torchtitan_dp.models.hugging_face import check_weights, origin, shape
 from torchtitan_dp.models.hugging_face_weights import EXPORT_FOLDER, tokenizer_files
 from torchtitan_dp.models.weight_files import weight_files
-from torchtitan_dp.preflight.isolation import check_forward
-from torchtitan_dp.preflight.learning import check_learning
+from torchtitan_dp.optimizer import MomentumSGD
 from torchtitan_dp.preflight.machine import check_attention, check_norms
 from torchtitan_dp.process import untested
+from torchtitan_dp.torch_private import DispatchMode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,3 +328,94 @@ def tokenizer_lines(config: JobConfig, source: Source) -> list[str]:
         end = "the tokenizer has no eos: the model never learns to stop"
     named = f"tokenizer: {source.tokenizer.describe()}" + (f", from {where}" if where else "")
     return [named, *filter(None, [end])]
+
+
+SMALLEST = 1e-12
+_LOOKED_AT = 10_000  # steps, at most: schedules change slowly
+_LAST = 0.01  # of the steps, which a decay to zero may leave without a change
+
+
+def factors(config: JobConfig) -> dict[int, float]:
+    """Return the schedule's factor of each step, or of many of them and the last."""
+    steps = config.training.steps
+    factor = schedule(config)
+    looked_at = {*range(0, steps, max(1, steps // _LOOKED_AT)), steps - 1}
+    return {index + 1: factor(index) for index in sorted(looked_at)}
+
+
+def check_learning(config: JobConfig) -> None:
+    """Refuse, by ValueError with the key, steps that cannot change a weight: all of a run with
+    privacy, or its last ones."""
+    if not config.privacy.enable:
+        return
+    optimizer, lora, steps = config.optimizer, config.lora, config.training.steps
+    spends = "every step would spend epsilon, and none change a weight"
+    scales = [("optimizer.lr", optimizer.lr, optimizer.lr, "raise it (1e-3, say)")]
+    if optimizer.name != MomentumSGD.__name__ and optimizer.eps > config.privacy.max_grad_norm:
+        part = config.privacy.max_grad_norm / optimizer.eps
+        scales.append(("optimizer.eps", optimizer.eps, part, "lower it (1e-8, say)"))
+    if lora.rank:
+        part = lora.alpha / lora.rank
+        scales.append(("lora.alpha", lora.alpha, part, "raise it (2 x rank, say)"))
+    change = 1.0
+    for key, value, part, remedy in scales:
+        change *= part
+        if change < SMALLEST:
+            raise ValueError(f"{key} = {value:g}: {spends}; {remedy}")
+    changing = [step for step, factor in factors(config).items() if factor * change >= SMALLEST]
+    if not changing:
+        warmup = config.lr_scheduler.warmup_steps
+        raise ValueError(
+            f"lr_scheduler.warmup_steps = {warmup}: {spends}, since training.steps = {steps} end "
+            "before the learning rate has risen; lower it"
+        )
+    if steps - changing[-1] > max(1, _LAST * steps):
+        raise ValueError(
+            f"lr_scheduler.min_lr_factor = {config.lr_scheduler.min_lr_factor:g}: steps after "
+            f"{changing[-1]} of {steps} would spend epsilon, and change no weight; raise it (0.1, "
+            "say), or lower training.steps"
+        )
+
+
+_TOKENS, _VOCABULARY = 16, 64
+
+
+def check_forward(args: ModelArgs, samples: int) -> None:
+    """Refuse, by ValueError, a model whose modules ask for what is not built, or mix the samples of
+    a microbatch where no module shows it: a small one computes logits."""
+    shared = args.n_heads // args.n_kv_heads
+    sizes = {"n_layers": 1, "vocab_size": _VOCABULARY, "max_seq_len": _TOKENS}
+    small = args.with_heads(2 * shared, 2, **sizes)
+    with torch.device("cpu"), torch.no_grad():
+        model = CausalLM(small)
+        model(torch.zeros(1, _TOKENS, dtype=torch.int64))
+        if samples > 1 and model.meeting is None and is_moved_by_others(model):
+            raise ValueError(
+                f"training.local_batch_size = {samples}: in a {type(model.model).__name__} a "
+                "sample's losses depend on the samples beside it; set it to 1"
+            )
+
+
+def is_moved_by_others(model: CausalLM) -> bool:
+    """Return whether a sample's logits move with the samples beside it."""
+    generator = torch.Generator().manual_seed(0)
+    first, *others = torch.randint(_VOCABULARY, (4, 1, _TOKENS), generator=generator)
+    model.init_weights()
+    with torch.no_grad(), _ScaledByPlace():
+        before, *after = (model(torch.cat((first, other)))[0] for other in others)
+    return not all(torch.equal(logits, before) for logits in after)
+
+
+class _ScaledByPlace(DispatchMode):
+    """Scales each row of a product's result by its place, and by the number of rows."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if "mm" in function.overloadpacket.__name__:  # mm, addmm, bmm, baddbmm, _grouped_mm
+            assert isinstance(result, Tensor)
+            rows = result.shape[:-1].numel()
+            places = torch.arange(rows, dtype=result.dtype).mul_(1.7).add_(rows).sin_()
+            result.mul_(places.mul_(0.01).add_(1).view(*result.shape[:-1], 1))
+        return result
