@@ -177,7 +177,7 @@ privacy.secure_noise true → 'true': neither an option (--section.key) nor the 
 privacy.secure-noise=true → switch without a value
 training.steps=many → training.steps = 'many': must be a whole number
 privacy.target_epsilon=eight → privacy.target_epsilon = 'eight': must be a number
-data.on-undecodable=skip → data.on_undecodable = 'skip': must be one of 'empty', 'error'
+data.unit-sampling=skip → data.unit_sampling = 'skip': must be one of 'auto', 'concat', 'random'
 training.steps → --training.steps: its value is missing; give a whole
 training.steps privacy.enable → its value is missing
 job.config_file=/nowhere.toml
@@ -270,13 +270,6 @@ def test_not_private_is_a_warning(tmp_path, data, capsys, override):
     assert f"warning: {override.removeprefix('--').split('=')[0]}" in told
     assert "plan: NOT private at" in told
     assert "plan: epsilon" not in told
-
-
-def test_undecodable_records(tmp_path, data, capsys):
-    (data / "binary").write_bytes(b"\xff\xfe\x00\xff")
-    line = refused(tmp_path, data, capsys, "--data.on_undecodable=error")
-    assert "data.on_undecodable = 'error': 1 of 25 records" in line
-    assert "25 training records" in accepted(tmp_path, data, capsys)  # by default it stays
 
 
 def test_a_tokenizer_larger_than_the_vocabulary(tmp_path, data, capsys):

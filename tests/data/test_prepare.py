@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -54,7 +55,7 @@ def test_rows_in_any_format_have_the_same_tokens(tmp_path: Path, field: str | No
 def test_batches_change_nothing(tmp_path: Path, monkeypatch: Any, limits: tuple[int, int]) -> None:
     rows = [*ROWS, b"", b"no JSON", "last"]
     whole = store_of(rows, tmp_path, prompt_field="prompt")
-    stores.delete(whole.folder)
+    shutil.rmtree(whole.folder)
     for name, limit in zip(("_BATCH_CHARACTERS", "_BATCH_TEXTS"), limits, strict=True):
         monkeypatch.setattr(prepare, name, limit)
     parts = store_of(rows, tmp_path, prompt_field="prompt")
@@ -154,7 +155,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
 def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
     root, place = as_jsonl(tmp_path / "d", ROWS), tmp_path / "store"
     key = Path(store_of(root, tmp_path, "jsonl").folder).name
-    stores.delete(str(place / key))
+    shutil.rmtree(str(place / key))
     other = "0" * 32
     half = f".{key}/tokens", f".{other}/tokens", f"{key}.lock"
     write(place, dict.fromkeys(half, b"half"))
@@ -182,7 +183,7 @@ def open_store(connection: Connection, root: str, place: str, log: str) -> None:
 def test_of_several_processes_one_writes_and_each_that_waits_writes_a_line(tmp_path: Path) -> None:
     root, place, log = as_jsonl(tmp_path / "d", ["a", "b"]), tmp_path / "store", tmp_path / "log"
     folder = Path(store_of(root, tmp_path, "jsonl").folder)
-    stores.delete(str(folder))
+    shutil.rmtree(str(folder))
     arguments = str(root), str(place), str(log)
     with stores.writing_lock(str(folder)):  # until all of them wait for it
         processes = [forks.Process(open_store, *arguments) for _ in range(3)]
@@ -232,7 +233,7 @@ def test_a_kill_at_any_file_operation_leaves_no_half_store(tmp_path: Path, is_st
     number, code = 0, -signal.SIGKILL
     while code == -signal.SIGKILL:
         number += 1
-        stores.delete(expected.folder)
+        shutil.rmtree(expected.folder)
         if is_stale:
             as_jsonl(root, LINES[::-1])
             store_of(root, tmp_path, "jsonl")

@@ -140,7 +140,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
     assert "has no privacy.json" in capsys.readouterr().err
 
 
-def test_hazard_45_weights_of_a_run_on_the_same_records_spend_on(first, data, tmp_path, capsys):
+def test_hazard_45_weights_of_a_run_on_the_same_records_spend_on(first, data, tmp_path):
     out = tmp_path / "second"
     release([str(first), str(tmp_path / "released")])  # with the tokenizer of bytes
     load = f"--model.hf_assets_path={tmp_path}/released", "--checkpoint.initial_load_in_hf"
@@ -152,10 +152,8 @@ def test_hazard_45_weights_of_a_run_on_the_same_records_spend_on(first, data, tm
     # Sigma was chosen when the first run had shown its results.
     assert any("assumed not to follow from what run" in caveat for caveat in spent["caveats"])
     assert run(out)[1]["total"]["epsilon"] == pytest.approx(spends((SIGMA, 4), (2.0, 2)))
-    capsys.readouterr()
     both = run(out, first)[1]["total"]
     assert both["epsilon"] == pytest.approx(spends((SIGMA, 8), (2.0, 2)))
-    assert "prefix counted twice" in capsys.readouterr().err
 
 
 def plan_of(command, folder):
@@ -239,12 +237,11 @@ def test_a_checkpoint_that_no_start_of_this_folder_saved_is_refused(copy, data):
         plan_of(arguments(copy, data, *with_sigma(SIGMA)), copy)
 
 
-def test_a_copy_that_went_on_adds_its_prefix_again(copy, first, capsys):
+def test_a_copy_that_went_on_adds_its_prefix_again(copy, first):
     begun(earlier_ledger(str(copy)), copy, 3, loses=3)
     told = run(copy, first)[1]["total"]
     assert told["epsilon"] == pytest.approx(spends((SIGMA, 11)))
     assert told["steps_executed"] == 11
-    assert "prefix counted twice: " in capsys.readouterr().err
 
 
 def test_runs_that_began_with_one_export_share_what_it_spent(first, tmp_path):

@@ -78,10 +78,6 @@ class Data:
     """The share of units, chosen by a hash of their names, that is never trained on and that
     `validation.enable` evaluates. The loss on them is not private."""
 
-    on_undecodable: Literal["empty", "error"] = "empty"
-    """The treatment of a record that is not UTF-8 text (or not JSON with the field): `empty`
-    keeps and counts it as a record that contributes exactly nothing; `error` refuses to start."""
-
     store: str | None = None
     """The folder for the records' tokens, which are written once, before training: private, and as
     large as the text, about. Unset: `torchtitan_dp/prepared` in `$XDG_CACHE_HOME` or ~/.cache. Not

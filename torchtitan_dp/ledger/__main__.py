@@ -21,7 +21,7 @@ from rich.table import Column, Table
 
 from torchtitan_dp.checkpoint.folder import verify
 from torchtitan_dp.config.load import exit_on_mistake, write_json
-from torchtitan_dp.ledger.spending import Run, Total, counted_twice, total
+from torchtitan_dp.ledger.spending import Run, Total, total
 from torchtitan_dp.privacy.accounting import rounded_up
 
 _LOG_WIDTH = 250  # where there is no terminal that a table could be too wide for
@@ -84,8 +84,6 @@ def _show(runs: list[Run], spent: Total | None, *, overlapping: bool) -> None:
             f"published held-out losses: epsilon = {_word(spent.heldout_epsilon)}, delta = "
             f"{spent.delta:g}, of a unit that is held out; it pays this in place of the above"
         )
-    for line in counted_twice(runs):
-        console.print(line, markup=False)
     if len(runs) > 1:
         console.print(
             "assumed: the number of runs and their noise, rates and steps did not follow from "
