@@ -371,13 +371,13 @@ COMMAS = r"\(of UTF-8, separated by commas\)"
             "hf",
             "state.json",
             state("a"),
-            r"training\.dataset_path = .*: a, which .* is missing; save",
+            r"training\.dataset_path = .* names .*/a, which is missing; save",
         ),
         (
             "hf",
             "state.json",
             state("../d/state.json", "state.json"),
-            r".* state.json, .* named twice",
+            r".* its state.json names a file twice",
         ),
         (
             "hf",
@@ -385,7 +385,12 @@ COMMAS = r"\(of UTF-8, separated by commas\)"
             state("state.json"),
             r"training\.dataset_path: .*json is no Arrow file",
         ),
-        ("hf", "state.json", INDICES, r"training\.dataset_path = .*, after flatten_indices\(\)"),
+        (
+            "hf",
+            "state.json",
+            INDICES,
+            r"training\.dataset_path = .* selects rows \(flatten_indices\(\) first\)",
+        ),
         ("xml", "a.xml", b"", r"training\.dataset = 'xml' is not a known format: use one of 'te"),
     ],
 )

@@ -109,10 +109,7 @@ class Start:
 def decide_start(config: JobConfig) -> Start:
     """Decide how a run starts. A checkpoint of its own comes first: the newest whose files have
     their sizes or, if all are damaged, the newest, which `check_start` or the load refuses.
-
-    Raises:
-        ValueError: one line; a checkpoint is not the user's alone.
-    """
+    ValueError: a checkpoint is not the user's alone."""
     if not config.checkpoint.enable:
         return Start()
     folder = checkpoint_folder(config)
@@ -136,17 +133,10 @@ def own_checkpoint(folder: str, step: int) -> Start:
 
 
 def confirmed(start: Start, folder: str, step: int = -1) -> Start:
-    """Return rank 0's decision, revised where it finds damage by now: a damaged checkpoint of this
-    run is set aside, in a warning, for an older whole one. The remains of killed saves are removed
-    if nothing else was saved. Collective over the world.
-
-    Args:
-        folder: of this run's checkpoints.
-        step: the only one to take; -1 for the newest.
-
-    Raises:
-        Fault: none is whole, or one is not the user's alone; nothing was moved.
-    """
+    """Return rank 0's decision, revised where it finds damage by now: a damaged checkpoint in this
+    run's `folder` is set aside, in a warning, for an older whole one. `step` is the only one to
+    take; -1: the newest. Collective over the world. Fault, on all ranks: none is whole, or one is
+    not the user's alone; nothing was moved."""
     dist.barrier()  # all ranks have decided what they draw or load
     decided: list[Any] = [start, ""]
     if dist.get_rank() == 0 and step == -1:
@@ -272,9 +262,9 @@ def resumed(config: JobConfig, earlier: Lineage, loaded: Lineage) -> Begun:
     if not RunLog(config.job.dump_folder).knows(loaded.start):
         raise ValueError(
             f"checkpoint.folder: the newest checkpoint there, of step {loaded.steps}, was saved by "
-            f"a start that {STARTS_FILE} in job.dump_folder = '{config.job.dump_folder}' lacks, so "
-            "that its steps would not be counted; copy a run's whole folder, or start a run of its "
-            "own from exported weights (checkpoint.initial_load_path)"
+            f"a start that {STARTS_FILE} in job.dump_folder = '{config.job.dump_folder}' lacks: "
+            "its steps would not be counted; copy a run's whole folder, or start from exported "
+            "weights (checkpoint.initial_load_path)"
         )
     history = replace(
         with_caveats(earlier, *loaded.caveats),
@@ -329,8 +319,7 @@ def ledger_beside(folder: str) -> Lineage | None:
     if content is not None or any(os.path.exists(os.path.join(p, PRIVACY_FILE)) for p in parents):
         raise ValueError(
             f"'{folder}' lies in the folder of a run, and its weights have no {PRIVACY_FILE} of "
-            "their own: start from weights that the run exported (checkpoint.last_save_in_hf), or "
-            "from a release of it"
+            "their own: start from its export (checkpoint.last_save_in_hf), or from a release"
         )
     return None
 
@@ -351,19 +340,18 @@ def _refuse_unknown(config: JobConfig, path: str) -> None:
 
 def _refuse_what_does_not_compose(config: JobConfig, earlier: Lineage, path: str) -> None:
     """Raise ValueError if no epsilon of this run could cover the earlier one's steps."""
-    remedy = "start from other weights, or, if they never saw these records, from a folder of "
-    remedy += f"safetensors without {PRIVACY_FILE}, with privacy.initial_weights_public = true"
+    remedy = f"start from other weights or, if they never saw these records, without {PRIVACY_FILE}"
     unit, rate = privacy_unit(config), config.privacy.sample_rate
     for theirs in (earlier.settings, *(ancestor.settings for ancestor in earlier.ancestors)):
         if theirs.privacy_unit != unit:
             raise ValueError(
-                f"checkpoint.initial_load_path = '{path}': trained with the privacy of one "
-                f"{theirs.privacy_unit}, and this run's unit is one {unit}, so that "
-                f"no epsilon covers both; set data.unit_field as it was there, {remedy}"
+                f"checkpoint.initial_load_path = '{path}': its unit of privacy is one "
+                f"{theirs.privacy_unit}, this run's one {unit}, and no epsilon covers both; set "
+                f"data.unit_field as it was there, {remedy}"
             )
         if theirs.neighbouring_relation == "zero_out" and rate is not None:  # this: add_remove
             raise ValueError(
-                f"privacy.sample_rate = {rate:g}: the weights in '{path}' were trained "
-                "at a rate that followed from the number of records, so that neighbours that add "
-                f"or remove one are not covered; leave it unset, {remedy}"
+                f"privacy.sample_rate = {rate:g}: the weights in '{path}' were trained at a rate "
+                "that followed from the number of records, which covers no neighbours that add or "
+                f"remove one; leave it unset, {remedy}"
             )

@@ -82,15 +82,6 @@ _NOT_NEGATIVE: _Range = (lambda value: value >= 0, "0 or more")
 _POSITIVE: _Range = (lambda value: value > 0, "a positive number")
 _COUNT: _Range = (lambda value: value >= 1, "at least 1")
 _LARGEST = 2**63 - 1  # a whole number of PyTorch's
-_MOST = {  # of what there are arrays, lists or loops of
-    "training.steps": 2**31,
-    "training.seq_len": 2**31,
-    "training.local_batch_size": 2**31,
-    "training.global_batch_size": 2**31,
-    "data.windows_per_draw": 2**31,
-    "privacy.bands": 2**16,
-    "lora.rank": 2**31,
-}
 _SEED: _Range = (lambda value: 0 <= value <= _LARGEST, f"from 0 to {_LARGEST}")
 _SECONDS: _Range = (lambda value: 1 <= value <= 10**9, "from 1 to 1000000000")
 _DEGREE: _Range = (lambda value: value >= 1, "at least 1 (or -1 for auto)")
@@ -234,9 +225,8 @@ def out_of_range(config: JobConfig) -> Iterator[Row]:
         is_finite = not isinstance(value, int | float) or abs(value) <= sys.float_info.max
         is_right = value is None or (is_finite and holds(value))
         yield not is_right, f"{key}: must be {'' if is_finite else 'finite, '}{words}"
-        most = _MOST.get(key, _LARGEST)
-        is_more = isinstance(value, int) and is_right and abs(value) > most
-        yield is_more, f"{key}: must be from -{most} to {most}"
+        is_more = isinstance(value, int) and is_right and abs(value) > _LARGEST
+        yield is_more, f"{key}: must be from -{_LARGEST} to {_LARGEST}"
 
 
 def unsupported(config: JobConfig) -> Iterator[Row]:

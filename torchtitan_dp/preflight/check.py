@@ -1,8 +1,9 @@
 """Checks before anything is started, and notices to the owner of the records, by the plan and by
-every worker of a run.
+every worker of a run: a mistake that a record brings to light after some steps would reveal that
+record (hazard row 47).
 
-`torchrun -m torchtitan_dp.train` is a way to start a run too, without a plan, and a mistake that a
-record brings to light after some steps would reveal that record (hazard row 47).
+Among them are settings by which steps spend epsilon and cannot change a weight (row 69), and models
+whose modules mix the samples of a microbatch (row 79).
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ from torchtitan_dp.checkpoint.start import (
     refuse_another_optimizer,
 )
 from torchtitan_dp.checkpoint.terms import schedule
-from torchtitan_dp.config import JobConfig, Privacy
+from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import never_trained, unit_word
 from torchtitan_dp.data import say, warn
 from torchtitan_dp.data.batching import Samples
@@ -98,10 +99,8 @@ def source_of(config: JobConfig) -> Source:
 
 
 def check_run(config: JobConfig, *, units: int | None = None) -> Checked:
-    """Check all of a run that one plain process can, and write nothing but the store of tokens.
-
-    Raises ValueError, one line. `units` is the number of units, for a plan without records.
-    """
+    """Check all of a run that one plain process can, and write nothing but the store of tokens;
+    ValueError, one line. `units` is the number of units, for a plan without records."""
     check_packages(config)
     check_learning(config)
     start = decide_start(config)
@@ -130,8 +129,8 @@ def check_run(config: JobConfig, *, units: int | None = None) -> Checked:
 def check_folder(
     config: JobConfig, start: Start, source: Source, units: int | None
 ) -> tuple[Lineage | None, Plan | None]:
-    """Refuse, by ValueError, other terms than those of the run in `job.dump_folder`, before a file
-    of records is looked for; return its ledger, and its plan for as many units as it has."""
+    """Refuse, by ValueError, other terms than those of the run in `job.dump_folder`; return its
+    ledger, and its plan for as many units as it has."""
     folder = config.job.dump_folder
     if not config.privacy.enable:
         refuse_private_folder(folder)
@@ -167,20 +166,13 @@ def check_packages(config: JobConfig) -> None:
     ):
         if wanted and importlib.util.find_spec(package) is None:
             raise ValueError(
-                f"{key} = true: the package {package} is not installed; "
-                f"pip install 'torchtitan-dp[{package}]', or set {key} to false"
+                f"{key} = true: {package} is not installed; pip install 'torchtitan-dp[{package}]'"
             )
 
 
 def check_model(config: JobConfig, start: Start) -> ModelArgs:
-    """Return the shape of the model that a run trains.
-
-    Raises:
-        ValueError: one line for the user: its name is unknown, or its modules ask for what is not
-            built; its files do not fit it, no kernel of this machine computes it, or it has no
-            parameters as adapters or clipping groups name them; or the tokenizer has ids outside
-            its vocabulary, which would end a run.
-    """
+    """Return the shape of the model that a run trains; ValueError, one line, if it cannot be built
+    or computed here, its files do not fit it, or its tokenizer has ids outside its vocabulary."""
     args = shape(config)
     model = skeleton(args)  # refuses unknown targets of adapters
     check_forward(args, config.training.local_batch_size if config.privacy.enable else 1)
@@ -293,22 +285,6 @@ def notices(config: JobConfig) -> list[str]:
             if weights
             else f"{folder} has no weights: training starts from drawn ones"
         )
-    warmup, schedule = config.lr_scheduler.warmup_steps, config.lr_scheduler
-    if warmup >= training.steps:
-        share = training.steps / min(warmup, schedule.total_steps or training.steps)
-        lines.append(
-            f"lr_scheduler.warmup_steps = {warmup:,}: the learning rate rises in all "
-            f"{training.steps:,} training.steps, up to {share:.2g} of optimizer.lr; lower it"
-        )
-    privacy, default = config.privacy, Privacy()
-    taken = METHODS[privacy.gradient_method].own_settings
-    for key in sorted({key for method in METHODS.values() for key in method.own_settings}):
-        value = getattr(privacy, key)
-        if privacy.enable and key not in taken and value != getattr(default, key):
-            lines.append(
-                f"privacy.{key} = {repr(value).lower()} has no effect with "  # as in TOML
-                f"privacy.gradient_method = '{privacy.gradient_method}'"
-            )
     return lines
 
 
