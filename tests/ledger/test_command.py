@@ -182,7 +182,7 @@ def test_hazard_45_weights_of_any_records_spend_on(tmp_path, copy):
     "change, said",
     [
         ({"privacy_unit": "patient"}, r"no epsilon covers both; set data\.unit_field"),
-        ({"neighbouring_relation": "zero_out"}, r"^privacy\.sample_rate = .* are not covered"),
+        ({"neighbouring_relation": "zero_out"}, r"^privacy\.sample_rate = .* covers no neighbours"),
     ],
 )
 def test_weights_whose_guarantee_is_of_another_kind_are_refused(tmp_path, copy, change, said):
