@@ -48,32 +48,3 @@ def test_figures_and_labels(command: list[str], capsys: Any) -> None:
     assert (
         "one pass reads 56% of all tokens, and all draws reach 100%: 50% of units are" in of_length
     )
-
-
-def test_figures_of_records_that_are_drawn_one_by_one(command: list[str], capsys: Any) -> None:
-    """A unit's text is longer than a sample, and none of its records is."""
-    main([*command, "--data.unit_sampling=random"])
-    out, err = capsys.readouterr()
-    found = json.loads(out)
-    assert found["tokens_quantiles"]["100"] == 42
-    own = next(row for row in found["by_length"] if row["seq_len"] == 64)
-    assert (own["longer"], own["tokens_per_sample"]) == (0, sum((0, 12, 22, 32, 42, 0)) / 6)
-    assert "tokens per record (a draw of a unit takes one): least 0" in err
-    assert "0% of records are longer than 64; a sample averages 18 tokens" in err
-
-
-@pytest.mark.parametrize(
-    "mistake",
-    ["--data.text_field=other", "--data.unit_field=whom", "--data.store=/proc/none"],
-)
-def test_mistakes_are_one_line_and_leave_no_store(
-    command: list[str], mistake: str, tmp_path: Path, capsys: Any
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main([*command, mistake])
-    assert stopped.value.code == 2
-    out, err = capsys.readouterr()
-    key, value = mistake.removeprefix("--").split("=")
-    assert (out, f"error: {key} = '{value}': " in err) == ("", True)
-    folder = tmp_path / "cache/torchtitan_dp/prepared"
-    assert not folder.exists() or [f for f in folder.iterdir() if f.suffix != ".lock"] == []

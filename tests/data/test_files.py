@@ -112,10 +112,3 @@ def test_python_stdlib() -> None:
     assert not any("-packages" in n or "__pycache__" in n or n[-3:] != ".py" for n in names)
     with pytest.raises(ValueError, match=r"'python-stdlib' does not exist"):
         locate("python-stdlib", has_stdlib=False)
-
-
-@pytest.mark.parametrize("path", ["", "nowhere", "nowhere/*.txt", "a.txt/b"])
-def test_a_path_that_does_not_exist(tmp_path: Path, path: str) -> None:
-    write(tmp_path, {"a.txt": b""})
-    with pytest.raises(ValueError, match=r"^training\.dataset_path = .* does not exist: give a"):
-        locate(path and f"{tmp_path}/{path}")

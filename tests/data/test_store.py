@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from tests.data.drawn import Words
-from tests.data.stores import Row, as_jsonl, source, store_of, stored, texts
+from tests.data.stores import Row, as_jsonl, store_of, stored, texts
 from torchtitan_dp.data import store as stores
-from torchtitan_dp.data.prepare import prepared
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 
 ROWS: list[Row] = ["first", "", b"no JSON", "☃ last"]
@@ -79,14 +78,6 @@ def test_all_of_it_is_its_owners_only_at_all_times(tmp_path: Path) -> None:
         os.umask(umask)
     assert found == ["600 False"] * 2 + ["700 True"] * 2  # a lock, and half a store
     assert modes(place) == ["600 False"] * 4 + ["700 True"] * 2  # the lock stays
-
-
-def test_by_default_it_lies_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    folder = Path(prepared(source(as_jsonl(tmp_path / "d", ["a"]), "jsonl")).folder)
-    assert folder.parent == tmp_path / ".cache/torchtitan_dp/prepared"
-    assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
 
 
 def test_facts_have_no_text_and_no_name_of_a_unit(tmp_path: Path) -> None:

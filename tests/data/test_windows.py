@@ -2,7 +2,6 @@
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,25 +34,6 @@ def test_a_window_is_a_part_and_every_part_comes(tmp_path: Path, name: str) -> N
         covered[start : start + T + 1] += count
     assert covered.min() > 0.2 * covered.mean()
     assert covered.max() < 2.5 * covered.mean()
-
-
-def test_windows_are_uniform_in_tokens(tmp_path: Path) -> None:
-    """However many characters they are: the second half of the words is forty times as long."""
-    words = [1 + i % 7 for i in range(2000)] + [150 + i % 7 for i in range(2000)]
-    text = " ".join("w" * n for n in words)
-    samples, (ann,) = samples_of(tmp_path, {"ann": [text]}, 100, tokenizer=Words(), window=True)
-    windows = [ids(sample(samples, ann, rng=rng(seed))) for seed in range(1000)]
-    short = sum(window[0] < 150 for window in windows)
-    assert abs(short - 500) < 5 * np.sqrt(1000 / 4)
-
-
-def test_a_text_no_longer_than_a_sample_is_taken_whole(tmp_path: Path) -> None:
-    units: Any = {"ann": ["0123456789abc", "!"], "bob": ["b"], "nobody": [None, ""]}
-    windows, order = samples_of(tmp_path, units, 17, window=True)
-    heads = Samples(windows.store, 17)
-    for unit in order:
-        for seed in range(20):
-            assert ids(sample(windows, unit, rng=rng(seed))) == ids(sample(heads, unit))
 
 
 def several(samples: Samples, unit: int, seed: int) -> list[list[int]]:

@@ -1,16 +1,13 @@
 """Attacks on the data room by one record or one setting, each of which worked once."""
 
 import contextlib
-import json
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
 
-from tests.data.stores import records_in, source, store_of
-from torchtitan_dp.data.batching import Samples
-from torchtitan_dp.data.dataset import Records
+from tests.data.stores import source
 from torchtitan_dp.data.formats import FORMATS, MOST_ROW_BYTES
 from torchtitan_dp.data.prepare import prepared
 
@@ -20,22 +17,6 @@ def _arrow(path: Path, column: Any) -> Path:
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
         writer.write_batch(batch)
     return path
-
-
-COLUMNS = {
-    "one large text beside views": pa.array(
-        ["the first", "x" * (MOST_ROW_BYTES + 1), "the third"], type=pa.string_view()
-    ),
-    "an index beyond its dictionary": pa.DictionaryArray.from_arrays(
-        pa.array([0, 7, 1]), pa.array(["a", "b"]), safe=False
-    ),
-}
-
-
-@pytest.mark.parametrize("column", COLUMNS)
-def test_one_value_is_broken_and_leaves_the_others(tmp_path, column):
-    store = store_of(_arrow(tmp_path / "a.arrow", COLUMNS[column]), tmp_path, "arrow")
-    assert (store.lengths() > 0).tolist() == [True, False, True]
 
 
 def test_row68_a_large_message_breaks_no_other_of_its_views(tmp_path):
@@ -54,18 +35,6 @@ def test_tokens_never_become_records(tmp_path):
     for _ in range(2):
         with contextlib.suppress(ValueError):
             assert len(prepared(source(tmp_path), str(tmp_path / "store"))) == 1
-
-
-def test_figures_count_all_tokens_of_answers(tmp_path):
-    (tmp_path / "a.jsonl").write_text(json.dumps({"q": "q" * 500, "text": "t" * 500}) + "\n")
-    wanted = source(tmp_path, "jsonl", prompt_field="q")
-    records = records_in(wanted, str(tmp_path / "store"))
-    figures = records.figures(Samples(records.store, 16, has_answers=True))
-    assert figures["tokens"] == records.store.lengths().sum()
-
-
-def test_a_plan_of_one_unit(tmp_path):
-    assert len(Records.empty(source(tmp_path, "jsonl"), 1, 0.0).train) == 1
 
 
 def test_messages_whose_texts_are_codes_are_refused(tmp_path):

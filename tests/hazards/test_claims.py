@@ -49,12 +49,6 @@ def test_row50_a_run_that_stopped_early_tells_what_was_planned(tmp_path):
     assert found.ledger.caveats == ()  # weights that go on have not stopped
 
 
-def test_row50_a_run_that_was_finished_says_nothing_of_it(tmp_path):
-    told = publish(tmp_path, Lineage(SETTINGS, steps=200, planned_steps=200))
-    assert told["epsilon_planned"] == told["epsilon_executed"] == told["epsilon"]
-    assert not any("planned" in caveat for caveat in told["caveats"])
-
-
 def test_row50_lost_steps_are_planned_again(tmp_path):
     begun(Lineage(SETTINGS), tmp_path, 1, loses=1)
     told = publish(tmp_path, Lineage(SETTINGS, steps=2, planned_steps=200))

@@ -355,24 +355,3 @@ def test_row78_a_value_above_the_limit_divides_a_file_as_one_below_it(
     # A quote that never closes is refused either way.
     known = whole if isinstance(whole, str) else [limited(*row) for row in enumerate(whole)]
     assert read_all() == known
-
-
-@pytest.mark.parametrize("format", ["parquet", "arrow", "hf"])
-def test_row78_a_chat_at_the_limit_is_read_alone_as_among_others(format, tmp_path, monkeypatch):
-    turn = {"role": "user", "content": "x" * 20, "seen": True, "at": 7}
-    chats = [[turn] * 3, None, [None], [], [{**turn, "content": None}], [turn], [turn] * 40]
-    texts = [("role", pa.string()), ("content", pa.large_string())]
-    kind = pa.list_(pa.struct([*texts, ("seen", pa.bool_()), ("at", pa.int64())]))
-    paths = []
-    for count in range(1, len(chats) + 1):
-        root = WRITERS[format](
-            tmp_path / f"{count}", pa.table({"chat": pa.array(chats[:count], kind)})
-        )
-        paths += list_files(*locate(str(root / "*-of-*" if format == "hf" else root))).paths
-    whole = set()
-    for most in range(100, 140):
-        monkeypatch.setattr(formats, "MOST_ROW_BYTES", most)
-        first = [next(iter(formats.FORMATS[format].rows(path, ["chat"])))["chat"] for path in paths]
-        assert all(one == first[0] for one in first), most
-        whole.add(first[0] != BROKEN)
-    assert whole == {True, False}

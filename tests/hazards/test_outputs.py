@@ -3,7 +3,6 @@
 In one process; test_run.py holds the same of a whole run's files.
 """
 
-import ast
 import functools
 import logging
 import re
@@ -19,7 +18,6 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 from tests import build
 from tests.hazards.test_trainer import loader
 from tests.processes.ranks import on_ranks
-from tests.processes.runs import ROOT
 from torchtitan_dp.models.parameters import trainable_parameters
 from torchtitan_dp.watch.outlets import Outlets, PublicLines
 from torchtitan_dp.watch.processor import PrivateMetricsProcessor
@@ -143,21 +141,6 @@ def test_row34_the_held_out_loss_is_labelled(monkeypatch, caplog):
         HeldOutValidator.validate(validator, [model], 3)
     line = caplog.records[-1].getMessage()
     assert line == "step: 3/7  not private: held-out loss: nan, averaged weights: nan"
-
-
-def test_row34_no_code_of_ours_trains_a_tokenizer():
-    """`tokenizers` can: its trainers and `train*` methods are named nowhere in the package."""
-    for path in (ROOT / "torchtitan_dp").rglob("*.py"):
-        tree = ast.parse(path.read_text())
-        imports = [
-            name
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Import | ast.ImportFrom)
-            for name in [getattr(node, "module", "") or "", *(a.name for a in node.names)]
-        ]
-        assert not any("trainers" in name for name in imports), path
-        calls = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-        assert not calls & {"train_from_iterator", "train_new_from_iterator", "trainers"}, path
 
 
 JOBS = {"one": [(0, 9)], "several": [(0, 5), (4, 7), (4, 9)]}  # the steps loaded, and the last

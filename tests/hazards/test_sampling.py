@@ -166,7 +166,3 @@ def test_row60_a_file_in_no_folder_reads_as_nothing(tmp_path):
     (warning,) = records.warnings
     assert warning.startswith("1 of 4 files have no usable data.unit_field = 'folder'")
     assert "check are against 3 units" in warning
-
-
-def test_row60_a_file_is_read_where_files_are_units(tmp_path):
-    assert texts(store_of(write(tmp_path / "d", {"loose": b"mine"}), tmp_path)) == ["mine"]

@@ -133,13 +133,6 @@ def test_runs_add_up_and_only_on_the_same_records(first, copy, tmp_path):
     assert stop.value.code == 2
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main([str(tmp_path)])
-    assert stop.value.code == 2
-    assert "has no privacy.json" in capsys.readouterr().err
-
-
 def test_hazard_45_weights_of_a_run_on_the_same_records_spend_on(first, data, tmp_path):
     out = tmp_path / "second"
     release([str(first), str(tmp_path / "released")])  # with the tokenizer of bytes
@@ -237,13 +230,6 @@ def test_a_checkpoint_that_no_start_of_this_folder_saved_is_refused(copy, data):
         plan_of(arguments(copy, data, *with_sigma(SIGMA)), copy)
 
 
-def test_a_copy_that_went_on_adds_its_prefix_again(copy, first):
-    begun(earlier_ledger(str(copy)), copy, 3, loses=3)
-    told = run(copy, first)[1]["total"]
-    assert told["epsilon"] == pytest.approx(spends((SIGMA, 11)))
-    assert told["steps_executed"] == 11
-
-
 def test_runs_that_began_with_one_export_share_what_it_spent(first, tmp_path):
     folders = []
     for name in "bc":
@@ -285,14 +271,6 @@ def test_weights_in_the_runs_own_folder_are_its_own(tmp_path):
     (tmp_path / "new" / "hf").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"lies in job\.dump_folder"):
         starting_from(tmp_path / "new" / "hf", f"--job.dump_folder={tmp_path}/new", PUBLIC_OPTION)
-
-
-def test_a_total_names_the_weaker_neighbours(first, copy):
-    another_run(copy)
-    kept = with_settings(earlier_ledger(str(copy)), neighbouring_relation="add_remove")
-    publish(kept, copy)
-    assert run(copy)[1]["total"]["neighbouring_relation"] == "add_remove"
-    assert run(first, copy)[1]["total"]["neighbouring_relation"] == "zero_out"
 
 
 def test_nothing_is_added_up_while_there_are_faults(copy, capsys):

@@ -87,16 +87,6 @@ def test_a_log_that_another_run_writes_to_is_not_written_on(tmp_path):
         one.begin_step(2)
 
 
-def test_each_start_has_a_name_of_its_own_that_its_folder_knows(tmp_path):
-    first, second = begun(RUN, tmp_path, 3), begun(RUN, tmp_path)
-    assert first.start != second.start
-    read = RunLog(str(tmp_path))
-    assert read.knows(first.start)
-    assert read.knows(second.start)
-    assert not read.knows("elsewhere")
-    assert not read.knows("")
-
-
 def test_row66_a_loss_counts_from_its_line_on(tmp_path):
     """Also where a crash came before its result."""
     loss = HeldOutLoss(3.0, 4.0, 1e-5, 1.0)
