@@ -77,7 +77,7 @@ def test_all_of_it_is_its_owners_only_at_all_times(tmp_path: Path) -> None:
     finally:
         os.umask(umask)
     assert found == ["600 False"] * 2 + ["700 True"] * 2  # a lock, and half a store
-    assert modes(place) == ["600 False"] * 4 + ["700 True"] * 2  # the lock stays
+    assert modes(place) == ["600 False"] * 5 + ["700 True"] * 2  # the lock stays
 
 
 def test_facts_have_no_text_and_no_name_of_a_unit(tmp_path: Path) -> None:

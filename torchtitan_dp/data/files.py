@@ -38,9 +38,12 @@ def list_files(root: str, names: Iterable[str], passed: Iterable[str] = ()) -> F
     found = [os.stat(os.path.join(root, name)) for name in kept]
     # By its real path: to point a link at the root elsewhere moves no open run to other files.
     sizes = [status.st_size for status in found]
-    every = ((s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, s.st_dev) for s in found)
-    stamps = [struct.pack("=qqqQQ", *stamp) for stamp in every]
-    return Files(os.path.realpath(root), kept, sizes, stamps, tuple(passed))
+    return Files(os.path.realpath(root), kept, sizes, list(map(stamp, found)), tuple(passed))
+
+
+def stamp(s: os.stat_result) -> bytes:
+    """Return a file's size, times and inode."""
+    return struct.pack("=qqqQQ", s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, s.st_dev)
 
 
 def locate(

@@ -106,8 +106,8 @@ class Source:
                 raise ValueError(f"{key} = '': name the {facts.fields}")
             if not facts.fields and key == "data.unit_field" and name not in (None, FOLDER):
                 raise ValueError(
-                    f"{key} = {name!r}: {self.format} files have no fields; use '{FOLDER}' (the "
-                    "first folder below training.dataset_path), or remove it: one file, one unit"
+                    f"{key} = {name!r}: {self.format} files have no fields; use '{FOLDER}', the "
+                    "first folder below training.dataset_path, or remove it"
                 )
             lists = key == "data.messages_field" and not facts.has_lists
             if lists or (key == "data.prompt_field" and not facts.fields):
@@ -133,10 +133,7 @@ class Source:
         """List the files that the path names; ValueError, one line, if there are none, or the
         format has not the fields that are read."""
         if not self.path:
-            raise ValueError(
-                "training.dataset_path is not set: give a file, a directory or a glob "
-                "('python-stdlib' to try)"
-            )
+            raise ValueError("training.dataset_path is not set: give a file, a folder or a glob")
         self.check()
         facts = self.facts
         try:
@@ -146,8 +143,7 @@ class Source:
                 files = list_files(*locate(self.path, facts.below, has_stdlib=not facts.fields))
         except OSError as error:
             raise ValueError(
-                f"training.dataset_path = {self.path!r}: cannot be read ({error}): check "
-                "permissions"
+                f"training.dataset_path = {self.path!r}: cannot be read ({error})"
             ) from error
         mark, remedy = _LISTS.get(self.format, ("$^", ""))
         if own := next((name for name in files.passed if re.search(mark, name)), None):
@@ -219,8 +215,8 @@ def prepared(source: Source, data_store: str | None = None, files: Files | None 
             is_file = os.path.isfile(os.path.expanduser(source.path))
             if not (source.facts.fields or is_hidden or is_file):
                 raise ValueError(
-                    f"data.store: {folder!r} lies within training.dataset_path = {source.path!r}, "
-                    "whose files are records; name a folder elsewhere"
+                    f"data.store: {folder!r} lies within training.dataset_path = {source.path!r}; "
+                    "name a folder elsewhere"
                 )
             say(
                 f"tokenizing {sum(files.sizes) / 1e6:,.1f} MB of {source.path} into {folder}, "
@@ -229,25 +225,31 @@ def prepared(source: Source, data_store: str | None = None, files: Files | None 
             stores.write(target, lambda temporary: _make(temporary, files, source))
             written = stores.load(target)
             assert written is not None, "a store that was just written is whole"
+            stores.note_compared(written, stores.stamp_of(written, files))
             return written
     except OSError as error:
         raise ValueError(
             f"training.dataset_path = {source.path!r}: its records cannot be read, or their tokens "
-            f"not be written to {folder!r} ({error}): check permissions and the space left, or set "
-            "data.store"
+            f"not be written to {folder!r} ({error}): check both, or set data.store"
         ) from error
 
 
 def _reusable_store(target: str, files: Files, source: Source) -> Store | str:
     """Return a store that is there, if it is whole and of these files; else why not, in a line."""
     store, terms = stores.load(target), json.loads(json.dumps(source.terms))
-    if store is None or store.facts["terms"] != terms or not stores.is_intact(store):
-        there = os.path.exists(target)
-        return f"the tokens in {target} are damaged, and are prepared again" if there else ""
+    damaged = f"the tokens in {target} are damaged, and are prepared again"
+    if store is None or store.facts["terms"] != terms:
+        return damaged if os.path.exists(target) else ""
+    stamp = stores.stamp_of(store, files)
+    if stores.was_compared(store, stamp):
+        return store
+    if not stores.is_intact(store):
+        return damaged
     skip = not source.facts.fields
     hashes = [stores.file_hash(path, skip_unreadable=skip) for path in files.paths]
     if stores.contents_hash(hashes) != store.contents:
         return f"files of {source.path} changed since their tokens were prepared in {target}"
+    stores.note_compared(store, stamp)
     return store
 
 
@@ -305,8 +307,7 @@ def _tokenize(output: IO[bytes], files: Files, source: Source) -> tuple[bytes, d
     if unnamed == count and any(one.setting.startswith("data.unit_field") for one in lacks):
         raise ValueError(
             f"data.unit_field = {source.unit_field!r}: none of the {count} records has one: name "
-            "the field that holds the unit, a string or a whole number; of text files, give a path "
-            "above the units' folders"
+            "the field with the unit; of text files, give a path above the units' folders"
         )
     if all(reasons) and EMPTY not in lacks:
         counted = [lack._replace(number=number) for lack, number in lacks.items()]

@@ -7,7 +7,7 @@ files' relative names and sizes, so that runs, nodes and copies share it.
 
 Guarantee:
     - A store that is opened has the tokens that `prepare` makes of the files as they are: both are
-      compared by hash at each start.
+      compared by hash, and once more where the size, times or inode of one changed since.
     - Folders are 0700 and files 0600.
     - A store is written under another name and renamed, by one process at a time.
 """
@@ -32,8 +32,8 @@ import filelock
 import numpy as np
 
 from torchtitan_dp.data import say
-from torchtitan_dp.data.files import Files
-from torchtitan_dp.process import private_opener
+from torchtitan_dp.data.files import Files, stamp
+from torchtitan_dp.process import private_opener, write_atomically
 
 HASH_BYTES = 16
 _BLANK = {"Zs", "Zl", "Zp", "Cc", "Cf"}  # categories of blanks, and of what nobody sees
@@ -122,7 +122,7 @@ def spelling_hash(name: str) -> bytes:
 
 
 VERSION = 4  # of the form of the files and of how rows become ids: another is another store
-TOKENS, ARRAYS, FACTS = "tokens", "arrays", "facts.json"
+TOKENS, ARRAYS, FACTS, COMPARED = "tokens", "arrays", "facts.json", "compared"
 WAIT_S = 5.0  # for another process, before a line says so
 
 
@@ -228,6 +228,26 @@ def is_intact(store: Store) -> bool:
     """Compare all tokens with their hash."""
     with os.fdopen(os.dup(store.handle), "rb") as tokens:
         return _tokens_hash(store.facts, tokens) == store.fingerprint
+
+
+def stamp_of(store: Store, files: Files) -> str:
+    """Hash the sizes, times and inodes of a store's tokens and of the files: times of the kernel's
+    too, which nobody sets."""
+    return _hash([*files.stamps, stamp(os.fstat(store.handle)), _digest(store.facts).encode()])
+
+
+def was_compared(store: Store, stamp: str) -> bool:
+    """Return whether tokens and files with this stamp were compared by hash before."""
+    try:
+        return Path(store.folder, COMPARED).read_text() == stamp
+    except OSError:
+        return False
+
+
+def note_compared(store: Store, stamp: str) -> None:
+    """Note that they were; on a read-only disk nothing is noted."""
+    with contextlib.suppress(OSError):
+        write_atomically(os.path.join(store.folder, COMPARED), stamp.encode())
 
 
 def write(folder: str, make: Callable[[str], tuple[bytes, dict[str, Any]]]) -> None:

@@ -217,16 +217,9 @@ class Total:
 
 
 def total(runs: Sequence[Run], delta: float | None = None, *, overlapping: bool = False) -> Total:
-    """Return the spending of all runs together.
-
-    Args:
-        delta: by default the smallest of the runs'.
-        overlapping: the runs may be on different records; the sum is that of a unit in all.
-
-    Raises:
-        ValueError: one line, if they are not on the same records and `overlapping` is false, or
-            not of the same unit.
-    """
+    """Return the spending of all runs together, at the smallest `delta` of theirs by default.
+    `overlapping`: they may be on different records, and the sum is that of a unit in all.
+    ValueError: they are on other records all the same, or not of the same unit."""
     if not overlapping:
         remedy = "a unit that is in both pays both: say --overlapping to add them up all the same"
         _require_common([run.fingerprint for run in runs], "records", remedy, runs)

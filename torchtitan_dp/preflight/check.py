@@ -315,7 +315,12 @@ def factors(config: JobConfig) -> dict[int, float]:
 
 def check_learning(config: JobConfig) -> None:
     """Refuse, by ValueError with the key, steps that cannot change a weight: all of a run with
-    privacy, or its last ones."""
+    privacy, or its last ones.
+
+    AdamW moves a value by about its learning rate, and by less where `optimizer.eps` is above the
+    gradients; adapters change weights by alpha / rank of that. Weights of fp32 that are not next to
+    zero keep no change below `SMALLEST`.
+    """
     if not config.privacy.enable:
         return
     optimizer, lora, steps = config.optimizer, config.lora, config.training.steps
@@ -352,7 +357,12 @@ _TOKENS, _VOCABULARY = 16, 64
 
 def check_forward(args: ModelArgs, samples: int) -> None:
     """Refuse, by ValueError, a model whose modules ask for what is not built, or mix the samples of
-    a microbatch where no module shows it: a small one computes logits."""
+    a microbatch where no module shows it: a small one computes logits.
+
+    Experts take the tokens of all samples at once, so another sample decides in which row of a
+    product a token lies, and by it how the product rounds; routing turns rounding into jumps. So
+    each product's rows are scaled here by where they lie.
+    """
     shared = args.n_heads // args.n_kv_heads
     sizes = {"n_layers": 1, "vocab_size": _VOCABULARY, "max_seq_len": _TOKENS}
     small = args.with_heads(2 * shared, 2, **sizes)
