@@ -34,27 +34,6 @@ def refusal(root: Path, rows: list[Any], **how: Any) -> str:
     return str(caught.value)
 
 
-def test_all_reasons_are_counted_the_most_frequent_first(tmp_path: Path) -> None:
-    rows: list[Any] = [{"chat": chat("?", "!")}, {"chat": "?"}, {"chat": None}, {"other": "x"}]
-    rows += [{"chat": [{"from": "human", "value": "?"}]}] * 3
-    rows += [{"chat": [{"role": "user", "content": content}]} for content in ([], None, "?")]
-    # First bytes are one record's: whether a run starts must not follow from them.
-    rows = [b"PAR1", *rows, {"chat": chat("?", "\n")}]
-    setting = "data.messages_field = 'chat'"
-    (warning,) = warned(tmp_path, rows, messages_field="chat")
-    head, *reasons = warning.removesuffix(")").split("; ")
-    assert head == (
-        "11 of 12 records have no target and contribute nothing (records: 7 have no list of "
-        f"messages, objects with a role and a content there ({setting})"
-    )
-    assert sorted(reason.removesuffix(" (training.dataset_path)") for reason in reasons) == [
-        "1 are no lines of 'jsonl'",
-        f"1 have no such JSON field ({setting})",
-        f"1 have no turn of the role 'assistant' ({setting})",
-        f"1 have only empty turns of the role 'assistant' ({setting})",
-    ]
-
-
 def test_what_was_left_out_or_may_not_belong_is_one_line_each(tmp_path: Path) -> None:
     """Spellings of a name, files of other endings, and pointers."""
     rows: list[Any] = [

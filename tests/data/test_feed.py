@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.data.drawn import HOW, UNITS, T, dealt, draws, loader, same, samples_of
 from tests.processes.ranks import on_ranks
-from torchtitan_dp.data.batching import Draw, Feed, Microbatch, Samples
+from torchtitan_dp.data.batching import Draw, Feed, Samples
 from torchtitan_dp.process import Fault
 
 CPU = torch.device("cpu")
@@ -135,20 +135,3 @@ def test_row61_ranks_that_draw_different_units_all_refuse_the_step(
     assert not any(character.isdigit() for character in line)
     (given,) = {count for _, count in ends}
     assert (given == 0) == (others[0] != drawn[0])
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_samples_reach_a_device_without_a_wait(tmp_path: Path) -> None:
-    """In pinned memory, by copies that no stream waits for; the values are the loader's."""
-    one, draw = loader(samples(tmp_path)), Draw(np.arange(12))
-    it = Feed(one, LADDERS[1], torch.device("cuda"))
-    found = [Microbatch(*(t.cpu() for t in m)) for m in it.microbatches(draw, draw)]
-    assert same(found, dealt(one, draw, LADDERS[1]))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for number, _ in enumerate(it.microbatches(draw, draw)):
-            if number == 10:  # before the agreement, which is waited for
-                break
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -111,13 +111,6 @@ def test_compressed_files_are_read_to_their_end_or_refused(tmp_path: Path, codec
         assert [path for path in (tmp_path / "store").iterdir() if path.suffix != ".lock"] == []
 
 
-def test_a_window_of_zstd_that_is_too_large_is_named(tmp_path: Path) -> None:
-    """Of a frame's header: no checksum, a window of 2 GiB, as `zstd --long=31` writes it."""
-    data = b"\x28\xb5\x2f\xfd" + bytes([0, 21 << 3]) + bytes([1, 0, 0])
-    root = write(tmp_path / "d", {"a.jsonl.zst": data})
-    refuse(root, "jsonl", r"training\.dataset_path: .* window is above 128 MiB .* a smaller")
-
-
 CSV = [
     (b'1,"two\nlines\r\n"\r\n', "two\nlines\r\n"),
     (b"\r\n", None),

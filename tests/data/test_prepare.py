@@ -2,10 +2,7 @@
 
 import os
 import shutil
-import signal
-import sys
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +10,9 @@ import numpy as np
 import pytest
 
 from tests.data.chats import chat
-from tests.data.stores import WRITERS, Row, as_jsonl, source, store_of, stored, texts, write
-from tests.processes import forks
+from tests.data.stores import WRITERS, Row, as_jsonl, store_of, stored, texts, write
 from torchtitan_dp.data import prepare
 from torchtitan_dp.data import store as stores
-from torchtitan_dp.data.prepare import prepared
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 
 CHATS = [None, chat("Why?", "☃."), chat("Why?"), [], chat(*"abcd"), chat("", " ")]
@@ -101,50 +96,3 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
     with pytest.raises(ValueError, match=rf"^training\.dataset_path.*{name}.*: .*\Z"):
         store_of(root, tmp_path, "jsonl", tokenizer=stop)
     assert left(tmp_path / "store") == []
-
-
-LINES = [f"line {i} " * (i % 9) for i in range(20)]
-
-
-def killed_at(connection: Connection, root: str, place: str, number: int) -> None:
-    """Prepare, and die at the `number`-th file operation below a place."""
-    count = 0
-
-    def watch(event: str, args: tuple[Any, ...]) -> None:
-        nonlocal count
-        if event in _OPERATIONS and any(str(arg).startswith(place) for arg in args[:2]):
-            count += 1
-            if count == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    connection.send("started")
-    sys.addaudithook(watch)
-    prepared(source(root, "jsonl"), place)
-
-
-_OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_stale", [False, True], ids=["written", "replaced"])
-def test_a_kill_at_any_file_operation_leaves_no_half_store(tmp_path: Path, is_stale: bool) -> None:
-    """Nor at any other time: between two of them only a file that the next start removes grows."""
-    place = tmp_path / "store"
-    root = as_jsonl(tmp_path / "d", LINES)
-    expected = store_of(root, tmp_path, "jsonl")
-    key = Path(expected.folder).name
-    number, code = 0, -signal.SIGKILL
-    while code == -signal.SIGKILL:
-        number += 1
-        shutil.rmtree(expected.folder)
-        if is_stale:
-            as_jsonl(root, LINES[::-1])
-            store_of(root, tmp_path, "jsonl")
-            as_jsonl(root, LINES)
-        process = forks.Process(killed_at, str(root), str(place), number)
-        process.connection.recv()
-        code = process.wait(60)
-        assert store_of(root, tmp_path, "jsonl").fingerprint == expected.fingerprint
-        assert left(place) in ([key], sorted([key, f"{key}.lock"]))
-    assert code == 0
-    assert number > 12

@@ -217,24 +217,6 @@ def test_row35_and_63_the_clean_build_stays_under_the_claim(method):
     stays_under_the_claim(play(trials=trials, confidence=confidence, **WAYS[method]))
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "degrees, method",
-    [
-        *(((1, 1, 1), method) for method in [*WAYS][:-2]),
-        ((1, 1, 2), "V2"),
-        ((1, 2, 1), "microbatch"),
-    ],
-    ids=str,
-)
-def test_row35_and_56_with_adapters_it_stays_under_the_claim(degrees, method):
-    terms = {"trials": 300, "confidence": 0.999, "degrees": degrees, "adapters": True}
-    # Of four groups that share C two may have no gradient, and of each of four estimated matrices
-    # no more counts than its estimate: less is there to be seen.
-    least = 0 if method.startswith(("per layer", "capped")) else 0.1
-    stays_under_the_claim(play(**terms, **WAYS[method]), least)
-
-
 @pytest.mark.parametrize(
     "fault, case, trials, terms",
     [*FLAGGED, *(pytest.param(*row, marks=pytest.mark.thorough) for row in CAMPAIGN)],

@@ -173,33 +173,6 @@ def test_row05_and_07_a_sample_knows_no_neighbour_in_its_microbatch(cp, slot, me
 # Row 6: padding, and labels that all lie on one rank.
 
 
-def empty_record(degrees, method):
-    """A record without tokens, alone and (at B = 2) beside a good one: what it leaves is 0."""
-    tokens_NT, labels_NT = build.data(samples=2)
-    labels_NT[0] = -100
-    built = built_for(method, degrees)
-    B = built.batch_size
-
-    def add(valid):
-        loss_B = built.losses(tokens_NT[:B], labels_NT[:B])
-        clip = built.gradients.accumulate_clipped(loss_B, torch.tensor(valid[:B]))
-        return loss_B[0].item(), clip.norm_B[0].item()
-
-    found = add([True, False])
-    left = largest(taken(built))
-    add([True, True])
-    beside_good = taken(built)
-    add([False, True])
-    return found, left, equal(beside_good, taken(built))
-
-
-@by_method
-@pytest.mark.parametrize("cp", [1, 2])
-def test_row06_a_record_without_tokens_is_exactly_zero(cp, method):
-    for results in on_ranks(cp, empty_record, (1, 1, cp), method):
-        assert results == ((0.0, 0.0), 0.0, True)
-
-
 # Row 13: bf16 norms or accumulators.
 
 

@@ -1,7 +1,4 @@
-"""Row 69: a run with nothing to learn is refused before its first draw, by the command too.
-
-What is refused, and with which reasons, is shown by ../data/test_dataset.py.
-"""
+"""Row 69: a run with nothing to learn is refused before its first draw, by the command too."""
 
 import json
 from pathlib import Path

@@ -4,6 +4,7 @@ For each format, one record of a data set is replaced by the worst that it can h
 has of every other record (its ids, its unit, the reason why it has none) must be as before.
 """
 
+import contextlib
 import json
 import resource
 import subprocess
@@ -25,6 +26,7 @@ from tests.data.stores import (
     as_arrow,
     as_hf,
     as_parquet,
+    source,
     store_of,
     stored,
     write,
@@ -32,6 +34,7 @@ from tests.data.stores import (
 from tests.processes import forks
 from torchtitan_dp.data import formats
 from torchtitan_dp.data.files import BROKEN, list_files, locate
+from torchtitan_dp.data.prepare import prepared
 from torchtitan_dp.data.tokenizer import HFTokenizer
 
 COUNT, WORST = 20, 7  # records, and which is replaced
@@ -355,3 +358,40 @@ def test_row78_a_value_above_the_limit_divides_a_file_as_one_below_it(
     # A quote that never closes is refused either way.
     known = whole if isinstance(whole, str) else [limited(*row) for row in enumerate(whole)]
     assert read_all() == known
+
+
+# ------------------------------------------------------- attacks by one record, which worked once
+
+
+def _arrow(path: Path, column: Any) -> Path:
+    batch = pa.record_batch({"text": column})
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
+        writer.write_batch(batch)
+    return path
+
+
+def test_row68_a_large_message_breaks_no_other_of_its_views(tmp_path):
+    """Rows of views share buffers, and so a size."""
+    turn = pa.struct([("role", pa.string()), ("content", pa.string_view())])
+    texts = ["the first", "x" * (formats.MOST_ROW_BYTES + 1), "the third"]
+    chats = [[{"role": "user", "content": text}] for text in texts]
+    path = _arrow(tmp_path / "a.arrow", pa.array(chats, type=pa.list_(turn)))
+    found = [row and row["text"] for row in formats.FORMATS["arrow"].rows(str(path), ["text"])]
+    assert [found[0], found[2]] == [chats[0], chats[2]]
+
+
+def test_tokens_never_become_records(tmp_path):
+    """Where their store lies among the files, which may be refused."""
+    (tmp_path / "a.txt").write_text("a text")
+    for _ in range(2):
+        with contextlib.suppress(ValueError):
+            assert len(prepared(source(tmp_path), str(tmp_path / "store"))) == 1
+
+
+def test_messages_whose_texts_are_codes_are_refused(tmp_path):
+    """One text that is not UTF-8 would break all others of its dictionary."""
+    codes = pa.DictionaryArray.from_arrays(pa.array([0, 1]), pa.array(["user", "assistant"]))
+    turns = pa.StructArray.from_arrays([codes, codes], ["role", "content"])
+    path = _arrow(tmp_path / "a.arrow", pa.ListArray.from_arrays(pa.array([0, 2]), turns))
+    with pytest.raises(ValueError, match=r"data\.messages_field = 'text': .*dictionary"):
+        formats.FORMATS["arrow"].check(str(path), {"text": "data.messages_field"})

@@ -6,9 +6,8 @@ import dp_accounting
 import pytest
 from dp_accounting.pld import PLDAccountant
 
-from tests.accounts import begun, ended, publish
-from torchtitan_dp.checkpoint.folder import verify
-from torchtitan_dp.ledger import Lineage, RunLog, Settings, read_published
+from tests.accounts import begun
+from torchtitan_dp.ledger import Lineage, RunLog, Settings
 from torchtitan_dp.ledger.spending import Run, spent, total
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.coefficients import cut_off
@@ -61,16 +60,3 @@ def test_each_crash_loses_whole_rounds(tmp_path, loses, whole):
         lineage = RunLog(str(tmp_path)).enter_lost(Lineage(SETTINGS, steps=2))
         assert lineage.lost == crashes * whole
         assert rounds(spent(lineage).segments(MECHANISM)) == 1 + crashes * whole // BANDS
-
-
-def test_its_run_is_logged_published_verified_and_read(tmp_path):
-    lineage = ended(Lineage(SETTINGS, planned_steps=9), tmp_path, 5)
-    published = publish(lineage, tmp_path)
-    assert published["bands"] == BANDS
-    assert published["epsilon"] == pytest.approx(by_dp_accounting(2), rel=2e-3)
-    assert published["epsilon_planned"] == pytest.approx(by_dp_accounting(3), rel=2e-3)
-    (event,) = published["dp_event"]["events"]
-    assert event["event"]["sampling_probability"] == pytest.approx(0.2)
-    assert verify(str(tmp_path)).faults == []
-    assert read_published(str(tmp_path)) == replace(lineage, start="")
-    assert Lineage.from_json(lineage.to_json()) == lineage

@@ -8,13 +8,11 @@ import pytest
 
 from tests.accounts import begun, export, publish, steps_of
 from tests.processes.runs import arguments, privacy, train, with_sigma, write_records
-from torchtitan_dp.checkpoint.folder import verify
 from torchtitan_dp.checkpoint.plan import earlier_ledger
 from torchtitan_dp.checkpoint.start import decide_start, plan_start
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.ledger import Lineage, write_fingerprint
 from torchtitan_dp.ledger.__main__ import main
-from torchtitan_dp.ledger.spending import total
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.release.__main__ import main as release
 
@@ -228,18 +226,6 @@ def test_a_checkpoint_that_no_start_of_this_folder_saved_is_refused(copy, data):
         (copy / name).unlink()
     with pytest.raises(ValueError, match=r"saved by a start that starts\.log .* lacks"):
         plan_of(arguments(copy, data, *with_sigma(SIGMA)), copy)
-
-
-def test_runs_that_began_with_one_export_share_what_it_spent(first, tmp_path):
-    folders = []
-    for name in "bc":
-        child = starting_from(first / "hf")
-        publish(dataclasses.replace(child, run=name, steps=2, planned_steps=2), tmp_path / name)
-        folders.append(tmp_path / name)
-        shutil.copy(first / "data_fingerprint.private", folders[-1])
-    told = total([verify(str(folder)) for folder in folders])
-    assert told.epsilon == pytest.approx(spends((SIGMA, 8)))
-    assert told.steps_executed == 4
 
 
 @pytest.mark.parametrize("text", ["", "1\n"])

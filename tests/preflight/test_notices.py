@@ -1,7 +1,5 @@
 """What is said of records before a run starts: by the plan and by a worker, and nowhere else."""
 
-import contextlib
-import io
 import json
 import os
 from pathlib import Path
@@ -10,14 +8,12 @@ import pytest
 
 from tests import accounts
 from tests.data import chats
-from tests.processes import forks
 from tests.processes.runs import arguments, with_sigma
 from torchtitan_dp.checkpoint.start import Start, plan_start
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.ledger import write_fingerprint
 from torchtitan_dp.plan import __main__ as plan
 from torchtitan_dp.preflight.check import check_run, open_records
-from torchtitan_dp.process import PLANNED
 
 NOTES = [{"who": i % 8, "note": f"note {i}"} for i in range(24)]
 JSONL = ("--training.dataset=jsonl", "--data.text_field=note")
@@ -41,47 +37,6 @@ def command(root: Path, *overrides: str) -> list[str]:
 def planned(root: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
     plan.main([*command(root, *overrides), "--world_size=1"])
     return capsys.readouterr().err
-
-
-def start(argv: list[str], cache: str, planned: bool = False) -> str:
-    """Start a worker as torchrun does, or as a launcher with a plan, up to its trainer."""
-    import torchtitan_dp.train as train
-
-    class BuiltError(Exception):
-        pass
-
-    def build(*_: object) -> None:
-        raise BuiltError
-
-    train.build_trainer = build  # type: ignore[assignment]
-    train.init_logger = lambda: None
-    os.environ.update(XDG_CACHE_HOME=cache, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", RANK="0")
-    os.environ.pop(PLANNED, None)
-    os.environ.update(WORLD_SIZE="1", **({PLANNED: "1"} if planned else {}))
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
-        try:
-            train.main.__wrapped__(argv)  # type: ignore[attr-defined]
-        except BuiltError:
-            print("built", file=said)
-        except SystemExit as stop:
-            print(stop.code, file=said)
-    return said.getvalue()
-
-
-def test_what_lines_lack_is_told_by_plan_and_start(
-    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lacking = (
-        "warning (not private): 2 of 26 records have no target and contribute nothing (records: 2 "
-        "have no such JSON field (data.text_field = 'note'"
-    )
-    write(tmp_path / "notes.jsonl", [*NOTES, {"x": 1}, {"x": 2}])
-    assert lacking in planned(tmp_path, capsys)
-    said = forks.call(start, command(tmp_path), str(cache))
-    assert lacking in said
-    assert said.endswith("built\n")
-    assert forks.call(start, command(tmp_path), str(cache), True) == "built\n"
 
 
 def begun(root: Path, *overrides: str) -> None:

@@ -245,13 +245,6 @@ def rehearsed_on(device: Device, root: Path) -> Any:
     return trainer
 
 
-def test_row47_what_fails_on_the_device_is_named_with_its_own_length(tmp_path):
-    rungs = ladder(load_config(command(tmp_path), 1))
-    assert len(rungs) > 2
-    with pytest.raises(SystemExit, match=f" of {rungs[1]:,} tokens: RuntimeError: CUDA error"):
-        rehearsed_on(Device(failing=rungs[1]), tmp_path)
-
-
 def test_row47_collectives_must_outwait_a_device_behind_its_host(tmp_path):
     """NCCL's time-out counts from the launch: 100 s for four microbatches of the longest."""
     device = Device(seconds=25.0)
