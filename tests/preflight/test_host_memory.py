@@ -88,8 +88,8 @@ def test_what_a_node_lacks_is_refused_in_one_line() -> None:
     assert "\n" not in line
     assert line.startswith(
         "activation_checkpoint.offload_inputs = true: 8 ranks of a node need 1,113.75 GiB of its "
-        "memory (a rank 128.00 for inputs of 32 blocks and 11.22 to save beside the run), and "
-        "1,113.75 GiB are available; "
+        "memory (a rank 128.00 for inputs and 11.22 to save beside the run), and 1,113.75 GiB are "
+        "available; "
     )
     for remedy in ("training.seq_len", "context_parallel_degree", "to false", "async_mode"):
         assert remedy in line

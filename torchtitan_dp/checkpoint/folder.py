@@ -8,6 +8,10 @@ Guarantee:
     nothing of a checkpoint is read unless this process' user owns it, its files and the folder that
     it lies in, and nobody else may write to one of them (`refuse_foreign`). All reading goes
     through `read_metadata` and `load`.
+
+    `verify` reports a fault wherever `privacy.json`, the logs and the ledgers inside the
+    checkpoints contradict each other, or an epsilon is below the spending of their steps. It
+    cannot detect consistent edits of all of them.
 """
 
 import json

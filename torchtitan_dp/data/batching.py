@@ -1,6 +1,12 @@
 """From a draw of units to the microbatches of one rank; ranks agree on each step before its update.
 
+A sample begins where its unit's records begin, one after the other, or is a random window of them.
+Of a record with answers that is longer, it begins a quarter of a sample before the first target, or
+earlier if the record ends within it. Labels are shifted before any sharding (hazard rows 6, 7).
+
 Guarantee:
+    - A draw of a unit makes one sample (or a public number, `windows`), cut or padded, never packed
+      with others, each a function of that unit's records and of independent randomness.
     - Microbatches are the same, bit by bit, on every rank of a context-parallel group: each slices
       the same store, which ranks compare at the start.
     - A sample that cannot be read aborts the step on all ranks before the update; until they have

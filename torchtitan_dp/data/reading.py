@@ -9,6 +9,12 @@ Guarantee:
 
 The ids of a text are [bos] text [eos] (marks that exist), of a record with a prompt [bos] prompt
 answer [eos]; those of a chat are what its template writes. Each piece is tokenized by itself.
+
+The tokenizer's own template is rendered in jinja2's sandbox with the names that Hugging Face's
+`apply_chat_template` gives it, but for the clock, chance and addresses of memory: text that differs
+by day or process is no function of a record. With `{% generation %}` blocks these are the
+assistant's text; else what an answer adds to the messages before it and its opening. Templates and
+conversations that rewrite earlier turns are refused.
 """
 
 import hashlib

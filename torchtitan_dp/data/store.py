@@ -1,4 +1,5 @@
-"""The store of tokens: records as they were tokenized once, on disk, private like the records.
+"""The store of tokens: records as they were tokenized once, on disk, private like the records; and
+the privacy units, each of them one record, or what `data.unit_field` groups.
 
 A store is a folder with `tokens` (the ids of all records; those that are no targets as their
 bitwise complement), `arrays` (where each record ends, and its unit) and `facts.json` (what was
@@ -8,8 +9,13 @@ files' relative names and sizes, so that runs, nodes and copies share it.
 Guarantee:
     - A store that is opened has the tokens that `prepare` makes of the files as they are: both are
       compared by hash, and once more where the size, times or inode of one changed since.
-    - Folders are 0700 and files 0600.
-    - A store is written under another name and renamed, by one process at a time.
+    - Folders are 0700 and files 0600. A store is written under another name and renamed, by one
+      process at a time.
+    - Every record belongs to exactly one unit, so that a drawn unit brings in no records of others.
+      One whose unit cannot be read (a row without the field, a file in no folder) is a unit of its
+      own, named by its place, and reads as nothing: to drop it would change who else can be drawn.
+    - Units are ordered by a 128-bit hash of their names, private like the names. Which units there
+      are, and how many, is public with `zero_out`, and not with a public `privacy.sample_rate`.
 """
 
 import contextlib

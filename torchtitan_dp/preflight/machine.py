@@ -100,7 +100,8 @@ def refuse_lack(config: JobConfig, args: ModelArgs, ranks: int, available: int |
             f"activation_checkpoint.offload_inputs = true: {ranks} ranks of a node need "
             f"{needed / GIB:,.2f} GiB of its memory (a rank {inputs / GIB:,.2f} for inputs and "
             f"{copy / GIB:,.2f} to save beside the run), and {available / GIB:,.2f} GiB are "
-            f"available; take a smaller training.seq_len, more ranks, {saved}or set it to false"
+            f"available; take a smaller training.seq_len, a larger context_parallel_degree, {saved}"
+            "or set it to false"
         )
 
 
