@@ -83,8 +83,6 @@ def test_a_run_ends_at_its_step(finished):
     "overrides, key, values",
     [
         (("--privacy.delta=1e-4",), "privacy.delta", ("0.0001", "0.001")),
-        (("--privacy.max_grad_norm=2",), "privacy.max_grad_norm", ("2.0", "1.0")),
-        (("--training.global_batch_size=4",), "training.global_batch_size", ("4", "3")),
         (("--privacy.sample_rate=0.25",), "privacy.sample_rate", ("0.25", "0.125")),
         (with_sigma(3), "privacy.noise_multiplier", ("3.0", "0.49")),
         (("--training.steps=8",), "training.steps", ("8", "noise was fixed at training.steps = 4")),

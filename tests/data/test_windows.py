@@ -1,39 +1,15 @@
 """Windows of long texts: where they begin, how many there are, and what a step is fed of them."""
 
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from tests.data.drawn import IGNORED, T, Words, ids, marked, rng, sample, samples_of
+from tests.data.drawn import IGNORED, T, Words, ids, rng, sample, samples_of
 from torchtitan_dp.data.batching import Microbatch, Samples
 
 K = 3
-WINDOWED: dict[str, list[str | None]] = {
-    "one record": ["".join(map(chr, range(33, 113)))],
-    "records": ["".join(chr(33 + 8 * i + j) for j in range(8)) for i in range(10)],
-    "uneven": ["!", "".join(map(chr, range(34, 104))), "", None, "xyz", "{|}"],
-    "just too long": ["0123456789abcde", "!"],
-}
-
-
-@pytest.mark.parametrize("name", WINDOWED)
-def test_a_window_is_a_part_and_every_part_comes(tmp_path: Path, name: str) -> None:
-    samples, (ann,) = samples_of(tmp_path, {"ann": WINDOWED[name]}, window=True)
-    whole = marked(*filter(None, WINDOWED[name]))
-    last, starts = len(whole) - (T + 1), Counter[int]()
-    for seed in range(600):
-        window = ids(sample(samples, ann, rng=rng(seed)))
-        assert len(window) == T + 1 == samples.tokens(ann) + 1
-        starts[next(i for i in range(last + 1) if whole[i : i + T + 1] == window)] += 1
-    assert {0, last} <= set(starts)
-    covered = np.zeros(len(whole))
-    for start, count in starts.items():
-        covered[start : start + T + 1] += count
-    assert covered.min() > 0.2 * covered.mean()
-    assert covered.max() < 2.5 * covered.mean()
 
 
 def several(samples: Samples, unit: int, seed: int) -> list[list[int]]:

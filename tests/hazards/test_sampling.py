@@ -11,12 +11,10 @@ import pytest
 
 from tests.data.drawn import dealt, sample
 from tests.data.stores import (
-    WRITERS,
     records_in,
     records_of,
     source,
     store_of,
-    stored,
     texts,
     write,
 )
@@ -24,8 +22,6 @@ from tests.processes.runs import arguments
 from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.data.batching import Draw, RecordLoader, Samples
-from torchtitan_dp.data.formats import FORMATS
-from torchtitan_dp.data.prepare import prepared
 from torchtitan_dp.preflight.check import build_samples, open_records
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.sampling import poisson_draw
@@ -123,23 +119,6 @@ def test_row43_q_is_batch_over_units_and_the_ledger_names_the_unit(users):
 
 
 # Who is held out must not depend on who else is there, where that is what is protected.
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_row43_a_format_says_whether_one_record_more_renames_others(tmp_path, format):
-    """Three records, and another one before them."""
-    names = []
-    for more in (0, 1):
-        rows, folder = [{"text": text} for text in ["w"] * more + ["x", "y", "z"]], tmp_path / "d"
-        if format == "text":
-            write(folder, {row["text"]: row["text"].encode() for row in rows})
-        else:
-            WRITERS[format](folder, rows)
-        store = prepared(source(folder, format), str(tmp_path / "store"))
-        found = zip(texts(store), stored(store), strict=True)
-        names.append({text: record.unit for text, record in found if text != "w"})
-    assert names[0].keys() == names[1].keys() == set("xyz")
-    assert (FORMATS[format].fields is not None) == (names[0] != names[1])
 
 
 # Row 60: a record of no known unit.

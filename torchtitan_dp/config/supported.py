@@ -46,27 +46,16 @@ _SUPPORTED = {
 # Remedies of keys that must keep their defaults, where "remove it" is not enough.
 _REMEDIES = {
     "training.max_norm": "set it to 0; each record's gradient is clipped by privacy.max_grad_norm",
-    "training.loss_scale": "set it to 1; a scaled loss scales the gradient that is clipped to "
-    "privacy.max_grad_norm, and can only overflow; where fp16 loses small gradients, set "
-    "training.mixed_precision_param to 'bfloat16'",
+    "training.loss_scale": "set it to 1; a scaled loss scales the gradient that is clipped; where "
+    "fp16 loses small ones, set training.mixed_precision_param to 'bfloat16'",
     "training.dtype": "set it to 'float32' (and mixed_precision_param to 'bfloat16' for bf16 "
     "compute); norms, noise and updates need fp32",
-    "optimizer.early_step_in_backward": "set it to false; the step needs the whole batch's clipped "
-    "sum",
-    "model.converters": "remove them; float8 and other converters are not supported with privacy",
-    "checkpoint.exclude_from_loading": "remove it; weights must come with the ledger of their "
-    "spending",
     "checkpoint.load_step": "set it to -1; a branch from an earlier step would share this folder's "
     "ledger",
     "checkpoint.last_save_model_only": "set it to false: a checkpoint of weights alone lacks the "
     "ledger of their spending; python -m torchtitan_dp.release publishes them with it",
     "checkpoint.initial_load_model_only": "set it to true; to continue another run with its "
     "optimizer and ledger, copy its whole job.dump_folder",
-    "checkpoint.create_seed_checkpoint": "remove it; initial weights follow from debug.seed on any "
-    "mesh",
-    "fault_tolerance.enable": "set it to false; replicas that come and go would change who is "
-    "sampled",
-    "comm.mode": "set it to 'default'; the others do not train",
 }
 
 

@@ -202,19 +202,16 @@ def _remedy(config: JobConfig, fits: int | None) -> str:
     if fits is None:
         bands = "fewer privacy.bands, " if config.privacy.noise == "banded" else ""
         return f"what would fit: {bands}more ranks, or a smaller model"
-    training, checkpointing = config.training, config.activation_checkpoint
-    found = []
-    if config.parallelism.keep_weights_gathered:
-        found.append("parallelism.keep_weights_gathered = false")
-    if fits:
-        found.append(f"training.seq_len = {fits} (samples of {fits:,} tokens passed)")
-    if checkpointing.mode != "full":
-        found.append(f"activation_checkpoint.mode = 'full' (now '{checkpointing.mode}')")
-    elif not checkpointing.offload_inputs:
-        found.append("activation_checkpoint.offload_inputs = true")
-    if training.local_batch_size > 1:
-        found.append(f"a smaller training.local_batch_size (now {training.local_batch_size})")
-    return f"what would fit: {', or '.join([*found, 'more ranks'])}"
+    count, mode = config.training.local_batch_size, config.activation_checkpoint.mode
+    remedies = {
+        "parallelism.keep_weights_gathered = false": config.parallelism.keep_weights_gathered,
+        f"training.seq_len = {fits} (samples of {fits:,} tokens passed)": fits > 0,
+        f"activation_checkpoint.mode = 'full' (now '{mode}')": mode != "full",
+        "activation_checkpoint.offload_inputs = true": mode == "full",
+        f"a smaller training.local_batch_size (now {count})": count > 1,
+        "more ranks": True,
+    }
+    return f"what would fit: {', or '.join(key for key, helps in remedies.items() if helps)}"
 
 
 def _microbatch(config: JobConfig, length: int) -> str:
