@@ -15,7 +15,6 @@ from tests.processes.ranks import on_ranks
 from torchtitan_dp.checkpoint.plan import choose_loss, settle
 from torchtitan_dp.checkpoint.start import (
     Start,
-    Weights,
     check_start,
     confirmed,
     decide_start,
@@ -61,7 +60,7 @@ def truncate(place):
 def test_a_checkpoint_of_its_own_comes_before_initial_weights(tmp_path):
     own(tmp_path, 2, 4)
     start = decide_start(config(tmp_path, "--checkpoint.initial_load_path=/nowhere", HF))
-    assert (start.weights, start.step) == (Weights.OWN, 4)
+    assert (start.resumes, start.step) == (True, 4)
     assert start.own_ledger == ledger(tmp_path, 4)
     check_start(start, META, "here")
     with pytest.raises(ValueError, match=r"^here: its weight is \[9\]"):

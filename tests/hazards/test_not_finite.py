@@ -23,7 +23,7 @@ from tests.checkpoint.test_resume import Folder, steps_saved
 from tests.processes.runs import TIMEOUT_S, privacy, with_sigma
 from torchtitan_dp.checkpoint import manager
 from torchtitan_dp.checkpoint.manager import Checkpointer
-from torchtitan_dp.checkpoint.start import Start, Weights
+from torchtitan_dp.checkpoint.start import Start
 from torchtitan_dp.process import Fault
 from torchtitan_dp.release.__main__ import empty_model, load_weights
 from torchtitan_dp.report.run_folder import open_run, status_rows
@@ -106,8 +106,8 @@ def test_row69_no_checkpoint_is_written_of_such_weights(monkeypatch, last):
 @pytest.mark.parametrize(
     ("start", "words"),
     [
-        (Start(Weights.OWN, "c/step-4", "checkpoint.folder", 4), "from the one before"),
-        (Start(Weights.INITIAL, "given", "model.hf_assets_path"), "use an intact copy"),
+        (Start("c/step-4", "checkpoint.folder", True, 4), "from the one before"),
+        (Start("given", "model.hf_assets_path"), "use an intact copy"),
     ],
 )
 def test_row69_such_weights_are_not_trained_on(monkeypatch, start, words):
@@ -196,7 +196,7 @@ def test_row70_the_steps_of_a_resume_are_its_configurations(name, changes):
     resumed_schedules.load_state_dict(saved[1])
     fake = SimpleNamespace(
         states={manager.OPTIMIZER: resumed, manager.LR_SCHEDULER: resumed_schedules},
-        start=Start(Weights.OWN, "", "", 4),
+        start=Start("c", "checkpoint.folder", True, 4),
         _config=settings,
     )
     Checkpointer._follow_configuration(fake, before)

@@ -273,7 +273,7 @@ def in_another_process(expression: str, **options: Any) -> "subprocess.Completed
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("store_schema", [False, True])
+@pytest.mark.parametrize("store_schema", [False])
 def test_row68_a_row_that_memory_does_not_hold_is_refused(store_schema, tmp_path):
     """Nine messages of 250 MB in a file of some kilobytes, in a process with 3 GB of memory: no
     row behind it is lost in silence."""

@@ -14,7 +14,6 @@ Guarantee:
       them.
 """
 
-import enum
 import functools
 import os
 from collections.abc import Callable, Mapping
@@ -67,32 +66,24 @@ from torchtitan_dp.process import Fault
 PUBLIC = "the initial weights are assumed to be public"
 
 
-class Weights(enum.Enum):
-    """The source of a start's weights."""
-
-    DRAWN = "drawn from debug.seed"
-    INITIAL = "a Hugging Face folder that the configuration names"
-    OWN = "a checkpoint of this run"
-
-
 @dataclass(frozen=True)
 class Start:
     """The decided start of a run, with the ledger of its weights."""
 
-    weights: Weights = Weights.DRAWN
-    place: str = ""  # their folder
-    key: str = ""  # the key of the configuration that names that folder
-    step: int = 0  # of this run's own checkpoint
-
-    @property
-    def resumes(self) -> bool:
-        """Whether the run continues from a checkpoint of its own."""
-        return self.weights is Weights.OWN
+    place: str = ""  # the folder of its weights
+    key: str = ""  # the configuration's key that names it; without one they are drawn
+    resumes: bool = False  # from a checkpoint of its own; else from a Hugging Face folder
+    step: int = 0  # of that checkpoint
 
     @property
     def loads(self) -> bool:
         """Whether all weights are read from files (initial ones may lack adapters of LoRA)."""
-        return self.weights is not Weights.DRAWN
+        return bool(self.key)
+
+    @property
+    def initial(self) -> str | None:
+        """The Hugging Face folder of initial weights, if any."""
+        return self.place if self.loads and not self.resumes else None
 
     @functools.cached_property
     def own_ledger(self) -> Lineage | None:
@@ -117,7 +108,7 @@ def decide_start(config: JobConfig) -> Start:
         whole = (step for step in steps if not damage(step_folder(folder, step)))
         return own_checkpoint(folder, next(whole, steps[0]))
     if config.checkpoint.initial_load_in_hf:
-        return Start(Weights.INITIAL, *weights_folder(config))
+        return Start(*weights_folder(config))
     return Start()
 
 
@@ -129,7 +120,7 @@ def decision(config: JobConfig) -> Callable[[], Start]:
 
 def own_checkpoint(folder: str, step: int) -> Start:
     """Return the start from this run's checkpoint of a step."""
-    return Start(Weights.OWN, step_folder(folder, step), "checkpoint.folder", step)
+    return Start(step_folder(folder, step), "checkpoint.folder", True, step)
 
 
 def confirmed(start: Start, folder: str, step: int = -1) -> Start:
@@ -210,7 +201,7 @@ def check_records(folder: str, fingerprint: str | None, settings: Mapping[str, o
 def plan_start(config: JobConfig, units: int, start: Start, earlier: Lineage | None) -> Plan:
     """Plan the privacy budget of a run with this start, as `settle` does; `earlier` is the ledger
     of its folder (`plan.earlier_ledger`)."""
-    initial = start.place if start.weights is Weights.INITIAL else None
+    initial = start.initial
     if (loaded := start.own_ledger) is not None:
         history, terms = resumed(config, earlier or loaded, loaded)
     elif earlier is None:

@@ -25,7 +25,6 @@ from torchtitan_dp.checkpoint.plan import (
 )
 from torchtitan_dp.checkpoint.start import (
     Start,
-    Weights,
     check_records,
     check_start,
     decide_start,
@@ -211,7 +210,7 @@ def check_names(config: JobConfig, start: Start) -> None:
     if start.loads and not os.path.isdir(start.place):
         remedy = from_hub(start.place) or "name the one with initial weights"
         raise ValueError(f"{at}: no such folder; {remedy}")
-    if start.weights is Weights.INITIAL:
+    if start.initial is not None:
         try:
             weight_files(start.place)
         except ValueError as mistake:
@@ -223,7 +222,7 @@ def check_files(config: JobConfig, args: ModelArgs, start: Start) -> None:
     """Refuse, by ValueError, weights that cannot be loaded."""
     if not start.loads:
         return
-    if start.weights is Weights.INITIAL:
+    if start.initial is not None:
         check_weights(f"{start.key} = '{start.place}'", start.place, args)
         if isinstance(load_tokenizer(config.model.hf_assets_path), ByteTokenizer):
             raise ValueError(
