@@ -21,7 +21,6 @@ from torchtitan_dp.checkpoint.folder import (
     read_ledger,
     refuse_another_model,
     refuse_other_settings,
-    set_aside,
     stale_checkpoints,
 )
 
@@ -127,17 +126,6 @@ def test_only_unfinished_checkpoints_are_dropped(tmp_path):
         (folder / "step-7").mkdir(exist_ok=True)
         assert not drop_unfinished(str(folder))
         assert newest_finished_checkpoint(str(folder)) == step
-
-
-def test_setting_aside_never_overwrites(tmp_path):
-    folder = tmp_path / "checkpoint"
-    for i in range(2):
-        dcp.save({"value": i}, checkpoint_id=folder / "step-4", no_dist=True)
-        kept = set_aside(str(folder), 4)
-        state = {"value": -1}
-        load(state, kept, no_dist=True)
-        assert state == {"value": i}
-    assert os.listdir(folder) == []
 
 
 def test_row82_only_whole_checkpoints_of_this_folder_are_pruned(tmp_path):

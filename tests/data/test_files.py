@@ -103,12 +103,3 @@ def test_a_file_with_several_hard_links_is_taken_once(tmp_path: Path) -> None:
     link(root, {"far2.txt": far / "y.txt"})
     assert listed(root).names == ["a.txt", "c.txt", "far.txt"]
     assert listed(root / "b").names == ["x.txt"]
-
-
-def test_python_stdlib() -> None:
-    names = listed("python-stdlib").names
-    assert names == sorted(names)
-    assert {"abc.py", "json/decoder.py"} <= set(names)
-    assert not any("-packages" in n or "__pycache__" in n or n[-3:] != ".py" for n in names)
-    with pytest.raises(ValueError, match=r"'python-stdlib' does not exist"):
-        locate("python-stdlib", has_stdlib=False)

@@ -177,15 +177,6 @@ def test_columns_that_are_missing_or_there_twice_are_refused(tmp_path: Path, for
     refuse(root, format, r"data\.text_field = 'text': .* has 2 such columns")
 
 
-def test_arrow_files_may_be_streams_and_compressed(tmp_path: Path) -> None:
-    from pyarrow import feather
-
-    root = WRITERS["arrow"](tmp_path / "d", [{"text": "a"}])
-    (WRITERS["hf"](tmp_path / "hf", [{"text": "b"}]) / FILE["hf"]).rename(root / "b.arrow")
-    feather.write_feather(pa.table({"text": ["c"]}), root / "c.feather", compression="zstd")
-    assert texts(store_of(root, tmp_path, "arrow")) == ["a", "b", "c"]
-
-
 def test_rows_behind_a_damaged_page_keep_their_places(tmp_path: Path) -> None:
     expected = [f"note {i} " * 20 for i in range(450)]
     plain = {"use_dictionary": False, "data_page_size": 100, "write_batch_size": 1}

@@ -36,15 +36,6 @@ def encoded(tokenizer: Tokenizer, *texts: str) -> list[list[int] | None]:
     return [None if ids is None else ids.tolist() for ids in found]
 
 
-def test_bytes() -> None:
-    tokenizer, text = ByteTokenizer(), "a\0ünï ☃"
-    ids = tokenizer.encode(text)
-    assert ids.tolist() == list(text.encode())
-    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.get_vocab_size()) == (256, 257, 258)
-    assert tokenizer.decode([256, *ids, 257]) == text
-    assert tokenizer.decode(ids[:-1]) == "a\0ünï \ufffd"
-
-
 MODELS = [models.WordLevel({"a": 0}), models.WordPiece({"a": 0}, unk_token="?")]
 MODELS += [models.Unigram([("a", -1.0)], None, False), models.BPE({"a": 0}, [], unk_token="?")]
 

@@ -5,7 +5,6 @@ In one process; test_run.py holds the same of a whole run's files.
 
 import functools
 import logging
-import re
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -75,19 +74,6 @@ def test_row24_only_what_is_public_is_in_the_public_section(logged):
     assert public == {f"private_to_publish/{name}" for name in PUBLIC}
     assert {f"not_private/{name}" for name in STATISTICS} < set(tags)
     assert not any("mfu" in t for t in tags)  # the device's peak is unknown
-
-
-def test_row24_the_console_line_labels_what_is_not(logged):
-    _, line = logged
-    public, label, private = line.partition("not private: ")
-    assert label
-    assert set(re.findall(r"\b([a-z][a-z0-9 ]*): ", public)) == {"step", "epsilon", "lr"}
-    assert public.startswith("step: 7/12  epsilon: 2.5 (4 at the end)  ")
-    assert "loss: 1.2500" in private
-    assert "ETA: " in private
-    assert "mfu" not in line
-    assert "batch: 3  clipped" in private
-    assert "left out" not in line
 
 
 # Row 28: a wrapped weight has one name.

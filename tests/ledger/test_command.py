@@ -161,14 +161,6 @@ def starting_from(path, *overrides):
     return plan_of(command, path / "new").ledger
 
 
-def test_hazard_45_weights_of_any_records_spend_on(tmp_path, copy):
-    """Other names, sizes or held-out parts do not make other people of them."""
-    name = export(earlier_ledger(str(copy)), tmp_path)["run"]
-    later = starting_from(tmp_path, PUBLIC_OPTION)
-    (ancestor,) = later.ancestors
-    assert (ancestor.run, ancestor.spent()) == (name, [steps_of(SIGMA, RATE, 4)])
-
-
 @pytest.mark.parametrize(
     "change, said",
     [
@@ -257,10 +249,3 @@ def test_weights_in_the_runs_own_folder_are_its_own(tmp_path):
     (tmp_path / "new" / "hf").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"lies in job\.dump_folder"):
         starting_from(tmp_path / "new" / "hf", f"--job.dump_folder={tmp_path}/new", PUBLIC_OPTION)
-
-
-def test_nothing_is_added_up_while_there_are_faults(copy, capsys):
-    (copy / "steps_executed.log").write_text("")
-    code, told = run(copy)
-    assert (code, told["total"]) == (1, None)
-    assert "runs are not composed" in capsys.readouterr().err

@@ -152,13 +152,3 @@ def test_a_torn_line_of_a_start_is_a_crash_and_swallows_nothing(tmp_path, torn):
     assert lost(tmp_path, lineage) == 10
     begun(lineage, tmp_path, loses=7)
     assert lost(tmp_path, lineage) == 10 + 7
-
-
-def test_more_steps_than_the_starts_lead_to_are_refused(tmp_path):
-    """`starts.log` was removed, or cut."""
-    begun(RUN, tmp_path, 3)
-    (tmp_path / "starts.log").unlink()
-    of_run = RunLog(str(tmp_path))
-    with pytest.raises(Fault, match=r"has 3 steps, but starts\.log leads to 0"):
-        opened(RUN, of_run, Losable(1, 1))
-    assert "lacks steps or crashes" in of_run.lacks(replace(RUN, lost=3))

@@ -81,7 +81,7 @@ class Data:
     store: str | None = None
     """The folder for the records' tokens, which are written once, before training: private, and as
     large as the text, about. Unset: `torchtitan_dp/prepared` in `$XDG_CACHE_HOME` or ~/.cache. Not
-    within `job.dump_folder`. `torchtitan-dp prepare` fills, lists and erases it."""
+    within `job.dump_folder`. `torchtitan-dp prepare` fills it."""
 
     length_buckets: bool = True
     """With privacy: pad each sample to the smallest of a few public lengths that fits (a power of
