@@ -198,8 +198,8 @@ def _refuse_overspending(config: JobConfig, ledger: Lineage, before: int) -> flo
             key, fixed = f"training.steps = {steps}", f"training.steps = {before}"
         raise ValueError(
             f"{key}: this run's noise was fixed at {fixed}, and {steps} training.steps would spend "
-            f"{accounting.rounded_up(reached)}; lower training.steps, or raise "
-            f"privacy.target_epsilon (now {target:g})"
+            f"{accounting.rounded_up(reached)}; lower training.steps, raise "
+            f"privacy.target_epsilon (now {target:g}), or take another job.dump_folder"
         )
     return reached
 

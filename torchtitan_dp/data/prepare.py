@@ -398,9 +398,7 @@ def _naming_file(path: str, rows: Iterator[Fields | None]) -> Iterator[Fields | 
             "private); take one with more"
         ) from None
     except (OSError, EOFError, pa.ArrowException) as error:
-        remedy = "restore it, or name the others by a glob"
-        if "too much memory" in str(error):  # zstd's words
-            remedy = "its zstd window is above 128 MiB (--long=28 to 31): write it with a smaller"
         raise ValueError(
-            f"training.dataset_path: {path} cannot be read to its end ({error}): {remedy}"
+            f"training.dataset_path: {path} cannot be read to its end ({error}): restore it, or "
+            "name the others by a glob"
         ) from error
