@@ -6,7 +6,7 @@ Row 74 of the hazards; draws over resumes are in hazards/test_trainer.py, crashe
 import pytest
 
 from tests.processes.runs import arguments, privacy, train, with_sigma, write_records
-from torchtitan_dp.checkpoint.verify import verify
+from torchtitan_dp.checkpoint.folder import verify
 from torchtitan_dp.privacy.accounting import compose
 from torchtitan_dp.privacy.segments import Mechanism, Segment
 from torchtitan_dp.release.__main__ import main as release

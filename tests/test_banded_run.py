@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.processes.runs import arguments, privacy, train, weights, with_sigma, write_records
-from torchtitan_dp.checkpoint.verify import verify
+from torchtitan_dp.checkpoint.folder import verify
 
 pytestmark = pytest.mark.slow
 

@@ -34,9 +34,9 @@ FLOORS = [
     {"launch", "__main__"},
 ]
 STAGES = [  # of data/: each imports from itself and from those before
-    {"files", "tokenizer", "units"},
-    {"tables", "chat_template", "store"},
-    {"formats", "reading", "samples"},
+    {"files", "tokenizer"},
+    {"store"},
+    {"formats", "reading"},
     {"prepare", "batching"},
     {"dataset"},
 ]

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.processes.runs import Run, arguments, privacy, train, with_sigma, write_records
-from torchtitan_dp.checkpoint.verify import verify
+from torchtitan_dp.checkpoint.folder import verify
 from torchtitan_dp.ledger.spending import heldout_epsilon
 from torchtitan_dp.plan import __main__ as plan
 from torchtitan_dp.release.__main__ import main as release

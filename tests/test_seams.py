@@ -19,8 +19,8 @@ import pytest
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 from tests.test_imports import modules
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.keys import keys
 from torchtitan_dp.config.load import load_config
+from torchtitan_dp.config.supported import keys
 
 DOORS = {
     "torch_private": """
@@ -213,11 +213,11 @@ def test_torchtitan_has_them(part: str) -> None:
 
 
 def test_the_schema_that_is_read_alone_is_torchtitans() -> None:
-    """`config.schema` reads one file of TorchTitan's, without what that imports: keys, types and
+    """`config.load` reads one file of TorchTitan's, without what that imports: keys, types and
     defaults are those of the package, and ours are merged as `ConfigManager` does."""
     from torchtitan.config import ConfigManager
 
-    from torchtitan_dp.config.schema import schema
+    from torchtitan_dp.config.load import schema
 
     theirs = ConfigManager()._merge_configs(
         importlib.import_module("torchtitan.config").JobConfig, JobConfig

@@ -21,7 +21,6 @@ from torchtitan_dp.checkpoint.folder import (
     read_ledger,
     refuse_another_model,
     refuse_other_settings,
-    set_aside,
     stale_checkpoints,
 )
 
@@ -61,23 +60,6 @@ def reads(step):
         lambda: read_ledger(step),
         lambda: refuse_another_model(step, {}, "here"),
     )
-
-
-@pytest.mark.parametrize("place", [".", "..", ".metadata", "__0_0.distcp"])
-@pytest.mark.parametrize("mode", [0o020, 0o002])
-def test_a_checkpoint_that_others_may_write_to_is_refused_before_it_is_unpickled(
-    saved, tmp_path, place, mode
-):
-    path = os.path.join(saved, place)
-    os.chmod(path, os.stat(path).st_mode | mode)
-    for read in reads(saved):
-        with pytest.raises(ValueError, match=r"may be written by others, .* \(chmod -R go-w"):
-            read()
-    assert not (tmp_path / "made").exists()
-    os.chmod(path, os.stat(path).st_mode & ~mode)
-    os.chmod(os.path.dirname(saved), 0o1777)  # as of a mount: others cannot rename what lies there
-    load({"weight": torch.zeros(2, 3), "flag": None}, saved, no_dist=True)
-    assert (tmp_path / "made").exists()  # the attack works where nothing guards
 
 
 def test_a_checkpoint_of_another_user_is_refused_before_it_is_unpickled(
@@ -144,17 +126,6 @@ def test_only_unfinished_checkpoints_are_dropped(tmp_path):
         (folder / "step-7").mkdir(exist_ok=True)
         assert not drop_unfinished(str(folder))
         assert newest_finished_checkpoint(str(folder)) == step
-
-
-def test_setting_aside_never_overwrites(tmp_path):
-    folder = tmp_path / "checkpoint"
-    for i in range(2):
-        dcp.save({"value": i}, checkpoint_id=folder / "step-4", no_dist=True)
-        kept = set_aside(str(folder), 4)
-        state = {"value": -1}
-        load(state, kept, no_dist=True)
-        assert state == {"value": i}
-    assert os.listdir(folder) == []
 
 
 def test_row82_only_whole_checkpoints_of_this_folder_are_pruned(tmp_path):

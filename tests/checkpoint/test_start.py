@@ -15,7 +15,6 @@ from tests.processes.ranks import on_ranks
 from torchtitan_dp.checkpoint.plan import choose_loss, settle
 from torchtitan_dp.checkpoint.start import (
     Start,
-    Weights,
     check_start,
     confirmed,
     decide_start,
@@ -58,27 +57,10 @@ def truncate(place):
     os.truncate(path, path.stat().st_size - 1)
 
 
-def test_weights_are_drawn_where_nothing_is_there(tmp_path):
-    assert decide_start(config(tmp_path)) == Start(Weights.DRAWN)
-    own(tmp_path, 9, 10)
-    assert decide_start(config(tmp_path)).step == 10  # the largest number, not the last word
-    start = decide_start(build.config("--checkpoint.no-enable", f"--job.dump_folder={tmp_path}"))
-    assert (start.loads, start.resumes, start.own_ledger) == (False, False, None)
-
-
-@pytest.mark.parametrize(
-    "key, place", [("checkpoint.initial_load_path", "/w"), ("model.hf_assets_path", "/hf")]
-)
-def test_initial_weights_are_found_by_their_key(tmp_path, key, place):
-    start = decide_start(config(tmp_path, f"--{key}={place}", HF))
-    assert start == Start(Weights.INITIAL, place, key)
-    assert (start.loads, start.resumes) == (True, False)
-
-
 def test_a_checkpoint_of_its_own_comes_before_initial_weights(tmp_path):
     own(tmp_path, 2, 4)
     start = decide_start(config(tmp_path, "--checkpoint.initial_load_path=/nowhere", HF))
-    assert (start.weights, start.step) == (Weights.OWN, 4)
+    assert (start.resumes, start.step) == (True, 4)
     assert start.own_ledger == ledger(tmp_path, 4)
     check_start(start, META, "here")
     with pytest.raises(ValueError, match=r"^here: its weight is \[9\]"):

@@ -1,13 +1,9 @@
 """The padded lengths of samples: few, rising by two at most, and whole tiles of attention."""
 
-import itertools
-
 import pytest
-import torch
 
-from tests.processes.runs import CONFIG
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.derived import MOST_LENGTHS, ladder, ring_is_aligned
+from torchtitan_dp.config.derived import ladder, ring_is_aligned
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.distributed import cpu
 
@@ -44,24 +40,3 @@ def test_rungs_on_an_accelerator_fill_the_tiles_of_attention(
     assert ladder(configured(seq_len=2048, cp=2)) == (512, 1024, 2048)
     assert on_cpu == (8, 16, 32, 64, 128, 256, 512, 1024)
     assert ladder(configured(seq_len=1024)) == alone
-
-
-def test_samples_of_512_tokens_on_two_gpus_take_no_unaligned_part(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Both of a rank's parts fill whole tiles of attention, at every length of the ladder."""
-    monkeypatch.setattr(cpu, "has_accelerator", lambda: True)
-    config = load_config(["--job.config_file", str(CONFIG), "--training.seq_len=512"], 2)
-    cp = config.parallelism.context_parallel_degree
-    assert (cp, config.training.mixed_precision_param) == (2, "float32")
-    assert ring_is_aligned(config)
-
-
-@pytest.mark.parametrize("seq_len", [8192, 8320, 131072])
-def test_ladder_is_short_enough_to_compile(seq_len: int) -> None:
-    for cp in (1, 2, 4):
-        lengths = ladder(configured(seq_len=seq_len, cp=cp))
-        assert len(lengths) == MOST_LENGTHS <= torch._dynamo.config.recompile_limit
-        assert lengths[-1] == seq_len
-        assert all(length % (2 * cp) == 0 for length in lengths)
-        assert all(a < b <= 2 * a for a, b in itertools.pairwise(lengths))

@@ -13,13 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tests.data.chats import PLAIN
-from torchtitan_dp.data.chat_template import ChatTemplate
 from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.data.prepare import Source, prepared
-from torchtitan_dp.data.reading import Reading
-from torchtitan_dp.data.store import Store
+from torchtitan_dp.data.reading import ChatTemplate, Reading
+from torchtitan_dp.data.store import Store, Units
 from torchtitan_dp.data.tokenizer import ByteTokenizer, Tokenizer
-from torchtitan_dp.data.units import Units
 
 Row = str | bytes | dict[str, Any]
 

@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data.drawn import HOW, UNITS, dealt, draws, ids, loader, same, sample, samples_of
+from tests.data.drawn import HOW, UNITS, dealt, draws, ids, loader, sample, samples_of
 from tests.data.stores import store_of, write
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.config.derived import ladder
-from torchtitan_dp.data.batching import Draw
-from torchtitan_dp.data.samples import Samples
+from torchtitan_dp.data.batching import Draw, Samples
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 
 T = 32
@@ -81,42 +80,6 @@ def test_row19_what_is_drawn_is_processed_at_a_length_of_its_own(
             assert of_slot == [(length, window) for window in made]
 
 
-def test_choices_are_other_ones_at_each_step_and_the_same_in_evaluation(tmp_path: Path) -> None:
-    samples, _ = samples_of(tmp_path, UNITS, one_record=True, window=True)
-    one, every = loader(samples), np.arange(len(UNITS))
-    steps = [Draw(every, draw.key) for draw in draws(len(UNITS))]
-    assert len({str([m.labels_BT.tolist() for m in dealt(one, d)]) for d in steps}) == 5
-    assert same(*(dealt(one, Draw(every)) for _ in range(2)))
-
-
-def test_one_length_needs_no_counts(samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, draw = loader(samples), Draw(np.array([3, 9, 4]))
-    monkeypatch.setattr(Samples, "tokens", None)
-    made = [sample(samples, int(one.units[position]))[1] for position in (3, 9, 4)]
-    for rungs in (None, (T,)):
-        found = dealt(one, draw, rungs)
-        assert [int(m.positions_B) for m in found] == [3, 9, 4]
-        assert torch.equal(torch.cat([m.labels_BT for m in found]), torch.stack(made))
-
-
-def test_without_privacy_each_unit_comes_once_an_epoch(tmp_path: Path) -> None:
-    """Two ranks share an epoch; ranks of one context-parallel group get the same."""
-    units = {f"user {u}": [chr(48 + u), chr(48 + u) * 2] for u in range(20)}
-    samples, _ = samples_of(tmp_path, units, one_record=True)
-    first, again, second = (
-        iter(loader(samples, 2, rank, batch_size=5, shuffle_seed=5)) for rank in (0, 0, 1)
-    )
-    epochs = []
-    for _ in range(3):
-        batches = [next(it) for _ in range(2) for it in (first, second)]
-        seen = torch.cat([batch["input"][:, 1] for batch, _ in batches]).tolist()
-        assert sorted(seen) == list(range(48, 68))
-        epochs.append(seen)
-        for labels_BT in (batches[0][1], batches[2][1]):
-            assert torch.equal(next(again)[1], labels_BT)
-    assert epochs[0] != epochs[1] != epochs[2]
-
-
 def test_row61_a_draw_has_a_fingerprint_under_its_key() -> None:
     key = bytes(range(32))
     drawn = [np.arange(9), np.arange(8), np.array([*range(8), 9]), np.empty(0, np.int64)]
@@ -157,20 +120,15 @@ TWO = "--training.local_batch_size=2"
 COMPILED = "--compile.enable", "--compile.backend=aot_eager"
 MESHES: list[tuple[tuple[int, int, int], tuple[str, ...]]] = [
     ((1, 1, 1), ()),
-    ((1, 1, 1), (TWO,)),
     ((1, 1, 2), ("--parallelism.context_parallel_load_balancer=headtail",)),
-    ((1, 1, 2), ("--parallelism.context_parallel_load_balancer=None",)),
-    ((1, 1, 2), (TWO,)),
-    # Several lengths through compiled blocks and the ring: recompiled, then with dynamic shapes.
-    ((1, 1, 2), COMPILED),
-    # The same of regions, of which a checkpointed block's recomputation must find those it ran.
-    ((1, 1, 2), (*COMPILED, TWO, "--activation_checkpoint.mode=full")),
-    ((1, 2, 2), ()),
     ((1, 2, 2), (TWO,)),
+    # Several lengths through compiled blocks and the ring: recompiled, then with dynamic shapes.
+    # A checkpointed block's recomputation must find those it ran.
+    ((1, 1, 2), (*COMPILED, TWO, "--activation_checkpoint.mode=full")),
 ]
 
 
-@pytest.mark.thorough_cases("degrees3-*", "degrees4-*", "degrees5-*", "degrees6-*", "degrees8-*")
+@pytest.mark.thorough_cases("degrees2-*", "degrees3-*")
 @pytest.mark.parametrize("degrees, overrides", MESHES)
 def test_clipped_sum_is_the_same(
     samples: Samples, tmp_path: Path, degrees: tuple[int, int, int], overrides: tuple[str, ...]

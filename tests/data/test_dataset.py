@@ -1,16 +1,14 @@
 """The data of a run: what has nothing to learn is counted, and refused where all of it has not."""
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.data.chats import chat
-from tests.data.drawn import NoMarks
 from tests.data.stores import as_jsonl, as_lines, records_in, source, write
+from torchtitan_dp.data.batching import Samples
 from torchtitan_dp.data.dataset import Records
-from torchtitan_dp.data.samples import Samples
 
 NOTES = [{"patient_id": f"p{i % 5}", "date": "2020", "note": f"note {i}"} for i in range(20)]
 
@@ -36,68 +34,8 @@ def refusal(root: Path, rows: list[Any], **how: Any) -> str:
     return str(caught.value)
 
 
-def test_records_that_have_a_target_are_no_warning(tmp_path: Path) -> None:
-    assert warned(tmp_path, NOTES) == warned(tmp_path, NOTES, unit_field="patient_id") == ()
-
-
-@pytest.mark.parametrize(
-    "how", [{"text_field": "a"}, {"prompt_field": "a"}, {"messages_field": "note"}]
-)
-def test_row69_a_run_with_nothing_to_learn_is_refused(tmp_path: Path, how: dict[str, str]) -> None:
-    found = refusal(tmp_path, NOTES, **how)
-    ((key, name),) = how.items()
-    assert found.startswith(f"data.{key} = '{name}': none of the 20 records has a target")
-    there = "list of messages.* there" if "messages_field" in how else "such JSON field"
-    assert re.search(f": 20 have no {there}; name the JSON field with the ", found)
-
-
-@pytest.mark.parametrize("place", [0, 500, 999])
-def test_row69_one_target_among_all_units_is_enough(tmp_path: Path, place: int) -> None:
-    """The refusal depends on no part of them that happened to be looked at."""
-    rows = [{"note": "x" if i == place else ""} for i in range(1000)]
-    (warning,) = warned(tmp_path, rows)
-    head = "999 of 1,000 records have no target and contribute nothing (records: 999 are empty"
-    assert warning.startswith(head)
-
-
-def test_row69_the_first_id_is_no_target(tmp_path: Path) -> None:
-    """Nothing predicts it: a text of one token, without marks, has nothing to learn."""
-    one = [{"note": "x"}] * 3
-    (warning,) = warned(tmp_path, [*NOTES, *one], tokenizer=NoMarks())
-    assert warning == "3 of 23 records have no target and contribute nothing"
-    none = "training.seq_len = 64: none of the 3 records has a target to learn within it"
-    assert refusal(tmp_path, one, tokenizer=NoMarks()).startswith(none)
-
-
-def test_all_reasons_are_counted_the_most_frequent_first(tmp_path: Path) -> None:
-    rows: list[Any] = [{"chat": chat("?", "!")}, {"chat": "?"}, {"chat": None}, {"other": "x"}]
-    rows += [{"chat": [{"from": "human", "value": "?"}]}] * 3
-    rows += [{"chat": [{"role": "user", "content": content}]} for content in ([], None, "?")]
-    # First bytes are one record's: whether a run starts must not follow from them.
-    rows = [b"PAR1", *rows, {"chat": chat("?", "\n")}]
-    setting = "data.messages_field = 'chat'"
-    (warning,) = warned(tmp_path, rows, messages_field="chat")
-    head, *reasons = warning.removesuffix(")").split("; ")
-    assert head == (
-        "11 of 12 records have no target and contribute nothing (records: 7 have no list of "
-        f"messages, objects with a role and a content there ({setting})"
-    )
-    assert sorted(reason.removesuffix(" (training.dataset_path)") for reason in reasons) == [
-        "1 are no lines of 'jsonl'",
-        f"1 have no such JSON field ({setting})",
-        f"1 have no turn of the role 'assistant' ({setting})",
-        f"1 have only empty turns of the role 'assistant' ({setting})",
-    ]
-
-
-def test_a_units_record_without_a_text_is_no_lack_of_the_unit(tmp_path: Path) -> None:
-    rows = [*NOTES, {"patient_id": "p0", "note": ""}, {"patient_id": "p9", "note": 1}]
-    (warning,) = warned(tmp_path, rows, unit_field="patient_id")
-    assert warning.startswith("1 of 6 units have no target and contribute nothing (records: 1 have")
-
-
 def test_what_was_left_out_or_may_not_belong_is_one_line_each(tmp_path: Path) -> None:
-    """Spellings of a name, files of other endings, pointers, and files of several splits."""
+    """Spellings of a name, files of other endings, and pointers."""
     rows: list[Any] = [
         *NOTES,
         {"patient_id": "P0.", "note": "x"},
@@ -107,11 +45,10 @@ def test_what_was_left_out_or_may_not_belong_is_one_line_each(tmp_path: Path) ->
     write(root, {"my-train.jsonl": as_lines([*NOTES]), "test/a.jsonl": b"\n"})
     write(root, {"v.jsonl": b"version https://git-lfs.github.com/spec/v1\noid sha256:\nsize 1\n"})
     found = opened(tmp_path, rows, unit_field="patient_id").warnings
-    other, splits, pointers, spellings = found[:4]
+    other, pointers, spellings = found[:3]
     assert other.startswith(
         "3 of 7 files in training.dataset_path are not read (1 .JSONL, 1 .bz2, 1 .ndj"
     )
-    assert "trained on together: 1 of 'train', 1 of 'test'; name those to train on" in splits
     assert pointers.startswith("1 of 4 files of training.dataset_path are Git LFS pointers")
     assert spellings.startswith("2 units may be 1: their names differ only by case, blanks")
 
@@ -149,16 +86,6 @@ def test_row43_names_by_position_are_refused_where_the_number_is_secret(tmp_path
         message = refusal(tmp_path, NOTES, number_is_secret=True, **how)
         assert "one jsonl line more would change which lines" in message
         opened(tmp_path, NOTES, number_is_secret=True, unit_field="patient_id", **how)
-
-
-@pytest.mark.parametrize("heldout_fraction", [0.0, 0.5])
-def test_undecodable_records_are_counted(tmp_path: Path, heldout_fraction: float) -> None:
-    """Among those to train on."""
-    bad: list[Any] = [b"torn {", {"note": 3}, {"other": "x"}, {"note": "\ud800"}] * 5
-    rows = [*NOTES, {"note": ""}, *bad]
-    records = opened(tmp_path, rows, heldout_fraction=heldout_fraction)
-    assert records.undecodable() == (records.train > 20).sum()  # each of them is a unit
-    assert (records.undecodable() == 20) == (heldout_fraction == 0)
 
 
 def test_row48_the_fingerprint_is_of_contents_fields_and_split(tmp_path: Path) -> None:

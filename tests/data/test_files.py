@@ -103,19 +103,3 @@ def test_a_file_with_several_hard_links_is_taken_once(tmp_path: Path) -> None:
     link(root, {"far2.txt": far / "y.txt"})
     assert listed(root).names == ["a.txt", "c.txt", "far.txt"]
     assert listed(root / "b").names == ["x.txt"]
-
-
-def test_python_stdlib() -> None:
-    names = listed("python-stdlib").names
-    assert names == sorted(names)
-    assert {"abc.py", "json/decoder.py"} <= set(names)
-    assert not any("-packages" in n or "__pycache__" in n or n[-3:] != ".py" for n in names)
-    with pytest.raises(ValueError, match=r"'python-stdlib' does not exist"):
-        locate("python-stdlib", has_stdlib=False)
-
-
-@pytest.mark.parametrize("path", ["", "nowhere", "nowhere/*.txt", "a.txt/b"])
-def test_a_path_that_does_not_exist(tmp_path: Path, path: str) -> None:
-    write(tmp_path, {"a.txt": b""})
-    with pytest.raises(ValueError, match=r"^training\.dataset_path = .* does not exist: give a"):
-        locate(path and f"{tmp_path}/{path}")

@@ -1,6 +1,5 @@
 """Texts, prompts and chats: which ids are targets, what of long records is cut, and reasons."""
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +7,11 @@ import numpy as np
 import pytest
 
 from tests.data.chats import END, MARKED, PLAIN, START, chat, folder
-from tests.data.drawn import BOS, EOS, IGNORED, NoMarks, T, dealt, loader, rng, sample
+from tests.data.drawn import BOS, EOS, IGNORED, T, dealt, loader, sample
 from tests.data.stores import store_of, stored
-from torchtitan_dp.data.batching import Draw
+from torchtitan_dp.data.batching import Draw, Samples
 from torchtitan_dp.data.files import MOST_ITEMS
 from torchtitan_dp.data.reading import REFUSED, reading
-from torchtitan_dp.data.samples import Samples
 from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
 
 PROMPTS: dict[str, Any] = {"prompt_field": "prompt"}
@@ -52,16 +50,6 @@ def test_row06_only_the_answer_and_its_end_are_targets(tmp_path: Path) -> None:
     assert samples.tokens(0) == 6
 
 
-def test_without_marks_a_blank_line_separates_records_and_is_no_target(tmp_path: Path) -> None:
-    rows = [{"who": "ann", "prompt": "p", "text": text} for text in ("x", "y")]
-    samples = answers(tmp_path, rows, unit_field="who", tokenizer=NoMarks(), **PROMPTS)
-    assert shown(samples, 0)[1] == [1, 5]
-    assert sample(samples, 0)[0][:6].tolist() == [*b"px\n\np", EOS]
-    assert [one.ids[:2] for one in stored(samples.store)] == [(~10, ~10)] * 2
-    (text, *_) = stored(store_of(["x"], tmp_path, tokenizer=NoMarks()))
-    assert text.ids == tuple(b"\n\nx")  # all of a text are targets
-
-
 @pytest.mark.parametrize(("template", "end"), [(PLAIN, b"\n"), (MARKED, b"")])
 def test_row06_only_assistants_turns_are_targets(tmp_path: Path, template: str, end: bytes) -> None:
     tokenizer = load_tokenizer(folder(tmp_path / "tokenizer"))
@@ -74,14 +62,6 @@ def test_row06_only_assistants_turns_are_targets(tmp_path: Path, template: str, 
     assert (tokens_T == BOS).sum() == 1  # the template's
     text = tokenizer.decode(tokens_T.tolist())
     assert text.startswith("system\nBe short.\nuser\nWhat?\nassistant\nThat.")
-
-
-@pytest.mark.parametrize("template", [PLAIN, MARKED])
-def test_what_comes_after_the_last_answer_is_left_out(tmp_path: Path, template: str) -> None:
-    rows = [{"messages": chat("What?", "That.", *more)} for more in ((), ("Why?",), ("Why?", ""))]
-    one, *others = stored(store_of(rows, tmp_path, template=template, **MESSAGES))
-    assert one.ids[-1] >= 0
-    assert all(other.ids == one.ids for other in others)
 
 
 class Picky(ByteTokenizer):
@@ -143,53 +123,11 @@ def test_row22_and_42_a_record_without_an_answer_contributes_nothing_and_stays(
     assert learned == [True, False, True]
 
 
-def by_hand(ids: tuple[int, ...], seq_len: int) -> tuple[list[int], list[int]]:
-    """Cut a record as the documents promise: its tokens, and where targets are among its ids."""
-    first, start, limit = next(p for p, i in enumerate(ids) if i >= 0), 0, seq_len + 1
-    while len(ids) - start > limit and first - start > max(limit // 4, 1):
-        start += 1
-    window = ids[start : start + limit]
-    return [max(i, ~i) for i in window[:-1]], [p for p, i in enumerate(window) if i >= 0 and p > 0]
-
-
 LONG = "abcdefgh" * 40
-SIZES = itertools.product((0, 1, 3, 7, 12, 30, 100), (1, 2, 5, 13, 50))
-PAIRS = [{"prompt": LONG[:p], "text": LONG[:a].upper()} for p, a in SIZES]
 TURNS = (LONG, "That."), ("What?", LONG.upper()), (LONG, "That.", "Why?", "Because.")
 CHATS = [{"messages": chat(*turns)} for turns in (*TURNS, ("Who?", "I.", LONG, "That."))]
 CHATS.append({"messages": chat("a", "b", system=LONG)})
 CHATS.append({"messages": [{"role": "user", "content": "x"}] * 3 + chat(LONG, "That.")})
-
-
-@pytest.mark.parametrize("how", [PROMPTS, MESSAGES], ids=["prompts", "chats"])
-@pytest.mark.parametrize("seq_len", [2, 3, 8, 16, 40, 500])
-def test_a_long_prompt_loses_its_beginning(tmp_path: Path, how: Any, seq_len: int) -> None:
-    samples = answers(tmp_path, PAIRS if how == PROMPTS else CHATS, seq_len, **how)
-    for unit, one in enumerate(stored(samples.store)):
-        read, wanted = by_hand(one.ids, seq_len)
-        tokens, found = shown(samples, unit)
-        assert found == wanted != []
-        assert tokens[: len(read)] == read
-        assert samples.tokens(unit) == min(len(one.ids) - 1, seq_len)
-
-
-def test_a_units_records_come_one_after_the_other(tmp_path: Path) -> None:
-    rows = [
-        {"who": "ann", "prompt": "p", "text": "xy"},
-        {"who": "bob", "prompt": "q" * 40, "text": "z"},
-        {"who": "ann", "prompt": "no answer", "text": ""},
-        {"who": "ann", "prompt": 3, "text": "malformed"},
-        {"who": "ann", "prompt": "r", "text": "w"},
-    ]
-    samples = answers(tmp_path, rows, unit_field="who", **PROMPTS)
-    ann = int(samples.units.starts[1] == 1)
-    tokens, found = shown(samples, ann)
-    assert tokens[:9] == [BOS, *b"pxy", EOS, BOS, *b"rw", EOS]
-    assert found == [2, 3, 4, 7, 8]
-    assert targets(samples, 1 - ann) == b"z"
-    one = answers(tmp_path, rows, unit_field="who", one_record=True, **PROMPTS)
-    seen = {tuple(shown(one, ann, None, rng(seed))[1]) for seed in range(40)}
-    assert seen == {(2, 3, 4), (), (2, 3)}
 
 
 def test_row69_the_first_id_of_a_sample_is_no_answer(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ import torch
 
 from tests.data.drawn import HOW, IGNORED, UNITS, T, Words, ids, marked, rng, sample, samples_of
 from tests.data.stores import store_of
-from torchtitan_dp.data.samples import Samples
-from torchtitan_dp.data.store import Store
+from torchtitan_dp.data.batching import Samples
 
 
 def made(root: Path, text: str, seq_len: int, tokenizer: Any = None) -> tuple[Any, Any]:
@@ -27,32 +26,6 @@ def test_row06_labels_are_the_next_tokens_and_padding_is_ignored(tmp_path: Path)
     tokens, labels = [bos, *b"abc", 9, 9], [*rest, IGNORED, IGNORED]
     for seq_len in (6, 4, 3, 1):
         assert made(tmp_path, "abc", seq_len) == (tokens[:seq_len], labels[:seq_len])
-
-
-def test_without_marks_the_first_id_is_no_target(tmp_path: Path) -> None:
-    assert made(tmp_path, "a bb ccc", 3, Words()) == ([1, 2, 9], [2, 3, IGNORED])
-    assert made(tmp_path, "a", 2, Words()) == ([9, 9], [IGNORED, IGNORED])
-    samples, (ann,) = samples_of(tmp_path, {"ann": ["w ww", None, "www"]}, tokenizer=Words())
-    assert ids(sample(samples, ann)) == [1, 2, 0, 3]  # a blank line between them
-
-
-def test_padding_reads_nothing_and_others_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
-    samples, _ = samples_of(tmp_path, {"ann": ["abc"]})
-    for unit in (-2, 1):
-        with pytest.raises(IndexError):
-            sample(samples, unit)
-    monkeypatch.setattr(Store, "ids", None)
-    assert sample(samples, -1)[1].tolist() == [IGNORED] * T
-
-
-@pytest.mark.parametrize("seq_len", range(1, 14))
-def test_a_units_records_follow_each_other_up_to_seq_len(tmp_path: Path, seq_len: int) -> None:
-    """Without empty ones, and without another unit's, which lie between them."""
-    units = {"ann": ["abc", "de", "", None, "fgh"], "bob": ["b" * 9, "c"]}
-    samples, order = samples_of(tmp_path, units, seq_len)
-    for unit, whole in zip(order, (marked("abc", "de", "fgh"), marked("b" * 9, "c")), strict=True):
-        assert ids(sample(samples, unit)) == whole[: seq_len + 1]
-        assert samples.tokens(unit) == min(len(whole) - 1, seq_len)
 
 
 def test_one_record_is_each_equally_often_whole_and_alone(tmp_path: Path) -> None:
@@ -111,13 +84,3 @@ def test_row47_no_more_ids_are_read_than_a_sample_has(
     sample(samples, ann, rng=rng())
     assert sum(read) <= 2 * (T + 1)  # ids of two bytes
     assert len(read) <= T + 1
-
-
-def test_a_batch_is_of_samples(tmp_path: Path) -> None:
-    samples, order = samples_of(tmp_path, {"ann": ["abc"], "bob": [None], "cyd": ["d"]})
-    units = [order[2], -1, order[0], order[1]]
-    tokens_BT, labels_BT = samples.batch(np.array(units), 5)
-    assert tokens_BT.shape == labels_BT.shape == (4, 5)
-    for row, unit in enumerate(units):
-        assert torch.equal(tokens_BT[row], sample(samples, unit)[0][:5])
-        assert torch.equal(labels_BT[row], sample(samples, unit)[1][:5])

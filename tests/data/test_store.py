@@ -3,6 +3,7 @@
 import itertools
 import os
 import re
+import shutil
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,9 +13,8 @@ import numpy as np
 import pytest
 
 from tests.data.drawn import Words
-from tests.data.stores import Row, as_jsonl, source, store_of, stored, texts, write
+from tests.data.stores import Row, as_jsonl, store_of, stored, texts
 from torchtitan_dp.data import store as stores
-from torchtitan_dp.data.prepare import prepared
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 
 ROWS: list[Row] = ["first", "", b"no JSON", "☃ last"]
@@ -48,7 +48,7 @@ def test_an_open_store_keeps_its_tokens(tmp_path: Path, end: str) -> None:
     root = as_jsonl(tmp_path / "d", ["one", "two"])
     store = store_of(root, tmp_path, "jsonl")
     if end == "deleted":
-        stores.delete(store.folder)
+        shutil.rmtree(store.folder)
         assert not os.path.exists(store.folder)
     else:
         as_jsonl(root, ["owt", "eno"])
@@ -77,28 +77,7 @@ def test_all_of_it_is_its_owners_only_at_all_times(tmp_path: Path) -> None:
     finally:
         os.umask(umask)
     assert found == ["600 False"] * 2 + ["700 True"] * 2  # a lock, and half a store
-    assert modes(place) == ["600 False"] * 4 + ["700 True"] * 2  # the lock stays
-
-
-def test_by_default_it_lies_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    folder = Path(prepared(source(as_jsonl(tmp_path / "d", ["a"]), "jsonl")).folder)
-    assert folder.parent == tmp_path / ".cache/torchtitan_dp/prepared"
-    assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
-
-
-def test_names_sizes_and_removal(tmp_path: Path) -> None:
-    place = tmp_path / "store"
-    one, two = (store_of([text], tmp_path) for text in ("a" * 1000, "b"))
-    names = sorted(Path(store.folder).name for store in (one, two))
-    (place / f".{names[0]}").mkdir()
-    write(place, {f"{names[0]}.lock": b"", "mine.txt": b"", "mine/tokens": b""})
-    assert stores.names(str(place)) == sorted([*names, f".{names[0]}"])
-    for name in stores.names(str(place)):
-        stores.delete(str(place / name))
-    left = sorted(path.name for path in place.iterdir() if path.suffix != ".lock")
-    assert left == ["mine", "mine.txt"]
+    assert modes(place) == ["600 False"] * 5 + ["700 True"] * 2  # the lock stays
 
 
 def test_facts_have_no_text_and_no_name_of_a_unit(tmp_path: Path) -> None:

@@ -36,36 +36,8 @@ def encoded(tokenizer: Tokenizer, *texts: str) -> list[list[int] | None]:
     return [None if ids is None else ids.tolist() for ids in found]
 
 
-def test_bytes() -> None:
-    tokenizer, text = ByteTokenizer(), "a\0ünï ☃"
-    ids = tokenizer.encode(text)
-    assert ids.tolist() == list(text.encode())
-    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.get_vocab_size()) == (256, 257, 258)
-    assert tokenizer.decode([256, *ids, 257]) == text
-    assert tokenizer.decode(ids[:-1]) == "a\0ünï \ufffd"
-
-
-@pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json", "model.safetensors"])
-def test_a_model_of_bytes_alone_is_read_without_tokenizer_json(tmp_path: Path, name: str) -> None:
-    assert isinstance(load_tokenizer(""), ByteTokenizer)
-    (tmp_path / "config.json").write_text("{}")
-    assert isinstance(load_tokenizer(str(tmp_path)), ByteTokenizer)
-    (tmp_path / name).write_text("{}")
-    remedy = f"AutoTokenizer.from_pretrained('{tmp_path}').save_pretrained('{tmp_path}')"
-    with pytest.raises(ValueError, match=rf"^model\.hf_assets_path = .*{re.escape(remedy)}"):
-        load_tokenizer(str(tmp_path))
-
-
 MODELS = [models.WordLevel({"a": 0}), models.WordPiece({"a": 0}, unk_token="?")]
 MODELS += [models.Unigram([("a", -1.0)], None, False), models.BPE({"a": 0}, [], unk_token="?")]
-
-
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: type(model).__name__)
-def test_a_text_that_it_has_no_tokens_for_is_none(tmp_path: Path, model: Any) -> None:
-    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
-    tokenizer = load_tokenizer(str(tmp_path))
-    assert tokenizer.encode("b") is None
-    assert set(encoded(tokenizer, "a")[0] or ()) <= {0}
 
 
 def test_a_text_has_the_same_tokens_each_time(tmp_path: Path) -> None:
@@ -110,12 +82,6 @@ def test_a_text_that_the_library_fails_on_is_none_and_touches_no_other(error: An
     tokenizer = HFTokenizer(Backend(KeyboardInterrupt), None, None)  # type: ignore[arg-type]
     with pytest.raises(KeyboardInterrupt):  # the process's own
         tokenizer.encode_each(["text", "worst"])
-
-
-def test_texts_have_the_same_tokens_together_as_alone(tmp_path: Path) -> None:
-    texts = ["one", "", "one two " * 500, "two", *(f"one {'two ' * i}" for i in range(200))]
-    for tokenizer in (load_tokenizer(save_tokenizer(tmp_path)), ByteTokenizer()):
-        assert encoded(tokenizer, *texts) == [encoded(tokenizer, text)[0] for text in texts]
 
 
 def test_equal_tokenizers_have_one_identity_and_others_another(tmp_path: Path) -> None:

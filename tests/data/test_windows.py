@@ -1,60 +1,15 @@
 """Windows of long texts: where they begin, how many there are, and what a step is fed of them."""
 
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.data.drawn import IGNORED, T, Words, ids, marked, rng, sample, samples_of
-from torchtitan_dp.data.batching import Microbatch
-from torchtitan_dp.data.samples import Samples
+from tests.data.drawn import IGNORED, T, Words, ids, rng, sample, samples_of
+from torchtitan_dp.data.batching import Microbatch, Samples
 
 K = 3
-WINDOWED: dict[str, list[str | None]] = {
-    "one record": ["".join(map(chr, range(33, 113)))],
-    "records": ["".join(chr(33 + 8 * i + j) for j in range(8)) for i in range(10)],
-    "uneven": ["!", "".join(map(chr, range(34, 104))), "", None, "xyz", "{|}"],
-    "just too long": ["0123456789abcde", "!"],
-}
-
-
-@pytest.mark.parametrize("name", WINDOWED)
-def test_a_window_is_a_part_and_every_part_comes(tmp_path: Path, name: str) -> None:
-    samples, (ann,) = samples_of(tmp_path, {"ann": WINDOWED[name]}, window=True)
-    whole = marked(*filter(None, WINDOWED[name]))
-    last, starts = len(whole) - (T + 1), Counter[int]()
-    for seed in range(600):
-        window = ids(sample(samples, ann, rng=rng(seed)))
-        assert len(window) == T + 1 == samples.tokens(ann) + 1
-        starts[next(i for i in range(last + 1) if whole[i : i + T + 1] == window)] += 1
-    assert {0, last} <= set(starts)
-    covered = np.zeros(len(whole))
-    for start, count in starts.items():
-        covered[start : start + T + 1] += count
-    assert covered.min() > 0.2 * covered.mean()
-    assert covered.max() < 2.5 * covered.mean()
-
-
-def test_windows_are_uniform_in_tokens(tmp_path: Path) -> None:
-    """However many characters they are: the second half of the words is forty times as long."""
-    words = [1 + i % 7 for i in range(2000)] + [150 + i % 7 for i in range(2000)]
-    text = " ".join("w" * n for n in words)
-    samples, (ann,) = samples_of(tmp_path, {"ann": [text]}, 100, tokenizer=Words(), window=True)
-    windows = [ids(sample(samples, ann, rng=rng(seed))) for seed in range(1000)]
-    short = sum(window[0] < 150 for window in windows)
-    assert abs(short - 500) < 5 * np.sqrt(1000 / 4)
-
-
-def test_a_text_no_longer_than_a_sample_is_taken_whole(tmp_path: Path) -> None:
-    units: Any = {"ann": ["0123456789abc", "!"], "bob": ["b"], "nobody": [None, ""]}
-    windows, order = samples_of(tmp_path, units, 17, window=True)
-    heads = Samples(windows.store, 17)
-    for unit in order:
-        for seed in range(20):
-            assert ids(sample(windows, unit, rng=rng(seed))) == ids(sample(heads, unit))
 
 
 def several(samples: Samples, unit: int, seed: int) -> list[list[int]]:

@@ -16,8 +16,7 @@ import torch
 
 from tests.data.drawn import dealt, sample, samples_of
 from tests.processes.ranks import on_ranks
-from torchtitan_dp.data.batching import Draw, RecordLoader
-from torchtitan_dp.data.samples import IGNORE_INDEX, Samples
+from torchtitan_dp.data.batching import IGNORE_INDEX, Draw, RecordLoader, Samples
 from torchtitan_dp.privacy.sampling import choices
 
 K = 3

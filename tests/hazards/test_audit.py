@@ -9,30 +9,23 @@ import math
 from types import SimpleNamespace
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
-from scipy.special import logsumexp
 
-import torchtitan_dp.audit.__main__ as audit
 import torchtitan_dp.distributed  # noqa: F401
-from tests import build
 from tests.processes.ranks import on_ranks
 from torchtitan_dp import optimizer
-from torchtitan_dp.audit.__main__ import check_power
-from torchtitan_dp.audit.game import Game, sizes
+from torchtitan_dp.audit.game import Game
 from torchtitan_dp.config import Privacy
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import ReduceScatterOverCP
 from torchtitan_dp.gradients.methods import METHODS
-from torchtitan_dp.gradients.norms import RandomizedNorms
 from torchtitan_dp.models.lora import LoRA
-from torchtitan_dp.privacy.accounting import compose
 from torchtitan_dp.privacy.clipping import clip
 from torchtitan_dp.privacy.coefficients import found_for
 from torchtitan_dp.privacy.keys import RootKey
-from torchtitan_dp.privacy.lower_bounds import claimed_mu, rate_upper_bound
-from torchtitan_dp.privacy.segments import Mechanism, Segment, mechanism_of
+from torchtitan_dp.privacy.lower_bounds import claimed_mu
+from torchtitan_dp.privacy.segments import mechanism_of
 
 SIGMA = 1.0
 
@@ -225,24 +218,6 @@ def test_row35_and_63_the_clean_build_stays_under_the_claim(method):
     stays_under_the_claim(play(trials=trials, confidence=confidence, **WAYS[method]))
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "degrees, method",
-    [
-        *(((1, 1, 1), method) for method in [*WAYS][:-2]),
-        ((1, 1, 2), "V2"),
-        ((1, 2, 1), "microbatch"),
-    ],
-    ids=str,
-)
-def test_row35_and_56_with_adapters_it_stays_under_the_claim(degrees, method):
-    terms = {"trials": 300, "confidence": 0.999, "degrees": degrees, "adapters": True}
-    # Of four groups that share C two may have no gradient, and of each of four estimated matrices
-    # no more counts than its estimate: less is there to be seen.
-    least = 0 if method.startswith(("per layer", "capped")) else 0.1
-    stays_under_the_claim(play(**terms, **WAYS[method]), least)
-
-
 @pytest.mark.parametrize(
     "fault, case, trials, terms",
     [*FLAGGED, *(pytest.param(*row, marks=pytest.mark.thorough) for row in CAMPAIGN)],
@@ -295,94 +270,4 @@ def test_row35_and_75_with_estimated_norms_the_claim_is_a_mixtures(fault):
 SIGMA_OF_ROUND, ROUND, DELTA = 0.7, 4, 0.1
 
 
-def bounds_on_a_round(trials):
-    """The epsilon that trials of a round of random allocation prove at `DELTA`: of an attacker who
-    has all its steps and does not know the unit's, and of one who does."""
-    mechanism = Mechanism(SIGMA_OF_ROUND, 1 / ROUND, round_steps=ROUND)
-    claim = compose([Segment(mechanism, ROUND)], delta=DELTA, accountant="pld")
-    terms = {"batch_size": 1, "degrees": (1, 1, 1), "root": RootKey.from_debug_seed(7)}
-    privacy = Privacy(gradient_method="microbatch", sampling="allocation", max_grad_norm=0.5)
-    game = Game(privacy, mechanism, **terms)
-    case = game.cases[0]  # of one unit alone
-    without, with_it = (
-        game.scores(case, case.without_UPN, trials * ROUND).reshape(trials, ROUND) for _ in range(2)
-    )
-    secret = np.random.default_rng(0).integers(ROUND, size=trials)
-    with_it[np.arange(trials), secret] = game.scores(case, case.with_UPN, trials)
-    losses, losses_with = ((x - 0.5) / SIGMA_OF_ROUND**2 for x in (without, with_it))
-
-    def proven(losses, losses_with):
-        errors = int((losses >= claim).sum()), int((losses_with < claim).sum())
-        alarms, missed = (rate_upper_bound(n, trials, 0.995) for n in errors)
-        return math.log(max(1 - missed - DELTA, 1e-9) / alarms)
-
-    hidden = proven(*(logsumexp(x, 1) - math.log(ROUND) for x in (losses, losses_with)))
-    known = proven(losses[:, 0], losses_with[np.arange(trials), secret])
-    return hidden, known, claim
-
-
-def test_row35_and_74_a_hidden_step_of_a_round_proves_less_than_the_claim():
-    """And a known one more: that a unit's step is secret is what allocation is accounted for."""
-    ((hidden, known, claim),) = on_ranks(1, bounds_on_a_round, 1000)
-    assert 0 < hidden < claim < known
-
-
-def estimated_matrices(adapters):
-    """How many of the game's matrices have estimated norms."""
-    game, draw = new_game((1, 1, 1), "randomized", 2, adapters), RandomizedNorms._draw
-    with mock.patch.object(RandomizedNorms, "_draw", autospec=True, side_effect=draw) as drawn:
-        game.scores(game.cases[0], game.cases[0].with_UPN, 1)
-    return drawn.call_count
-
-
-@pytest.mark.parametrize("adapters, matrices", [("", 2), ("A, B", 4), ("B", 2)])
-def test_row75_the_game_plays_with_estimates(adapters, matrices):
-    assert on_ranks(1, estimated_matrices, adapters) == [matrices]
-
-
-@pytest.mark.parametrize("projections", [1, 16, 33, 100])
-def test_row75_the_game_plays_with_estimates_on_any_mesh(projections):
-    exact = Privacy(gradient_method="ghost")
-    assert sizes(exact, ranks=64, cp=8) == (1, 512, 1)  # small where norms are exact
-    privacy = Privacy(gradient_method="randomized", projections=projections)
-    for ranks in (*range(1, 34), 64, 96, 255, 256):
-        for cp in (cp for cp in range(1, ranks + 1) if ranks % cp == 0):
-            tokens, rows, columns = sizes(privacy, ranks=ranks, cp=cp)
-            assert rows % ranks == 0
-            assert rows >= 8 * ranks
-            for width in (columns, rows):  # of a layer, of its factors
-                room = projections * (cp * tokens + rows + width)
-                assert room < min(2 * (cp * tokens) ** 2, rows * width), (ranks, cp)
-
-
 # The command.
-
-
-def adapters_of_the_command(*options):
-    """With which adapters the command plays on a configuration's terms."""
-    config = build.config(*options)
-    plan = SimpleNamespace(settings=SimpleNamespace(mechanism=mechanism(config.privacy)))
-    with mock.patch.object(audit, "Game", wraps=audit.Game) as game:
-        found = audit.game_of(config, plan, RootKey.from_debug_seed(7))
-        result = found.play_all(trials=2, confidence=0.9, delta=1e-5)
-    assert len(result["cases"]) == 6
-    assert result["mu_claimed"] == pytest.approx(1 / SIGMA)
-    assert not result["exceeds_claim"]
-    return game.call_args.kwargs["lora"]
-
-
-def test_row35_and_56_the_command_plays_with_the_runs_adapters():
-    (lora,) = on_ranks(1, adapters_of_the_command, "--lora.rank=4", "--lora.freeze_a")
-    assert (lora.scaling, lora.freeze_a) == (4, True)
-    assert on_ranks(1, adapters_of_the_command) == [None]
-
-
-@pytest.mark.parametrize("sigma, enough", [(1.0, 70), (3.0, 500)])
-def test_too_few_trials_are_refused_with_a_number_that_suffices(sigma, enough):
-    claimed = Mechanism(sigma, 1.0)
-    said = f"--trials = 30: too few to tell sigma = {sigma:.4g} from half of it; {enough} suffice"
-    with pytest.raises(ValueError, match=f"^{said}$"):
-        check_power(claimed, 30, 0.95)
-    check_power(claimed, enough, 0.95)
-    with pytest.raises(ValueError, match="; audit another noise "):
-        check_power(claimed.with_noise(1e4), enough, 0.95)

@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import math
 from pathlib import Path
 
 import pytest
@@ -14,11 +13,10 @@ from tests import accounts, build
 from tests.accounts import begun
 from tests.hazards.test_trainer import SETTINGS
 from tests.processes.runs import arguments, privacy, train, with_sigma, write_records
-from torchtitan_dp.checkpoint.folder import read_ledger
+from torchtitan_dp.checkpoint.folder import read_ledger, verify
 from torchtitan_dp.checkpoint.plan import earlier_ledger, refuse_private_folder
 from torchtitan_dp.checkpoint.start import Start, decide_start, plan_start, with_initial
 from torchtitan_dp.checkpoint.terms import settings_of
-from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.ledger import Lineage, schema, write_fingerprint
 from torchtitan_dp.ledger.__main__ import main as command
@@ -48,12 +46,6 @@ def test_row50_a_run_that_stopped_early_tells_what_was_planned(tmp_path):
     found = verify(str(tmp_path))
     assert found.faults == []
     assert found.ledger.caveats == ()  # weights that go on have not stopped
-
-
-def test_row50_a_run_that_was_finished_says_nothing_of_it(tmp_path):
-    told = publish(tmp_path, Lineage(SETTINGS, steps=200, planned_steps=200))
-    assert told["epsilon_planned"] == told["epsilon_executed"] == told["epsilon"]
-    assert not any("planned" in caveat for caveat in told["caveats"])
 
 
 def test_row50_lost_steps_are_planned_again(tmp_path):
@@ -207,17 +199,6 @@ def test_row55_a_delta_above_a_tenth_of_one_over_units_is_a_warning():
     assert warning.startswith("privacy.delta = 0.011: above a tenth of privacy.sample_rate")
     (warning,) = plan(0.009, public).warnings  # by the number of units, which is private here
     assert warning.startswith("not private: privacy.delta = 0.009: above a tenth of 1 / number")
-
-
-@pytest.mark.parametrize("units", [3, 7, 49, 81, 120, 997])
-def test_row55_one_over_units_is_refused_however_it_was_rounded(units):
-    batch = "--training.global_batch_size=2"
-    for delta in (1 / units, math.nextafter(1 / units, 0), 4 / units / 4):
-        with pytest.raises(ValueError, match=r"^privacy\.delta = .*: at least 1 / number"):
-            plan(repr(delta), batch, units=units)
-    short = f"{0.995 / units:.3g}"  # as typed, a little below
-    (warning,) = plan(short, batch, units=units).warnings
-    assert "above a tenth" in warning
 
 
 def test_row55_a_delta_that_publishes_units_is_refused_where_their_number_is_public():

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests import build
-from tests.processes.ranks import let_go, on_ranks
+from tests.processes.ranks import on_ranks
 from torchtitan_dp.optimizer import DPOptimizer
 from torchtitan_dp.privacy.banded import StepNoise
 from torchtitan_dp.privacy.clipping import squared_norm
@@ -173,33 +173,6 @@ def test_row05_and_07_a_sample_knows_no_neighbour_in_its_microbatch(cp, slot, me
 # Row 6: padding, and labels that all lie on one rank.
 
 
-def empty_record(degrees, method):
-    """A record without tokens, alone and (at B = 2) beside a good one: what it leaves is 0."""
-    tokens_NT, labels_NT = build.data(samples=2)
-    labels_NT[0] = -100
-    built = built_for(method, degrees)
-    B = built.batch_size
-
-    def add(valid):
-        loss_B = built.losses(tokens_NT[:B], labels_NT[:B])
-        clip = built.gradients.accumulate_clipped(loss_B, torch.tensor(valid[:B]))
-        return loss_B[0].item(), clip.norm_B[0].item()
-
-    found = add([True, False])
-    left = largest(taken(built))
-    add([True, True])
-    beside_good = taken(built)
-    add([False, True])
-    return found, left, equal(beside_good, taken(built))
-
-
-@by_method
-@pytest.mark.parametrize("cp", [1, 2])
-def test_row06_a_record_without_tokens_is_exactly_zero(cp, method):
-    for results in on_ranks(cp, empty_record, (1, 1, cp), method):
-        assert results == ((0.0, 0.0), 0.0, True)
-
-
 # Row 13: bf16 norms or accumulators.
 
 
@@ -301,37 +274,6 @@ def test_row22_a_poisoned_sample_contributes_exactly_zero(degrees, value, method
 
 
 # Row 27: checkpointed recomputation keeps activations.
-
-
-def live_tensors(degrees, mode, method):
-    import gc
-
-    one_block = "--activation_checkpoint.selective_ac_option=1"
-    built = built_for(method, degrees, f"--activation_checkpoint.mode={mode}", one_block)
-    tokens_NT, labels_NT = build.data(samples=built.batch_size)
-
-    def count():
-        let_go()
-        gc.collect()
-        return sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
-
-    counts = []
-    for _ in range(4):
-        for _ in range(4):
-            built.accumulate(tokens_NT, labels_NT)
-            taken(built)
-        counts.append(count())
-    return counts
-
-
-@pytest.mark.thorough_cases("none-*", "selective-*")
-@by_way
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
-def test_row27_live_tensors_stay_flat_over_16_steps(mode, method):
-    ranks = 2 if method == V2 else 1  # the one that starts collectives that nobody awaits at once
-    for counts in on_ranks(ranks, live_tensors, (1, 1, ranks), mode, method):
-        # One leaked a step would be 12 more.
-        assert max(counts) - min(counts) <= 2, counts
 
 
 # Row 36: frozen and unused parameters.

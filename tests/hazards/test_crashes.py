@@ -139,28 +139,3 @@ def test_row47_neighbours_end_alike_in_the_rehearsal(ended, how):
         assert "Traceback" not in said
         assert not {"privacy.json", "steps_executed.log"} & {*os.listdir(folder)}
     assert os.listdir(ended[f"{how}_A"][2]) == os.listdir(ended[f"{how}_B"][2])
-
-
-@pytest.mark.slow
-def test_row47_neighbours_end_alike_where_memory_suffices(ended):
-    for name in ("high_A", "high_B"):
-        assert ended[name][0] == 0, ended[name][1]
-    first, second = (published(ended[name][2]) for name in ("high_A", "high_B"))
-    assert first == second
-    assert first["private"] is True
-    assert first["steps"] == first["steps_executed"] == STEPS
-
-
-@pytest.mark.slow
-def test_row47_a_tokenizer_beyond_the_vocabulary_is_refused_by_every_worker(ended):
-    """Without a plan, as plain torchrun starts it; also where no record has such a token."""
-    lines = set()
-    for name in ("surplus_A", "surplus_B"):
-        code, said, folder = ended[name]
-        assert code == 1, said
-        (line,) = said.splitlines()
-        lines.add(line)
-        assert not folder.exists()
-    (line,) = lines
-    assert line.startswith("error: model.hf_assets_path = ")
-    assert "use the model's own tokenizer" in line

@@ -3,10 +3,8 @@
 In one process; test_run.py holds the same of a whole run's files.
 """
 
-import ast
 import functools
 import logging
-import re
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -19,7 +17,6 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 from tests import build
 from tests.hazards.test_trainer import loader
 from tests.processes.ranks import on_ranks
-from tests.processes.runs import ROOT
 from torchtitan_dp.models.parameters import trainable_parameters
 from torchtitan_dp.watch.outlets import Outlets, PublicLines
 from torchtitan_dp.watch.processor import PrivateMetricsProcessor
@@ -79,19 +76,6 @@ def test_row24_only_what_is_public_is_in_the_public_section(logged):
     assert not any("mfu" in t for t in tags)  # the device's peak is unknown
 
 
-def test_row24_the_console_line_labels_what_is_not(logged):
-    _, line = logged
-    public, label, private = line.partition("not private: ")
-    assert label
-    assert set(re.findall(r"\b([a-z][a-z0-9 ]*): ", public)) == {"step", "epsilon", "lr"}
-    assert public.startswith("step: 7/12  epsilon: 2.5 (4 at the end)  ")
-    assert "loss: 1.2500" in private
-    assert "ETA: " in private
-    assert "mfu" not in line
-    assert "batch: 3  clipped" in private
-    assert "left out" not in line
-
-
 # Row 28: a wrapped weight has one name.
 
 
@@ -143,21 +127,6 @@ def test_row34_the_held_out_loss_is_labelled(monkeypatch, caplog):
         HeldOutValidator.validate(validator, [model], 3)
     line = caplog.records[-1].getMessage()
     assert line == "step: 3/7  not private: held-out loss: nan, averaged weights: nan"
-
-
-def test_row34_no_code_of_ours_trains_a_tokenizer():
-    """`tokenizers` can: its trainers and `train*` methods are named nowhere in the package."""
-    for path in (ROOT / "torchtitan_dp").rglob("*.py"):
-        tree = ast.parse(path.read_text())
-        imports = [
-            name
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Import | ast.ImportFrom)
-            for name in [getattr(node, "module", "") or "", *(a.name for a in node.names)]
-        ]
-        assert not any("trainers" in name for name in imports), path
-        calls = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-        assert not calls & {"train_from_iterator", "train_new_from_iterator", "trainers"}, path
 
 
 JOBS = {"one": [(0, 9)], "several": [(0, 5), (4, 7), (4, 9)]}  # the steps loaded, and the last

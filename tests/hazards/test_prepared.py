@@ -104,13 +104,6 @@ def test_row72_other_settings_are_another_store(root, place, tmp_path, written, 
     assert found.fingerprint != prepared(source(root, "jsonl"), place).fingerprint
 
 
-def test_row72_another_version_of_the_form_is_another_store(root, place, written, monkeypatch):
-    prepared(source(root, "jsonl"), place)
-    monkeypatch.setattr(stores, "VERSION", stores.VERSION + 1)
-    prepared(source(root, "jsonl"), place)
-    assert len(set(written)) == 2
-
-
 def rewrite(path: Path, data: bytes) -> None:
     """Write a file under its old time; the kernel's time of the change is another."""
     before = path.stat()
@@ -152,14 +145,6 @@ def test_row72_changed_files_are_prepared_again(root, place, tmp_path, written, 
     assert (after.fingerprint, after.contents) != (before.fingerprint, before.contents)
 
 
-def test_row72_files_that_were_touched_are_compared_and_kept(root, place, written):
-    first = prepared(source(root, "jsonl"), place)
-    os.utime(root / "a.jsonl", ns=(1, 1))
-    replace(root / "d/b.jsonl", FILES["d/b.jsonl"])
-    assert prepared(source(root, "jsonl"), place).fingerprint == first.fingerprint
-    assert len(written) == 1
-
-
 @pytest.mark.parametrize("name", [stores.TOKENS, stores.ARRAYS, stores.FACTS])
 def test_row72_one_byte_that_changed_in_the_store_is_never_read(root, place, written, name):
     wanted = source(root, "jsonl", unit_field="who")
@@ -193,57 +178,3 @@ def test_row72_a_store_that_is_not_whole_is_written_again(root, place, written, 
     again = prepared(wanted, place)
     assert (again.fingerprint, stored(again)) == (first.fingerprint, expected)
     assert len(written) == 2
-
-
-@pytest.mark.parametrize("moved", ["store", "store and files"])
-def test_row72_a_copied_store_is_compared_and_kept(root, place, tmp_path, written, moved):
-    first = prepared(source(root, "jsonl"), place)
-    copy = shutil.copytree(place, tmp_path / "copy")
-    if moved == "store and files":
-        root = shutil.copytree(root, tmp_path / "node")
-    again = prepared(source(root, "jsonl"), str(copy))
-    assert again.folder == str(copy / Path(first.folder).name)
-    assert stored(again) == stored(first)
-    assert len(written) == 1
-
-
-@pytest.mark.parametrize("other", ["a file", "the tokens"])
-def test_row72_a_copy_of_something_else_is_written_again(root, place, tmp_path, written, other):
-    first = prepared(source(root, "jsonl"), place)
-    copy = shutil.copytree(place, tmp_path / "copy")
-    root = shutil.copytree(root, tmp_path / "node")
-    if other == "a file":
-        write(root, {"a.jsonl": lines("a", "x")})
-    else:
-        path = copy / Path(first.folder).name / stores.TOKENS
-        rewrite(path, path.read_bytes()[::-1])
-    again = prepared(source(root, "jsonl"), str(copy))
-    assert (again.fingerprint, stored(again)) == fresh(source(root, "jsonl"), tmp_path)
-    assert len(written) == 3
-
-
-def test_row72_a_store_under_the_name_of_another_is_written_again(root, place, tmp_path):
-    one = prepared(source(root, "jsonl"), place)
-    other = prepared(source(root, "jsonl", text_field="body"), place)
-    shutil.rmtree(one.folder)
-    shutil.copytree(other.folder, one.folder)
-    assert stored(prepared(source(root, "jsonl"), place)) == stored(one)
-
-
-def test_row72_a_read_only_store_is_compared_each_time(root, place, tmp_path, monkeypatch):
-    """On a read-only disk, which is simulated: modes do not stop root."""
-    first = prepared(source(root, "jsonl"), place)
-    copy = shutil.copytree(place, tmp_path / "copy")
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise OSError(30, "Read-only file system")
-
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    monkeypatch.setattr(os, "makedirs", refuse)
-    monkeypatch.setattr(stores, "writing_lock", refuse)
-    monkeypatch.setattr(stores, "private_folder", str)
-    for _ in range(2):
-        assert stored(prepared(source(root, "jsonl"), str(copy))) == stored(first)
-    rewrite(root / "a.jsonl", lines("a", "x"))
-    with pytest.raises(ValueError, match=r"Read-only file system.*\): .* set data\.store$"):
-        prepared(source(root, "jsonl"), str(copy))

@@ -11,12 +11,8 @@ from tests import build
 from tests.accounts import publish, steps_of
 from tests.hazards.test_trainer import ROOT, SETTINGS, STEP, Step
 from tests.processes.ranks import on_ranks
-from torchtitan_dp.checkpoint.bookkeeping import Account
-from torchtitan_dp.checkpoint.terms import choose_noise, settings_of
-from torchtitan_dp.checkpoint.verify import verify
-from torchtitan_dp.ledger import Lineage, read_published, summary
-from torchtitan_dp.ledger.lineage import Ancestor
-from torchtitan_dp.ledger.spending import Run, caveats, total
+from torchtitan_dp.checkpoint.terms import settings_of
+from torchtitan_dp.ledger import Lineage, summary
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.segments import Mechanism
@@ -53,9 +49,6 @@ def test_row75_what_is_accounted_is_what_is_drawn(k):
     assert found == (k, k, k)
 
 
-OF_CAPPED = replace(EXACT, mechanism=Mechanism(1.0, 0.05, 0, 32, "hutchinson"))
-
-
 def terms_of(*overrides):
     return settings_of(build.config(*overrides), units=100, noise_multiplier=1.0)
 
@@ -79,28 +72,6 @@ def test_row31_and_75_norms_are_terms_of_a_run_and_capped_ones_spend_as_exact_on
     for one, to_come in itertools.permutations((ghost, capped, more, *estimated), 2):
         with pytest.raises(ValueError, match=r"^privacy\.(gradient_method|projections)"):
             to_come.resumed(since=one)
-
-
-def test_row24_and_67_people_are_told_of_capped_norms(tmp_path):
-    """By which estimates, and that nothing counts more than C for all that."""
-    behind = (Ancestor("a", OF_CAPPED, 1, 1, 0), Ancestor("b", EXACT, 1, 1, 0))
-    lineage = Lineage(OF_CAPPED, steps=1, planned_steps=1, ancestors=behind)
-    told = publish(lineage, tmp_path)
-    assert (told["projections"], told["capped_projections"]) == (0, 32)
-    assert told["norm_estimator"] == "hutchinson"
-    assert told["mechanism"] == EXACT.mechanism.name
-    assert told["epsilon"] == pytest.approx(spent(3, 0), rel=1e-6)
-    assert not any("norms were estimated" in caveat for caveat in told["caveats"])
-    assert "norms from 32 projections, capped, pld" in " ".join(summary(told))
-    card = card_of(told)
-    assert "random projections (hutchinson, 32 of them)" in card
-    assert "a unit counts at most C and ε is that of exact norms" in card
-    assert "its gradient is clipped to norm C" in card
-    first, second = [line for line in card.splitlines() if "before that" in line]
-    assert first.endswith("norms from 32 projections, capped |")
-    assert "norms" not in second
-    assert verify(str(tmp_path)).faults == []
-    assert read_published(str(tmp_path)) == lineage
 
 
 @pytest.mark.parametrize("options, counted", [(CAPPED, 0), (METHOD, 32)])
@@ -133,46 +104,6 @@ def test_row75_every_epsilon_of_a_run_counts_estimates(tmp_path):
     assert not any("C instead of C" in caveat for caveat in told["caveats"])
 
 
-def test_row75_steps_to_come_count_estimates():
-    first = Lineage(ESTIMATED, planned_steps=40)
-    one, lineage = Account(first, 40), replace(first, steps=20)
-    assert one.epsilon(lineage) == pytest.approx(spent(20, 32), rel=1e-6)
-    assert one.epsilon_executed(lineage) == pytest.approx(spent(20, 32), rel=1e-6)
-
-
-def test_row75_several_runs_add_up_by_pld():
-    runs = [
-        Run(a, Lineage(replace(s, accountant=a), steps=10, run=a), "f")
-        for s, a in ((EXACT, "rdp"), (ESTIMATED, "pld"))
-    ]
-    found = total(runs)
-    assert found.accountant == "pld"
-    assert spent(20, 0) < found.epsilon < spent(20, 32)
-
-
-def test_row49_and_67_rounding_is_told_beside_what_epsilon_counts():
-    (rounded,) = [c for c in caveats(Lineage(ESTIMATED, steps=1), 1.0, 1.0) if "rounded" in c]
-    assert "C more than epsilon counts" in rounded
-    assert ESTIMATED.mechanism.largest_share > 2
-    assert EXACT.mechanism.largest_share == 1
-
-
-@pytest.mark.parametrize(
-    "options, said",
-    [
-        (["--privacy.accountant=rdp"], "privacy.accountant = 'rdp'.*privacy.accountant = 'pld'"),
-        (["--privacy.clipping=per_layer"], "privacy.clipping = 'per_layer'.*'flat'"),
-        (["--privacy.projections=4"], "privacy.projections = 4: must be from 8 to 4096"),
-        (["--privacy.projections=5000"], "privacy.projections = 5000: must be from 8 to 4096"),
-    ],
-    ids=str,
-)
-def test_what_is_not_accounted_for_is_refused_in_one_line(options, said):
-    with pytest.raises(ValueError, match=said) as refused:
-        build.config(*METHOD, *options)
-    assert "\n" not in str(refused.value)
-
-
 def test_row11_and_67_a_step_has_a_projection_key_of_its_own(monkeypatch):
     """Before its first sample; no other stream has it."""
     step = Step(monkeypatch)
@@ -185,16 +116,6 @@ def test_row75_a_step_tells_methods_by_which_number_each_unit_was_drawn(monkeypa
     """Not by which microbatch it is in: what else is drawn would number it."""
     step = Step(monkeypatch)
     assert step.positions == step.draws[0].tolist() != list(range(len(step.positions)))
-
-
-@pytest.mark.slow
-def test_the_search_for_noise_in_a_plan_counts_estimates():
-    target = ["--privacy.noise_multiplier", "None", "--privacy.target_epsilon=2"]
-    exact, estimated = (
-        choose_noise(build.config(*method, *target), 80, [], None)[0]
-        for method in (["--privacy.gradient_method=ghost"], METHOD)
-    )
-    assert estimated > 1.02 * exact
 
 
 def test_row24_and_67_people_are_told_of_estimates(tmp_path):

@@ -11,22 +11,17 @@ import pytest
 
 from tests.data.drawn import dealt, sample
 from tests.data.stores import (
-    WRITERS,
     records_in,
     records_of,
     source,
     store_of,
-    stored,
     texts,
     write,
 )
 from tests.processes.runs import arguments
 from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.data.batching import Draw, RecordLoader
-from torchtitan_dp.data.formats import FORMATS
-from torchtitan_dp.data.prepare import prepared
-from torchtitan_dp.data.samples import Samples
+from torchtitan_dp.data.batching import Draw, RecordLoader, Samples
 from torchtitan_dp.preflight.check import build_samples, open_records
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.sampling import poisson_draw
@@ -126,23 +121,6 @@ def test_row43_q_is_batch_over_units_and_the_ledger_names_the_unit(users):
 # Who is held out must not depend on who else is there, where that is what is protected.
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_row43_a_format_says_whether_one_record_more_renames_others(tmp_path, format):
-    """Three records, and another one before them."""
-    names = []
-    for more in (0, 1):
-        rows, folder = [{"text": text} for text in ["w"] * more + ["x", "y", "z"]], tmp_path / "d"
-        if format == "text":
-            write(folder, {row["text"]: row["text"].encode() for row in rows})
-        else:
-            WRITERS[format](folder, rows)
-        store = prepared(source(folder, format), str(tmp_path / "store"))
-        found = zip(texts(store), stored(store), strict=True)
-        names.append({text: record.unit for text, record in found if text != "w"})
-    assert names[0].keys() == names[1].keys() == set("xyz")
-    assert (FORMATS[format].fields is not None) == (names[0] != names[1])
-
-
 # Row 60: a record of no known unit.
 
 
@@ -167,7 +145,3 @@ def test_row60_a_file_in_no_folder_reads_as_nothing(tmp_path):
     (warning,) = records.warnings
     assert warning.startswith("1 of 4 files have no usable data.unit_field = 'folder'")
     assert "check are against 3 units" in warning
-
-
-def test_row60_a_file_is_read_where_files_are_units(tmp_path):
-    assert texts(store_of(write(tmp_path / "d", {"loose": b"mine"}), tmp_path)) == ["mine"]

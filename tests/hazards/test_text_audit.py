@@ -13,18 +13,14 @@ import torch
 
 import torchtitan_dp.audit.__main__ as audit
 import torchtitan_dp.distributed  # noqa: F401
-from tests import build
 from tests.data.drawn import sample
 from tests.data.stores import store_of
 from tests.hazards.test_audit import FAULTS
 from tests.processes import forks
 from tests.processes.runs import CONFIG, write_records
 from torchtitan_dp.audit import texts
-from torchtitan_dp.audit.__main__ import prepare_run
-from torchtitan_dp.audit.released import detected
 from torchtitan_dp.audit.texts import PlantedSamples, token_ids, write_canaries
-from torchtitan_dp.checkpoint.plan import choose_loss
-from torchtitan_dp.data.samples import Samples
+from torchtitan_dp.data.batching import Samples
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 
 _MODEL = dict(
@@ -103,33 +99,6 @@ def test_a_score_is_a_gain_over_the_starting_weights_within_a_domain(monkeypatch
     assert texts.scores("new", "old", [], documents).tolist() == [-1.0, 1.0, 2.5, -2.5]
 
 
-def test_a_secret_is_extracted_if_it_comes_next():
-    documents, tokenizer = write_canaries(3), ByteTokenizer()
-    known = {canary.prompt: canary.secret for canary in documents[:2]}
-
-    def generate(tokens_1T, do_sample, num_return_sequences=1, **terms):
-        prompt = tokenizer.decode(tokens_1T[0].tolist())
-        said = known.get(prompt, " 0000")
-        if do_sample and prompt == documents[1].prompt:
-            said = " 123"
-        row = tokens_1T[0].tolist() + tokenizer.encode(said).tolist()
-        return torch.tensor([row] * num_return_sequences)
-
-    model = SimpleNamespace(device=torch.device("cpu"), generate=generate)
-    found = texts.extracted(model, documents, tokenizer)
-    assert found == {"greedy": [True, True, False], "sampled": [True, False, False]}
-
-
-def test_detection_is_counted_at_one_percent_of_false_positives():
-    rng = np.random.default_rng(2)
-    included = rng.random(20_000) < 0.5
-    scores = included * 2.0 + rng.standard_normal(20_000)
-    found = detected(scores, included, 0.95)
-    assert found["share"] == pytest.approx(0.372, abs=0.02)  # Phi(Phi^-1(0.01) + 2)
-    assert found["at_least"] < found["share"] < found["at_most"]
-    assert detected(scores, np.ones(20_000, dtype=bool), 0.95)["share"] == 0.0
-
-
 def attacked(connection, argv, fault, log, cache):
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
@@ -166,9 +135,8 @@ def run_audit(folder, name, fault, *options):
     return SimpleNamespace(code=code, log=text, result=result, folder=folder / f"{name}_audit")
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "adapters, merged"])
-def test_the_exported_model_is_attacked_and_stays_under_its_claim(tmp_path, lora):
-    options = ["--lora.rank=4", "--lora.export=merged"] if lora else []
+def test_the_exported_model_is_attacked_and_stays_under_its_claim(tmp_path):
+    options = ["--lora.rank=4", "--lora.export=merged"]
     steps = ["--training.steps=2", "--training.global_batch_size=12", "--canaries=40"]
     run = run_audit(tmp_path, "clean", None, "--privacy.target_epsilon=4", *steps, *options)
     assert run.code == 0, run.log
@@ -201,35 +169,17 @@ def test_a_run_without_clipping_is_flagged_by_its_exported_model_alone(tmp_path)
     assert "FAULT" in run.log
 
 
-def test_a_run_that_publishes_a_held_out_loss_is_audited_without_it(tmp_path):
-    """Or it would be planned, and asked of a validator that an audit has not."""
-    terms = "--validation.publish_epsilon=1", "--validation.publish_delta=1e-6"
-    config = build.config("--validation.enable", "--data.heldout_fraction=0.3", *terms)
-    assert choose_loss(config, None) is not None
-    prepare_run(config, str(tmp_path))
-    assert choose_loss(config, None) is None
-
-
-NO_NOISE = ("--privacy.target_epsilon=None", "--privacy.noise_multiplier=0")
-
-
 @pytest.mark.parametrize(
     "instrument, missing, options, names",
     [
         ("text", (), ["--privacy.noise=banded"], "privacy.noise = 'banded'"),
         ("text", (), ["--trials=9"], "--trials = 9"),
         ("text", (), ["--canaries=0"], "--canaries = 0"),
-        ("text", (), ["--guesses=1.5"], "--guesses = 1.5"),
         ("text", (), ["--folder={used}"], "--folder"),
-        ("text", (), ["--folder=~/used"], "--folder"),
-        ("text", ("transformers",), [], "pip install transformers"),
         ("text", ("peft",), ["--lora.rank=4"], "lora.export = 'adapter'"),
         ("game", (), ["--privacy.no-enable"], "privacy.enable"),
-        ("game", (), [*NO_NOISE], "noise_multiplier"),
         ("game", (), ["--trials=20"], "--trials = 20"),
-        ("game", (), ["--confidence=1"], "--confidence = 1"),
         ("game", (), ["--folder=x"], "--folder = x"),
-        ("game", (), ["--training.stepz=3"], "stepz"),
     ],
 )
 def test_a_mistake_is_one_line_and_code_2(

@@ -28,8 +28,7 @@ from torchtitan_dp import process, train, train_spec
 from torchtitan_dp.checkpoint import bookkeeping as module
 from torchtitan_dp.checkpoint.start import Start, plan_start
 from torchtitan_dp.data import batching
-from torchtitan_dp.data.batching import Feed, RecordLoader
-from torchtitan_dp.data.samples import Samples
+from torchtitan_dp.data.batching import Feed, RecordLoader, Samples
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 from torchtitan_dp.distributed import agreement
 from torchtitan_dp.gradients import step as builder
@@ -314,19 +313,6 @@ def test_row74_a_stop_waits_for_the_end_of_its_round():
     books = bookkeeping(Lineage(ALLOCATED))
     assert [step for step in range(1, 16) if books.may_stop(step)] == [5, 10, 15]
     assert all(bookkeeping(Lineage(SETTINGS)).may_stop(step) for step in range(1, 4))
-
-
-def test_row74_checkpoints_inside_rounds_are_refused():
-    allocation = "--privacy.sampling=allocation", "--privacy.sample_rate=0.26"
-    for interval, is_right in ((3, False), (4, True), (6, False), (8, True)):
-        config = build.config(
-            *allocation, "--checkpoint.enable", f"--checkpoint.interval={interval}"
-        )
-        if is_right:
-            assert plan_start(config, 10, Start(), None).settings.mechanism.round_steps == 4
-        else:
-            with pytest.raises(ValueError, match=rf"checkpoint\.interval = {interval}: .* 4 steps"):
-                plan_start(config, 10, Start(), None)
 
 
 # Secrets.

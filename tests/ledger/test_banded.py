@@ -1,15 +1,13 @@
 """Banded noise in the ledger: what chains, groups, lost steps and several runs spend together."""
 
-import json
 from dataclasses import replace
 
 import dp_accounting
 import pytest
 from dp_accounting.pld import PLDAccountant
 
-from tests.accounts import begun, ended, publish
-from torchtitan_dp.checkpoint.verify import verify
-from torchtitan_dp.ledger import Lineage, RunLog, Settings, read_published
+from tests.accounts import begun
+from torchtitan_dp.ledger import Lineage, RunLog, Settings
 from torchtitan_dp.ledger.spending import Run, spent, total
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.coefficients import cut_off
@@ -62,37 +60,3 @@ def test_each_crash_loses_whole_rounds(tmp_path, loses, whole):
         lineage = RunLog(str(tmp_path)).enter_lost(Lineage(SETTINGS, steps=2))
         assert lineage.lost == crashes * whole
         assert rounds(spent(lineage).segments(MECHANISM)) == 1 + crashes * whole // BANDS
-
-
-def test_its_run_is_logged_published_verified_and_read(tmp_path):
-    lineage = ended(Lineage(SETTINGS, planned_steps=9), tmp_path, 5)
-    published = publish(lineage, tmp_path)
-    assert published["bands"] == BANDS
-    assert published["epsilon"] == pytest.approx(by_dp_accounting(2), rel=2e-3)
-    assert published["epsilon_planned"] == pytest.approx(by_dp_accounting(3), rel=2e-3)
-    (event,) = published["dp_event"]["events"]
-    assert event["event"]["sampling_probability"] == pytest.approx(0.2)
-    assert verify(str(tmp_path)).faults == []
-    assert read_published(str(tmp_path)) == replace(lineage, start="")
-    assert Lineage.from_json(lineage.to_json()) == lineage
-
-
-def test_other_bands_or_independent_noise_are_not_the_same_run():
-    for mechanism in (replace(MECHANISM, column=cut_off(2)), Mechanism(1.0, 0.05)):
-        with pytest.raises(ValueError, match=r"privacy\.bands = .* started with 4"):
-            replace(SETTINGS, mechanism=mechanism).resumed(since=SETTINGS)
-
-
-def test_a_rate_above_one_is_refused_with_the_largest_bands():
-    with pytest.raises(ValueError, match=r"privacy\.bands = 8: .* use at most 4"):
-        Mechanism(1.0, 0.23, column=cut_off(8))
-
-
-def test_a_column_is_read_as_it_was_written():
-    chosen = replace(MECHANISM, column=(1.0, 0.4, -0.1, 0.25))
-    fields = json.loads(json.dumps(chosen.fields()))
-    assert Mechanism.from_fields(fields) == chosen
-    with pytest.raises(ValueError, match="has the numbers of"):
-        Mechanism.from_fields(fields | {"column": [1.0, 0.5]})
-    with pytest.raises(ValueError, match="bands with the coefficients"):
-        Mechanism.from_fields(fields | {"column": [0.5, 0.5, 0.5, 0.5]})

@@ -10,11 +10,9 @@ from tests.accounts import begun, export, publish, steps_of
 from tests.processes.runs import arguments, privacy, train, with_sigma, write_records
 from torchtitan_dp.checkpoint.plan import earlier_ledger
 from torchtitan_dp.checkpoint.start import decide_start, plan_start
-from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.ledger import Lineage, write_fingerprint
 from torchtitan_dp.ledger.__main__ import main
-from torchtitan_dp.ledger.spending import total
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.release.__main__ import main as release
 
@@ -133,14 +131,7 @@ def test_runs_add_up_and_only_on_the_same_records(first, copy, tmp_path):
     assert stop.value.code == 2
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main([str(tmp_path)])
-    assert stop.value.code == 2
-    assert "has no privacy.json" in capsys.readouterr().err
-
-
-def test_hazard_45_weights_of_a_run_on_the_same_records_spend_on(first, data, tmp_path, capsys):
+def test_hazard_45_weights_of_a_run_on_the_same_records_spend_on(first, data, tmp_path):
     out = tmp_path / "second"
     release([str(first), str(tmp_path / "released")])  # with the tokenizer of bytes
     load = f"--model.hf_assets_path={tmp_path}/released", "--checkpoint.initial_load_in_hf"
@@ -152,10 +143,8 @@ def test_hazard_45_weights_of_a_run_on_the_same_records_spend_on(first, data, tm
     # Sigma was chosen when the first run had shown its results.
     assert any("assumed not to follow from what run" in caveat for caveat in spent["caveats"])
     assert run(out)[1]["total"]["epsilon"] == pytest.approx(spends((SIGMA, 4), (2.0, 2)))
-    capsys.readouterr()
     both = run(out, first)[1]["total"]
     assert both["epsilon"] == pytest.approx(spends((SIGMA, 8), (2.0, 2)))
-    assert "prefix counted twice" in capsys.readouterr().err
 
 
 def plan_of(command, folder):
@@ -172,19 +161,11 @@ def starting_from(path, *overrides):
     return plan_of(command, path / "new").ledger
 
 
-def test_hazard_45_weights_of_any_records_spend_on(tmp_path, copy):
-    """Other names, sizes or held-out parts do not make other people of them."""
-    name = export(earlier_ledger(str(copy)), tmp_path)["run"]
-    later = starting_from(tmp_path, PUBLIC_OPTION)
-    (ancestor,) = later.ancestors
-    assert (ancestor.run, ancestor.spent()) == (name, [steps_of(SIGMA, RATE, 4)])
-
-
 @pytest.mark.parametrize(
     "change, said",
     [
         ({"privacy_unit": "patient"}, r"no epsilon covers both; set data\.unit_field"),
-        ({"neighbouring_relation": "zero_out"}, r"^privacy\.sample_rate = .* are not covered"),
+        ({"neighbouring_relation": "zero_out"}, r"^privacy\.sample_rate = .* covers no neighbours"),
     ],
 )
 def test_weights_whose_guarantee_is_of_another_kind_are_refused(tmp_path, copy, change, said):
@@ -239,26 +220,6 @@ def test_a_checkpoint_that_no_start_of_this_folder_saved_is_refused(copy, data):
         plan_of(arguments(copy, data, *with_sigma(SIGMA)), copy)
 
 
-def test_a_copy_that_went_on_adds_its_prefix_again(copy, first, capsys):
-    begun(earlier_ledger(str(copy)), copy, 3, loses=3)
-    told = run(copy, first)[1]["total"]
-    assert told["epsilon"] == pytest.approx(spends((SIGMA, 11)))
-    assert told["steps_executed"] == 11
-    assert "prefix counted twice: " in capsys.readouterr().err
-
-
-def test_runs_that_began_with_one_export_share_what_it_spent(first, tmp_path):
-    folders = []
-    for name in "bc":
-        child = starting_from(first / "hf")
-        publish(dataclasses.replace(child, run=name, steps=2, planned_steps=2), tmp_path / name)
-        folders.append(tmp_path / name)
-        shutil.copy(first / "data_fingerprint.private", folders[-1])
-    told = total([verify(str(folder)) for folder in folders])
-    assert told.epsilon == pytest.approx(spends((SIGMA, 8)))
-    assert told.steps_executed == 4
-
-
 @pytest.mark.parametrize("text", ["", "1\n"])
 def test_a_log_that_lost_lines_is_refused(copy, data, text):
     (copy / "steps_executed.log").write_text(text)
@@ -288,18 +249,3 @@ def test_weights_in_the_runs_own_folder_are_its_own(tmp_path):
     (tmp_path / "new" / "hf").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"lies in job\.dump_folder"):
         starting_from(tmp_path / "new" / "hf", f"--job.dump_folder={tmp_path}/new", PUBLIC_OPTION)
-
-
-def test_a_total_names_the_weaker_neighbours(first, copy):
-    another_run(copy)
-    kept = with_settings(earlier_ledger(str(copy)), neighbouring_relation="add_remove")
-    publish(kept, copy)
-    assert run(copy)[1]["total"]["neighbouring_relation"] == "add_remove"
-    assert run(first, copy)[1]["total"]["neighbouring_relation"] == "zero_out"
-
-
-def test_nothing_is_added_up_while_there_are_faults(copy, capsys):
-    (copy / "steps_executed.log").write_text("")
-    code, told = run(copy)
-    assert (code, told["total"]) == (1, None)
-    assert "runs are not composed" in capsys.readouterr().err

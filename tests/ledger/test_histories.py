@@ -163,13 +163,6 @@ def test_row46_no_history_publishes_fewer_steps_than_were_begun(tmp_path, seed):
     live(Folder(tmp_path, chosen.choice([1, 1, 2, 3, 4])), chosen)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("seed", range(1000, 2000))
-def test_row46_no_long_row_of_histories_publishes_fewer(tmp_path, seed):
-    chosen = random.Random(seed)
-    live(Folder(tmp_path, chosen.choice([1, 1, 2, 3, 4])), chosen)
-
-
 def finished(place: Path, events: list[str], interval: int, clock: random.Random) -> Lineage:
     """Train to the end through public events; a clock decides how many steps fit between two."""
     place.mkdir()

@@ -87,16 +87,6 @@ def test_a_log_that_another_run_writes_to_is_not_written_on(tmp_path):
         one.begin_step(2)
 
 
-def test_each_start_has_a_name_of_its_own_that_its_folder_knows(tmp_path):
-    first, second = begun(RUN, tmp_path, 3), begun(RUN, tmp_path)
-    assert first.start != second.start
-    read = RunLog(str(tmp_path))
-    assert read.knows(first.start)
-    assert read.knows(second.start)
-    assert not read.knows("elsewhere")
-    assert not read.knows("")
-
-
 def test_row66_a_loss_counts_from_its_line_on(tmp_path):
     """Also where a crash came before its result."""
     loss = HeldOutLoss(3.0, 4.0, 1e-5, 1.0)
@@ -162,13 +152,3 @@ def test_a_torn_line_of_a_start_is_a_crash_and_swallows_nothing(tmp_path, torn):
     assert lost(tmp_path, lineage) == 10
     begun(lineage, tmp_path, loses=7)
     assert lost(tmp_path, lineage) == 10 + 7
-
-
-def test_more_steps_than_the_starts_lead_to_are_refused(tmp_path):
-    """`starts.log` was removed, or cut."""
-    begun(RUN, tmp_path, 3)
-    (tmp_path / "starts.log").unlink()
-    of_run = RunLog(str(tmp_path))
-    with pytest.raises(Fault, match=r"has 3 steps, but starts\.log leads to 0"):
-        opened(RUN, of_run, Losable(1, 1))
-    assert "lacks steps or crashes" in of_run.lacks(replace(RUN, lost=3))

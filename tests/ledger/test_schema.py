@@ -10,9 +10,8 @@ from dp_accounting.pld import PLDAccountant
 
 from tests.accounts import export, mechanism, publish
 from torchtitan_dp.ledger import Lineage, Settings, read_published, schema
-from torchtitan_dp.ledger.lineage import Ancestor, not_private
+from torchtitan_dp.ledger.lineage import Ancestor
 from torchtitan_dp.privacy.meaning import Meaning
-from torchtitan_dp.process import source
 
 TERMS = ("privacy.sample_rate", "add_remove")
 SETTINGS = Settings(mechanism(1.0, 0.02), 0.5, 1e-5, 32, "pld", *TERMS)
@@ -105,22 +104,8 @@ def test_dp_accounting_alone_gives_the_same_epsilon(tmp_path, planned):
     assert (told["epsilon_planned"] > 1.5 * told["epsilon"]) == (planned > 20)
 
 
-def test_without_noise_there_is_no_event(tmp_path):
-    silent = Lineage(Settings(mechanism(0.0, 0.02), 0.5, 1e-5, 32, "pld", *TERMS), steps=1)
-    told = publish(not_private(silent, "no noise"), tmp_path)
-    assert (told["dp_event"], told["meaning"], told["epsilon"]) == (None, None, None)
-    assert told["assumptions"] == []
-
-
 def test_the_meaning_is_of_the_planned_steps_and_is_read_back(tmp_path):
     few = publish(Lineage(SETTINGS, steps=30, planned_steps=30), tmp_path)["meaning"]
     many = publish(Lineage(SETTINGS, steps=30, planned_steps=400), tmp_path)["meaning"]
     assert Meaning.from_json(few).to_json() == few
     assert few["posterior_from_half"] < many["posterior_from_half"]
-
-
-def test_the_program_is_told():
-    told = source()
-    assert told["name"] == "torchtitan-dp"
-    assert told["commit"] is None or len(told["commit"]) == 40
-    assert set(told) == {"name", "version", "commit", "modified"}

@@ -46,32 +46,3 @@ def test_what_cudas_kernels_cannot_compute_is_refused(
     with pytest.raises(ValueError, match=refused) as error:
         getattr(machine, check)(config, hugging_face.flavor(flavor))
     assert "\n" not in str(error.value)
-
-
-def test_weights_that_are_missing_are_refused_by_names_alone(tmp_path, monkeypatch):
-    """Before a model is built; without them the model is trained from drawn weights, and a plan
-    says so."""
-    from torchtitan_dp.preflight import check
-
-    (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setattr(check, "check_model", None)
-    given = f"--model.hf_assets_path={tmp_path}"
-    with pytest.raises(ValueError, match=r"it has neither model\.safetensors nor .*, or draw"):
-        check.check_run(
-            build.config(given, "--checkpoint.initial_load_in_hf", "--checkpoint.enable"), units=99
-        )
-    monkeypatch.setattr(check, "shape", lambda config: build.ARGS)
-    none = "has no weights: training starts from drawn"
-    assert [none in str(check.notices(build.config(*one))) for one in ((given,), ())] == [
-        True,
-        False,
-    ]
-
-
-def test_a_plan_of_many_units_holds_none_of_them():
-    from torchtitan_dp.data.dataset import Records
-
-    records = Records.empty(None, 13 * 10**9, 0.05)  # type: ignore[arg-type]
-    assert (len(records.train), len(records.heldout)) == (12_350_000_000, 650_000_000)
-    with pytest.raises(ValueError, match="leaves no record or unit to train on"):
-        Records.empty(None, 3, 0.9)  # type: ignore[arg-type]

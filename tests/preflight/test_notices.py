@@ -1,7 +1,5 @@
 """What is said of records before a run starts: by the plan and by a worker, and nowhere else."""
 
-import contextlib
-import io
 import json
 import os
 from pathlib import Path
@@ -10,14 +8,12 @@ import pytest
 
 from tests import accounts
 from tests.data import chats
-from tests.processes import forks
 from tests.processes.runs import arguments, with_sigma
 from torchtitan_dp.checkpoint.start import Start, plan_start
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.ledger import write_fingerprint
 from torchtitan_dp.plan import __main__ as plan
-from torchtitan_dp.preflight.check import check_run, notices, open_records
-from torchtitan_dp.process import PLANNED
+from torchtitan_dp.preflight.check import check_run, open_records
 
 NOTES = [{"who": i % 8, "note": f"note {i}"} for i in range(24)]
 JSONL = ("--training.dataset=jsonl", "--data.text_field=note")
@@ -41,74 +37,6 @@ def command(root: Path, *overrides: str) -> list[str]:
 def planned(root: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
     plan.main([*command(root, *overrides), "--world_size=1"])
     return capsys.readouterr().err
-
-
-def refused(root: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
-    with pytest.raises(SystemExit) as stopped:
-        planned(root, capsys, *overrides)
-    assert stopped.value.code == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
-    return line
-
-
-def start(argv: list[str], cache: str, planned: bool = False) -> str:
-    """Start a worker as torchrun does, or as a launcher with a plan, up to its trainer."""
-    import torchtitan_dp.train as train
-
-    class BuiltError(Exception):
-        pass
-
-    def build(*_: object) -> None:
-        raise BuiltError
-
-    train.build_trainer = build  # type: ignore[assignment]
-    train.init_logger = lambda: None
-    os.environ.update(XDG_CACHE_HOME=cache, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", RANK="0")
-    os.environ.pop(PLANNED, None)
-    os.environ.update(WORLD_SIZE="1", **({PLANNED: "1"} if planned else {}))
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
-        try:
-            train.main.__wrapped__(argv)  # type: ignore[attr-defined]
-        except BuiltError:
-            print("built", file=said)
-        except SystemExit as stop:
-            print(stop.code, file=said)
-    return said.getvalue()
-
-
-def test_what_lines_lack_is_told_by_plan_and_start(
-    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lacking = (
-        "warning (not private): 2 of 26 records have no target and contribute nothing (records: 2 "
-        "have no such JSON field (data.text_field = 'note'"
-    )
-    write(tmp_path / "notes.jsonl", [*NOTES, {"x": 1}, {"x": 2}])
-    assert lacking in planned(tmp_path, capsys)
-    said = forks.call(start, command(tmp_path), str(cache))
-    assert lacking in said
-    assert said.endswith("built\n")
-    assert forks.call(start, command(tmp_path), str(cache), True) == "built\n"
-
-
-def test_a_text_field_that_no_line_has_is_refused_by_plan_start_and_resume(
-    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    none = "data.text_field = 'text': none of the 24 records has a target to learn: 24 have no such"
-    write(tmp_path / "notes.jsonl", NOTES)
-    assert none in refused(tmp_path, capsys, "--data.text_field=text")
-    said = forks.call(start, command(tmp_path, "--data.text_field=text"), str(cache))
-    assert f"error: {none}" in said
-    assert "built" not in said
-    assert not (tmp_path / "out" / "privacy.json").exists()
-    assert [path for path in cache.rglob("*") if path.name == "tokens"] == []
-    begun(tmp_path)
-    stores = [path for path in cache.rglob("tokens")]
-    for other in ("text", "who"):  # which no line has, and all: nothing is read
-        message = refused(tmp_path, capsys, f"--data.text_field={other}")
-        assert f"data.text_field = '{other}': this run was started with 'note'" in message
-    assert [path for path in cache.rglob("tokens")] == stores
 
 
 def begun(root: Path, *overrides: str) -> None:
@@ -170,38 +98,8 @@ def test_a_start_without_a_step_binds_the_folder_to_nothing(tmp_path: Path) -> N
 TRAINED_ON, NO_EFFECT = "are trained on", "has no effect"
 UNIT, PROMPT = "--data.unit_field=who", "--data.prompt_field=q"
 CONCAT, RANDOM = "--data.unit_sampling=concat", "--data.unit_sampling=random"
-HEAD = "--data.long_records=head"
-GHOST = "--privacy.gradient_method=ghost"
 TWO_PASSES, ACCOUNTED = "--privacy.ghost_passes=two", "--privacy.underestimates=accounted"
 WHOLE, PROJECTIONS = "--privacy.no-shard_grad_samples", "--privacy.projections=64"
-
-
-@pytest.mark.parametrize(
-    ("about", "overrides", "said"),
-    [
-        (TRAINED_ON, (), ["32 tokens of a record are trained on; data.long_records = 'window'"]),
-        (TRAINED_ON, (UNIT,), []),
-        (TRAINED_ON, (UNIT, HEAD), ["32 tokens of a unit are trained on; data.long_records = 'w"]),
-        (TRAINED_ON, (UNIT, HEAD, RANDOM), ["tokens of a record are trained on"]),
-        (TRAINED_ON, (PROMPT,), []),
-        (TRAINED_ON, (UNIT, PROMPT), []),
-        (TRAINED_ON, (UNIT, CONCAT, PROMPT), ["of a unit are trained on; data.unit_samp"]),
-        (NO_EFFECT, (), []),
-        (NO_EFFECT, (WHOLE,), ["privacy.shard_grad_samples = "]),
-        (NO_EFFECT, (WHOLE, "--training.local_batch_size=2"), []),
-        (NO_EFFECT, (GHOST, ACCOUNTED), ["privacy.underestimates = "]),
-        (NO_EFFECT, (GHOST, TWO_PASSES), []),
-        (NO_EFFECT, (TWO_PASSES, PROJECTIONS), ["privacy.ghost_passes =", "privacy.projections ="]),
-        (NO_EFFECT, ("--privacy.no-enable", PROJECTIONS), []),
-    ],
-)
-def test_what_no_sample_is_made_of_and_settings_of_another_method_are_told(
-    tmp_path: Path, about: str, overrides: tuple[str, ...], said: list[str]
-) -> None:
-    lines = notices(load_config(command(tmp_path, *overrides), 1))
-    found = [line for line in lines if about in line]
-    assert len(found) == len(said)
-    assert all(words in line for line, words in zip(found, said, strict=True))
 
 
 def test_the_tokenizer_and_ends_that_are_not_learned_are_named(
@@ -229,20 +127,3 @@ def test_the_tokenizer_and_ends_that_are_not_learned_are_named(
     said = planned(tmp_path, capsys, f"--model.hf_assets_path={assets}")
     assert f"no bos, no eos, from {assets}\n" in said
     assert "      the tokenizer has no eos: the model never learns to stop\n" in said
-
-
-def test_weights_beside_the_tokenizer_that_are_not_loaded(tmp_path):
-    """Else adapters of a model that was never trained would cost an epsilon."""
-    given = tmp_path / "model [1]"
-    given.mkdir()
-    overrides = [f"--model.hf_assets_path={given}"]
-
-    def said():
-        lines = notices(load_config(command(tmp_path, *overrides), 1))
-        return [line for line in lines if "are not loaded; checkpoint.initial_load_in_hf" in line]
-
-    assert said() == []
-    (given / "model.safetensors").touch()
-    assert len(said()) == 1
-    overrides.append("--checkpoint.initial_load_in_hf")
-    assert said() == []

@@ -125,6 +125,7 @@ def address() -> str:
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
+        "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow's allocator starts one
         "MALLOC_ARENA_MAX": "1",  # else each thread reserves 64 MiB, where memory is limited
     }
     environment.pop("TORCHTITAN_DP_LAUNCHER_PID", None)

@@ -15,7 +15,7 @@ import torchtitan_dp.train as train
 from tests.replay import records
 from torchtitan_dp.checkpoint import bookkeeping
 from torchtitan_dp.checkpoint.bookkeeping import Bookkeeping
-from torchtitan_dp.data.samples import Samples
+from torchtitan_dp.data.batching import Samples
 from torchtitan_dp.ledger import Lineage, RunLog
 from torchtitan_dp.optimizer import DPOptimizer, inner_optimizers
 from torchtitan_dp.privacy.clipping import ClipPolicy

@@ -16,8 +16,8 @@ from torch.utils.tensorboard import SummaryWriter
 from tests.accounts import begun, export, opened, publish, taken
 from tests.processes import forks
 from tests.processes.runs import arguments, write_records
+from torchtitan_dp.checkpoint.folder import verify
 from torchtitan_dp.checkpoint.start import with_initial
-from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.ledger import Lineage, Losable, RunLog, read_published, write_fingerprint
 from torchtitan_dp.ledger.lineage import TRIAL, History, NoisedLoss

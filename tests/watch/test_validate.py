@@ -27,8 +27,7 @@ from tests.hazards.test_trainer import SETTINGS, bookkeeping
 from tests.processes.ranks import on_ranks
 from torchtitan_dp import train
 from torchtitan_dp.checkpoint import bookkeeping as books_module
-from torchtitan_dp.data.batching import Draw, RecordLoader
-from torchtitan_dp.data.samples import Samples
+from torchtitan_dp.data.batching import Draw, RecordLoader, Samples
 from torchtitan_dp.ledger import Lineage, RunLog
 from torchtitan_dp.ledger.lineage import HeldOutLoss, NoisedLoss
 from torchtitan_dp.models.lora import LoRA

@@ -22,7 +22,7 @@ import numpy as np
 import torch.distributed as dist
 
 from torchtitan_dp.audit import texts
-from torchtitan_dp.checkpoint.start import Start, Weights
+from torchtitan_dp.checkpoint.start import Start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.batching import Feed
 from torchtitan_dp.data.tokenizer import load_tokenizer
@@ -101,7 +101,7 @@ def audit(
         trainer.train()
         folder = export_weights(trainer)
         start = decide()
-        base = start.place if start.weights is Weights.INITIAL else None
+        base = start.initial
         found = _attack(trainer, folder, base, documents, guesses) if dist.get_rank() == 0 else {}
         found = json.loads(broadcast_from_rank0(json.dumps(found)))
         included = trainer.unblind()

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from torchtitan_dp.data.samples import NOTHING, Samples
+from torchtitan_dp.data.batching import NOTHING, Samples
 from torchtitan_dp.data.tokenizer import Tokenizer
 from torchtitan_dp.models.hugging_face_weights import ADAPTER_CONFIG_FILE
 from torchtitan_dp.privacy.sampling import Choices

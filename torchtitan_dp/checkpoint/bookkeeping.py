@@ -55,8 +55,8 @@ from torchtitan_dp.process import typed, versions
 
 
 class Account:
-    """The epsilons of a run while it trains, from one start or load on to `total_steps`: computed
-    ahead at a few points, where a query gives the next one up, so that no step waits."""
+    """The epsilons of a run while it trains, to `total_steps`: computed ahead at a few points, of
+    which a query gives the next one up, so that no step waits."""
 
     def __init__(self, lineage: Lineage, total_steps: int) -> None:
         self._first, self._total = lineage, max(total_steps, lineage.steps)
@@ -110,18 +110,9 @@ class Bookkeeping:
     def __init__(
         self, config: JobConfig, loader: RecordLoader, start: Start, device: torch.device
     ) -> None:
-        """Open the folder's ledger, or begin it: its terms are fixed the first time.
-
-        Collective over the world.
-
-        Args:
-            loader: of the training units; its records are those of the ledger.
-            device: the process group's.
-
-        Raises:
-            ValueError: one line: the folder is of other records or terms.
-            Fault: ranks disagree.
-        """
+        """Open the folder's ledger, or begin it: its terms are fixed the first time. `loader` is of
+        the training units, `device` the process group's. Collective over the world. ValueError:
+        the folder is of other records or terms; Fault: ranks disagree."""
         self._config, self._device = config, device
         self._folder, self._total = config.job.dump_folder, config.training.steps
         self._units = len(loader.units)
@@ -241,12 +232,9 @@ class Bookkeeping:
         return released(ledger, account.epsilon_executed(ledger), account.epsilon_planned(ledger))
 
     def publish_loss(self, losses: Callable[[], np.ndarray]) -> NoisedLoss | None:
-        """Publish the held-out loss of the last weights, if that is yet to be done: log it, add
-        noise to the mean of clipped losses, and enter the result into the ledger.
-
-        Rank 0 does so, and sends it to the others, of which none must have another mean with the
-        same noise. Collective: a broadcast, and `losses`, which returns that of each unit, fp64.
-        """
+        """Publish the held-out loss of the last weights, if that is yet to be done: rank 0 logs it
+        and adds noise to the mean of clipped losses, and no other rank has another mean with the
+        same noise. Collective: a broadcast, and `losses`, which returns that of each unit, fp64."""
         terms, step, found = self.ledger.heldout_loss, self.ledger.steps, ""
         if terms is None or not terms.is_due(step):
             return None

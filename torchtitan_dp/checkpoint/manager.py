@@ -93,9 +93,8 @@ class Checkpointer(CheckpointManager):
 
     def load(self, step: int = -1) -> bool:
         """Load the decided weights, or those that `confirmed` revises them to; return whether any
-        were loaded. `step` is the only one to take, for a run without privacy; -1: the newest.
-        Collective over the world. Fault: none is whole, or the loaded weights are not finite.
-        """
+        were loaded. `step`: the only one to take; -1: the newest. Collective over the world. Fault:
+        none is whole, or the loaded weights are not finite."""
         loaded = self.enable and self._load(step)
         self._require_finite_start()
         return loaded

@@ -27,8 +27,6 @@ from torchtitan_dp.ledger.spending import BY_RDP, counted_by, epsilon, inherited
 from torchtitan_dp.privacy import accounting, published_loss
 from torchtitan_dp.privacy.segments import NONE, Mechanism
 
-PUBLIC = "the initial weights are assumed to be public"
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -52,15 +50,8 @@ class Plan:
 
 
 def settle(config: JobConfig, units: int, history: History, terms: Settings | None) -> Plan:
-    """Fix the noise, the sampling rate and the epsilon of a run.
-
-    Args:
-        units: number of training units.
-        history, terms: from `fresh`, `rewound` or `resumed`.
-
-    Raises:
-        ValueError: one line for the user.
-    """
+    """Fix the noise, the rate and the epsilon of a run on so many training units; ValueError, one
+    line. `history` and `terms` are from `fresh`, `rewound` or `resumed`."""
     privacy, steps = config.privacy, config.training.steps
     warnings = _check_delta(config, units)
     sigma, column = choose_noise(config, units, inherited(history.ancestors), terms)
@@ -124,30 +115,27 @@ def choose_loss(config: JobConfig, earlier: History | None) -> HeldOutLoss | Non
     for key, new, old in zip(("epsilon", "delta", "clip"), now, before, strict=True):
         if new != old:
             raise ValueError(
-                f"validation.publish_{key} = {new}: this run was started with {old}, for which the "
-                "noise of its held-out loss was fixed; set it back, or start afresh in another "
-                "job.dump_folder"
+                f"validation.publish_{key} = {new}: this run was started with {old}; set it back, "
+                "or start afresh in another job.dump_folder"
             )
     if kept is not None and kept.noised is not None and kept.is_due(config.training.steps):
         raise ValueError(
             f"training.steps = {config.training.steps}: the held-out loss after step "
-            f"{kept.noised.step} was published, which spent validation.publish_epsilon; "
-            "set it back, or start a run of its own from exported weights "
-            "(checkpoint.initial_load_path, another job.dump_folder)"
+            f"{kept.noised.step} was published, which spent validation.publish_epsilon; set it "
+            "back, or start another run from exported weights (checkpoint.initial_load_path)"
         )
     return kept
 
 
 def _refuse_inside_round(config: JobConfig, settings: Settings, steps: int) -> None:
-    """Refuse, by ValueError, to train on from weights inside a round of random allocation, whose
-    key is gone, and checkpoints there. So each round of a lineage belongs to one start."""
+    """Refuse, by ValueError, to start or to save inside a round of random allocation, whose key is
+    gone after: each round of a lineage belongs to one start."""
     t, checkpoint = settings.mechanism.round_steps, config.checkpoint
     if steps % t and config.training.steps > steps:
         raise ValueError(
             f"training.steps = {config.training.steps}: these weights, after step {steps}, are "
             f"inside a round of {t} steps (privacy.sampling = 'allocation'), which ended there; "
-            "start a run of its own from exported weights (another job.dump_folder, "
-            "checkpoint.initial_load_path), whose ledger counts their steps"
+            "start another run from exported weights (checkpoint.initial_load_path)"
         )
     if t > 1 and checkpoint.enable_first_step_checkpoint:
         raise ValueError(
@@ -165,8 +153,8 @@ def _refuse_inside_round(config: JobConfig, settings: Settings, steps: int) -> N
 
 def _check_delta(config: JobConfig, units: int) -> list[str]:
     """Refuse, by ValueError, a delta that allows publishing whole units, and warn of one above a
-    tenth of that. Where the number of units is private, the public estimate of it decides, and the
-    number itself gives a warning that is labelled."""
+    tenth of that. A private number of units gives a labelled warning; its public estimate decides.
+    """
     delta, rate = config.privacy.delta, config.privacy.sample_rate
     assert delta is not None
     word = unit_word(config)
@@ -210,8 +198,8 @@ def _refuse_overspending(config: JobConfig, ledger: Lineage, before: int) -> flo
             key, fixed = f"training.steps = {steps}", f"training.steps = {before}"
         raise ValueError(
             f"{key}: this run's noise was fixed at {fixed}, and {steps} training.steps would spend "
-            f"{accounting.rounded_up(reached)}; lower training.steps, raise privacy.target_epsilon "
-            f"(now {target:g}), or start afresh in another job.dump_folder"
+            f"{accounting.rounded_up(reached)}; lower training.steps, raise "
+            f"privacy.target_epsilon (now {target:g}), or take another job.dump_folder"
         )
     return reached
 
@@ -263,8 +251,7 @@ def _contradicted(folder: str, problem: str) -> str:
 
 
 def refuse_delta_of_loss(config: JobConfig, heldout: int) -> None:
-    """Refuse, by ValueError, a delta at which a whole held-out unit might be published; the number
-    of these units is public where a loss is published."""
+    """Refuse, by ValueError, a delta at which a whole held-out unit might be published."""
     validation = config.validation
     delta, key = validation.publish_delta, "validation.publish_delta"
     if delta is None:

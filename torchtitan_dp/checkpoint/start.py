@@ -14,7 +14,6 @@ Guarantee:
       them.
 """
 
-import enum
 import functools
 import os
 from collections.abc import Callable, Mapping
@@ -67,32 +66,24 @@ from torchtitan_dp.process import Fault
 PUBLIC = "the initial weights are assumed to be public"
 
 
-class Weights(enum.Enum):
-    """The source of a start's weights."""
-
-    DRAWN = "drawn from debug.seed"
-    INITIAL = "a Hugging Face folder that the configuration names"
-    OWN = "a checkpoint of this run"
-
-
 @dataclass(frozen=True)
 class Start:
     """The decided start of a run, with the ledger of its weights."""
 
-    weights: Weights = Weights.DRAWN
-    place: str = ""  # their folder
-    key: str = ""  # the key of the configuration that names that folder
-    step: int = 0  # of this run's own checkpoint
-
-    @property
-    def resumes(self) -> bool:
-        """Whether the run continues from a checkpoint of its own."""
-        return self.weights is Weights.OWN
+    place: str = ""  # the folder of its weights
+    key: str = ""  # the configuration's key that names it; without one they are drawn
+    resumes: bool = False  # from a checkpoint of its own; else from a Hugging Face folder
+    step: int = 0  # of that checkpoint
 
     @property
     def loads(self) -> bool:
         """Whether all weights are read from files (initial ones may lack adapters of LoRA)."""
-        return self.weights is not Weights.DRAWN
+        return bool(self.key)
+
+    @property
+    def initial(self) -> str | None:
+        """The Hugging Face folder of initial weights, if any."""
+        return self.place if self.loads and not self.resumes else None
 
     @functools.cached_property
     def own_ledger(self) -> Lineage | None:
@@ -109,10 +100,7 @@ class Start:
 def decide_start(config: JobConfig) -> Start:
     """Decide how a run starts. A checkpoint of its own comes first: the newest whose files have
     their sizes or, if all are damaged, the newest, which `check_start` or the load refuses.
-
-    Raises:
-        ValueError: one line; a checkpoint is not the user's alone.
-    """
+    ValueError: a checkpoint is not the user's alone."""
     if not config.checkpoint.enable:
         return Start()
     folder = checkpoint_folder(config)
@@ -120,7 +108,7 @@ def decide_start(config: JobConfig) -> Start:
         whole = (step for step in steps if not damage(step_folder(folder, step)))
         return own_checkpoint(folder, next(whole, steps[0]))
     if config.checkpoint.initial_load_in_hf:
-        return Start(Weights.INITIAL, *weights_folder(config))
+        return Start(*weights_folder(config))
     return Start()
 
 
@@ -132,21 +120,14 @@ def decision(config: JobConfig) -> Callable[[], Start]:
 
 def own_checkpoint(folder: str, step: int) -> Start:
     """Return the start from this run's checkpoint of a step."""
-    return Start(Weights.OWN, step_folder(folder, step), "checkpoint.folder", step)
+    return Start(step_folder(folder, step), "checkpoint.folder", True, step)
 
 
 def confirmed(start: Start, folder: str, step: int = -1) -> Start:
-    """Return rank 0's decision, revised where it finds damage by now: a damaged checkpoint of this
-    run is set aside, in a warning, for an older whole one. The remains of killed saves are removed
-    if nothing else was saved. Collective over the world.
-
-    Args:
-        folder: of this run's checkpoints.
-        step: the only one to take; -1 for the newest.
-
-    Raises:
-        Fault: none is whole, or one is not the user's alone; nothing was moved.
-    """
+    """Return rank 0's decision, revised where it finds damage by now: a damaged checkpoint in this
+    run's `folder` is set aside, in a warning, for an older whole one. `step` is the only one to
+    take; -1: the newest. Collective over the world. Fault, on all ranks: none is whole, or one is
+    not the user's alone; nothing was moved."""
     dist.barrier()  # all ranks have decided what they draw or load
     decided: list[Any] = [start, ""]
     if dist.get_rank() == 0 and step == -1:
@@ -220,7 +201,7 @@ def check_records(folder: str, fingerprint: str | None, settings: Mapping[str, o
 def plan_start(config: JobConfig, units: int, start: Start, earlier: Lineage | None) -> Plan:
     """Plan the privacy budget of a run with this start, as `settle` does; `earlier` is the ledger
     of its folder (`plan.earlier_ledger`)."""
-    initial = start.place if start.weights is Weights.INITIAL else None
+    initial = start.initial
     if (loaded := start.own_ledger) is not None:
         history, terms = resumed(config, earlier or loaded, loaded)
     elif earlier is None:
@@ -272,9 +253,9 @@ def resumed(config: JobConfig, earlier: Lineage, loaded: Lineage) -> Begun:
     if not RunLog(config.job.dump_folder).knows(loaded.start):
         raise ValueError(
             f"checkpoint.folder: the newest checkpoint there, of step {loaded.steps}, was saved by "
-            f"a start that {STARTS_FILE} in job.dump_folder = '{config.job.dump_folder}' lacks, so "
-            "that its steps would not be counted; copy a run's whole folder, or start a run of its "
-            "own from exported weights (checkpoint.initial_load_path)"
+            f"a start that {STARTS_FILE} in job.dump_folder = '{config.job.dump_folder}' lacks: "
+            "its steps would not be counted; copy a run's whole folder, or start from exported "
+            "weights (checkpoint.initial_load_path)"
         )
     history = replace(
         with_caveats(earlier, *loaded.caveats),
@@ -329,8 +310,7 @@ def ledger_beside(folder: str) -> Lineage | None:
     if content is not None or any(os.path.exists(os.path.join(p, PRIVACY_FILE)) for p in parents):
         raise ValueError(
             f"'{folder}' lies in the folder of a run, and its weights have no {PRIVACY_FILE} of "
-            "their own: start from weights that the run exported (checkpoint.last_save_in_hf), or "
-            "from a release of it"
+            "their own: start from its export (checkpoint.last_save_in_hf), or from a release"
         )
     return None
 
@@ -351,19 +331,18 @@ def _refuse_unknown(config: JobConfig, path: str) -> None:
 
 def _refuse_what_does_not_compose(config: JobConfig, earlier: Lineage, path: str) -> None:
     """Raise ValueError if no epsilon of this run could cover the earlier one's steps."""
-    remedy = "start from other weights, or, if they never saw these records, from a folder of "
-    remedy += f"safetensors without {PRIVACY_FILE}, with privacy.initial_weights_public = true"
+    remedy = f"start from other weights or, if they never saw these records, without {PRIVACY_FILE}"
     unit, rate = privacy_unit(config), config.privacy.sample_rate
     for theirs in (earlier.settings, *(ancestor.settings for ancestor in earlier.ancestors)):
         if theirs.privacy_unit != unit:
             raise ValueError(
-                f"checkpoint.initial_load_path = '{path}': trained with the privacy of one "
-                f"{theirs.privacy_unit}, and this run's unit is one {unit}, so that "
-                f"no epsilon covers both; set data.unit_field as it was there, {remedy}"
+                f"checkpoint.initial_load_path = '{path}': its unit of privacy is one "
+                f"{theirs.privacy_unit}, this run's one {unit}, and no epsilon covers both; set "
+                f"data.unit_field as it was there, {remedy}"
             )
         if theirs.neighbouring_relation == "zero_out" and rate is not None:  # this: add_remove
             raise ValueError(
-                f"privacy.sample_rate = {rate:g}: the weights in '{path}' were trained "
-                "at a rate that followed from the number of records, so that neighbours that add "
-                f"or remove one are not covered; leave it unset, {remedy}"
+                f"privacy.sample_rate = {rate:g}: the weights in '{path}' were trained at a rate "
+                "that followed from the number of records, which covers no neighbours that add or "
+                f"remove one; leave it unset, {remedy}"
             )

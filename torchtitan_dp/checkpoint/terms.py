@@ -37,16 +37,13 @@ def settings_of(
     noise_multiplier: float,
     column: Sequence[float] | None = None,
 ) -> Settings:
-    """Return the terms of a configuration.
+    """Return the terms of a configuration; ValueError: more units are expected in a step than there
+    are.
 
     Args:
         units: number of training units. It is public where the rate follows from it, and then
             neighbours are data sets of as many units (`zero_out`).
-        noise_multiplier: the configuration's own, or that of its target epsilon.
         column: of correlated noise; by default that of `privacy.bands`, which is then a number.
-
-    Raises:
-        ValueError: one line; more units are expected in a step than there are.
     """
     privacy, batch = config.privacy, config.training.global_batch_size
     assert privacy.delta is not None
@@ -103,11 +100,8 @@ def settings_of(
 
 
 def _most_drawn(expected: float) -> int:
-    """Return a number of drawn units that one step in 1e9 exceeds, for any number of units.
-
-    A binomial tail is below that of the Poisson distribution of the same mean (Anderson & Samuels
-    1967).
-    """
+    """Return a number of drawn units that one step in 1e9 exceeds: a binomial tail is below that of
+    the Poisson distribution of the same mean (Anderson & Samuels 1967)."""
     most = math.ceil(special.pdtrik(1 - 1e-9, expected))
     return most - int(most > 0 and special.pdtr(most - 1, expected) >= 1 - 1e-9)
 
@@ -135,15 +129,9 @@ def column_of(config: JobConfig, bands: int) -> tuple[float, ...]:
 def choose_noise(
     config: JobConfig, units: int, spent: Sequence[Segment], earlier: Settings | None
 ) -> tuple[float, tuple[float, ...]]:
-    """Return the configuration's noise, the resumed run's, or the least that meets the target; and
-    its column.
-
-    A resume's is read, never found again: its schedule, or the processor, may be another.
-
-    Args:
-        spent: all steps behind the initial weights, which count as well.
-        earlier: the terms of this run's earlier steps, if there are any.
-    """
+    """Return the configuration's noise, the resumed run's, or the least that meets the target
+    beside the steps `spent` behind the initial weights; and its column. Those of `earlier` steps
+    are read, never found again: the schedule, or the processor, may be another."""
     privacy = config.privacy
     kept = INDEPENDENT if earlier is None else earlier.mechanism.column
     if privacy.noise == "independent":

@@ -16,8 +16,7 @@ from torchtitan_dp.config.derived import (
     trains_one_sample,
     unit_word,
 )
-from torchtitan_dp.config.keys import Mistakes
-from torchtitan_dp.config.supported import Row, refusals, unsupported
+from torchtitan_dp.config.supported import Mistakes, Row, refusals, unsupported
 from torchtitan_dp.gradients.methods import METHODS
 
 
@@ -26,7 +25,7 @@ def check(config: JobConfig, world_size: int | None) -> None:
     key, value and remedy. `config` has its values in range, and degrees, sampling and the gradient
     method resolved; the mesh is not checked without `world_size`."""
     tables = [_mesh(config, world_size)] if world_size else []
-    tables += [rows(config) for rows in (_optimizer, _length, _memory, _heldout, _weights)]
+    tables += [rows(config) for rows in (_steps, _length, _memory, _heldout, _weights)]
     tables += [_samples(config), _rope(config)]
     if config.privacy.enable:
         tables.append(_privacy(config))
@@ -36,36 +35,15 @@ def check(config: JobConfig, world_size: int | None) -> None:
         rows = refusals(config, unsupported(config))
         mistakes += [line for line in rows if line.split()[0] not in known]
         mistakes = mistakes or [*islice(refusals(config, _methods(config)), 1)]
-    mistakes = mistakes or [*refusals(config, _compile(config))]
-    if mistakes:
-        raise Mistakes(mistakes)
-
-
-def _optimizer(config: JobConfig) -> Iterator[Row]:
-    steps, privacy = config.training.steps, config.privacy
-    schedule = config.lr_scheduler.total_steps
-    yield (
-        schedule is not None and schedule < steps,
-        f"lr_scheduler.total_steps: below training.steps = {steps}, and after its end the "
-        "schedule's learning rates are negative; raise it, or remove it",
-    )
-    yield (
-        config.optimizer.name == "MomentumSGD"
-        and not (privacy.enable and privacy.noise_multiplier != 0),
-        "optimizer.name: its learning rate is in multiples of the noise, and there is none; use "
-        "'AdamW'",
-    )
-
-
-def _compile(config: JobConfig) -> Iterator[Row]:
-    if config.compile.enable:
+    if config.compile.enable and not mistakes:
         import torch  # seconds; compiling imports it anyway
 
-        backends = torch.compiler.list_backends(None)  # type: ignore[arg-type]
-        yield (
-            config.compile.backend not in backends,
-            f"compile.backend: must be one of {', '.join(backends)}",
-        )
+        known = {*torch.compiler.list_backends(None)}  # type: ignore[arg-type]
+        backend = config.compile.backend
+        if backend not in known:
+            mistakes = [f"compile.backend = {backend!r}: must be one of {', '.join(sorted(known))}"]
+    if mistakes:
+        raise Mistakes(mistakes)
 
 
 def _mesh(config: JobConfig, world_size: int) -> Iterator[Row]:
@@ -81,6 +59,28 @@ def _mesh(config: JobConfig, world_size: int) -> Iterator[Row]:
     )
 
 
+def _steps(config: JobConfig) -> Iterator[Row]:
+    """Yield the rows of the schedule, the optimizer and the profiler."""
+    steps, privacy, profiling = config.training.steps, config.privacy, config.profiling
+    schedule = config.lr_scheduler.total_steps
+    yield (
+        schedule is not None and schedule < steps,
+        f"lr_scheduler.total_steps: below training.steps = {steps}, so that later learning rates "
+        "would be negative; raise it, or remove it",
+    )
+    yield (
+        config.optimizer.name == "MomentumSGD"
+        and not (privacy.enable and privacy.noise_multiplier != 0),
+        "optimizer.name: its learning rate is in multiples of the noise, and there is none; use "
+        "'AdamW'",
+    )
+    cycle = profiling.profiler_warmup + profiling.profiler_active
+    yield (
+        profiling.enable_profiling and profiling.profile_freq < cycle,
+        f"profiling.profile_freq: below profiler_warmup + profiler_active = {cycle}; raise it",
+    )
+
+
 def _length(config: JobConfig) -> Iterator[Row]:
     seq_len, multiple = config.training.seq_len, 2 * config.parallelism.context_parallel_degree
     below = seq_len // multiple * multiple
@@ -92,13 +92,13 @@ def _length(config: JobConfig) -> Iterator[Row]:
 
 
 def _memory(config: JobConfig) -> Iterator[Row]:
-    """Yield the rows of tiles, checkpointing, offloading, the store and the profiler."""
+    """Yield the rows of tiles, checkpointing, offloading and the store."""
     blocks, method = config.activation_checkpoint, config.privacy.gradient_method
     mode = blocks.mode
     yield (
         config.compile.enable and mode == "selective" and blocks.selective_ac_option == "op",
-        "activation_checkpoint.selective_ac_option: set it to a number ('1'), or compile.enable "
-        "to false; it chooses among operations, and compiled ones would run uncompiled",
+        "activation_checkpoint.selective_ac_option: compiled operations cannot be chosen among; "
+        "set it to '1', or compile.enable to false",
     )
     yield (
         config.training.enable_cpu_offload,
@@ -108,36 +108,25 @@ def _memory(config: JobConfig) -> Iterator[Row]:
     yield (
         tiled and mode not in ("none", "full"),
         f"training.feed_forward_chunk: with activation_checkpoint.mode = '{mode}' the products of "
-        "tiles would be kept; set the mode to 'full' (or 'none'), or feed_forward_chunk to 'auto'",
+        "tiles would be kept; set the mode to 'full', or feed_forward_chunk to 'auto'",
     )
     yield (
         tiled and not trains_one_sample(config),
         "training.feed_forward_chunk: tiles are for backward passes over one sample; set "
-        "training.local_batch_size to 1 and privacy.gradient_method, here "
-        f"'{method}', to 'microbatch', or feed_forward_chunk to 'auto'",
+        f"privacy.gradient_method, here '{method}', to 'microbatch', or this to 'auto'",
     )
     yield (
         blocks.offload_inputs and mode != "full",
-        f"activation_checkpoint.offload_inputs: with mode = '{mode}' there are no inputs of whole "
-        "blocks, which alone are offloaded; set activation_checkpoint.mode = 'full'",
+        "activation_checkpoint.offload_inputs: only the inputs of whole blocks are offloaded; set "
+        "activation_checkpoint.mode = 'full'",
     )
-    profiling = config.profiling
-    cycle = profiling.profiler_warmup + profiling.profiler_active
+    store, outputs = config.data.store, os.path.realpath(config.job.dump_folder) + os.sep
+    place = os.path.realpath(os.path.expanduser(store or "/")) + os.sep
     yield (
-        profiling.enable_profiling and profiling.profile_freq < cycle,
-        f"profiling.profile_freq: below profiler_warmup + profiler_active = {cycle}; raise it",
-    )
-    store = config.data.store
-    yield (
-        store is not None and _is_within(store, config.job.dump_folder),
+        place.startswith(outputs),
         f"data.store: lies within job.dump_folder = '{config.job.dump_folder}', parts of which "
         "may be published; name a folder elsewhere",
     )
-
-
-def _is_within(path: str, folder: str) -> bool:
-    path, folder = os.path.realpath(os.path.expanduser(path)), os.path.realpath(folder)
-    return (path + os.sep).startswith(folder + os.sep)
 
 
 def _heldout(config: JobConfig) -> Iterator[Row]:
@@ -146,13 +135,12 @@ def _heldout(config: JobConfig) -> Iterator[Row]:
     publishes = validation.publish_epsilon is not None
     yield (
         validation.enable and config.data.heldout_fraction == 0,
-        "data.heldout_fraction: nothing is held out for validation.enable = true; set it to a "
-        "share (0.05, say)",
+        "data.heldout_fraction: nothing is held out for validation.enable = true; set it (0.05, "
+        "say)",
     )
     yield (
         validation.publish_delta is not None and not publishes,
-        f"validation.publish_delta: no held-out loss is published; set {key} (1, say), or remove "
-        "it",
+        f"validation.publish_delta: no held-out loss is published; set {key}, or remove it",
     )
     yield (
         publishes and not validation.enable,
@@ -179,29 +167,26 @@ def _weights(config: JobConfig) -> Iterator[Row]:
     )
     yield (
         checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only,
-        "checkpoint.initial_load_model_only: Hugging Face folders have only a model; set it to "
-        "true, or checkpoint.initial_load_in_hf to false",
+        "checkpoint.initial_load_model_only: Hugging Face folders have only a model; set it true",
     )
     yield (
         bool(checkpoint.initial_load_in_hf or checkpoint.initial_load_path)
         and not checkpoint.enable,
-        "checkpoint.enable: no initial weights are loaded either; set it to true, or remove "
-        "checkpoint.initial_load_in_hf and checkpoint.initial_load_path",
+        "checkpoint.enable: no initial weights are loaded without it; set it to true",
     )
     yield (
         lora.rank > 0 and not 0 < len(set(lora.targets)) == len(lora.targets),
-        "lora.targets: name each target once, and at least one (q_proj, say); lora.rank = 0 trains "
-        "all weights",
+        "lora.targets: name each target once, and at least one (q_proj, say)",
     )
     yield (
         averages and config.training.dtype != "float32",
         "training.dtype: averages (ema.enable = true) are of fp32 weights; set it to 'float32' "
-        "(mixed_precision_param sets the dtype of computation), or ema.enable to false",
+        "(mixed_precision_param sets the dtype of computation)",
     )
     yield (
         averages and checkpoint.async_mode.lower() == "async_with_pinned_mem",
         "checkpoint.async_mode: with ema.enable = true validation exchanges weights and averages "
-        "while they may still be copied; use 'async', or set ema.enable to false",
+        "while they may still be copied; use 'async'",
     )
 
 
@@ -236,7 +221,7 @@ def _samples(config: JobConfig) -> Iterator[Row]:
     yield (
         several and not METHODS[method].averages_windows,
         f"{key}: privacy.gradient_method = '{method}' clips the gradient of one backward pass; "
-        "set it to 'microbatch', which takes any training.local_batch_size",
+        "set it to 'microbatch'",
     )
     yield (
         data.unit_field is None and data.unit_sampling != "concat",
@@ -249,12 +234,11 @@ def _rope(config: JobConfig) -> Iterator[Row]:
     """Yield the rows of keys that are missing, without effect, or do not go together."""
     rope = config.rope
     kind = "unset" if rope.type is None else f"'{rope.type}'"
-    takes = {"factor": ("linear", "yarn"), "original_max_position_embeddings": ("yarn",)}
+    takes = {"factor": ("linear", "yarn")}
     for key in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
         yield (
             getattr(rope, key) is not None and rope.type not in takes.get(key, ("yarn",)),
-            f"rope.{key}: has no effect with rope.type {kind}; set rope.type = 'yarn', or remove "
-            "it",
+            f"rope.{key}: has no effect with rope.type {kind}; set rope.type = 'yarn'",
         )
     yield (
         rope.type in takes["factor"] and rope.factor is None,
@@ -286,25 +270,23 @@ def _privacy(config: JobConfig) -> Iterator[Row]:
     yield (
         epsilon is not None and sigma is not None,
         f"privacy.target_epsilon: privacy.noise_multiplier = {sigma} is set as well; set exactly "
-        "one (on the command line, --privacy.target_epsilon None unsets the TOML's)",
+        "one (--privacy.target_epsilon None unsets the TOML's)",
     )
     yield (
         privacy.delta is None,
         f"privacy.delta: choose a tenth of 1 / number of {unit_word(config)}s, or less (1e-5, say)",
     )
+    banded, auto = privacy.noise == "banded", privacy.bands == "auto"
     yield (
-        privacy.noise == "banded" and privacy.bands == "auto" and epsilon is None,
-        "privacy.bands: it is chosen for privacy.target_epsilon; set that, or bands to a number "
-        "(8, say)",
+        banded and auto and epsilon is None,
+        "privacy.bands: it is chosen for privacy.target_epsilon; set that, or bands to a number",
     )
     yield (
-        privacy.noise != "banded" and privacy.bands not in ("auto", 1),
-        "privacy.bands: only correlated noise has bands; set privacy.noise to 'banded', or remove "
-        "the key",
+        not banded and not auto and privacy.bands != 1,
+        "privacy.bands: only correlated noise has bands; set privacy.noise to 'banded'",
     )
     yield (
-        privacy.bands_for == "checkpoints"
-        and not (privacy.noise == "banded" and config.checkpoint.enable),
+        privacy.bands_for == "checkpoints" and not (banded and config.checkpoint.enable),
         "privacy.bands_for: it needs checkpoints, and noise that is correlated; set "
         "checkpoint.enable and privacy.noise = 'banded', or remove the key",
     )
@@ -319,12 +301,7 @@ def _methods(config: JobConfig) -> Iterator[Row]:
     """Yield the rows of supported keys that a mechanism or a gradient method does not cover."""
     privacy, checkpoint, blocks = config.privacy, config.checkpoint, config.activation_checkpoint
     name, method = privacy.gradient_method, METHODS[privacy.gradient_method]
-    by_operation = blocks.mode == "selective" and blocks.selective_ac_option == "op"
-    twice = method.backward_passes(privacy) > 1
     allocates, banded = privacy.sampling == "allocation", privacy.noise == "banded"
-    accounted = method.estimates_norms and privacy.underestimates == "accounted"
-    unproven = "with privacy.underestimates = 'accounted'"
-    capped = "or privacy.underestimates = 'capped'"
     yield (
         allocates and privacy.accountant != "pld",
         "privacy.accountant: with privacy.sampling = 'allocation' only PLD counts that a unit's "
@@ -337,37 +314,29 @@ def _methods(config: JobConfig) -> Iterator[Row]:
     )
     yield (
         banded and allocates,
-        "privacy.sampling: with privacy.noise = 'banded' a unit's steps lie apart by their groups, "
-        "and rounds are not proven beside them; set it to 'poisson', or privacy.noise to "
-        "'independent'",
+        "privacy.sampling: with privacy.noise = 'banded' rounds are not proven; set it to "
+        "'poisson', or privacy.noise to 'independent'",
     )
-    yield (
-        accounted and privacy.accountant != "pld",
-        f"privacy.accountant: {unproven} a step is a mixture of Gaussians, for which only PLD is "
-        f"tight; set privacy.accountant = 'pld', {capped}",
-    )
-    yield (
-        accounted and privacy.clipping != "flat",
-        f"privacy.clipping: {unproven} the norms of several groups err apart, which is not "
-        f"accounted for; set it to 'flat', {capped}",
-    )
-    yield (
-        accounted and banded,
-        f"privacy.noise: {unproven} a unit's steps are not accounted for together; set it to "
-        f"'independent', {capped}",
-    )
-    yield (
-        accounted and allocates,
-        f"privacy.sampling: {unproven} a round of mixtures is not accounted for; set it to "
-        f"'poisson', {capped}",
-    )
+    if method.estimates_norms and privacy.underestimates == "accounted":
+        for key, value, needed, why in (
+            ("accountant", privacy.accountant, "pld", "only PLD is tight for a step's mixture"),
+            ("clipping", privacy.clipping, "flat", "errors of several groups are not counted"),
+            ("noise", privacy.noise, "independent", "a unit's steps are not counted together"),
+            ("sampling", privacy.sampling, "poisson", "a round of mixtures is not counted"),
+        ):
+            yield (
+                value != needed,
+                f"privacy.{key}: with privacy.underestimates = 'accounted' {why}; set it to "
+                f"'{needed}', or privacy.underestimates = 'capped'",
+            )
     yield (
         config.compile.enable and method.per_sample_layers,
         f"compile.enable: '{name}' forms gradients in the layers, which are not compiled; set it "
         "to false, or privacy.gradient_method to 'microbatch'",
     )
+    by_operation = blocks.mode == "selective" and blocks.selective_ac_option == "op"
     yield (
-        twice and by_operation,
+        method.backward_passes(privacy) > 1 and by_operation,
         "privacy.ghost_passes: with activation_checkpoint.selective_ac_option = 'op' PyTorch "
         "allows one backward pass; set ghost_passes = 'one', or selective_ac_option = '1'",
     )

@@ -20,14 +20,7 @@ AUDIT_OPTIONS: tuple[tuple[str, Any, str, Any, str, str], ...] = (
     ("canaries", int, "N", 1000, "text", "how many"),
     # The default share is near the best for claims from 3 to 12.
     ("guesses", float, "F", 0.2, "text", "the share to guess at"),
-    (
-        "folder",
-        os.path.expanduser,
-        "DIR",
-        None,
-        "text",
-        "of the audited run (<job.dump_folder>_audit)",
-    ),
+    ("folder", os.path.expanduser, "DIR", None, "text", "of the run (<job.dump_folder>_audit)"),
 )
 """Options of one instrument alone: name, type, metavar, default, instrument and meaning."""
 # A correct step meets a game's claim exactly; a bound from one run is far below a true claim.
@@ -48,23 +41,14 @@ _JSON = _takes("--json", "FILE", "write the result there; - is stdout")
 _OPTIONS: dict[str, tuple[_Option, ...]] = {
     "plan": (
         _takes("--world_size --gpus", "N", "processes; default: NGPU, else 1", int),
-        _takes(
-            "--ranks_here", "R", "that start here: exit with code 2 if the host is too small", int
-        ),
+        _takes("--ranks_here", "R", "that start here: exit with 2 if the host is too small", int),
         _takes("--units", "N", "plan for so many records or units, before there are any", int),
-        _takes("--memory_gib", "G", "of a GPU: exit with code 2 if the run does not fit", float),
-        _takes("--json", "FILE", "write the plan there; - is stdout"),
-        _takes(
-            "--machine",
-            "M",
-            "a100, h100, h200 or b200: predict the time, by a roofline of public peaks",
-        ),
+        _takes("--memory_gib", "G", "of a GPU: exit with 2 if the run does not fit", float),
+        _JSON,
+        _takes("--machine", "M", "a100, h100, h200 or b200: predict the time by a roofline"),
         _takes("--write", "TOML", "write the configuration with the chosen keys there"),
-        _flag("--choose", "compare meshes, checkpointing and methods, the fastest that fit first"),
-        _flag(
-            "--recommend",
-            "list batches, steps and adapters by the noise they leave at the same compute",
-        ),
+        _flag("--choose", "compare meshes, checkpointing and methods, the fastest first"),
+        _flag("--recommend", "list batches, steps and adapters by their noise at equal compute"),
         _flag("--no_memory", "--json without memory: quick"),
     ),
     "tune": (
@@ -84,9 +68,8 @@ _OPTIONS: dict[str, tuple[_Option, ...]] = {
         _takes(
             "--instrument",
             "game|text",
-            "game: single steps of a tiny model, with a unit and without (default); text: one "
-            "training run of the configured model with documents that are included by chance, and "
-            "an attack on the exported model alone",
+            "game: steps of a tiny model, with a unit and without (default); text: one run of the "
+            "configured model, and an attack on its export",
             choices=tuple(CONFIDENCE),
             default="game",
         ),
@@ -105,20 +88,12 @@ _OPTIONS: dict[str, tuple[_Option, ...]] = {
     "ledger": (
         _takes("runs", "RUN", "the job.dump_folder of a run", nargs="+"),
         _takes("--delta", "DELTA", "of the total; default: the runs' smallest", float),
-        _flag(
-            "--overlapping",
-            "add up runs on different records too: the sum is that of a unit in all of them",
-        ),
-        _takes("--json", "FILE", "write it for programs; - is stdout"),
+        _flag("--overlapping", "add up runs on different records too: for a unit in all of them"),
+        _JSON,
     ),
     "report": (
         _takes("run", "RUN", "the job.dump_folder of a run"),
-        _takes(
-            "--output",
-            "FILE.html",
-            "default: report.html or report_public.html in RUN",
-            os.path.expanduser,
-        ),
+        _takes("--output", "FILE.html", "default: report[_public].html in RUN", os.path.expanduser),
         _flag("--public", "leave only what may be published with the weights"),
         _flag("--status", "print step, epsilon, time left and last checkpoint, and write no page"),
     ),
@@ -128,38 +103,22 @@ _OPTIONS: dict[str, tuple[_Option, ...]] = {
         _flag(
             "--stop_not_from_results",
             "state, in the card too, that neither results nor a clock (a time limit, a preemption) "
-            "decided when a run stopped early: epsilon then leaves out the planned steps that were "
-            "not taken",
+            "decided when a run stopped early: epsilon leaves out planned steps not taken",
         ),
         _flag(
             "--lost_steps_not_seen",
             "state, in the card too, that nobody saw anything of the steps that crashes lost (no "
-            "checkpoint, no log): epsilon then leaves them out",
+            "checkpoint, no log): epsilon leaves them out",
         ),
-        _flag(
-            "--merged",
-            "of a run with [lora]: a whole model, with the adapters merged into its weights",
-        ),
+        _flag("--merged", "of a run with [lora]: a whole model, with the adapters merged"),
         _flag(
             "--ema",
-            "of a run with [ema]: the average of weights, or those after the last step; by default "
-            "the average, where the newest checkpoint has one",
+            "of a run with [ema]: the average of weights (the default), or those of the last step",
             argparse.BooleanOptionalAction,
         ),
-        _takes(
-            "--base_model",
-            "NAME",
-            "the model that training started from, by its public name (meta-llama/Llama-3.2-1B): "
-            "for the card and, of adapters, for PEFT's AutoPeftModelForCausalLM",
-        ),
+        _takes("--base_model", "NAME", "the starting model's public name, for card and adapters"),
         _takes("--license", "ID", "for the card, from Hugging Face's list: apache-2.0"),
-        _takes(
-            "--datasets",
-            "NAME",
-            "for the card: the data sets of the records, by their public names",
-            nargs="+",
-            default=[],
-        ),
+        _takes("--datasets", "NAME", "for the card: public names", nargs="+", default=[]),
         _takes("--unit_name", "WORD", "what the card calls a unit: patient, for one"),
     ),
     "selfcheck": (
@@ -170,11 +129,7 @@ _OPTIONS: dict[str, tuple[_Option, ...]] = {
             dest="config_file",
         ),
         _JSON,
-        _takes(
-            "--backend",
-            "NAME",
-            "of the process group, for ranks that share a device: cpu:gloo,cuda:gloo",
-        ),
+        _takes("--backend", "NAME", "of the process group, for ranks that share a device"),
     ),
 }
 _EPILOGS = {

@@ -175,9 +175,8 @@ def rope_in_words(config: JobConfig) -> str:
 def ladder(config: JobConfig) -> tuple[int, ...]:
     """List the lengths that samples are padded to, rising; the last is `training.seq_len` = T.
 
-    Powers of two times 2 x context_parallel_degree (a ring needs multiples of that) between T / 128
-    and T; shorter ones would save little and cost a compilation each. On an accelerator a ring
-    has none below 256 x context_parallel_degree (`ALIGNED_TOKENS`).
+    Powers of two times 2 x context_parallel_degree, of which a ring needs multiples, from T / 128
+    on; on an accelerator a ring has none below 256 x context_parallel_degree (`ALIGNED_TOKENS`).
     """
     seq_len, cp = config.training.seq_len, config.parallelism.context_parallel_degree
     rung, shortest = 2 * cp, 2 * cp

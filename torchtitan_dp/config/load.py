@@ -6,19 +6,26 @@ A user's mistake is one `ValueError` line that names the key, the value and the 
 
 import contextlib
 import dataclasses
+import difflib
+import functools
+import importlib
+import importlib.util
 import json
+import logging
 import os
+import re
 import sys
-from collections.abc import Iterator
+import types
+import typing
+from collections import deque
+from collections.abc import Collection, Iterator
 from typing import Any, NoReturn
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import check
 from torchtitan_dp.config.derived import AUTO, DEGREES, resolve
-from torchtitan_dp.config.keys import Mistakes, known_values, read_command_line
-from torchtitan_dp.config.schema import from_values, schema
-from torchtitan_dp.config.supported import out_of_range, refusals
-from torchtitan_dp.process import write_atomically
+from torchtitan_dp.config.supported import Mistakes, keys, out_of_range, refusals
+from torchtitan_dp.process import has_type, write_atomically
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -184,3 +191,234 @@ def _read_toml(path: str) -> dict[str, Any]:
             return tomllib.loads(file.read())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"job.config_file = '{path}': not valid TOML: {error}") from error
+
+
+# The schema.
+
+
+class _Later(types.ModuleType):
+    """A module that is imported when an attribute of it is first asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+def _theirs() -> Any:
+    """Return TorchTitan's `JobConfig`, of its file alone. Of what that imports it uses the root
+    logger, and `torch.distributed` once a configuration is logged."""
+    package = importlib.util.find_spec("torchtitan")
+    assert package is not None, "it is a dependency"
+    assert package.submodule_search_locations is not None, "it is a package"
+    path = os.path.join(package.submodule_search_locations[0], "config", "job_config.py")
+    spec = importlib.util.spec_from_file_location("torchtitan.config.job_config", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module, log = importlib.util.module_from_spec(spec), types.ModuleType("logging")
+    log.logger = logging.getLogger()  # type: ignore[attr-defined]
+    stand_ins = {name: types.ModuleType(name) for name in ("torchtitan", "torchtitan.tools")}
+    stand_ins |= {"torchtitan.tools.logging": log, "torch": _Later("torch"), spec.name: module}
+    kept = {name: sys.modules.pop(name) for name in stand_ins if name in sys.modules}
+    sys.modules.update(stand_ins)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        for name in stand_ins:
+            del sys.modules[name]
+        sys.modules.update(kept)
+    return module.JobConfig
+
+
+def _merged(theirs: Any, ours: Any, bases: tuple[type, ...] = ()) -> Any:
+    """Return a dataclass of the fields of both, sections merged; those of `ours` come first.
+
+    Sections have no bases: assertions of TorchTitan's would be tracebacks, and `supported` refuses
+    the same values by their keys.
+    """
+    mine = {field.name: field for field in dataclasses.fields(ours)}
+    rows: list[tuple[str, Any, Any]] = []
+    for field in dataclasses.fields(theirs):
+        kind, given = field.type, mine.pop(field.name, None)
+        if dataclasses.is_dataclass(kind):
+            kind = _merged(kind, given.type if given else kind)
+            given = dataclasses.field(default_factory=kind)  # type: ignore[arg-type]
+        elif given is not None:
+            kind = given.type
+        rows.append((field.name, kind, given or field))
+    rows += [(name, field.type, field) for name, field in mine.items()]
+    return dataclasses.make_dataclass(f"Merged{theirs.__name__}", rows, bases=bases)
+
+
+@functools.cache
+def schema() -> Any:
+    """Return the dataclass of all sections."""
+    theirs = _theirs()
+    return _merged(theirs, JobConfig, bases=(theirs,))
+
+
+def from_values(kind: Any, values: dict[str, Any]) -> Any:
+    """Return a section, or all of them, of checked values, others as by default."""
+    types_of = {field.name: field.type for field in dataclasses.fields(kind)}
+    return kind(
+        **{
+            name: from_values(types_of[name], value)
+            if dataclasses.is_dataclass(types_of[name])
+            else value
+            for name, value in values.items()
+        }
+    )
+
+
+# Values by the schema's keys and types. TorchTitan's own parser prints boxes, and Python's names of
+# types; a mistake here is one plain line.
+
+Keys = dict[str, Any]
+"""Values of a configuration's keys, by `section.key`."""
+
+_OTHER_SECTIONS = {"peft": "lora", "dp": "privacy"}
+_OTHER_KEYS = {
+    "clip_norm": "privacy.max_grad_norm",
+    "l2_norm_clip": "privacy.max_grad_norm",
+    "learning_rate": "optimizer.lr",
+    "max_steps": "training.steps",
+}
+"""Keys by other projects' names of them."""
+
+
+def known_values(
+    values: dict[str, Any], schema: Any, path: str, mistakes: list[str], prefix: str = ""
+) -> dict[str, Any]:
+    """Return the values of a TOML whose keys are known, which else would silently keep their
+    defaults, and whose types are their keys'; enter one line for each other. `path` is for them."""
+    fields, found = {field.name: field.type for field in dataclasses.fields(schema)}, {}
+    for name, value in values.items():
+        key = prefix + name
+        if name not in fields:
+            hint = _proposal(key, [prefix + known for known in fields])
+            mistakes.append(f"{key}: unknown key in {path}; {hint}")
+        elif dataclasses.is_dataclass(fields[name]):
+            if isinstance(value, dict):
+                found[name] = known_values(value, fields[name], path, mistakes, f"{key}.")
+            else:
+                mistakes.append(f"{key} = {value!r} in {path}: must be a [{key}] section")
+        elif has_type(value, fields[name]):
+            found[name] = value
+        else:
+            mistakes.append(f"{key} = {value!r} in {path}: must be {_describe(fields[name])}")
+    return found
+
+
+def read_command_line(argv: list[str], schema: Any, mistakes: list[str]) -> Keys:
+    """Return the values of the command line by key; of a key that is given twice, the last.
+
+    Of `--section.key value` or `--section.key=value`, a switch alone; `-` equals `_`. Enter one
+    line for each unknown option, value of another type, and word of no option.
+    """
+    known, values, words = dict(keys(schema)), Keys(), deque(argv)
+    while words:
+        word = words.popleft()
+        option, equals, text = word.partition("=")
+        key = option.removeprefix("--").replace("-", "_")
+        section, dot, name = key.rpartition(".")
+        switched = f"{section}{dot}{name.removeprefix('no_')}"
+        is_alone = not words or words[0].startswith("--")
+        if not word.startswith("--"):
+            mistakes.append(
+                f"{word!r}: neither an option (--section.key) nor the value of one; a switch has "
+                "no value, and a list is one word with commas (a,b)"
+            )
+        elif known.get(switched) is bool:
+            values[switched] = switched == key
+            if equals:
+                mistakes.append(
+                    f"--{key} = {text!r}: it is a switch without a value; write --{switched} or "
+                    f"--{section}.no-{name.removeprefix('no_')}"
+                )
+        elif key not in known:
+            mistakes.append(f"--{key}: unknown option; {_proposal(key, known, '--')}")
+            if not equals and not is_alone:
+                words.popleft()
+        elif not equals and is_alone:
+            mistakes.append(f"--{key}: its value is missing; give {_describe(known[key])}")
+        else:
+            given = text if equals else words.popleft()
+            try:
+                values[key] = _parsed(given, known[key])
+            except ValueError:
+                mistakes.append(f"{key} = {given!r}: must be {_describe(known[key])}")
+    return values
+
+
+def _parsed(text: str, annotation: Any) -> Any:
+    """Return the value of an annotated type that a text spells, or raise ValueError."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        return arguments[[str(argument) for argument in arguments].index(text)]
+    if origin is list:
+        return text.split(",")
+    if types.NoneType in arguments and text == "None":
+        return None
+    for argument in arguments:  # X | Y
+        if argument is not types.NoneType:
+            with contextlib.suppress(ValueError):
+                return _parsed(text, argument)
+    if arguments:
+        raise ValueError
+    return annotation(text)
+
+
+def _describe(annotation: Any) -> str:
+    """Describe the values that an annotation allows."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    names = {float: "a number", int: "a whole number", bool: "true or false", str: "a string"}
+    if origin is typing.Literal:
+        return "one of " + ", ".join(repr(a) for a in arguments)
+    if origin in (list, tuple):
+        return "a list"
+    if arguments:
+        return " or ".join(_describe(a) for a in arguments if a is not types.NoneType)
+    return names.get(annotation, str(annotation))
+
+
+def _proposal(key: str, known: Collection[str], dashes: str = "") -> str:
+    """Propose a remedy for a key (`section.name`) or a section that is not among `known`."""
+    section, _, name = key.rpartition(".")
+    sections = sorted({one.partition(".")[0] for one in known})
+    if key in sections:
+        return f"it is a section, whose keys are written --{key}.key"
+    section = _OTHER_SECTIONS.get(section or key, section)
+    found = [one for one in known if one == _OTHER_KEYS.get(name)]
+    found = found or [one for one in known if one.endswith(f".{name}")]
+    if len(found) != 1:
+        found = difflib.get_close_matches(f"{section}.{name}", known, n=1, cutoff=0.75)
+    if found:
+        return f"did you mean {dashes}{found[0]}?"
+    return f"see the keys of [{section}]" if section else f"sections are {', '.join(sections)}"
+
+
+def command_line(keys: Keys) -> list[str]:
+    """Write a setting as the command line's overrides."""
+    flags = {True: "", False: "no-"}
+    return [
+        f"--{key.replace('.', '.' + flags[value], 1)}"
+        if isinstance(value, bool)
+        else f"--{key}={value}"
+        for key, value in keys.items()
+    ]
+
+
+def replaced(toml: str, keys: Keys) -> str:
+    """Replace the values of keys in a TOML's text."""
+    for key, value in keys.items():
+        section, name = key.split(".")
+        text = str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')
+        line, header = f"{name} = {text}", rf"^\[{section}\][^\n]*\n"
+        if not (found := re.search(header, toml, re.MULTILINE)):
+            toml = f"{toml.rstrip()}\n\n[{section}]\n{line}\n"
+            continue
+        following = re.search(r"^\[", toml[found.end() :], re.MULTILINE)
+        end = found.end() + following.start() if following else len(toml)
+        body, times = re.subn(
+            rf"^{name}\s*=[^\n]*", line, toml[found.end() : end], count=1, flags=re.MULTILINE
+        )
+        toml = toml[: found.end()] + ("" if times else f"{line}\n") + body + toml[end:]
+    return toml

@@ -7,13 +7,13 @@ features read, move or clip gradients, change who is sampled, lose the ledger, o
 values.
 """
 
+import dataclasses
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.keys import keys
 from torchtitan_dp.privacy.settings import FEWEST, MOST
 
 # By section. The keys that `schema` defines are supported too.
@@ -46,27 +46,16 @@ _SUPPORTED = {
 # Remedies of keys that must keep their defaults, where "remove it" is not enough.
 _REMEDIES = {
     "training.max_norm": "set it to 0; each record's gradient is clipped by privacy.max_grad_norm",
-    "training.loss_scale": "set it to 1; a scaled loss scales the gradient that is clipped to "
-    "privacy.max_grad_norm, and can only overflow; where fp16 loses small gradients, set "
-    "training.mixed_precision_param to 'bfloat16'",
+    "training.loss_scale": "set it to 1; a scaled loss scales the gradient that is clipped; where "
+    "fp16 loses small ones, set training.mixed_precision_param to 'bfloat16'",
     "training.dtype": "set it to 'float32' (and mixed_precision_param to 'bfloat16' for bf16 "
     "compute); norms, noise and updates need fp32",
-    "optimizer.early_step_in_backward": "set it to false; the step needs the whole batch's clipped "
-    "sum",
-    "model.converters": "remove them; float8 and other converters are not supported with privacy",
-    "checkpoint.exclude_from_loading": "remove it; weights must come with the ledger of their "
-    "spending",
     "checkpoint.load_step": "set it to -1; a branch from an earlier step would share this folder's "
     "ledger",
     "checkpoint.last_save_model_only": "set it to false: a checkpoint of weights alone lacks the "
     "ledger of their spending; python -m torchtitan_dp.release publishes them with it",
     "checkpoint.initial_load_model_only": "set it to true; to continue another run with its "
     "optimizer and ledger, copy its whole job.dump_folder",
-    "checkpoint.create_seed_checkpoint": "remove it; initial weights follow from debug.seed on any "
-    "mesh",
-    "fault_tolerance.enable": "set it to false; replicas that come and go would change who is "
-    "sampled",
-    "comm.mode": "set it to 'default'; the others do not train",
 }
 
 
@@ -82,15 +71,6 @@ _NOT_NEGATIVE: _Range = (lambda value: value >= 0, "0 or more")
 _POSITIVE: _Range = (lambda value: value > 0, "a positive number")
 _COUNT: _Range = (lambda value: value >= 1, "at least 1")
 _LARGEST = 2**63 - 1  # a whole number of PyTorch's
-_MOST = {  # of what there are arrays, lists or loops of
-    "training.steps": 2**31,
-    "training.seq_len": 2**31,
-    "training.local_batch_size": 2**31,
-    "training.global_batch_size": 2**31,
-    "data.windows_per_draw": 2**31,
-    "privacy.bands": 2**16,
-    "lora.rank": 2**31,
-}
 _SEED: _Range = (lambda value: 0 <= value <= _LARGEST, f"from 0 to {_LARGEST}")
 _SECONDS: _Range = (lambda value: 1 <= value <= 10**9, "from 1 to 1000000000")
 _DEGREE: _Range = (lambda value: value >= 1, "at least 1 (or -1 for auto)")
@@ -205,6 +185,14 @@ _RANGES: dict[str, _Range] = {
 }
 
 
+class Mistakes(ValueError):
+    """The user's mistakes, one line each."""
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__("; and ".join(lines))
+        self.lines = lines
+
+
 def refusals(config: JobConfig, rows: Iterable[Row]) -> Iterator[str]:
     """Yield one line, with key, value and remedy, for each row that is refused."""
     for is_refused, line in rows:
@@ -226,9 +214,8 @@ def out_of_range(config: JobConfig) -> Iterator[Row]:
         is_finite = not isinstance(value, int | float) or abs(value) <= sys.float_info.max
         is_right = value is None or (is_finite and holds(value))
         yield not is_right, f"{key}: must be {'' if is_finite else 'finite, '}{words}"
-        most = _MOST.get(key, _LARGEST)
-        is_more = isinstance(value, int) and is_right and abs(value) > most
-        yield is_more, f"{key}: must be from -{most} to {most}"
+        is_more = isinstance(value, int) and is_right and abs(value) > _LARGEST
+        yield is_more, f"{key}: must be from -{_LARGEST} to {_LARGEST}"
 
 
 def unsupported(config: JobConfig) -> Iterator[Row]:
@@ -252,3 +239,12 @@ def values(config: JobConfig) -> Iterator[tuple[str, Any, Any]]:
     for key, _ in keys(type(config)):
         get = operator.attrgetter(key)
         yield key, get(config), get(default)
+
+
+def keys(schema: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield all keys, as `section.key`, with their annotations."""
+    for field in dataclasses.fields(schema):
+        if dataclasses.is_dataclass(field.type):
+            yield from keys(field.type, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, field.type

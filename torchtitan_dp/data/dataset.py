@@ -15,12 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from torchtitan_dp.data.batching import Samples
 from torchtitan_dp.data.files import Files
 from torchtitan_dp.data.prepare import Source
 from torchtitan_dp.data.reading import Lack
-from torchtitan_dp.data.samples import Samples
-from torchtitan_dp.data.store import Store
-from torchtitan_dp.data.units import Units, split
+from torchtitan_dp.data.store import Store, Units, split
 from torchtitan_dp.privacy.settings import unit_word
 
 _QUANTILES = (0, 1, 10, 25, 50, 75, 90, 99, 100)
@@ -55,14 +54,14 @@ class Records:
         if pointers := store.facts["pointers"]:
             warnings.append(
                 f"{pointers:,} of {len(files.names):,} files of training.dataset_path are Git LFS "
-                "pointers, read in the place of the files themselves; fetch these: git lfs pull"
+                "pointers, read as they are; fetch the files: git lfs pull"
             )
         alike, people = store.facts["alike"]
         if alike:
             warnings.append(
                 f"{alike:,} units may be {people:,}: their names differ only by case, blanks, "
-                "Unicode form, or zeros around a number, and each is a unit by itself; write each "
-                f"name of data.unit_field = {source.unit_field!r} in one way"
+                "Unicode form, or zeros around a number; write each name of data.unit_field = "
+                f"{source.unit_field!r} in one way"
             )
         if unnamed := store.facts["unnamed"]:
             warnings.append(
@@ -107,10 +106,7 @@ class Records:
             none = f"none of the {len(self.train):,} {name}s has a target to learn"
             if lacks:
                 self.source.refuse_lacks(lacks, none, "" if name == "record" else "records ")
-            raise ValueError(
-                f"training.seq_len = {samples.seq_len}: {none} within it; raise it, or take longer "
-                "texts"
-            )
+            raise ValueError(f"training.seq_len = {samples.seq_len}: {none} within it; raise it")
         if has_target.all():
             return ()
         each = "; ".join(f"{one.number:,} {one.what} ({one.setting})" for one in lacks)

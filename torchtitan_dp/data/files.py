@@ -38,9 +38,12 @@ def list_files(root: str, names: Iterable[str], passed: Iterable[str] = ()) -> F
     found = [os.stat(os.path.join(root, name)) for name in kept]
     # By its real path: to point a link at the root elsewhere moves no open run to other files.
     sizes = [status.st_size for status in found]
-    every = ((s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, s.st_dev) for s in found)
-    stamps = [struct.pack("=qqqQQ", *stamp) for stamp in every]
-    return Files(os.path.realpath(root), kept, sizes, stamps, tuple(passed))
+    return Files(os.path.realpath(root), kept, sizes, list(map(stamp, found)), tuple(passed))
+
+
+def stamp(s: os.stat_result) -> bytes:
+    """Return a file's size, times and inode."""
+    return struct.pack("=qqqQQ", s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, s.st_dev)
 
 
 def locate(
@@ -48,7 +51,7 @@ def locate(
 ) -> tuple[str, list[str], list[str]]:
     """Find the files that a path names (a file, a glob, a folder's files that match a pattern of
     `below` or, with `has_stdlib`, Python's own sources): a root, their sorted names below it, and
-    the names of the others in a folder. Raises ValueError, one line, if there is no such path."""
+    the names of the others in a folder; ValueError, one line, if there is no such path."""
     if has_stdlib and path == PYTHON_STDLIB:
         root = sysconfig.get_path("stdlib")
         return root, _walk(root, ("**/*.py",), skipped=("site-packages", "dist-packages"))[0], []
@@ -68,39 +71,31 @@ def locate(
 
 
 def saved_files(path: str) -> tuple[str, list[str], list[str]]:
-    """Find the files of a folder that `datasets.Dataset.save_to_disk` wrote: those that its
-    `state.json` names, in that order, and other data-*.arrow, such as those of an earlier save.
-    Raises ValueError, one line, for a path without that list, and a file that is missing."""
+    """Find the files that `datasets.Dataset.save_to_disk` wrote: those that `state.json` names, in
+    that order, and other data-*.arrow, such as those of an earlier save; ValueError, one line."""
     root = os.path.abspath(os.path.expanduser(path))
     if not os.path.isfile(state := os.path.join(root, "state.json")):
         raise ValueError(
-            f"training.dataset_path = {path!r} is no folder that datasets.Dataset.save_to_disk "
-            "wrote (it has no state.json): of a DatasetDict, name the folder of one split; for "
-            "other files, set training.dataset = 'arrow'"
+            f"training.dataset_path = {path!r} is no folder of datasets.Dataset.save_to_disk (no "
+            "state.json): name the folder of one split, or set training.dataset = 'arrow'"
         )
     try:
         with open(state, encoding="utf-8") as file:
             saved = json.load(file)
         names = [os.path.normpath(entry["filename"]) for entry in saved["_data_files"]]
+        selects = bool(saved.get("_indices_data_files"))
+        problem = "selects rows (flatten_indices() first)" if selects else ""
+        found = [_identity(os.stat(os.path.join(root, name))) for name in names]
+        if len(set(found)) < len(found):
+            problem = "names a file twice"
+    except FileNotFoundError as error:
+        problem = f"names {error.filename}, which is missing"
     except (ValueError, LookupError, TypeError, AttributeError) as error:
+        problem = f"lists no files as datasets does ({type(error).__name__}: {error})"
+    if problem:
         raise ValueError(
-            f"training.dataset_path = {path!r}: its state.json lists no files as datasets does "
-            f"({type(error).__name__}: {error}); save the data set again"
-        ) from error
-    if saved.get("_indices_data_files"):
-        raise ValueError(
-            f"training.dataset_path = {path!r}: state.json selects rows; save the data set again, "
-            "after flatten_indices()"
+            f"training.dataset_path = {path!r}: its state.json {problem}; save the data set again"
         )
-    found = set()
-    for name in names:
-        full = os.path.join(root, name)
-        if not os.path.isfile(full) or _identity(os.stat(full)) in found:
-            raise ValueError(
-                f"training.dataset_path = {path!r}: {name}, which its state.json names, is "
-                f"{'named twice' if os.path.isfile(full) else 'missing'}; save the data set again"
-            )
-        found.add(_identity(os.stat(full)))
     others = sorted(set(fnmatch.filter(os.listdir(root), "data-*.arrow")) - {*names})
     return root, names, others
 

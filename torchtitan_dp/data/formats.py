@@ -1,15 +1,17 @@
-"""The formats of records: the facts of each, and the readers of files whose rows are lines.
+"""The formats of records: the facts of each, and a reader of its rows.
 
 A reader yields the rows of a file in order, each exactly once: a mapping of fields, or None for one
 that is broken. A new format is a reader and an entry in `FORMATS`; no other code depends on one.
 
 Guarantee:
     - How a row is read depends on no other row (hazard row 68), and none is left out (row 42):
-      types are never inferred over rows.
+      types are never inferred over rows. A value that is not UTF-8, whose offsets lead out of its
+      file, or which is larger than `MOST_ROW_BYTES` once it is decoded, is `BROKEN` by itself.
     - Limits act on values that the parser has finished, so one that is too large divides a file as
       any other does (row 78).
-    - How a file divides into rows is public. One in which that is damaged is refused (a CSV file
-      whose last quote does not close, a compressed file that ends early, a footer).
+    - A file is refused for its structure alone, which is public: columns and their types, a damaged
+      footer, a CSV quote that never closes, a compressed file that ends early. Rows behind a
+      damaged page of a row group read as None.
 """
 
 import csv
@@ -19,10 +21,21 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
+from functools import partial
 from typing import IO, Any
 
-from torchtitan_dp.data.files import BROKEN, MOST_ROW_BYTES, Columns, Fields, saved_files
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pyarrow.types as is_
+
+from torchtitan_dp.data.files import (
+    BROKEN,
+    MOST_ITEMS,
+    MOST_ROW_BYTES,
+    Columns,
+    Fields,
+    saved_files,
+)
 from torchtitan_dp.data.tokenizer import text_of
 
 MOST_LINE_BYTES = 16 * 2**20  # JSON is parsed whole, in up to 30 times its size
@@ -31,6 +44,11 @@ FOLDER = "folder"  # the unit field of records without fields
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
 # Stands for NUL, which the csv of Python 3.10 refuses; bytes other than UTF-8 are U+DC80 to U+DCFF.
 _NUL = "\udc00"
+
+
+_MOST_ROWS = 64  # that are decoded at once
+# Of a table that cannot be read:
+_ERRORS = (OSError, ValueError, KeyError, OverflowError, RuntimeError, TypeError, pa.ArrowException)
 
 
 @dataclass(frozen=True)
@@ -73,7 +91,7 @@ class Format:
                 raise ValueError(
                     f"{key} = {field!r}: {path} has {len(kinds)} such columns; write it with one"
                 )
-            if kinds[0] is not None and (needed := _tables().misfit(kinds[0], key)):
+            if kinds[0] is not None and (needed := misfit(kinds[0], key)):
                 raise ValueError(
                     f"{key} = {field!r}: {path} has it as {kinds[0]}; name a column of {needed}"
                 )
@@ -170,7 +188,7 @@ def _opened(path: str) -> IO[bytes]:
     codec = _CODECS.get(os.path.splitext(path)[1])
     if codec is None:
         return open(path, "rb", buffering=2**20)
-    raw: Any = _tables().pa.input_stream(path, compression=codec)
+    raw: Any = pa.input_stream(path, compression=codec)
     return io.BufferedReader(raw, buffer_size=2**20)
 
 
@@ -185,35 +203,169 @@ def is_pointer(path: str) -> bool:
         return False
 
 
-def _tables() -> ModuleType:
-    from torchtitan_dp.data import tables  # pyarrow: half a second of a start, and threads
+def parquet_rows(path: str, columns: Sequence[str]) -> Iterator[Fields | None]:
+    """Yield the rows of a Parquet file. As many are decoded at once as fit if each has the largest
+    value: a page may hold it once and repeat its number, but each row takes its whole size."""
+    footer, starts = _read_footer(path), tuple(f"{name}." for name in columns)
+    how: dict[str, Any] = {"binary_type": pa.large_binary(), "list_type": pa.LargeListType}
+    with pq.ParquetFile(path, metadata=footer, buffer_size=2**20, **how) as file:
+        for number in range(footer.num_row_groups):
+            group, done = footer.row_group(number), 0
+            chunks = [group.column(i) for i in range(group.num_columns)]
+            read = [c for c in chunks if f"{c.path_in_schema}.".startswith(starts)]
+            largest = sum(chunk.total_uncompressed_size for chunk in read)
+            for step in (_rows_at_once(largest), 1):  # a row that fails takes none before it along
+                seen, how = 0, {"batch_size": step, "columns": list(columns)}
+                try:
+                    for batch in file.iter_batches(row_groups=[number], use_threads=False, **how):
+                        for row in _rows(batch):
+                            seen += 1
+                            if seen > done:
+                                done = seen
+                                yield row
+                    break
+                except MemoryError:
+                    raise
+                except _ERRORS as error:  # a damaged page
+                    if isinstance(error, OSError) and error.errno:  # or a failing disk
+                        raise
+            yield from [None] * (group.num_rows - done)
 
-    return tables
+
+def arrow_rows(path: str, columns: Sequence[str]) -> Iterator[Fields | None]:
+    """Yield the rows of an Arrow file, or of a stream as `datasets` saves it."""
+    reader, is_file = _arrow_reader(path)
+    batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+    for batch in batches:
+        chosen = batch.select(list(columns))
+        step = _rows_at_once(chosen.nbytes)
+        for start in range(0, chosen.num_rows, step):
+            yield from _rows(chosen.slice(start, step))
 
 
-def _arrow_rows(path: str, fields: Sequence[str]) -> Iterator[Fields | None]:
-    yield from _tables().arrow_rows(path, fields)
+def _rows_at_once(size: int) -> int:
+    """Choose how many rows to decode at once, if each takes `size` bytes at most."""
+    return max(1, min(MOST_ROW_BYTES // max(size, 1), _MOST_ROWS))
 
 
-def _arrow_columns(path: str) -> Columns:
-    return list(_tables().columns(path, "Arrow"))
+def _rows(batch: Any) -> Iterator[Fields]:
+    """Yield the rows of a batch; a value that is broken or too large is `BROKEN`."""
+    for values in zip(*map(_values, batch.columns), strict=True):
+        yield dict(zip(batch.schema.names, values, strict=True))
 
 
-def _parquet_rows(path: str, fields: Sequence[str]) -> Iterator[Fields | None]:
-    yield from _tables().parquet_rows(path, fields)
+def _values(column: Any) -> list[object]:
+    """Decode a column: at once where all of it is whole, else value by value."""
+    if isinstance(column, pa.ExtensionArray):
+        return _values(column.storage)
+    try:
+        if is_.is_dictionary(column.type):  # whose words may be large, and are all rows'
+            raise ValueError
+        column.validate(full=True)
+        found = column.to_pylist()
+    except _ERRORS:
+        found = [_value(column.slice(i, 1)) for i in range(len(column))]
+    return [value if _size(value) <= MOST_ROW_BYTES else BROKEN for value in found]
 
 
-def _parquet_columns(path: str) -> Columns:
-    return list(_tables().columns(path, "Parquet"))
+def _value(one: Any) -> object:
+    """Decode a column of one value, whatever lies beside it in the buffers."""
+    try:
+        if is_.is_dictionary(one.type):
+            (at,) = one.indices.to_pylist()
+            if at is None:
+                return None
+            return _value(one.dictionary.slice(at, 1)) if 0 <= at < len(one.dictionary) else BROKEN
+        if not (_is_list(one.type) or is_.is_struct(one.type)):
+            one.validate(full=True)
+            return one.to_pylist()[0]
+        if one.null_count:
+            return None
+        if is_.is_struct(one.type):
+            names = [one.type.field(i).name for i in range(one.type.num_fields)]
+            return dict(zip(names, map(_value, one.flatten()), strict=True))
+        first, last = one.offsets.to_pylist()
+        if not 0 <= first <= last <= len(one.values):
+            return BROKEN
+        kept = range(first, min(last, first + MOST_ITEMS))
+        return [_value(one.values.slice(i, 1)) for i in kept]
+    except _ERRORS:
+        return BROKEN
+
+
+def _size(value: object) -> int:
+    """Count the bytes of a value, and of all that it holds."""
+    if isinstance(value, str):
+        return len(value.encode())
+    if isinstance(value, dict | list):
+        return sum(map(_size, value.values() if isinstance(value, dict) else value))
+    return len(value) if isinstance(value, bytes) else 8 * (value is not None)
+
+
+def columns(kind: str, path: str) -> Columns:
+    """List the columns of a Parquet or an Arrow file; raise ValueError, one line, if it is none."""
+    try:
+        file = _arrow_reader(path)[0] if kind == "Arrow" else _read_footer(path)
+        schema = file.schema if kind == "Arrow" else file.schema.to_arrow_schema()
+    except _ERRORS as error:
+        raise ValueError(
+            f"training.dataset_path: {path} is no {kind} file, or damaged "
+            f"({' '.join(str(error).split())[:200]}); write it again, or name the others by a glob"
+        ) from error
+    return list(zip(schema.names, schema.types, strict=True))
+
+
+def misfit(kind: Any, key: str) -> str | None:
+    """Describe the types that a column which a key names may have; None if this is one of them."""
+    while is_.is_dictionary(kind) or isinstance(kind, pa.BaseExtensionType):
+        kind = kind.value_type if is_.is_dictionary(kind) else kind.storage_type
+    is_text = str(kind) in ("string", "large_string", "string_view", "null")
+    if key == "data.messages_field":
+        of = kind.value_type if _is_list(kind) else None
+        fits = is_.is_null(kind) or (of is not None and is_.is_null(of))
+        if of is not None and is_.is_struct(of):  # no dictionaries, whose words messages repeat
+            fits = not any(is_.is_dictionary(of.field(i).type) for i in range(of.num_fields))
+        return None if fits else "lists of structs with a role and a content"
+    if key == "data.unit_field":
+        return None if is_text or is_.is_integer(kind) else "texts or whole numbers"
+    return None if is_text else "texts"
+
+
+def _is_list(kind: Any) -> bool:
+    return bool(is_.is_list(kind) or is_.is_large_list(kind))
+
+
+def _arrow_reader(path: str) -> tuple[Any, bool]:
+    """Open an Arrow stream or file, and return whether it is a file."""
+    source = pa.memory_map(path)
+    try:
+        return pa.ipc.open_stream(source), False
+    except pa.ArrowInvalid:
+        return pa.ipc.open_file(source), True
+
+
+def _read_footer(path: str) -> Any:
+    """Read the footer of a Parquet file without the Arrow types that it was written from, which
+    would decide how columns are read: of dictionaries, with 32-bit offsets."""
+    with open(path, "rb") as file:
+        file.seek(-8, os.SEEK_END)
+        size = int.from_bytes(file.read(4), "little")
+        file.seek(-8 - size, os.SEEK_END)
+        footer = file.read()
+    plain = footer.replace(b"ARROW:schema", b"arrow schema")  # a name that pyarrow does not know
+    return pq.read_metadata(pa.BufferReader(b"PAR1" + plain))
 
 
 _LINES = "**/*.jsonl", "**/*.jsonl.gz", "**/*.jsonl.zst"
 _ARROWS = "**/*.arrow", "**/*.feather"
+_COLUMNS = {name: partial(columns, name) for name in ("Parquet", "Arrow")}
 FORMATS: dict[str, Format] = {
     "text": Format(text_rows, ("**",), "file", None, has_lists=False),
     "jsonl": Format(jsonl_rows, _LINES, "line", "JSON field"),
     "csv": Format(csv_rows, ("**/*.csv",), "row", "column", csv_columns, has_lists=False),
-    "parquet": Format(_parquet_rows, ("**/*.parquet",), "row", "column", _parquet_columns),
-    "arrow": Format(_arrow_rows, _ARROWS, "row", "column", _arrow_columns),
-    "hf": Format(_arrow_rows, ("data-*.arrow",), "row", "column", _arrow_columns, saved_files),
+    "parquet": Format(parquet_rows, ("**/*.parquet",), "row", "column", _COLUMNS["Parquet"]),
+    "arrow": Format(arrow_rows, _ARROWS, "row", "column", _COLUMNS["Arrow"]),
+    "hf": Format(
+        arrow_rows, ("data-*.arrow",), "row", "column", _COLUMNS["Arrow"], listed=saved_files
+    ),
 }

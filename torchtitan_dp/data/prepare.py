@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from typing import IO, Any, NamedTuple, NoReturn
 
 import numpy as np
+import pyarrow as pa
 
 from torchtitan_dp.data import say
 from torchtitan_dp.data import store as stores
-from torchtitan_dp.data.chat_template import Piece
 from torchtitan_dp.data.files import Fields, Files, list_files, locate
 from torchtitan_dp.data.formats import FOLDER, Format, format_named, is_pointer, unit_name
 from torchtitan_dp.data.reading import (
@@ -36,12 +36,12 @@ from torchtitan_dp.data.reading import (
     MOST_PART,
     Assembler,
     Lack,
+    Piece,
     Reading,
     split,
 )
-from torchtitan_dp.data.store import Store
-from torchtitan_dp.data.tokenizer import Tokenizer
-from torchtitan_dp.data.units import (
+from torchtitan_dp.data.store import (
+    Store,
     folder_of,
     group,
     record_hash,
@@ -49,6 +49,7 @@ from torchtitan_dp.data.units import (
     spelling_hash,
     unit_hash,
 )
+from torchtitan_dp.data.tokenizer import Tokenizer
 from torchtitan_dp.process import private_opener
 
 # Of one call: the tokenizer takes some 100 bytes a token, and a part goes to one core.
@@ -105,8 +106,8 @@ class Source:
                 raise ValueError(f"{key} = '': name the {facts.fields}")
             if not facts.fields and key == "data.unit_field" and name not in (None, FOLDER):
                 raise ValueError(
-                    f"{key} = {name!r}: {self.format} files have no fields; use '{FOLDER}' (the "
-                    "first folder below training.dataset_path), or remove it: one file, one unit"
+                    f"{key} = {name!r}: {self.format} files have no fields; use '{FOLDER}', the "
+                    "first folder below training.dataset_path, or remove it"
                 )
             lists = key == "data.messages_field" and not facts.has_lists
             if lists or (key == "data.prompt_field" and not facts.fields):
@@ -132,10 +133,7 @@ class Source:
         """List the files that the path names; ValueError, one line, if there are none, or the
         format has not the fields that are read."""
         if not self.path:
-            raise ValueError(
-                "training.dataset_path is not set: give a file, a directory or a glob "
-                "('python-stdlib' to try)"
-            )
+            raise ValueError("training.dataset_path is not set: give a file, a folder or a glob")
         self.check()
         facts = self.facts
         try:
@@ -145,8 +143,7 @@ class Source:
                 files = list_files(*locate(self.path, facts.below, has_stdlib=not facts.fields))
         except OSError as error:
             raise ValueError(
-                f"training.dataset_path = {self.path!r}: cannot be read ({error}): check "
-                "permissions"
+                f"training.dataset_path = {self.path!r}: cannot be read ({error})"
             ) from error
         mark, remedy = _LISTS.get(self.format, ("$^", ""))
         if own := next((name for name in files.passed if re.search(mark, name)), None):
@@ -167,26 +164,16 @@ class Source:
         )
 
     def notices(self, files: Files) -> list[str]:
-        """Describe files that are left out, and splits that are read together. NOT PRIVATE."""
-        found = []
-        if files.passed:
-            every = len(files.passed) + len(files.names)
-            found.append(
-                f"{len(files.passed):,} of {every:,} files in training.dataset_path are not read "
-                f"({_endings(files.passed)}), since '{self.format}' takes those that match "
-                f"{', '.join(self.facts.below)}, of a saved data set those that its state.json "
-                "names; if they hold records, rename them, save the data set again, or name files "
-                "by a glob"
-            )
-        words = (set(re.split(r"[^a-z]+", name.lower())) & _SPLITS.keys() for name in files.names)
-        splits = Counter(split for of in words for split in {_SPLITS[word] for word in of})
-        if "train" in splits and len(splits) > 1:
-            counted = ", ".join(f"{count:,} of '{split}'" for split, count in splits.items())
-            found.append(
-                "by their names, files of several splits are trained on together: "
-                f"{counted}; name those to train on alone by training.dataset_path"
-            )
-        return found
+        """Describe files that are left out. NOT PRIVATE."""
+        if not files.passed:
+            return []
+        every = len(files.passed) + len(files.names)
+        return [
+            f"{len(files.passed):,} of {every:,} files in training.dataset_path are not read "
+            f"({_endings(files.passed)}), since '{self.format}' takes those that match "
+            f"{', '.join(self.facts.below)}, of a saved data set those that its state.json names; "
+            "if they hold records, rename them, save the data set again, or name files by a glob"
+        ]
 
     def refuse_lacks(self, lacks: Iterable[Lack], none: str, records: str = "") -> NoReturn:
         """Refuse a data set for what its records lack, the most frequent first."""
@@ -195,11 +182,6 @@ class Source:
         raise ValueError(
             f"{first.setting}: {none}: {first.number:,} {records}{first.what}{also}; {first.remedy}"
         )
-
-
-_SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"}
-_SPLITS |= dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation")
-"""The words in names of files by which splits are known."""
 
 
 def _endings(names: Iterable[str]) -> str:
@@ -233,8 +215,8 @@ def prepared(source: Source, data_store: str | None = None, files: Files | None 
             is_file = os.path.isfile(os.path.expanduser(source.path))
             if not (source.facts.fields or is_hidden or is_file):
                 raise ValueError(
-                    f"data.store: {folder!r} lies within training.dataset_path = {source.path!r}, "
-                    "whose files are records; name a folder elsewhere"
+                    f"data.store: {folder!r} lies within training.dataset_path = {source.path!r}; "
+                    "name a folder elsewhere"
                 )
             say(
                 f"tokenizing {sum(files.sizes) / 1e6:,.1f} MB of {source.path} into {folder}, "
@@ -243,25 +225,31 @@ def prepared(source: Source, data_store: str | None = None, files: Files | None 
             stores.write(target, lambda temporary: _make(temporary, files, source))
             written = stores.load(target)
             assert written is not None, "a store that was just written is whole"
+            stores.note_compared(written, stores.stamp_of(written, files))
             return written
     except OSError as error:
         raise ValueError(
             f"training.dataset_path = {source.path!r}: its records cannot be read, or their tokens "
-            f"not be written to {folder!r} ({error}): check permissions and the space left, or set "
-            "data.store"
+            f"not be written to {folder!r} ({error}): check both, or set data.store"
         ) from error
 
 
 def _reusable_store(target: str, files: Files, source: Source) -> Store | str:
     """Return a store that is there, if it is whole and of these files; else why not, in a line."""
     store, terms = stores.load(target), json.loads(json.dumps(source.terms))
-    if store is None or store.facts["terms"] != terms or not stores.is_intact(store):
-        there = os.path.exists(target)
-        return f"the tokens in {target} are damaged, and are prepared again" if there else ""
+    damaged = f"the tokens in {target} are damaged, and are prepared again"
+    if store is None or store.facts["terms"] != terms:
+        return damaged if os.path.exists(target) else ""
+    stamp = stores.stamp_of(store, files)
+    if stores.was_compared(store, stamp):
+        return store
+    if not stores.is_intact(store):
+        return damaged
     skip = not source.facts.fields
     hashes = [stores.file_hash(path, skip_unreadable=skip) for path in files.paths]
     if stores.contents_hash(hashes) != store.contents:
         return f"files of {source.path} changed since their tokens were prepared in {target}"
+    stores.note_compared(store, stamp)
     return store
 
 
@@ -319,8 +307,7 @@ def _tokenize(output: IO[bytes], files: Files, source: Source) -> tuple[bytes, d
     if unnamed == count and any(one.setting.startswith("data.unit_field") for one in lacks):
         raise ValueError(
             f"data.unit_field = {source.unit_field!r}: none of the {count} records has one: name "
-            "the field that holds the unit, a string or a whole number; of text files, give a path "
-            "above the units' folders"
+            "the field with the unit; of text files, give a path above the units' folders"
         )
     if all(reasons) and EMPTY not in lacks:
         counted = [lack._replace(number=number) for lack, number in lacks.items()]
@@ -403,8 +390,6 @@ def _rows(files: Files, source: Source, hashes: list[str]) -> Iterator[_Row]:
 
 def _naming_file(path: str, rows: Iterator[Fields | None]) -> Iterator[Fields | None]:
     """Name the file in the error of one that ends early, or cannot be read."""
-    from pyarrow import ArrowException
-
     try:
         yield from rows
     except MemoryError:
@@ -412,10 +397,8 @@ def _naming_file(path: str, rows: Iterator[Fields | None]) -> Iterator[Fields | 
             f"training.dataset_path: this machine's memory cannot hold a row of {path} (not "
             "private); take one with more"
         ) from None
-    except (OSError, EOFError, ArrowException) as error:
-        remedy = "restore it, or name the others by a glob"
-        if "too much memory" in str(error):  # zstd's words
-            remedy = "its zstd window is above 128 MiB (--long=28 to 31): write it with a smaller"
+    except (OSError, EOFError, pa.ArrowException) as error:
         raise ValueError(
-            f"training.dataset_path: {path} cannot be read to its end ({error}): {remedy}"
+            f"training.dataset_path: {path} cannot be read to its end ({error}): restore it, or "
+            "name the others by a glob"
         ) from error

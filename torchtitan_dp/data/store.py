@@ -1,4 +1,5 @@
-"""The store of tokens: records as they were tokenized once, on disk, private like the records.
+"""The store of tokens: records as they were tokenized once, on disk, private like the records; and
+the privacy units, each of them one record, or what `data.unit_field` groups.
 
 A store is a folder with `tokens` (the ids of all records; those that are no targets as their
 bitwise complement), `arrays` (where each record ends, and its unit) and `facts.json` (what was
@@ -7,9 +8,14 @@ files' relative names and sizes, so that runs, nodes and copies share it.
 
 Guarantee:
     - A store that is opened has the tokens that `prepare` makes of the files as they are: both are
-      compared by hash at each start.
-    - Folders are 0700 and files 0600.
-    - A store is written under another name and renamed, by one process at a time.
+      compared by hash, and once more where the size, times or inode of one changed since.
+    - Folders are 0700 and files 0600. A store is written under another name and renamed, by one
+      process at a time.
+    - Every record belongs to exactly one unit, so that a drawn unit brings in no records of others.
+      One whose unit cannot be read (a row without the field, a file in no folder) is a unit of its
+      own, named by its place, and reads as nothing: to drop it would change who else can be drawn.
+    - Units are ordered by a 128-bit hash of their names, private like the names. Which units there
+      are, and how many, is public with `zero_out`, and not with a public `privacy.sample_rate`.
 """
 
 import contextlib
@@ -21,6 +27,7 @@ import os
 import re
 import shutil
 import struct
+import unicodedata
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -31,12 +38,97 @@ import filelock
 import numpy as np
 
 from torchtitan_dp.data import say
-from torchtitan_dp.data.files import Files
-from torchtitan_dp.data.units import Units
-from torchtitan_dp.process import private_opener
+from torchtitan_dp.data.files import Files, stamp
+from torchtitan_dp.process import private_opener, write_atomically
+
+HASH_BYTES = 16
+_BLANK = {"Zs", "Zl", "Zp", "Cc", "Cf"}  # categories of blanks, and of what nobody sees
+
+
+@dataclass(frozen=True)
+class Units:
+    """Units by position, 0 <= unit < len(units). Their records lie in a row, unit by unit."""
+
+    members: np.ndarray  # int64 (records,): the record at each place there, rising in a unit
+    starts: np.ndarray  # int64 (units + 1,): where each unit begins in it
+    hashes: np.ndarray  # uint64 (units,): of each unit's name
+
+    def __len__(self) -> int:
+        return len(self.hashes)
+
+    def first(self) -> np.ndarray:
+        """Return the first record of each unit, int64 (units,)."""
+        return self.members[self.starts[:-1]]
+
+    def places(self, unit: int) -> range:
+        """Return the places of a unit's records in the row of all units' records."""
+        if not 0 <= unit < len(self):
+            raise IndexError(f"unit {unit} of {len(self)}")
+        return range(int(self.starts[unit]), int(self.starts[unit + 1]))
+
+
+def group(hashes_R2: np.ndarray) -> Units:
+    """Group records by the hash of their unit's name, uint64 (records, 2), in its order."""
+    members = np.lexsort((hashes_R2[:, 1], hashes_R2[:, 0]))  # stable: records rise within a unit
+    ordered = hashes_R2[members]
+    is_first = np.ones(len(members), dtype=bool)
+    is_first[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
+    starts = np.flatnonzero(is_first)
+    return Units(members, np.append(starts, len(members)), ordered[starts, 0].copy())
+
+
+def singles(hashes_R2: np.ndarray) -> Units:
+    """Make a unit of each record, in order, from the hash of its name."""
+    count = len(hashes_R2)
+    return Units(np.arange(count), np.arange(count + 1), hashes_R2[:, 0].copy())
+
+
+def split(hashes: np.ndarray, heldout_fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    """Split units into those to train on and to hold out, two sorted int64 arrays of positions.
+
+    It depends on a unit's name and the fraction alone: units whose `hashes`, uint64 (units,), are
+    below it are held out; a larger one holds out a superset. Raises ValueError if none is left.
+    """
+    mask = hashes < np.uint64(int(heldout_fraction * 2**64))
+    if mask.all():
+        raise ValueError(
+            f"data.heldout_fraction = {heldout_fraction!r} leaves no record or unit to train on: "
+            "lower it"
+        )
+    return np.flatnonzero(~mask), np.flatnonzero(mask)
+
+
+def folder_of(name: str) -> str | None:
+    """Return the first folder of a file's relative name, in any locale; None if it has none."""
+    folder, slash, _ = os.fsencode(name).partition(b"/")
+    return folder.decode("utf-8", "surrogateescape") if slash else None
+
+
+def record_hash(record_id: str, size: int = HASH_BYTES) -> bytes:
+    """Hash a record that is a unit of its own, never to the hash of a named unit: the bytes of its
+    file's name, since their text depends on the locale."""
+    return hashlib.blake2b(os.fsencode(record_id), digest_size=size).digest()
+
+
+def unit_hash(name: str) -> bytes:
+    """Hash a named unit."""
+    data = name.encode("utf-8", "surrogateescape")  # a folder's name need not be UTF-8
+    return hashlib.blake2b(data, digest_size=HASH_BYTES, person=b"unit").digest()
+
+
+@functools.lru_cache(maxsize=2**16)
+def spelling_hash(name: str) -> bytes:
+    """Hash a unit's name without what spellings of one name differ by: case, blanks, Unicode form,
+    zeros before and behind a whole number."""
+    folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
+    kept = "".join(c for c in folded if unicodedata.category(c) not in _BLANK)
+    if number := re.fullmatch(r"0*(\d+)(\.0*)?", kept):
+        kept = number[1]
+    return unit_hash(kept)[:8]
+
 
 VERSION = 4  # of the form of the files and of how rows become ids: another is another store
-TOKENS, ARRAYS, FACTS = "tokens", "arrays", "facts.json"
+TOKENS, ARRAYS, FACTS, COMPARED = "tokens", "arrays", "facts.json", "compared"
 WAIT_S = 5.0  # for another process, before a line says so
 
 
@@ -144,6 +236,26 @@ def is_intact(store: Store) -> bool:
         return _tokens_hash(store.facts, tokens) == store.fingerprint
 
 
+def stamp_of(store: Store, files: Files) -> str:
+    """Hash the sizes, times and inodes of a store's tokens and of the files: times of the kernel's
+    too, which nobody sets."""
+    return _hash([*files.stamps, stamp(os.fstat(store.handle)), _digest(store.facts).encode()])
+
+
+def was_compared(store: Store, stamp: str) -> bool:
+    """Return whether tokens and files with this stamp were compared by hash before."""
+    try:
+        return Path(store.folder, COMPARED).read_text() == stamp
+    except OSError:
+        return False
+
+
+def note_compared(store: Store, stamp: str) -> None:
+    """Note that they were; on a read-only disk nothing is noted."""
+    with contextlib.suppress(OSError):
+        write_atomically(os.path.join(store.folder, COMPARED), stamp.encode())
+
+
 def write(folder: str, make: Callable[[str], tuple[bytes, dict[str, Any]]]) -> None:
     """Write a store as a whole or not at all, by the process with the `writing_lock`.
 
@@ -221,30 +333,3 @@ def writing_lock(folder: str) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def mark_used(store: Store, run: str) -> None:
-    """Note the folder of a run that trains on the store; on a read-only disk nothing is noted."""
-    path = os.fsencode(os.path.realpath(run))
-    with contextlib.suppress(OSError):
-        os.makedirs(folder := os.path.join(store.folder, "runs"), mode=0o700, exist_ok=True)
-        name = os.path.join(folder, hashlib.sha256(path).hexdigest()[:32])
-        with open(name, "wb", opener=private_opener) as file:
-            file.write(path)
-
-
-def runs_of(store: Store) -> list[str]:
-    """List the folders of the runs that trained on the store. PRIVATE."""
-    return sorted(os.fsdecode(path.read_bytes()) for path in Path(store.folder).glob("runs/*"))
-
-
-def names(folder: str) -> list[str]:
-    """List the stores in the folder of all, and what killed processes left of some."""
-    return sorted(name for name in os.listdir(folder) if re.fullmatch(r"\.?[0-9a-f]{32}", name))
-
-
-def delete(folder: str) -> None:
-    """Remove a store."""
-    path = Path(folder)
-    with writing_lock(str(path.with_name(path.name.lstrip(".")))):  # not while it is written
-        shutil.rmtree(path)  # in any order: nobody opens a part of one

@@ -32,9 +32,6 @@ class Method:
     estimates_norms: bool = False
     """Whether norms are estimated from `projections`."""
 
-    own_settings: tuple[str, ...] = ()
-    """The keys of `[privacy]` that this method reads and not all others do."""
-
     smallest_layer: Callable[[Privacy], tuple[int, int, int]] = lambda _: (1, 1, 1)
     """(T, P, D): the tokens, rows and columns of the smallest layer on which the method differs."""
 
@@ -59,20 +56,17 @@ METHODS: dict[str, Method] = {
     "grad_sample": Method(
         "several samples per microbatch; for per-sample gradients that fit in memory",
         per_sample_layers=True,
-        own_settings=("shard_grad_samples",),
     ),
     "ghost": Method(
         "norms without per-sample gradients; for short contexts and little memory",
         per_sample_layers=True,
         backward_passes=_ghost_passes,
-        own_settings=("ghost_passes",),
     ),
     "randomized": Method(
         "estimated norms; for long contexts, several samples and little memory",
         per_sample_layers=True,
         backward_passes=_ghost_passes,
         estimates_norms=True,
-        own_settings=("ghost_passes", "projections", "underestimates"),
         smallest_layer=_smallest_estimated,
     ),
 }

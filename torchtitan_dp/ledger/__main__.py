@@ -16,15 +16,10 @@ if __name__ == "__main__":  # before PyTorch, which takes seconds to import
     first("ledger", __doc__)
 
 # isort: split
-from rich.console import Console
-from rich.table import Column, Table
-
-from torchtitan_dp.checkpoint.verify import verify
+from torchtitan_dp.checkpoint.folder import verify
 from torchtitan_dp.config.load import exit_on_mistake, write_json
-from torchtitan_dp.ledger.spending import Run, Total, counted_twice, total
+from torchtitan_dp.ledger.spending import Run, Total, total
 from torchtitan_dp.privacy.accounting import rounded_up
-
-_LOG_WIDTH = 250  # where there is no terminal that a table could be too wide for
 
 
 def main(argv: list[str]) -> int:
@@ -41,63 +36,49 @@ def main(argv: list[str]) -> int:
 
 
 def _show(runs: list[Run], spent: Total | None, *, overlapping: bool) -> None:
-    """Print a table of the runs and their sum on stderr."""
-    width = None if sys.stderr.isatty() else _LOG_WIDTH
-    console = Console(stderr=True, highlight=False, soft_wrap=True, width=width)
-    table = Table(Column("run", overflow="fold"), Column("name", no_wrap=True))
-    for head in ("steps", "epsilon", "begun", "of all begun", "and planned", "verified"):
-        table.add_column(head, justify="right")
+    """Print the runs and their sum on stderr."""
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr)
+
     for run in runs:
-        table.add_row(
-            run.folder,
-            run.ledger.run,
-            f"{run.ledger.steps:,}",
-            _word(run.epsilon),
-            f"{run.ledger.steps_executed:,}",
-            _word(run.epsilon_executed),
-            _word(run.epsilon_planned),
-            "NO" if run.faults else "yes",
+        ledger = run.ledger
+        say(
+            f"{run.folder}: run {ledger.run}, {ledger.steps:,} steps: epsilon = "
+            f"{_word(run.epsilon)}; of all {ledger.steps_executed:,} steps begun: "
+            f"{_word(run.epsilon_executed)}; with planned ones: {_word(run.epsilon_planned)}; "
+            f"verified: {'NO' if run.faults else 'yes'}"
         )
-    console.print(table)
-    for run in runs:
-        for kind, lines in (("FAULT", run.faults), ("note", run.notes)):
+        words = {"FAULT": run.faults, "note": run.notes, "assumed": run.caveats()}
+        for kind, lines in words.items():
             for line in lines:
-                console.print(f"{kind}: {run.folder}: {line}", markup=False)
-        for caveat in run.caveats():
-            console.print(f"assumed: {run.folder}: {caveat}", markup=False)
+                say(f"{kind}: {run.folder}: {line}")
     if spent is None:
-        console.print("runs are not composed while their files contradict each other")
+        say("runs are not composed while their files contradict each other")
         return
-    many = f"all {len(runs)} runs together" if len(runs) > 1 else "the run"
-    console.print(
-        f"{many}: epsilon = {_word(spent.epsilon)}, delta = {spent.delta:g} "
-        f"({spent.accountant}; {spent.steps_executed:,} steps; unit: one "
-        f"{runs[0].ledger.settings.privacy_unit}; neighbours: {spent.neighbouring_relation})"
+    several = len(runs) > 1
+    say(
+        f"{f'all {len(runs)} runs together' if several else 'the run'}: epsilon = "
+        f"{_word(spent.epsilon)}, delta = {spent.delta:g} ({spent.accountant}; "
+        f"{spent.steps_executed:,} steps; unit: one {runs[0].ledger.settings.privacy_unit}; "
+        f"neighbours: {spent.neighbouring_relation})"
     )
     if spent.epsilon != spent.epsilon_planned:
-        console.print(
+        say(
             f"with the planned steps that were not taken: {_word(spent.epsilon_planned)}, which "
             "is valid if only weights decided when to stop"
         )
     if spent.heldout_epsilon is not None:
-        console.print(
+        say(
             f"published held-out losses: epsilon = {_word(spent.heldout_epsilon)}, delta = "
             f"{spent.delta:g}, of a unit that is held out; it pays this in place of the above"
         )
-    for line in counted_twice(runs):
-        console.print(line, markup=False)
-    if len(runs) > 1:
-        console.print(
-            "assumed: the number of runs and their noise, rates and steps did not follow from "
-            "private results"
-        )
-    if len(runs) > 1 and overlapping:
-        console.print("this is the cost to a unit with records in all of them")
+    if several:
+        say("assumed: the runs' number, noise, rates and steps did not follow from private results")
+        if overlapping:
+            say("this is the cost to a unit with records in all of them")
     if any(run.ledger.audit is not None for run in runs):
-        console.print(
-            "of an audited run this counts the audit's published result; its weights stay NOT "
-            "private"
-        )
+        say("of an audited run its published result counts; its weights stay NOT private")
 
 
 def _word(value: float | None) -> str:
@@ -107,21 +88,15 @@ def _word(value: float | None) -> str:
 
 def for_programs(runs: list[Run], spent: Total | None) -> dict[str, Any]:
     """Return the content of `--json`."""
+    own = ("folder", "epsilon", "epsilon_executed", "epsilon_planned", "faults", "notes")
+    of_ledger = ("run", "private", "steps", "steps_executed")
     return {
         "runs": [
             {
-                "folder": run.folder,
-                "run": run.ledger.run,
-                "private": run.ledger.private,
-                "steps": run.ledger.steps,
-                "epsilon": run.epsilon,
-                "steps_executed": run.ledger.steps_executed,
-                "epsilon_executed": run.epsilon_executed,
-                "epsilon_planned": run.epsilon_planned,
+                **{name: getattr(run, name) for name in own},
+                **{name: getattr(run.ledger, name) for name in of_ledger},
                 "delta": run.ledger.settings.delta,
                 "verified": not run.faults,
-                "faults": run.faults,
-                "notes": run.notes,
                 "caveats": run.caveats(),
             }
             for run in runs

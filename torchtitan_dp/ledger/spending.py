@@ -217,16 +217,9 @@ class Total:
 
 
 def total(runs: Sequence[Run], delta: float | None = None, *, overlapping: bool = False) -> Total:
-    """Return the spending of all runs together.
-
-    Args:
-        delta: by default the smallest of the runs'.
-        overlapping: the runs may be on different records; the sum is that of a unit in all.
-
-    Raises:
-        ValueError: one line, if they are not on the same records and `overlapping` is false, or
-            not of the same unit.
-    """
+    """Return the spending of all runs together, at the smallest `delta` of theirs by default.
+    `overlapping`: they may be on different records, and the sum is that of a unit in all.
+    ValueError: they are on other records all the same, or not of the same unit."""
     if not overlapping:
         remedy = "a unit that is in both pays both: say --overlapping to add them up all the same"
         _require_common([run.fingerprint for run in runs], "records", remedy, runs)
@@ -267,26 +260,6 @@ def total(runs: Sequence[Run], delta: float | None = None, *, overlapping: bool 
     if losses and not overlapping:
         heldout = accounting.compose([*before, *losses], delta=delta, accountant="pld")
     return Total(epsilons[0], max(epsilons), delta, accountant, steps, relation, heldout)
-
-
-def counted_twice(runs: Sequence[Run]) -> list[str]:
-    """Describe steps that `total` counts more than once: of copies of a run, and of a run beside
-    one that began with its weights."""
-    folders, lines = dict[str, str](), list[str]()
-    for run in runs:
-        if run.ledger.run in folders:
-            other = folders[run.ledger.run]
-            lines.append(f"prefix counted twice: '{run.folder}' and '{other}' are copies")
-        folders[run.ledger.run] = run.folder
-    for run in runs:
-        for ancestor in run.ledger.ancestors:
-            if (name := ancestor.run.partition("/")[0]) in folders:
-                lines.append(
-                    f"prefix counted twice: '{run.folder}' began with weights of "
-                    f"'{folders[name]}', and counts all that it had begun or planned by then: "
-                    "leave that out if it has done no more"
-                )
-    return lines
 
 
 def _require_common(

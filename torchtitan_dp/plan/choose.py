@@ -24,8 +24,7 @@ from rich.table import Column, Table
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import DEGREES, mesh_degrees
-from torchtitan_dp.config.keys import Keys, command_line, replaced
-from torchtitan_dp.config.load import load_config
+from torchtitan_dp.config.load import Keys, command_line, load_config, replaced
 from torchtitan_dp.distributed.cpu import has_accelerator
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.plan.memory import GIB, WITHOUT_DEVICES, communicators, limit_bytes

@@ -1,8 +1,9 @@
 """Checks before anything is started, and notices to the owner of the records, by the plan and by
-every worker of a run.
+every worker of a run: a mistake that a record brings to light after some steps would reveal that
+record (hazard row 47).
 
-`torchrun -m torchtitan_dp.train` is a way to start a run too, without a plan, and a mistake that a
-record brings to light after some steps would reveal that record (hazard row 47).
+Among them are settings by which steps spend epsilon and cannot change a weight (row 69), and models
+whose modules mix the samples of a microbatch (row 79).
 """
 
 import dataclasses
@@ -10,6 +11,10 @@ import glob
 import importlib.util
 import os
 import sys
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from torchtitan_dp.checkpoint.folder import refuse_other_settings
 from torchtitan_dp.checkpoint.plan import (
@@ -20,31 +25,32 @@ from torchtitan_dp.checkpoint.plan import (
 )
 from torchtitan_dp.checkpoint.start import (
     Start,
-    Weights,
     check_records,
     check_start,
     decide_start,
     plan_start,
     refuse_another_optimizer,
 )
-from torchtitan_dp.config import JobConfig, Privacy
+from torchtitan_dp.checkpoint.terms import schedule
+from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import never_trained, unit_word
 from torchtitan_dp.data import say, warn
+from torchtitan_dp.data.batching import Samples
 from torchtitan_dp.data.dataset import Records, describe, settings_of
 from torchtitan_dp.data.prepare import Source, prepared
 from torchtitan_dp.data.reading import reading
-from torchtitan_dp.data.samples import Samples
 from torchtitan_dp.data.tokenizer import ByteTokenizer, from_hub, load_tokenizer
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger import Lineage
+from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.hugging_face import check_weights, on_meta, origin, shape, skeleton
 from torchtitan_dp.models.hugging_face_weights import EXPORT_FOLDER, tokenizer_files
 from torchtitan_dp.models.weight_files import weight_files
-from torchtitan_dp.preflight.isolation import check_forward
-from torchtitan_dp.preflight.learning import check_learning
+from torchtitan_dp.optimizer import MomentumSGD
 from torchtitan_dp.preflight.machine import check_attention, check_norms
 from torchtitan_dp.process import untested
+from torchtitan_dp.torch_private import DispatchMode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,10 +97,8 @@ def source_of(config: JobConfig) -> Source:
 
 
 def check_run(config: JobConfig, *, units: int | None = None) -> Checked:
-    """Check all of a run that one plain process can, and write nothing but the store of tokens.
-
-    Raises ValueError, one line. `units` is the number of units, for a plan without records.
-    """
+    """Check all of a run that one plain process can, and write nothing but the store of tokens;
+    ValueError, one line. `units` is the number of units, for a plan without records."""
     check_packages(config)
     check_learning(config)
     start = decide_start(config)
@@ -111,12 +115,6 @@ def check_run(config: JobConfig, *, units: int | None = None) -> Checked:
         fraction = config.data.heldout_fraction
         records = Records.empty(source, units, fraction)
         samples = build_samples(records, config)
-    if units is None and config.data.on_undecodable == "error" and (bad := records.undecodable()):
-        raise ValueError(
-            f"data.on_undecodable = 'error': {bad} of {len(records.store)} records cannot be "
-            "decoded; fix them, or set it to 'empty' (they then contribute nothing)"
-            + "".join(f"; not private: {warning}" for warning in records.warnings)
-        )
     if config.privacy.enable:
         refuse_delta_of_loss(config, len(records.heldout))
         if units is None:
@@ -129,8 +127,8 @@ def check_run(config: JobConfig, *, units: int | None = None) -> Checked:
 def check_folder(
     config: JobConfig, start: Start, source: Source, units: int | None
 ) -> tuple[Lineage | None, Plan | None]:
-    """Refuse, by ValueError, other terms than those of the run in `job.dump_folder`, before a file
-    of records is looked for; return its ledger, and its plan for as many units as it has."""
+    """Refuse, by ValueError, other terms than those of the run in `job.dump_folder`; return its
+    ledger, and its plan for as many units as it has."""
     folder = config.job.dump_folder
     if not config.privacy.enable:
         refuse_private_folder(folder)
@@ -166,20 +164,13 @@ def check_packages(config: JobConfig) -> None:
     ):
         if wanted and importlib.util.find_spec(package) is None:
             raise ValueError(
-                f"{key} = true: the package {package} is not installed; "
-                f"pip install 'torchtitan-dp[{package}]', or set {key} to false"
+                f"{key} = true: {package} is not installed; pip install 'torchtitan-dp[{package}]'"
             )
 
 
 def check_model(config: JobConfig, start: Start) -> ModelArgs:
-    """Return the shape of the model that a run trains.
-
-    Raises:
-        ValueError: one line for the user: its name is unknown, or its modules ask for what is not
-            built; its files do not fit it, no kernel of this machine computes it, or it has no
-            parameters as adapters or clipping groups name them; or the tokenizer has ids outside
-            its vocabulary, which would end a run.
-    """
+    """Return the shape of the model that a run trains; ValueError, one line, if it cannot be built
+    or computed here, its files do not fit it, or its tokenizer has ids outside its vocabulary."""
     args = shape(config)
     model = skeleton(args)  # refuses unknown targets of adapters
     check_forward(args, config.training.local_batch_size if config.privacy.enable else 1)
@@ -218,7 +209,7 @@ def check_names(config: JobConfig, start: Start) -> None:
     if start.loads and not os.path.isdir(start.place):
         remedy = from_hub(start.place) or "name the one with initial weights"
         raise ValueError(f"{at}: no such folder; {remedy}")
-    if start.weights is Weights.INITIAL:
+    if start.initial is not None:
         try:
             weight_files(start.place)
         except ValueError as mistake:
@@ -230,7 +221,7 @@ def check_files(config: JobConfig, args: ModelArgs, start: Start) -> None:
     """Refuse, by ValueError, weights that cannot be loaded."""
     if not start.loads:
         return
-    if start.weights is Weights.INITIAL:
+    if start.initial is not None:
         check_weights(f"{start.key} = '{start.place}'", start.place, args)
         if isinstance(load_tokenizer(config.model.hf_assets_path), ByteTokenizer):
             raise ValueError(
@@ -292,22 +283,6 @@ def notices(config: JobConfig) -> list[str]:
             if weights
             else f"{folder} has no weights: training starts from drawn ones"
         )
-    warmup, schedule = config.lr_scheduler.warmup_steps, config.lr_scheduler
-    if warmup >= training.steps:
-        share = training.steps / min(warmup, schedule.total_steps or training.steps)
-        lines.append(
-            f"lr_scheduler.warmup_steps = {warmup:,}: the learning rate rises in all "
-            f"{training.steps:,} training.steps, up to {share:.2g} of optimizer.lr; lower it"
-        )
-    privacy, default = config.privacy, Privacy()
-    taken = METHODS[privacy.gradient_method].own_settings
-    for key in sorted({key for method in METHODS.values() for key in method.own_settings}):
-        value = getattr(privacy, key)
-        if privacy.enable and key not in taken and value != getattr(default, key):
-            lines.append(
-                f"privacy.{key} = {repr(value).lower()} has no effect with "  # as in TOML
-                f"privacy.gradient_method = '{privacy.gradient_method}'"
-            )
     return lines
 
 
@@ -321,3 +296,104 @@ def tokenizer_lines(config: JobConfig, source: Source) -> list[str]:
         end = "the tokenizer has no eos: the model never learns to stop"
     named = f"tokenizer: {source.tokenizer.describe()}" + (f", from {where}" if where else "")
     return [named, *filter(None, [end])]
+
+
+SMALLEST = 1e-12
+_LOOKED_AT = 10_000  # steps, at most: schedules change slowly
+_LAST = 0.01  # of the steps, which a decay to zero may leave without a change
+
+
+def factors(config: JobConfig) -> dict[int, float]:
+    """Return the schedule's factor of each step, or of many of them and the last."""
+    steps = config.training.steps
+    factor = schedule(config)
+    looked_at = {*range(0, steps, max(1, steps // _LOOKED_AT)), steps - 1}
+    return {index + 1: factor(index) for index in sorted(looked_at)}
+
+
+def check_learning(config: JobConfig) -> None:
+    """Refuse, by ValueError with the key, steps that cannot change a weight: all of a run with
+    privacy, or its last ones.
+
+    AdamW moves a value by about its learning rate, and by less where `optimizer.eps` is above the
+    gradients; adapters change weights by alpha / rank of that. Weights of fp32 that are not next to
+    zero keep no change below `SMALLEST`.
+    """
+    if not config.privacy.enable:
+        return
+    optimizer, lora, steps = config.optimizer, config.lora, config.training.steps
+    spends = "every step would spend epsilon, and none change a weight"
+    scales = [("optimizer.lr", optimizer.lr, optimizer.lr, "raise it (1e-3, say)")]
+    if optimizer.name != MomentumSGD.__name__ and optimizer.eps > config.privacy.max_grad_norm:
+        part = config.privacy.max_grad_norm / optimizer.eps
+        scales.append(("optimizer.eps", optimizer.eps, part, "lower it (1e-8, say)"))
+    if lora.rank:
+        part = lora.alpha / lora.rank
+        scales.append(("lora.alpha", lora.alpha, part, "raise it (2 x rank, say)"))
+    change = 1.0
+    for key, value, part, remedy in scales:
+        change *= part
+        if change < SMALLEST:
+            raise ValueError(f"{key} = {value:g}: {spends}; {remedy}")
+    changing = [step for step, factor in factors(config).items() if factor * change >= SMALLEST]
+    if not changing:
+        warmup = config.lr_scheduler.warmup_steps
+        raise ValueError(
+            f"lr_scheduler.warmup_steps = {warmup}: {spends}, since training.steps = {steps} end "
+            "before the learning rate has risen; lower it"
+        )
+    if steps - changing[-1] > max(1, _LAST * steps):
+        raise ValueError(
+            f"lr_scheduler.min_lr_factor = {config.lr_scheduler.min_lr_factor:g}: steps after "
+            f"{changing[-1]} of {steps} would spend epsilon, and change no weight; raise it (0.1, "
+            "say), or lower training.steps"
+        )
+
+
+_TOKENS, _VOCABULARY = 16, 64
+
+
+def check_forward(args: ModelArgs, samples: int) -> None:
+    """Refuse, by ValueError, a model whose modules ask for what is not built, or mix the samples of
+    a microbatch where no module shows it: a small one computes logits.
+
+    Experts take the tokens of all samples at once, so another sample decides in which row of a
+    product a token lies, and by it how the product rounds; routing turns rounding into jumps. So
+    each product's rows are scaled here by where they lie.
+    """
+    shared = args.n_heads // args.n_kv_heads
+    sizes = {"n_layers": 1, "vocab_size": _VOCABULARY, "max_seq_len": _TOKENS}
+    small = args.with_heads(2 * shared, 2, **sizes)
+    with torch.device("cpu"), torch.no_grad():
+        model = CausalLM(small)
+        model(torch.zeros(1, _TOKENS, dtype=torch.int64))
+        if samples > 1 and model.meeting is None and is_moved_by_others(model):
+            raise ValueError(
+                f"training.local_batch_size = {samples}: in a {type(model.model).__name__} a "
+                "sample's losses depend on the samples beside it; set it to 1"
+            )
+
+
+def is_moved_by_others(model: CausalLM) -> bool:
+    """Return whether a sample's logits move with the samples beside it."""
+    generator = torch.Generator().manual_seed(0)
+    first, *others = torch.randint(_VOCABULARY, (4, 1, _TOKENS), generator=generator)
+    model.init_weights()
+    with torch.no_grad(), _ScaledByPlace():
+        before, *after = (model(torch.cat((first, other)))[0] for other in others)
+    return not all(torch.equal(logits, before) for logits in after)
+
+
+class _ScaledByPlace(DispatchMode):
+    """Scales each row of a product's result by its place, and by the number of rows."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if "mm" in function.overloadpacket.__name__:  # mm, addmm, bmm, baddbmm, _grouped_mm
+            assert isinstance(result, Tensor)
+            rows = result.shape[:-1].numel()
+            places = torch.arange(rows, dtype=result.dtype).mul_(1.7).add_(rows).sin_()
+            result.mul_(places.mul_(0.01).add_(1).view(*result.shape[:-1], 1))
+        return result

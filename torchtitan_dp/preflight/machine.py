@@ -31,10 +31,8 @@ GIB = 2**30
 
 
 def check_attention(config: JobConfig, args: ModelArgs) -> None:
-    """Refuse a ring of fp32 with grouped queries on an accelerator: no kernel of PyTorch has it.
-
-    Flash and cuDNN take 16 bits only, and the memory-efficient kernel no grouped queries.
-    """
+    """Refuse a ring of fp32 with grouped queries on an accelerator: flash and cuDNN take 16 bits
+    only, and the memory-efficient kernel no grouped queries."""
     cp, dtype = (config.parallelism.context_parallel_degree, config.training.mixed_precision_param)
     grouped = args.n_kv_heads != args.n_heads
     if cp > 1 and dtype == "float32" and grouped and has_accelerator():
@@ -89,12 +87,8 @@ def host_memory(config: JobConfig, args: ModelArgs) -> HostMemory:
 
 
 def refuse_lack(config: JobConfig, args: ModelArgs, ranks: int, available: int | None) -> None:
-    """Refuse, by ValueError, a node that does not hold what its ranks offload.
-
-    Args:
-        ranks: the number of ranks on the node.
-        available: bytes that they may still take together; None if that is not known.
-    """
+    """Refuse, by ValueError, a node that does not hold what its ranks offload; `available` are the
+    bytes that they may still take together, None if that is not known."""
     if not config.activation_checkpoint.offload_inputs or available is None:
         return
     inputs, copy = host_memory(config, args)
@@ -103,21 +97,16 @@ def refuse_lack(config: JobConfig, args: ModelArgs, ranks: int, available: int |
         saved = "checkpoint.async_mode = 'disabled', " if copy else ""
         raise ValueError(
             f"activation_checkpoint.offload_inputs = true: {ranks} ranks of a node need "
-            f"{needed / GIB:,.2f} GiB of its memory (a rank {inputs / GIB:,.2f} for inputs of "
-            f"{args.n_layers} blocks and {copy / GIB:,.2f} to save beside the run), and "
-            f"{available / GIB:,.2f} GiB are available; take a smaller training.seq_len, a larger "
-            f"parallelism.context_parallel_degree, {saved}or set it to false"
+            f"{needed / GIB:,.2f} GiB of its memory (a rank {inputs / GIB:,.2f} for inputs and "
+            f"{copy / GIB:,.2f} to save beside the run), and {available / GIB:,.2f} GiB are "
+            f"available; take a smaller training.seq_len, a larger context_parallel_degree, {saved}"
+            "or set it to false"
         )
 
 
 def require_host_memory(config: JobConfig) -> None:
-    """Refuse to train where a node does not hold what its ranks offload.
-
-    Collective under any configuration: an all-gather over the world of one line or nothing.
-
-    Raises:
-        Fault: the same on all ranks if any of them finds too little.
-    """
+    """Refuse to train, by Fault on all ranks, where a node does not hold what its ranks offload.
+    Collective under any configuration: an all-gather over the world of one line or nothing."""
     refusals: list[str | None] = [None] * dist.get_world_size()
     refusal = None
     try:

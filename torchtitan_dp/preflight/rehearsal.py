@@ -57,16 +57,9 @@ _NO_THREAD = ("resource temporarily unavailable", "can't start new thread")
 
 
 def rehearse(trainer: Any) -> None:
-    """Run padding of every length, and an update that changes nothing; log what each takes.
-
-    `trainer` is a `DPTrainer`, which accumulates padding as a step does its samples.
-
-    Collective over the world: three microbatches of the shortest length and two of each other, and
-    two updates.
-
-    Raises:
-        Fault: one line that names what failed and what would fit.
-    """
+    """Run padding of every length on a `DPTrainer`, and an update that changes nothing; log what
+    each takes. Collective over the world: three microbatches of the shortest length and two of each
+    other, and two updates. Fault: one line that names what failed and what would fit."""
     config, metrics = trainer.job_config, trainer.metrics_processor
     rungs = ladder(config)
     begun = time.perf_counter()
@@ -114,12 +107,8 @@ def rehearse(trainer: Any) -> None:
 
 
 def _log_seconds(trainer: Any, seconds: dict[int, float], of_update: float) -> None:
-    """Log what this machine takes: for people, and as JSON.
-
-    A step is expected to have as many microbatches of each length as draws of these units give,
-    which follows from records' lengths, and so do its seconds. Validation and checkpoints come on
-    top; padding may take a GPU less time than samples of the same length, by the power it needs.
-    """
+    """Log what this machine takes: for people, and as JSON. A step is expected to have as many
+    microbatches of each length as draws of these units give, which follows from records."""
     loader, left = trainer.feed.loader, trainer.job_config.training.steps - trainer.step
     rate, units = trainer.books.settings.mechanism.sample_rate, len(loader.units)
     looked_at = np.linspace(0, units - 1, min(units, _LOOKED_AT)).astype(np.int64)
@@ -161,11 +150,8 @@ def _padding(trainer: Any, length: int) -> Microbatch:
 
 
 def _check_timeout(trainer: Any, length: int, seconds: float) -> None:
-    """Refuse a time-out that a device may exceed as it lags behind its host; a CPU never lags.
-
-    NCCL counts from the launch of a collective, and the host is some microbatches ahead. The time
-    of padding is public, like its length.
-    """
+    """Refuse a time-out that a device may exceed as it lags behind its host: NCCL counts from the
+    launch of a collective. The time of padding is public, like its length."""
     config, timeout = trainer.job_config, trainer.job_config.comm.train_timeout_seconds
     if trainer.device.type != "cpu" and _MICROBATCHES_BEHIND * seconds > timeout:
         raise Fault(
@@ -216,19 +202,16 @@ def _remedy(config: JobConfig, fits: int | None) -> str:
     if fits is None:
         bands = "fewer privacy.bands, " if config.privacy.noise == "banded" else ""
         return f"what would fit: {bands}more ranks, or a smaller model"
-    training, checkpointing = config.training, config.activation_checkpoint
-    found = []
-    if config.parallelism.keep_weights_gathered:
-        found.append("parallelism.keep_weights_gathered = false")
-    if fits:
-        found.append(f"training.seq_len = {fits} (samples of {fits:,} tokens passed)")
-    if checkpointing.mode != "full":
-        found.append(f"activation_checkpoint.mode = 'full' (now '{checkpointing.mode}')")
-    elif not checkpointing.offload_inputs:
-        found.append("activation_checkpoint.offload_inputs = true")
-    if training.local_batch_size > 1:
-        found.append(f"a smaller training.local_batch_size (now {training.local_batch_size})")
-    return f"what would fit: {', or '.join([*found, 'more ranks'])}"
+    count, mode = config.training.local_batch_size, config.activation_checkpoint.mode
+    remedies = {
+        "parallelism.keep_weights_gathered = false": config.parallelism.keep_weights_gathered,
+        f"training.seq_len = {fits} (samples of {fits:,} tokens passed)": fits > 0,
+        f"activation_checkpoint.mode = 'full' (now '{mode}')": mode != "full",
+        "activation_checkpoint.offload_inputs = true": mode == "full",
+        f"a smaller training.local_batch_size (now {count})": count > 1,
+        "more ranks": True,
+    }
+    return f"what would fit: {', or '.join(key for key, helps in remedies.items() if helps)}"
 
 
 def _microbatch(config: JobConfig, length: int) -> str:

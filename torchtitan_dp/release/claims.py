@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan_dp.checkpoint.verify import verify
+from torchtitan_dp.checkpoint.folder import verify
 from torchtitan_dp.ledger import PRIVACY_FILE, Lineage, RunLog
 from torchtitan_dp.ledger.lineage import of_weights
 from torchtitan_dp.ledger.schema import read_published_fields, released

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from torchtitan_dp.checkpoint.folder import newest_finished_checkpoint, step_folder
-from torchtitan_dp.checkpoint.verify import verify
+from torchtitan_dp.checkpoint.folder import newest_finished_checkpoint, step_folder, verify
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import RUN_CONFIG_FILE, read_config
 from torchtitan_dp.ledger import EXECUTED_FILE, PRIVACY_FILE, Lineage, schema

@@ -29,7 +29,7 @@ if __name__ == "__main__":  # before PyTorch, which takes seconds to import
     first("tune", __doc__)
 
 # isort: split
-from torchtitan_dp.checkpoint.verify import verify
+from torchtitan_dp.checkpoint.folder import verify
 from torchtitan_dp.config.derived import unit_word
 from torchtitan_dp.config.load import exit_on_mistake, write_json
 from torchtitan_dp.distributed.devices import default_processes
