@@ -41,6 +41,7 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import unit_word
 from torchtitan_dp.data.batching import RecordLoader
 from torchtitan_dp.data.dataset import Records, describe
+from torchtitan_dp.data.store import mark_used
 from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.gradients.fsdp import free_gathered
 from torchtitan_dp.ledger import PRIVACY_FILE, Lineage
@@ -118,6 +119,7 @@ def build_loader(
 ) -> RecordLoader:
     """Build the loader of the training units, for one data-parallel rank."""
     records = records or open_records(job_config)
+    mark_used(records.store, job_config.job.dump_folder)
     samples = build_samples(records, job_config)
     return RecordLoader(
         samples,

@@ -138,6 +138,7 @@ privacy.secure_noise true → 'true': neither an option (--section.key) nor the 
 privacy.secure-noise=true → switch without a value
 training.steps=many → training.steps = 'many': must be a whole number
 data.unit-sampling=skip → data.unit_sampling = 'skip': must be one of 'auto', 'concat', 'random'
+data.on-undecodable=skip → data.on_undecodable = 'skip': must be one of 'empty', 'error'
 training.steps → --training.steps: its value is missing; give a whole
 job.config_file=/nowhere.toml
 training.steps=4 stray → 'stray': neither an option
@@ -207,6 +208,13 @@ def test_not_private_is_a_warning(tmp_path, data, capsys, override):
     assert f"warning: {override.removeprefix('--').split('=')[0]}" in told
     assert "plan: NOT private at" in told
     assert "plan: epsilon" not in told
+
+
+def test_undecodable_records(tmp_path, data, capsys):
+    (data / "binary").write_bytes(b"\xff\xfe\x00\xff")
+    line = refused(tmp_path, data, capsys, "--data.on_undecodable=error")
+    assert "data.on_undecodable = 'error': 1 of 25 records" in line
+    assert "25 training records" in accepted(tmp_path, data, capsys)  # by default it stays
 
 
 def test_a_tokenizer_larger_than_the_vocabulary(tmp_path, data, capsys):

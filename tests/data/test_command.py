@@ -1,12 +1,14 @@
-"""The command that prepares records: exact figures, labelled lines, no store after a mistake."""
+"""The command that prepares records: exact figures, labelled lines, and stores that it erases."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.processes.runs import CONFIG
+from torchtitan_dp.data import store as stores
 from torchtitan_dp.data.__main__ import main
 
 
@@ -48,3 +50,68 @@ def test_figures_and_labels(command: list[str], capsys: Any) -> None:
     assert (
         "one pass reads 56% of all tokens, and all draws reach 100%: 50% of units are" in of_length
     )
+
+
+def test_figures_of_records_that_are_drawn_one_by_one(command: list[str], capsys: Any) -> None:
+    """A unit's text is longer than a sample, and none of its records is."""
+    main([*command, "--data.unit_sampling=random"])
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert found["tokens_quantiles"]["100"] == 42
+    own = next(row for row in found["by_length"] if row["seq_len"] == 64)
+    assert (own["longer"], own["tokens_per_sample"]) == (0, sum((0, 12, 22, 32, 42, 0)) / 6)
+    assert "tokens per record (a draw of a unit takes one): least 0" in err
+    assert "0% of records are longer than 64; a sample averages 18 tokens" in err
+
+
+@pytest.mark.parametrize("place", [[], ["--data.store", "STORES"]], ids=["default", "elsewhere"])
+def test_stores_are_listed_and_erased(
+    command: list[str], place: list[str], tmp_path: Path, capsys: Any
+) -> None:
+    place = [word.replace("STORES", str(tmp_path / "stores")) for word in place]
+    folder = tmp_path / ("stores" if place else "cache/torchtitan_dp/prepared")
+    for fields in ([], ["--data.unit_field=None"]):
+        main([*command, *place, *fields])
+    first, second = names = stores.names(str(folder))
+    (used,) = (s for s in (stores.load(str(folder / n)) for n in names) if s.facts["units"] == 6)
+    stores.mark_used(used, str(tmp_path / "gone"))
+    stores.mark_used(used, str(tmp_path))
+    capsys.readouterr()
+    main(["--list", *place])
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[1] for line in lines[:-1]] == names
+    assert all("21 records of " in line for line in lines[:-1])
+    assert all(", data.text_field = 'note'" in line for line in lines[:-1])
+    of_units, others = sorted(lines[:-1], key=lambda line: "data.unit_field = 'who'" not in line)
+    assert "; bytes, vocabulary 258" in of_units
+    assert of_units.endswith(f"; runs: {tmp_path}, {tmp_path / 'gone'} (gone)")
+    assert "data.unit_field = None" in others
+    assert others.endswith("; runs: none")
+    assert f", of {time.strftime('%Y-%m-%d')} " in others
+    assert lines[-1].startswith(f"not private: 2 stores in {folder}")
+    main(["--delete", second, *place])
+    assert stores.names(str(folder)) == [first]
+    with pytest.raises(SystemExit) as stopped:
+        main(["--delete", "../notes.jsonl", *place])
+    assert stopped.value.code == 2
+    assert "error: --delete ../notes.jsonl: no such store in " in capsys.readouterr().err
+    main(["--delete", "all", *place])
+    assert stores.names(str(folder)) == []
+    assert capsys.readouterr().err == f"not private: erased {folder / first}\n"
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    ["--data.text_field=other", "--data.unit_field=whom", "--data.store=/proc/none"],
+)
+def test_mistakes_are_one_line_and_leave_no_store(
+    command: list[str], mistake: str, tmp_path: Path, capsys: Any
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([*command, mistake])
+    assert stopped.value.code == 2
+    out, err = capsys.readouterr()
+    key, value = mistake.removeprefix("--").split("=")
+    assert (out, f"error: {key} = '{value}': " in err) == ("", True)
+    folder = tmp_path / "cache/torchtitan_dp/prepared"
+    assert not folder.exists() or stores.names(str(folder)) == []

@@ -35,7 +35,7 @@ def refusal(root: Path, rows: list[Any], **how: Any) -> str:
 
 
 def test_what_was_left_out_or_may_not_belong_is_one_line_each(tmp_path: Path) -> None:
-    """Spellings of a name, files of other endings, and pointers."""
+    """Spellings of a name, files of other endings, pointers, and files of several splits."""
     rows: list[Any] = [
         *NOTES,
         {"patient_id": "P0.", "note": "x"},
@@ -45,10 +45,11 @@ def test_what_was_left_out_or_may_not_belong_is_one_line_each(tmp_path: Path) ->
     write(root, {"my-train.jsonl": as_lines([*NOTES]), "test/a.jsonl": b"\n"})
     write(root, {"v.jsonl": b"version https://git-lfs.github.com/spec/v1\noid sha256:\nsize 1\n"})
     found = opened(tmp_path, rows, unit_field="patient_id").warnings
-    other, pointers, spellings = found[:3]
+    other, splits, pointers, spellings = found[:4]
     assert other.startswith(
         "3 of 7 files in training.dataset_path are not read (1 .JSONL, 1 .bz2, 1 .ndj"
     )
+    assert "trained on together: 1 of 'train', 1 of 'test'; name those to train on" in splits
     assert pointers.startswith("1 of 4 files of training.dataset_path are Git LFS pointers")
     assert spellings.startswith("2 units may be 1: their names differ only by case, blanks")
 

@@ -1,6 +1,5 @@
 """The readers of each format: what a row is read as, and which files are refused."""
 
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from tests.data.stores import (
     write,
 )
 from torchtitan_dp.data import formats
+from torchtitan_dp.data import store as stores
 from torchtitan_dp.data.prepare import prepared
 
 TABLES = ["parquet", "arrow", "hf"]
@@ -102,7 +102,7 @@ def test_compressed_files_are_read_to_their_end_or_refused(tmp_path: Path, codec
     root = write(tmp_path / "d", {name: parts})
     whole = store_of(root, tmp_path, "jsonl")
     assert texts(whole) == ROWS
-    shutil.rmtree(whole.folder)
+    stores.delete(whole.folder)
     data = packed(lines, codec)
     damaged = data[:-1], data[: len(data) // 2], data[:20] + b"\xff" * 100 + data[120:], lines
     for one in damaged:

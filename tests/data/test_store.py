@@ -3,7 +3,6 @@
 import itertools
 import os
 import re
-import shutil
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.data.drawn import Words
-from tests.data.stores import Row, as_jsonl, store_of, stored, texts
+from tests.data.stores import Row, as_jsonl, store_of, stored, texts, write
 from torchtitan_dp.data import store as stores
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 
@@ -48,7 +47,7 @@ def test_an_open_store_keeps_its_tokens(tmp_path: Path, end: str) -> None:
     root = as_jsonl(tmp_path / "d", ["one", "two"])
     store = store_of(root, tmp_path, "jsonl")
     if end == "deleted":
-        shutil.rmtree(store.folder)
+        stores.delete(store.folder)
         assert not os.path.exists(store.folder)
     else:
         as_jsonl(root, ["owt", "eno"])
@@ -78,6 +77,19 @@ def test_all_of_it_is_its_owners_only_at_all_times(tmp_path: Path) -> None:
         os.umask(umask)
     assert found == ["600 False"] * 2 + ["700 True"] * 2  # a lock, and half a store
     assert modes(place) == ["600 False"] * 5 + ["700 True"] * 2  # the lock stays
+
+
+def test_names_sizes_and_removal(tmp_path: Path) -> None:
+    place = tmp_path / "store"
+    one, two = (store_of([text], tmp_path) for text in ("a" * 1000, "b"))
+    names = sorted(Path(store.folder).name for store in (one, two))
+    (place / f".{names[0]}").mkdir()
+    write(place, {f"{names[0]}.lock": b"", "mine.txt": b"", "mine/tokens": b""})
+    assert stores.names(str(place)) == sorted([*names, f".{names[0]}"])
+    for name in stores.names(str(place)):
+        stores.delete(str(place / name))
+    left = sorted(path.name for path in place.iterdir() if path.suffix != ".lock")
+    assert left == ["mine", "mine.txt"]
 
 
 def test_facts_have_no_text_and_no_name_of_a_unit(tmp_path: Path) -> None:

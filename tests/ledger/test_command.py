@@ -8,11 +8,13 @@ import pytest
 
 from tests.accounts import begun, export, publish, steps_of
 from tests.processes.runs import arguments, privacy, train, with_sigma, write_records
+from torchtitan_dp.checkpoint.folder import verify
 from torchtitan_dp.checkpoint.plan import earlier_ledger
 from torchtitan_dp.checkpoint.start import decide_start, plan_start
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.ledger import Lineage, write_fingerprint
 from torchtitan_dp.ledger.__main__ import main
+from torchtitan_dp.ledger.spending import total
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.release.__main__ import main as release
 
@@ -131,7 +133,7 @@ def test_runs_add_up_and_only_on_the_same_records(first, copy, tmp_path):
     assert stop.value.code == 2
 
 
-def test_hazard_45_weights_of_a_run_on_the_same_records_spend_on(first, data, tmp_path):
+def test_hazard_45_weights_of_a_run_on_the_same_records_spend_on(first, data, tmp_path, capsys):
     out = tmp_path / "second"
     release([str(first), str(tmp_path / "released")])  # with the tokenizer of bytes
     load = f"--model.hf_assets_path={tmp_path}/released", "--checkpoint.initial_load_in_hf"
@@ -143,8 +145,10 @@ def test_hazard_45_weights_of_a_run_on_the_same_records_spend_on(first, data, tm
     # Sigma was chosen when the first run had shown its results.
     assert any("assumed not to follow from what run" in caveat for caveat in spent["caveats"])
     assert run(out)[1]["total"]["epsilon"] == pytest.approx(spends((SIGMA, 4), (2.0, 2)))
+    capsys.readouterr()
     both = run(out, first)[1]["total"]
     assert both["epsilon"] == pytest.approx(spends((SIGMA, 8), (2.0, 2)))
+    assert "prefix counted twice" in capsys.readouterr().err
 
 
 def plan_of(command, folder):
@@ -218,6 +222,26 @@ def test_a_checkpoint_that_no_start_of_this_folder_saved_is_refused(copy, data):
         (copy / name).unlink()
     with pytest.raises(ValueError, match=r"saved by a start that starts\.log .* lacks"):
         plan_of(arguments(copy, data, *with_sigma(SIGMA)), copy)
+
+
+def test_a_copy_that_went_on_adds_its_prefix_again(copy, first, capsys):
+    begun(earlier_ledger(str(copy)), copy, 3, loses=3)
+    told = run(copy, first)[1]["total"]
+    assert told["epsilon"] == pytest.approx(spends((SIGMA, 11)))
+    assert told["steps_executed"] == 11
+    assert "prefix counted twice: " in capsys.readouterr().err
+
+
+def test_runs_that_began_with_one_export_share_what_it_spent(first, tmp_path):
+    folders = []
+    for name in "bc":
+        child = starting_from(first / "hf")
+        publish(dataclasses.replace(child, run=name, steps=2, planned_steps=2), tmp_path / name)
+        folders.append(tmp_path / name)
+        shutil.copy(first / "data_fingerprint.private", folders[-1])
+    told = total([verify(str(folder)) for folder in folders])
+    assert told.epsilon == pytest.approx(spends((SIGMA, 8)))
+    assert told.steps_executed == 4
 
 
 @pytest.mark.parametrize("text", ["", "1\n"])

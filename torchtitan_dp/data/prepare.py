@@ -164,16 +164,26 @@ class Source:
         )
 
     def notices(self, files: Files) -> list[str]:
-        """Describe files that are left out. NOT PRIVATE."""
-        if not files.passed:
-            return []
-        every = len(files.passed) + len(files.names)
-        return [
-            f"{len(files.passed):,} of {every:,} files in training.dataset_path are not read "
-            f"({_endings(files.passed)}), since '{self.format}' takes those that match "
-            f"{', '.join(self.facts.below)}, of a saved data set those that its state.json names; "
-            "if they hold records, rename them, save the data set again, or name files by a glob"
-        ]
+        """Describe files that are left out, and splits that are read together. NOT PRIVATE."""
+        found = []
+        if files.passed:
+            every = len(files.passed) + len(files.names)
+            found.append(
+                f"{len(files.passed):,} of {every:,} files in training.dataset_path are not read "
+                f"({_endings(files.passed)}), since '{self.format}' takes those that match "
+                f"{', '.join(self.facts.below)}, of a saved data set those that its state.json "
+                "names; if they hold records, rename them, save the data set again, or name files "
+                "by a glob"
+            )
+        words = (set(re.split(r"[^a-z]+", name.lower())) & _SPLITS.keys() for name in files.names)
+        splits = Counter(split for of in words for split in {_SPLITS[word] for word in of})
+        if "train" in splits and len(splits) > 1:
+            counted = ", ".join(f"{count:,} of '{split}'" for split, count in splits.items())
+            found.append(
+                "by their names, files of several splits are trained on together: "
+                f"{counted}; name those to train on alone by training.dataset_path"
+            )
+        return found
 
     def refuse_lacks(self, lacks: Iterable[Lack], none: str, records: str = "") -> NoReturn:
         """Refuse a data set for what its records lack, the most frequent first."""
@@ -182,6 +192,11 @@ class Source:
         raise ValueError(
             f"{first.setting}: {none}: {first.number:,} {records}{first.what}{also}; {first.remedy}"
         )
+
+
+_SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"}
+_SPLITS |= dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation")
+"""The words in names of files by which splits are known."""
 
 
 def _endings(names: Iterable[str]) -> str:

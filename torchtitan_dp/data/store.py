@@ -333,3 +333,30 @@ def writing_lock(folder: str) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def mark_used(store: Store, run: str) -> None:
+    """Note the folder of a run that trains on the store; on a read-only disk nothing is noted."""
+    path = os.fsencode(os.path.realpath(run))
+    with contextlib.suppress(OSError):
+        os.makedirs(folder := os.path.join(store.folder, "runs"), mode=0o700, exist_ok=True)
+        name = os.path.join(folder, hashlib.sha256(path).hexdigest()[:32])
+        with open(name, "wb", opener=private_opener) as file:
+            file.write(path)
+
+
+def runs_of(store: Store) -> list[str]:
+    """List the folders of the runs that trained on the store. PRIVATE."""
+    return sorted(os.fsdecode(path.read_bytes()) for path in Path(store.folder).glob("runs/*"))
+
+
+def names(folder: str) -> list[str]:
+    """List the stores in the folder of all, and what killed processes left of some."""
+    return sorted(name for name in os.listdir(folder) if re.fullmatch(r"\.?[0-9a-f]{32}", name))
+
+
+def delete(folder: str) -> None:
+    """Remove a store."""
+    path = Path(folder)
+    with writing_lock(str(path.with_name(path.name.lstrip(".")))):  # not while it is written
+        shutil.rmtree(path)  # in any order: nobody opens a part of one

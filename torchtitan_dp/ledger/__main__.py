@@ -18,7 +18,7 @@ if __name__ == "__main__":  # before PyTorch, which takes seconds to import
 # isort: split
 from torchtitan_dp.checkpoint.folder import verify
 from torchtitan_dp.config.load import exit_on_mistake, write_json
-from torchtitan_dp.ledger.spending import Run, Total, total
+from torchtitan_dp.ledger.spending import Run, Total, counted_twice, total
 from torchtitan_dp.privacy.accounting import rounded_up
 
 
@@ -73,6 +73,8 @@ def _show(runs: list[Run], spent: Total | None, *, overlapping: bool) -> None:
             f"published held-out losses: epsilon = {_word(spent.heldout_epsilon)}, delta = "
             f"{spent.delta:g}, of a unit that is held out; it pays this in place of the above"
         )
+    for line in counted_twice(runs):
+        say(line)
     if several:
         say("assumed: the runs' number, noise, rates and steps did not follow from private results")
         if overlapping:

@@ -262,6 +262,26 @@ def total(runs: Sequence[Run], delta: float | None = None, *, overlapping: bool 
     return Total(epsilons[0], max(epsilons), delta, accountant, steps, relation, heldout)
 
 
+def counted_twice(runs: Sequence[Run]) -> list[str]:
+    """Describe steps that `total` counts more than once: of copies of a run, and of a run beside
+    one that began with its weights."""
+    folders, lines = dict[str, str](), list[str]()
+    for run in runs:
+        if run.ledger.run in folders:
+            other = folders[run.ledger.run]
+            lines.append(f"prefix counted twice: '{run.folder}' and '{other}' are copies")
+        folders[run.ledger.run] = run.folder
+    for run in runs:
+        for ancestor in run.ledger.ancestors:
+            if (name := ancestor.run.partition("/")[0]) in folders:
+                lines.append(
+                    f"prefix counted twice: '{run.folder}' began with weights of "
+                    f"'{folders[name]}', and counts all that it had begun or planned by then: "
+                    "leave that out if it has done no more"
+                )
+    return lines
+
+
 def _require_common(
     values: Sequence[str | None], what: str, remedy: str, runs: Sequence[Run]
 ) -> None:

@@ -115,6 +115,12 @@ def check_run(config: JobConfig, *, units: int | None = None) -> Checked:
         fraction = config.data.heldout_fraction
         records = Records.empty(source, units, fraction)
         samples = build_samples(records, config)
+    if units is None and config.data.on_undecodable == "error" and (bad := records.undecodable()):
+        raise ValueError(
+            f"data.on_undecodable = 'error': {bad} of {len(records.store)} records cannot be "
+            "decoded; fix them, or set it to 'empty' (they then contribute nothing)"
+            + "".join(f"; not private: {warning}" for warning in records.warnings)
+        )
     if config.privacy.enable:
         refuse_delta_of_loss(config, len(records.heldout))
         if units is None:
