@@ -9,23 +9,27 @@ import math
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
+from scipy.special import logsumexp
 
 import torchtitan_dp.distributed  # noqa: F401
 from tests.processes.ranks import on_ranks
 from torchtitan_dp import optimizer
-from torchtitan_dp.audit.game import Game
+from torchtitan_dp.audit.game import Game, sizes
 from torchtitan_dp.config import Privacy
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import ReduceScatterOverCP
 from torchtitan_dp.gradients.methods import METHODS
+from torchtitan_dp.gradients.norms import RandomizedNorms
 from torchtitan_dp.models.lora import LoRA
+from torchtitan_dp.privacy.accounting import compose
 from torchtitan_dp.privacy.clipping import clip
 from torchtitan_dp.privacy.coefficients import found_for
 from torchtitan_dp.privacy.keys import RootKey
-from torchtitan_dp.privacy.lower_bounds import claimed_mu
-from torchtitan_dp.privacy.segments import mechanism_of
+from torchtitan_dp.privacy.lower_bounds import claimed_mu, rate_upper_bound
+from torchtitan_dp.privacy.segments import Mechanism, Segment, mechanism_of
 
 SIGMA = 1.0
 
@@ -250,11 +254,12 @@ def test_row35_and_56_adapters_left_out_of_the_norm_are_flagged(factors, fault, 
     assert (bound > 1 / SIGMA) == (fault is not None)
 
 
-@pytest.mark.thorough_cases("None")
+@pytest.mark.thorough_cases("None-*", "*-hutch++")
+@pytest.mark.parametrize("estimator", ["hutchinson", "hutch++"])
 @pytest.mark.parametrize("fault", [None, "half the noise"])
-def test_row35_and_75_with_estimated_norms_the_claim_is_a_mixtures(fault):
+def test_row35_and_75_with_estimated_norms_the_claim_is_a_mixtures(fault, estimator):
     """On gradients of rank one, whose estimates err most: above 1 / sigma, and not by much."""
-    terms = {"projections": 16, "underestimates": "accounted"}
+    terms = {"norm_estimator": estimator, "projections": 16, "underestimates": "accounted"}
     names = ["norm_100C"] if fault else ["norm_C", "norm_100C", "not_a_number"]
     often = {"trials": 100 if fault else 300, "confidence": 0.95 if fault else 0.999}
     bounds = play(*names, fault=fault, method="randomized", batch_size=2, **often, **terms)
@@ -268,6 +273,68 @@ def test_row35_and_75_with_estimated_norms_the_claim_is_a_mixtures(fault):
 
 
 SIGMA_OF_ROUND, ROUND, DELTA = 0.7, 4, 0.1
+
+
+def bounds_on_a_round(trials):
+    """The epsilon that trials of a round of random allocation prove at `DELTA`: of an attacker who
+    has all its steps and does not know the unit's, and of one who does."""
+    mechanism = Mechanism(SIGMA_OF_ROUND, 1 / ROUND, round_steps=ROUND)
+    claim = compose([Segment(mechanism, ROUND)], delta=DELTA, accountant="pld")
+    terms = {"batch_size": 1, "degrees": (1, 1, 1), "root": RootKey.from_debug_seed(7)}
+    privacy = Privacy(gradient_method="microbatch", sampling="allocation", max_grad_norm=0.5)
+    game = Game(privacy, mechanism, **terms)
+    case = game.cases[0]  # of one unit alone
+    without, with_it = (
+        game.scores(case, case.without_UPN, trials * ROUND).reshape(trials, ROUND) for _ in range(2)
+    )
+    secret = np.random.default_rng(0).integers(ROUND, size=trials)
+    with_it[np.arange(trials), secret] = game.scores(case, case.with_UPN, trials)
+    losses, losses_with = ((x - 0.5) / SIGMA_OF_ROUND**2 for x in (without, with_it))
+
+    def proven(losses, losses_with):
+        errors = int((losses >= claim).sum()), int((losses_with < claim).sum())
+        alarms, missed = (rate_upper_bound(n, trials, 0.995) for n in errors)
+        return math.log(max(1 - missed - DELTA, 1e-9) / alarms)
+
+    hidden = proven(*(logsumexp(x, 1) - math.log(ROUND) for x in (losses, losses_with)))
+    known = proven(losses[:, 0], losses_with[np.arange(trials), secret])
+    return hidden, known, claim
+
+
+def test_row35_and_74_a_hidden_step_of_a_round_proves_less_than_the_claim():
+    """And a known one more: that a unit's step is secret is what allocation is accounted for."""
+    ((hidden, known, claim),) = on_ranks(1, bounds_on_a_round, 1000)
+    assert 0 < hidden < claim < known
+
+
+def estimated_matrices(adapters):
+    """How many of the game's matrices have estimated norms."""
+    game, draw = new_game((1, 1, 1), "randomized", 2, adapters), RandomizedNorms._draw
+    with mock.patch.object(RandomizedNorms, "_draw", autospec=True, side_effect=draw) as drawn:
+        game.scores(game.cases[0], game.cases[0].with_UPN, 1)
+    return drawn.call_count
+
+
+@pytest.mark.parametrize("adapters, matrices", [("", 2), ("A, B", 4), ("B", 2)])
+def test_row75_the_game_plays_with_estimates(adapters, matrices):
+    assert on_ranks(1, estimated_matrices, adapters) == [matrices]
+
+
+@pytest.mark.parametrize("estimator", ["hutchinson", "hutch++"])
+@pytest.mark.parametrize("projections", [1, 16, 33, 100])
+def test_row75_the_game_plays_with_estimates_on_any_mesh(projections, estimator):
+    exact = Privacy(gradient_method="ghost")
+    assert sizes(exact, ranks=64, cp=8) == (1, 512, 1)  # small where norms are exact
+    terms = {"projections": projections, "norm_estimator": estimator}
+    privacy = Privacy(gradient_method="randomized", **terms)
+    for ranks in (*range(1, 34), 64, 96, 255, 256):
+        for cp in (cp for cp in range(1, ranks + 1) if ranks % cp == 0):
+            tokens, rows, columns = sizes(privacy, ranks=ranks, cp=cp)
+            assert rows % ranks == 0
+            assert rows >= 8 * ranks
+            for width in (columns, rows):  # of a layer, of its factors
+                room = projections * (cp * tokens + rows + width)
+                assert room < min(2 * (cp * tokens) ** 2, rows * width), (ranks, cp)
 
 
 # The command.

@@ -11,8 +11,11 @@ from tests import build
 from tests.accounts import publish, steps_of
 from tests.hazards.test_trainer import ROOT, SETTINGS, STEP, Step
 from tests.processes.ranks import on_ranks
+from torchtitan_dp.checkpoint.folder import verify
 from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.ledger import Lineage, summary
+from torchtitan_dp.ledger.lineage import Ancestor
+from torchtitan_dp.ledger.schema import read_published
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.segments import Mechanism
@@ -40,20 +43,31 @@ def accounted_and_drawn(options):
     norms = build.build((1, 1, 1), *overrides).gradients.norms
     settings = settings_of(build.config(*overrides), units=100, noise_multiplier=1.0)
     mechanism = settings.mechanism
-    return mechanism.projections, settings.segment(7).mechanism.projections, norms.k
+    return (
+        (
+            mechanism.projections,
+            mechanism.norm_estimator,
+            settings.segment(7).mechanism.projections,
+        ),
+        (norms.k, norms.estimator),
+    )
 
 
-@pytest.mark.parametrize("k", [32, 64])
-def test_row75_what_is_accounted_is_what_is_drawn(k):
-    (found,) = on_ranks(1, accounted_and_drawn, [f"--privacy.projections={k}"])
-    assert found == (k, k, k)
+@pytest.mark.parametrize("k, estimator", [(32, "hutchinson"), (64, "hutch++")])
+def test_row75_what_is_accounted_is_what_is_drawn(k, estimator):
+    options = [f"--privacy.projections={k}", f"--privacy.norm_estimator={estimator}"]
+    (found,) = on_ranks(1, accounted_and_drawn, options)
+    assert found == ((k, estimator, k), (k, estimator))
+
+
+HUTCH = replace(EXACT, mechanism=Mechanism(1.0, 0.05, 0, 32, "hutch++"))
 
 
 def terms_of(*overrides):
     return settings_of(build.config(*overrides), units=100, noise_multiplier=1.0)
 
 
-CHANGED = ([], ["--privacy.projections=64"])
+CHANGED = ([], ["--privacy.projections=64"], ["--privacy.norm_estimator=hutch++"])
 
 
 def test_row31_and_75_norms_are_terms_of_a_run_and_capped_ones_spend_as_exact_ones_do():
@@ -61,17 +75,39 @@ def test_row31_and_75_norms_are_terms_of_a_run_and_capped_ones_spend_as_exact_on
     assert ghost.mechanism == Mechanism(1.0, ghost.mechanism.sample_rate)
     assert ghost == other
     capped = terms_of(*CAPPED)
-    more = terms_of(*CAPPED, "--privacy.projections=64")
+    more = terms_of(*CAPPED, "--privacy.projections=64", "--privacy.norm_estimator=hutch++")
     assert (capped.mechanism.capped_projections, capped.mechanism.norm_estimator) == (
         32,
         "hutchinson",
     )
-    assert (more.mechanism.capped_projections, more.mechanism.norm_estimator) == (64, "hutchinson")
+    assert (more.mechanism.capped_projections, more.mechanism.norm_estimator) == (64, "hutch++")
     assert ghost.epsilon(7) == capped.epsilon(7) == more.epsilon(7)
     estimated = [terms_of(*METHOD, *changed) for changed in CHANGED]
     for one, to_come in itertools.permutations((ghost, capped, more, *estimated), 2):
-        with pytest.raises(ValueError, match=r"^privacy\.(gradient_method|projections)"):
+        with pytest.raises(ValueError, match=r"^privacy\.(gradient_method|projections|norm_est)"):
             to_come.resumed(since=one)
+
+
+def test_row24_and_67_people_are_told_of_capped_norms(tmp_path):
+    """By which estimates, and that nothing counts more than C for all that."""
+    behind = (Ancestor("a", HUTCH, 1, 1, 0), Ancestor("b", EXACT, 1, 1, 0))
+    lineage = Lineage(HUTCH, steps=1, planned_steps=1, ancestors=behind)
+    told = publish(lineage, tmp_path)
+    assert (told["projections"], told["capped_projections"]) == (0, 32)
+    assert told["norm_estimator"] == "hutch++"
+    assert told["mechanism"] == EXACT.mechanism.name
+    assert told["epsilon"] == pytest.approx(spent(3, 0), rel=1e-6)
+    assert not any("norms were estimated" in caveat for caveat in told["caveats"])
+    assert "norms from 32 projections, capped, pld" in " ".join(summary(told))
+    card = card_of(told)
+    assert "random projections (hutch++, 32 of them)" in card
+    assert "a unit counts at most C and ε is that of exact norms" in card
+    assert "its gradient is clipped to norm C" in card
+    first, second = [line for line in card.splitlines() if "before that" in line]
+    assert first.endswith("norms from 32 projections, capped |")
+    assert "norms" not in second
+    assert verify(str(tmp_path)).faults == []
+    assert read_published(str(tmp_path)) == lineage
 
 
 @pytest.mark.parametrize("options, counted", [(CAPPED, 0), (METHOD, 32)])

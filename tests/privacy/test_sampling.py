@@ -237,12 +237,12 @@ def test_projections_of_units_and_layers_are_independent(no_other_generator):
     from torchtitan_dp.gradients.norms import RandomizedNorms
     from torchtitan_dp.gradients.operands import Products
 
-    norms = RandomizedNorms(8, None, capped=True, secure=True)
+    norms = RandomizedNorms(8, "hutchinson", None, capped=True, secure=True)
     norms.start_step(key(3))
     norms.start_microbatch([4, 9, -1])
     left = torch.zeros(3, 5, 4)
     factors = [Products(left, torch.zeros(3, 5, 6))]
-    drawn = [norms._draw(name, factors, 400) for name in ("a", "b")]
+    drawn = [norms._draw(name, "tail", factors, 400) for name in ("a", "b")]
     rows = torch.cat(drawn).flatten(1)
     correlation = torch.corrcoef(rows) - torch.eye(6)
     assert correlation.abs().max() < 5 / 400**0.5 / 8**0.5
@@ -250,4 +250,4 @@ def test_projections_of_units_and_layers_are_independent(no_other_generator):
     norms.start_step(key(3))
     norms.start_microbatch([9])
     one = [Products(left[:1], left[:1])]
-    assert torch.equal(norms._draw("a", one, 400)[0], drawn[0][1])
+    assert torch.equal(norms._draw("a", "tail", one, 400)[0], drawn[0][1])

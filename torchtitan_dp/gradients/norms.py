@@ -13,9 +13,12 @@ with those of all ranks, gathered block by block: the bytes of the whole sample'
 
 Estimates are Hutchinson's ("Efficient DP-SGD for LLMs with Randomized Clipping", 2026): for a
 matrix S of (P, k), of independent N(0, 1 / k), Y = G^T S = R^T (L S) has E|Y|^2 = |G|^2. It takes
-T k (P + D) multiplications and k (T + P + D) numbers. Ranks sum (B, D, k) numbers, and no token
-leaves its rank. Shapes alone (with length buckets, the unit's own length) decide which layers are
-estimated.
+T k (P + D) multiplications and k (T + P + D) numbers. Hutch++ (Meyer, Musco, Musco & Woodruff 2021)
+finds an orthonormal basis Q of k columns of a sketch G^T S', and estimates only the part outside
+it, |Q^T G^T|^2 + |(1 - Q Q^T) G^T S|^2, with as many projections for S' as for S, three times the
+products, and the same accounting: given the head, the tail's estimate has k projections. Ranks sum
+(B, D, k) numbers, and no token leaves its rank. Shapes alone (with length buckets, the unit's own
+length) decide which layers are estimated.
 
 Guarantee:
     - Exact norms have none for privacy: `ghost` caps the added gradients by them. The squares are
@@ -41,6 +44,7 @@ Guarantee:
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -54,12 +58,21 @@ from torchtitan_dp.privacy.noise import add_gaussian_noise_
 from torchtitan_dp.privacy.sampling import unit_normals
 
 Factors = Products | Rows
+NormEstimator = Literal["hutchinson", "hutch++"]
 
 
 def is_cheaper(tokens: int, shape: torch.Size) -> bool:
-    """Return whether a ghost norm is cheaper than a matrix's gradient (P, D), for T tokens of the
-    whole sample, summed over its layers: 2 T^2 < P D (Bu et al. 2022, section 4; used by
-    DP-ZeRO)."""
+    """Return whether a ghost norm is cheaper than a matrix's gradient, by the published rule.
+
+    Args:
+        tokens: T of the whole sample, summed over the parameter's layers.
+        shape: (P, D).
+
+    The mixed ghost norm (Bu et al. 2022, section 4; used by DP-ZeRO, appendix A.1): 2 T^2 < P D.
+
+    >>> is_cheaper(8_192, torch.Size((128_256, 4_096))), is_cheaper(2_048, torch.Size((1_024, 512)))
+    (True, False)
+    """
     return 2 * tokens * tokens < shape.numel()
 
 
@@ -200,6 +213,7 @@ class RandomizedNorms(ExactNorms):
     def __init__(
         self,
         projections: int,
+        estimator: NormEstimator,
         cp: dist.ProcessGroup | None,
         *,
         capped: bool,
@@ -212,7 +226,7 @@ class RandomizedNorms(ExactNorms):
         """
         super().__init__(cp)
         self._secure = secure
-        self.k = projections
+        self.k, self.estimator = projections, estimator
         self._largest_ratio = 1.0 if capped else largest_ratio(projections)
         self._estimated: set[str] = set()  # parameters, in this microbatch
         self._cp_size = 1 if cp is None else dist.get_world_size(cp)
@@ -248,24 +262,30 @@ class RandomizedNorms(ExactNorms):
     def squared_norms(self, name: str, shape: torch.Size, factors: Sequence[Factors]) -> Tensor:
         """Estimate or find squared norms of one parameter, once for each microbatch.
 
-        Collectives, over cp: an all-reduce of B D k numbers; for exact norms those of
-        `squared_norms`.
+        Collectives, over cp: an all-reduce of B D k numbers, or, for Hutch++, of 2 B D k and of
+        B P k; for exact norms those of `squared_norms`.
         """
         tokens = sum(one.left.shape[1] for one in factors) * self._cp_size
         if not self.estimates(tokens, shape):
             return super().squared_norms(name, shape, factors)
         self._estimated.add(name)
-        drawn_BPK = self._draw(name, factors, shape[0])
-        y_BDK = project(factors, drawn_BPK, shape[1])
-        if self._cp is not None:
-            dist.all_reduce(y_BDK, group=self._cp)
-        return y_BDK.flatten(1).square().sum(1, dtype=torch.float64) / self._cp_size
+        drawn_BPK = self._draw(name, "tail", factors, shape[0])
+        if self.estimator == "hutchinson":
+            y_BDK = self._over_cp(project(factors, drawn_BPK, shape[1]))
+            return _squares(y_BDK) / self._cp_size
+        sketch_BPK = self._draw(name, "sketch", factors, shape[0])
+        both = project(factors, torch.cat([sketch_BPK, drawn_BPK], dim=2), shape[1])
+        seen_BDK, y_BDK = self._over_cp(both).chunk(2, dim=2)
+        basis_BDK = _orthonormal(seen_BDK)
+        head_BPK = self._over_cp(project(factors, basis_BDK, shape[0], back=True))
+        y_BDK = y_BDK - basis_BDK @ (basis_BDK.mT @ y_BDK)
+        return (_squares(head_BPK) + _squares(y_BDK)) / self._cp_size
 
-    def _draw(self, name: str, factors: Sequence[Factors], rows: int) -> Tensor:
+    def _draw(self, name: str, purpose: str, factors: Sequence[Factors], rows: int) -> Tensor:
         """Draw the microbatch's projections, of N(0, 1 / k): fp32 (B, rows, k)."""
         assert self._key is not None, "no key: start_step comes before a step's first microbatch"
         assert self._positions is not None, "whose samples these are is not known"
-        samples, k, stream = factors[0].left, self.k, f"{name}/tail"
+        samples, k, stream = factors[0].left, self.k, f"{name}/{purpose}"
         # Rows begin whole blocks apart, so that a compiled kernel finds each of them aligned.
         shape = len(samples), in_whole_blocks(rows * k)
         drawn_BN = torch.zeros(shape, dtype=torch.float32, device=samples.device)[:, : rows * k]
@@ -277,6 +297,13 @@ class RandomizedNorms(ExactNorms):
             start, std = first_number(position, rows * k), 1 / math.sqrt(k)
             add_gaussian_noise_(one_N, std=std, key=self._key, name=stream, start=start)
         return drawn_BN.unflatten(1, (rows, k))
+
+    def _over_cp(self, part: Tensor) -> Tensor:
+        """Add up the parts of all ranks' tokens."""
+        if self._cp is not None:
+            part = part.contiguous()
+            dist.all_reduce(part, group=self._cp)
+        return part
 
 
 def first_number(position: int, count: int) -> int:
@@ -292,30 +319,54 @@ def in_whole_blocks(count: int) -> int:
 
 
 def project(
-    factors: Sequence[Factors], by_BPK: Tensor, size: int, *, block_elements: int = 2**24
+    factors: Sequence[Factors],
+    by_BNK: Tensor,
+    size: int,
+    *,
+    back: bool = False,
+    block_elements: int = 2**24,
 ) -> Tensor:
-    """Multiply B samples' transposed gradients by matrices of their own, without forming any.
+    """Multiply B samples' transposed gradients by matrices of their own (with `back`, their
+    gradients), without forming any.
 
     Args:
-        factors: one parameter's, (P, size), for this rank's tokens.
+        factors: one parameter's, (N, size), with `back` (size, N), for this rank's tokens. A side
+            is (B, T, n), or tokens (B, T), which stand for unit vectors.
         block_elements: bound on the fp32 elements of a block, of at least one token.
 
     Returns:
-        fp32 (B, size, k): G^T `by`, summed over these tokens.
+        fp32 (B, size, k): G^T `by`, or G `by`, summed over these tokens.
     """
-    samples, rows, k = by_BPK.shape
+    samples, rows, k = by_BNK.shape
     at_once = max(block_elements // (samples * (rows + size + k)), 1)
-    total_BDK = by_BPK.new_zeros(samples, size, k)
+    total_BSK = by_BNK.new_zeros(samples, size, k)
     for layer in factors:
-        part_BDK = torch.zeros_like(total_BDK)
-        for block in tiles(layer.left.shape[1], at_once):
-            left, right_BTD = layer.left[:, block], layer.right[:, block]
-            if isinstance(layer, Rows):  # tokens, which stand for unit vectors
-                of_tokens_BTK = by_BPK.gather(1, left[:, :, None].expand(-1, -1, k))
+        a, b = (layer.right, layer.left) if back else (layer.left, layer.right)
+        part_BSK = torch.zeros_like(total_BSK)
+        for block in tiles(a.shape[1], at_once):
+            a_block, b_block = a[:, block], b[:, block]
+            if a.dim() == 3:
+                of_tokens_BTK = a_block.float() @ by_BNK
             else:
-                of_tokens_BTK = left.float() @ by_BPK
-            part_BDK.baddbmm_(right_BTD.float().mT, of_tokens_BTK)
+                of_tokens_BTK = by_BNK.gather(1, a_block[:, :, None].expand(-1, -1, k))
+            if b.dim() == 3:
+                part_BSK.baddbmm_(b_block.float().mT, of_tokens_BTK)
+            else:
+                part_BSK.scatter_add_(1, b_block[:, :, None].expand(-1, -1, k), of_tokens_BTK)
         if layer.factor_B is not None:
-            part_BDK.mul_(layer.factor_B[:, None, None])
-        total_BDK += part_BDK
-    return total_BDK
+            part_BSK.mul_(layer.factor_B[:, None, None])
+        total_BSK += part_BSK
+    return total_BSK
+
+
+def _orthonormal(sketch_BDK: Tensor) -> Tensor:
+    """Return orthonormal columns that span the sketch's, (B, D, min(D, k)); NaN for a sample whose
+    sketch is not finite: LAPACK would refuse the whole microbatch."""
+    finite_B11 = torch.isfinite(sketch_BDK).flatten(1).all(1)[:, None, None]
+    basis_BDK, _ = torch.linalg.qr(torch.where(finite_B11, sketch_BDK, 0.0))
+    return torch.where(finite_B11, basis_BDK, torch.nan)
+
+
+def _squares(x_BDK: Tensor) -> Tensor:
+    """Sum the squares of each sample's numbers: fp64 (B,)."""
+    return x_BDK.flatten(1).square().sum(1, dtype=torch.float64)

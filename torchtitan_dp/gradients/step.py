@@ -31,8 +31,9 @@ Build = Callable[[nn.Module, list[FSDPModule], ClippedSum, Privacy], GradientMet
 
 
 def _estimates(clipped_sum: ClippedSum, privacy: Privacy) -> RandomizedNorms:
-    capped, cp = privacy.underestimates == "capped", clipped_sum.groups.cp
-    return RandomizedNorms(privacy.projections, cp, capped=capped, secure=privacy.secure_noise)
+    terms = privacy.projections, privacy.norm_estimator, clipped_sum.groups.cp
+    capped = privacy.underestimates == "capped"
+    return RandomizedNorms(*terms, capped=capped, secure=privacy.secure_noise)
 
 
 BUILD: dict[str, Build] = {

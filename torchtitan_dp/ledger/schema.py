@@ -121,7 +121,7 @@ class PrivacyFile:
     to its estimate, so that ε is that of exact norms. 0: none were, or ε counts their errors."""
 
     norm_estimator: str
-    """How: `hutchinson`, or, where both numbers are 0, `exact`."""
+    """How: `hutchinson`, `hutch++`, or, where both numbers are 0, `exact`."""
 
     round_steps: Annotated[int, _OF_SOME]
     """t: the steps of a round, at exactly one of which each unit is drawn. ε is of whole rounds."""

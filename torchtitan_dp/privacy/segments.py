@@ -259,7 +259,7 @@ def mechanism_of(
         1 / t if privacy.sampling == "allocation" else sample_rate,
         projections=k if estimates_norms and accounted else 0,
         capped_projections=k if estimates_norms and not accounted else 0,
-        norm_estimator="hutchinson" if estimates_norms else "exact",
+        norm_estimator=privacy.norm_estimator if estimates_norms else "exact",
         round_steps=t,
         column=tuple(column),
     )

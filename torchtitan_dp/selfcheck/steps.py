@@ -117,7 +117,7 @@ def norm_estimates(ranks: Ranks, terms: Terms) -> Measured:
     matrices, and with the true norms on average. Collective over the world."""
     samples, apart = 64, 1_000_003  # the distance of two units' positions in a large data set
     key, generator = bytes(range(32)), torch.Generator().manual_seed(0)
-    small = Small(terms, ranks.device, max_grad_norm=1.0)
+    small = Small(terms.but(norm_estimator="hutchinson"), ranks.device, max_grad_norm=1.0)
     groups, norms = small.groups, small.gradients.norms  # type: ignore[attr-defined]
     assert isinstance(norms, RandomizedNorms)
     k, rank = norms.k, dist.get_rank(groups.cp) if groups.cp else 0
