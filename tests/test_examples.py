@@ -8,9 +8,15 @@ from pathlib import Path
 import pytest
 import yaml
 
+import torchtitan_dp
+from tests.accounts import publish
 from tests.models.hugging_face import write_llama
 from tests.processes import forks
 from tests.processes.runs import ROOT, said
+from torchtitan_dp.ledger import Lineage, Settings, write_fingerprint
+from torchtitan_dp.privacy.segments import Mechanism
+
+SETTINGS = Settings(Mechanism(2.0, 0.1), 0.5, 1e-5, 5, "rdp", "privacy.sample_rate", "add_remove")
 
 
 @pytest.fixture
@@ -51,6 +57,19 @@ def test_dp_sgd_by_hand_learns_within_its_budget(place: Path) -> None:
     epsilon, accuracy = found.groups()
     assert 2.9 < float(epsilon) <= 3
     assert float(accuracy) > 85
+
+
+def test_the_parts_run_with_each_public_name(place: Path) -> None:
+    """On one rank, and with the ledgers of two runs."""
+    text = (ROOT / "examples" / "parts.py").read_text()
+    assert set(re.findall(r"\bdp\.(\w+)", text)) == set(torchtitan_dp.__all__)
+    for name in ("first", "second"):
+        publish(Lineage(SETTINGS, run=name, steps=3, planned_steps=3), place / name)
+        write_fingerprint(str(place / name), "of the records", {})
+    torchrun = ".venv/bin/python -m torch.distributed.run --standalone --nproc_per_node 1"
+    printed = run(f"{torchrun} examples/parts.py first second", place)
+    for line in ("spends epsilon = 3.0", "of 200 records", "rank 0:", "2 runs: epsilon = "):
+        assert line in printed
 
 
 @pytest.mark.slow
