@@ -5,7 +5,7 @@ from pathlib import Path
 
 import tokenizers
 
-from torchtitan_dp.release.byte_tokenizer import byte_tokenizer_files
+from torchtitan_dp.release.__main__ import byte_tokenizer_files
 
 START, END = "<|start|>", "<|end|>"
 # As the templates of Llama 3 and ChatML are made: an end mark, trimmed contents, roles.

@@ -25,9 +25,8 @@ def excess_on_this_rank(
     """
     from tests import build
     from tests.models.causal_lm.families import arguments
-    from torchtitan_dp.selfcheck.run import Ranks
     from torchtitan_dp.selfcheck.small import Terms
-    from torchtitan_dp.selfcheck.steps import clipped_sum
+    from torchtitan_dp.selfcheck.steps import Ranks, clipped_sum
 
     if family == "llama":
         args = build.llama(**changes)

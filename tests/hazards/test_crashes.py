@@ -35,7 +35,7 @@ def tokenizer(folder: Path) -> Path:
     import tokenizers
 
     from torchtitan_dp.models.hugging_face import FLAVORS
-    from torchtitan_dp.release.byte_tokenizer import byte_tokenizer_files
+    from torchtitan_dp.release.__main__ import byte_tokenizer_files
 
     folder.mkdir()
     for name, text in byte_tokenizer_files().items():

@@ -18,8 +18,8 @@ from tests.data.stores import store_of
 from tests.hazards.test_audit import FAULTS
 from tests.processes import forks
 from tests.processes.runs import CONFIG, write_records
-from torchtitan_dp.audit import texts
-from torchtitan_dp.audit.texts import PlantedSamples, token_ids, write_canaries
+from torchtitan_dp.audit import released
+from torchtitan_dp.audit.released import PlantedSamples, token_ids, write_canaries
 from torchtitan_dp.data.batching import Samples
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 
@@ -81,7 +81,7 @@ def tiny_model(folder):
 
 
 def test_log_likelihoods_are_those_of_documents_one_by_one(tmp_path):
-    model = texts.load_model(str(tiny_model(tmp_path)), None, torch.device("cpu"))
+    model = released.load_model(str(tiny_model(tmp_path)), None, torch.device("cpu"))
     rng = np.random.default_rng(0)
     ids = [rng.integers(0, 256, size) for size in rng.integers(2, 40, 37)]
     expected = []
@@ -89,14 +89,14 @@ def test_log_likelihoods_are_those_of_documents_one_by_one(tmp_path):
         with torch.no_grad():
             log_TV = model(input_ids=torch.tensor(row)[None]).logits[0].double().log_softmax(-1)
         expected.append(sum(float(log_TV[t, row[t + 1]]) for t in range(len(row) - 1)))
-    assert texts.log_likelihoods(model, ids) == pytest.approx(expected, rel=1e-5)
+    assert released.log_likelihoods(model, ids) == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_score_is_a_gain_over_the_starting_weights_within_a_domain(monkeypatch):
     values = {"new": np.array([3.0, 5.0, 9.0, np.nan]), "old": np.array([1.0, 1.0, 2.0, 0.0])}
-    monkeypatch.setattr(texts, "log_likelihoods", lambda model, ids: values[model].copy())
+    monkeypatch.setattr(released, "log_likelihoods", lambda model, ids: values[model].copy())
     documents = [SimpleNamespace(domain=domain) for domain in (0, 0, 1, 1)]
-    assert texts.scores("new", "old", [], documents).tolist() == [-1.0, 1.0, 2.5, -2.5]
+    assert released.score("new", "old", [], documents).tolist() == [-1.0, 1.0, 2.5, -2.5]
 
 
 def attacked(connection, argv, fault, log, cache):

@@ -40,8 +40,15 @@ from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import lock_folder
 from torchtitan_dp.release.__main__ import empty_model, main, release
-from torchtitan_dp.release.card import OWNER_ITEMS, _factor, model_card
-from torchtitan_dp.release.claims import LOST_STATED, NO_NAMES, STOP_STATED, PublicNames
+from torchtitan_dp.release.card import (
+    LOST_STATED,
+    NO_NAMES,
+    OWNER_ITEMS,
+    STOP_STATED,
+    PublicNames,
+    _factor,
+    model_card,
+)
 
 FILES = [
     *("README.md", "SHA256SUMS", "config.json", "model.safetensors", "privacy.json"),

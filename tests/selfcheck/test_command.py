@@ -108,7 +108,7 @@ SCRIPT = """
     import os, sys
     from unittest import mock
     import torch.distributed as dist
-    from torchtitan_dp.selfcheck import __main__ as command, run
+    from torchtitan_dp.selfcheck import __main__ as command
 
     real = command.steps.noise
 
@@ -118,8 +118,9 @@ SCRIPT = """
         {others}
         return real(here, terms)
 
-    with mock.patch.object(command.steps, "noise", broken), mock.patch.object(run, "_GRACE_S", 1):
-        command.main(sys.argv[1:])
+    with mock.patch.object(command.steps, "noise", broken):
+        with mock.patch.object(command, "_GRACE_S", 1):
+            command.main(sys.argv[1:])
 """
 
 

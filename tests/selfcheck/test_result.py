@@ -5,8 +5,7 @@ import math
 
 import pytest
 
-from torchtitan_dp.selfcheck.__main__ import for_programs
-from torchtitan_dp.selfcheck.run import Check, Outcome, merged
+from torchtitan_dp.selfcheck.__main__ import Check, Outcome, for_programs, merged
 
 CHECK = Check("noise", "do not train", lambda: {})
 

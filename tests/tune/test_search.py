@@ -23,9 +23,9 @@ from torchtitan_dp.ledger import Lineage, Losable, RunLog, read_published, write
 from torchtitan_dp.ledger.lineage import TRIAL, History, NoisedLoss
 from torchtitan_dp.ledger.spending import total
 from torchtitan_dp.preflight.check import check_run
-from torchtitan_dp.release.claims import claims
+from torchtitan_dp.release.card import claims
 from torchtitan_dp.tune import __main__ as tune
-from torchtitan_dp.tune.trials import Result, Trial, alike, result_of
+from torchtitan_dp.tune.__main__ import Result, Trial, alike, result_of
 
 STEPS, EPSILON = 4, 4.0
 LOSSES = {"trial_1": 3.5, "trial_2": 2.0, "trial_3": 3.0}

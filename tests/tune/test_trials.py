@@ -8,9 +8,10 @@ import pytest
 from tests.accounts import mechanism
 from torchtitan_dp.ledger import Lineage, Settings
 from torchtitan_dp.ledger.lineage import Ancestor, HeldOutLoss, not_private
+from torchtitan_dp.ledger.spending import Run, total
 from torchtitan_dp.privacy import accounting, published_loss
 from torchtitan_dp.privacy.segments import Mechanism, Segment
-from torchtitan_dp.tune.trials import _epsilon_of_loss, grid, split, total
+from torchtitan_dp.tune.__main__ import _epsilon_of_loss, grid, split
 
 DELTA = 1e-5
 
@@ -66,7 +67,8 @@ def test_all_published_losses_together_spend_the_target(trials, target):
         accountant="pld",
     )
     assert 0.99 * target <= spent <= target
-    assert total(ledgers).heldout_epsilon == pytest.approx(spent, rel=1e-6)
+    found = total([Run(one.run, one, "") for one in ledgers])
+    assert found.heldout_epsilon == pytest.approx(spent, rel=1e-6)
 
 
 def ancestors(sigma, steps):

@@ -1,5 +1,1 @@
-"""The publishable part of a run: `python -m torchtitan_dp.release`.
-
-`claims` has the terms that a release may claim and the names that its owner gives, `card` its model
-card.
-"""
+"""The publishable part of a run, its claims and its model card (`card`)."""

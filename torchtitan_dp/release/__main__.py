@@ -12,7 +12,7 @@ configuration, fingerprint and the list of executed steps are left out. It runs 
 the CPU, with the weights in fp32, and does not open the private records.
 
 Guarantee:
-    - The epsilon in OUT is never less than the spending (`release.claims`). Of the terms only the
+    - The epsilon in OUT is never less than the spending (`release.card`). Of the terms only the
       released keys of `ledger.schema` are published.
     - A run that is not private is refused, and so is one whose `privacy.json` is missing or
       disagrees with the ledger in the checkpoint. The run's owner is trusted: consistent edits of
@@ -21,6 +21,7 @@ Guarantee:
 """
 
 import hashlib
+import json
 import os
 import shutil
 import sys
@@ -32,6 +33,7 @@ if __name__ == "__main__":  # before PyTorch, which takes seconds to import
     first("release", __doc__)
 
 # isort: split
+import tokenizers
 import torch
 import torch.nn as nn
 
@@ -65,9 +67,7 @@ from torchtitan_dp.models.parameters import (
 from torchtitan_dp.preflight.check import check_model
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import lock_folder, write_atomically
-from torchtitan_dp.release.byte_tokenizer import byte_tokenizer_files
-from torchtitan_dp.release.card import OWNER_ITEMS, model_card
-from torchtitan_dp.release.claims import NO_NAMES, PublicNames, claims
+from torchtitan_dp.release.card import NO_NAMES, OWNER_ITEMS, PublicNames, claims, model_card
 
 CARD_FILE = "README.md"
 SUMS_FILE = "SHA256SUMS"
@@ -200,6 +200,39 @@ def _complete(folder: str, terms: dict[str, Any], card: str) -> None:
     write_published(folder, terms)
     sums = [f"{_sha256(os.path.join(folder, n))}  {n}\n" for n in sorted(os.listdir(folder))]
     write_atomically(os.path.join(folder, SUMS_FILE), "".join(sums).encode())
+
+
+def byte_tokenizer_files() -> dict[str, str]:
+    """Write `ByteTokenizer` as the files that `transformers` reads it from: name -> text.
+
+    The ids are the same, and a beginning mark comes first, as in training. A text that spells out
+    one of the two marks is read as that mark.
+    """
+    bos, eos = "<|begin_of_text|>", "<|end_of_text|>"
+    # The characters that tokenizers' ByteLevel writes bytes as: GPT-2's table.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    characters = {chr(byte): byte for byte in printable}
+    characters |= {chr(256 + i): byte for i, byte in enumerate(others)}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(characters, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    )
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens([bos, eos])
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, 256), (eos, 257)]
+    )
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": bos,
+        "eos_token": eos,
+        "clean_up_tokenization_spaces": False,
+    }
+    return {
+        "tokenizer.json": backend.to_str(pretty=True) + "\n",
+        "tokenizer_config.json": json.dumps(settings, indent=2) + "\n",
+    }
 
 
 def _sha256(path: str) -> str:

@@ -10,6 +10,7 @@ a temporary checkpoint. Exit code 1 if a check fails, in one line each; 2 for a 
 """
 
 import dataclasses
+import datetime
 import hashlib
 import itertools
 import math
@@ -17,8 +18,10 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 from torchtitan_dp.config.commands import first, parsed
 
@@ -29,6 +32,11 @@ if __name__ == "__main__":  # before PyTorch, which takes seconds to import
 import torch
 import torch.distributed as dist
 
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+# isort: split
+from torchtitan.tools.utils import device_type
+
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import exit_on_mistake, write_json
 from torchtitan_dp.distributed import devices
@@ -38,11 +46,50 @@ from torchtitan_dp.distributed.host_memory import available_bytes
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.process import die_with_parent, untested, versions
 from torchtitan_dp.selfcheck import proof, steps
-from torchtitan_dp.selfcheck.run import Check, Measured, Outcome, Ranks, run, start
 from torchtitan_dp.selfcheck.small import VARIANTS, Terms, default_terms, given_terms
+from torchtitan_dp.selfcheck.steps import Measured, Ranks, worst
 
 _DO_NOT_TRAIN = "do not train here: epsilon would not hold"
 _GIB = 2**30
+_COLLECTIVE = datetime.timedelta(seconds=60)  # the time-out of a check's collectives
+_AGREEMENT = datetime.timedelta(seconds=150)  # how long a rank waits for the others' measurements
+_GRACE_S = 20  # how long a rank whose check failed waits before it ends all of them
+
+
+@dataclass(frozen=True)
+class Check:
+    """A statement about this machine, what to do where it is wrong, and its measurement: of the
+    ranks and `args`, collective over the world, with the same names on each rank."""
+
+    name: str
+    remedy: str
+    measure: Callable[..., Measured]
+    args: tuple[object, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One measurement over all ranks: its worst value on any of them."""
+
+    name: str
+    value: float  # NaN where a rank could not measure
+    bound: float
+    remedy: str
+    error: str = ""  # why it could not
+
+    @property
+    def passed(self) -> bool:
+        return self.value <= self.bound  # NaN is not
+
+    def row(self) -> str:
+        """Format it as a line of the table."""
+        found = self.error or f"{self.value:9.3g}  <= {self.bound:.3g}"
+        return f"  {'ok' if self.passed else 'FAILED':6}  {self.name:80}  {found}"
+
+    def failure(self) -> str:
+        """Return one line: what failed, and what to do."""
+        found = self.error or f"{self.value:.3g} (the limit is {self.bound:.3g})"
+        return f"FAILED: {self.name}: {found}; {self.remedy}"
 
 
 def main(argv: list[str]) -> None:
@@ -78,6 +125,79 @@ def main(argv: list[str]) -> None:
     if failed:
         raise SystemExit(1)  # some rank may still be in a collective: do not wait for it
     dist.destroy_process_group()
+
+
+def start(backend: str | None) -> Ranks:
+    """Join torchrun's process group, or start one of this process; None is the device's backend."""
+    device, alone = torch.device("cpu"), dict[str, Any]()
+    if device_type != "cpu":
+        index = int(os.environ.get("LOCAL_RANK", "0")) % devices.cuda_devices()
+        torch.accelerator.set_device_index(index)
+        device = torch.device(device_type, index)
+    if "WORLD_SIZE" not in os.environ:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, timeout=_COLLECTIVE, **alone)
+    return Ranks(device, dist.new_group(backend="gloo", timeout=_AGREEMENT))
+
+
+def run(
+    ranks: Ranks, checks: Iterable[Check], report: Callable[[Outcome], None] = lambda _: None
+) -> list[Outcome]:
+    """Run each check, `report` each outcome on all ranks, and return all. A check that raises has
+    failed; if on some ranks only, the others may still be in one of its collectives: it is the
+    last. Collective over the world."""
+    outcomes: list[Outcome] = []
+    for check in checks:
+        mine: Measured | str
+        try:
+            mine = check.measure(ranks, *check.args)
+        except (Exception, SystemExit) as error:  # a `Fault` is a SystemExit
+            mine = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        found = _gather_or_end(ranks, check, mine)
+        for outcome in merged(check, found):
+            outcomes.append(outcome)
+            report(outcome)
+        if 0 < sum(isinstance(one, str) for one in found) < len(found):
+            break
+    return outcomes
+
+
+def _gather_or_end(ranks: Ranks, check: Check, mine: Measured | str) -> list[Measured | str]:
+    """Gather every rank's measurements, or end this process if the others do not answer: soon if
+    its own check failed, since they may hang in one of its collectives."""
+
+    def end() -> NoReturn:
+        line = mine if isinstance(mine, str) else "another rank has ended"
+        print(f"selfcheck: rank {dist.get_rank()}: {check.name}: {line}", file=sys.stderr)
+        os._exit(1)
+
+    timer = threading.Timer(_GRACE_S, end)
+    if isinstance(mine, str):
+        timer.start()
+    try:
+        return ranks.gather(mine)
+    except RuntimeError:
+        end()
+    finally:
+        timer.cancel()
+
+
+def merged(check: Check, ranks: Sequence[Measured | str]) -> list[Outcome]:
+    """Return outcomes with the worst value of any rank; a string is a rank's error."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for rank, one in enumerate(ranks):
+        if isinstance(one, str):
+            error = f"rank {rank}: {one}"
+            return [Outcome(check.name, math.nan, math.nan, check.remedy, error)]
+        for what, numbers in one.items():
+            found.setdefault(what, []).append(numbers)
+    assert {len(of) for of in found.values()} == {len(ranks)}, "ranks measured other things"
+    outcomes = []
+    for what, of in found.items():
+        value, bound = worst([value for value, _ in of]), min(bound for _, bound in of)
+        outcomes.append(Outcome(f"{check.name}: {what}", value, bound, check.remedy))
+    return outcomes
 
 
 def checkpoint_folder(config: JobConfig | None, nodes: int) -> str:
@@ -208,7 +328,7 @@ def _of_sums(terms: Terms, every: bool) -> Iterator[Check]:
         yield Check(f"clipped sum, {of_kind}", remedy, steps.clipped_sum, (of,))
     if terms.dtype == torch.float32:
         name = f"a tiny {terms.args.settings['model_type']}"
-        yield Check(name, proof.REMEDY, proof.gradients, (terms,))
+        yield Check(name, proof.REMEDY, steps.model_proof, (terms,))
         remedy = (
             f"{_DO_NOT_TRAIN}; if it passes with optimizer.implementation = 'for-loop', the fused "
             "optimizer is at fault"

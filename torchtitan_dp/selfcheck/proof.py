@@ -47,7 +47,6 @@ from torchtitan_dp.selfcheck.reference import (
     reference_sum,
     relative_error,
 )
-from torchtitan_dp.selfcheck.run import Measured, Ranks
 from torchtitan_dp.selfcheck.small import Mesh, Small, Terms, poisoned, scaled
 
 BOUND = 1e-4
@@ -77,7 +76,7 @@ def prove(trainer: Any) -> None:
     mine, failed = math.nan, ""
     mesh = trainer.parallel_dims, trainer.clipped_sum.groups
     try:
-        with _undisturbed(trainer.device):
+        with undisturbed(trainer.device):
             mine = worst_error(_tiny(trainer.job_config, args), trainer.device, mesh)
     except Exception as error:
         if is_lost_rank(error):
@@ -111,13 +110,6 @@ def lengths(terms: Terms, eighths: Sequence[int] = _EIGHTHS) -> list[int]:
     return [max(terms.args.max_seq_len * n // 8 // step * step, step) for n in eighths]
 
 
-def gradients(ranks: Ranks, terms: Terms) -> Measured:
-    """Compare gradients as each start does, of samples of more lengths."""
-    with _undisturbed(ranks.device):
-        error = worst_error(terms, ranks.device, eighths=(8, 7, 5, 3, 2, 1, 0))
-    return {"per-sample gradients, and transformers' own": (error, BOUND)}
-
-
 def _tiny(config: JobConfig, args: ModelArgs) -> Terms:
     """Return a run's terms in fp32, with samples that the eager model computes at once."""
     config = copy.deepcopy(config)
@@ -131,7 +123,7 @@ def _tiny(config: JobConfig, args: ModelArgs) -> Terms:
 
 
 @contextlib.contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
+def undisturbed(device: torch.device) -> Iterator[None]:
     """Restore the RNG, and spare the console what transformers says of tiny configurations."""
     from transformers.utils import logging
 

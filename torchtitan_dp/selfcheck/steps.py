@@ -6,8 +6,9 @@ import hashlib
 import math
 import shutil
 import tempfile
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,13 +36,46 @@ from torchtitan_dp.privacy.noise import (
     add_secure_gaussian_noise_,
     standard_normal,
 )
+from torchtitan_dp.selfcheck import proof
 from torchtitan_dp.selfcheck.reference import Gradient, relative_error, rounding
-from torchtitan_dp.selfcheck.run import DEVIATIONS, Measured, Ranks, worst
 from torchtitan_dp.selfcheck.small import Small, Terms, mesh, poisoned, whole
 from torchtitan_dp.train_spec import build_optimizers
 
 # `clip` aims at C (1 - 1e-5), so that rounding cannot exceed C.
 _SAFETY = 1e-5
+
+# The bound of statistics that are nearly normal, in standard deviations: 6e-7 lies beyond 5, on
+# both sides. Keys are fixed and public, so that a machine that passes goes on passing.
+DEVIATIONS = 5.0
+
+
+Measured = dict[str, tuple[float, float]]
+"""What a check measured on this rank: by name, the value and its limit."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank's device, and the group of all that check together."""
+
+    device: torch.device
+    group: dist.ProcessGroup | None = None
+    """On gloo, for measurements alone: a check that hangs does not block it. None: the default."""
+
+    def gather(self, mine: Any) -> list[Any]:
+        """Return every rank's object, by rank. Collective over the world."""
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, mine, group=self.group)
+        return found
+
+    def differing(self, mine: object) -> int:
+        """Count the ranks that have another value than rank 0. Collective over the world."""
+        found = self.gather(mine)
+        return sum(one != found[0] for one in found)
+
+
+def worst(values: Sequence[float]) -> float:
+    """Return the largest value, or NaN if any is: Python's `max` would depend on their order."""
+    return math.nan if any(map(math.isnan, values)) else max(values, default=0.0)
 
 
 def attention(
@@ -147,6 +181,13 @@ def norm_estimates(ranks: Ranks, terms: Terms) -> Measured:
         "the estimates": (worst((found_B / expected_B - 1).abs().tolist()), 1e-5),
         "their mean, in standard errors": (abs(off.item()), DEVIATIONS),
     }
+
+
+def model_proof(ranks: Ranks, terms: Terms) -> Measured:
+    """Compare gradients as each start does, of samples of more lengths."""
+    with proof.undisturbed(ranks.device):
+        error = proof.worst_error(terms, ranks.device, eighths=(8, 7, 5, 3, 2, 1, 0))
+    return {"per-sample gradients, and transformers' own": (error, proof.BOUND)}
 
 
 def clipped_sum(ranks: Ranks, terms: Terms) -> Measured:

@@ -29,7 +29,7 @@ from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.hugging_face_weights import write_folder
 from torchtitan_dp.preflight.check import check_model
 from torchtitan_dp.release.__main__ import empty_model, load_weights, release
-from torchtitan_dp.release.claims import PublicNames
+from torchtitan_dp.release.card import PublicNames
 from torchtitan_dp.report.__main__ import report
 
 pytestmark = pytest.mark.slow
