@@ -34,7 +34,7 @@ _PLACES = {
     "add_gaussian_noise_": ("privacy.noise", "add_gaussian_noise_"),
     "per_sample_loss": ("models.loss", "per_sample_loss"),
     "parallelize": ("models.parallelize", "parallelize"),
-    "read_ledger": ("checkpoint.verify", "verify"),
+    "read_ledger": ("checkpoint.folder", "verify"),
     "add_up": ("ledger.spending", "total"),
 }
 __all__ = list(_PLACES)
