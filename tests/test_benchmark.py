@@ -1,8 +1,6 @@
 """The benchmark's own arithmetic, and one tiny run. No test looks at how long anything took."""
 
 import contextlib
-import dataclasses
-import gc
 import io
 import json
 import runpy
@@ -23,25 +21,11 @@ from scripts.benchmarking.measure import Measured, Repetitions
 from scripts.benchmarking.opacus_arms import OpacusTrainer
 from scripts.benchmarking.processes import Journal
 from scripts.benchmarking.results import COLUMNS, GIB, arm_rows, table
-from scripts.benchmarking.worker import live_tensor_bytes
 from tests.processes import forks
 from tests.processes.runs import said
 from torchtitan_dp.config.load import load_config
 
 ROOT = Path(__file__).parent.parent
-
-
-def test_live_tensors_count_each_storage_once():
-    while gc.collect():  # what other tests left, and what that held
-        pass
-    before = live_tensor_bytes()
-    whole = torch.zeros(1000)
-    views = [whole[:500], whole.view(10, 100)]
-    assert live_tensor_bytes() - before == 4000
-    del whole
-    assert live_tensor_bytes() - before == 4000  # held by the views
-    del views
-    assert live_tensor_bytes() == before
 
 
 def test_chosen_arms_bring_their_baselines():
@@ -124,15 +108,6 @@ def test_rows_hold_medians_and_ratios_within_rounds():
     assert rows["V2"].keys() <= rows["microbatch"].keys()
 
 
-def test_an_arm_outlives_its_baseline():
-    found = made_up()
-    del found.seconds["non-DP"], found.weighed["non-DP"]
-    found.no_memory.add("non-DP")
-    (row,) = (row for row in arm_rows(found) if row["name"] == "microbatch")
-    assert row["tokens_per_second"] is not None
-    assert row["gap_to_non_dp"] is row["memory_vs_non_dp"] is None
-
-
 def test_tables():
     text = table("arms", arm_rows(made_up()))
     assert text.startswith("| arm | processes | MBS | T | tokens/s per device | gap |")
@@ -200,24 +175,6 @@ def test_a_benchmark_goes_on_where_it_was_cut_off(tmp_path, measured_by, cut_off
     assert found.seconds == {"non-DP": [2.0] * 3, "microbatch": [2.0] * 3}
     assert last().seconds == found.seconds
     assert measured_by.asked == ALL_MEASURED
-
-
-def test_results_are_there_as_arms_come(tmp_path, measured_by):
-    often = Repetitions(rounds=1, steps=1, warm_up=1)
-    steps = measuring.measure(choose("microbatch", 1), tiny(), often, Journal())
-    found = [[row["status"] for row in arm_rows(step)] for step in steps]
-    assert found == [["ok", "pending"], ["ok", "ok"], ["ok", "ok"]]
-
-
-def test_other_settings_are_measured_anew(tmp_path, measured_by):
-    repetitions = Repetitions(rounds=1, steps=1, warm_up=1)
-    path = tmp_path / "journal"
-    list(measuring.measure(choose("non-DP", 1), tiny(), repetitions, Journal(path)))
-    other = dataclasses.replace(tiny(), seq_len=999)
-    list(measuring.measure(choose("non-DP", 1), other, repetitions, Journal(path)))
-    assert measured_by.asked == ["non-DP", "round"] * 2
-    Journal(path).remove()
-    assert not path.exists()
 
 
 def run(*arguments: object) -> "subprocess.CompletedProcess[str]":

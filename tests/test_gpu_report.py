@@ -5,7 +5,6 @@ import json
 import sys
 
 import pytest
-import torch
 
 from scripts.benchmarking import gpu_parts
 from tests.processes.runs import ROOT, said
@@ -26,29 +25,6 @@ def test_without_a_device_each_part_says_so(tmp_path):
     report = (tmp_path / "report.md").read_text()
     assert "| tests | no CUDA device | 0 |" in report
     assert "| train | no CUDA device | 0 |" in report
-
-
-@pytest.mark.thorough
-def test_what_is_done_is_not_run_again_and_all_parts_are_listed(tmp_path):
-    (tmp_path / "machine.json").write_text(json.dumps({"status": "ok"}))
-    done = run(tmp_path, "machine")
-    assert done.stdout.splitlines()[0] == "machine: done already"
-    parts = [line.split(":")[0] for line in run(tmp_path, "--dry_run").stdout.splitlines()]
-    assert parts[:8] == [
-        "machine",
-        "tests",
-        "selfcheck",
-        "two_ranks",
-        "train",
-        "resume",
-        "rows_16k",
-        "plan_16k",
-    ]
-    assert {"compile", "offload", "mbs4", "selfcheck_tests", "rows_2k", "plan"} <= set(parts)
-    assert {"rows_16k_compiled", "rows_32k"} <= set(parts)
-    wrong = run(tmp_path, "--dry_run", "nothing")
-    assert wrong.returncode == 2
-    assert "no part 'nothing'" in wrong.stderr
 
 
 @pytest.mark.slow
@@ -91,12 +67,6 @@ def test_a_part_that_fails_or_takes_too_long_is_told(tmp_path):
     assert "rows_64k: " in run(tmp_path / "out", "--dry_run", **stand_in).stdout  # of 140 GiB
 
 
-def test_the_machine_is_named_without_a_device_too():
-    found = gpu_parts.machine(argparse.Namespace())
-    assert found["torch"] == torch.__version__
-    assert (found["cudnn_running"] is None) == (not torch.cuda.is_available())
-
-
 def test_predictions_are_held_against_measured_peaks(tmp_path, monkeypatch):
     row = {"name": "microbatch", "seq_len": 64, "activation_checkpoint": "none"}
     row |= {"peak_memory_gib": 4.0, "peak_reserved_gib": 5.0, "beside_the_pool_gib": 1.5}
@@ -112,13 +82,3 @@ def test_predictions_are_held_against_measured_peaks(tmp_path, monkeypatch):
     expected |= {"headroom_needed_gib": 3.5, "headroom_gib": 4.5}
     assert {key: on_gpu[key] for key in expected} == expected
     assert without["predicted_vs_reserved"] is without["headroom_needed_gib"] is None
-
-
-def test_the_report_has_a_parts_figures(tmp_path):
-    result = {"torch": "2.13", "predictions": [{"seq_len": 64, "predicted_gib": 1.23456}]}
-    (tmp_path / "plan.result.json").write_text(json.dumps(result))
-    written = {"part": "plan", "status": "ok", "seconds": 3, "command": "a command"}
-    gpu_parts.write_report(tmp_path, written)
-    report = (tmp_path / "report.md").read_text()
-    for line in ("| plan | ok | 3 |", "- torch: 2.13", "| 64 | 1.235 |"):
-        assert line in report

@@ -1,6 +1,5 @@
 """The paper's tables: its figures, what is predicted of its lines and how, and the page."""
 
-import dataclasses
 import json
 import types
 from pathlib import Path
@@ -12,7 +11,7 @@ import torchtitan_dp.distributed  # noqa: F401
 # isort: split
 
 from scripts.benchmarking import paper
-from scripts.benchmarking.paper import CP, FSDP, MANY, Task, paper_figures, paper_tasks
+from scripts.benchmarking.paper import CP, FSDP, Task, paper_figures
 from scripts.benchmarking.plain_step import PlainStep
 from scripts.benchmarking.processes import Journal
 from tests.plan.test_memory import allocated_peak, assert_predicted, small
@@ -20,8 +19,7 @@ from tests.processes import forks
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.hugging_face import shape
-from torchtitan_dp.plan.fake_step import Step, fake_world
-from torchtitan_dp.plan.prediction import Model
+from torchtitan_dp.plan.fake_step import fake_world
 from torchtitan_dp.plan.tracker import tracking
 
 STORED = Path(__file__).resolve().parents[1] / "docs/benchmarks/paper_tables.json"
@@ -48,43 +46,6 @@ def test_the_papers_figures_agree_with_each_other(table, arms, checked):
                 )
                 checked -= 1
     assert checked == 0
-
-
-def test_the_papers_tables_agree_with_each_other():
-    longest, with_cp = paper_figures("2"), paper_figures("4")
-    assert len(longest) == 3 * 3 * 4
-    for model, size, mbs, seq_len, _ in paper_figures("3"):
-        assert longest[model, size, mbs, None, "ghost"]["T"] == str(seq_len)
-    for key, row in paper_figures("5").items():
-        if key in with_cp:
-            assert row == {what: with_cp[key][what] for what in row}
-
-
-def test_the_papers_lines_are_predicted():
-    gpus = (4, 1, MANY)
-    longest = paper_tasks("2", ["1B", "8B"], None, gpus)
-    assert len(longest) == 2 * 3 * (3 * 4 + 1)
-    assert {(task.world_size, task.seq_len) for task in longest} == {(n, None) for n in gpus}
-    rows = paper_tasks("4", ["8B"], None, gpus)
-    assert [task.seq_len for task in rows] == [16384] * 4 + [8192] * 3 + [4096] * 3
-    assert {task.mesh for task in rows} == {CP}
-    two_passes = paper_tasks("4", ["8B"], "ghost two passes", gpus)
-    assert [task.arm for task in two_passes] == ["non-DP", "ghost two passes"] * 3
-
-
-@pytest.mark.parametrize("first", [16, 1024, 4096, 8192, 2**20])
-def test_the_longest_that_fits(first):
-    tried = []
-
-    def fits(seq_len):
-        tried.append(seq_len)
-        return seq_len <= 5000
-
-    assert paper.longest(fits, first, shortest=16) == 4096
-    assert len(tried) == len(set(tried))
-    assert paper.longest(lambda seq_len: False, first) is None
-    assert paper.longest(lambda seq_len: True, first, most=2**20) == 2**20
-    assert paper.longest(lambda seq_len: seq_len <= 16, first, shortest=16) == 16
 
 
 def test_predictions_are_not_made_twice_and_go_to_what_is_there(tmp_path, monkeypatch):
@@ -156,30 +117,6 @@ def test_predicted_is_what_a_plain_step_takes(world_size, overrides):
     assert_predicted(predicted, tracked, allocated)
 
 
-def few_and_all(task):
-    """The peak of eight layers: told from few, and predicted with all."""
-    few = paper.peak_bytes(task, task.seq_len)
-    config = load_config(task.case().arguments(task.seq_len), task.world_size)
-    args, mode = shape(config), config.activation_checkpoint.mode
-    assert args.n_layers == 8
-    with fake_world(task.world_size):
-        model = Model(config, args, mode, PlainStep if task.arm.startswith("non-DP") else Step)
-        return few, model.at(task.seq_len)[0]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("arm", "mesh", "local_batch_size"),
-    [
-        *(("non-DP", FSDP, 2), ("ghost", FSDP, 2), ("V1", CP, 2)),
-        *((arm, CP, 1) for arm in ("V2 + AC", "non-DP + AC", "microbatch")),
-    ],
-)
-def test_few_layers_tell_of_all(arm, mesh, local_batch_size):
-    few, whole = forks.call(few_and_all, Task("30M", arm, 2, mesh, local_batch_size, 1024))
-    assert few == pytest.approx(whole, rel=1e-3)
-
-
 def test_the_mesh_and_the_arm_are_what_is_predicted():
     """Which overrides come last wins, and the model is laid out by it."""
     for mesh, cp in ((FSDP, 1), (CP, 4)):
@@ -193,16 +130,3 @@ def test_the_mesh_and_the_arm_are_what_is_predicted():
     config = load_config(case.arguments(512), 4)
     assert (case.method, config.privacy.enable) == ("plain", False)
     assert config.activation_checkpoint.mode == "full"
-
-
-@pytest.mark.thorough
-def test_a_longer_sample_takes_more_and_the_longest_is_found():
-    row = Task("debug", "V2", 2, CP, 2, 256)
-    others = dataclasses.replace(row, seq_len=512), dataclasses.replace(row, seq_len=None)
-    tasks = [found for _, found in paper.predict([row, *others], Journal())]
-    found, more, longest = tasks
-    assert found["fits"]
-    assert found["peak_memory_gib"] < more["peak_memory_gib"]
-    assert longest["peak_memory_gib"] <= 76 < longest["peak_memory_gib_beyond"]
-    with pytest.raises(RuntimeError, match="could not be predicted"):
-        list(paper.predict([Task("9B", "V2", 1, CP, 1, 64)], Journal()))

@@ -3,11 +3,9 @@
 import re
 import shutil
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.processes.runs import ROOT, said
 
@@ -68,13 +66,6 @@ def test_the_cuda_build_is_taken_where_pip_prefers_another(tmp_path):
     assert not (tmp_path / ".venv").exists()
 
 
-@pytest.mark.parametrize("name", ["nvidia-cudnn-cu13", "triton"])
-def test_what_decides_kernels_is_pinned_for_the_cuda_build(name):
-    (pinned,) = re.findall(rf"^{name}==([\w.]+) ;", (ROOT / "constraints.txt").read_text(), re.M)
-    if torch.version.cuda and torch.__version__.partition("+")[0] == PIN:
-        assert metadata.version(name) == pinned
-
-
 def executable(path: Path, script: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/bash\n{script}\n")
@@ -100,21 +91,3 @@ def test_ci_tests_the_cuda_build_beside_the_cpu_build_alone(tmp_path, build, als
     assert (tmp_path / "notes").read_text().splitlines() == alone + beside * also
     last = f".ci/run: passed: torch (built for {build})"
     assert done.stdout.splitlines()[-1] == last + ("; torch (built for CUDA 13.0)" * also)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lint, how", [(0, "passed"), (1, "failed")])
-def test_ci_names_what_it_has_tested_first_and_last(tmp_path, lint, how):
-    """With stand-ins for the checks, of which the first passes or fails."""
-    (tmp_path / ".ci").mkdir()
-    shutil.copy(ROOT / ".ci/run", tmp_path / ".ci/run")
-    python = tmp_path / "python"
-    executable(python, f"[[ $1 == - ]] && exec {sys.executable} -\nexit {lint}")
-    for name in ("setup", "run_tests"):
-        executable(tmp_path / "scripts" / f"{name}.sh", "")
-    done = said("bash", tmp_path / ".ci/run", TORCHTITAN_DP_PYTHON=str(python))
-    assert done.returncode == lint, done.stderr
-    first, *_, last = done.stdout.splitlines()
-    version = ".".join(map(str, sys.version_info[:3]))
-    assert first.startswith(f".ci/run: Python {version}, torch {torch.__version__} (built for ")
-    assert last == first.replace(".ci/run: ", f".ci/run: {how}: ")

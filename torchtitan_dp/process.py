@@ -1,5 +1,5 @@
 """One run a folder: its lock, workers that die with their launcher, no core dumps, whole files,
-faults in one line, and the versions of the program, with a warning of those not tested."""
+faults in one line, and the program's versions, with a warning of those not tested."""
 
 import contextlib
 import ctypes

@@ -44,17 +44,3 @@ def test_options_of_the_launcher_are_those_of_torchrun() -> None:
     assert len(commands) == 2
     for option in set(re.findall(r"(?<=\s)--\w+", "".join(commands))):
         assert re.search(rf"{option}\b|{option.replace('_', '-')}\b", known), option
-
-
-@pytest.mark.parametrize(
-    ("printed", "of_the_script"),
-    [
-        ("asking the run to save a checkpoint and to stop", None),
-        ("Queueing the job again", None),
-        ("The run has ended with exit code 75 (75", "The run has ended with exit code $code (75"),
-        ("Preempted: the run has ended with exit code 75", "has ended with exit code $code"),
-    ],
-)
-def test_lines_of_the_job_script_are_its_own(printed: str, of_the_script: str | None) -> None:
-    assert any(printed in block for block in BLOCKS)
-    assert (of_the_script or printed) in SCRIPTS

@@ -117,24 +117,6 @@ def test_the_time_limit_saves_on_every_node_and_queues_again(start):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_done_at_the_limit_is_not_queued_again(start):
-    job = start("--deaf", "--steps", "20")
-    job.wait_for("training starts")
-    job.process.send_signal(signal.SIGUSR1)
-    assert job.ends() == (0, False)
-
-
-@pytest.mark.slow
-def test_a_run_that_does_not_end_in_time_is_queued_again(start):
-    """As where a slurmstepd is lost: 15 s before the limit, of which 16 s are left."""
-    job = start("--deaf", left_s=18)
-    job.wait_for("training starts")
-    job.process.send_signal(signal.SIGUSR1)
-    assert job.ends() == (0, True)
-    assert "The run has not ended in time" in job.output()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("at", "ends"), [("2026-01-01T00:00:09", (0, True)), ("None", (75, False))]
 )

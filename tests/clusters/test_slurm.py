@@ -91,16 +91,6 @@ def test_an_element_of_an_array_is_queued_again_alone(cluster, submit):
     assert not stops(cluster.log(other), 0)
 
 
-def test_a_job_that_never_ends_is_given_up(cluster, submit):
-    job = submit(*ONE, MAX_REQUEUES="0")
-    cluster.wait_for_log(job, "training starts")
-    cluster.reach_limit(job)
-    fields = cluster.wait_for_end(job)
-    assert (fields["JobState"], fields["ExitCode"]) == ("FAILED", "1:0")
-    assert stops(cluster.log(job), 0)
-    assert "Queued again 0 times already (MAX_REQUEUES): giving up" in cluster.log(job)
-
-
 def test_a_preemption_with_grace_saves_and_queues_again(cluster, submit):
     job = submit(*TWO)
     cluster.wait_for_log(job, "training starts", 2)
@@ -109,24 +99,6 @@ def test_a_preemption_with_grace_saves_and_queues_again(cluster, submit):
     log = cluster.log(job)
     assert cluster.fields(job)["Restarts"] == "1"
     require_resumed(log)
-
-
-def test_a_soft_stop_saves_and_ends_the_job(cluster, submit):
-    job = submit(*ONE)
-    cluster.wait_for_log(job, "training starts")
-    cluster.command("scancel", "-s", "USR1", job)
-    fields = cluster.wait_for_end(job)
-    assert (fields["ExitCode"], fields["Restarts"]) == ("75:0", "0")
-    assert stops(cluster.log(job), 0)
-
-
-def test_scancel_saves(cluster, submit):
-    job = submit(*TWO)
-    cluster.wait_for_log(job, "training starts", 2)
-    cluster.command("scancel", job)
-    fields = cluster.wait_for_end(job)
-    assert (fields["JobState"], fields["Restarts"]) == ("CANCELLED", "0")
-    cluster.wait_for_log(job, "saved", 2)
 
 
 def test_a_lost_slurmstepd_does_not_keep_the_job(cluster, submit):

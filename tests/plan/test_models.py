@@ -1,7 +1,6 @@
 """Models of transformers, planned from the values of their public `config.json`."""
 
 import dataclasses
-import json
 
 import pytest
 
@@ -15,8 +14,7 @@ from tests.processes.runs import ROOT
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.hugging_face import on_meta, parameter_count, shape, trained_count
 from torchtitan_dp.plan.fake_step import fake_world
-from torchtitan_dp.plan.memory import GIB
-from torchtitan_dp.plan.prediction import Extrapolated, Whole, few_layers
+from torchtitan_dp.plan.prediction import few_layers
 from torchtitan_dp.plan.roofline import flops_of
 from torchtitan_dp.selfcheck.small import given_terms
 from torchtitan_dp.torch_private import real_tensors
@@ -90,25 +88,6 @@ def test_few_layers_begin_and_end_as_all_do(given):
             assert windows[-2:] == args.windows()[-2:]
 
 
-def few_and_all(arguments, mode):
-    config = load_config(arguments, 2)
-    with fake_world(2):
-        whole = Whole(config, shape(config), mode)
-        lengths = 32768, 65536
-        return Extrapolated(whole, 80 * GIB, 4).estimate(*lengths), whole.estimate(*lengths)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["none", "full"])
-def test_few_layers_tell_the_peak_where_windows_alternate(given, mode):
-    sizes = dict(hidden_size=64, intermediate_size=128, num_attention_heads=2, vocab_size=4096)
-    sizes |= dict(
-        num_key_value_heads=1, head_dim=32, num_hidden_layers=11, _sliding_window_pattern=2
-    )
-    few, of_all = forks.call(few_and_all, given(GEMMA_4B, **sizes), mode)
-    assert few == pytest.approx(of_all, rel=5e-3)
-
-
 @pytest.mark.slow
 @pytest.mark.thorough_cases("gemma*", "medgemma*", "Phi*", "Qwen*", "gpt-oss*")
 @pytest.mark.parametrize("name", NAMES)
@@ -117,16 +96,6 @@ def test_the_page_has_what_is_planned(given, name):
     arguments = given(name)
     (row,) = (line for line in PAGE.splitlines() if line.startswith(f"| `{NAMES[name]}`"))
     assert row.endswith(f" | {' | '.join(models.plans(arguments))} |")
-
-
-def test_any_model_is_planned_by_one_command(given, tmp_path, capsys):
-    command = [*given(GPT_OSS), f"--job.dump_folder={tmp_path / 'out'}", "--units=12800"]
-    plan.main([*command, "--world_size=8", "--no_memory", "--json=-"])
-    said = capsys.readouterr()
-    assert "20,922,719,808 parameters (24 layers of 2,880, 64 heads" in said.err
-    assert "7,962,624 trained" in said.err
-    flops = flops_of(load_config(command[:-1], 8), shape(load_config(command[:-1], 8))).total
-    assert json.loads(said.out)["flops_per_sample"] == pytest.approx(flops)
 
 
 def test_the_folder_of_any_model_is_to_be_named(capsys):

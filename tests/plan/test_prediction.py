@@ -10,8 +10,7 @@ import torchtitan_dp.distributed  # noqa: F401
 from tests.plan.test_memory import small
 from tests.processes import forks
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.models.hugging_face import parameter_count, shape
-from torchtitan_dp.plan import prediction
+from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.plan.fake_step import fake_world
 from torchtitan_dp.plan.memory import GIB, LONGEST
 from torchtitan_dp.plan.prediction import Extrapolated, Model, Whole, longest
@@ -57,33 +56,6 @@ def test_the_first_microbatch_takes_what_any_other_takes(overrides):
     assert first == pytest.approx(second, abs=4096)  # of nearly 90 MB
 
 
-def peaks_of(overrides, world_size):
-    """The peak with weights gathered anew and kept gathered."""
-    found = []
-    with fake_world(world_size):
-        for more in ("--parallelism.no-keep_weights_gathered", KEEP):
-            config = load_config([*overrides, more], world_size)
-            model = Model(config, shape(config), "full")
-            found.append(model.at(1024)[0])
-            model.close()
-    return found
-
-
-@pytest.mark.thorough_cases("*-1")
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("overrides", [(), ("--training.local_batch_size=2",)])
-def test_weights_kept_gathered_are_in_the_peak(world_size, overrides):
-    """All of them, but the group that is gathered at the peak; one rank keeps a small model's."""
-    bf16 = "--training.mixed_precision_param=bfloat16"
-    stock, kept = forks.call(peaks_of, small(bf16, *overrides), world_size)
-    parameters = parameter_count(shape(load_config(small(), world_size)))
-    scalars = 64  # bytes, that a kernel holds or not where the peak is
-    if world_size == 1:
-        assert abs(stock - kept) <= scalars
-    else:
-        assert parameters < kept - stock < 2.02 * parameters
-
-
 class Line:
     """A peak that is a line in T, but may be decided to be another; counts what it is asked."""
 
@@ -126,35 +98,6 @@ def test_where_the_line_was_too_low_a_shorter_sample_is_found():
         (77 * GIB, None, None),  # the update does not fit
     ):
         assert longest(Line(at_zero, 10**5, decided), LIMIT, 8) == found
-
-
-def answered_with_a_bend(overrides, tolerance):
-    """The longest sample, where few layers are held to be off by more than the tolerance."""
-    prediction.TOLERANCE = tolerance
-    few = []
-    whole_of = prediction.Whole
-
-    class Watched(whole_of):
-        def decide(self, seq_len):
-            few.append(seq_len)
-            return super().decide(seq_len)
-
-    prediction.Whole = Watched
-    prediction.ENOUGH_LAYERS = 2
-    plan = prediction.answer(overrides, 1, 80.0, True)
-    return plan.longest_seq_len, few
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_what_bends_is_predicted_with_all_layers():
-    overrides = small("--training.seq_len=8192", "--activation_checkpoint.mode=full")
-    (few, asked), (whole, again) = (
-        forks.call(answered_with_a_bend, overrides, tolerance) for tolerance in (0.005, -1.0)
-    )
-    assert few == whole
-    assert not asked  # here: the search is in another process
-    assert again
 
 
 def test_close_to_the_limit_and_below_some_thousand_tokens_all_layers_decide(monkeypatch):

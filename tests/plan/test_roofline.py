@@ -176,8 +176,3 @@ def test_its_error_against_the_paper_is_in_the_page():
     assert len(ratios) == 22
     assert all(f"| {' | '.join(row)} |" in page for row in rows)
     assert 0.5 < statistics.median(ratios) < 2
-
-
-def test_its_limits_are_said_beside_its_figures():
-    said = MACHINES["h100"].describe(seconds(), 10)
-    assert "at an assumed 0.4 of public peaks, without launches and waiting" in said

@@ -285,19 +285,6 @@ def test_given_weights_are_told_though_the_last_start_did_not_name_them(card, ca
     assert said in card(terms={"caveats": [caveat]})
 
 
-def test_a_card_states_the_decay_of_an_average(card):
-    assert "(decay 0.99; at first" in card(decay=0.99)
-    assert "(decay 0.0; at first" in card(decay=0.0)
-    assert "| weights | those after the last step |" in card(decay=None)
-
-
-def test_a_card_states_the_settings_of_the_optimizer_that_count(card):
-    assert "| MomentumSGD, momentum 0.8, weight decay" in card(
-        optimizer_name="MomentumSGD", optimizer_beta1=0.8
-    )
-    assert "| AdamW, betas 0.8 and " in card(optimizer_beta1=0.8)
-
-
 def test_rounding_is_never_down():
     for epsilon in (1.00001, 7.96124, 0.000123456, 1e-9, 99999.5, 8.0, 1 / 3):
         assert epsilon <= float(rounded_up(epsilon)) <= epsilon * 1.0002

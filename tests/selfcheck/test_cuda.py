@@ -47,16 +47,6 @@ def on_cuda(folder, processes, *arguments):
     return [check["name"] for check in result["checks"]]
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_two_ranks_on_a_backend_by_name(tmp_path):
-    """The start that the tests on one device make, without it."""
-    config = ("--config", str(CONFIG), "--training.seq_len=64")
-    result = selfcheck(tmp_path, 2, *config, "--backend", "cpu:gloo", hide=True)
-    assert result["device"].startswith("CPU")
-    assert any(check["name"].startswith("ring attention") for check in result["checks"])
-
-
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=cuda), pytest.param(2, marks=cuda)])
 def test_every_method(tmp_path, processes):
     names = on_cuda(tmp_path, processes, *(SHARED if processes > 1 else ()))

@@ -323,13 +323,6 @@ def test_a_trial_that_was_launched_and_is_empty_is_refused(search, trainer, monk
     assert "is not there, and may have spent its epsilon" in said
 
 
-def test_a_trial_that_ended_before_its_first_step_goes_on(search, trainer, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(tune, "_train", lambda *_: 2)
-        assert search()[0] == 2
-    assert search()[0] == 0
-
-
 def test_a_trial_is_not_released_as_if_nothing_had_chosen_it(done, tmp_path):
     """Nor elsewhere, nor by another name, nor what begins with its weights."""
     trial, link = done.folder / "trial_1", tmp_path / "link"

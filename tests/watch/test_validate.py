@@ -32,7 +32,7 @@ from torchtitan_dp.ledger import Lineage, RunLog
 from torchtitan_dp.ledger.lineage import HeldOutLoss, NoisedLoss
 from torchtitan_dp.models.lora import LoRA
 from torchtitan_dp.watch import validate
-from torchtitan_dp.watch.validate import HeldOutValidator, buckets, mean_at
+from torchtitan_dp.watch.validate import HeldOutValidator, buckets
 
 SEQ_LEN = 320  # the last bucket ends within a power of four
 
@@ -162,11 +162,6 @@ def test_it_takes_the_first_microbatches_alike_on_all_ranks(tmp_path: Path) -> N
 def test_buckets_are_powers_of_four(seq_len: int, names: list[str]) -> None:
     assert list(buckets(seq_len).values()) == names
     assert doctest.testmod(validate).failed == 0
-
-
-def test_a_bucket_without_a_target_is_left_out() -> None:
-    sums_K2 = torch.tensor([[6.0, 3.0], [0.0, 0.0]], dtype=torch.float64)
-    assert mean_at(["0-64", "64-256"], sums_K2) == {"0-64": 2.0}
 
 
 def test_row66_a_loss_is_in_the_log_before_its_noise_is_drawn(monkeypatch: Any) -> None:

@@ -15,7 +15,6 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ from torchtitan.tools.utils import device_type
 from torchtitan_dp.audit import released
 from torchtitan_dp.audit.game import Game, share_of
 from torchtitan_dp.checkpoint.plan import Plan
-from torchtitan_dp.checkpoint.start import Start, decision, plan_start
+from torchtitan_dp.checkpoint.start import decision, plan_start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import mesh_degrees
 from torchtitan_dp.config.load import (
@@ -79,17 +78,34 @@ def main(argv: list[str]) -> None:
         plan = plan_start(config, len(records.train), decide(), None)
         if is_game:
             check_power(plan.settings.mechanism, options.trials, options.confidence)
-    _start_ranks()
+    if device_type != "cpu":
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group()
+    else:  # this process alone
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     if is_game:
         root = shared_root_key(torch.device(device_type), config.privacy.debug_seed)
         terms = {"trials": options.trials, "confidence": options.confidence}
         result = game_of(config, plan, root).play_all(**terms, delta=plan.settings.delta)
     else:
-        result = attack_texts(options, config, decide)
+        register(config, decide=decide)
+        lock = lock_folder(config.job.dump_folder) if dist.get_rank() == 0 else None
+        quiet(logger)
+        result = released.audit(
+            config,
+            decide,
+            canaries=options.canaries,
+            guesses=round(options.guesses * options.canaries),
+            confidence=options.confidence,
+        )
+        del lock
     if dist.get_rank() == 0:
         if not is_game:
             _publish(config.job.dump_folder, result)
-        print(describe(result), end="", file=sys.stderr)
+        text = templates(Path(__file__).parent).get_template("result.txt.j2").render(result)
+        print(text, end="", file=sys.stderr)
         if options.json:
             write_json(options.json, result)
     dist.destroy_process_group()
@@ -177,17 +193,6 @@ def prepare_run(config: JobConfig, folder: str) -> None:
     config.checkpoint.last_save_in_hf = False
 
 
-def _start_ranks() -> None:
-    """Join torchrun's process group, or start one of this process alone."""
-    if device_type != "cpu":
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
-    if "WORLD_SIZE" in os.environ:
-        dist.init_process_group()
-        return
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-
-
 def game_of(config: JobConfig, plan: Plan, root: RootKey) -> Game:
     """Return the game on the terms of `config`; `root`, the same on all ranks, is used up."""
     return Game(
@@ -198,25 +203,6 @@ def game_of(config: JobConfig, plan: Plan, root: RootKey) -> Game:
         root=root,
         lora=lora_of(config),
     )
-
-
-def attack_texts(
-    options: argparse.Namespace, config: JobConfig, decide: Callable[[], Start]
-) -> dict[str, Any]:
-    """Train and attack in the audit's own folder, locked. Collective over the world."""
-    register(config, decide=decide)
-    lock = lock_folder(config.job.dump_folder) if dist.get_rank() == 0 else None
-    quiet(logger)
-    try:
-        return released.audit(
-            config,
-            decide,
-            canaries=options.canaries,
-            guesses=round(options.guesses * options.canaries),
-            confidence=options.confidence,
-        )
-    finally:
-        del lock
 
 
 def _publish(folder: str, result: dict[str, Any]) -> None:
@@ -233,11 +219,6 @@ def _publish(folder: str, result: dict[str, Any]) -> None:
         "audit: the weights there are not private, for good: delete them",
         file=sys.stderr,
     )
-
-
-def describe(result: dict[str, Any]) -> str:
-    """Write a result, the content of `--json`, for a terminal."""
-    return templates(Path(__file__).parent).get_template("result.txt.j2").render(result)
 
 
 if __name__ == "__main__":
