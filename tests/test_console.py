@@ -2,7 +2,6 @@
 
 import inspect
 import logging
-import warnings
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ import torchtitan.distributed.utils
 import torchtitan.train
 from torchtitan.tools.utils import Color
 
-from torchtitan_dp.train_spec import _NOTHING_TO_DO, is_shown, quiet
+from torchtitan_dp.train_spec import _NOTHING_TO_DO, is_shown
 
 OURS = "torchtitan_dp/watch/processor.py"
 THEIRS = torchtitan.train.__file__
@@ -63,12 +62,3 @@ def test_warnings_and_errors_are_shown_but_for_three_whose_words_these_are() -> 
     assert again in inspect.getsource(torchtitan.distributed.utils)
     assert "_set_pg_timeout(" in inspect.getsource(torchtitan.distributed.utils)  # a FutureWarning
     assert len(_NOTHING_TO_DO) == 3
-
-
-def test_debug_shows_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    logger = logging.Logger("test")
-    with warnings.catch_warnings():
-        quiet(logger)
-        monkeypatch.setenv("LOGLEVEL", "debug")
-        quiet(verbose := logging.Logger("test"))
-    assert (len(logger.filters), len(verbose.filters)) == (1, 0)

@@ -83,20 +83,6 @@ def test_what_torchtitan_would_compile_is_compiled_when_it_is_called(monkeypatch
     assert asked == [{"mode": "default"}]
 
 
-def test_the_stand_in_for_datasets_calls_the_real_one(monkeypatch):
-    from types import SimpleNamespace
-
-    from torchtitan_dp.distributed import cpu
-
-    monkeypatch.delitem(sys.modules, "datasets", raising=False)
-    with cpu.until_called():
-        from datasets import load_dataset
-    assert "datasets" not in sys.modules
-    real = SimpleNamespace(load_dataset=lambda *a, **k: (a, k))
-    monkeypatch.setitem(sys.modules, "datasets", real)  # type: ignore[arg-type]
-    assert load_dataset("c4", split="train") == (("c4",), {"split": "train"})
-
-
 def into(log: str) -> None:
     """Send what this process says into a file."""
     for number in (1, 2):

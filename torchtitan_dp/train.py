@@ -263,16 +263,6 @@ def build_trainer(config: JobConfig, decide: Callable[[], Start]) -> RunTrainer:
     return (DPTrainer if config.privacy.enable else BaselineTrainer)(config, decide)
 
 
-def _require_launcher() -> None:
-    """Exit with code 2 unless a launcher has started this process as a rank."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        if name not in os.environ:
-            fail(
-                f"{name} is not set: start training by `torchtitan-dp train`, ./run_train.sh or "
-                "torchrun, which start its processes"
-            )
-
-
 @record
 @os_errors_as_faults()
 @lost_ranks_as_faults()
@@ -283,7 +273,12 @@ def main(argv: list[str]) -> None:
     quiet(logger)
     with mistakes_as_faults():
         require_usable_devices()
-        _require_launcher()
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            if name not in os.environ:
+                fail(
+                    f"{name} is not set: start training by `torchtitan-dp train`, ./run_train.sh "
+                    "or torchrun, which start its processes"
+                )
         config = load_config(argv, int(os.environ["WORLD_SIZE"]))
         checked = check_run(config)
         if os.environ["RANK"] == "0" and PLANNED not in os.environ:  # else the plan did

@@ -75,22 +75,6 @@ def test_the_time_limit_saves_and_queues_again_on_every_node(cluster, submit):
     assert stat.S_IMODE((cluster.folder / f"{job}.out").stat().st_mode) == 0o600
 
 
-def test_an_element_of_an_array_is_queued_again_alone(cluster, submit):
-    """One element's job id is the array's: a command on that id is one on all elements."""
-    job = submit("--array=0-1", *ONE)
-    rows = cluster.command("squeue", "-h", "-j", job, "-r", "-o", "%K").split()
-    assert sorted(rows) == ["0", "1"]
-    cluster.wait_for_log(job, "training starts")
-    pairs = [row.split() for row in cluster.command("squeue", "-h", "-o", "%A %K %F").splitlines()]
-    ids = {number: element for number, element, array in pairs if array == job}
-    (other,) = set(ids) - {job}
-    cluster.wait_for_log(other, "training starts")
-    cluster.reach_limit(f"{job}_{ids[job]}")
-    cluster.wait_for_log(job, "training starts", 2)
-    assert len(starts(cluster.log(other), 0)) == 1
-    assert not stops(cluster.log(other), 0)
-
-
 def test_a_preemption_with_grace_saves_and_queues_again(cluster, submit):
     job = submit(*TWO)
     cluster.wait_for_log(job, "training starts", 2)

@@ -1,7 +1,5 @@
 """The plan's word on the hosts' memory, and the start that it refuses."""
 
-from pathlib import Path
-
 import pytest
 
 import torchtitan_dp.plan.__main__ as plan
@@ -69,8 +67,3 @@ def test_ranks_here_are_some_of_the_run(command, capsys, given):
         plan.main([*command, "--world_size=4", f"--ranks_here={given}"])
     assert stopped.value.code == 2
     assert f"error: --ranks_here = {given}: must be from 1 to 4, all" in capsys.readouterr().err
-
-
-def test_slurms_script_says_how_many_ranks_a_node_starts():
-    text = (Path(__file__).parents[2] / "scripts/slurm/train.sbatch").read_text()
-    assert '--world_size "$((nodes * NGPU))" --ranks_here "$NGPU" "$@"' in text

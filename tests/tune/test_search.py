@@ -230,12 +230,6 @@ def test_a_signal_goes_to_the_trial(number, monkeypatch):
     assert signal.getsignal(getattr(signal, number)) == before
 
 
-def test_a_trial_that_finds_a_mistake_ends_the_search(search, trainer):
-    trainer.codes["trial_1"] = 2
-    assert search()[0] == 2
-    assert trainer.started == ["trial_1"]
-
-
 def test_a_loss_before_the_last_step_is_no_result(done):
     trial = Trial("trial_2", str(done.folder / "trial_2"), {})
     assert result_of(trial).loss == LOSSES["trial_2"]

@@ -167,11 +167,6 @@ def prepare_run(config: JobConfig, folder: str) -> None:
             "privacy.noise = 'banded': a canary is in no group of units; audit it with "
             "--instrument game, or set it to 'independent'"
         )
-    if importlib.util.find_spec("transformers") is None:
-        raise ValueError(
-            "--instrument text: loads the exported model by transformers, which is missing here; "
-            "pip install transformers"
-        )
     adapts = config.lora.rank > 0 and config.lora.export == "adapter"
     if adapts and importlib.util.find_spec("peft") is None:
         raise ValueError(

@@ -6,14 +6,12 @@ units are evaluated is public.
 """
 
 import contextlib
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch import Tensor
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 
@@ -136,7 +134,8 @@ class HeldOutValidator:
             dist.all_reduce(sums_R2, group=mesh.get_group())
         loss_N, targets_N = units_N2.cpu().unbind(dim=1)
         mean = (loss_N.sum() / (targets_N > 0).sum()).item()
-        at = mean_at(list(self._buckets.values()), sums_K2.cpu())
+        of_buckets = zip(self._buckets.values(), sums_K2.tolist(), strict=True)
+        at = {name: losses / count for name, (losses, count) in of_buckets if count}
         return HeldOut(mean, at, loss_N.numpy())
 
     def _positions(self) -> np.ndarray:
@@ -157,12 +156,6 @@ def buckets(seq_len: int) -> dict[int, str]:
         starts.append(following)
     spans = zip(starts, [*starts[1:], seq_len], strict=True)
     return {start: f"{_short(start)}-{_short(end)}" for start, end in spans}
-
-
-def mean_at(names: Sequence[str], sums_K2: Tensor) -> dict[str, float]:
-    """Divide each bucket's sum of losses by their number; one without a target is left out."""
-    both = zip(names, sums_K2.tolist(), strict=True)
-    return {name: losses / count for name, (losses, count) in both if count}
 
 
 def _short(tokens: int) -> str:
