@@ -20,7 +20,6 @@ from torchtitan_dp.ledger import Lineage, RunLog
 from torchtitan_dp.optimizer import DPOptimizer, inner_optimizers
 from torchtitan_dp.privacy.clipping import ClipPolicy
 from torchtitan_dp.watch.processor import SampleStatistics
-from torchtitan_dp.watch.validate import HeldOutValidator
 
 FAULTS: dict[str, Callable[[], None]] = {}
 """By name, what patches this process."""
@@ -117,21 +116,8 @@ def the_divisor_is_counted(optimizer: Any) -> None:
 
 
 @_before_each_update
-def the_noise_follows_the_batch(optimizer: Any) -> None:
-    optimizer._noise_std *= 1 + 0.1 * _learned["samples"]
-
-
-@_before_each_update
 def the_learning_rate_follows_the_loss(optimizer: Any) -> None:
     _scale_rates(optimizer, _learned["losses"])
-
-
-@_fault
-def nothing_is_clipped() -> None:
-    def as_they_are(_self: Any, clip: Any) -> Any:
-        return clip._replace(factor_B=torch.where(clip.factor_B > 0, 1.0, 0.0))
-
-    _wrap(ClipPolicy, "clip", after=as_they_are)
 
 
 @_fault
@@ -155,16 +141,6 @@ def privacy_json_counts_samples() -> None:
     _wrap(Bookkeeping, "publish", after=count)
 
 
-@_fault
-def checkpoints_count_samples() -> None:
-    _learn()
-    _wrap(
-        train.DPTrainer,
-        "state_dict",
-        after=lambda _, state: {**state, "ntokens_seen": _learned["samples"]},
-    )
-
-
 @_before_each_update
 def a_loss_is_printed_without_its_label(_: Any) -> None:
     print(f"losses: {_learned['losses']}")
@@ -176,18 +152,6 @@ def a_collective_is_as_large_as_the_batch(_: Any) -> None:
 
 
 @_fault
-def the_held_out_loss_sets_the_learning_rate() -> None:
-    found = [0.0]
-
-    def keep(_self: Any, loss: float) -> float:
-        found[0] = loss
-        return loss
-
-    _wrap(HeldOutValidator, "validate", after=keep)
-    _wrap(DPOptimizer, "step", before=lambda self, *_: _scale_rates(self, found[0]))
-
-
-@_fault
 def a_published_loss_is_hardly_clipped() -> None:
     real = bookkeeping.noised_mean
 
@@ -195,24 +159,6 @@ def a_published_loss_is_hardly_clipped() -> None:
         return real(losses_N, clip=4 * clip, **terms)
 
     bookkeeping.noised_mean = noised_mean
-
-
-@_before_each_update
-def half_the_noise(optimizer: Any) -> None:
-    optimizer._noise_std /= 2
-
-
-@_fault
-def each_step_has_the_first_ones_noise() -> None:
-    from torchtitan_dp.privacy.banded import NoiseChain
-
-    first: list[Any] = []
-
-    def keep(_self: Any, keys: Any) -> Any:
-        first.append(keys)
-        return first[0]
-
-    _wrap(NoiseChain, "take", after=keep)
 
 
 def plant(name: str) -> None:

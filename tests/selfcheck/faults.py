@@ -17,7 +17,6 @@ from torchtitan_dp.distributed import ring
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import ReduceScatterOverCP
 from torchtitan_dp.models import feed_forward, loss
-from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.privacy import clipping
 from torchtitan_dp.privacy.keys import KeyStream
 from torchtitan_dp.selfcheck import steps
@@ -84,17 +83,6 @@ def samples_merged():
     return wrapped(ClippedSum, "add", add)
 
 
-def another_samples_targets():
-    """A sample's loss is divided by the targets of its neighbours, too."""
-
-    def forward(original, self, tokens, *args, targets=None, **kwargs):
-        if targets is not None:
-            targets = targets.sum().expand_as(targets)
-        return original(self, tokens, *args, targets=targets, **kwargs)
-
-    return wrapped(CausalLM, "forward", forward)
-
-
 def chunk_edge_lost():
     """The loss head leaves the first token of each chunk but the first out."""
 
@@ -134,18 +122,7 @@ def _noise(change: Callable):
     return lambda: wrapped(optimizer, "add_gaussian_noise_", change)
 
 
-def _without_tails(add, flat, *, std, **terms):
-    """Beyond 3.5 standard deviations there is nothing; mean and variance are as they should be."""
-    drawn = torch.zeros_like(flat)
-    add(drawn, std=std, **terms)
-    flat.add_(drawn.clamp(-3.5 * std, 3.5 * std))
-
-
-noise_without_tails = _noise(_without_tails)
 noise_too_small = _noise(lambda add, flat, *, std, **terms: add(flat, std=0.99 * std, **terms))
-noise_shared_by_parameters = _noise(
-    lambda add, flat, *, name, **terms: add(flat, name="any", **terms)
-)
 
 
 def noise_shared_by_shards():
@@ -190,14 +167,6 @@ def weights_differ(_, model):
 
 
 @_after_each_step
-def adamw_forgets(optimizers, _):
-    """The optimizer's state is lost from step to step."""
-    for inner in optimizers:
-        for state in inner.state.values():
-            state["exp_avg"].zero_()
-
-
-@_after_each_step
 def frozen_weight_moves(_, model):
     """A step changes a weight that is not trained."""
     next(p for p in model.parameters() if not p.requires_grad).to_local().add_(1e-3)
@@ -216,15 +185,12 @@ def adapter_stays():
     return wrapped(OptimizersContainer, "step", step)
 
 
-def _load_without(lost: Callable[[str], bool]):
+def checkpoint_loses_a_tensor():
     def load(original, state_dict, folder, **options):
-        original({n: v for n, v in state_dict.items() if not lost(n)}, folder, **options)
+        lost = "layers.0.self_attn.q_proj.weight"
+        original({n: v for n, v in state_dict.items() if not n.endswith(lost)}, folder, **options)
 
-    return lambda: wrapped(steps, "load", load)
-
-
-checkpoint_loses_a_tensor = _load_without(lambda n: n.endswith("layers.0.self_attn.q_proj.weight"))
-checkpoint_without_optimizer = _load_without(lambda name: name == "optimizer")
+    return wrapped(steps, "load", load)
 
 
 class _RowsOfItsTokens(torch.autograd.Function):
