@@ -1,1 +1,1 @@
-"""What a run shows while it trains: scalars, a progress line, TensorBoard, W&B and MLflow."""
+"""What a run shows while it trains: scalars, a progress line, TensorBoard and W&B."""
