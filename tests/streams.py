@@ -23,7 +23,7 @@ from unittest import mock
 
 import torch
 
-from torchtitan_dp.plan.tracker import LocalOperators
+from torchtitan_dp.plan.fake_step import LocalOperators
 
 _numbers = itertools.count()
 
@@ -125,7 +125,7 @@ class Watch(LocalOperators):
         frame = sys._getframe(2)
         while frame is not None:
             name = frame.f_code.co_filename
-            if "torchtitan_dp/" in name and "/plan/tracker.py" not in name:
+            if "torchtitan_dp/" in name and "/plan/fake_step.py" not in name:
                 return f"{name.rpartition('torchtitan_dp/')[2]}:{frame.f_code.co_name}"
             frame = frame.f_back
         return "a test"

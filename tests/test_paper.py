@@ -19,8 +19,7 @@ from tests.processes import forks
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.hugging_face import shape
-from torchtitan_dp.plan.fake_step import fake_world
-from torchtitan_dp.plan.tracker import tracking
+from torchtitan_dp.plan.fake_step import fake_world, tracking
 
 STORED = Path(__file__).resolve().parents[1] / "docs/benchmarks/paper_tables.json"
 

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 import torchtitan_dp.gradients.operands  # noqa: F401  registers its operators
 from torchtitan_dp import torch_private
-from torchtitan_dp.plan.tracker import LocalOperators
+from torchtitan_dp.plan.fake_step import LocalOperators
 from torchtitan_dp.torch_private import tree_iter
 
 aten = torch.ops.aten

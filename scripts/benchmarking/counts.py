@@ -125,8 +125,7 @@ def count_here(case: Case, seq_lens: list[int]) -> list[Count]:
     from torchtitan_dp.config.load import load_config
     from torchtitan_dp.models import parallelize
     from torchtitan_dp.models.hugging_face import shape
-    from torchtitan_dp.plan.fake_step import Step, fake_world
-    from torchtitan_dp.plan.tracker import MemoryTracker
+    from torchtitan_dp.plan.fake_step import MemoryTracker, Step, fake_world
 
     from .counting import Counts
     from .plain_step import PlainStep

@@ -21,8 +21,7 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.parallelize import parallelize
-from torchtitan_dp.plan.fake_step import end_stretches_at_blocks, parallel_dims
-from torchtitan_dp.plan.tracker import MemoryTracker
+from torchtitan_dp.plan.fake_step import MemoryTracker, end_stretches_at_blocks, parallel_dims
 
 
 class PlainStep:

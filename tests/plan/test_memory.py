@@ -17,10 +17,9 @@ from tests.processes.runs import CONFIG, ROOT, arguments, write_records
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.hugging_face import shape, trained_count
 from torchtitan_dp.plan import memory
-from torchtitan_dp.plan.fake_step import Step, fake_world
+from torchtitan_dp.plan.fake_step import MemoryTracker, Step, fake_world, tracking
 from torchtitan_dp.plan.memory import CATEGORIES, GIB, MemoryPlan
 from torchtitan_dp.plan.prediction import answer
-from torchtitan_dp.plan.tracker import MemoryTracker, tracking
 from torchtitan_dp.preflight.machine import host_memory
 from torchtitan_dp.privacy.banded import NoiseChain
 from torchtitan_dp.privacy.coefficients import cut_off

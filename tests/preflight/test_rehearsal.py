@@ -27,7 +27,7 @@ from torchtitan_dp.checkpoint.start import decision
 from torchtitan_dp.config.derived import ladder
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.data.batching import Microbatch
-from torchtitan_dp.plan.tracker import MemoryTracker
+from torchtitan_dp.plan.fake_step import MemoryTracker
 from torchtitan_dp.preflight import rehearsal
 from torchtitan_dp.preflight.rehearsal import rehearse
 from torchtitan_dp.privacy.banded import StepNoise

@@ -30,7 +30,7 @@ from torchtitan_dp.distributed.host_memory import InputsOnHost
 from torchtitan_dp.gradients.fsdp import free_gathered
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.hugging_face import shape
-from torchtitan_dp.plan.fake_step import Step, fake_world
+from torchtitan_dp.plan.fake_step import MemoryTracker, Step, fake_world, tracking
 from torchtitan_dp.plan.memory import (
     CATEGORIES,
     LONGEST,
@@ -39,7 +39,6 @@ from torchtitan_dp.plan.memory import (
     communicators,
     limit_bytes,
 )
-from torchtitan_dp.plan.tracker import MemoryTracker, tracking
 
 FEW_LAYERS = (4, 5)  # so that each stretch of a deeper model is there (`fake_step`)
 ENOUGH_LAYERS = 8  # up to so many, a prediction with all layers is as quick
