@@ -45,8 +45,13 @@ class Machine:
         return (
             f"predicted for {self.name}: {seconds.microbatch:.3g} s a microbatch, "
             f"{seconds.total:.3g} s a step, {seconds.hours(steps):.3g} h in all; most of it: "
-            f"{max(seconds.parts, key=lambda name: seconds.parts[name])} (a roofline at an assumed "
-            f"{self.share:g} of public peaks, without launches and waiting; a start measures)"
+            f"{seconds.limit} ({self.limits()})"
+        )
+
+    def limits(self) -> str:
+        return (
+            f"a roofline at an assumed {self.share:g} of public peaks, without launches and "
+            "waiting; a start measures"
         )
 
 
@@ -103,6 +108,11 @@ class StepSeconds:
     total: float
     microbatch: float
     parts: dict[str, float]
+
+    @property
+    def limit(self) -> str:
+        """The part that takes longest."""
+        return max(self.parts, key=lambda name: self.parts[name])
 
     def hours(self, steps: int) -> float:
         return self.total * steps / 3600

@@ -234,7 +234,7 @@ def status_rows(run: RunFolder) -> list[Row]:
     if not run.private:
         why = "; ".join(run.caveats) or "it trains without privacy"
         rows.append(Row("privacy", f"NOT private: {why}", True))
-    rows += _epsilon_rows(run)
+    rows += epsilon_rows(run)
     if run.alive and not finished:
         seconds = sorted(s for _, s in run.scalars.get(SECONDS, [])[-9:] if math.isfinite(s))
         left = max(run.total - step, 0) * seconds[len(seconds) // 2] if seconds else math.nan
@@ -248,7 +248,8 @@ def status_rows(run: RunFolder) -> list[Row]:
     return rows
 
 
-def _epsilon_rows(run: RunFolder) -> list[Row]:
+def epsilon_rows(run: RunFolder) -> list[Row]:
+    """Return the rows of the status on epsilon, all of them public."""
     if run.epsilon is None:
         if run.epsilon_executed is None:
             return []
