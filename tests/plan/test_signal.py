@@ -10,7 +10,7 @@ import pytest
 
 import torchtitan_dp.plan.__main__ as plan
 from tests.processes.runs import ROOT, arguments, with_sigma, write_records
-from torchtitan_dp.plan.signal import Target, noise_of, rows_of
+from torchtitan_dp.plan.signal import Target, noise_of, recommend, rows_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -168,12 +168,13 @@ def test_recommend(planned):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_loaded", [False, True], ids=["drawn", "loaded"])
-def test_adapters_are_offered_beside_loaded_weights_alone(planned, loaded, is_loaded):
+def test_adapters_are_offered_beside_loaded_weights_alone(planned, is_loaded, monkeypatch):
     """Beside weights drawn at random, which stay as they are, adapters have nothing to adapt. At
     this epsilon the noise drowns all weights, and not the smaller adapters."""
+    if is_loaded:
+        monkeypatch.setattr(plan, "recommend", lambda *run, loads: recommend(*run, loads=True))
     sizes = ("--training.global_batch_size=2", "--training.steps=40")
-    terms = (*sizes, "--privacy.target_epsilon=100")
-    said, content = planned(*terms, "--recommend", *(loaded if is_loaded else ()))
+    said, content = planned(*sizes, "--privacy.target_epsilon=100", "--recommend")
     advice = content["recommendation"]
     offered = {"all weights", "LoRA r = 16", "LoRA r = 8"} if is_loaded else {"all weights"}
     assert all(set(row["noise_over_run"]) == offered for row in advice["rows"])

@@ -118,9 +118,9 @@ SCRIPT = """
         {others}
         return real(here, terms)
 
+    command._GRACE_S = 1
     with mock.patch.object(command.steps, "noise", broken):
-        with mock.patch.object(command, "_GRACE_S", 1):
-            command.main(sys.argv[1:])
+        command.main(sys.argv[1:])
 """
 
 

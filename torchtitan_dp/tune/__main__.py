@@ -111,7 +111,7 @@ class Search:
 
     @classmethod
     def of(cls, shared: list[str], tries: Sequence[str], world_size: int) -> "Search":
-        """Return the trials of all combinations of what `--try` lists; ValueError, one line."""
+        """List the trials of all combinations of `--try`; ValueError, one line."""
         combinations = grid(tries)
         config = load_config(shared, world_size)
         if not config.privacy.enable:
@@ -161,26 +161,20 @@ class Search:
                 raise ValueError(f"{' '.join(trial.options)}: {mistake}") from None
         return found
 
-    def mark(self, noise: Noise) -> None:
-        """Make the trials' folders, each with its mark."""
-        for trial in self.trials:
-            os.makedirs(trial.folder, mode=0o700, exist_ok=True)
-            text = json.dumps(self._mark(trial, noise), indent=2)
-            write_atomically(os.path.join(trial.folder, TRIAL_FILE), text.encode() + b"\n")
-
     def noise(self, epsilon: float) -> Noise:
-        """Return the noise of all trials: that of their marks, or found for a new search.
+        """Return the noise of all trials: that of their marks, or found for a new search. With it
+        they spend at most epsilon together, and at least 99% of it.
 
         Raises:
-            ValueError: one line; a trial is gone or a copy, there is a run beside them, or the
-                marks are of another search; or as `find_noise`.
+            ValueError: one line; a trial is gone or a copy, there is a run beside them, the marks
+                are of another search, or there is no such noise.
         """
         if not 0 < epsilon < math.inf:
             raise ValueError(f"--epsilon = {epsilon}: must be a positive number (2, say)")
         marks = {trial.name: _read_mark(trial) for trial in self.trials}
         known = next(filter(None, marks.values()), {})
         noise = Noise(known.get("noise", []), known.get("epsilon_of_loss", 0.0))
-        if any(marks[one.name] not in ({}, self._mark(one, noise)) for one in self.trials):
+        if any(marks[one.name] not in ({}, self.mark(one, noise)) for one in self.trials):
             raise ValueError(
                 f"'{self.folder}': the search there has another configuration or other trials; "
                 "give its own command, or this one another job.dump_folder"
@@ -194,7 +188,12 @@ class Search:
                     "(python -m torchtitan_dp.ledger adds up)"
                 )
         if not known:
-            return self.find_noise(epsilon)
+            plans = [one.plan for one in self.check(Noise([1.0] * len(self.trials), 1.0))]
+            ledgers = [plan.ledger for plan in plans if plan is not None]
+            try:
+                return Noise(split(ledgers, epsilon)[1], _epsilon_of_loss(ledgers, epsilon))
+            except ValueError as mistake:
+                raise ValueError(f"--epsilon = {epsilon:g}, of all trials: {mistake}") from None
         for trial in self.trials:
             if not marks[trial.name]:
                 raise ValueError(
@@ -208,7 +207,7 @@ class Search:
             )
         return noise
 
-    def _mark(self, trial: Trial, noise: Noise) -> dict[str, Any]:
+    def mark(self, trial: Trial, noise: Noise) -> dict[str, Any]:
         """Return the content of a trial's mark."""
         toml = Path(self.config.job.config_file or "").read_bytes()
         return {
@@ -219,20 +218,6 @@ class Search:
             "noise": noise.multipliers,
             "epsilon_of_loss": noise.epsilon_of_loss,
         }
-
-    def find_noise(self, target: float) -> Noise:
-        """Find the noise with which all trials together spend at most the target, and at least 99%
-        of it.
-
-        Raises:
-            ValueError: one line, as `check`; or there is no such noise.
-        """
-        checked = self.check(Noise([1.0] * len(self.trials), 1.0))
-        ledgers = [one.plan.ledger for one in checked if one.plan is not None]
-        try:
-            return Noise(split(ledgers, target)[1], _epsilon_of_loss(ledgers, target))
-        except ValueError as mistake:
-            raise ValueError(f"--epsilon = {target:g}, of all trials: {mistake}") from None
 
     def spent_within(self, epsilon: float, checked: list[Checked]) -> Total:
         """Return what all trials spend together; raise ValueError, one line, if that is above
@@ -278,26 +263,19 @@ def result_of(trial: Trial) -> Result | None:
 
 
 def alike(results: list[Result]) -> list[Result]:
-    """Return the results, of sorted ones, that noise may have put behind the first: those less than
-    two standard deviations of a difference away."""
+    """List, of sorted results, those that noise may have put behind the first: less than two
+    standard deviations of the difference away."""
     best, *others = results
-    return [
-        one
-        for one in others
-        if one.loss - best.loss < 2 * math.hypot(one.deviation, best.deviation)
-    ]
+    return [r for r in others if r.loss - best.loss < 2 * math.hypot(r.deviation, best.deviation)]
 
 
 def grid(tries: Sequence[str]) -> list[dict[str, str]]:
-    """Return all combinations of what is tried, each as values by key.
+    """Return all combinations, each as values by key; ValueError, one line.
 
     >>> grid(["optimizer.lr=1e-3,3e-3"])
     [{'optimizer.lr': '1e-3'}, {'optimizer.lr': '3e-3'}]
     >>> grid(["training.global_batch_size/training.steps=64/50,128/25"])[1]
     {'training.global_batch_size': '128', 'training.steps': '25'}
-
-    Raises:
-        ValueError: one line; it cannot be read, or two trials would be the same.
     """
     axes, names = [], []
     for text in tries:
@@ -333,31 +311,26 @@ def grid(tries: Sequence[str]) -> list[dict[str, str]]:
 
 def split(ledgers: Sequence[Lineage], target: float) -> tuple[float, list[float]]:
     """Find the epsilon that each trial's own steps spend, the same for all, and the noise
-    multipliers: all trials together spend at most the target, and at least 99% of it.
-
-    Raises:
-        ValueError: what comes before the trials spends more, or a noise is out of range.
+    multipliers; ValueError if what comes before the trials spends more, or a noise is out of range.
     """
-    terms = ledgers[0].settings
-
-    @functools.cache
-    def multiplier(mechanism: Mechanism, steps: int, epsilon: float) -> float:
-        return noise_for(
-            mechanism, steps, target_epsilon=epsilon, delta=terms.delta, accountant=terms.accountant
-        )
-
-    before = terms.compose([*inherited(ledgers[0].ancestors)])
+    first = ledgers[0].settings
+    find = functools.partial(noise_for, delta=first.delta, accountant=first.accountant)
+    multiplier = functools.cache(find)
+    before = first.compose([*inherited(ledgers[0].ancestors)])
     if not before < target:
         raise ValueError(f"the initial weights have spent {rounded_up(before)}; raise it")
     low, high, each = 0.0, target, target / math.sqrt(len(ledgers))
     for _ in range(_MOST_GUESSES):
-        found = [multiplier(one.settings.mechanism, one.planned_steps, each) for one in ledgers]
-        spent = total(
-            [
-                Run(one.run, _with_noise(one, sigma), "")
-                for one, sigma in zip(ledgers, found, strict=True)
-            ]
-        )
+        found = [
+            multiplier(one.settings.mechanism, one.planned_steps, target_epsilon=each)
+            for one in ledgers
+        ]
+        runs = []
+        for ledger, sigma in zip(ledgers, found, strict=True):
+            terms = ledger.settings
+            terms = replace(terms, mechanism=terms.mechanism.with_noise(sigma))
+            runs.append(Run(ledger.run, replace(ledger, settings=terms, heldout_loss=None), ""))
+        spent = total(runs)
         if spent.epsilon_planned is None:
             raise ValueError("the trials' weights are not private; see the plan of one for why")
         if _TIGHT * target <= spent.epsilon_planned <= target:
@@ -370,16 +343,8 @@ def split(ledgers: Sequence[Lineage], target: float) -> tuple[float, list[float]
     raise ValueError("the initial weights have spent nearly as much; raise it")
 
 
-def _with_noise(ledger: Lineage, multiplier: float) -> Lineage:
-    """Return a ledger with another noise, and without a held-out loss."""
-    mechanism = ledger.settings.mechanism.with_noise(multiplier)
-    settings = replace(ledger.settings, mechanism=mechanism)
-    return replace(ledger, settings=settings, heldout_loss=None)
-
-
 def _epsilon_of_loss(ledgers: Sequence[Lineage], target: float) -> float:
-    """Find the epsilon of each published loss alone with which those of all trials, one each, spend
-    at most the target."""
+    """Find the epsilon of each published loss with which those of all trials spend the target."""
     first = ledgers[0]
     sigma = noise_for(
         Mechanism(1.0, 1.0),
@@ -405,7 +370,10 @@ def main(argv: list[str]) -> int:
         announced = _announce(search, noise, options.epsilon)
         if options.plan:
             return 0
-        search.mark(noise)
+        for trial in search.trials:
+            os.makedirs(trial.folder, mode=0o700, exist_ok=True)
+            text = json.dumps(search.mark(trial, noise), indent=2)
+            write_atomically(os.path.join(trial.folder, TRIAL_FILE), text.encode() + b"\n")
         for trial in (one for one in search.trials if result_of(one) is None):
             _say(f"{trial.name}: {' '.join(trial.options)}")
             code = _train(search.arguments(trial, noise))
