@@ -13,9 +13,8 @@ torchrun's own forwarding (`--signals-to-handle`) is turned off: it kills worker
 torch 2.11, and does not tell a save that failed from one that succeeded.
 
 With `--processes`, for a run on this machine alone, the plan checks everything in this process
-before N workers are started; `auto` is one for each CUDA device, or 2 on a machine without. A
-user's mistake is then one line and exit code 2: torchrun would turn the line into 45 and 2 into 1.
-This process opens no CUDA context, which would take memory of its worker's device.
+before N workers are started (`auto`: one for each CUDA device, or 2 on a machine without). A user's
+mistake is then one line and exit code 2: torchrun would turn the line into 45 and 2 into 1.
 """
 
 import contextlib
@@ -56,7 +55,6 @@ class Signals:
         self.asked, self.checked, self._pressed = False, False, False
 
     def handle(self) -> None:
-        """Answer these signals from now on."""
         numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup sets it
             numbers.append(signal.SIGHUP)
@@ -70,7 +68,8 @@ class Signals:
         self.asked, self._pressed = True, self._pressed or number == signal.SIGINT
         # A check may have started its own programs. Workers that do not listen have ended, or are
         # still starting, and will agree with the others.
-        workers = _children() if self.checked else []
+        lists = Path("/proc/self/task").glob("*/children") if self.checked else ()
+        workers = [int(pid) for path in lists for pid in path.read_text().split()]
         listening = [pid for pid in workers if _listens(pid)]
         ends = again or not listening
         if number == signal.SIGINT:
@@ -83,12 +82,6 @@ class Signals:
             os._exit(128 + signal.SIGINT if again else EXIT_STOPPED)
         if ends:
             raise SystemExit(EXIT_STOPPED)
-
-
-def _children() -> list[int]:
-    """List the processes that this one has started (Linux)."""
-    lists = Path("/proc/self/task").glob("*/children")
-    return [int(pid) for path in lists for pid in path.read_text().split()]
 
 
 def _listens(pid: int) -> bool:
@@ -136,8 +129,8 @@ def _run(argv: list[str]) -> bool:
 
 
 def _leave_other_nodes() -> None:
-    """Take torchrun's variables, which a PyTorchJob of Kubernetes sets, from the environment; exit
-    with code 2 where they say that this is one machine of several, for which it would wait."""
+    """Drop torchrun's variables, which a PyTorchJob of Kubernetes sets; exit with code 2 where they
+    say that this is one machine of several, for which it would wait."""
     nodes = os.environ.get("PET_NNODES", "1")
     if {*nodes.split(":")} != {"1"}:
         _say(

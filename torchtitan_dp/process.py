@@ -39,31 +39,22 @@ _CORE_FILTER = "/proc/self/coredump_filter"
 
 
 class Fault(SystemExit):
-    """An error outside of this program, with its remedy, in one line for the user.
-
-    Python prints it and exits with code 1; torchrun's `record` keeps no traceback of it.
-    """
+    """An error outside of this program, with its remedy, in one line: Python prints it and exits
+    with code 1; torchrun's `record` keeps no traceback of it."""
 
     def __init__(self, message: str) -> None:
         super().__init__("error: " + " ".join(message.split()))
 
 
 @contextlib.contextmanager
-def os_errors_as_faults() -> Iterator[None]:
-    """Turn what the operating system refused (space, rights) into a `Fault`."""
+def as_faults(kind: type[Exception]) -> Iterator[None]:
+    """Turn a user's mistake (`ValueError`), or what the operating system refused (`OSError`: space,
+    rights), into a `Fault`."""
     try:
         yield
-    except OSError as error:
-        raise Fault(f"{type(error).__name__}: {error}") from error
-
-
-@contextlib.contextmanager
-def mistakes_as_faults() -> Iterator[None]:
-    """Turn a user's mistake (`ValueError`), found in a worker, into a `Fault`."""
-    try:
-        yield
-    except ValueError as error:
-        raise Fault(str(error)) from error
+    except kind as error:
+        refused = f"{type(error).__name__}: " if isinstance(error, OSError) else ""
+        raise Fault(f"{refused}{error}") from error
 
 
 @contextlib.contextmanager
@@ -155,7 +146,7 @@ def versions() -> dict[str, str]:
 @functools.cache
 def source() -> dict[str, Any]:
     """Return this package's name and version, the commit of its checkout, and whether its files
-    differ from that; the latter two are None outside of a checkout, and where git fails."""
+    differ from that; None outside of a checkout, and where git fails."""
     commit = _git("rev-parse", "HEAD")
     tracked = commit is not None and _git("ls-files", "--", __file__)
     changes = _git("status", "--porcelain", "--", ".") if tracked else None
@@ -203,14 +194,6 @@ def has_type(value: Any, annotation: Any) -> bool:
     return isinstance(value, int | float if annotation is float else annotation)
 
 
-def protect() -> None:
-    """Do what each worker does first."""
-    die_with_parent()
-    forbid_core_dumps()
-    pass_over_closed_files()
-    os.umask(0o077)  # its outputs are its owner's alone
-
-
 def die_with_parent() -> None:
     """Have the kernel kill this process when its launcher dies (Linux), also if it did already:
     else torchrun's workers would write checkpoints beside a resumed run."""
@@ -222,12 +205,9 @@ def die_with_parent() -> None:
 
 
 def forbid_core_dumps() -> None:
-    """Forbid core dumps: a core file would contain the run's secrets and its records.
-
-    A limit of 0 keeps Linux from writing core files, but not from piping cores to a program; a
-    limit of 1 stops pipes, and is too small for a file (fs/coredump.c). Where neither is heeded,
-    the filter leaves registers in a core, and no memory.
-    """
+    """Forbid core dumps, which would contain the run's secrets and its records. A limit of 0 stops
+    core files, one of 1 pipes to a program, too (fs/coredump.c); where neither is heeded, the
+    filter leaves registers in a core, and no memory."""
     hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
     limit = 0 if hard == 0 else 1
     resource.setrlimit(resource.RLIMIT_CORE, (limit, limit))
@@ -236,8 +216,8 @@ def forbid_core_dumps() -> None:
 
 
 def pass_over_closed_files() -> None:
-    """Keep Python, from 3.13, from printing a traceback where a file that is closed is freed: where
-    DCP cannot write, its error is one line, and its wrapper of the file is freed later."""
+    """Keep Python, from 3.13, from printing a traceback where a closed file is freed, as DCP's is
+    after a write that failed."""
     report = sys.unraisablehook
 
     def report_others(freed: "sys.UnraisableHookArgs") -> None:

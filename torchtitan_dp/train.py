@@ -3,16 +3,14 @@
     torchrun … -m torchtitan_dp.train --job.config_file FILE [--section.key value …]
 
 Guarantee:
-    After k optimizer steps the weights are (epsilon, delta)-DP for one record, or one unit of
-    `data.unit_field`, with the epsilon that `privacy.json` states: each step is the
-    Poisson-subsampled Gaussian mechanism on the sum of clipped gradients, one a unit (with
-    estimated norms, the mixture of Gaussians of `privacy.losses`; with correlated noise, each
-    round of steps, `privacy.banded`). It rests on the guarantees
-    of `privacy.sampling`, `data.units`, `gradients`, `optimizer`, `privacy.accounting` and
-    `checkpoint.bookkeeping`. Control flow depends on records' lengths (`data.batching`) and on no
-    other content. Whether and when a run ends does not depend on records, as far as `rehearsal` can
-    see to it. A run whose weights are no longer finite ends: that follows from weights after their
-    noise, which epsilon covers.
+    - After k optimizer steps the weights are (epsilon, delta)-DP for one record, or one unit of
+      `data.unit_field`, with the epsilon that `privacy.json` states: each step is the
+      Poisson-subsampled Gaussian mechanism on the sum of clipped gradients, one a unit (with
+      estimated norms, the mixture of Gaussians of `privacy.losses`; with correlated noise, each
+      round of steps, `privacy.banded`).
+    - Control flow depends on records' lengths (`data.batching`) and on no other content. Whether
+      and when a run ends does not depend on records, as far as `rehearsal` can see to it, but on
+      weights after their noise, which epsilon covers: a run ends where they are not finite.
 """
 
 import contextlib
@@ -56,11 +54,12 @@ from torchtitan_dp.preflight.rehearsal import rehearse
 from torchtitan_dp.process import (
     PLANNED,
     STOPPED_FILE,
+    as_faults,
+    die_with_parent,
     faults_kept,
+    forbid_core_dumps,
     lock_folder,
-    mistakes_as_faults,
-    os_errors_as_faults,
-    protect,
+    pass_over_closed_files,
 )
 from torchtitan_dp.selfcheck.proof import prove
 from torchtitan_dp.train_spec import (
@@ -135,10 +134,8 @@ class DPTrainer(RunTrainer):
         self._show(lr, statistics)
 
     def accumulate(self, microbatch: Microbatch, statistics: SampleStatistics) -> None:
-        """Clip each sample's gradient and add it to the step's sum.
-
-        It is also rehearsed: every part of a step that needs memory or a kernel belongs here.
-        """
+        """Clip each sample's gradient and add it to the step's sum. It is also rehearsed: all that
+        needs memory or a kernel belongs here."""
         for part in microbatch.split(self.gradients.batch_size):
             *earlier, last = part.windows()
             earlier_B: torch.Tensor | float = 0.0
@@ -182,8 +179,8 @@ class DPTrainer(RunTrainer):
                 self.books.show_summary(spent)
 
     def _publish_loss(self) -> None:
-        """Publish the held-out loss of the last weights, which are saved, where that is asked for
-        and was not done. Collective over the world."""
+        """Publish the held-out loss of the last weights, where that is asked for and was not done.
+        Collective over the world."""
         noised = self.books.publish_loss(lambda: self.validator.losses(self.model_parts))
         if noised is not None:
             self.metrics_processor.logger.log({"heldout_loss_noised": noised.loss}, noised.step)
@@ -264,14 +261,17 @@ def build_trainer(config: JobConfig, decide: Callable[[], Start]) -> RunTrainer:
 
 
 @record
-@os_errors_as_faults()
+@as_faults(OSError)
 @lost_ranks_as_faults()
 def main(argv: list[str]) -> None:
     """Train, as one worker of `torchrun`."""
-    protect()
+    die_with_parent()
+    forbid_core_dumps()
+    pass_over_closed_files()
+    os.umask(0o077)  # its outputs are its owner's alone
     init_logger()
     quiet(logger)
-    with mistakes_as_faults():
+    with as_faults(ValueError):
         require_usable_devices()
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             if name not in os.environ:

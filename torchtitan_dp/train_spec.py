@@ -54,7 +54,7 @@ from torchtitan_dp.models.parallelize import parallelize
 from torchtitan_dp.optimizer import MomentumSGD
 from torchtitan_dp.preflight.check import build_samples, open_records
 from torchtitan_dp.preflight.machine import require_host_memory
-from torchtitan_dp.process import mistakes_as_faults
+from torchtitan_dp.process import as_faults
 from torchtitan_dp.watch.processor import LabelledMetricsProcessor, PrivateMetricsProcessor
 from torchtitan_dp.watch.validate import HeldOutValidator
 
@@ -286,5 +286,5 @@ def export_weights(trainer: RunTrainer) -> str:
     terms = {PRIVACY_FILE: to_bytes(trainer.exported_terms())}
     average = trainer.average
     swapped = average.in_place_of_weights() if average else contextlib.nullcontext()
-    with swapped, mistakes_as_faults():
+    with swapped, as_faults(ValueError):
         return export(trainer.model_parts[0], trainer.job_config, beside=terms)

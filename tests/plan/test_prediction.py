@@ -100,6 +100,35 @@ def test_where_the_line_was_too_low_a_shorter_sample_is_found():
         assert longest(Line(at_zero, 10**5, decided), LIMIT, 8) == found
 
 
+def answered_with_a_bend(overrides, tolerance):
+    """The longest sample, where few layers are held to be off by more than the tolerance."""
+    prediction.TOLERANCE = tolerance
+    few = []
+    whole_of = prediction.Whole
+
+    class Watched(whole_of):
+        def decide(self, seq_len):
+            few.append(seq_len)
+            return super().decide(seq_len)
+
+    prediction.Whole = Watched
+    prediction.ENOUGH_LAYERS = 2
+    plan = prediction.answer(overrides, 1, 80.0, True)
+    return plan.longest_seq_len, few
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_what_bends_is_predicted_with_all_layers():
+    overrides = small("--training.seq_len=8192", "--activation_checkpoint.mode=full")
+    (few, asked), (whole, again) = (
+        forks.call(answered_with_a_bend, overrides, tolerance) for tolerance in (0.005, -1.0)
+    )
+    assert few == whole
+    assert not asked  # here: the search is in another process
+    assert again
+
+
 def test_close_to_the_limit_and_below_some_thousand_tokens_all_layers_decide(monkeypatch):
     config = load_config(small(), 2)
     args = dataclasses.replace(shape(config), n_layers=32)

@@ -1,10 +1,9 @@
 """The distinguishing game: was a unit in the step or not, given only the noised gradient?
 
 Each trial is one whole step at sampling rate 1, through the code that trains, up to the gradient
-that AdamW gets. Only the model is small. Its loss is linear, so that a case chooses each unit's
-gradient. A case is a pair of batches that differ in one unit, and shows one kind of fault
-(docs/audit.md lists them). With correlated noise a trial is a round of steps, the first with the
-batch and the others empty; the score is the best linear one.
+that AdamW gets; only the model is small, and its loss is linear, so that a case chooses each unit's
+gradient. A case is a pair of batches that differ in one unit (docs/audit.md lists them). With
+correlated noise a trial is a round of steps, the first with the batch and the others empty.
 
 Guarantee:
     If steps are the claimed mechanism's, `Game.play` exceeds the claim with probability at most

@@ -1,14 +1,13 @@
 """What a step is expected to take: microbatches, FLOPs, and on listed machines a time.
 
-FLOPs are those of matrix products and of attention, as kernels compute them. A causal mask halves
-attention, and flash attention computes the scores again in backward. (TorchTitan's own count, of
-which it logs the `mfu(%)`, halves nothing, computes nothing again and leaves out tied outputs.)
+FLOPs are those of matrix products and of attention, as kernels compute them: a causal mask halves
+attention, and flash attention computes the scores again in backward.
 
 The time is a roofline, for machines that are not at hand; a start measures its own (`rehearsal`).
 Each rank computes, reads memory and sends at one assumed share of public peaks. FSDP2's transfers
-run beside kernels, and a ring's beside attention: the longer of each pair counts. Launches, waiting
-for other ranks, padding, validation, checkpoints and copies to the host are not in it, so small
-models and short samples take longer. `scripts/roofline.py --paper` prints its error.
+run beside kernels, and a ring's beside attention: the longer of each pair counts. Launches,
+waiting, padding, validation, checkpoints and copies to the host are not in it.
+`scripts/roofline.py --paper` prints its error.
 """
 
 from collections.abc import Iterable

@@ -1,11 +1,9 @@
 """A proof at each start: gradients of a model of transformers are those of transformers.
 
-What such a model asks of attention, masks, logits and buffers is in its own code, and what is lost
-between that and ours would be lost in silence. So before step 1 a tiny model of the same class and
-settings takes steps on the run's own mesh, with its load balancer, checkpointing, chunks of the
-loss and adapters. Each sample's norm, and the sum of clipped gradients, are compared with those of
-transformers' eager model in fp64, one sample at a time. Runs in bf16 are proved in fp32, too:
-the code is the same, and rounding to 16 bits would hide a fault of some thousandths.
+Before step 1 a tiny model of the same class and settings takes steps on the run's own mesh, with
+its load balancer, checkpointing, chunks of the loss and adapters. Each sample's norm, and the sum
+of clipped gradients, are compared with those of transformers' eager model in fp64. Runs in bf16 are
+proved in fp32: rounding to 16 bits would hide a fault of some thousandths.
 
 Guarantee:
     No record is read, and training's state is unchanged: its weights, sums, key streams and RNG.

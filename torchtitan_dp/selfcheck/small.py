@@ -1,9 +1,7 @@
 """A scaled-down configuration, and the small model that takes private steps on its terms.
 
-All settings that select code or kernels are kept: mesh, dtype, method, head shape (size, and the
-number of query heads that share a key), load balancer, rotation, activation checkpointing,
-compilation, and noise. The numbers of layers and heads, the vocabulary and the lengths of samples
-are cut. The tests build their models here, too, on terms of their own.
+All settings that select code or kernels are kept. The numbers of layers and heads, the vocabulary
+and the lengths of samples are cut. The tests build their models here, too, on terms of their own.
 """
 
 import contextlib

@@ -83,10 +83,8 @@ class SampleStatistics:
 
 
 class LabelledMetricsProcessor(MetricsProcessor):
-    """TorchTitan's metrics, for our sinks; none of TorchTitan's own is opened.
-
-    TorchTitan's W&B sink would send the whole configuration and the console's lines.
-    """
+    """TorchTitan's metrics, for our sinks. TorchTitan's own W&B sink would send the whole
+    configuration and the console's lines."""
 
     logger: BaseLogger
     time_last_log: float
