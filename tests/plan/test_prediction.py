@@ -11,6 +11,7 @@ from tests.plan.test_memory import small
 from tests.processes import forks
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.plan import prediction
 from torchtitan_dp.plan.fake_step import fake_world
 from torchtitan_dp.plan.memory import GIB, LONGEST
 from torchtitan_dp.plan.prediction import Extrapolated, Model, Whole, longest

@@ -11,6 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+from torchtitan_dp.config import JobConfig
 from torchtitan_dp.preflight import check
 from torchtitan_dp.process import Fault
 from torchtitan_dp.watch import outlets
