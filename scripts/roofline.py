@@ -2,14 +2,9 @@
 
     python scripts/roofline.py --paper | --lengths
 
-<<<<<<< HEAD
 `--paper` prints the throughputs of LongShield's table 5 (four H100, its authors' code, a sample on
 all of them) beside the predicted ones, and the error; `--lengths` hours by length and GPUs, of 8B
 with adapters on H100s in the fastest setting that fits.
-=======
-`--paper` prints the throughputs of LongShield's table 5 (four H100, its authors' code) beside the
-predicted ones, and the error; `--lengths` hours by length and GPUs, of 8B with adapters on H100s.
->>>>>>> 1a56a628 (scripts/roofline.py: shorter)
 """
 
 import argparse
@@ -45,8 +40,9 @@ def beside_the_paper() -> tuple[list[list[str]], list[float]]:
     for (model, gpus, mbs, seq_len, arm), found in paper_figures("5").items():
         if (theirs := found["tokens/s"]) == "OOM":
             continue
-        case = Task(model, arm, gpus, CP, mbs, seq_len).case()
-        config = load_config(case.arguments(seq_len), gpus)
+        config = load_config(
+            Task(model, arm, gpus, CP, mbs, seq_len).case().arguments(seq_len), gpus
+        )
         seconds = step_seconds(config, shape(config), MACHINES["h100"], 1).microbatch
         rate = seq_len * mbs / seconds / gpus / 1000
         ratios.append(rate / float(theirs.removesuffix("k")))
@@ -56,7 +52,6 @@ def beside_the_paper() -> tuple[list[list[str]], list[float]]:
 
 
 def lengths() -> Iterator[list[str]]:
-<<<<<<< HEAD
     """Yield the cells of 8B with adapters by length and GPUs."""
     machine = MACHINES["h100"]
     for seq_len, name in LENGTHS.items():
@@ -76,27 +71,6 @@ def cells_of(one: Choice) -> list[str]:
     offloads = ", offloaded" * one.keys["activation_checkpoint.offload_inputs"]
     mode = one.keys["activation_checkpoint.mode"] + offloads
     return [mesh, mode, f"{one.peak_bytes / GIB:.1f}", digits(one.step.total)]
-=======
-    """Yield the cells of 8B with adapters by length and GPUs. With 8 all but the shortest sample
-    need recomputation, and inputs of blocks on the host."""
-    for seq_len, name, *ranks in LENGTHS:
-        for gpus, cp in zip((8, 512), ranks, strict=True):
-            recomputes = gpus == 8 and seq_len > 65536
-            given = [
-                f"--job.config_file={CONFIGS / name}.toml",
-                "--checkpoint.no-initial_load_in_hf",
-                f"--training.seq_len={seq_len}",
-                f"--activation_checkpoint.mode={'full' if recomputes else 'none'}",
-                f"--activation_checkpoint.{'' if recomputes else 'no-'}offload_inputs",
-                f"--parallelism.context_parallel_degree={cp}",
-            ]
-            config = load_config(given, gpus)
-            training, args = config.training, shape(config)
-            rounds = expected_rounds(UNITS, training.global_batch_size / UNITS, gpus // cp)
-            hours = step_seconds(config, args, MACHINES["h100"], rounds).hours(training.steps)
-            shown = f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
-            yield [f"{seq_len:,}", f"{gpus}", "full, offloaded" if recomputes else "none", shown]
->>>>>>> 1a56a628 (scripts/roofline.py: shorter)
 
 
 def show_table(head: list[str], rows: Iterable[list[str]]) -> None:

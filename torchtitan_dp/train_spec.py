@@ -172,7 +172,7 @@ def register(
     decide: Callable[[], Start] | None = None,
 ) -> None:
     """Register our spec under the name of a run's model, once in this process. `decide`, from
-    `checkpoint.start.decision`, tells which weights are drawn; by default all are."""
+    `checkpoint.start.decision`, says which weights are drawn; by default all are."""
     if config.model.converters:  # of the baseline; `distributed.cpu` leaves them out
         importlib.import_module("torchtitan.components.quantization")
     spec = TrainSpec(

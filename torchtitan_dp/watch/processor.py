@@ -5,7 +5,6 @@ memory, time) depends on records without noise: its tags begin with `not_private
 console line with `not private:`.
 """
 
-import copy
 import dataclasses
 import math
 import os
@@ -92,11 +91,8 @@ class LabelledMetricsProcessor(MetricsProcessor):
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         metrics: Any = job_config.metrics
-        without_sinks = copy.copy(job_config)
-        without_sinks.metrics = dataclasses.replace(
-            metrics, enable_tensorboard=False, enable_wandb=False
-        )
-        super().__init__(without_sinks, parallel_dims)
+        none = dataclasses.replace(metrics, enable_tensorboard=False, enable_wandb=False)
+        super().__init__(dataclasses.replace(job_config, metrics=none), parallel_dims)
         self.job_config = job_config
         if os.environ.get("NO_COLOR"):
             self.color = NoColor()
