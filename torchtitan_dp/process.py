@@ -194,6 +194,14 @@ def has_type(value: Any, annotation: Any) -> bool:
     return isinstance(value, int | float if annotation is float else annotation)
 
 
+def protect() -> None:
+    """Do what each worker does first."""
+    die_with_parent()
+    forbid_core_dumps()
+    pass_over_closed_files()
+    os.umask(0o077)  # its outputs are its owner's alone
+
+
 def die_with_parent() -> None:
     """Have the kernel kill this process when its launcher dies (Linux), also if it did already:
     else torchrun's workers would write checkpoints beside a resumed run."""

@@ -55,11 +55,9 @@ from torchtitan_dp.process import (
     PLANNED,
     STOPPED_FILE,
     as_faults,
-    die_with_parent,
     faults_kept,
-    forbid_core_dumps,
     lock_folder,
-    pass_over_closed_files,
+    protect,
 )
 from torchtitan_dp.selfcheck.proof import prove
 from torchtitan_dp.train_spec import (
@@ -265,10 +263,7 @@ def build_trainer(config: JobConfig, decide: Callable[[], Start]) -> RunTrainer:
 @lost_ranks_as_faults()
 def main(argv: list[str]) -> None:
     """Train, as one worker of `torchrun`."""
-    die_with_parent()
-    forbid_core_dumps()
-    pass_over_closed_files()
-    os.umask(0o077)  # its outputs are its owner's alone
+    protect()
     init_logger()
     quiet(logger)
     with as_faults(ValueError):

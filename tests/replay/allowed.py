@@ -1,46 +1,8 @@
-"""The differences between neighbours that are allowed, and why; docs/privacy.md prints the list."""
+"""What may differ between neighbours: files not to be published, and private parts of the console.
+docs/privacy.md ("What may differ between neighbours") has the whole list, with reasons."""
 
 import fnmatch
 import re
-
-ALLOWED = (
-    (
-        "the files of the run's folder that are not to be published",
-        "they are the owner's: the table of published files names each",
-    ),
-    (
-        "console lines, and ends of lines, labelled not private",
-        "losses, gradient norms, counts of records and times are for the owner's eyes",
-    ),
-    (
-        "the clipped sums before noise, by at most C",
-        "this is the sensitivity that noise is made for",
-    ),
-    (
-        "the mean of clipped held-out losses before noise, by at most L/n",
-        "the same of a published held-out loss, where neighbours differ in a held-out unit",
-    ),
-    (
-        "number and sizes of microbatches and of their collectives, with `data.length_buckets`",
-        "they follow from lengths of drawn units, and show on the cluster's network and in timing, "
-        "which the guarantee leaves out; without buckets they are equal",
-    ),
-    (
-        "where a clock or a crash cut a run into jobs",
-        "steps take as long as their samples are; what is published counts what a start could lose",
-    ),
-    (
-        "the store of tokens, outside the run's folder, and the time and room that preparing it "
-        "takes",
-        "it holds the records, for their owner; no published file, exit code or setting follows "
-        "from it",
-    ),
-    (
-        "the random names of run and starts",
-        "they are drawn from the operating system, whatever the records are",
-    ),
-)
-"""(difference, reason)."""
 
 PRIVATE_FILES = (
     *("tb/*", "wandb/*", "mlflow.db", "watch.json", "fault.txt", "run_config.json", "report.html"),

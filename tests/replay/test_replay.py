@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.chats import folder
-from tests.replay.allowed import ALLOWED, is_private
+from tests.replay.allowed import is_private
 from tests.replay.case import Case, differences
 from tests.replay.job import Job
 
@@ -124,12 +124,6 @@ def drawn_case(seed: int) -> Case:
 def test_neighbours_by_chance_cannot_be_told_apart(seed, tmp_path):
     case = drawn_case(seed)
     assert differences(prepared(case, tmp_path), tmp_path) == [], case
-
-
-def test_the_document_lists_what_is_allowed():
-    section = DOCUMENT.read_text().partition("## What may differ between neighbours\n")[2]
-    rows = re.findall(r"^\| (.+) \| (.+) \|$", section.partition("\n## ")[0], re.MULTILINE)
-    assert rows[2:] == list(ALLOWED)
 
 
 def test_the_files_left_out_are_those_not_to_be_published():

@@ -74,7 +74,8 @@ class PrivacyFile:
 
     epsilon_planned: float | None
     """The ε of every step ever begun and of those still planned, by the runs behind the initial
-    weights too: it also holds if weights decided when to stop."""
+    weights too: it also holds if weights decided when to stop. No ε covers a stop that followed
+    from losses."""
 
     epsilon_executed: float | None
     """The ε of every step ever begun in the folder (`steps_executed`), lost and abandoned ones
