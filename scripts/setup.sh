@@ -36,7 +36,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 
 sys.path.insert(0, sys.argv[1])
-from torchtitan_dp.process import untested
+from torchtitan_dp.base.process import untested
 
 try:
     found = version("torchtitan")

@@ -7,7 +7,7 @@
 uv (https://docs.astral.sh/uv/) makes the environment, which is removed afterwards: constraints.txt,
 but for torch and what comes with it. PyPI's torch is built for CUDA; UV_INDEX or UV_FIND_LINKS lead
 to another build. A second result of the same tests replaces the first. A new release enters
-`torchtitan_dp.process.RELEASES` once its row has no failure.
+`torchtitan_dp.base.process.RELEASES` once its row has no failure.
 """
 
 import re

@@ -10,8 +10,7 @@ from typing import Any
 
 import torchtitan_dp.train as train
 from tests import neighbours
-from torchtitan_dp.preflight import check
-from torchtitan_dp.watch import outlets
+from torchtitan_dp.train import check, outlets
 
 CRASH = 137
 

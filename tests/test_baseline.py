@@ -15,7 +15,7 @@ from torchtitan_dp.models.parallelize import parallelize
 from torchtitan_dp.models.parameters import canonical_name
 from torchtitan_dp.selfcheck.reference import rounding
 from torchtitan_dp.selfcheck.small import whole
-from torchtitan_dp.train_spec import BaselineTrainer
+from torchtitan_dp.train.spec import BaselineTrainer
 
 # isort: split
 from torchtitan.distributed import utils as dist_utils

@@ -70,7 +70,7 @@ def test_row67_their_results_are_waited_for_where_they_are_listed():
 
 def late_results():
     """What a rank sees of an asynchronous sum before and after its wait, and of a freed input."""
-    from torchtitan_dp import collectives
+    from torchtitan_dp.base import collectives
 
     group = dist.group.WORLD
     shard = collectives.Pending(torch.zeros(1, 4))

@@ -14,9 +14,9 @@ import torchtitan.distributed.utils
 import torchtitan.train
 from torchtitan.tools.utils import Color
 
-from torchtitan_dp.train_spec import _NOTHING_TO_DO, is_shown
+from torchtitan_dp.train.spec import _NOTHING_TO_DO, is_shown
 
-OURS = "torchtitan_dp/watch/processor.py"
+OURS = "torchtitan_dp/train/processor.py"
 THEIRS = torchtitan.train.__file__
 
 

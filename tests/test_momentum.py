@@ -8,7 +8,7 @@ from torch.optim import AdamW
 from tests import build
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.checkpoint.start import Start, own_checkpoint, refuse_another_optimizer
-from torchtitan_dp.optimizer import MomentumSGD
+from torchtitan_dp.gradients.optimizer import MomentumSGD
 
 LR, NOISE_STD = 0.02, 0.3
 

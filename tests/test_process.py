@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes.runs import ROOT, said
-from torchtitan_dp.process import (
+from torchtitan_dp.base.process import (
     LOCK_FILE,
     Fault,
     faults_kept,
@@ -22,11 +22,11 @@ from torchtitan_dp.process import (
 )
 
 HOLD = (
-    "import sys, time; from torchtitan_dp.process import lock_folder; "
+    "import sys, time; from torchtitan_dp.base.process import lock_folder; "
     "lock = lock_folder(sys.argv[1]); print('held', flush=True); time.sleep(600)"
 )
 DIE = (
-    "import os, time; from torchtitan_dp.process import die_with_parent; "
+    "import os, time; from torchtitan_dp.base.process import die_with_parent; "
     "die_with_parent(); print(os.getpid(), flush=True); time.sleep(600)"
 )
 SPAWN = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {DIE!r}]).wait()"
@@ -112,13 +112,13 @@ def test_no_core_dumps(monkeypatch, hard, wanted, core_filter):
     asked = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (0, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda *limit: asked.append(limit))
-    monkeypatch.setattr("torchtitan_dp.process._CORE_FILTER", core_filter)
+    monkeypatch.setattr("torchtitan_dp.base.process._CORE_FILTER", core_filter)
     forbid_core_dumps()
     assert asked == [(resource.RLIMIT_CORE, (wanted, wanted))]
 
 
 CRASH = (
-    "import os, resource; from torchtitan_dp.process import forbid_core_dumps; "
+    "import os, resource; from torchtitan_dp.base.process import forbid_core_dumps; "
     "forbid_core_dumps(); print(resource.getrlimit(resource.RLIMIT_CORE), "
     "open('/proc/self/coredump_filter').read(), flush=True); os.chdir({!r}); os.abort()"
 )
@@ -137,7 +137,7 @@ def test_a_crash_leaves_no_core(tmp_path):
 # As a file of DCP's is freed, closed, after a write that found no room; and three real faults.
 FREED = """
 import io, sys
-from torchtitan_dp.process import pass_over_closed_files
+from torchtitan_dp.base.process import pass_over_closed_files
 
 class Wrapper(io.IOBase):
     def __init__(self, error):

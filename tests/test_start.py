@@ -158,7 +158,7 @@ def test_variables_of_torchrun_are_left_out_or_refused(nodes, waits, monkeypatch
 
 
 LISTENING = (
-    "import signal, time; from torchtitan_dp.process import STOP_SIGNAL; "
+    "import signal, time; from torchtitan_dp.base.process import STOP_SIGNAL; "
     "signal.signal(STOP_SIGNAL, lambda *_: print('asked', flush=True)); "
     "print('ready', flush=True); time.sleep({}); print('saved', flush=True)"
 )

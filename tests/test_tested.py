@@ -8,9 +8,9 @@ import pytest
 
 from scripts.versions import PAGE, TABLE, with_row
 from tests.processes.runs import arguments
+from torchtitan_dp.base.process import RELEASES, minor, untested
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.preflight.check import notices
-from torchtitan_dp.process import RELEASES, minor, untested
+from torchtitan_dp.train.check import notices
 
 ROW = "| 2.15.0+cu132 | 3.14.10 | 5.23.0 | quick | 3,000 | 0 |\n"
 HEAD = "<!-- made by scripts/versions.py -->\n| torch | Python |\n| --- | --- |\n"

@@ -16,7 +16,7 @@ A name is imported when it is first used: PyTorch takes seconds.
 import importlib
 from typing import Any
 
-from torchtitan_dp.process import require_environment
+from torchtitan_dp.base.process import require_environment
 
 require_environment()  # before any command and any import of PyTorch
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
+from torchtitan_dp.base.process import processes_asked
 from torchtitan_dp.config.commands import help_of
-from torchtitan_dp.process import processes_asked
 
 _COMMANDS = {
     "train": "CONFIG [--section.key value …]: train on this machine",

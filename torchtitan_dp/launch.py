@@ -27,7 +27,7 @@ import tempfile
 import termios
 from pathlib import Path
 
-from torchtitan_dp.process import PLANNED, STOP_SIGNAL, STOPPED_FILE, Fault
+from torchtitan_dp.base.process import PLANNED, STOP_SIGNAL, STOPPED_FILE, Fault
 
 EXIT_STOPPED = 75
 _GOES_ON = "the same command resumes from the newest checkpoint"

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 import torchtitan_dp.gradients.operands  # noqa: F401  registers its operators
-from torchtitan_dp import torch_private
+from torchtitan_dp.base import torch_private
+from torchtitan_dp.base.torch_private import tree_iter
 from torchtitan_dp.plan.fake_step import LocalOperators
-from torchtitan_dp.torch_private import tree_iter
 
 aten = torch.ops.aten
 # Ours: their results are written to (`write_product_`), or added to, in one GEMM.

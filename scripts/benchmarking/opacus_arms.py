@@ -28,7 +28,7 @@ from torchtitan_dp.distributed.ring import Shard
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.hugging_face import flavor
 from torchtitan_dp.models.loss import SampleLosses
-from torchtitan_dp.train_spec import build_loader
+from torchtitan_dp.train.spec import build_loader
 
 
 class OpacusTrainer:

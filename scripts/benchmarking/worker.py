@@ -82,8 +82,8 @@ def build(arm: Arm, setting: Setting, folder: str) -> Step:
     from torchtitan.protocols.train_spec import _extra_train_specs
 
     from torchtitan_dp.checkpoint.start import decision
-    from torchtitan_dp.train import build_trainer
-    from torchtitan_dp.train_spec import register
+    from torchtitan_dp.train.spec import register
+    from torchtitan_dp.train.trainer import build_trainer
 
     config = load_config(setting.arguments(arm, folder), setting.devices)
     os.makedirs(config.job.dump_folder, exist_ok=True)

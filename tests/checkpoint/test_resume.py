@@ -12,7 +12,7 @@ import torch
 import torchtitan_dp.plan.__main__ as plan
 from tests.processes import runs
 from tests.processes.runs import Run, arguments, privacy, weights, with_sigma, write_records
-from torchtitan_dp.process import lock_folder
+from torchtitan_dp.base.process import lock_folder
 
 STEPS = 4
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.processes.runs import CONFIG
 from torchtitan_dp.data import store as stores
-from torchtitan_dp.data.__main__ import main
+from torchtitan_dp.plan.prepare import main
 
 
 @pytest.fixture

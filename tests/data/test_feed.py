@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from tests.data.drawn import HOW, UNITS, T, dealt, draws, loader, same, samples_of
 from tests.processes.ranks import on_ranks
+from torchtitan_dp.base.process import Fault
 from torchtitan_dp.data.batching import Draw, Feed, Samples
-from torchtitan_dp.process import Fault
 
 CPU = torch.device("cpu")
 LADDERS = ((T,), (4, 8, T))

@@ -13,8 +13,8 @@ def agreement(differing: tuple[str, ...]) -> str:
     """The refusal of this rank, whose terms of these names are its own; each rank has its copy."""
     import torch.distributed as dist
 
+    from torchtitan_dp.base.process import Fault
     from torchtitan_dp.distributed.agreement import require_agreement
-    from torchtitan_dp.process import Fault
 
     terms = {"the records": "secret", "the privacy settings": "sigma = 1"}
     for name in differing:
@@ -77,9 +77,9 @@ def opening(folder: str, differ: str) -> str:
     import torch.distributed as dist
 
     from tests.hazards.test_ledgers import records
+    from torchtitan_dp.base.process import Fault
     from torchtitan_dp.checkpoint.bookkeeping import Bookkeeping
     from torchtitan_dp.checkpoint.start import decide_start
-    from torchtitan_dp.process import Fault
 
     os.makedirs(folder, exist_ok=True)
     balancer = "None" if differ == "the configuration" and dist.get_rank() else "headtail"

@@ -14,10 +14,10 @@ from tests.preflight.test_rehearsal import command, start
 from tests.processes.ranks import on_ranks
 from tests.processes.runs import ROOT, arguments, write_records
 from torchtitan_dp import launch
-from torchtitan_dp import train as training
+from torchtitan_dp.base.process import Fault
 from torchtitan_dp.checkpoint import bookkeeping
 from torchtitan_dp.distributed import attention, devices
-from torchtitan_dp.process import Fault
+from torchtitan_dp.train import trainer as training
 
 DEBUG = ROOT / "train_configs/llama3_debug.toml"
 

@@ -9,8 +9,8 @@ import torchtitan_dp.distributed  # noqa: F401
 
 # isort: split
 
+from torchtitan_dp.base.torch_private import AttentionKernel, attention_operators
 from torchtitan_dp.distributed.windows import kernel_of
-from torchtitan_dp.torch_private import AttentionKernel, attention_operators
 
 QKV = "Tensor query, Tensor key, Tensor value"
 SEQUENCES = "Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k"

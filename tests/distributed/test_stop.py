@@ -17,9 +17,9 @@ from tests import build
 from tests.checkpoint.test_resume import Folder
 from tests.processes.ranks import on_ranks
 from tests.processes.runs import with_sigma
+from torchtitan_dp.base.process import Fault
 from torchtitan_dp.distributed.agreement import lost_ranks_as_faults, shorten_timeouts
 from torchtitan_dp.gradients.fsdp import ReductionGroups
-from torchtitan_dp.process import Fault
 
 LINE = re.compile(
     r"error: another rank is gone or hangs \(RuntimeError: \[[^ ]+\] (.*), at ([\w/]+\.py), "

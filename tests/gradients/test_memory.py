@@ -43,7 +43,7 @@ def clipped_sum(built, samples):
 def at_each_reduction(changes):
     """For each asynchronous sum over cp: how many samples it has, how many unreduced gradients of
     earlier ones are alive, and how many sums run by then; and the clipped sum's error."""
-    from torchtitan_dp.collectives import Pending
+    from torchtitan_dp.base.collectives import Pending
 
     built = built_for((1, 1, 2), (*V2, "--training.local_batch_size=3"), changes)
     found, sent, send = [], [], Pending.reduce_scatter

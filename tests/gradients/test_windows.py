@@ -51,8 +51,8 @@ def accumulated(degrees, options, C, drawn) -> tuple[float, float, list[float]]:
     """(error of the clipped sum, its norm, the mean gradients' norms) on this rank."""
     from tests import build
     from torchtitan_dp.config.derived import ladder
-    from torchtitan_dp.train import DPTrainer
-    from torchtitan_dp.watch.processor import SampleStatistics
+    from torchtitan_dp.train.processor import SampleStatistics
+    from torchtitan_dp.train.trainer import DPTrainer
 
     args = dataclasses.replace(build.ARGS, vocab_size=258)
     built = build.build(degrees, *options, args=args, max_grad_norm=C)

@@ -16,9 +16,9 @@ from scipy.special import logsumexp
 
 import torchtitan_dp.distributed  # noqa: F401
 from tests.processes.ranks import on_ranks
-from torchtitan_dp import optimizer
 from torchtitan_dp.audit.game import Game, sizes
 from torchtitan_dp.config import Privacy
+from torchtitan_dp.gradients import optimizer
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import ReduceScatterOverCP
 from torchtitan_dp.gradients.methods import METHODS
@@ -154,7 +154,7 @@ FAULTS = {
     ),
     "noise named by layer": lambda: noise(lambda name, **_: {"name": name.split(".lora_")[0]}),
     "noise repeated across shards": lambda: mock.patch(
-        "torchtitan_dp.optimizer._flat_start", return_value=0
+        "torchtitan_dp.gradients.optimizer._flat_start", return_value=0
     ),
     "sensitivity 1": lambda: mock.patch(
         "torchtitan_dp.privacy.segments.column_norm", return_value=1.0

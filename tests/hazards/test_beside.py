@@ -9,7 +9,7 @@ from tests.models.causal_lm.families import EXPERTS, FAMILIES, TRANSFORMERS, arg
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.hugging_face import on_meta
-from torchtitan_dp.preflight.check import check_forward, is_moved_by_others
+from torchtitan_dp.train.check import check_forward, is_moved_by_others
 
 # isort: split
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from torchtitan_dp.data.batching import Microbatch
-from torchtitan_dp.watch import validate
+from torchtitan_dp.train import validate
 
 EXPERT = "qwen3_moe"
 UNITS = 6

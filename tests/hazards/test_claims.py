@@ -19,11 +19,11 @@ from torchtitan_dp.checkpoint.start import Start, decide_start, plan_start, with
 from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.ledger import Lineage, schema, write_fingerprint
-from torchtitan_dp.ledger.__main__ import main as command
 from torchtitan_dp.ledger.lineage import History, audited, not_private
 from torchtitan_dp.ledger.spending import assumptions, total
 from torchtitan_dp.privacy.accounting import compose
 from torchtitan_dp.privacy.clipping import fp32_sum_excess
+from torchtitan_dp.release.ledgers import main as command
 
 
 def publish(folder, ledger, *, fingerprint="f"):

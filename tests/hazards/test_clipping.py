@@ -14,7 +14,7 @@ import torch
 
 from tests import build
 from tests.processes.ranks import on_ranks
-from torchtitan_dp.optimizer import DPOptimizer
+from torchtitan_dp.gradients.optimizer import DPOptimizer
 from torchtitan_dp.privacy.banded import StepNoise
 from torchtitan_dp.privacy.clipping import squared_norm
 

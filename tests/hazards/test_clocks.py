@@ -15,7 +15,7 @@ from tests.hazards.test_crashes import LONG, records
 from tests.processes import forks
 from tests.processes.runs import arguments
 from torchtitan_dp.release.__main__ import release
-from torchtitan_dp.watch.outlets import PUBLIC_FILE
+from torchtitan_dp.train.outlets import PUBLIC_FILE
 
 STEPS = 8
 LIMIT, CRASH = 2_600, 2_400  # tokens: six steps without the long record, two with it

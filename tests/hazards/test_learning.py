@@ -85,7 +85,7 @@ def test_row69_steps_that_can_change_no_weight_are_refused(given, argv, tmp_path
 def test_row69_last_steps_that_can_change_no_weight_are_refused(monkeypatch):
     """As a schedule that ends too early would have; TorchTitan's own do not."""
     from torchtitan_dp.config.load import load_config
-    from torchtitan_dp.preflight import check
+    from torchtitan_dp.train import check
 
     config = load_config([*arguments("o", "d"), "--training.steps=1000"], 1)
     assert len(check.factors(config)) == 1000

@@ -22,7 +22,7 @@ from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.ledger import Lineage
 from torchtitan_dp.ledger.lineage import Ancestor, History, not_private
 from torchtitan_dp.ledger.spending import inherited
-from torchtitan_dp.train import DPTrainer
+from torchtitan_dp.train.trainer import DPTrainer
 
 # Checkpoints.
 

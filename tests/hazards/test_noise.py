@@ -11,7 +11,7 @@ import torch
 
 from tests import build
 from tests.processes.ranks import on_ranks
-from torchtitan_dp.optimizer import DPOptimizer
+from torchtitan_dp.gradients.optimizer import DPOptimizer
 from torchtitan_dp.privacy.banded import NoiseChain, StepNoise
 from torchtitan_dp.privacy.coefficients import cut_off
 from torchtitan_dp.privacy.keys import RootKey

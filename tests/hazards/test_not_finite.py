@@ -21,13 +21,13 @@ from torchtitan.components.lr_scheduler import build_lr_schedulers
 from tests import build
 from tests.checkpoint.test_resume import Folder, steps_saved
 from tests.processes.runs import TIMEOUT_S, privacy, with_sigma
+from torchtitan_dp.base.process import Fault
 from torchtitan_dp.checkpoint import manager
 from torchtitan_dp.checkpoint.manager import Checkpointer
 from torchtitan_dp.checkpoint.start import Start
-from torchtitan_dp.process import Fault
 from torchtitan_dp.release.__main__ import empty_model, load_weights
 from torchtitan_dp.report.run_folder import open_run, status_rows
-from torchtitan_dp.train_spec import build_optimizers
+from torchtitan_dp.train.spec import build_optimizers
 
 BAD = [float("nan"), float("inf"), float("-inf"), 3e36]
 

@@ -18,9 +18,9 @@ from tests import build
 from tests.hazards.test_trainer import loader
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.models.parameters import trainable_parameters
-from torchtitan_dp.watch.outlets import Outlets, PublicLines
-from torchtitan_dp.watch.processor import PrivateMetricsProcessor
-from torchtitan_dp.watch.validate import HeldOutValidator, buckets
+from torchtitan_dp.train.outlets import Outlets, PublicLines
+from torchtitan_dp.train.processor import PrivateMetricsProcessor
+from torchtitan_dp.train.validate import HeldOutValidator, buckets
 
 STATISTICS = {
     "loss": 1.25,

@@ -22,9 +22,9 @@ from tests.processes.runs import arguments
 from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.data.batching import Draw, RecordLoader, Samples
-from torchtitan_dp.preflight.check import build_samples, open_records
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.sampling import poisson_draw
+from torchtitan_dp.train.check import build_samples, open_records
 
 RECORDS = 40
 

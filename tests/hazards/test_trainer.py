@@ -24,7 +24,8 @@ from tests.accounts import mechanism, with_terms
 from tests.data.stores import store_of
 from tests.processes.ranks import on_ranks
 from tests.processes.runs import write_records
-from torchtitan_dp import process, train, train_spec
+from torchtitan_dp.base import process
+from torchtitan_dp.base.process import Fault
 from torchtitan_dp.checkpoint import bookkeeping as module
 from torchtitan_dp.checkpoint.start import Start, plan_start
 from torchtitan_dp.data import batching
@@ -38,9 +39,10 @@ from torchtitan_dp.privacy.coefficients import cut_off
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.sampling import SecureChoices, coins
 from torchtitan_dp.privacy.segments import Mechanism
-from torchtitan_dp.process import Fault
-from torchtitan_dp.train import DPTrainer
-from torchtitan_dp.train_spec import build_loader
+from torchtitan_dp.train import spec as train_spec
+from torchtitan_dp.train import trainer as train
+from torchtitan_dp.train.spec import build_loader
+from torchtitan_dp.train.trainer import DPTrainer
 
 SETTINGS = Settings(
     mechanism(1.0, 0.5),

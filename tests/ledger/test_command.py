@@ -13,10 +13,10 @@ from torchtitan_dp.checkpoint.plan import earlier_ledger
 from torchtitan_dp.checkpoint.start import decide_start, plan_start
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.ledger import Lineage, write_fingerprint
-from torchtitan_dp.ledger.__main__ import main
 from torchtitan_dp.ledger.spending import total
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.release.__main__ import main as release
+from torchtitan_dp.release.ledgers import main
 
 SIGMA, DELTA = 1.0, 1e-3
 RATE = 3 / 24

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.accounts import opened
+from torchtitan_dp.base.process import Fault
 from torchtitan_dp.ledger import Lineage, Losable, RunLog, Settings
 from torchtitan_dp.ledger.lineage import HeldOutLoss, NoisedLoss, of_weights
 from torchtitan_dp.ledger.log import EXECUTED_FILE, STARTS_FILE
 from torchtitan_dp.ledger.spending import spent
 from torchtitan_dp.privacy.coefficients import cut_off
 from torchtitan_dp.privacy.segments import Mechanism, composition
-from torchtitan_dp.process import Fault
 
 STEPS = 40
 

@@ -8,9 +8,9 @@ import pytest
 
 from tests.accounts import begun, ended, opened, taken
 from tests.ledger.test_ledger import SETTINGS
+from torchtitan_dp.base.process import Fault
 from torchtitan_dp.ledger import Lineage, Losable, RunLog, log
 from torchtitan_dp.ledger.lineage import HeldOutLoss
-from torchtitan_dp.process import Fault
 
 RUN = Lineage(SETTINGS)
 

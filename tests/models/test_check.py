@@ -8,7 +8,7 @@ from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.hugging_face import flavor
 from torchtitan_dp.models.parallelize import takes_cudnn
-from torchtitan_dp.preflight.check import check_model
+from torchtitan_dp.train.check import check_model
 
 
 def mistake(*options: str) -> str:

@@ -32,8 +32,8 @@ from torchtitan_dp.models.hugging_face import flavor, parameter_count, shape
 from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.parameters import first_overflow
 from torchtitan_dp.models.weight_files import INDEX_FILE
-from torchtitan_dp.preflight.check import check_files, check_names
-from torchtitan_dp.train_spec import build_model
+from torchtitan_dp.train.check import check_files, check_names
+from torchtitan_dp.train.spec import build_model
 
 COMMON = {
     "architectures": ["LlamaForCausalLM"],

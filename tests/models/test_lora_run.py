@@ -112,7 +112,7 @@ def test_another_adapter_cannot_go_on(finished, place, option, said):
 
 def refusal(overrides):
     from torchtitan_dp.config.load import load_config
-    from torchtitan_dp.preflight.check import check_run
+    from torchtitan_dp.train.check import check_run
 
     try:
         check_run(load_config(overrides, 1))

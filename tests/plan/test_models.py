@@ -11,13 +11,13 @@ import torchtitan_dp.plan.__main__ as plan
 from scripts import models
 from tests.processes import forks
 from tests.processes.runs import ROOT
+from torchtitan_dp.base.torch_private import real_tensors
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.hugging_face import on_meta, parameter_count, shape, trained_count
 from torchtitan_dp.plan.fake_step import fake_world
 from torchtitan_dp.plan.prediction import few_layers
 from torchtitan_dp.plan.roofline import flops_of
 from torchtitan_dp.selfcheck.small import given_terms
-from torchtitan_dp.torch_private import real_tensors
 
 PAGE = (ROOT / "docs/models.md").read_text()
 NAMES = {name.partition(" ")[0].partition("/")[2]: name for name in models.CONFIGS}

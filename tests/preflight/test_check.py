@@ -5,8 +5,8 @@ import pytest
 from tests import build
 from torchtitan_dp.checkpoint.start import own_checkpoint
 from torchtitan_dp.models import hugging_face
-from torchtitan_dp.preflight import machine
-from torchtitan_dp.preflight.check import check_names
+from torchtitan_dp.train import machine
+from torchtitan_dp.train.check import check_names
 
 FP32 = "--training.mixed_precision_param=float32"
 LONG = r"training.seq_len = .*raise parallelism\.context_parallel_degree"

@@ -13,7 +13,7 @@ from torchtitan_dp.checkpoint.start import Start, plan_start
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.ledger import write_fingerprint
 from torchtitan_dp.plan import __main__ as plan
-from torchtitan_dp.preflight.check import check_run, open_records
+from torchtitan_dp.train.check import check_run, open_records
 
 NOTES = [{"who": i % 8, "note": f"note {i}"} for i in range(24)]
 JSONL = ("--training.dataset=jsonl", "--data.text_field=note")

@@ -21,18 +21,18 @@ from tests import build
 from tests.hazards.test_trainer import feed
 from tests.processes.ranks import on_ranks
 from tests.processes.runs import arguments, with_sigma, write_records
-from torchtitan_dp import optimizer as optimizer_module
-from torchtitan_dp import train
 from torchtitan_dp.checkpoint.start import decision
 from torchtitan_dp.config.derived import ladder
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.data.batching import Microbatch
+from torchtitan_dp.gradients import optimizer as optimizer_module
 from torchtitan_dp.plan.fake_step import MemoryTracker
-from torchtitan_dp.preflight import rehearsal
-from torchtitan_dp.preflight.rehearsal import rehearse
 from torchtitan_dp.privacy.banded import StepNoise
-from torchtitan_dp.train_spec import register
-from torchtitan_dp.watch.processor import SampleStatistics
+from torchtitan_dp.train import rehearsal
+from torchtitan_dp.train import trainer as train
+from torchtitan_dp.train.processor import SampleStatistics
+from torchtitan_dp.train.rehearsal import rehearse
+from torchtitan_dp.train.spec import register
 
 STEPS = 3
 TWO = ("--training.local_batch_size=2",)

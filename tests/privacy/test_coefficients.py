@@ -12,8 +12,8 @@ import torch
 
 from tests import build
 from torchtitan_dp.checkpoint.terms import shares_of_steps
+from torchtitan_dp.gradients.optimizer import MomentumSGD
 from torchtitan_dp.models.ema import WeightAverage
-from torchtitan_dp.optimizer import MomentumSGD
 from torchtitan_dp.privacy import coefficients
 from torchtitan_dp.privacy.banded import NoiseChain
 from torchtitan_dp.privacy.coefficients import (

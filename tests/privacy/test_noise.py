@@ -440,7 +440,7 @@ def test_threefrys_draws_are_the_documented_map_of_all_four_words(monkeypatch):
 def update(degrees: tuple[int, int, int]) -> dict[str, torch.Tensor]:
     """The whole gradients that the inner optimizer sees, of a sum of zeros."""
     from tests import build
-    from torchtitan_dp.optimizer import DPOptimizer
+    from torchtitan_dp.gradients.optimizer import DPOptimizer
 
     built = build.build(degrees)
     seen: dict[str, torch.Tensor] = {}

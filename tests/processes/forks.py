@@ -159,7 +159,7 @@ def _prepare() -> None:
     from torchtitan.tools.logging import logger
 
     from tests.accounts import noise_multiplier
-    from torchtitan_dp.train_spec import quiet
+    from torchtitan_dp.train.spec import quiet
 
     # The noise that most runs need: the divergences are kept, and forked.
     noise_multiplier(target_epsilon=8.0, delta=1e-3, sample_rate=3 / 24, steps=4, accountant="rdp")
@@ -220,7 +220,7 @@ def serve(listener: Listener, modules: tuple[str, ...] = OURS) -> None:
 
 def die_with_parent() -> None:
     """As a worker does; its launcher is the process that forked it."""
-    from torchtitan_dp import process
+    from torchtitan_dp.base import process
 
     os.environ.pop("TORCHTITAN_DP_LAUNCHER_PID", None)
     process.die_with_parent()

@@ -4,7 +4,7 @@ On one machine gloo is done within microseconds, so that a result which is read 
 right, or another sample's that lay in the same memory. Here nothing is read or sent before the
 wait, and what will be written is NaN until then. A program that reads it before, or overwrites or
 frees an input, gets NaN, another sum or an error, every time. All ranks must wait in the same
-order. `torchtitan_dp.collectives` begins all of them (tests/test_collectives.py).
+order. `torchtitan_dp.base.collectives` begins all of them (tests/test_collectives.py).
 """
 
 import contextlib
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchtitan_dp import collectives
-from torchtitan_dp.collectives import Pending
+from torchtitan_dp.base import collectives
+from torchtitan_dp.base.collectives import Pending
 
 _reduce_scatter, _functional = collectives._reduce_scatter, collectives._functional
 

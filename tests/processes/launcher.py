@@ -18,8 +18,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torchtitan_dp.base.process import STOP_SIGNAL
 from torchtitan_dp.launch import EXIT_STOPPED
-from torchtitan_dp.process import STOP_SIGNAL
 
 GRACE_S = 5.0  # torchrun gives 30
 

@@ -21,8 +21,8 @@ from tests.data import chats
 from tests.data.drawn import sample
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.data.batching import FIXED_KEY
-from torchtitan_dp.preflight.check import build_samples, open_records
 from torchtitan_dp.privacy.sampling import choices
+from torchtitan_dp.train.check import build_samples, open_records
 
 WORDS = "the patient was seen in a ward and has no pain; naïve 数字 of her notes\nare 12 mg, "
 MERGES = "Ġ t|h e|Ġt he|i n|e n|Ġ a|Ġa n|Ġan d|o t|ot e|Ġ p|Ġp a|t i|ti en|tien t|Ġ w|e r|s e"

@@ -16,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import torchtitan_dp.ledger.templates as templates_module
 import torchtitan_dp.release.__main__ as release_module
-import torchtitan_dp.templates as templates_module
 from tests.accounts import begun, ended, publish
 from tests.build import config as small_config
 from tests.models.hugging_face import (
@@ -28,6 +28,7 @@ from tests.models.hugging_face import (
     write_llama,
 )
 from tests.processes.runs import arguments, privacy, train, weights, with_sigma, write_records
+from torchtitan_dp.base.process import lock_folder
 from torchtitan_dp.checkpoint.plan import earlier_ledger
 from torchtitan_dp.checkpoint.start import PUBLIC, with_initial
 from torchtitan_dp.checkpoint.terms import settings_of
@@ -38,7 +39,6 @@ from torchtitan_dp.ledger.lineage import Ancestor, History, not_private
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.privacy.accounting import rounded_up
-from torchtitan_dp.process import lock_folder
 from torchtitan_dp.release.__main__ import empty_model, main, release
 from torchtitan_dp.release.card import (
     LOST_STATED,

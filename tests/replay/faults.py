@@ -16,10 +16,10 @@ from tests.replay import records
 from torchtitan_dp.checkpoint import bookkeeping
 from torchtitan_dp.checkpoint.bookkeeping import Bookkeeping
 from torchtitan_dp.data.batching import Samples
+from torchtitan_dp.gradients.optimizer import DPOptimizer, inner_optimizers
 from torchtitan_dp.ledger import Lineage, RunLog
-from torchtitan_dp.optimizer import DPOptimizer, inner_optimizers
 from torchtitan_dp.privacy.clipping import ClipPolicy
-from torchtitan_dp.watch.processor import SampleStatistics
+from torchtitan_dp.train.processor import SampleStatistics
 
 FAULTS: dict[str, Callable[[], None]] = {}
 """By name, what patches this process."""

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from torchtitan_dp import optimizer
 from torchtitan_dp.distributed import ring
+from torchtitan_dp.gradients import optimizer
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import ReduceScatterOverCP
 from torchtitan_dp.models import feed_forward, loss

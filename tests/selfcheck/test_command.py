@@ -17,7 +17,7 @@ QUICK = ("--config", str(CONFIG), "--training.seq_len=64")
 def alone(argv, folder, fault=None):
     """Exit code and stderr of a process without torchrun, which starts in `folder`."""
     from tests.selfcheck import faults
-    from torchtitan_dp.process import RELEASES
+    from torchtitan_dp.base.process import RELEASES
     from torchtitan_dp.selfcheck.__main__ import main
 
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NGPU"):

@@ -13,15 +13,15 @@ import torch.nn as nn
 from tests import build
 from tests.models.causal_lm.families import FAMILIES, TRANSFORMERS, arguments
 from tests.processes.ranks import on_ranks
+from torchtitan_dp.base.process import Fault
+from torchtitan_dp.base.torch_private import context_parallel_handlers
 from torchtitan_dp.distributed.attention import configure_ring
 from torchtitan_dp.models.causal_lm import attention
 from torchtitan_dp.models.causal_lm import model as causal_lm
 from torchtitan_dp.models.hugging_face import on_meta
 from torchtitan_dp.models.lora import LoRA
 from torchtitan_dp.models.loss import shard_of
-from torchtitan_dp.process import Fault
 from torchtitan_dp.selfcheck import proof
-from torchtitan_dp.torch_private import context_parallel_handlers
 
 ONE, CP, FOUR = (1, 1, 1), (1, 1, 2), (1, 2, 2)
 HOW = ("--activation_checkpoint.mode=full", "--training.loss_chunk_tokens=100")

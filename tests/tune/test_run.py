@@ -8,8 +8,8 @@ import pytest
 from tests.processes import forks
 from tests.processes.runs import arguments, said, with_sigma, write_records
 from torchtitan_dp.checkpoint.folder import verify
-from torchtitan_dp.ledger.__main__ import main as ledger
 from torchtitan_dp.ledger.spending import total
+from torchtitan_dp.release.ledgers import main as ledger
 
 pytestmark = pytest.mark.slow
 

@@ -22,8 +22,8 @@ from torchtitan_dp.config.load import load_config
 from torchtitan_dp.ledger import Lineage, Losable, RunLog, read_published, write_fingerprint
 from torchtitan_dp.ledger.lineage import TRIAL, History, NoisedLoss
 from torchtitan_dp.ledger.spending import total
-from torchtitan_dp.preflight.check import check_run
 from torchtitan_dp.release.card import claims
+from torchtitan_dp.train.check import check_run
 from torchtitan_dp.tune import __main__ as tune
 from torchtitan_dp.tune.__main__ import Result, Trial, alike, result_of
 

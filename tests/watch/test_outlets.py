@@ -11,11 +11,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+from torchtitan_dp.base.process import Fault
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.preflight import check
-from torchtitan_dp.process import Fault
-from torchtitan_dp.watch import outlets
-from torchtitan_dp.watch.outlets import SCALARS, PublicLines, TensorBoard, find, tag
+from torchtitan_dp.train import check, outlets
+from torchtitan_dp.train.outlets import SCALARS, PublicLines, TensorBoard, find, tag
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "watching.md"
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from torchtitan_dp.privacy.clipping import Clip
-from torchtitan_dp.watch import processor
-from torchtitan_dp.watch.processor import PrivateMetricsProcessor, SampleStatistics, samples_words
+from torchtitan_dp.train import processor
+from torchtitan_dp.train.processor import PrivateMetricsProcessor, SampleStatistics, samples_words
 
 
 class Clock:

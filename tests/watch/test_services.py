@@ -28,8 +28,8 @@ import json, sys, time, logging
 logging.basicConfig(level=logging.INFO, stream=sys.stdout)
 sys.argv[1:], (which, folder, jobs) = ["--secret_argument"], sys.argv[1:]
 import torchtitan_dp.distributed
-from torchtitan_dp.watch.outlets import Outlets, PublicLines
-from torchtitan_dp.watch.outlets import MLflow, WandB
+from torchtitan_dp.train.outlets import Outlets, PublicLines
+from torchtitan_dp.train.outlets import MLflow, WandB
 real = time.time
 service = {"wandb": WandB, "mlflow": MLflow}[which]
 for loaded, last in json.loads(jobs):

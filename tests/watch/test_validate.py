@@ -25,14 +25,14 @@ from tests.data.drawn import UNITS, dealt, loader, same, samples_of
 from tests.data.stores import store_of
 from tests.hazards.test_trainer import SETTINGS, bookkeeping
 from tests.processes.ranks import on_ranks
-from torchtitan_dp import train
 from torchtitan_dp.checkpoint import bookkeeping as books_module
 from torchtitan_dp.data.batching import Draw, RecordLoader, Samples
 from torchtitan_dp.ledger import Lineage, RunLog
 from torchtitan_dp.ledger.lineage import HeldOutLoss, NoisedLoss
 from torchtitan_dp.models.lora import LoRA
-from torchtitan_dp.watch import validate
-from torchtitan_dp.watch.validate import HeldOutValidator, buckets
+from torchtitan_dp.train import trainer as train
+from torchtitan_dp.train import validate
+from torchtitan_dp.train.validate import HeldOutValidator, buckets
 
 SEQ_LEN = 320  # the last bucket ends within a power of four
 

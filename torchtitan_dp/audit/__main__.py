@@ -35,6 +35,7 @@ from torchtitan.tools.utils import device_type
 
 from torchtitan_dp.audit import released
 from torchtitan_dp.audit.game import Game, share_of
+from torchtitan_dp.base.process import forbid_core_dumps, lock_folder, write_atomically
 from torchtitan_dp.checkpoint.plan import Plan
 from torchtitan_dp.checkpoint.start import decision, plan_start
 from torchtitan_dp.config import JobConfig
@@ -47,15 +48,14 @@ from torchtitan_dp.config.load import (
 from torchtitan_dp.distributed.agreement import shared_root_key
 from torchtitan_dp.ledger import PRIVACY_FILE, RunLog
 from torchtitan_dp.ledger.schema import read_published_fields
+from torchtitan_dp.ledger.templates import templates
 from torchtitan_dp.models.lora import lora_of
-from torchtitan_dp.preflight.check import check_model, open_records
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.lower_bounds import claimed_mu, expected_mu
 from torchtitan_dp.privacy.segments import Mechanism
-from torchtitan_dp.process import forbid_core_dumps, lock_folder, write_atomically
-from torchtitan_dp.templates import templates
-from torchtitan_dp.train_spec import quiet, register
+from torchtitan_dp.train.check import check_model, open_records
+from torchtitan_dp.train.spec import quiet, register
 
 RESULT_FILE = "audit.json"
 

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
+from torchtitan_dp.base.process import write_atomically
 from torchtitan_dp.checkpoint.start import Start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.batching import NOTHING, Feed, Samples
@@ -35,8 +36,7 @@ from torchtitan_dp.models.hugging_face_weights import ADAPTER_CONFIG_FILE
 from torchtitan_dp.privacy.lower_bounds import one_run_epsilon, rate_upper_bound
 from torchtitan_dp.privacy.meaning import meaning
 from torchtitan_dp.privacy.sampling import Choices, coins
-from torchtitan_dp.process import write_atomically
-from torchtitan_dp.train import DPTrainer, export_weights
+from torchtitan_dp.train.trainer import DPTrainer, export_weights
 
 GUESSES_FILE = "audit_guesses.json"
 FALSE_ALARMS = 0.01

@@ -30,6 +30,7 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 # isort: split
 from torchtitan.tools.logging import logger
 
+from torchtitan_dp.base.process import typed, versions
 from torchtitan_dp.checkpoint.plan import Plan, earlier_ledger, losable, settle
 from torchtitan_dp.checkpoint.start import Start, check_records, plan_start, resumed
 from torchtitan_dp.checkpoint.terms import config_hash
@@ -51,7 +52,6 @@ from torchtitan_dp.privacy.accounting import EpsilonCurve, rounded_up
 from torchtitan_dp.privacy.banded import NoiseChain
 from torchtitan_dp.privacy.published_loss import noised_mean
 from torchtitan_dp.privacy.sampling import allocate, poisson_draw
-from torchtitan_dp.process import typed, versions
 
 
 class Account:

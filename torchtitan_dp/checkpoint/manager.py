@@ -24,6 +24,8 @@ from torchtitan.components.checkpoint import (
 from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
+from torchtitan_dp.base.process import Fault
+from torchtitan_dp.base.torch_private import is_saved_at
 from torchtitan_dp.checkpoint.folder import (
     AVERAGE,
     SETTINGS,
@@ -40,8 +42,6 @@ from torchtitan_dp.checkpoint.start import Start, confirmed
 from torchtitan_dp.models.ema import WEIGHTS, WeightAverage
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.parameters import first_overflow, overflow
-from torchtitan_dp.process import Fault
-from torchtitan_dp.torch_private import is_saved_at
 
 _NOWHERE = os.path.join(os.devnull, "none")  # a path at which nothing can be
 

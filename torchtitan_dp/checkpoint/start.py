@@ -28,6 +28,7 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 # isort: split
 from torchtitan.tools.logging import logger
 
+from torchtitan_dp.base.process import Fault
 from torchtitan_dp.checkpoint.folder import (
     checkpoint_folder,
     checkpoint_folders,
@@ -44,6 +45,7 @@ from torchtitan_dp.checkpoint.folder import (
 from torchtitan_dp.checkpoint.plan import Plan, settle
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import privacy_unit, weights_folder
+from torchtitan_dp.gradients.optimizer import MomentumSGD
 from torchtitan_dp.ledger import STARTS_FILE, Lineage, RunLog, Settings, check_fingerprint
 from torchtitan_dp.ledger.lineage import (
     TRIAL,
@@ -60,8 +62,6 @@ from torchtitan_dp.ledger.schema import (
     ledger_of,
     read_published_fields,
 )
-from torchtitan_dp.optimizer import MomentumSGD
-from torchtitan_dp.process import Fault
 
 PUBLIC = "the initial weights are assumed to be public"
 

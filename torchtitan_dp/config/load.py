@@ -21,11 +21,11 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from typing import Any, NoReturn
 
+from torchtitan_dp.base.process import has_type, write_atomically
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import check
 from torchtitan_dp.config.derived import AUTO, DEGREES, resolve
 from torchtitan_dp.config.supported import Mistakes, keys, out_of_range, refusals
-from torchtitan_dp.process import has_type, write_atomically
 
 if sys.version_info >= (3, 11):
     import tomllib

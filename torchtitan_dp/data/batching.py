@@ -28,9 +28,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from torchtitan_dp.base.process import Fault
 from torchtitan_dp.data.store import Store
 from torchtitan_dp.privacy.sampling import Choices, choices, deal, groups_of
-from torchtitan_dp.process import Fault
 
 IGNORE_INDEX = -100  # the default of F.cross_entropy
 PROMPT_SHARE = 4  # a cut prompt keeps one part in so many of the window, or what the answer leaves

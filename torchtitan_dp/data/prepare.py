@@ -27,6 +27,7 @@ from typing import IO, Any, NamedTuple, NoReturn
 import numpy as np
 import pyarrow as pa
 
+from torchtitan_dp.base.process import private_opener
 from torchtitan_dp.data import say
 from torchtitan_dp.data import store as stores
 from torchtitan_dp.data.files import Fields, Files, list_files, locate
@@ -50,7 +51,6 @@ from torchtitan_dp.data.store import (
     unit_hash,
 )
 from torchtitan_dp.data.tokenizer import Tokenizer
-from torchtitan_dp.process import private_opener
 
 # Of one call: the tokenizer takes some 100 bytes a token, and a part goes to one core.
 _BATCH_CHARACTERS, _BATCH_TEXTS = MOST_PART * min(max(os.cpu_count() or 1, 8), 32), 2**14

@@ -37,9 +37,9 @@ from typing import IO, Any
 import filelock
 import numpy as np
 
+from torchtitan_dp.base.process import private_opener, write_atomically
 from torchtitan_dp.data import say
 from torchtitan_dp.data.files import Files, stamp
-from torchtitan_dp.process import private_opener, write_atomically
 
 HASH_BYTES = 16
 _BLANK = {"Zs", "Zl", "Zp", "Cc", "Cf"}  # categories of blanks, and of what nobody sees

@@ -19,9 +19,9 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.utils import set_pg_timeouts
 
 import torchtitan_dp
+from torchtitan_dp.base.process import STOP_SIGNAL, Fault
+from torchtitan_dp.base.torch_private import set_timeout
 from torchtitan_dp.privacy.keys import RootKey
-from torchtitan_dp.process import STOP_SIGNAL, Fault
-from torchtitan_dp.torch_private import set_timeout
 
 GRACE_S = 5.0
 """How long a worker that got SIGTERM waits for `STOP_SIGNAL` too."""

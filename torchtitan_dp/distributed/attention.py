@@ -27,14 +27,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchtitan.distributed.context_parallel import apply_cp_to_attention_module
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
-from torchtitan_dp.distributed.devices import capability, cudnn_versions
-from torchtitan_dp.distributed.ring import Shard
-from torchtitan_dp.torch_private import (
+from torchtitan_dp.base.torch_private import (
     AttentionKernel,
     argument_names,
     attention_operators,
     context_parallel_handlers,
 )
+from torchtitan_dp.distributed.devices import capability, cudnn_versions
+from torchtitan_dp.distributed.ring import Shard
 
 _SEQ_DIM = 2  # of q, k, v: (batch, heads, sequence, head_dim)
 _efficient_op, _efficient_backward_op = attention_operators("efficient")

@@ -25,7 +25,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from torchtitan_dp import torch_private
+from torchtitan_dp.base import torch_private
 
 _QUANTIZATION = "torchtitan.components.quantization"  # it loads Inductor; `train_spec` asks for it
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from torchtitan_dp import torch_private
+from torchtitan_dp.base import torch_private
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 

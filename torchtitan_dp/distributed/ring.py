@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_dp.collectives import begin_all_gather, pass_on
+from torchtitan_dp.base.collectives import begin_all_gather, pass_on
 
 HEADS_APART_FROM = 2**16
 """Tokens a rank, from which kernels run on one key head at a time: so many fill a device with few

@@ -27,10 +27,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_dp.collectives import exchange
+from torchtitan_dp.base.collectives import exchange
+from torchtitan_dp.base.torch_private import attention_operators
 from torchtitan_dp.distributed.attention import attend_unpadded, backward_padded
 from torchtitan_dp.distributed.ring import Shard
-from torchtitan_dp.torch_private import attention_operators
 
 CAPPED_KEYS = 2**15
 """The most keys of a query with a soft cap of scores."""

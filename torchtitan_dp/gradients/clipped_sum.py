@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from torchtitan_dp.collectives import reduce_scatter_sum
+from torchtitan_dp.base.collectives import reduce_scatter_sum
 from torchtitan_dp.gradients.fsdp import ReductionGroups, RowLayout
 from torchtitan_dp.gradients.labels import label
 from torchtitan_dp.privacy.clipping import Clip, ClipPolicy, add_clipped_, squared_norm

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
-from torchtitan_dp.collectives import reduce_scatter_sum
+from torchtitan_dp.base.collectives import reduce_scatter_sum
 from torchtitan_dp.gradients.labels import label
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from torchtitan_dp.collectives import Pending
+from torchtitan_dp.base.collectives import Pending
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import sum_together_over_cp
 from torchtitan_dp.gradients.labels import label

@@ -18,10 +18,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_dp.collectives import Pending
+from torchtitan_dp.base.collectives import Pending
+from torchtitan_dp.base.torch_private import NormOverSamples, sparse_rows, with_parameters
 from torchtitan_dp.gradients.clipped_sum import ClippedSum, GradientMethod
 from torchtitan_dp.gradients.operands import Existing, Products, Rows, Write
-from torchtitan_dp.torch_private import NormOverSamples, sparse_rows, with_parameters
 
 
 class Formed(NamedTuple):

@@ -50,7 +50,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_dp.collectives import all_gather
+from torchtitan_dp.base.collectives import all_gather
 from torchtitan_dp.gradients.operands import Products, Rows, accumulates_wide, tiles, write_product_
 from torchtitan_dp.privacy.kernels import BLOCK
 from torchtitan_dp.privacy.losses import largest_ratio

@@ -21,7 +21,7 @@ from torchtitan_dp.gradients.ghost import GhostGradients
 from torchtitan_dp.gradients.grad_sample import GradSampleGradients
 from torchtitan_dp.gradients.microbatch import MicrobatchGradients
 from torchtitan_dp.gradients.norms import RandomizedNorms
-from torchtitan_dp.optimizer import DPOptimizer, MomentumSGD, inner_optimizers
+from torchtitan_dp.gradients.optimizer import DPOptimizer, MomentumSGD, inner_optimizers
 from torchtitan_dp.privacy.clipping import clip_policy
 from torchtitan_dp.privacy.settings import Privacy
 

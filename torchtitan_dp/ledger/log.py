@@ -29,8 +29,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from torchtitan_dp.base.process import Fault, private_opener, write_atomically
 from torchtitan_dp.ledger.lineage import Lineage, new_name
-from torchtitan_dp.process import Fault, private_opener, write_atomically
 
 EXECUTED_FILE = "steps_executed.log"
 STARTS_FILE = "starts.log"

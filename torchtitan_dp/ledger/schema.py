@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Annotated, Any, NamedTuple
 
+from torchtitan_dp.base.process import has_type, source, versions, write_atomically
 from torchtitan_dp.ledger.lineage import FORMAT, Lineage
 from torchtitan_dp.ledger.spending import (
     assumptions,
@@ -31,7 +32,6 @@ from torchtitan_dp.ledger.spending import (
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.meaning import Meaning, meaning
 from torchtitan_dp.privacy.segments import Mechanism, Segment, composition, dp_event
-from torchtitan_dp.process import has_type, source, versions, write_atomically
 
 PRIVACY_FILE = "privacy.json"
 TRIAL_FILE = "trial.json"  # of a search's trial, from before its first start: the keys tried

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
 
+from torchtitan_dp.base.process import write_atomically
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import AS_GIVEN, rope_in_words
 from torchtitan_dp.models.causal_lm.model import CausalLM, HuggingFaceAdapter
@@ -32,7 +33,6 @@ from torchtitan_dp.models.hugging_face import (
 from torchtitan_dp.models.lora import FACTORS, LoRA, is_adapter, merged, without_adapters
 from torchtitan_dp.models.parameters import canonical_name
 from torchtitan_dp.models.weight_files import ADAPTER_FILE, INDEX_FILE
-from torchtitan_dp.process import write_atomically
 
 EXPORT_FOLDER = "hf"
 ADAPTER_CONFIG_FILE = "adapter_config.json"

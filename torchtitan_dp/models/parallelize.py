@@ -16,6 +16,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.tools.utils import device_type
 
+from torchtitan_dp.base.torch_private import attention_operators, operations_to_save
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import feed_forward_chunk, most_tokens, ring_is_aligned
 from torchtitan_dp.distributed.attention import (
@@ -35,7 +36,6 @@ from torchtitan_dp.models.feed_forward import Tiling
 from torchtitan_dp.models.lora import store_frozen
 from torchtitan_dp.models.loss import shard_of
 from torchtitan_dp.models.parameters import canonical_name
-from torchtitan_dp.torch_private import attention_operators, operations_to_save
 
 
 def parallelize(model: CausalLM, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:

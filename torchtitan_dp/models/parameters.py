@@ -7,7 +7,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torchtitan_dp.torch_private import local_slices
+from torchtitan_dp.base.torch_private import local_slices
 
 
 def canonical_name(name: str) -> str:

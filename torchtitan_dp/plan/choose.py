@@ -22,6 +22,7 @@ from unittest import mock
 from rich.console import Console
 from rich.table import Column, Table
 
+from torchtitan_dp.base.process import write_atomically
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import DEGREES, mesh_degrees
 from torchtitan_dp.config.load import Keys, command_line, load_config, replaced
@@ -30,8 +31,7 @@ from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.plan.memory import GIB, WITHOUT_DEVICES, communicators, limit_bytes
 from torchtitan_dp.plan.prediction import step_peak
 from torchtitan_dp.plan.roofline import RANKS_A_NODE, Machine, StepSeconds, step_seconds
-from torchtitan_dp.preflight.rehearsal import expected_rounds
-from torchtitan_dp.process import write_atomically
+from torchtitan_dp.train.rehearsal import expected_rounds
 
 SHOWN = 5
 WAVE = 2  # settings whose memory is predicted side by side

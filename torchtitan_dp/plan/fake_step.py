@@ -26,15 +26,17 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 # isort: split
 from torchtitan.distributed import ParallelDims
 
-from torchtitan_dp import optimizer, torch_private
+from torchtitan_dp.base import torch_private
+from torchtitan_dp.base.torch_private import DispatchMode, tree_iter, unsharded_gradients
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import mesh_degrees
 from torchtitan_dp.distributed import host_memory, windows
-from torchtitan_dp.gradients import norms
+from torchtitan_dp.gradients import norms, optimizer
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import ReductionGroups, RowLayout
 from torchtitan_dp.gradients.labels import TRACKER
 from torchtitan_dp.gradients.operands import tiles
+from torchtitan_dp.gradients.optimizer import MomentumSGD
 from torchtitan_dp.gradients.step import build_step
 from torchtitan_dp.models import feed_forward, loss
 from torchtitan_dp.models.causal_lm import formulas
@@ -44,10 +46,8 @@ from torchtitan_dp.models.ema import ema_of
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.models.parallelize import parallelize, trained_fsdp_modules
 from torchtitan_dp.models.parameters import local_part, trainable_parameters
-from torchtitan_dp.optimizer import MomentumSGD
 from torchtitan_dp.privacy.banded import StepNoise
 from torchtitan_dp.privacy.clipping import Clip
-from torchtitan_dp.torch_private import DispatchMode, tree_iter, unsharded_gradients
 
 M = TypeVar("M", bound="LocalOperators")
 

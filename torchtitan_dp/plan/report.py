@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchtitan_dp.base.process import lock_folder, typed
 from torchtitan_dp.checkpoint.plan import Plan
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import feed_forward_chunk, heldout_units, mesh_degrees, unit_word
@@ -13,15 +14,14 @@ from torchtitan_dp.distributed.host_memory import available_bytes
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger.schema import explain
 from torchtitan_dp.ledger.spending import heldout_epsilon, spent
+from torchtitan_dp.ledger.templates import templates
 from torchtitan_dp.models.hugging_face import describe, parameter_count, skeleton, trained_count
 from torchtitan_dp.plan.memory import GIB
 from torchtitan_dp.plan.roofline import RANKS_A_NODE, StepCost, step_cost
 from torchtitan_dp.plan.signal import DROWNS, Noise, noise_of_run
-from torchtitan_dp.preflight.check import Checked, check_run, notices, show_records, tokenizer_lines
-from torchtitan_dp.preflight.machine import host_memory, refuse_lack
 from torchtitan_dp.privacy.segments import Mechanism
-from torchtitan_dp.process import lock_folder, typed
-from torchtitan_dp.templates import templates
+from torchtitan_dp.train.check import Checked, check_run, notices, show_records, tokenizer_lines
+from torchtitan_dp.train.machine import host_memory, refuse_lack
 
 _TEXT = templates(Path(__file__).parent).get_template("plan.txt.j2")
 

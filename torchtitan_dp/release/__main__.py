@@ -42,6 +42,7 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 # isort: split
 from torch.distributed.checkpoint import CheckpointException
 
+from torchtitan_dp.base.process import lock_folder, write_atomically
 from torchtitan_dp.checkpoint.folder import (
     average_name,
     has_average,
@@ -64,10 +65,9 @@ from torchtitan_dp.models.parameters import (
     saved_tensors,
     trainable_parameters,
 )
-from torchtitan_dp.preflight.check import check_model
 from torchtitan_dp.privacy.accounting import rounded_up
-from torchtitan_dp.process import lock_folder, write_atomically
 from torchtitan_dp.release.card import NO_NAMES, OWNER_ITEMS, PublicNames, claims, model_card
+from torchtitan_dp.train.check import check_model
 
 CARD_FILE = "README.md"
 SUMS_FILE = "SHA256SUMS"

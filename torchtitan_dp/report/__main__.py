@@ -32,14 +32,15 @@ if __name__ == "__main__":  # before PyTorch, which takes seconds to import
     first("report", __doc__)
 
 # isort: split
+from torchtitan_dp.base.process import versions, write_atomically
 from torchtitan_dp.config.load import exit_on_mistake, fail
 from torchtitan_dp.ledger import schema
 from torchtitan_dp.ledger.spending import epsilon as epsilon_of
 from torchtitan_dp.ledger.spending import spent
+from torchtitan_dp.ledger.templates import templates
 from torchtitan_dp.plan.signal import DROWNS, noise_of_run
 from torchtitan_dp.privacy.accounting import rounded_down, rounded_up
 from torchtitan_dp.privacy.meaning import Meaning
-from torchtitan_dp.process import versions, write_atomically
 from torchtitan_dp.release.card import guarantee
 from torchtitan_dp.report.run_folder import (
     SECONDS,
@@ -50,7 +51,6 @@ from torchtitan_dp.report.run_folder import (
     open_run,
     status_rows,
 )
-from torchtitan_dp.templates import templates
 
 _POINTS = 24  # of a curve of epsilon, as in torchtitan_dp.ledger
 _COLUMNS, _DRAWN = 6, 2000  # of a chart's table, besides the last; points of a line

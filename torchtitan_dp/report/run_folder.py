@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from torchtitan_dp.base.process import FAULT_FILE, LOCK_FILE
 from torchtitan_dp.checkpoint.folder import newest_finished_checkpoint, step_folder, verify
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import RUN_CONFIG_FILE, read_config
@@ -26,7 +27,6 @@ from torchtitan_dp.ledger.spending import assumptions
 from torchtitan_dp.models.hugging_face import shape, trained_count
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.segments import NONE
-from torchtitan_dp.process import FAULT_FILE, LOCK_FILE
 
 _EVENTS = "events.out.tfevents."
 _OTHER_NAMES = {"loss_metrics/global_avg_loss": "loss"}  # TorchTitan's, of the baseline

@@ -30,12 +30,12 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 # isort: split
 from torchtitan.tools.logging import logger
 
+from torchtitan_dp.base.process import Fault
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.distributed.agreement import is_lost_rank
 from torchtitan_dp.distributed.cpu import has_accelerator
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.parameters import canonical_name, copy_slice_
-from torchtitan_dp.process import Fault
 from torchtitan_dp.selfcheck.reference import (
     group_names,
     make_samples,

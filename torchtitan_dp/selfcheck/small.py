@@ -35,6 +35,7 @@ from torchtitan_dp.distributed.cpu import has_accelerator
 from torchtitan_dp.distributed.ring import HEADS_APART_FROM
 from torchtitan_dp.gradients.fsdp import ReductionGroups
 from torchtitan_dp.gradients.methods import METHODS
+from torchtitan_dp.gradients.optimizer import as_gradient_of
 from torchtitan_dp.gradients.step import build_step
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.hugging_face import flavor, on_meta, shape
@@ -42,7 +43,6 @@ from torchtitan_dp.models.lora import fill_adapters
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.models.parallelize import parallelize, takes_cudnn, trained_fsdp_modules
 from torchtitan_dp.models.parameters import trainable_parameters
-from torchtitan_dp.optimizer import as_gradient_of
 from torchtitan_dp.privacy.sampling import deal
 from torchtitan_dp.selfcheck.reference import Gradient, Reference, reference_of
 

@@ -44,6 +44,7 @@ if __name__ == "__main__":  # before PyTorch, which takes seconds to import
     first("tune", __doc__)
 
 # isort: split
+from torchtitan_dp.base.process import lock_folder, processes_asked, write_atomically
 from torchtitan_dp.checkpoint.folder import verify
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import unit_word
@@ -53,11 +54,10 @@ from torchtitan_dp.ledger import EXECUTED_FILE, PRIVACY_FILE
 from torchtitan_dp.ledger.lineage import Lineage
 from torchtitan_dp.ledger.schema import TRIAL_FILE, read_published
 from torchtitan_dp.ledger.spending import Run, Total, inherited, total
-from torchtitan_dp.preflight.check import Checked, check_run
 from torchtitan_dp.privacy import published_loss
 from torchtitan_dp.privacy.accounting import noise_for, rounded_up
 from torchtitan_dp.privacy.segments import Mechanism
-from torchtitan_dp.process import lock_folder, processes_asked, write_atomically
+from torchtitan_dp.train.check import Checked, check_run
 
 TELLS_APART = 0.3
 """The difference of two trials' losses, in nats, that a search must show, a heuristic."""

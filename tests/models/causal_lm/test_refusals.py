@@ -176,7 +176,7 @@ def test_adapters_of_experts_and_their_routers(name, target):
 
 
 def test_a_soft_cap_of_scores_in_longer_samples():
-    from torchtitan_dp.preflight.machine import check_attention
+    from torchtitan_dp.train.machine import check_attention
 
     long = config("--training.seq_len=65536")
     with pytest.raises(ValueError, match="soft cap"):

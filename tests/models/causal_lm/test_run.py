@@ -27,10 +27,10 @@ from torchtitan_dp.ledger import RunLog
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.hugging_face_weights import write_folder
-from torchtitan_dp.preflight.check import check_model
 from torchtitan_dp.release.__main__ import empty_model, load_weights, release
 from torchtitan_dp.release.card import PublicNames
 from torchtitan_dp.report.__main__ import report
+from torchtitan_dp.train.check import check_model
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,7 @@ from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.gradients.layers import per_sample_layers
 from torchtitan_dp.models.hugging_face import on_meta
 from torchtitan_dp.models.lora import LoRA
-from torchtitan_dp.preflight.check import check_model
+from torchtitan_dp.train.check import check_model
 
 BOUND = 1e-5
 CHUNKS = ("--training.loss_chunk_tokens=7", "--activation_checkpoint.mode=full")

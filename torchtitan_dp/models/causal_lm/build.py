@@ -12,10 +12,10 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from torchtitan_dp.base.torch_private import NormOverSamples, with_parameters
 from torchtitan_dp.models.causal_lm.attention import NAME, register
 from torchtitan_dp.models.causal_lm.settings import LONGER, ModelArgs, in_one_line
 from torchtitan_dp.models.causal_lm.transformers_private import draw_weights_
-from torchtitan_dp.torch_private import NormOverSamples, with_parameters
 
 
 def build(args: ModelArgs, attention: str) -> Any:

@@ -28,7 +28,7 @@ from torchtitan.tools.utils import NoColor
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.clipping import Clip
-from torchtitan_dp.watch.outlets import Outlets, open_outlets
+from torchtitan_dp.train.outlets import Outlets, open_outlets
 
 _QUIET_S = 60  # between the lines of a long step
 _QUANTILES = {"norm_p10": 0.1, "norm_p50": 0.5, "norm_p90": 0.9}

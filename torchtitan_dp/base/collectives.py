@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan_dp.torch_private import functional_collectives as ft_c
+from torchtitan_dp.base.torch_private import functional_collectives as ft_c
 
 # These have new names since torch 2.13.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

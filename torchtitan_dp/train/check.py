@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtitan_dp.base.process import untested
+from torchtitan_dp.base.torch_private import DispatchMode
 from torchtitan_dp.checkpoint.folder import refuse_other_settings
 from torchtitan_dp.checkpoint.plan import (
     Plan,
@@ -41,16 +43,14 @@ from torchtitan_dp.data.prepare import Source, prepared
 from torchtitan_dp.data.reading import reading
 from torchtitan_dp.data.tokenizer import ByteTokenizer, from_hub, load_tokenizer
 from torchtitan_dp.gradients.methods import METHODS
+from torchtitan_dp.gradients.optimizer import MomentumSGD
 from torchtitan_dp.ledger import Lineage
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.hugging_face import check_weights, on_meta, origin, shape, skeleton
 from torchtitan_dp.models.hugging_face_weights import EXPORT_FOLDER, tokenizer_files
 from torchtitan_dp.models.weight_files import weight_files
-from torchtitan_dp.optimizer import MomentumSGD
-from torchtitan_dp.preflight.machine import check_attention, check_norms
-from torchtitan_dp.process import untested
-from torchtitan_dp.torch_private import DispatchMode
+from torchtitan_dp.train.machine import check_attention, check_norms
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
+from torchtitan_dp.base.torch_private import local_slices
 from torchtitan_dp.privacy.banded import NoiseChain, StepNoise
 from torchtitan_dp.privacy.coefficients import INDEPENDENT
 from torchtitan_dp.privacy.noise import add_gaussian_noise_, add_secure_gaussian_noise_
-from torchtitan_dp.torch_private import local_slices
 
 
 class DPOptimizer:

@@ -34,6 +34,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 from torchtitan.train import Trainer
 
+from torchtitan_dp.base.process import as_faults
 from torchtitan_dp.checkpoint.manager import Checkpointer
 from torchtitan_dp.checkpoint.plan import baseline_ledger
 from torchtitan_dp.checkpoint.start import Start
@@ -44,6 +45,7 @@ from torchtitan_dp.data.dataset import Records, describe
 from torchtitan_dp.data.store import mark_used
 from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.gradients.fsdp import free_gathered
+from torchtitan_dp.gradients.optimizer import MomentumSGD
 from torchtitan_dp.ledger import PRIVACY_FILE, Lineage
 from torchtitan_dp.ledger.schema import described, to_bytes, write_published
 from torchtitan_dp.models.causal_lm.model import CausalLM, HuggingFaceAdapter
@@ -51,12 +53,10 @@ from torchtitan_dp.models.ema import ema_of
 from torchtitan_dp.models.hugging_face import origin, shape
 from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.parallelize import parallelize
-from torchtitan_dp.optimizer import MomentumSGD
-from torchtitan_dp.preflight.check import build_samples, open_records
-from torchtitan_dp.preflight.machine import require_host_memory
-from torchtitan_dp.process import as_faults
-from torchtitan_dp.watch.processor import LabelledMetricsProcessor, PrivateMetricsProcessor
-from torchtitan_dp.watch.validate import HeldOutValidator
+from torchtitan_dp.train.check import build_samples, open_records
+from torchtitan_dp.train.machine import require_host_memory
+from torchtitan_dp.train.processor import LabelledMetricsProcessor, PrivateMetricsProcessor
+from torchtitan_dp.train.validate import HeldOutValidator
 
 _TORCHTITAN = str(Path(torchtitan.__file__).parent) + os.sep  # installed beside torchtitan_dp
 # Of TorchTitan's own lines at the level of information; our trainer logs steps itself, a run

@@ -35,8 +35,8 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 from torchtitan.components.metrics import BaseLogger
 from torchtitan.tools.logging import logger
 
+from torchtitan_dp.base.process import Fault, write_atomically
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.process import Fault, write_atomically
 
 PUBLISHABLE, NOT_PRIVATE = "private_to_publish", "not_private"  # sections of TensorBoard
 PUBLIC_FILE, _KEPT_FILE = "public.jsonl", "watch.json"

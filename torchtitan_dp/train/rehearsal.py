@@ -37,13 +37,13 @@ import torch
 from scipy import special
 from torchtitan.tools.logging import logger
 
+from torchtitan_dp.base.process import Fault
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import ladder
 from torchtitan_dp.data.batching import Draw, Microbatch
 from torchtitan_dp.distributed.agreement import is_lost_rank
 from torchtitan_dp.gradients.fsdp import free_gathered
-from torchtitan_dp.process import Fault
-from torchtitan_dp.watch.processor import SampleStatistics
+from torchtitan_dp.train.processor import SampleStatistics
 
 # Microbatches that a device may lag behind its host: launches queue about 1,000 deep.
 _MICROBATCHES_BEHIND = 4

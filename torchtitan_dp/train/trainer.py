@@ -34,6 +34,14 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 from torch.distributed.elastic.multiprocessing.errors import record
 from torchtitan.tools.logging import init_logger, logger
 
+from torchtitan_dp.base.process import (
+    PLANNED,
+    STOPPED_FILE,
+    as_faults,
+    faults_kept,
+    lock_folder,
+    protect,
+)
 from torchtitan_dp.checkpoint.bookkeeping import Bookkeeping
 from torchtitan_dp.checkpoint.start import Start, decision
 from torchtitan_dp.config import JobConfig
@@ -49,25 +57,17 @@ from torchtitan_dp.models.hugging_face import describe, shape
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.models.parallelize import trained_fsdp_modules
 from torchtitan_dp.models.parameters import overflow, trainable_parameters
-from torchtitan_dp.preflight.check import check_run, show_notices
-from torchtitan_dp.preflight.rehearsal import rehearse
-from torchtitan_dp.process import (
-    PLANNED,
-    STOPPED_FILE,
-    as_faults,
-    faults_kept,
-    lock_folder,
-    protect,
-)
 from torchtitan_dp.selfcheck.proof import prove
-from torchtitan_dp.train_spec import (
+from torchtitan_dp.train.check import check_run, show_notices
+from torchtitan_dp.train.processor import PrivateMetricsProcessor, SampleStatistics
+from torchtitan_dp.train.rehearsal import rehearse
+from torchtitan_dp.train.spec import (
     BaselineTrainer,
     RunTrainer,
     export_weights,
     quiet,
     register,
 )
-from torchtitan_dp.watch.processor import PrivateMetricsProcessor, SampleStatistics
 
 
 class DPTrainer(RunTrainer):

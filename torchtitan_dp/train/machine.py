@@ -17,15 +17,15 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torchtitan.config import TORCH_DTYPE_MAP
 
+from torchtitan_dp.base.process import Fault
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import mesh_degrees, most_tokens, trains_one_sample
 from torchtitan_dp.distributed.cpu import has_accelerator
 from torchtitan_dp.distributed.host_memory import available_bytes, page_locked_bytes
 from torchtitan_dp.distributed.windows import check_softcap
+from torchtitan_dp.gradients.optimizer import MomentumSGD
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.hugging_face import parameter_count, shape, trained_count
-from torchtitan_dp.optimizer import MomentumSGD
-from torchtitan_dp.process import Fault
 
 GIB = 2**30
 

@@ -1,0 +1,1 @@
+"""What every room uses: a process, private names of PyTorch, collectives that are begun."""

@@ -1,0 +1,107 @@
+"""Tokenize the records of a configuration; units, tokens, and what a sequence length cuts off.
+
+    torchtitan-dp prepare MY.toml [--section.key value …] [--json FILE]
+    torchtitan-dp prepare --list | --delete NAME … [--data.store FOLDER]
+
+Everything that is printed depends on private records, and is labelled so: it is for their owner.
+"""
+
+import argparse
+import os
+import sys
+import time
+
+from torchtitan_dp.config.commands import parse_known, tool_parser
+from torchtitan_dp.config.derived import unit_word
+from torchtitan_dp.config.load import exit_on_mistake, load_config, write_json
+from torchtitan_dp.data import say, warn
+from torchtitan_dp.data import store as stores
+
+
+def main(argv: list[str]) -> None:
+    """Prepare the records of a configuration, or list and erase stores."""
+    os.umask(0o077)  # its files have figures that are not private
+    with exit_on_mistake():
+        options, overrides = _parse(argv)
+        try:
+            if options.list or options.delete:
+                _manage(options)
+            else:
+                _prepare(options, overrides)
+        except OSError as error:
+            raise ValueError(f"{error.filename}: cannot be written ({error.strerror})") from error
+
+
+def _prepare(options: argparse.Namespace, overrides: list[str]) -> None:
+    if options.store is not None:
+        overrides.append(f"--data.store={options.store}")
+    config = load_config(overrides, 1)
+    # PyTorch, which takes seconds to import: after all that needs none.
+    from torchtitan_dp.data.dataset import describe
+    from torchtitan_dp.train.check import build_samples, open_records
+
+    records = open_records(config)
+    samples = build_samples(records, config)
+    warnings = records.warnings + records.check_targets(samples)
+    found = records.figures(samples)
+    if options.json:
+        write_json(options.json, found)
+    for warning in warnings:
+        warn(warning)
+    for line in describe(found, unit_word(config)):
+        say(line)
+
+
+def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the command's own options, and the configuration's command line."""
+    parser = tool_parser("torchtitan-dp prepare", __doc__)
+    parser.add_argument("--json", metavar="FILE", help="write the figures there; - is stdout")
+    parser.add_argument("--list", action="store_true", help="list all stores of tokens")
+    parser.add_argument("--delete", nargs="+", default=[], metavar="NAME", help="or `all`: erase")
+    parser.add_argument("--data.store", dest="store", metavar="FOLDER", help="of all stores")
+    if {"--list", "--delete"} & {*argv}:
+        return parser.parse_args(argv), []
+    if argv and not argv[0].startswith("-"):
+        argv = ["--job.config_file", *argv]
+    return parse_known(parser, argv)
+
+
+def _manage(options: argparse.Namespace) -> None:
+    """Erase stores, list those that are left; raise ValueError for a name that no store has."""
+    folder = stores.private_folder(options.store)
+    names = stores.names(folder)
+    asked = names if options.delete == ["all"] else options.delete
+    if unknown := [name for name in asked if name not in names]:
+        raise ValueError(f"--delete {unknown[0]}: no such store in {folder!r}; --list names them")
+    for name in asked:
+        stores.delete(os.path.join(folder, name))
+        say(f"erased {os.path.join(folder, name)}")
+    if not options.list:
+        return
+    names = stores.names(folder)
+    for name in names:
+        store = stores.load(os.path.join(folder, name))
+        say(f"{name}: {'not whole, or damaged' if store is None else _described(store)}")
+    say(f"{len(names)} stores in {folder}; --delete NAME erases one")
+
+
+def _described(store: stores.Store) -> str:
+    """Describe what a store was made of. NOT PRIVATE."""
+    facts, terms, files = store.facts, store.facts["terms"], [*os.scandir(store.folder)]
+    read = ", ".join(f"{key} = '{field}'" for field, key in terms["fields"].items())
+    written = time.localtime(os.stat(os.path.join(store.folder, "facts.json")).st_mtime)
+    runs = [run if os.path.isdir(run) else f"{run} (gone)" for run in stores.runs_of(store)]
+    return (
+        f"{len(store):,} records of {facts['path']}, training.dataset = '{terms['format']}', "
+        f"{read}, data.unit_field = {terms['unit_field']!r}; {facts['tokenizer']}; "
+        f"{sum(entry.stat().st_size for entry in files) / 1e6:,.1f} MB, of "
+        f"{time.strftime('%Y-%m-%d %H:%M', written)}; runs: {', '.join(runs) or 'none'}"
+    )
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except KeyboardInterrupt:
+        print("\nCtrl-C: stopped; the next start begins anew", file=sys.stderr)
+        sys.exit(130)

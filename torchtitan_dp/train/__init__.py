@@ -1,0 +1,1 @@
+"""A run: what is checked before it, its loop, and what is seen of it."""
