@@ -23,7 +23,7 @@ from torchtitan_dp.config.load import load_config
 from torchtitan_dp.config.supported import keys
 
 DOORS = {
-    "torch_private": """
+    "base.torch_private": """
         torch._utils._get_available_device_type
         torch.distributed.ProcessGroupGloo._Options._devices
         torch.distributed.ProcessGroupGloo._Options._threads

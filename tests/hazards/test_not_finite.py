@@ -25,9 +25,9 @@ from torchtitan_dp.base.process import Fault
 from torchtitan_dp.checkpoint import manager
 from torchtitan_dp.checkpoint.manager import Checkpointer
 from torchtitan_dp.checkpoint.start import Start
+from torchtitan_dp.models.parallelize import build_optimizers
 from torchtitan_dp.release.__main__ import empty_model, load_weights
 from torchtitan_dp.report.run_folder import open_run, status_rows
-from torchtitan_dp.train.spec import build_optimizers
 
 BAD = [float("nan"), float("inf"), float("-inf"), 3e36]
 

@@ -11,7 +11,10 @@ import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.components.optimizer import build_optimizers as build_theirs
 from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.config.job_config import Optimizer as OptimizerConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.tools.utils import device_type
@@ -29,6 +32,7 @@ from torchtitan_dp.distributed.host_memory import InputsOnHost
 from torchtitan_dp.distributed.ring import HEADS_APART_FROM, Shard
 from torchtitan_dp.gradients.fsdp import fsdp_modules
 from torchtitan_dp.gradients.methods import METHODS
+from torchtitan_dp.gradients.optimizer import MomentumSGD
 from torchtitan_dp.models.causal_lm import formulas
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
@@ -197,3 +201,13 @@ def _sum_reductions_only(model: CausalLM) -> None:
     """Have FSDP2 reduce by plain sums: gloo lacks its other choice, a pre-multiplied sum."""
     for module in fsdp_modules(model):
         module.set_force_sum_reduction_for_comms(True)
+
+
+def build_optimizers(
+    model_parts: list[nn.Module], config: OptimizerConfig, *others: Any
+) -> OptimizersContainer:
+    """Build TorchTitan's container of the optimizer that `config` names."""
+    if config.name != MomentumSGD.__name__:
+        return build_theirs(model_parts, config, *others)
+    settings = {"betas": (config.beta1, config.beta2), "weight_decay": config.weight_decay}
+    return OptimizersContainer(model_parts, MomentumSGD, {"lr": config.lr, **settings})

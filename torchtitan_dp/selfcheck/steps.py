@@ -28,6 +28,7 @@ from torchtitan_dp.distributed.ring import Shard
 from torchtitan_dp.gradients.norms import RandomizedNorms, first_number
 from torchtitan_dp.gradients.operands import Products
 from torchtitan_dp.gradients.optimizer import MomentumSGD
+from torchtitan_dp.models.parallelize import build_optimizers
 from torchtitan_dp.models.parameters import canonical_name, local_part
 from torchtitan_dp.privacy.banded import StepNoise
 from torchtitan_dp.privacy.keys import RootKey
@@ -39,7 +40,6 @@ from torchtitan_dp.privacy.noise import (
 from torchtitan_dp.selfcheck import proof
 from torchtitan_dp.selfcheck.reference import Gradient, relative_error, rounding
 from torchtitan_dp.selfcheck.small import Small, Terms, mesh, poisoned, whole
-from torchtitan_dp.train.spec import build_optimizers
 
 # `clip` aims at C (1 - 1e-5), so that rounding cannot exceed C.
 _SAFETY = 1e-5

@@ -15,6 +15,10 @@ import os
 from typing import NamedTuple
 
 import torch.distributed as dist
+
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+# isort: split
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from torchtitan_dp.base.process import Fault

@@ -35,6 +35,10 @@ from typing import Any
 import numpy as np
 import torch
 from scipy import special
+
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+# isort: split
 from torchtitan.tools.logging import logger
 
 from torchtitan_dp.base.process import Fault

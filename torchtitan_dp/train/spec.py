@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 from torch import Tensor
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
@@ -27,9 +26,6 @@ import torchtitan
 from torchtitan.components.loss import build_cross_entropy_loss
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.components.optimizer import build_optimizers as build_theirs
-from torchtitan.config.job_config import Optimizer as OptimizerConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 from torchtitan.train import Trainer
@@ -45,14 +41,13 @@ from torchtitan_dp.data.dataset import Records, describe
 from torchtitan_dp.data.store import mark_used
 from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.gradients.fsdp import free_gathered
-from torchtitan_dp.gradients.optimizer import MomentumSGD
 from torchtitan_dp.ledger import PRIVACY_FILE, Lineage
 from torchtitan_dp.ledger.schema import described, to_bytes, write_published
 from torchtitan_dp.models.causal_lm.model import CausalLM, HuggingFaceAdapter
 from torchtitan_dp.models.ema import ema_of
 from torchtitan_dp.models.hugging_face import origin, shape
 from torchtitan_dp.models.hugging_face_weights import export
-from torchtitan_dp.models.parallelize import parallelize
+from torchtitan_dp.models.parallelize import build_optimizers, parallelize
 from torchtitan_dp.train.check import build_samples, open_records
 from torchtitan_dp.train.machine import require_host_memory
 from torchtitan_dp.train.processor import LabelledMetricsProcessor, PrivateMetricsProcessor
@@ -102,16 +97,6 @@ def build_model(decide: Callable[[], Start] | None, args: Any) -> CausalLM:
         start = decide()
         args.draw_weights, args.draw_adapters = not start.loads, not start.resumes
     return CausalLM(args)
-
-
-def build_optimizers(
-    model_parts: list[nn.Module], config: OptimizerConfig, *others: Any
-) -> OptimizersContainer:
-    """Build TorchTitan's container of the optimizer that `config` names."""
-    if config.name != MomentumSGD.__name__:
-        return build_theirs(model_parts, config, *others)
-    settings = {"betas": (config.beta1, config.beta2), "weight_decay": config.weight_decay}
-    return OptimizersContainer(model_parts, MomentumSGD, {"lr": config.lr, **settings})
 
 
 def build_loader(

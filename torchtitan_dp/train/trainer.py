@@ -14,17 +14,11 @@ Guarantee:
 """
 
 import contextlib
-import gc
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # a fifth of the seconds of imports; TorchTitan's trainer does so anyway
-    gc.disable()
-
-# isort: split
 import torch
 import torch.distributed as dist
 
@@ -298,7 +292,3 @@ def main(argv: list[str]) -> None:
         trainer.close()
     dist.destroy_process_group()
     del lock
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
