@@ -18,6 +18,7 @@ import sys
 import time
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 from typing import IO, Any
 
 LOCK_FILE = ".lock"
@@ -159,11 +160,11 @@ def source() -> dict[str, Any]:
 
 
 def _git(*arguments: str) -> str | None:
-    """Return the output of a git command, run where this file lies; None if it fails."""
+    """Return the output of a git command, run in the package's folder; None if it fails."""
     try:
         done = subprocess.run(
             ["git", *arguments],
-            cwd=os.path.dirname(os.path.abspath(__file__)),
+            cwd=Path(__file__).resolve().parents[1],
             capture_output=True,
             text=True,
             timeout=10,

@@ -10,6 +10,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,6 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.utils import set_pg_timeouts
 
-import torchtitan_dp
 from torchtitan_dp.base.process import STOP_SIGNAL, Fault
 from torchtitan_dp.base.torch_private import set_timeout
 from torchtitan_dp.privacy.keys import RootKey
@@ -32,7 +32,7 @@ _LOST = re.compile(
     "connectfullmesh failed|ncclremoteerror|communicator was aborted on rank",
     re.IGNORECASE,
 )
-_PACKAGE = os.path.dirname(torchtitan_dp.__file__) + os.sep
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 def shared_root_key(device: torch.device, debug_seed: int | None) -> RootKey:

@@ -5,7 +5,7 @@ With privacy FSDP2 lies on the one-dimensional `fsdp = dp_shard x cp` mesh alone
 by `torchtitan_dp.gradients`, after clipping.
 """
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
