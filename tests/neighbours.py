@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-import torchtitan_dp.train as train
+from torchtitan_dp.train import trainer as train
 
 
 def limit(headroom: int) -> None:

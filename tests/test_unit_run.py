@@ -23,8 +23,8 @@ NOTES = 40  # of each user
 
 def main(argv):
     """Training; of each microbatch a hash goes to a line of $SAMPLES_<rank>."""
-    import torchtitan_dp.train as train
     from torchtitan_dp.data.batching import Feed
+    from torchtitan_dp.train import trainer as train
 
     real = Feed.microbatches
 

@@ -50,7 +50,7 @@ def on_processes(devices: int, function: Callable[..., Any], *args: Any, **kwarg
     method = "spawn" if torch.cuda.is_available() else "forkserver"
     context = mp.get_context(method)
     if method == "forkserver":
-        context.set_forkserver_preload(["torchtitan_dp.train", "opacus"])
+        context.set_forkserver_preload(["torchtitan_dp.train.trainer", "opacus"])
     queue = context.SimpleQueue()
     # Held here: a free port that is looked for could be taken before rank 0 binds it.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

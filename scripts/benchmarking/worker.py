@@ -75,7 +75,7 @@ def weigh(arm: Arm, setting: Setting, folder: str) -> dict[str, Any]:
 
 
 def build(arm: Arm, setting: Setting, folder: str) -> Step:
-    """A trainer as `torchtitan_dp.train` builds it, without outputs; what takes one step."""
+    """Build a trainer as a run does, without outputs, and return what takes one step."""
     from torchtitan_dp.config.load import load_config  # first: lets TorchTitan import without a GPU
 
     # isort: split

@@ -35,9 +35,9 @@ SECRET = bytes(range(101, 133))  # what `RootKey.from_os` gives in `probed`
 
 def main(argv):
     """Train with known secrets, a smaller model."""
-    import torchtitan_dp.train as train
     from torchtitan_dp.models.hugging_face import FLAVORS
     from torchtitan_dp.privacy.keys import RootKey
+    from torchtitan_dp.train import trainer as train
 
     smaller = {"hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 1}
     FLAVORS["debug"] |= smaller

@@ -39,7 +39,7 @@ THIRD_PARTY = (
     "transformers.models.llama.modeling_llama",
 )
 OURS = (
-    *("torchtitan_dp.train", "torchtitan_dp.audit.__main__"),
+    *("torchtitan_dp.train.trainer", "torchtitan_dp.audit.__main__"),
     *("tests.processes.launcher", "tests.processes.ranks"),
 )
 

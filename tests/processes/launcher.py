@@ -81,7 +81,10 @@ def _be_rank(rank: int, world_size: int, port: int) -> None:
 def _run(program: tuple[str, ...], argv: list[str]) -> None:
     sys.argv = [program[-1], *argv]
     if program[0] == "-m":
-        importlib.import_module(program[1]).main(argv)
+        found = importlib.import_module(program[1])
+        if hasattr(found, "__path__"):  # a package, which Python runs by its __main__
+            found = importlib.import_module(f"{program[1]}.__main__")
+        found.main(argv)
     else:
         runpy.run_path(program[0], run_name="__main__")
 

@@ -5,7 +5,7 @@
 All take the beginning of a long record (`data.long_records = "head"`). The files have broken rows,
 empty records, records of no unit and records longer than a sample. Turns of a chat are short: of
 one longer than 8 bytes a token of the sample, a92ccd9 left out later turns. At that commit
-`build_samples` is in `train_spec`, and takes the tokenizer too.
+`build_samples` is in `train.spec`, and takes the tokenizer too.
 """
 
 import hashlib

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import torchtitan_dp.train as train
 from tests.replay import records
 from torchtitan_dp.checkpoint import bookkeeping
 from torchtitan_dp.checkpoint.bookkeeping import Bookkeeping
@@ -19,6 +18,7 @@ from torchtitan_dp.data.batching import Samples
 from torchtitan_dp.gradients.optimizer import DPOptimizer, inner_optimizers
 from torchtitan_dp.ledger import Lineage, RunLog
 from torchtitan_dp.privacy.clipping import ClipPolicy
+from torchtitan_dp.train import trainer as train
 from torchtitan_dp.train.processor import SampleStatistics
 
 FAULTS: dict[str, Callable[[], None]] = {}

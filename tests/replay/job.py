@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import torchtitan_dp.train as train
 from tests.replay import faults
 from torchtitan_dp.checkpoint import bookkeeping
+from torchtitan_dp.train import trainer as train
 
 ENVIRONMENT = "REPLAY"
 CRASH = 137

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from torchtitan_dp.base import torch_private
 
-_QUANTIZATION = "torchtitan.components.quantization"  # it loads Inductor; `train_spec` asks for it
+_QUANTIZATION = "torchtitan.components.quantization"  # it loads Inductor; `train.spec` asks for it
 
 
 def has_accelerator() -> bool:

@@ -5,6 +5,9 @@ import sys
 
 if __name__ == "__main__":
     gc.disable()  # a fifth of the seconds of imports; TorchTitan's trainer does so anyway
-    from torchtitan_dp.train.trainer import main
 
+# isort: split
+from torchtitan_dp.train.trainer import main
+
+if __name__ == "__main__":
     main(sys.argv[1:])

@@ -25,7 +25,7 @@ PRELOADED = (
     "pytest_timeout",
     "tensorboard.backend.event_processing.event_accumulator",
     "tests.build",  # for TorchTitan, which needs ours in order to import without a GPU
-    "torchtitan_dp.train",
+    "torchtitan_dp.train.trainer",
 )
 
 
