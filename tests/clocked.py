@@ -16,16 +16,15 @@ CRASH = 137
 
 
 class Recorder:
-    """A run of W&B's that keeps what it gets in a file beside the folder."""
+    """A service that keeps what it gets of a run in a file beside its folder."""
 
-    def __init__(self, folder: str, name: str) -> None:
+    def __init__(self, folder: str, when: float) -> None:
         self._path = Path(f"{folder}.sent")
 
     def log(self, scalars: dict[str, float], step: int) -> None:
-        del scalars["_timestamp"]  # of the job that sent it
         self._write(step, scalars)
 
-    def finish(self) -> None:
+    def close(self) -> None:
         self._write("closed", {})
 
     def _write(self, *line: object) -> None:
@@ -58,6 +57,6 @@ def job(_connection: Any, argv: list[str], log: Path, limit: int, crashes_at: in
             return feed
 
     train.DPTrainer = Clocked  # type: ignore[misc]
-    outlets.start_wandb = Recorder  # type: ignore[assignment]
+    outlets.WandB = Recorder  # type: ignore[assignment,misc]
     check.check_packages = lambda config: None
     os._exit(neighbours.ended(argv, None, True, True, log))

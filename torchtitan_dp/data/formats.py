@@ -24,10 +24,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import IO, Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-import pyarrow.types as is_
-
 from torchtitan_dp.data.files import (
     BROKEN,
     MOST_ITEMS,
@@ -44,11 +40,21 @@ FOLDER = "folder"  # the unit field of records without fields
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
 # Stands for NUL, which the csv of Python 3.10 refuses; bytes other than UTF-8 are U+DC80 to U+DCFF.
 _NUL = "\udc00"
-
-
 _MOST_ROWS = 64  # that are decoded at once
-# Of a table that cannot be read:
-_ERRORS = (OSError, ValueError, KeyError, OverflowError, RuntimeError, TypeError, pa.ArrowException)
+
+
+def _pyarrow() -> Any:
+    """Import pyarrow where a file needs it: a start that reads none spares its quarter second."""
+    import pyarrow.parquet
+    import pyarrow.types
+
+    return pyarrow
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    """Of a table that cannot be read."""
+    of_python = OSError, ValueError, KeyError, OverflowError, RuntimeError, TypeError
+    return *of_python, _pyarrow().ArrowException
 
 
 @dataclass(frozen=True)
@@ -188,7 +194,7 @@ def _opened(path: str) -> IO[bytes]:
     codec = _CODECS.get(os.path.splitext(path)[1])
     if codec is None:
         return open(path, "rb", buffering=2**20)
-    raw: Any = pa.input_stream(path, compression=codec)
+    raw: Any = _pyarrow().input_stream(path, compression=codec)
     return io.BufferedReader(raw, buffer_size=2**20)
 
 
@@ -206,9 +212,10 @@ def is_pointer(path: str) -> bool:
 def parquet_rows(path: str, columns: Sequence[str]) -> Iterator[Fields | None]:
     """Yield the rows of a Parquet file. As many are decoded at once as fit if each has the largest
     value: a page may hold it once and repeat its number, but each row takes its whole size."""
+    pa = _pyarrow()
     footer, starts = _read_footer(path), tuple(f"{name}." for name in columns)
     how: dict[str, Any] = {"binary_type": pa.large_binary(), "list_type": pa.LargeListType}
-    with pq.ParquetFile(path, metadata=footer, buffer_size=2**20, **how) as file:
+    with pa.parquet.ParquetFile(path, metadata=footer, buffer_size=2**20, **how) as file:
         for number in range(footer.num_row_groups):
             group, done = footer.row_group(number), 0
             chunks = [group.column(i) for i in range(group.num_columns)]
@@ -226,7 +233,7 @@ def parquet_rows(path: str, columns: Sequence[str]) -> Iterator[Fields | None]:
                     break
                 except MemoryError:
                     raise
-                except _ERRORS as error:  # a damaged page
+                except _errors() as error:  # a damaged page
                     if isinstance(error, OSError) and error.errno:  # or a failing disk
                         raise
             yield from [None] * (group.num_rows - done)
@@ -256,32 +263,34 @@ def _rows(batch: Any) -> Iterator[Fields]:
 
 def _values(column: Any) -> list[object]:
     """Decode a column: at once where all of it is whole, else value by value."""
+    pa = _pyarrow()
     if isinstance(column, pa.ExtensionArray):
         return _values(column.storage)
     try:
-        if is_.is_dictionary(column.type):  # whose words may be large, and are all rows'
+        if pa.types.is_dictionary(column.type):  # whose words may be large, and are all rows'
             raise ValueError
         column.validate(full=True)
         found = column.to_pylist()
-    except _ERRORS:
+    except _errors():
         found = [_value(column.slice(i, 1)) for i in range(len(column))]
     return [value if _size(value) <= MOST_ROW_BYTES else BROKEN for value in found]
 
 
 def _value(one: Any) -> object:
     """Decode a column of one value, whatever lies beside it in the buffers."""
+    pa = _pyarrow()
     try:
-        if is_.is_dictionary(one.type):
+        if pa.types.is_dictionary(one.type):
             (at,) = one.indices.to_pylist()
             if at is None:
                 return None
             return _value(one.dictionary.slice(at, 1)) if 0 <= at < len(one.dictionary) else BROKEN
-        if not (_is_list(one.type) or is_.is_struct(one.type)):
+        if not (_is_list(one.type) or pa.types.is_struct(one.type)):
             one.validate(full=True)
             return one.to_pylist()[0]
         if one.null_count:
             return None
-        if is_.is_struct(one.type):
+        if pa.types.is_struct(one.type):
             names = [one.type.field(i).name for i in range(one.type.num_fields)]
             return dict(zip(names, map(_value, one.flatten()), strict=True))
         first, last = one.offsets.to_pylist()
@@ -289,7 +298,7 @@ def _value(one: Any) -> object:
             return BROKEN
         kept = range(first, min(last, first + MOST_ITEMS))
         return [_value(one.values.slice(i, 1)) for i in kept]
-    except _ERRORS:
+    except _errors():
         return BROKEN
 
 
@@ -307,7 +316,7 @@ def columns(kind: str, path: str) -> Columns:
     try:
         file = _arrow_reader(path)[0] if kind == "Arrow" else _read_footer(path)
         schema = file.schema if kind == "Arrow" else file.schema.to_arrow_schema()
-    except _ERRORS as error:
+    except _errors() as error:
         raise ValueError(
             f"training.dataset_path: {path} is no {kind} file, or damaged "
             f"({' '.join(str(error).split())[:200]}); write it again, or name the others by a glob"
@@ -317,26 +326,31 @@ def columns(kind: str, path: str) -> Columns:
 
 def misfit(kind: Any, key: str) -> str | None:
     """Describe the types that a column which a key names may have; None if this is one of them."""
-    while is_.is_dictionary(kind) or isinstance(kind, pa.BaseExtensionType):
-        kind = kind.value_type if is_.is_dictionary(kind) else kind.storage_type
+    pa = _pyarrow()
+    while pa.types.is_dictionary(kind) or isinstance(kind, pa.BaseExtensionType):
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind.storage_type
     is_text = str(kind) in ("string", "large_string", "string_view", "null")
     if key == "data.messages_field":
         of = kind.value_type if _is_list(kind) else None
-        fits = is_.is_null(kind) or (of is not None and is_.is_null(of))
-        if of is not None and is_.is_struct(of):  # no dictionaries, whose words messages repeat
-            fits = not any(is_.is_dictionary(of.field(i).type) for i in range(of.num_fields))
+        fits = pa.types.is_null(kind) or (of is not None and pa.types.is_null(of))
+        if of is not None and pa.types.is_struct(
+            of
+        ):  # and no dictionaries, whose words repeat
+            fits = not any(pa.types.is_dictionary(of.field(i).type) for i in range(of.num_fields))
         return None if fits else "lists of structs with a role and a content"
     if key == "data.unit_field":
-        return None if is_text or is_.is_integer(kind) else "texts or whole numbers"
+        return None if is_text or pa.types.is_integer(kind) else "texts or whole numbers"
     return None if is_text else "texts"
 
 
 def _is_list(kind: Any) -> bool:
-    return bool(is_.is_list(kind) or is_.is_large_list(kind))
+    pa = _pyarrow()
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
 
 
 def _arrow_reader(path: str) -> tuple[Any, bool]:
     """Open an Arrow stream or file, and return whether it is a file."""
+    pa = _pyarrow()
     source = pa.memory_map(path)
     try:
         return pa.ipc.open_stream(source), False
@@ -347,13 +361,14 @@ def _arrow_reader(path: str) -> tuple[Any, bool]:
 def _read_footer(path: str) -> Any:
     """Read the footer of a Parquet file without the Arrow types that it was written from, which
     would decide how columns are read: of dictionaries, with 32-bit offsets."""
+    pa = _pyarrow()
     with open(path, "rb") as file:
         file.seek(-8, os.SEEK_END)
         size = int.from_bytes(file.read(4), "little")
         file.seek(-8 - size, os.SEEK_END)
         footer = file.read()
     plain = footer.replace(b"ARROW:schema", b"arrow schema")  # a name that pyarrow does not know
-    return pq.read_metadata(pa.BufferReader(b"PAR1" + plain))
+    return pa.parquet.read_metadata(pa.BufferReader(b"PAR1" + plain))
 
 
 _LINES = "**/*.jsonl", "**/*.jsonl.gz", "**/*.jsonl.zst"

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import IO, Any, NamedTuple, NoReturn
 
 import numpy as np
-import pyarrow as pa
 
 from torchtitan_dp.base.process import private_opener
 from torchtitan_dp.data import say
@@ -405,6 +404,8 @@ def _rows(files: Files, source: Source, hashes: list[str]) -> Iterator[_Row]:
 
 def _naming_file(path: str, rows: Iterator[Fields | None]) -> Iterator[Fields | None]:
     """Name the file in the error of one that ends early, or cannot be read."""
+    from pyarrow import ArrowException
+
     try:
         yield from rows
     except MemoryError:
@@ -412,7 +413,7 @@ def _naming_file(path: str, rows: Iterator[Fields | None]) -> Iterator[Fields | 
             f"training.dataset_path: this machine's memory cannot hold a row of {path} (not "
             "private); take one with more"
         ) from None
-    except (OSError, EOFError, pa.ArrowException) as error:
+    except (OSError, EOFError, ArrowException) as error:
         raise ValueError(
             f"training.dataset_path: {path} cannot be read to its end ({error}): restore it, or "
             "name the others by a glob"
