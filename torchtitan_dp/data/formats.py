@@ -333,9 +333,7 @@ def misfit(kind: Any, key: str) -> str | None:
     if key == "data.messages_field":
         of = kind.value_type if _is_list(kind) else None
         fits = pa.types.is_null(kind) or (of is not None and pa.types.is_null(of))
-        if of is not None and pa.types.is_struct(
-            of
-        ):  # and no dictionaries, whose words repeat
+        if of is not None and pa.types.is_struct(of):  # and no dictionaries, whose words repeat
             fits = not any(pa.types.is_dictionary(of.field(i).type) for i in range(of.num_fields))
         return None if fits else "lists of structs with a role and a content"
     if key == "data.unit_field":
