@@ -36,9 +36,9 @@ def test_row67_every_asynchronous_collective_is_begun_in_one_file():
         for path in PACKAGE.rglob("*.py")
         if names_in(path) & ASYNCHRONOUS
     }
-    assert using.pop("torch_private.py") == ["functional_collectives"]  # which names them
+    assert using.pop("base/torch_private.py") == ["functional_collectives"]  # which names them
     assert using == {
-        "collectives.py": ["async_op", "functional_collectives"],
+        "base/collectives.py": ["async_op", "functional_collectives"],
         "gradients/fsdp.py": ["async_op"],  # FSDP2's own, which must be False
         "plan/fake_step.py": ["functional_collectives"],  # whose wait a fake step replaces
     }
@@ -51,7 +51,7 @@ def test_row67_their_results_are_waited_for_where_they_are_listed():
         if names_in(path) & {"Pending", "pass_on", "exchange"}
     }
     assert users == {
-        "collectives.py",
+        "base/collectives.py",
         "distributed/ring.py",
         "distributed/windows.py",
         "gradients/ghost.py",  # complete ones
