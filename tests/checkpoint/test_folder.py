@@ -165,3 +165,20 @@ def test_row82_the_checkpointer_prunes_by_whole_names(tmp_path, monkeypatch):
     saver.save(45)
     gone = [saver.purge_queue.get() for _ in range(saver.purge_queue.qsize())]
     assert gone == [str(tmp_path / "step-15")]
+
+
+@pytest.mark.parametrize("place", [".", "..", ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("mode", [0o020, 0o002])
+def test_a_checkpoint_that_others_may_write_to_is_refused_before_it_is_unpickled(
+    saved, tmp_path, place, mode
+):
+    path = os.path.join(saved, place)
+    os.chmod(path, os.stat(path).st_mode | mode)
+    for read in reads(saved):
+        with pytest.raises(ValueError, match=r"may be written by others, .* \(chmod -R go-w"):
+            read()
+    assert not (tmp_path / "made").exists()
+    os.chmod(path, os.stat(path).st_mode & ~mode)
+    os.chmod(os.path.dirname(saved), 0o1777)  # as of a mount: others cannot rename what lies there
+    load({"weight": torch.zeros(2, 3), "flag": None}, saved, no_dist=True)
+    assert (tmp_path / "made").exists()  # the attack works where nothing guards

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.data.drawn import HOW, UNITS, T, dealt, draws, loader, same, samples_of
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.base.process import Fault
-from torchtitan_dp.data.batching import Draw, Feed, Samples
+from torchtitan_dp.data.batching import Draw, Feed, Samples, require_same_step
 
 CPU = torch.device("cpu")
 LADDERS = ((T,), (4, 8, T))
@@ -135,3 +135,21 @@ def test_row61_ranks_that_draw_different_units_all_refuse_the_step(
     assert not any(character.isdigit() for character in line)
     (given,) = {count for _, count in ends}
     assert (given == 0) == (others[0] != drawn[0])
+
+
+def refusals(drawn: list[list[int]]) -> list[bool]:
+    """Return when this rank refuses."""
+    found = []
+    for pair in drawn:
+        try:
+            require_same_step(None, pair[dist.get_rank()], CPU)
+            found.append(False)
+        except Fault:
+            found.append(True)
+    return found
+
+
+def test_row61_fingerprints_are_compared_exactly() -> None:
+    high = 2**62 - 1  # high and high - 1 are equal in fp64; 0: the other one expects no step
+    pairs = [[5, 5], [high, high], [high, high - 1], [high - 1, high], [0, 1]]
+    assert on_ranks(2, refusals, pairs) == [[False, False, True, True, True]] * 2

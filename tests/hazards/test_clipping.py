@@ -308,3 +308,30 @@ def test_row36_frozen_is_bit_identical_and_the_rest_is_in_the_norm(frozen, metho
     for changed, norms, expected in on_ranks(2, frozen_layer, (1, 1, 2), frozen, method):
         assert changed == {name: frozen not in name for name in changed}
         assert norms[0] == pytest.approx(expected, rel=1e-5)
+
+
+def empty_record(degrees, method):
+    """A record without tokens, alone and (at B = 2) beside a good one: what it leaves is 0."""
+    tokens_NT, labels_NT = build.data(samples=2)
+    labels_NT[0] = -100
+    built = built_for(method, degrees)
+    B = built.batch_size
+
+    def add(valid):
+        loss_B = built.losses(tokens_NT[:B], labels_NT[:B])
+        clip = built.gradients.accumulate_clipped(loss_B, torch.tensor(valid[:B]))
+        return loss_B[0].item(), clip.norm_B[0].item()
+
+    found = add([True, False])
+    left = largest(taken(built))
+    add([True, True])
+    beside_good = taken(built)
+    add([False, True])
+    return found, left, equal(beside_good, taken(built))
+
+
+@by_method
+@pytest.mark.parametrize("cp", [1, 2])
+def test_row06_a_record_without_tokens_is_exactly_zero(cp, method):
+    for results in on_ranks(cp, empty_record, (1, 1, cp), method):
+        assert results == ((0.0, 0.0), 0.0, True)

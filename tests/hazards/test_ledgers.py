@@ -19,6 +19,7 @@ from torchtitan_dp.checkpoint import bookkeeping as bookkeeping_module
 from torchtitan_dp.checkpoint.bookkeeping import Bookkeeping
 from torchtitan_dp.checkpoint.start import decide_start, with_initial
 from torchtitan_dp.checkpoint.terms import settings_of
+from torchtitan_dp.gradients.optimizer import DPOptimizer
 from torchtitan_dp.ledger import Lineage
 from torchtitan_dp.ledger.lineage import Ancestor, History, not_private
 from torchtitan_dp.ledger.spending import inherited
@@ -194,3 +195,31 @@ def test_row45_what_initial_weights_showed_and_their_units_are_assumptions(tmp_p
     assumed = starting_from(tmp_path).caveats[-1]
     assert "rate and steps are assumed not to follow from what run" in assumed
     assert "records not to be larger" in assumed
+
+
+@pytest.mark.parametrize("counted", [0, 2, 3])
+def test_row45_weights_loaded_without_their_optimizer_are_not_trained_on(counted):
+    layer = torch.nn.Linear(2, 2)
+    adamw = torch.optim.AdamW(layer.parameters())
+    for _ in range(counted):
+        layer(torch.ones(2)).sum().backward()
+        adamw.step()
+    trainer = MagicMock(model_parts=[layer], step=2)
+    trainer.job_config.training.steps = 2
+    trainer.checkpointer.start.resumes = True
+    trainer.dp_optimizer = DPOptimizer(
+        adamw, {}, noise_multiplier=1, max_grad_norm=1, expected_batch_size=1
+    )
+    if counted == 2:
+        DPTrainer.batch_generator(trainer, [])
+    else:
+        with pytest.raises(RuntimeError, match=f"step 2 .* counted {counted} steps"):
+            DPTrainer.batch_generator(trainer, [])
+
+
+def test_row31_a_longer_run_may_not_overshoot_its_target(tmp_path):
+    (text, _), *_ = on_ranks(1, opened, str(tmp_path), *BY_TARGET, "--training.steps=10")
+    stopped_after_a_step(tmp_path, Lineage.from_json(text))
+    refusal = "training.steps = 20: this run.s noise was fixed at training.steps = 10"
+    with pytest.raises(AssertionError, match=refusal):
+        on_ranks(1, opened, str(tmp_path), *BY_TARGET, "--training.steps=20")

@@ -25,7 +25,10 @@ from torchtitan_dp.base.process import Fault
 from torchtitan_dp.checkpoint import manager
 from torchtitan_dp.checkpoint.manager import Checkpointer
 from torchtitan_dp.checkpoint.start import Start
+from torchtitan_dp.models.hugging_face import on_meta, shape
+from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.parallelize import build_optimizers
+from torchtitan_dp.models.parameters import first_overflow, overflow
 from torchtitan_dp.release.__main__ import empty_model, load_weights
 from torchtitan_dp.report.run_folder import open_run, status_rows
 
@@ -208,3 +211,33 @@ def test_row70_the_steps_of_a_resume_are_its_configurations(name, changes):
     for optimizer, wanted in zip(resumed, expected, strict=True):
         assert manager._settings(optimizer) == manager._settings(wanted)
         assert {int(state["step"]) for state in optimizer.state.values()} == {8}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_row69_one_value_that_is_not_finite_is_seen(bad):
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    assert overflow(model.parameters()).item() == 0.0
+    assert first_overflow(model.named_parameters()) == ""
+    with torch.no_grad():
+        model[1].weight[1, 0] = bad
+    assert overflow(model.parameters()).item() == 1.0
+    assert first_overflow(model.named_parameters()) == "1.weight"
+
+
+@pytest.mark.parametrize("lora", [(), ("--lora.rank=2", "--lora.targets=q_proj")])
+def test_row69_such_weights_are_not_exported(tmp_path, lora):
+    settings = build.config(f"--job.dump_folder={tmp_path}", *lora)
+    args = shape(settings)
+    args.update_from_config(settings)
+    model = on_meta(args).to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    export(model, settings)
+    name = f"model.model.layers.0.self_attn.q_proj.{'lora_b.' if lora else ''}weight"
+    with torch.no_grad():
+        dict(model.named_parameters())[name][0, 0] = torch.nan
+    (tmp_path / "hf").rename(tmp_path / "before")
+    with pytest.raises(ValueError, match=r"is not finite in .*32, so no model is written"):
+        export(model, settings)
+    assert not (tmp_path / "hf").exists()

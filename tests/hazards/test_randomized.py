@@ -16,6 +16,7 @@ from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.ledger import Lineage, summary
 from torchtitan_dp.ledger.lineage import Ancestor
 from torchtitan_dp.ledger.schema import read_published
+from torchtitan_dp.ledger.spending import Run, total
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.segments import Mechanism
@@ -164,3 +165,13 @@ def test_row24_and_67_people_are_told_of_estimates(tmp_path):
     exact = card_of(told | EXACT.mechanism.fields())
     assert "its gradient is clipped to norm C" in exact
     assert "| clipping | to norm C = 0.5, flat, vanilla |" in exact
+
+
+def test_row75_several_runs_add_up_by_pld():
+    runs = [
+        Run(a, Lineage(replace(s, accountant=a), steps=10, run=a), "f")
+        for s, a in ((EXACT, "rdp"), (ESTIMATED, "pld"))
+    ]
+    found = total(runs)
+    assert found.accountant == "pld"
+    assert spent(20, 0) < found.epsilon < spent(20, 32)

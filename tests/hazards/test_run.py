@@ -22,9 +22,12 @@ from tests.processes.runs import (
     load,
     privacy,
     train,
+    weights,
+    with_sigma,
     write_records,
 )
 from torchtitan_dp.ledger import schema
+from torchtitan_dp.train.outlets import find
 
 STEPS = 4
 SECRET = bytes(range(101, 133))  # what `RootKey.from_os` gives in `probed`
@@ -251,3 +254,47 @@ def test_hazard_44_checkpoint_keys_are_allowed_ones(probed, step):
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+
+
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory):
+    """A plain run in which no record is ever drawn."""
+    place = tmp_path_factory.mktemp("empty")
+    output = train(
+        arguments(
+            place / "out",
+            write_records(place / "data"),
+            *with_sigma(1),
+            "--privacy.sample_rate=1e-10",
+            "--privacy.delta=1e-12",  # below sample_rate / global_batch_size
+            "--training.global_batch_size=7",
+        ),
+        log=place / "log",
+        world_size=1,
+    )
+    return Finished(place, output)
+
+
+def test_hazard_16_an_empty_draw_is_a_step(empty):
+    run, scalars = empty, empty.scalars()
+    assert scalars["not_private/realized_batch_size"] == {s: 0.0 for s in range(1, STEPS + 1)}
+    before, after = weights(run.checkpoint(2)), weights(run.checkpoint(4))
+    for name, weight in before.items():
+        moved = (weight != after[name]).float().mean().item()
+        # A norm's weights are 192 near 1, of which one comes back to the same fp32 number with
+        # 1e-5: two of them would be 1%. Without the step, none moves.
+        assert moved > 0.9, f"{name}: {moved:.2%} of it moved"
+    epsilons = [scalars["private_to_publish/epsilon"][step] for step in range(1, STEPS + 1)]
+    assert epsilons == sorted(epsilons)
+    assert run.spent["steps"] == STEPS
+    assert run.spent["epsilon"] > 0
+
+
+def test_hazard_24_tags_are_labelled(probed):
+    tags = set(probed.scalars())
+    public = {t for t in tags if not t.startswith("not_private/")}
+    names = ("lr", "epsilon", "noise_multiplier")
+    assert public == {f"private_to_publish/{name}" for name in names}
+    assert [tag for tag in tags if find(tag.partition("/")[2]) is None] == []
+    for tag in ("loss", "realized_batch_size", "clipped_fraction", "norm_p50", "throughput(tps)"):
+        assert f"not_private/{tag}" in tags

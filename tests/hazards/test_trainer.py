@@ -427,3 +427,16 @@ def test_row49_the_trainer_adds_noise_as_configured(monkeypatch, secure):
     options = ["--privacy.secure_noise"] if secure else []
     train.DPTrainer(build.config(*options), MagicMock())
     assert builder.DPOptimizer.call_args.kwargs["secure_noise"] == secure
+
+
+def test_row74_checkpoints_inside_rounds_are_refused():
+    allocation = "--privacy.sampling=allocation", "--privacy.sample_rate=0.26"
+    for interval, is_right in ((3, False), (4, True), (6, False), (8, True)):
+        config = build.config(
+            *allocation, "--checkpoint.enable", f"--checkpoint.interval={interval}"
+        )
+        if is_right:
+            assert plan_start(config, 10, Start(), None).settings.mechanism.round_steps == 4
+        else:
+            with pytest.raises(ValueError, match=rf"checkpoint\.interval = {interval}: .* 4 steps"):
+                plan_start(config, 10, Start(), None)

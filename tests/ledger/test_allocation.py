@@ -12,8 +12,8 @@ from tests.accounts import begun, ended, publish
 from torchtitan_dp.checkpoint.folder import verify
 from torchtitan_dp.checkpoint.plan import settle
 from torchtitan_dp.ledger import Lineage, RunLog, Settings
-from torchtitan_dp.ledger.lineage import History
-from torchtitan_dp.ledger.spending import spent
+from torchtitan_dp.ledger.lineage import Ancestor, History
+from torchtitan_dp.ledger.spending import epsilon, spent
 from torchtitan_dp.privacy.accounting import compose
 from torchtitan_dp.privacy.segments import Mechanism, Segment, composition
 
@@ -72,3 +72,19 @@ def test_row74_a_change_of_sampling_is_refused_on_a_resume(back):
     now, before = (poisson, SETTINGS) if back else (SETTINGS, poisson)
     with pytest.raises(ValueError, match=r"privacy\.sampling = "):
         now.resumed(since=before)
+
+
+@pytest.mark.parametrize("steps, count", [(0, 0), (1, 1), (4, 1), (5, 2), (16, 4), (17, 5)])
+def test_a_stop_inside_a_round_counts_the_round(steps, count):
+    assert rounds(spent(Lineage(SETTINGS, steps=steps)).segments(MECHANISM)) == count
+
+
+@pytest.mark.parametrize("allocated_first", [False, True])
+def test_rounds_compose_with_an_ancestor_that_was_poisson_sampled(allocated_first):
+    poisson = replace(SETTINGS, mechanism=Mechanism(2.0, 1 / T), sampling="poisson")
+    first, then = (SETTINGS, poisson) if allocated_first else (poisson, SETTINGS)
+    ancestor = Ancestor("before", first, 5, 5, 0)
+    lineage = Lineage(then, steps=6, ancestors=(ancestor,))
+    parts = [(MECHANISM, 8), (poisson.mechanism, 6 if allocated_first else 5)]
+    expected = compose([Segment(*part) for part in parts], delta=1e-5, accountant="pld")
+    assert epsilon(spent(lineage), then) == pytest.approx(expected, rel=1e-9)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.accounts import begun, ended, export, mechanism, publish, with_terms
 from torchtitan_dp.checkpoint.bookkeeping import Account
-from torchtitan_dp.ledger import Lineage, Settings, read_published
+from torchtitan_dp.ledger import Lineage, Settings, log, read_published
 from torchtitan_dp.ledger.lineage import (
     Ancestor,
     HeldOutLoss,
@@ -292,3 +292,24 @@ def test_row66_a_held_out_unit_pays_all_that_the_initial_weights_spent():
     parts = releases(3.0, 1), SETTINGS.segment(32), releases(5.0, 2)
     assert heldout_epsilon(child) == of_losses(*parts)
     assert total([Run("1", child, "f")]).heldout_epsilon == of_losses(*parts)
+
+
+SET = {"data.unit_field": None, "data.heldout_fraction": 0.1, "data.text_field": "note"}
+
+
+def test_other_data_is_refused(tmp_path):
+    log.check_fingerprint(str(tmp_path), "a" * 64, SET)  # a first start: nothing to compare
+    log.write_fingerprint(str(tmp_path), "a" * 64, SET)
+    log.check_fingerprint(str(tmp_path), "a" * 64, SET)
+    assert log.read_fingerprint(str(tmp_path)) == "a" * 64
+    with pytest.raises(ValueError, match=r"^training\.dataset_path: the records are") as refused:
+        log.check_fingerprint(str(tmp_path), "b" * 64, SET)
+    assert not re.search("aaaa|bbbb", str(refused.value))  # fingerprints are private
+    assert stat.S_IMODE((tmp_path / "data_fingerprint.private").stat().st_mode) == 0o600
+    for key, value, before in (("data.unit_field", "who", None), ("data.text_field", "t", "note")):
+        said = f"{key} = {value!r}: this run was started with {before!r}, on which"
+        with pytest.raises(ValueError, match=re.escape(said)):
+            log.check_fingerprint(str(tmp_path), "b" * 64, {**SET, key: value})
+    (tmp_path / "data_fingerprint.private").write_text("a" * 64 + "\n[1\n")
+    with pytest.raises(ValueError, match="line 2: no settings; restore the file"):
+        log.check_fingerprint(str(tmp_path), "b" * 64, SET)

@@ -8,6 +8,7 @@ import logging
 import math
 import warnings
 
+import numpy as np
 import pytest
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.pld import PLDAccountant, privacy_loss_distribution
@@ -213,3 +214,44 @@ def test_a_senseless_target_is_refused(target):
         noise_multiplier(
             target_epsilon=target, delta=1e-5, sample_rate=0.1, steps=10, accountant="rdp"
         )
+
+
+def test_reference_values():
+    assert epsilon(**REFERENCE, accountant="rdp") == pytest.approx(2.1014, abs=1e-3)
+    assert epsilon(**REFERENCE, accountant="pld") == pytest.approx(1.82824, rel=2e-4)
+
+
+@pytest.mark.parametrize("sigma, steps, delta", [(1.0, 10**7, 1e-9), (1.0, 1_000, 1e-200)])
+def test_many_steps_and_the_smallest_deltas_are_counted_by_pld(sigma, steps, delta):
+    query = {"noise_multiplier": sigma, "sample_rate": 0.01, "steps": steps, "delta": delta}
+    assert epsilon(**query, accountant="pld") < 0.999 * epsilon(**query, accountant="rdp")
+    named = counted_by([steps_of(sigma, 0.01, steps)], delta=delta, accountant="pld")
+    assert named == "pld"
+
+
+def exact_one_step(sigma: float, q: float, delta: float) -> float:
+    """Epsilon of one step, the worse of both directions, by quadrature and root finding."""
+    nodes, weights = np.polynomial.legendre.leggauss(8)
+    edges = np.linspace(-12 * sigma, 1 + 12 * sigma, 20_001)
+    half = np.diff(edges)[:, None] / 2
+    x = edges[:-1, None] + half * (1 + nodes)
+    absent = norm.pdf(x, 0, sigma)
+    present = (1 - q) * absent + q * norm.pdf(x, 1, sigma)
+
+    def excess(eps: float, first: np.ndarray, second: np.ndarray) -> float:
+        return float((half * weights * np.maximum(0, first - math.exp(eps) * second)).sum()) - delta
+
+    return max(
+        optimize.brentq(excess, 0, 30, args=pair) if excess(0, *pair) > 0 else 0.0
+        for pair in ((present, absent), (absent, present))
+    )
+
+
+@pytest.mark.parametrize(
+    "sigma, q", [(0.5, 0.01), (0.5, 0.3), (1.0, 0.1), (1.0, 0.9), (3.0, 0.5), (2.0, 1.0)]
+)
+def test_one_step_against_the_exact_value(sigma, q):
+    exact = exact_one_step(sigma, q, 1e-5)
+    query = {"noise_multiplier": sigma, "sample_rate": q, "steps": 1, "delta": 1e-5}
+    assert exact <= epsilon(**query, accountant="pld") <= exact * 1.006 + 1e-4
+    assert epsilon(**query, accountant="rdp") >= exact

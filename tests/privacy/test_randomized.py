@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tests.accounts import gaussian_steps, steps_of
+from tests.accounts import gaussian_steps, mechanism, steps_of
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.losses import gaussian_losses, largest_ratio, ratios
 from torchtitan_dp.privacy.pld import composed, pld_epsilon
@@ -171,3 +171,10 @@ def test_merged_keeps_them_apart_and_closed_forms_are_of_exact_norms():
 def test_numbers_of_projections_that_are_refused(k):
     with pytest.raises(ValueError, match=f"privacy.projections = {k}: choose 8 to 4096"):
         steps_of(1.0, 0.1, 1, k)
+
+
+def test_the_search_for_noise_counts_estimates():
+    query = dict(steps=40, target_epsilon=2.0, delta=DELTA, accountant="pld")
+    sigma = accounting.noise_for(mechanism(1.0, 0.05, 32), **query)
+    assert 0.99 * 2.0 <= epsilon(sigma, 0.05, 40) <= 2.0
+    assert sigma > 1.02 * accounting.noise_for(mechanism(1.0, 0.05), **query)

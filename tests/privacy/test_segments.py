@@ -110,3 +110,11 @@ def test_a_query_computes_nothing_up_to_the_last_step_and_beyond_it_once(monkeyp
     assert curve.at(9) == curve.at(9) > last
     assert curve.at(8) == curve.at(9)  # still an upper bound
     assert computed == [9]
+
+
+def test_unlike_segments_compose_as_one_where_they_nearly_are():
+    """The composition of two distributions against the power of one."""
+    query = {"delta": DELTA, "accountant": "pld"}
+    whole = compose([steps_of(1.0, 0.01, 1_000)], **query)
+    almost = [steps_of(1.0, 0.01, 500), steps_of(1.0 + 1e-9, 0.01, 499), steps_of(1.0, 0.01, 1)]
+    assert compose(almost, **query) == pytest.approx(whole, rel=1e-3)
