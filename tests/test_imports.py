@@ -18,7 +18,7 @@ from tests.processes.runs import said
 PACKAGE = Path(__file__).parents[1] / "torchtitan_dp"
 FLOORS = [
     {"base", "privacy"},
-    {"distributed", "data", "gradients", "ledger"},
+    {"distributed", "data", "gradients", "ledger", "process"},
     {"config"},
     {"models"},
     {"checkpoint"},
