@@ -277,7 +277,7 @@ def _values(column: Any) -> list[object]:
 
 
 def _value(one: Any) -> object:
-    """Decode a column of one value, whatever lies beside it in the buffers."""
+    """Decode a column of one value, independent of its neighbours in the buffers."""
     pa = _pyarrow()
     try:
         if pa.types.is_dictionary(one.type):

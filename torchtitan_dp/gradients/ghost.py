@@ -16,7 +16,7 @@ of a layer is written in fp32 by its own product and multiplied there: the same 
 of traffic for each sample and value. `randomized` is the same with `RandomizedNorms`.
 
 Guarantee:
-    - With `ExactNorms`, one sample moves the sum by at most C, whatever error the ghost norms have.
+    - With `ExactNorms`, one sample moves the sum by at most C for any error of the ghost norms.
       Let n_l be the norm of the sample's gradient of parameter l as it was found, whose squares sum
       to n^2, and f the sample's factor, f n <= C (for each clip group). The sum gets
       f min(1, n_l / m_l) g_l, where g_l is the very fp32 tensor that is added, summed over cp, and

@@ -34,11 +34,11 @@ Guarantee:
       presence and records then change no other unit's projections, estimates, factors or
       contribution (but for how a device rounds products of other rows of a microbatch: on CPU, in
       fp32, at lengths that are no multiple of its vectors, by 1e-8 of itself), and move the sum by
-      at most C, whatever its own estimates: steps are accounted for as with exact norms. (Removing
+      at most C for any estimates: steps are accounted for as with exact norms. (Removing
       a unit from the population shifts later indices; that is equivalent to removing the last one,
       because draws and projections do not depend on the units' order.)
     - Otherwise `ghost` adds at most `largest_ratio` times the estimate, and `privacy.losses`
-      accounts for that. Both bounds hold whatever the error of floating point.
+      accounts for that. Both bounds hold for any error of floating point.
 """
 
 import math

@@ -7,7 +7,7 @@ be clipped as soon as backward has reached it.
 Guarantee:
     - Let g_i be the whole gradient of sample i, and s_i its squared norm over every shard. The sum
       built by `add_clipped_` with the factors of `clip` changes by at most C in l2 norm when one
-      sample is replaced by an empty one, whatever the record holds. Assumes that s_i is the same
+      sample is replaced by an empty one, for any content. Assumes that s_i is the same
       on every rank that holds a shard of g_i (one all-reduce over those ranks, before `clip`), and
       that g_i depends on sample i alone.
     - `ClipPolicy` alone has C, and alone decides factors. Each parameter is in exactly one of its M
@@ -74,7 +74,7 @@ def squared_norm(gradient: torch.Tensor) -> torch.Tensor:
 
     Rows of 256 are summed in fp32, and their sums in fp64: as fast as one fp32 norm, which on CPU
     loses 0.5% at 134M elements. The result is at most a share of 1.6e-5 below the exact one,
-    whatever the values. NaN, Inf and overflow stay visible as NaN or Inf.
+    for any values. NaN, Inf and overflow stay visible as NaN or Inf.
     """
     assert gradient.dtype == torch.float32, gradient.dtype
     in_rows = gradient.shape[-1] // _ROW * _ROW

@@ -5,7 +5,7 @@ Theorem 5.2; Dong, Roth & Su, "Gaussian Differential Privacy" (2022), for mu; Cl
 Pearson (1934) for a rate. Libraries with these bounds bring JAX, or need two trainings.
 
 Guarantee:
-    - Each returns more than the truth with probability at most 1 - confidence, whatever the attack:
+    - Each returns more than the truth with probability at most 1 - confidence, for any attack:
       `one_run_epsilon` than epsilon, if the audited program is (epsilon, delta)-DP for the attacked
       units; `gaussian_mu` than mu, if it is mu-Gaussian-DP, and than `mixture_mu`, if it is one
       step of estimated norms, at sampling rate 1.

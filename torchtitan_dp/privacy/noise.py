@@ -14,7 +14,7 @@ Both are of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 201
 against its published vectors (Random123, kat_vectors).
 
 Secure noise, under keys of its own, is for attacks on the low bits of a noised sum, which can rule
-out a sum that an observer suspects, whatever epsilon says (Mironov, CCS 2012). Each value is the
+out a sum that an observer suspects, at any epsilon (Mironov, CCS 2012). Each value is the
 sum of four fp64 draws over 2 (Holohan & Braghin 2021: a search for the draws behind a value takes
 2**159 trials), is added in fp64, and is rounded once to a multiple of `grid(std)`, which depends on
 nothing private. It takes about five times as long.

@@ -8,7 +8,7 @@ Guarantee (proof: docs/proofs.md, "Privacy loss distributions"):
       one is returned. Where its numbers cannot be had, the answer is infinity. `gaussian_epsilon`
       is exact but for float64's rounding, allowed for. `pld_profile` is the same bound at every
       epsilon at once.
-    - `composed` bounds delta at every epsilon >= 0 for the sum of independent losses, whatever the
+    - `composed` bounds delta at every epsilon >= 0 for the sum of independent losses, for any
       tilt, which decides where the bound is tight. Before the transform masses are multiplied by
       e^(tilt loss) and divided by their sum, and after it divided and multiplied. What float64 may
       have taken from a value is bounded, from the transform's own magnitudes, and added to it;

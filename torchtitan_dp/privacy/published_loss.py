@@ -4,7 +4,7 @@
 
 Guarantee:
     - One unit's content moves f by at most L / n: n is public and no function of losses, each unit
-      adds from 0 to L whatever its loss is (NaN adds L, a unit without a target 0), and the sum is
+      adds from 0 to L for any loss (NaN adds L, a unit without a target 0), and the sum is
       of whole numbers of L / 2^30, without rounding. So a release with noise of standard deviation
       s L / n is, for one held-out unit under `zero_out`, the Gaussian mechanism of noise
       multiplier s.

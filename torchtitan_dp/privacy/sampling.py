@@ -90,9 +90,9 @@ def choices(key: bytes, position: int, *, secure: bool = False) -> Choices:
     """Draw what one unit of one step takes: which of its records, and which window of it.
 
     The unit at `position` of the population has 2^128 blocks of the Philox stream of the step's
-    "window" key to itself, so its choices are the same on every rank and mesh, whatever else is
-    drawn; with `secure` they are from SHAKE-256. Each call begins anew, so that a choice can be
-    repeated.
+    "window" key to itself, so its choices are the same on every rank and mesh, for any
+    other draws; with `secure` they are from SHAKE-256. Each call begins anew, so that a choice can
+    be repeated.
     """
     assert len(key) == 32, "the key of a step has 32 bytes"
     assert position >= 0

@@ -2,7 +2,7 @@
 
 Guarantee:
     - `Mechanism.composition(n)` dominates n steps that begin at a start, for neighbours as in
-      `accounting`, whatever was released before: Poisson-subsampled Gaussians and rounds of random
+      `accounting`, given all earlier releases: Poisson-subsampled Gaussians and rounds of random
       allocation. Accountants, and `dp_event`, see nothing else of a mechanism.
     - `merged` changes nothing about what the steps spend: their order is irrelevant, steps that
       draw nobody or are infinitely noisy spend nothing, and Gaussian mechanisms without sampling,
