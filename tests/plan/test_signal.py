@@ -10,7 +10,9 @@ import pytest
 
 import torchtitan_dp.plan.__main__ as plan
 from tests.processes.runs import ROOT, arguments, with_sigma, write_records
-from torchtitan_dp.plan.signal import Target, noise_of, recommend, rows_of
+from torchtitan_dp.plan.signal import noise_of, recommend, rows_of
+from torchtitan_dp.privacy import accounting
+from torchtitan_dp.privacy.segments import Mechanism
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -33,39 +35,48 @@ def noise(sigma, trained, batch, steps):
     return noise_of(noise_multiplier=sigma, trained=trained, batch=batch, steps=steps)
 
 
-TEN_THOUSAND = Target(8.0, 1e-6, "pld", 10_000)
+def promise(units, delta):
+    """The sigma of a batch and steps at epsilon = 8, and the units."""
+
+    def sigma_of(batch, steps):
+        mechanism, terms = Mechanism(1.0, batch / units), {"target_epsilon": 8.0, "delta": delta}
+        return accounting.noise_for(mechanism, steps, accountant="pld", **terms)
+
+    return sigma_of, units
+
+
+TEN_THOUSAND = promise(10_000, 1e-6)
 
 
 def test_noise_of_published_runs():
     """N = 10,000, epsilon = 8, delta = 1e-6, of 1B and its adapters; and GPT-2 on E2E, by the
     settings in the code of Li et al., known to be good."""
     for batch, steps, in_step, over_run in ((64, 200, 267, 18.9), (1024, 12, 23.6, 6.8)):
-        sigma = TEN_THOUSAND.noise_multiplier(batch, steps)
+        sigma = TEN_THOUSAND[0](batch, steps)
         full = noise(sigma, FULL_1B, batch, steps)
         assert full.in_step == pytest.approx(in_step, rel=0.015)
         assert full.over_run == pytest.approx(over_run, rel=0.01)
-    sigma = Target(8.0, 8e-6, "pld", 42_061).noise_multiplier(1024, 411)
+    sigma = promise(42_061, 8e-6)[0](1024, 411)
     gpt2 = noise(sigma, 124_000_000, 1024, 411)
     assert (gpt2.in_step, gpt2.over_run) == pytest.approx((7.4, 0.37), rel=0.01)
     assert not gpt2.drowns
 
 
-class Formula(Target):
-    """As accountants have it, roughly, without their seconds: a noise that one step needs, and one
-    that grows with all that is drawn. `epsilon` stands for mu."""
-
-    def noise_multiplier(self, batch, steps):
-        rate = batch / self.units
-        return math.hypot(0.45 * (rate < 1), math.sqrt(steps) * rate / self.epsilon)
-
-
-def rows(target, batch, steps):
-    sigma = target.noise_multiplier(batch, steps)
-    return rows_of(target, batch=batch, steps=steps, noise_multiplier=sigma)
-
-
 def formula(units, mu=1.6):
-    return Formula(mu, 1e-6, "pld", units)
+    """As accountants have it, roughly, without their seconds: a noise that one step needs, and one
+    that grows with all that is drawn."""
+
+    def sigma_of(batch, steps):
+        rate = batch / units
+        return math.hypot(0.45 * (rate < 1), math.sqrt(steps) * rate / mu)
+
+    return sigma_of, units
+
+
+def rows(target, batch, steps, scale=1.0):
+    sigma_of, units = target
+    sigma = scale * sigma_of(batch, steps)
+    return rows_of(sigma_of, units=units, batch=batch, steps=steps, noise_multiplier=sigma)
 
 
 @pytest.mark.parametrize(
@@ -84,22 +95,21 @@ def formula(units, mu=1.6):
 def test_what_is_recommended(target, batch, steps, best):
     """Also to who follows a recommendation: the same."""
     found = rows(target, batch, steps)
-    assert best == (found.best and (found.best.batch, found.best.steps))
+    assert best == (found.best and (found.best.global_batch_size, found.best.steps))
     assert found.asked in found.rows
     assert found.best is None or found.best in found.rows
     noises = [row.noise(FULL_1B).over_run for row in found.rows]
     assert noises == sorted(noises, reverse=True)  # what bounds the batch is not the noise
     assert noises[-1] > 0.99 * found.least * math.sqrt(FULL_1B)
     for row in found.rows:
-        assert abs(row.batch * row.steps - batch * steps) <= row.batch / 2
-        assert row.sample_rate == pytest.approx(row.batch / target.units)
+        assert abs(row.global_batch_size * row.steps - batch * steps) <= row.global_batch_size / 2
+        assert row.sample_rate == pytest.approx(row.global_batch_size / target[1])
 
 
 def test_estimated_norms_scale_the_other_rows():
     """Their own calibration takes seconds."""
     exact = rows(formula(1_702), 24, 80)
-    sigma = 1.098 * exact.asked.noise_multiplier
-    found = rows_of(formula(1_702), batch=24, steps=80, noise_multiplier=sigma)
+    found = rows(formula(1_702), 24, 80, scale=1.098)
     assert len(found.rows) > 1
     for row, one in zip(found.rows, exact.rows, strict=True):
         assert row.noise_multiplier == pytest.approx(1.098 * one.noise_multiplier)

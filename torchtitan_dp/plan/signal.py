@@ -12,9 +12,11 @@ adapters, and independent noise against noise that is correlated over steps.
 """
 
 import copy
+import dataclasses
 import functools
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +34,7 @@ from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.hugging_face import trained_count
 from torchtitan_dp.models.lora import lora_of
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.segments import Mechanism, Segment
+from torchtitan_dp.privacy.segments import Mechanism
 
 DROWNS = 5.0
 """Above this much noise over the run, in C, the plan warns: of what the default model learns in 40
@@ -63,11 +65,10 @@ class Noise:
 
     def describe(self, trained: int, clipping: str) -> str:
         """Put the noise beside the largest signal that there can be."""
-        layers = ", with every group of layers at its bound"
+        layers = "" if clipping == "flat" else ", with every group of layers at its bound"
         return (
             f"noise: norm {self.in_step:.3g} C per step, {self.over_run:.3g} C averaged over the "
-            f"run, over {trained:,} trained values; a clipped gradient's norm is at most C"
-            f"{'' if clipping == 'flat' else layers}"
+            f"run, over {trained:,} trained values; a clipped gradient's norm is at most C{layers}"
         )
 
     def for_programs(self) -> dict[str, float | bool]:
@@ -95,33 +96,16 @@ def noise_of_run(mechanism: Mechanism, *, trained: int, batch: float, steps: int
     return Noise(in_step.in_step, in_sum.over_run)
 
 
-@dataclass(frozen=True)
-class Target:
-    """The terms that stay when batch and steps are exchanged: the promise, and the units."""
-
-    epsilon: float
-    delta: float
-    accountant: accounting.Accountant
-    units: int  # public, or batch / sample rate
-    before: tuple[Segment, ...] = ()  # what initial weights had spent
-
-    def noise_multiplier(self, batch: int, steps: int) -> float:
-        """Find the sigma that keeps the promise; ValueError, one line, if there is none."""
-        return accounting.noise_for(
-            Mechanism(1.0, batch / self.units),
-            steps,
-            target_epsilon=self.epsilon,
-            delta=self.delta,
-            accountant=self.accountant,
-            before=self.before,
-        )
+SigmaOf = Callable[[int, int], float]
+"""Finds the noise multiplier that keeps the promise, of a batch and steps; ValueError, one line, if
+there is none."""
 
 
 @dataclass(frozen=True)
 class Row:
     """One way to divide the same compute into a batch and steps."""
 
-    batch: int
+    global_batch_size: int
     steps: int
     sample_rate: float
     noise_multiplier: float
@@ -132,7 +116,9 @@ class Row:
 
     def noise(self, trained: int) -> Noise:
         sigma = self.noise_multiplier
-        return noise_of(noise_multiplier=sigma, trained=trained, batch=self.batch, steps=self.steps)
+        return noise_of(
+            noise_multiplier=sigma, trained=trained, batch=self.global_batch_size, steps=self.steps
+        )
 
 
 @dataclass(frozen=True)
@@ -145,18 +131,20 @@ class Rows:
     least: float  # over the run, for one trained parameter, with all units in each step
 
 
-def rows_of(target: Target, *, batch: int, steps: int, noise_multiplier: float) -> Rows:
+def rows_of(
+    sigma_of: SigmaOf, *, units: int, batch: int, steps: int, noise_multiplier: float
+) -> Rows:
     """Work out batches of powers of two times the one asked for, batch x steps staying the same.
 
     The best row has the largest batch that is within bounds, and that is worth doubling to. A
     smaller batch than the one asked for is best only where that is out of bounds.
 
-    `noise_multiplier` is the sigma of the row asked for. Where estimated norms need a larger one,
-    that of other rows is scaled alike, which is quick, and close. Raises ValueError, one line, if
-    the target is out of the accountant's range.
+    `units` is public, or batch / sample rate; `noise_multiplier` is of the row asked for. Where
+    estimated norms need a larger one, that of other rows is scaled alike, which is quick, and
+    close. Raises ValueError, one line, if the target is out of the accountant's range.
     """
-    asked = Row(batch, steps, batch / target.units, noise_multiplier)
-    scale = noise_multiplier / target.noise_multiplier(batch, steps)
+    asked = Row(batch, steps, batch / units, noise_multiplier)
+    scale = noise_multiplier / sigma_of(batch, steps)
 
     @functools.cache
     def row(power: int) -> Row | None:
@@ -164,13 +152,13 @@ def rows_of(target: Target, *, batch: int, steps: int, noise_multiplier: float) 
             return asked
         size = round(batch * 2.0**power)
         count = round(batch * steps / size) if size else 0
-        if size > target.units or count < 1:
+        if size > units or count < 1:
             return None
         try:
-            sigma = scale * target.noise_multiplier(size, count)
+            sigma = scale * sigma_of(size, count)
         except ValueError:  # out of the accountants' range
             return None
-        return Row(size, count, size / target.units, sigma)
+        return Row(size, count, size / units, sigma)
 
     def is_worth(row: Row | None, doubled: Row) -> bool:
         return row is not None and doubled.noise(1).over_run <= WORTH * row.noise(1).over_run
@@ -181,7 +169,7 @@ def rows_of(target: Target, *, batch: int, steps: int, noise_multiplier: float) 
     while (one := row(best)) and not one.within_bounds:
         best -= 1
     shown = [found for p in range(min(best, 0) - 1, max(best, 0) + 2) if (found := row(p))]
-    least = scale * target.noise_multiplier(target.units, 1) / target.units
+    least = scale * sigma_of(units, 1) / units
     return Rows(tuple(shown), asked, row(best), least)
 
 
@@ -216,12 +204,22 @@ def recommend(config: JobConfig, plan: Plan, args: ModelArgs, *, loads: bool) ->
     settings, epsilon = plan.settings, config.privacy.target_epsilon
     assert epsilon is not None
     units, batch = settings.implied_units, settings.expected_batch_size
-    terms = settings.delta, settings.accountant, units
-    target = Target(epsilon, *terms, inherited(plan.ledger.ancestors))
+    before = inherited(plan.ledger.ancestors)
+
+    def sigma_of(batch: int, steps: int) -> float:
+        return accounting.noise_for(
+            Mechanism(1.0, batch / units),
+            steps,
+            target_epsilon=epsilon,
+            delta=settings.delta,
+            accountant=settings.accountant,
+            before=before,
+        )
+
     sigma = settings.mechanism.noise_multiplier
     if settings.bands > 1 or settings.sampling == "allocation":  # rows are of Poisson sampling
-        sigma = target.noise_multiplier(batch, plan.steps)
-    rows = rows_of(target, batch=batch, steps=plan.steps, noise_multiplier=sigma)
+        sigma = sigma_of(batch, plan.steps)
+    rows = rows_of(sigma_of, units=units, batch=batch, steps=plan.steps, noise_multiplier=sigma)
     trained = {config.lora.rank: trained_count(args)}  # the own rank first
     for rank in (0,) if config.lora.rank else _RANKS if loads else ():
         other = copy.deepcopy(args)
@@ -231,7 +229,7 @@ def recommend(config: JobConfig, plan: Plan, args: ModelArgs, *, loads: bool) ->
     bands, privacy = None, config.privacy
     correlates = privacy.sampling == "poisson" and not privacy.secure_noise
     if correlates and settings.mechanism.largest_share == 1:
-        found = noise_by_bands(config, units, inherited(plan.ledger.ancestors))
+        found = noise_by_bands(config, units, before)
         bands = bands_of(found, trained[config.lora.rank], batch, plan.steps)
     width = None if sys.stderr.isatty() else _LOG_WIDTH
     console = Console(stderr=True, highlight=False, soft_wrap=True, width=width)
@@ -241,20 +239,15 @@ def recommend(config: JobConfig, plan: Plan, args: ModelArgs, *, loads: bool) ->
         console.print(line, markup=False)
     best = rows.best
     return {
-        "global_batch_size": best and best.batch,
+        "global_batch_size": best and best.global_batch_size,
         "steps": best and best.steps,
         "sample_rate": best and best.sample_rate,
         "lora_rank": rank,
         "reason": sentence,
         "bands": bands,
         "rows": [
-            {
-                "global_batch_size": row.batch,
-                "steps": row.steps,
-                "sample_rate": row.sample_rate,
-                "noise_multiplier": row.noise_multiplier,
-                "noise_over_run": {_word(r): row.noise(d).over_run for r, d in trained.items()},
-            }
+            dataclasses.asdict(row)
+            | {"noise_over_run": {_word(r): row.noise(d).over_run for r, d in trained.items()}}
             for row in rows.rows
         ],
     }
@@ -269,13 +262,14 @@ def _recommended(config: JobConfig, rows: Rows, trained: dict[int, int]) -> tupl
     recommended settings in a sentence."""
     best, asked, own = rows.best, rows.asked, config.lora.rank
     if best is None:
+        drawn = asked.global_batch_size * asked.steps
         return own, (
-            f"recommended: none: {asked.batch * asked.steps:,} {unit_word(config)}s in all do not "
-            f"suffice for {FEWEST_STEPS} steps (a heuristic); raise training.steps"
+            f"recommended: none: {drawn:,} {unit_word(config)}s in all do not suffice for "
+            f"{FEWEST_STEPS} steps (a heuristic); raise training.steps"
         )
     good = [rank for rank, count in trained.items() if not best.noise(count).drowns]
     rank = good[0] if good else own
-    keys = f"training.global_batch_size = {best.batch}, training.steps = {best.steps}"
+    keys = f"training.global_batch_size = {best.global_batch_size}, training.steps = {best.steps}"
     if config.privacy.sample_rate is not None:
         keys += f", privacy.sample_rate = {best.sample_rate:.6g}"
     if rank != own:
@@ -304,7 +298,7 @@ def _table(rows: Rows, trained: dict[int, int], units: int) -> Table:
     for row in rows.rows:
         is_best = row is rows.best
         table.add_row(
-            f"{row.batch:,}",
+            f"{row.global_batch_size:,}",
             f"{row.steps:,}",
             f"{row.sample_rate:.3g}",
             f"{row.sample_rate * row.steps:.3g}",
