@@ -3,7 +3,6 @@
 import pytest
 
 import torchtitan_dp.plan.__main__ as plan
-import torchtitan_dp.plan.report as plan_report
 from tests.processes.runs import arguments, write_records
 
 GIB = 2**30
@@ -14,7 +13,7 @@ HOST = "host memory (predicted): "
 @pytest.fixture(autouse=True)
 def machine(monkeypatch, own_cache):
     """A machine that has 3 GiB left."""
-    monkeypatch.setattr(plan_report, "available_bytes", lambda: 3 * GIB)
+    monkeypatch.setattr(plan, "available_bytes", lambda: 3 * GIB)
 
 
 def host_line(said):

@@ -13,12 +13,15 @@ checkpointing and method that fit (`choose`).
 """
 
 import argparse
+import dataclasses
 import math
 import multiprocessing
 import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from torchtitan_dp.config.commands import first, parsed
 
@@ -28,20 +31,56 @@ if __name__ == "__main__":  # before PyTorch, which takes seconds to import
 # isort: split
 import torch
 
+from torchtitan_dp.base.process import lock_folder, typed
+from torchtitan_dp.checkpoint.plan import Plan
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.load import (
-    exit_on_mistake,
-    load_config,
-    seeks_fewest_ranks,
-    write_json,
-)
+from torchtitan_dp.config.derived import feed_forward_chunk, heldout_units, mesh_degrees, unit_word
+from torchtitan_dp.config.load import exit_on_mistake, load_config, seeks_fewest_ranks, write_json
 from torchtitan_dp.distributed.devices import cuda_devices, memory_bytes
 from torchtitan_dp.distributed.host_memory import available_bytes
+from torchtitan_dp.gradients.methods import METHODS
+from torchtitan_dp.ledger.schema import explain
+from torchtitan_dp.ledger.spending import heldout_epsilon, spent
+from torchtitan_dp.ledger.templates import templates
+from torchtitan_dp.models.hugging_face import describe, parameter_count, skeleton, trained_count
 from torchtitan_dp.plan.choose import choose, fewest_ranks, show_choices, write
 from torchtitan_dp.plan.memory import DEFAULT_GIB, GIB, predict, show_memory
-from torchtitan_dp.plan.report import Spent, for_programs, make_report, show
-from torchtitan_dp.plan.roofline import MACHINES, Machine, step_seconds
-from torchtitan_dp.plan.signal import recommend, refuse
+from torchtitan_dp.plan.roofline import (
+    MACHINES,
+    RANKS_A_NODE,
+    Machine,
+    StepCost,
+    step_cost,
+    step_seconds,
+)
+from torchtitan_dp.plan.signal import DROWNS, Noise, noise_of_run, recommend, refuse
+from torchtitan_dp.privacy.segments import Mechanism
+from torchtitan_dp.train.check import Checked, check_run, notices, show_records, tokenizer_lines
+from torchtitan_dp.train.machine import host_memory, refuse_lack
+
+_TEXT = templates(Path(__file__).parent).get_template("plan.txt.j2")
+
+
+class Loss(NamedTuple):
+    """The held-out loss that a run publishes at its end."""
+
+    units: int
+    deviation: float  # of its noise, in nats
+    epsilon: float  # with those that crashes interrupted
+
+
+@dataclass(frozen=True)
+class Spending:
+    """The spending, noise and cost of a run with privacy."""
+
+    plan: Plan
+    trained: int  # parameters
+    noise: Noise
+    kept_noise_gib: float  # of a rank: earlier steps', where noise is correlated
+    cost: StepCost
+    meaning: tuple[str, ...]  # of epsilon, for one person: sentences
+    if_capped: float | None  # epsilon, were estimated norms capped; None where they are
+    loss: Loss | None  # None where none is published
 
 
 def main(argv: list[str]) -> list[str]:
@@ -60,26 +99,47 @@ def main(argv: list[str]) -> list[str]:
             found = ranks_a_sample(config, overrides, world_size, memory_gib, options.ranks_here)
         overrides = [*overrides, *found]
         config = load_config(overrides, world_size)
-        report = make_report(config, world_size, ranks_here=options.ranks_here, units=options.units)
-    show(report)
-    if (spent := report.spent) is None:
+        available = available_bytes()  # before records are indexed
+        checked = check_run(config, units=options.units)
+        lock_folder(config.job.dump_folder).close()
+        if options.ranks_here is not None:
+            refuse_lack(config, checked.args, options.ranks_here, available)
+        spending = None if checked.plan is None else _spending(config, checked, checked.plan)
+    host = _host(config, checked, options.ranks_here or min(world_size, RANKS_A_NODE))
+    _show(config, checked, spending, host, available)
+    if spending is None:
         if machine or asked:
             print("      nothing more is predicted without privacy", file=sys.stderr)
         return found
-    content, args = for_programs(report, spent), report.checked.args
+    plan, args = spending.plan, checked.args
+    content = {
+        "epsilon": plan.epsilon if plan.private else None,
+        "epsilon_stated": plan.epsilon_stated if plan.private else None,
+        "private": plan.private,
+        **plan.settings.fields(),
+        "steps": plan.steps,
+        "parameters": parameter_count(args),
+        "trained_parameters": spending.trained,
+        "world_size": world_size,
+        **dataclasses.asdict(spending.cost),
+        "host_memory": host,
+        "signal": spending.noise.for_programs(),
+        "recommendation": None,
+        "choices": [],
+    }
     with exit_on_mistake():
         if options.recommend:
-            loads = report.checked.start.loads
-            content["recommendation"] = recommend(config, spent.plan, args, loads=loads)
+            loads = checked.start.loads
+            content["recommendation"] = recommend(config, plan, args, loads=loads)
         if config.privacy.noise == "banded" and config.privacy.bands == "auto":
-            overrides = [*overrides, f"--privacy.bands={spent.plan.settings.bands}"]
+            overrides = [*overrides, f"--privacy.bands={plan.settings.bands}"]
         if options.choose and machine:
-            content |= chosen(overrides, world_size, machine, memory_gib, spent, options)
+            content |= chosen(overrides, world_size, machine, memory_gib, plan, options)
         elif machine:
-            rounds = spent.cost.microbatches_per_step
+            rounds = spending.cost.microbatches_per_step
             seconds = step_seconds(config, args, machine, rounds)
-            print(f"      {machine.describe(seconds, spent.plan.steps)}", file=sys.stderr)
-            content |= seconds.for_programs(spent.plan.steps)
+            print(f"      {machine.describe(seconds, plan.steps)}", file=sys.stderr)
+            content |= seconds.for_programs(plan.steps)
     memory = predict(overrides, world_size, memory_gib) if predicts else None
     if memory is not None:
         content |= memory.for_programs()
@@ -164,11 +224,11 @@ def chosen(
     world_size: int,
     machine: Machine,
     memory_gib: float,
-    spent: Spent,
+    plan: Plan,
     options: argparse.Namespace,
 ) -> dict[str, Any]:
     """Choose a setting, show it and write it; return it for programs. ValueError, one line."""
-    settings, steps = spent.plan.settings, spent.plan.steps
+    settings, steps = plan.settings, plan.steps
     drawn = settings.implied_units, settings.mechanism.sample_rate
     choices = choose(overrides, world_size, machine, memory_gib, *drawn)
     show_choices(choices, steps, machine)
@@ -176,6 +236,76 @@ def chosen(
         write(options.write, options.config_file, choices[0].keys)
     every = [choice.for_programs(steps) for choice in choices]
     return {**choices[0].step.for_programs(steps), "choices": every}
+
+
+def _spending(config: JobConfig, checked: Checked, plan: Plan) -> Spending:
+    args, settings, ledger = checked.args, plan.settings, plan.ledger
+    count, batch = settings.implied_units, settings.expected_batch_size
+    mechanism, trained = settings.mechanism, trained_count(args)
+    steps = spent(ledger, lost=False).segments(mechanism, max(plan.steps - ledger.steps, 0))
+    meaning = explain(ledger, steps, plan.epsilon)
+    if_capped = None
+    if mechanism.largest_share > 1:
+        exact = Mechanism(mechanism.noise_multiplier, mechanism.sample_rate)
+        if_capped = dataclasses.replace(settings, mechanism=exact).epsilon(plan.steps)
+    _, dp_shard, cp = mesh_degrees(config)
+    return Spending(
+        plan=plan,
+        trained=trained,
+        noise=noise_of_run(mechanism, trained=trained, batch=batch, steps=plan.steps),
+        kept_noise_gib=4 * (mechanism.period - 1) * trained / (dp_shard * cp) / GIB,
+        cost=step_cost(config, args, records=count, rate=mechanism.sample_rate),
+        meaning=tuple(meaning.sentences(ledger.settings.unit)) if meaning else (),
+        if_capped=if_capped,
+        loss=_loss(config, plan, len(checked.records.heldout)),
+    )
+
+
+def _loss(config: JobConfig, plan: Plan, heldout: int) -> Loss | None:
+    loss, spends = plan.ledger.heldout_loss, heldout_epsilon(plan.ledger)
+    if loss is None or spends is None:
+        return None
+    replicate, shard, _ = mesh_degrees(config)
+    at_once = replicate * shard * config.training.local_batch_size
+    units = heldout_units(heldout, config.validation.steps, at_once)
+    return Loss(units, loss.noise_multiplier * loss.clip / units, spends)
+
+
+def _host(config: JobConfig, checked: Checked, ranks: int) -> dict[str, float]:
+    """Predict the host's memory of a rank, and of so many ranks of a node, in GiB."""
+    memory = host_memory(config, checked.args)
+    return {
+        "inputs_gib": memory.inputs / GIB,
+        "save_gib": memory.copy / GIB,
+        "node_gib": ranks * sum(memory) / GIB,
+        "node_ranks": ranks,
+    }
+
+
+def _show(
+    config: JobConfig,
+    checked: Checked,
+    spending: Spending | None,
+    host: dict[str, float],
+    available: int | None,
+) -> None:
+    """Print a report for people, on stderr."""
+    show_records(config, checked)
+    text = _TEXT.render(
+        **vars(checked),
+        config=config,
+        spent=spending,
+        host=host,
+        left=available and available / GIB,
+        drowns=DROWNS,
+        command=typed("plan"),
+        unit=unit_word(config),
+        method=METHODS[config.privacy.gradient_method],
+        tile=feed_forward_chunk(config) if skeleton(checked.args).gated else 0,
+        notices=[*tokenizer_lines(config, checked.records.source), *notices(config)],
+        model=describe(config, checked.args),
+    )
+    print(text, end="", file=sys.stderr)
 
 
 if __name__ == "__main__":
