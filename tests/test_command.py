@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.clusters.namespaces import need
+from tests.processes import forks
+from tests.processes.runs import arguments, with_sigma, write_records
 from torchtitan_dp import __main__ as command
 
 ROOT = Path(__file__).parents[1]
@@ -67,3 +70,35 @@ def test_a_reader_that_leaves_ends_a_command_without_a_traceback(unbuffered: str
     )
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (1, b"")
+
+
+@pytest.mark.slow
+def test_one_machine_needs_no_name_that_resolves(tmp_path: Path) -> None:
+    """A host of `lo` alone, whose name nobody knows: torchrun's workers waited for it for ever."""
+    need("a host that nobody knows", ("ip", "hostname"), "iproute2 hostname")
+    forks.need()
+    options = arguments(tmp_path / "out", write_records(tmp_path / "data"), *with_sigma(1))
+    train = [sys.executable, "-m", "torchtitan_dp", "train", *options, "--training.steps=1"]
+    host = 'ip link set lo up; hostname no-such-host; exec "$@"'
+    ended = subprocess.run(
+        [
+            "unshare",
+            "--net",
+            "--uts",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "sh",
+            "-c",
+            host,
+            "",
+            *train,
+        ],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "NGPU": "2"},
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+    assert (tmp_path / "out" / "privacy.json").exists()

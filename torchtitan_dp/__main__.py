@@ -120,6 +120,7 @@ def _training(rest: list[str]) -> tuple[str, list[str]]:
     os.environ["TORCHTITAN_DP_LAUNCHER_PID"] = str(os.getpid())
     return "launch", [
         *("--processes", processes, "--rdzv_backend", "c10d", "--rdzv_endpoint=localhost:0"),
+        "--local_addr=127.0.0.1",  # a host name need not resolve
         *("--local-ranks-filter", os.environ.get("LOG_RANK", "0"), "--role", "rank"),
         *("--tee", "3", "-m", "torchtitan_dp.train", *rest),
     ]

@@ -180,7 +180,8 @@ class _Launched:
         torchrun = [
             *(sys.executable, "-m", "torchtitan_dp.launch"),
             *("--nproc_per_node", str(world_size), "--rdzv_backend", "c10d"),
-            *("--rdzv_endpoint=localhost:0", "--role", "rank", "--tee", "3"),
+            *("--rdzv_endpoint=localhost:0", "--local_addr=127.0.0.1"),
+            *("--role", "rank", "--tee", "3"),
             *program,
             *argv,
         ]
