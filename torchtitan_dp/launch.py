@@ -28,6 +28,7 @@ import termios
 from pathlib import Path
 
 from torchtitan_dp.base.process import PLANNED, STOP_SIGNAL, STOPPED_FILE, Fault
+from torchtitan_dp.config.load import exit_on_mistake, fail, load_config
 
 EXIT_STOPPED = 75
 _GOES_ON = "the same command resumes from the newest checkpoint"
@@ -55,11 +56,9 @@ class Signals:
         self.asked, self.checked, self._pressed = False, False, False
 
     def handle(self) -> None:
-        numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup sets it
-            numbers.append(signal.SIGHUP)
-        for number in numbers:
-            signal.signal(number, self._answer)
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # by nohup
+                signal.signal(number, self._answer)
 
     def _answer(self, number: int, _: object) -> None:
         if number == signal.SIGHUP:
@@ -133,11 +132,10 @@ def _leave_other_nodes() -> None:
     say that this is one machine of several, for which it would wait."""
     nodes = os.environ.get("PET_NNODES", "1")
     if {*nodes.split(":")} != {"1"}:
-        _say(
-            f"error: PET_NNODES = '{nodes}': this command trains on one machine; unset it, or "
-            "start python -m torchtitan_dp.launch on each (docs/clusters.md)"
+        fail(
+            f"PET_NNODES = '{nodes}': this command trains on one machine; unset it, or start "
+            "python -m torchtitan_dp.launch on each (docs/clusters.md)"
         )
-        raise SystemExit(2)
     for name in [name for name in os.environ if name.startswith("PET_")]:
         del os.environ[name]
 
@@ -148,8 +146,6 @@ def _checked(processes: str, argv: list[str]) -> list[str]:
     Raises:
         SystemExit: the plan found and printed a mistake, or the devices cannot be used.
     """
-    from torchtitan_dp.config.load import exit_on_mistake, load_config
-
     module = argv.index("-m")
     with exit_on_mistake():  # before PyTorch, which takes seconds to import
         load_config(argv[module + 2 :], None if processes == "auto" else int(processes))

@@ -10,12 +10,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.derived import (
-    DEGREES,
-    mesh_degrees,
-    trains_one_sample,
-    unit_word,
-)
+from torchtitan_dp.config.derived import DEGREES, mesh_degrees, trains_one_sample, unit_word
 from torchtitan_dp.config.supported import Mistakes, Row, refusals, unsupported
 from torchtitan_dp.gradients.methods import METHODS
 
@@ -25,8 +20,8 @@ def check(config: JobConfig, world_size: int | None) -> None:
     key, value and remedy. `config` has its values in range, and degrees, sampling and the gradient
     method resolved; the mesh is not checked without `world_size`."""
     tables = [_mesh(config, world_size)] if world_size else []
-    tables += [rows(config) for rows in (_steps, _length, _memory, _heldout, _weights)]
-    tables += [_samples(config), _rope(config)]
+    every = (_steps, _length, _memory, _heldout, _weights, _samples, _rope)
+    tables += [rows(config) for rows in every]
     if config.privacy.enable:
         tables.append(_privacy(config))
     mistakes = [line for rows in tables for line in islice(refusals(config, rows), 1)]
@@ -61,8 +56,8 @@ def _mesh(config: JobConfig, world_size: int) -> Iterator[Row]:
 
 def _steps(config: JobConfig) -> Iterator[Row]:
     """Yield the rows of the schedule, the optimizer and the profiler."""
-    steps, privacy, profiling = config.training.steps, config.privacy, config.profiling
-    schedule = config.lr_scheduler.total_steps
+    steps, schedule = config.training.steps, config.lr_scheduler.total_steps
+    privacy, profiling = config.privacy, config.profiling
     yield (
         schedule is not None and schedule < steps,
         f"lr_scheduler.total_steps: below training.steps = {steps}, so that later learning rates "

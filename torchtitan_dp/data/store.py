@@ -325,14 +325,12 @@ def writing_lock(folder: str) -> Iterator[None]:
     """Keep other processes from writing a store; the kernel unlocks it if this one dies."""
     lock = filelock.FileLock(f"{folder}.lock", mode=0o600)
     try:
-        lock.acquire(timeout=WAIT_S)
+        held = lock.acquire(timeout=WAIT_S)
     except filelock.Timeout:
         say("waiting for another process, which prepares the same training.dataset_path")
-        lock.acquire()
-    try:
+        held = lock.acquire()
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 def mark_used(store: Store, run: str) -> None:

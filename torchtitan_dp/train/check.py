@@ -164,13 +164,14 @@ def build_samples(records: Records, config: JobConfig) -> Samples:
 
 def check_packages(config: JobConfig) -> None:
     """Refuse, by ValueError, a service whose package is not installed."""
-    for key, wanted, package in (
-        ("metrics.enable_wandb", config.metrics.enable_wandb, "wandb"),
-        ("metrics.enable_mlflow", config.metrics.enable_mlflow, "mlflow"),
+    for package, wanted in (
+        ("wandb", config.metrics.enable_wandb),
+        ("mlflow", config.metrics.enable_mlflow),
     ):
         if wanted and importlib.util.find_spec(package) is None:
             raise ValueError(
-                f"{key} = true: {package} is not installed; pip install 'torchtitan-dp[{package}]'"
+                f"metrics.enable_{package} = true: {package} is not installed; pip install "
+                f"'torchtitan-dp[{package}]'"
             )
 
 

@@ -55,13 +55,7 @@ from torchtitan_dp.selfcheck.proof import prove
 from torchtitan_dp.train.check import check_run, show_notices
 from torchtitan_dp.train.processor import PrivateMetricsProcessor, SampleStatistics
 from torchtitan_dp.train.rehearsal import rehearse
-from torchtitan_dp.train.spec import (
-    BaselineTrainer,
-    RunTrainer,
-    export_weights,
-    quiet,
-    register,
-)
+from torchtitan_dp.train.spec import BaselineTrainer, RunTrainer, export_weights, quiet, register
 
 
 class DPTrainer(RunTrainer):
