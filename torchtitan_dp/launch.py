@@ -151,24 +151,19 @@ def _checked(processes: str, argv: list[str]) -> list[str]:
         load_config(argv[module + 2 :], None if processes == "auto" else int(processes))
 
     gc.disable()  # a fifth of the seconds in which PyTorch and transformers are imported
-    from torchtitan_dp.distributed.devices import (
-        cuda_devices,
-        default_processes,
-        missing_devices,
-        require_usable_devices,
-    )
+    from torchtitan_dp.distributed import devices
 
     with exit_on_mistake():
-        require_usable_devices()
-    if (warning := missing_devices()) is not None:
+        devices.require_usable_devices()
+    if (warning := devices.missing_devices()) is not None:
         _say(warning)
-    workers = default_processes() if processes == "auto" else int(processes)
+    workers = devices.default_processes() if processes == "auto" else int(processes)
     here = ["--world_size", str(workers), "--ranks_here", str(workers)]
     argv = [*argv, *_run_plan([*here, *argv[module + 2 :]])]
     gc.enable()
     os.environ[PLANNED] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // workers)))
-    where = "" if cuda_devices() else " on the CPU"
+    where = "" if devices.cuda_devices() else " on the CPU"
     _say(f"starting {workers} process{'es' if workers > 1 else ''}{where}…")
     return ["--nproc_per_node", str(workers), *argv]
 

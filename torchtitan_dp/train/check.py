@@ -84,16 +84,11 @@ def open_records(config: JobConfig, source: Source | None = None) -> Records:
 
 def source_of(config: JobConfig) -> Source:
     """Return the files that a configuration names, and how they are read."""
-    data, assets_path = config.data, config.model.hf_assets_path
-    tokenizer = load_tokenizer(assets_path)
+    data, training, assets_path = config.data, config.training, config.model.hf_assets_path
+    tokenizer, path = load_tokenizer(assets_path), training.dataset_path or ""
     fields = data.text_field, data.prompt_field, data.messages_field
-    return Source(
-        config.training.dataset,
-        config.training.dataset_path or "",
-        reading(*fields, assets_path, tokenizer),
-        tokenizer,
-        data.unit_field,
-    )
+    how = reading(*fields, assets_path, tokenizer)
+    return Source(training.dataset, path, how, tokenizer, data.unit_field)
 
 
 def check_run(config: JobConfig, *, units: int | None = None) -> Checked:
@@ -111,16 +106,15 @@ def check_run(config: JobConfig, *, units: int | None = None) -> Checked:
         samples = build_samples(records, config)
         found = records.check_targets(samples)
         records = dataclasses.replace(records, warnings=records.warnings + found)
+        if config.data.on_undecodable == "error" and (bad := records.undecodable()):
+            raise ValueError(
+                f"data.on_undecodable = 'error': {bad} of {len(records.store)} records cannot be "
+                "decoded; fix them, or set it to 'empty' (they then contribute nothing)"
+                + "".join(f"; not private: {warning}" for warning in records.warnings)
+            )
     else:
-        fraction = config.data.heldout_fraction
-        records = Records.empty(source, units, fraction)
+        records = Records.empty(source, units, config.data.heldout_fraction)
         samples = build_samples(records, config)
-    if units is None and config.data.on_undecodable == "error" and (bad := records.undecodable()):
-        raise ValueError(
-            f"data.on_undecodable = 'error': {bad} of {len(records.store)} records cannot be "
-            "decoded; fix them, or set it to 'empty' (they then contribute nothing)"
-            + "".join(f"; not private: {warning}" for warning in records.warnings)
-        )
     if config.privacy.enable:
         refuse_delta_of_loss(config, len(records.heldout))
         if units is None:
@@ -211,7 +205,18 @@ def check_names(config: JobConfig, start: Start) -> None:
             "started with"
         )
     if config.checkpoint.last_save_in_hf:
-        _check_target(os.path.join(config.job.dump_folder, EXPORT_FOLDER), config)
+        target = os.path.join(config.job.dump_folder, EXPORT_FOLDER)
+        for key, used in (
+            ("model.hf_assets_path", assets),
+            ("checkpoint.initial_load_path", config.checkpoint.initial_load_path),
+            ("checkpoint.folder", os.path.join(config.job.dump_folder, config.checkpoint.folder)),
+        ):
+            inside = os.path.realpath(used or "/") + os.sep
+            if inside.startswith(os.path.realpath(target) + os.sep):
+                raise ValueError(
+                    f"{key} = '{used}': checkpoint.last_save_in_hf would replace it by its own "
+                    f"'{target}'; use another job.dump_folder, or move it"
+                )
         tokenizer_files(config)
     if start.loads and not os.path.isdir(start.place):
         remedy = from_hub(start.place) or "name the one with initial weights"
@@ -241,20 +246,6 @@ def check_files(config: JobConfig, args: ModelArgs, start: Start) -> None:
         refuse_other_settings(start.place, args.settings, origin(config))
 
 
-def _check_target(target: str, config: JobConfig) -> None:
-    for key, used in (
-        ("model.hf_assets_path", config.model.hf_assets_path),
-        ("checkpoint.initial_load_path", config.checkpoint.initial_load_path),
-        ("checkpoint.folder", os.path.join(config.job.dump_folder, config.checkpoint.folder)),
-    ):
-        inside = os.path.realpath(used or "/") + os.sep
-        if inside.startswith(os.path.realpath(target) + os.sep):
-            raise ValueError(
-                f"{key} = '{used}': checkpoint.last_save_in_hf would replace it by its own "
-                f"'{target}'; use another job.dump_folder, or move it"
-            )
-
-
 def show_notices(config: JobConfig, checked: Checked) -> None:
     """Print warnings of the records and notices of the configuration, as a plan does."""
     show_records(config, checked)
@@ -273,9 +264,8 @@ def show_records(config: JobConfig, checked: Checked) -> None:
 
 def notices(config: JobConfig) -> list[str]:
     """List the notices of the configuration, and of releases that are not tested."""
-    lines, training, checkpoint = untested(), config.training, config.checkpoint
-    if (part := never_trained(config)) is not None:
-        lines.append(part)
+    lines = [*untested(), *filter(None, [never_trained(config)])]
+    training, checkpoint = config.training, config.checkpoint
     if training.seq_len > (window := shape(config).max_seq_len):
         lines.append(
             f"training.seq_len = {training.seq_len:,} is beyond the {window:,} positions of the "
@@ -295,11 +285,9 @@ def notices(config: JobConfig) -> list[str]:
 
 def tokenizer_lines(config: JobConfig, source: Source) -> list[str]:
     """Describe the tokenizer, and samples whose end is never learned."""
-    where, reading = config.model.hf_assets_path, source.reading
-    end = None
-    if reading.template is not None:
-        end = reading.template.lacks_end
-    elif source.tokenizer.eos_id is None:
+    where, template = config.model.hf_assets_path, source.reading.template
+    end = None if template is None else template.lacks_end
+    if template is None and source.tokenizer.eos_id is None:
         end = "the tokenizer has no eos: the model never learns to stop"
     named = f"tokenizer: {source.tokenizer.describe()}" + (f", from {where}" if where else "")
     return [named, *filter(None, [end])]
@@ -312,8 +300,7 @@ _LAST = 0.01  # of the steps, which a decay to zero may leave without a change
 
 def factors(config: JobConfig) -> dict[int, float]:
     """Return the schedule's factor of each step, or of many of them and the last."""
-    steps = config.training.steps
-    factor = schedule(config)
+    steps, factor = config.training.steps, schedule(config)
     looked_at = {*range(0, steps, max(1, steps // _LOOKED_AT)), steps - 1}
     return {index + 1: factor(index) for index in sorted(looked_at)}
 

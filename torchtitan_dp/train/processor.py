@@ -42,14 +42,8 @@ class SampleStatistics:
 
     def add(self, loss_B: torch.Tensor, valid_B: torch.Tensor, clip: Clip) -> None:
         """Add some samples: their partial losses on this rank, and how they were clipped."""
-        columns = (
-            loss_B.detach().double(),
-            clip.norm_B,
-            valid_B.double(),
-            clip.rejected_B.double(),
-            clip.exceeds_B.double(),
-        )
-        self.rows.append(torch.stack(columns, dim=1))
+        columns = (loss_B.detach(), clip.norm_B, valid_B, clip.rejected_B, clip.exceeds_B)
+        self.rows.append(torch.stack([column.double() for column in columns], dim=1))
 
     def reduce(self, parallel_dims: ParallelDims) -> dict[str, float]:
         """Compute statistics over all ranks, which are not private; of an empty batch its counts.
@@ -170,13 +164,9 @@ class PrivateMetricsProcessor(LabelledMetricsProcessor):
         tokens_per_s = self.ntokens_since_last_log / (elapsed * devices)
         peak = self.device_memory_monitor.get_peak_stats()
         active, reserved = peak.max_active_gib, peak.max_reserved_gib
-        not_private = {
-            **statistics,
-            "throughput(tps)": tokens_per_s,
-            "memory/max_active(GiB)": active,
-            "memory/max_reserved(GiB)": reserved,
-            "memory/reserved_over_active": reserved / max(active, 1e-9),
-        }
+        not_private = {**statistics, "throughput(tps)": tokens_per_s}
+        not_private |= {"memory/max_active(GiB)": active, "memory/max_reserved(GiB)": reserved}
+        not_private["memory/reserved_over_active"] = reserved / max(active, 1e-9)
         speed = f"memory: {reserved:.2f}GiB  tps: {round(tokens_per_s):,}"
         if math.isfinite(self.gpu_peak_flops):  # it is unknown of a CPU
             mfu = 100 * self.num_flops_per_token * tokens_per_s / self.gpu_peak_flops
