@@ -90,12 +90,9 @@ class LabelledMetricsProcessor(MetricsProcessor):
         self.job_config = job_config
         if os.environ.get("NO_COLOR"):
             self.color = NoColor()
-        self._planned: float | None = None
 
-    def begin(self, step: int, *, private: bool, epsilon_planned: float | None = None) -> None:
-        """Open the sinks, after loading; `step` is the last that was taken, and `epsilon_planned`
-        that at the last planned one, where this rank knows it."""
-        self._planned = epsilon_planned
+    def begin(self, step: int, *, private: bool) -> None:
+        """Open the sinks, after loading; `step` is the last that was taken."""
         self.logger = open_outlets(self.job_config, step, private=private)
         if self.job_config.metrics.enable_tensorboard:
             folder = shlex.quote(self.job_config.job.dump_folder)
@@ -116,7 +113,10 @@ class PrivateMetricsProcessor(LabelledMetricsProcessor):
     """The scalars of a private run, and its progress."""
 
     def begin(self, step: int, *, private: bool, epsilon_planned: float | None = None) -> None:
-        super().begin(step, private=private, epsilon_planned=epsilon_planned)
+        """Begin with the clock, too; `epsilon_planned` is that at the last planned step, where this
+        rank knows it."""
+        super().begin(step, private=private)
+        self._planned = epsilon_planned
         training, dims = self.job_config.training, self.parallel_dims
         rows = training.global_batch_size * self.job_config.data.windows_per_draw
         at_once = dims.dp_replicate * dims.dp_shard * training.local_batch_size
