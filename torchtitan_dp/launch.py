@@ -142,10 +142,7 @@ def _leave_other_nodes() -> None:
 
 def _checked(processes: str, argv: list[str]) -> list[str]:
     """Run the plan on the workers' own arguments; return torchrun's arguments for so many workers.
-
-    Raises:
-        SystemExit: the plan found and printed a mistake, or the devices cannot be used.
-    """
+    SystemExit if it found and printed a mistake, or the devices cannot be used."""
     module = argv.index("-m")
     with exit_on_mistake():  # before PyTorch, which takes seconds to import
         load_config(argv[module + 2 :], None if processes == "auto" else int(processes))

@@ -85,11 +85,8 @@ def _checked(values: dict[str, Any], world_size: int | None, mistakes: list[str]
 
 
 def write_config(config: JobConfig) -> list[str]:
-    """Keep `config` in its `job.dump_folder`; the paths of public inputs are made absolute.
-
-    Returns:
-        a line for each key that the last start there had otherwise; they are in force from now on.
-    """
+    """Keep `config` in its `job.dump_folder`, with absolute paths of public inputs. Return a line
+    for each key that the last start there had otherwise; they are in force from now on."""
     values = dataclasses.asdict(config)
     for section, key in (("model", "hf_assets_path"), ("checkpoint", "initial_load_path")):
         if path := values[section][key]:
@@ -120,13 +117,8 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def read_config(folder: str) -> JobConfig:
-    """Return the configuration of the run in `folder`, for one process.
-
-    `job.dump_folder` becomes `folder`: a run may have been moved.
-
-    Raises:
-        ValueError: one line for the user.
-    """
+    """Return the configuration of the run in `folder`, for one process; ValueError, one line.
+    `job.dump_folder` becomes `folder`: a run may have been moved."""
     path = os.path.join(folder, RUN_CONFIG_FILE)
     if not os.path.isfile(path):
         raise ValueError(

@@ -60,9 +60,6 @@ _REMEDIES = {
 }
 
 
-Row = tuple[bool, str]
-"""Whether a key's value is refused, and "key: reason; remedy"."""
-
 _Range = tuple[Callable[[Any], bool], str]
 """The test of a value, and its words, which follow "must be"."""
 
@@ -168,38 +165,37 @@ class Mistakes(ValueError):
         self.lines = lines
 
 
-def refusals(config: JobConfig, rows: Iterable[Row]) -> Iterator[str]:
-    """Yield one line, with key, value and remedy, for each row that is refused."""
-    for is_refused, line in rows:
-        if is_refused:
-            key, _, remedy = line.partition(": ")
-            value = operator.attrgetter(key)(config)
-            given = "is not set" if value is None else f"= {_shown(value)}"
-            yield f"{key} {given}: {remedy}"
+def refusals(config: JobConfig, rows: Iterable[str]) -> Iterator[str]:
+    """Put the key's value into each row, "key: reason; remedy", that is refused."""
+    for line in rows:
+        key, _, remedy = line.partition(": ")
+        value = operator.attrgetter(key)(config)
+        given = "is not set" if value is None else f"= {_shown(value)}"
+        yield f"{key} {given}: {remedy}"
 
 
 def _shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-def out_of_range(config: JobConfig) -> Iterator[Row]:
+def out_of_range(config: JobConfig) -> Iterator[str]:
     """Yield the rows of numbers that are not finite, and of values that a run would fail on."""
     for key, value, _ in values(config):
         holds, words = _RANGES.get(key, (lambda _: True, "a number"))
         is_finite = not isinstance(value, int | float) or abs(value) <= sys.float_info.max
-        is_right = value is None or (is_finite and holds(value))
-        yield not is_right, f"{key}: must be {'' if is_finite else 'finite, '}{words}"
-        is_more = isinstance(value, int) and is_right and abs(value) > _LARGEST
-        yield is_more, f"{key}: must be from -{_LARGEST} to {_LARGEST}"
+        if value is not None and not (is_finite and holds(value)):
+            yield f"{key}: must be {'' if is_finite else 'finite, '}{words}"
+        elif isinstance(value, int) and abs(value) > _LARGEST:
+            yield f"{key}: must be from -{_LARGEST} to {_LARGEST}"
 
 
-def unsupported(config: JobConfig) -> Iterator[Row]:
+def unsupported(config: JobConfig) -> Iterator[str]:
     """Yield the rows of keys that privacy does not support, whose defaults they must keep."""
     supported = supported_keys()
     for key, value, default in values(config):
-        usual = f"remove it (the default is {_shown(default)})"
-        remedy = _REMEDIES.get(key, f"not supported with privacy; {usual}")
-        yield key not in supported and value != default, f"{key}: {remedy}"
+        if key not in supported and value != default:
+            usual = f"remove it (the default is {_shown(default)})"
+            yield f"{key}: {_REMEDIES.get(key, f'not supported with privacy; {usual}')}"
 
 
 def supported_keys() -> set[str]:
