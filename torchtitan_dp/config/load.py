@@ -76,7 +76,10 @@ def _checked(values: dict[str, Any], world_size: int | None, mistakes: list[str]
     """Return the configuration of checked values, `~`, `auto` and -1 resolved, if it can work;
     `mistakes` are those in their keys and types."""
     config: JobConfig = from_values(schema(), values)
-    _resolve_home(config)
+    for section in filter(dataclasses.is_dataclass, vars(config).values()):
+        for key, value in vars(section).items():  # a shell replaces `~` in front of a word alone
+            if isinstance(value, str) and key.endswith(("path", "folder", "file")):
+                setattr(section, key, os.path.expanduser(value))
     resolve(config, world_size or 1)
     if mistakes := [*mistakes, *refusals(config, out_of_range(config))]:
         raise Mistakes(mistakes)
@@ -158,14 +161,6 @@ def write_json(path: str, content: dict[str, Any]) -> None:
         sys.stdout.write(text)
     else:
         Path(path).expanduser().write_text(text, encoding="utf-8")
-
-
-def _resolve_home(config: Any) -> None:
-    """Replace `~` in front of a path, in place: a shell does so in front of a word alone."""
-    for section in vars(config).values():
-        for key, value in vars(section).items() if dataclasses.is_dataclass(section) else ():
-            if isinstance(value, str) and key.endswith(("path", "folder", "file")):
-                setattr(section, key, os.path.expanduser(value))
 
 
 def _read_toml(path: str) -> dict[str, Any]:

@@ -44,7 +44,6 @@ from torchtitan_dp.data.reading import reading
 from torchtitan_dp.data.tokenizer import ByteTokenizer, from_hub, load_tokenizer
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.gradients.optimizer import MomentumSGD
-from torchtitan_dp.ledger import Lineage
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.hugging_face import check_weights, on_meta, origin, shape, skeleton
@@ -99,7 +98,15 @@ def check_run(config: JobConfig, *, units: int | None = None) -> Checked:
     start = decide_start(config)
     check_names(config, start)
     source = source_of(config)
-    earlier, plan = check_folder(config, start, source, units)
+    folder, earlier, plan = config.job.dump_folder, None, None
+    if not config.privacy.enable:
+        refuse_private_folder(folder)
+    else:  # refuse other terms than those of the run in the folder
+        if units is None:
+            check_records(folder, None, settings_of(source, config.data.heldout_fraction))
+        refuse_another_optimizer(config, start)
+        if (earlier := earlier_ledger(folder)) is not None:
+            plan = plan_start(config, earlier.settings.implied_units, start, earlier)
     args = check_model(config, start)
     if units is None:
         records = open_records(config, source)
@@ -118,27 +125,10 @@ def check_run(config: JobConfig, *, units: int | None = None) -> Checked:
     if config.privacy.enable:
         refuse_delta_of_loss(config, len(records.heldout))
         if units is None:
-            check_records(config.job.dump_folder, records.fingerprint, records.settings)
+            check_records(folder, records.fingerprint, records.settings)
         if plan is None or plan.settings.implied_units != len(records.train):
             plan = plan_start(config, len(records.train), start, earlier)
     return Checked(start, args, records, samples, plan)
-
-
-def check_folder(
-    config: JobConfig, start: Start, source: Source, units: int | None
-) -> tuple[Lineage | None, Plan | None]:
-    """Refuse, by ValueError, other terms than those of the run in `job.dump_folder`; return its
-    ledger, and its plan for as many units as it has."""
-    folder = config.job.dump_folder
-    if not config.privacy.enable:
-        refuse_private_folder(folder)
-        return None, None
-    if units is None:
-        check_records(folder, None, settings_of(source, config.data.heldout_fraction))
-    refuse_another_optimizer(config, start)
-    if (earlier := earlier_ledger(folder)) is None:
-        return None, None
-    return earlier, plan_start(config, earlier.settings.implied_units, start, earlier)
 
 
 def build_samples(records: Records, config: JobConfig) -> Samples:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 
 # isort: split
-from torchtitan.components.metrics import BaseLogger, MetricsProcessor
+from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import NoColor
@@ -79,7 +79,7 @@ class LabelledMetricsProcessor(MetricsProcessor):
     """TorchTitan's metrics, for our sinks. TorchTitan's own W&B sink would send the whole
     configuration and the console's lines."""
 
-    logger: BaseLogger
+    logger: Outlets
     time_last_log: float
     ntokens_since_last_log: int
 
@@ -105,7 +105,6 @@ class LabelledMetricsProcessor(MetricsProcessor):
 
     def send(self) -> None:
         """Send what services get once the planned steps are taken."""
-        assert isinstance(self.logger, Outlets)
         self.logger.send()
 
 
