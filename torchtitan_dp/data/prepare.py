@@ -154,12 +154,11 @@ class Source:
             f"{self.facts.row} in a file like {' or '.join(self.facts.below)}{there}"
         )
 
-    def notices(self, files: Files) -> list[str]:
+    def notices(self, files: Files) -> Iterator[str]:
         """Describe files that are left out, and splits that are read together. NOT PRIVATE."""
-        found = []
         if files.passed:
             every = len(files.passed) + len(files.names)
-            found.append(
+            yield (
                 f"{len(files.passed):,} of {every:,} files in training.dataset_path are not read "
                 f"({_endings(files.passed)}), since '{self.format}' takes those that match "
                 f"{', '.join(self.facts.below)}, of a saved data set those that its state.json "
@@ -170,11 +169,10 @@ class Source:
         splits = Counter(split for of in words for split in {_SPLITS[word] for word in of})
         if "train" in splits and len(splits) > 1:
             counted = ", ".join(f"{count:,} of '{split}'" for split, count in splits.items())
-            found.append(
+            yield (
                 "by their names, files of several splits are trained on together: "
                 f"{counted}; name those to train on alone by training.dataset_path"
             )
-        return found
 
     def refuse_lacks(self, lacks: Iterable[Lack], none: str, records: str = "") -> NoReturn:
         """Refuse a data set for what its records lack, the most frequent first."""
@@ -320,7 +318,8 @@ def _tokenize(output: IO[bytes], files: Files, source: Source) -> tuple[bytes, d
         source.refuse_lacks(counted, f"none of the {count:,} records has a target to learn")
     hashes_R2 = np.frombuffer(hashes, dtype="<u8").reshape(count, -1)
     units = (singles if source.unit_field is None else group)(hashes_R2)
-    _, times = np.unique(np.frombuffer(spellings, "<u8")[units.first()], return_counts=True)
+    firsts_of_units = units.members[units.starts[:-1]]
+    _, times = np.unique(np.frombuffer(spellings, "<u8")[firsts_of_units], return_counts=True)
     columns = np.array(ends)[1:], np.array(firsts), np.array(reasons)
     return stores.pack(*columns, units), {
         "terms": source.terms,

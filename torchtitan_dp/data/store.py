@@ -56,10 +56,6 @@ class Units:
     def __len__(self) -> int:
         return len(self.hashes)
 
-    def first(self) -> np.ndarray:
-        """Return the first record of each unit, int64 (units,)."""
-        return self.members[self.starts[:-1]]
-
     def places(self, unit: int) -> range:
         """Return the places of a unit's records in the row of all units' records."""
         if not 0 <= unit < len(self):
