@@ -78,10 +78,9 @@ def test_a_folder_is_one_runs_at_a_time(tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"job\.dump_folder = '.*file'"):
-        lock_folder(str(tmp_path / "file"), wait_s=0)
-    with pytest.raises(ValueError, match=r"job\.dump_folder = '.*below'"):
-        lock_folder(str(tmp_path / "file" / "below"), wait_s=0)
+    for folder in ("file", "file/below"):
+        with pytest.raises(ValueError, match=rf"job\.dump_folder = '.*{folder}'"):
+            lock_folder(str(tmp_path / folder), wait_s=0)
 
 
 def test_a_child_dies_when_its_parent_is_killed(monkeypatch):

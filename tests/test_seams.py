@@ -43,8 +43,6 @@ DOORS = {
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
         torch.ops.aten.mm.default._schema.arguments
-        torch.ops.aten.mm.default._schema.returns
-        torch.ops.aten._unsafe_view.default
         torch.distributed.distributed_c10d._resolve_process_group
         torch.distributed.tensor.experimental._context_parallel._attention.custom_ops
         torch.distributed.tensor._utils.compute_local_shape_and_global_offset

@@ -11,10 +11,10 @@ import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
 
 from torchtitan_dp.base.process import processes_asked
 from torchtitan_dp.config.commands import help_of
+from torchtitan_dp.config.load import exit_on_mistake, fail
 
 _COMMANDS = {
     "train": "CONFIG [--section.key value …]: train on this machine",
@@ -40,7 +40,6 @@ in the environment:
 Exit code 2: the configuration is wrong, and nothing was started; 75: stopped by Ctrl-C, SIGTERM,
 SIGUSR1 or SIGHUP after a checkpoint, and the same command goes on.
 """
-_OTHER_NAMES = {"data": "prepare"}
 _TAKE_CONFIG = ("train", "prepare", "plan", "audit", "tune")
 
 
@@ -64,9 +63,9 @@ def main(argv: list[str] | None = None) -> None:
     if command in ("-h", "--help"):
         print(usage())
         return
-    command = _OTHER_NAMES.get(command, command)
+    command = "prepare" if command == "data" else command
     if command not in _COMMANDS:
-        _refuse(f"'{command}' is no command: use {', '.join(_COMMANDS)}")
+        fail(f"'{command}' is no command: use {', '.join(_COMMANDS)}")
     if command in _TAKE_CONFIG and rest and not rest[0].startswith("-"):
         rest[:1] = ["--job.config_file", str(config_path(rest[0]))]
     module = "data" if command == "prepare" else command
@@ -83,10 +82,8 @@ def usage() -> str:
     """Describe the commands and the shipped configurations."""
     width = max(map(len, _COMMANDS))
     commands = [f"  {name:{width}}  {words}" for name, words in _COMMANDS.items()]
-    names = ", ".join(shipped())
-    return "\n".join(
-        ["usage: torchtitan-dp COMMAND …", "", *commands, "", f"shipped configurations: {names}"]
-    )
+    shown = ["usage: torchtitan-dp COMMAND …", "", *commands, ""]
+    return "\n".join([*shown, f"shipped configurations: {', '.join(shipped())}"])
 
 
 def config_path(name: str) -> Path:
@@ -98,7 +95,7 @@ def config_path(name: str) -> Path:
     if name.removesuffix(".toml") not in configs:
         close = difflib.get_close_matches(name.removesuffix(".toml"), configs, n=1)
         hint = f"did you mean {close[0]}?" if close else "--help lists the shipped configurations"
-        _refuse(f"'{name}': no such file; {hint}")
+        fail(f"'{name}': no such file; {hint}")
     return configs[name.removesuffix(".toml")]
 
 
@@ -110,10 +107,8 @@ def shipped() -> dict[str, Path]:
 
 def _training(rest: list[str]) -> tuple[str, list[str]]:
     """Return the launcher and its arguments, with a process for each CUDA device or NGPU ones."""
-    try:
+    with exit_on_mistake():
         processes = processes_asked()
-    except ValueError as mistake:
-        _refuse(str(mistake))
     # TorchTitan's own setting: less fragmentation of GPU memory.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # Workers with another parent know that their launcher died.
@@ -124,11 +119,6 @@ def _training(rest: list[str]) -> tuple[str, list[str]]:
         *("--local-ranks-filter", os.environ.get("LOG_RANK", "0"), "--role", "rank"),
         *("--tee", "3", "-m", "torchtitan_dp.train", *rest),
     ]
-
-
-def _refuse(mistake: str) -> NoReturn:
-    print(f"error: {mistake}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 if __name__ == "__main__":

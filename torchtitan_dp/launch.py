@@ -28,6 +28,7 @@ import termios
 from pathlib import Path
 
 from torchtitan_dp.base.process import PLANNED, STOP_SIGNAL, STOPPED_FILE, Fault
+from torchtitan_dp.config.load import exit_on_mistake, fail, load_config
 
 EXIT_STOPPED = 75
 _GOES_ON = "the same command resumes from the newest checkpoint"
@@ -55,11 +56,9 @@ class Signals:
         self.asked, self.checked, self._pressed = False, False, False
 
     def handle(self) -> None:
-        numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup sets it
-            numbers.append(signal.SIGHUP)
-        for number in numbers:
-            signal.signal(number, self._answer)
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # by nohup
+                signal.signal(number, self._answer)
 
     def _answer(self, number: int, _: object) -> None:
         if number == signal.SIGHUP:
@@ -133,46 +132,35 @@ def _leave_other_nodes() -> None:
     say that this is one machine of several, for which it would wait."""
     nodes = os.environ.get("PET_NNODES", "1")
     if {*nodes.split(":")} != {"1"}:
-        _say(
-            f"error: PET_NNODES = '{nodes}': this command trains on one machine; unset it, or "
-            "start python -m torchtitan_dp.launch on each (docs/clusters.md)"
+        fail(
+            f"PET_NNODES = '{nodes}': this command trains on one machine; unset it, or start "
+            "python -m torchtitan_dp.launch on each (docs/clusters.md)"
         )
-        raise SystemExit(2)
     for name in [name for name in os.environ if name.startswith("PET_")]:
         del os.environ[name]
 
 
 def _checked(processes: str, argv: list[str]) -> list[str]:
     """Run the plan on the workers' own arguments; return torchrun's arguments for so many workers.
-
-    Raises:
-        SystemExit: the plan found and printed a mistake, or the devices cannot be used.
-    """
-    from torchtitan_dp.config.load import exit_on_mistake, load_config
-
+    SystemExit if it found and printed a mistake, or the devices cannot be used."""
     module = argv.index("-m")
     with exit_on_mistake():  # before PyTorch, which takes seconds to import
         load_config(argv[module + 2 :], None if processes == "auto" else int(processes))
 
     gc.disable()  # a fifth of the seconds in which PyTorch and transformers are imported
-    from torchtitan_dp.distributed.devices import (
-        cuda_devices,
-        default_processes,
-        missing_devices,
-        require_usable_devices,
-    )
+    from torchtitan_dp.distributed import devices
 
     with exit_on_mistake():
-        require_usable_devices()
-    if (warning := missing_devices()) is not None:
+        devices.require_usable_devices()
+    if (warning := devices.missing_devices()) is not None:
         _say(warning)
-    workers = default_processes() if processes == "auto" else int(processes)
+    workers = devices.default_processes() if processes == "auto" else int(processes)
     here = ["--world_size", str(workers), "--ranks_here", str(workers)]
     argv = [*argv, *_run_plan([*here, *argv[module + 2 :]])]
     gc.enable()
     os.environ[PLANNED] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // workers)))
-    where = "" if cuda_devices() else " on the CPU"
+    where = "" if devices.cuda_devices() else " on the CPU"
     _say(f"starting {workers} process{'es' if workers > 1 else ''}{where}…")
     return ["--nproc_per_node", str(workers), *argv]
 

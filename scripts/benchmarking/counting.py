@@ -82,7 +82,7 @@ def bytes_of(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
     if (
         func.namespace in ("prim", "profiler")  # (prim: asks for a tensor's device or layout)
         or func.overloadpacket in _ALLOCATES
-        or torch_private.is_view(func)
+        or _is_view(func)
     ):
         return 0
     reads = [*args, *(value for name, value in kwargs.items() if name != "out")]
@@ -90,10 +90,18 @@ def bytes_of(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
         reads = reads[1:]
     written = [x for x in tree_iter(result) if isinstance(x, torch.Tensor)]
     known = {id(x) for x in written}
-    for is_written, value in zip(torch_private.are_written(func), args, strict=False):
-        if is_written:
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
             written += [x for x in tree_iter(value) if id(x) not in known]
     return _size(reads) + _size(written)
+
+
+def _is_view(func: Any) -> bool:
+    """Return whether an operator's result lies in memory of its arguments, and is not written."""
+    if func.overloadpacket == aten._unsafe_view:
+        return True
+    aliases = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
+    return bool(aliases) and not any(alias.is_write for alias in aliases)
 
 
 def _size(values: Any) -> int:

@@ -11,7 +11,6 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.ledger import schema
 
 ROOT = Path(__file__).parents[2]
-BEGIN, END = "<!-- config reference: begin -->", "<!-- config reference: end -->"
 
 
 @pytest.mark.parametrize("name", ["docs/configuration.md", "docs/privacy_json.md"])

@@ -87,25 +87,20 @@ def test_values_that_torchtitan_would_fail_on_later_are_refused_at_once(given, p
         load_config(["--job.config_file", DEBUG, option, *options], 1)
 
 
-def _numbers():
-    """Every key, TorchTitan's and ours, whose value may be a number with a fraction."""
-    return [key for key, kind in keys(schema()) if float in (kind, *typing.get_args(kind))]
+# Every key, TorchTitan's and ours, whose value may be a number with a fraction, or a whole one.
+BEYOND = {float: ["nan", "inf", "-inf", "-1", "1" + "0" * 400], int: [str(2**64), str(-(2**64))]}
+NUMBERS = [
+    pytest.param(key, value, ".*" if number is float else value, id=f"{key}={value[:22]}")
+    for key, kind in keys(schema())
+    for number, beyond in BEYOND.items()
+    if number in (kind, *typing.get_args(kind))
+    for value in beyond
+]
 
 
-@pytest.mark.parametrize("key", _numbers())
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1", pytest.param("1" + "0" * 400)])
-def test_no_number_is_not_finite_or_negative(key, value, shipped):
+@pytest.mark.parametrize("key, value, shown", NUMBERS)
+def test_no_number_is_not_finite_negative_or_beyond_its_bounds(key, value, shown):
     """A worker would end with a traceback, or train to the end on what no step can mend."""
-    with pytest.raises(ValueError, match=f"^{re.escape(key)} = .*: must be ") as refused:
+    with pytest.raises(ValueError, match=f"^{re.escape(key)} = {shown}: must be ") as refused:
         load_config(["--job.config_file", DEBUG, f"--{key}={value}"], 1)
     assert "\n" not in str(refused.value)
-
-
-WHOLE = [key for key, kind in keys(schema()) if int in (kind, *typing.get_args(kind))]
-
-
-@pytest.mark.parametrize("key", WHOLE)
-@pytest.mark.parametrize("value", [2**64, -(2**64)])
-def test_a_whole_number_has_both_bounds(key, value, shipped):
-    with pytest.raises(ValueError, match=f"^{re.escape(key)} = {value}: must be "):
-        load_config(["--job.config_file", DEBUG, f"--{key}={value}"], 1)

@@ -59,6 +59,11 @@ def records_in(wanted: Source, place: str, *, in_groups: bool = False, **terms: 
     return Records.of(wanted, files, prepared(wanted, place, files), **terms)
 
 
+def left(place: Path) -> list[str]:
+    """List what is in the folder of all stores, but for their locks."""
+    return sorted(path.name for path in place.iterdir() if path.suffix != ".lock")
+
+
 class Stored(NamedTuple):
     """One record in a store."""
 
@@ -131,15 +136,14 @@ def as_csv(root: Path, rows: Sequence[dict[str, Any]]) -> Path:
 
 def as_parquet(root: Path, rows: Any, **options: Any) -> Path:
     """Write `a.parquet`, of rows or a table, in row groups of seven."""
-    root.mkdir(parents=True, exist_ok=True)
-    pq.write_table(_table(rows), root / "a.parquet", **{"row_group_size": 7, **options})
+    how = {"row_group_size": 7, **options}
+    pq.write_table(_table(root, rows), root / "a.parquet", **how)
     return root
 
 
 def as_arrow(root: Path, rows: Any, name: str = "a.arrow", new: Any = pa.ipc.new_file) -> Path:
     """Write an Arrow file in batches of nine."""
-    root.mkdir(parents=True, exist_ok=True)
-    table = _table(rows)
+    table = _table(root, rows)
     with pa.OSFile(str(root / name), "wb") as file, new(file, table.schema) as writer:
         writer.write_table(table, max_chunksize=9)
     return root
@@ -161,5 +165,6 @@ WRITERS: dict[str, Callable[..., Path]] = {"jsonl": as_jsonl, "csv": as_csv, "hf
 WRITERS |= {"parquet": as_parquet, "arrow": as_arrow}
 
 
-def _table(rows: Any) -> Any:
+def _table(root: Path, rows: Any) -> Any:
+    root.mkdir(parents=True, exist_ok=True)
     return rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows)

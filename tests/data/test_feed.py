@@ -14,7 +14,6 @@ from torchtitan_dp.base.process import Fault
 from torchtitan_dp.data.batching import Draw, Feed, Samples, require_same_step
 
 CPU = torch.device("cpu")
-LADDERS = ((T,), (4, 8, T))
 
 
 def samples(root: str | Path, **how: Any) -> Samples:
@@ -22,19 +21,18 @@ def samples(root: str | Path, **how: Any) -> Samples:
     return samples_of(Path(root), UNITS, **how)[0]
 
 
-@pytest.mark.parametrize("ladder", LADDERS[:1], ids=["whole"])
 @pytest.mark.parametrize("windows", [1, 3])
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_row19_a_step_is_fed_what_the_loader_makes(
-    tmp_path: Path, ladder: tuple[int, ...], windows: int, batch_size: int
+    tmp_path: Path, windows: int, batch_size: int
 ) -> None:
     one = loader(samples(tmp_path, **HOW[3]), batch_size=batch_size, windows=windows)
     steps = draws(len(UNITS))
     for ahead in (True, False):
-        it = Feed(one, ladder, CPU)
+        it = Feed(one, (T,), CPU)
         for draw, following in zip(steps, [*steps[1:], None], strict=True):
             found = list(it.microbatches(draw, following if ahead else None))
-            assert same(found, dealt(one, draw, ladder))
+            assert same(found, dealt(one, draw))
 
 
 def test_a_step_makes_one_collective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +50,7 @@ def test_a_step_makes_one_collective(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for name in (*names, "barrier", "send", "recv", "isend", "irecv", "scatter"):
         monkeypatch.setattr(dist, name, noted if name == "all_reduce" else refused)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    one, steps = Feed(loader(samples(tmp_path)), LADDERS[1], CPU), draws(len(UNITS))
+    one, steps = Feed(loader(samples(tmp_path)), (4, 8, T), CPU), draws(len(UNITS))
     for draw, following in zip(steps, [*steps[1:], None], strict=True):
         for made in one.microbatches(draw, following):
             seen.append(f"microbatch of {len(made.valid_B)}")
@@ -64,9 +62,7 @@ def test_a_step_makes_one_collective(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert seen == expected
 
 
-def ended(
-    root: str, ladder: tuple[int, ...], mine: list[list[list[int]]], broken: int | None = None
-) -> tuple[str, int]:
+def ended(root: str, mine: list[list[list[int]]], broken: int | None = None) -> tuple[str, int]:
     """Return how this rank's steps end, and how many microbatches came before: `mine` is what each
     rank draws, step by step; rank `broken` cannot read its third microbatch."""
     rank, given, ids = dist.get_rank(), 0, Samples.ids
@@ -76,7 +72,7 @@ def ended(
             raise OSError(5, "the disk\nis gone")
         return ids(self, unit, *terms)
 
-    it = Feed(loader(samples(root), 2, rank), ladder, CPU)
+    it = Feed(loader(samples(root), 2, rank), (T,), CPU)
     steps = [Draw(np.array(drawn, dtype=np.int64)) for drawn in mine[rank]]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Samples, "ids", read)
@@ -93,7 +89,7 @@ def test_row19_a_failing_read_ends_the_step_on_all_ranks_in_one_line(tmp_path: P
     """None of them hangs: both have padding until the agreement before the update."""
     samples(tmp_path)
     drawn = [[*range(12)], [*range(12, 21)]]
-    (first, *counts), (line, count) = on_ranks(2, ended, str(tmp_path), (T,), [drawn] * 2, 1)
+    (first, *counts), (line, count) = on_ranks(2, ended, str(tmp_path), [drawn] * 2, 1)
     assert counts == [count] == [5]  # of six: the agreement comes in the place of the last
     assert first.startswith("error: a sample could not be read on another rank")
     assert line.startswith("error: a sample could not be read (not private: OSError: [Errno 5]")
@@ -122,14 +118,13 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("others", OTHERS.values(), ids=OTHERS)
-@pytest.mark.parametrize("ladder", LADDERS[:1], ids=["whole"])
 def test_row61_ranks_that_draw_different_units_all_refuse_the_step(
-    tmp_path: Path, ladder: tuple[int, ...], others: list[list[int]]
+    tmp_path: Path, others: list[list[int]]
 ) -> None:
     """In one line without the draw."""
     samples(tmp_path)
     drawn = [[0, 1, 2, 3, 4, 5], [7, 8]]
-    ends = on_ranks(2, ended, str(tmp_path), ladder, [drawn, others])
+    ends = on_ranks(2, ended, str(tmp_path), [drawn, others])
     (line,) = {line for line, _ in ends}
     assert line.startswith("error: the ranks drew different units from one key")
     assert not any(character.isdigit() for character in line)

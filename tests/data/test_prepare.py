@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.data.chats import chat
-from tests.data.stores import WRITERS, Row, as_jsonl, source, store_of, stored, texts, write
+from tests.data.stores import WRITERS, Row, as_jsonl, left, source, store_of, stored, texts, write
 from tests.processes import forks
 from torchtitan_dp.data import prepare
 from torchtitan_dp.data import store as stores
@@ -26,11 +26,6 @@ ROWS: list[Row] = [
     {"text": f"note {i} ü☃ " * (i % 7), "prompt": f"ask {i}", "who": i % 4, "chat": CHATS[i % 6]}
     for i in range(50)
 ]
-
-
-def left(place: Path) -> list[str]:
-    """List what is in the folder of all stores, but for their locks."""
-    return sorted(path.name for path in place.iterdir() if path.suffix != ".lock")
 
 
 @pytest.mark.parametrize("field", [None, "unit_field", "prompt_field", "messages_field"])

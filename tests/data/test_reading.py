@@ -124,10 +124,6 @@ def test_row22_and_42_a_record_without_an_answer_contributes_nothing_and_stays(
 
 
 LONG = "abcdefgh" * 40
-TURNS = (LONG, "That."), ("What?", LONG.upper()), (LONG, "That.", "Why?", "Because.")
-CHATS = [{"messages": chat(*turns)} for turns in (*TURNS, ("Who?", "I.", LONG, "That."))]
-CHATS.append({"messages": chat("a", "b", system=LONG)})
-CHATS.append({"messages": [{"role": "user", "content": "x"}] * 3 + chat(LONG, "That.")})
 
 
 def test_row69_the_first_id_of_a_sample_is_no_answer(tmp_path: Path) -> None:

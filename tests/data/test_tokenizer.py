@@ -36,10 +36,6 @@ def encoded(tokenizer: Tokenizer, *texts: str) -> list[list[int] | None]:
     return [None if ids is None else ids.tolist() for ids in found]
 
 
-MODELS = [models.WordLevel({"a": 0}), models.WordPiece({"a": 0}, unk_token="?")]
-MODELS += [models.Unigram([("a", -1.0)], None, False), models.BPE({"a": 0}, [], unk_token="?")]
-
-
 def test_a_text_has_the_same_tokens_each_time(tmp_path: Path) -> None:
     """BPE dropout draws merges anew."""
     model = models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")], dropout=0.5)

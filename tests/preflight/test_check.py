@@ -1,5 +1,7 @@
 """The model's folder, which a run that resumes needs as much as its first start."""
 
+import contextlib
+
 import pytest
 
 from tests import build
@@ -40,9 +42,6 @@ def test_what_cudas_kernels_cannot_compute_is_refused(
 ):
     monkeypatch.setattr(machine, "has_accelerator", lambda: accelerator)
     config = build.config(*options, degrees=(1, 1, cp))
-    if not refused:
+    ends = pytest.raises(ValueError, match=rf"^[^\n]*{refused}[^\n]*\Z")
+    with ends if refused else contextlib.nullcontext():
         getattr(machine, check)(config, hugging_face.flavor(flavor))
-        return
-    with pytest.raises(ValueError, match=refused) as error:
-        getattr(machine, check)(config, hugging_face.flavor(flavor))
-    assert "\n" not in str(error.value)

@@ -8,6 +8,7 @@ import pytest
 
 from tests import accounts
 from tests.data import chats
+from tests.data.stores import Row, as_lines, write
 from tests.processes.runs import arguments, with_sigma
 from torchtitan_dp.checkpoint.start import Start, plan_start
 from torchtitan_dp.config.load import load_config
@@ -15,19 +16,13 @@ from torchtitan_dp.ledger import write_fingerprint
 from torchtitan_dp.plan import __main__ as plan
 from torchtitan_dp.train.check import check_run, open_records
 
-NOTES = [{"who": i % 8, "note": f"note {i}"} for i in range(24)]
+NOTES: list[Row] = [{"who": i % 8, "note": f"note {i}"} for i in range(24)]
 JSONL = ("--training.dataset=jsonl", "--data.text_field=note")
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-def write(path: Path, rows: list[dict[str, object]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def command(root: Path, *overrides: str) -> list[str]:
@@ -56,28 +51,23 @@ def test_counts_change_no_file_that_is_published(
     """Nor anything else that the plan says: neighbours differ in labelled lines alone."""
     published, unlabelled, labelled = [], [], []
     for text in ({"note": "text"}, {"other": "no text"}, {"note": ""}):
-        write(tmp_path / "notes.jsonl", [*NOTES, {"who": 9, **text}])
-        said = planned(
-            tmp_path, capsys, *with_sigma(1), f"--json={tmp_path / 'plan'}", "--no_memory"
-        )
-        lines = said.splitlines()
+        write(tmp_path, {"notes.jsonl": as_lines([*NOTES, {"who": 9, **text}])})
+        files = f"--json={tmp_path / 'plan'}", "--no_memory"
+        lines = planned(tmp_path, capsys, *with_sigma(1), *files).splitlines()
         labelled.append([line for line in lines if "not private" in line])
         unlabelled.append([line for line in lines if "not private" not in line])
         begun(tmp_path)
-        published.append(
-            ((tmp_path / "out/privacy.json").read_text(), (tmp_path / "plan").read_text())
-        )
+        spent = json.loads((tmp_path / "out/privacy.json").read_text())
+        published.append(({**spent, "run": ""}, (tmp_path / "plan").read_text()))
         for path in (tmp_path / "out").iterdir():
             path.unlink()
-    assert unlabelled[0] == unlabelled[1] == unlabelled[2]
+    assert unlabelled == unlabelled[:1] * 3
     assert len({str(lines) for lines in labelled}) == 3
-    assert len({publication[1] for publication in published}) == 1
-    spent = [{**json.loads(one[0]), "run": ""} for one in published]
-    assert spent[0] == spent[1] == spent[2]
+    assert published == published[:1] * 3
 
 
 def test_a_start_without_a_step_binds_the_folder_to_nothing(tmp_path: Path) -> None:
-    write(tmp_path / "notes.jsonl", NOTES)
+    write(tmp_path, {"notes.jsonl": as_lines(NOTES)})
     config = load_config(command(tmp_path, *with_sigma(1)), 1)
     out = tmp_path / "out"
     out.mkdir()
@@ -85,7 +75,7 @@ def test_a_start_without_a_step_binds_the_folder_to_nothing(tmp_path: Path) -> N
     check_run(config)
     begun(tmp_path)
     check_run(config)
-    write(tmp_path / "notes.jsonl", [*NOTES, {"note": "one more"}])
+    write(tmp_path, {"notes.jsonl": as_lines([*NOTES, {"note": "one more"}])})
     with pytest.raises(ValueError, match=r"^training\.dataset_path: the records are not those"):
         check_run(config)
     os.unlink(out / "steps_executed.log")  # a checkpoint is one of some records, too
@@ -95,17 +85,11 @@ def test_a_start_without_a_step_binds_the_folder_to_nothing(tmp_path: Path) -> N
         check_run(load_config(command(tmp_path, *with_sigma(1), "--checkpoint.no-enable"), 1))
 
 
-TRAINED_ON, NO_EFFECT = "are trained on", "has no effect"
-UNIT, PROMPT = "--data.unit_field=who", "--data.prompt_field=q"
-CONCAT, RANDOM = "--data.unit_sampling=concat", "--data.unit_sampling=random"
-TWO_PASSES, ACCOUNTED = "--privacy.ghost_passes=two", "--privacy.underestimates=accounted"
-WHOLE, PROJECTIONS = "--privacy.no-shard_grad_samples", "--privacy.projections=64"
-
-
 def test_the_tokenizer_and_ends_that_are_not_learned_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write(tmp_path / "notes.jsonl", [{"note": "text", "chat": chats.chat("?", "!")}] * 24)
+    rows = [{"note": "text", "chat": chats.chat("?", "!")}] * 24
+    write(tmp_path, {"notes.jsonl": as_lines(rows)})
     said = planned(tmp_path, capsys)
     assert "      tokenizer: bytes, vocabulary 258, bos 256, eos 257\n" in said
     assert "learns to stop" not in said
@@ -114,16 +98,13 @@ def test_the_tokenizer_and_ends_that_are_not_learned_are_named(
         "{{ '<|end|>' }}{% endgeneration %}", "{% endgeneration %}{{ '<|end|>' }}"
     )
     assets = chats.folder(tmp_path / "tokenizer", outside)
-    said = planned(
-        tmp_path, capsys, f"--model.hf_assets_path={assets}", "--data.messages_field=chat"
-    )
-    assert (
-        "      tokenizer: tokenizer.json, vocabulary 260, bos <|begin_of_text|> (256), eos "
-        f"<|end_of_text|> (257), from {assets}\n" in said
-    )
+    at = f"--model.hf_assets_path={assets}"
+    said = planned(tmp_path, capsys, at, "--data.messages_field=chat")
+    marks = "bos <|begin_of_text|> (256), eos <|end_of_text|> (257)"
+    assert f"      tokenizer: tokenizer.json, vocabulary 260, {marks}, from {assets}\n" in said
     assert "{% generation %} in the chat template leaves out the end mark: the model never" in said
 
     (tmp_path / "tokenizer/tokenizer_config.json").write_text("{}")
-    said = planned(tmp_path, capsys, f"--model.hf_assets_path={assets}")
+    said = planned(tmp_path, capsys, at)
     assert f"no bos, no eos, from {assets}\n" in said
     assert "      the tokenizer has no eos: the model never learns to stop\n" in said

@@ -77,20 +77,6 @@ def argument_names(operator: Any) -> list[str]:
     return [argument.name for argument in operator._schema.arguments]
 
 
-def is_view(operator: Any) -> bool:
-    """Return whether an operator's result lies in memory of its arguments, and is not written."""
-    if operator.overloadpacket == torch.ops.aten._unsafe_view:
-        return True
-    aliases = [r.alias_info for r in operator._schema.returns if r.alias_info is not None]
-    return bool(aliases) and not any(alias.is_write for alias in aliases)
-
-
-def are_written(operator: Any) -> list[bool]:
-    """Return which arguments an operator writes to, in their order."""
-    aliases = (argument.alias_info for argument in operator._schema.arguments)
-    return [alias is not None and alias.is_write for alias in aliases]
-
-
 def context_parallel_handlers() -> dict[Any, Callable[..., Any]]:
     """Return the functions by which DTensors attend under TorchTitan's context parallelism, by
     operator: PyTorch's own, to be replaced. No public registry takes a whole operator."""

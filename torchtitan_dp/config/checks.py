@@ -1,7 +1,7 @@
 """The settings that cannot work together: one table of what is refused, and the remedy.
 
-A row is a condition, and the line that refuses it, "key: reason; remedy", into which the key's
-value is put. Rows are in order of their importance: the first that is refused is the one that is
+A row is a line, "key: reason; remedy", into which the key's value is put; it is yielded where the
+key is refused. Rows are in order of their importance: the first that is refused is the one that is
 shown, and a row may rely on those before it. `supported` has the rows of single keys.
 """
 
@@ -10,13 +10,8 @@ from collections.abc import Iterator
 from itertools import islice
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.derived import (
-    DEGREES,
-    mesh_degrees,
-    trains_one_sample,
-    unit_word,
-)
-from torchtitan_dp.config.supported import Mistakes, Row, refusals, unsupported
+from torchtitan_dp.config.derived import DEGREES, mesh_degrees, trains_one_sample, unit_word
+from torchtitan_dp.config.supported import Mistakes, refusals, unsupported
 from torchtitan_dp.gradients.methods import METHODS
 
 
@@ -25,8 +20,8 @@ def check(config: JobConfig, world_size: int | None) -> None:
     key, value and remedy. `config` has its values in range, and degrees, sampling and the gradient
     method resolved; the mesh is not checked without `world_size`."""
     tables = [_mesh(config, world_size)] if world_size else []
-    tables += [rows(config) for rows in (_steps, _length, _memory, _heldout, _weights)]
-    tables += [_samples(config), _rope(config)]
+    every = (_steps, _length, _memory, _heldout, _weights, _samples, _rope)
+    tables += [rows(config) for rows in every]
     if config.privacy.enable:
         tables.append(_privacy(config))
     mistakes = [line for rows in tables for line in islice(refusals(config, rows), 1)]
@@ -46,277 +41,265 @@ def check(config: JobConfig, world_size: int | None) -> None:
         raise Mistakes(mistakes)
 
 
-def _mesh(config: JobConfig, world_size: int) -> Iterator[Row]:
+def _mesh(config: JobConfig, world_size: int) -> Iterator[str]:
     degrees = dict(zip(DEGREES, mesh_degrees(config), strict=True))
     replicate, shard, cp = degrees.values()
     product = replicate * shard * cp
     largest = max(degrees, key=degrees.__getitem__)
     listed = " x ".join(f"{key} {degree}" for key, degree in degrees.items())
-    yield (
-        product != world_size,
-        f"parallelism.{largest}: {listed} = {product}, but there are {world_size} processes (NGPU "
-        "x nodes); set a degree to -1 to let it follow",
-    )
+    if product != world_size:
+        yield (
+            f"parallelism.{largest}: {listed} = {product}, but there are {world_size} processes "
+            "(NGPU x nodes); set a degree to -1 to let it follow"
+        )
 
 
-def _steps(config: JobConfig) -> Iterator[Row]:
+def _steps(config: JobConfig) -> Iterator[str]:
     """Yield the rows of the schedule, the optimizer and the profiler."""
-    steps, privacy, profiling = config.training.steps, config.privacy, config.profiling
-    schedule = config.lr_scheduler.total_steps
-    yield (
-        schedule is not None and schedule < steps,
-        f"lr_scheduler.total_steps: below training.steps = {steps}, so that later learning rates "
-        "would be negative; raise it, or remove it",
-    )
-    yield (
-        config.optimizer.name == "MomentumSGD"
-        and not (privacy.enable and privacy.noise_multiplier != 0),
-        "optimizer.name: its learning rate is in multiples of the noise, and there is none; use "
-        "'AdamW'",
-    )
+    steps, schedule = config.training.steps, config.lr_scheduler.total_steps
+    privacy, profiling = config.privacy, config.profiling
+    if schedule is not None and schedule < steps:
+        yield (
+            f"lr_scheduler.total_steps: below training.steps = {steps}, so that later learning "
+            "rates would be negative; raise it, or remove it"
+        )
+    if config.optimizer.name == "MomentumSGD" and not (
+        privacy.enable and privacy.noise_multiplier != 0
+    ):
+        yield (
+            "optimizer.name: its learning rate is in multiples of the noise, and there is none; "
+            "use 'AdamW'"
+        )
     cycle = profiling.profiler_warmup + profiling.profiler_active
-    yield (
-        profiling.enable_profiling and profiling.profile_freq < cycle,
-        f"profiling.profile_freq: below profiler_warmup + profiler_active = {cycle}; raise it",
-    )
+    if profiling.enable_profiling and profiling.profile_freq < cycle:
+        yield f"profiling.profile_freq: below profiler_warmup + profiler_active = {cycle}; raise it"
 
 
-def _length(config: JobConfig) -> Iterator[Row]:
+def _length(config: JobConfig) -> Iterator[str]:
     seq_len, multiple = config.training.seq_len, 2 * config.parallelism.context_parallel_degree
     below = seq_len // multiple * multiple
-    yield (
-        seq_len < 1 or seq_len != below,
-        f"training.seq_len: must be a multiple of 2 x context_parallel_degree = {multiple}; try "
-        f"{max(below, multiple)} or {max(below, 0) + multiple}",
-    )
+    if seq_len < 1 or seq_len != below:
+        yield (
+            f"training.seq_len: must be a multiple of 2 x context_parallel_degree = {multiple}; "
+            f"try {max(below, multiple)} or {max(below, 0) + multiple}"
+        )
 
 
-def _memory(config: JobConfig) -> Iterator[Row]:
+def _memory(config: JobConfig) -> Iterator[str]:
     """Yield the rows of tiles, checkpointing, offloading and the store."""
     blocks, method = config.activation_checkpoint, config.privacy.gradient_method
     mode = blocks.mode
-    yield (
-        config.compile.enable and mode == "selective" and blocks.selective_ac_option == "op",
-        "activation_checkpoint.selective_ac_option: compiled operations cannot be chosen among; "
-        "set it to '1', or compile.enable to false",
-    )
-    yield (
-        config.training.enable_cpu_offload,
-        "training.enable_cpu_offload: weights stay on the device; set it to false",
-    )
+    if config.compile.enable and mode == "selective" and blocks.selective_ac_option == "op":
+        yield (
+            "activation_checkpoint.selective_ac_option: compiled operations cannot be chosen "
+            "among; set it to '1', or compile.enable to false"
+        )
+    if config.training.enable_cpu_offload:
+        yield "training.enable_cpu_offload: weights stay on the device; set it to false"
     tiled = config.training.feed_forward_chunk not in ("auto", 0)
-    yield (
-        tiled and mode not in ("none", "full"),
-        f"training.feed_forward_chunk: with activation_checkpoint.mode = '{mode}' the products of "
-        "tiles would be kept; set the mode to 'full', or feed_forward_chunk to 'auto'",
-    )
-    yield (
-        tiled and not trains_one_sample(config),
-        "training.feed_forward_chunk: tiles are for backward passes over one sample; set "
-        f"privacy.gradient_method, here '{method}', to 'microbatch', or this to 'auto'",
-    )
-    yield (
-        blocks.offload_inputs and mode != "full",
-        "activation_checkpoint.offload_inputs: only the inputs of whole blocks are offloaded; set "
-        "activation_checkpoint.mode = 'full'",
-    )
+    if tiled and mode not in ("none", "full"):
+        yield (
+            f"training.feed_forward_chunk: with activation_checkpoint.mode = '{mode}' the products "
+            "of tiles would be kept; set the mode to 'full', or feed_forward_chunk to 'auto'"
+        )
+    if tiled and not trains_one_sample(config):
+        yield (
+            "training.feed_forward_chunk: tiles are for backward passes over one sample; set "
+            f"privacy.gradient_method, here '{method}', to 'microbatch', or this to 'auto'"
+        )
+    if blocks.offload_inputs and mode != "full":
+        yield (
+            "activation_checkpoint.offload_inputs: only the inputs of whole blocks are offloaded; "
+            "set activation_checkpoint.mode = 'full'"
+        )
     store, outputs = config.data.store, os.path.realpath(config.job.dump_folder) + os.sep
     place = os.path.realpath(os.path.expanduser(store or "/")) + os.sep
-    yield (
-        place.startswith(outputs),
-        f"data.store: lies within job.dump_folder = '{config.job.dump_folder}', parts of which "
-        "may be published; name a folder elsewhere",
-    )
+    if place.startswith(outputs):
+        yield (
+            f"data.store: lies within job.dump_folder = '{config.job.dump_folder}', parts of which "
+            "may be published; name a folder elsewhere"
+        )
 
 
-def _heldout(config: JobConfig) -> Iterator[Row]:
+def _heldout(config: JobConfig) -> Iterator[str]:
     """Yield the rows of validation and of the held-out loss that is published."""
     validation, key = config.validation, "validation.publish_epsilon"
     publishes = validation.publish_epsilon is not None
-    yield (
-        validation.enable and config.data.heldout_fraction == 0,
-        "data.heldout_fraction: nothing is held out for validation.enable = true; set it (0.05, "
-        "say)",
-    )
-    yield (
-        validation.publish_delta is not None and not publishes,
-        f"validation.publish_delta: no held-out loss is published; set {key}, or remove it",
-    )
-    yield (
-        publishes and not validation.enable,
-        f"{key}: no held-out loss is computed; set validation.enable = true",
-    )
-    yield (
-        publishes and not config.privacy.enable,
-        f"{key}: only a run with privacy publishes it; set privacy.enable = true, or remove it",
-    )
-    yield (
-        publishes and config.privacy.sample_rate is not None,
-        f"{key}: with a public privacy.sample_rate the number of held-out units is secret, and "
-        "the mean's divisor must be public; remove one of the two",
-    )
+    if validation.enable and config.data.heldout_fraction == 0:
+        yield (
+            "data.heldout_fraction: nothing is held out for validation.enable = true; set it "
+            "(0.05, say)"
+        )
+    if validation.publish_delta is not None and not publishes:
+        yield f"validation.publish_delta: no held-out loss is published; set {key}, or remove it"
+    if publishes and not validation.enable:
+        yield f"{key}: no held-out loss is computed; set validation.enable = true"
+    if publishes and not config.privacy.enable:
+        yield (
+            f"{key}: only a run with privacy publishes it; set privacy.enable = true, or remove it"
+        )
+    if publishes and config.privacy.sample_rate is not None:
+        yield (
+            f"{key}: with a public privacy.sample_rate the number of held-out units is secret, and "
+            "the mean's divisor must be public; remove one of the two"
+        )
 
 
-def _weights(config: JobConfig) -> Iterator[Row]:
+def _weights(config: JobConfig) -> Iterator[str]:
     """Yield the rows of initial weights, adapters and the average of weights."""
     checkpoint, lora, averages = config.checkpoint, config.lora, config.ema.enable
-    yield (
-        bool(checkpoint.initial_load_path) and not checkpoint.initial_load_in_hf,
-        "checkpoint.initial_load_in_hf: weights of another run are read from safetensors (its hf/, "
-        "or a release); set it to true, or remove checkpoint.initial_load_path",
-    )
-    yield (
-        checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only,
-        "checkpoint.initial_load_model_only: Hugging Face folders have only a model; set it true",
-    )
-    yield (
-        bool(checkpoint.initial_load_in_hf or checkpoint.initial_load_path)
-        and not checkpoint.enable,
-        "checkpoint.enable: no initial weights are loaded without it; set it to true",
-    )
-    yield (
-        lora.rank > 0 and not 0 < len(set(lora.targets)) == len(lora.targets),
-        "lora.targets: name each target once, and at least one (q_proj, say)",
-    )
-    yield (
-        averages and config.training.dtype != "float32",
-        "training.dtype: averages (ema.enable = true) are of fp32 weights; set it to 'float32' "
-        "(mixed_precision_param sets the dtype of computation)",
-    )
-    yield (
-        averages and checkpoint.async_mode.lower() == "async_with_pinned_mem",
-        "checkpoint.async_mode: with ema.enable = true validation exchanges weights and averages "
-        "while they may still be copied; use 'async'",
-    )
+    if checkpoint.initial_load_path and not checkpoint.initial_load_in_hf:
+        yield (
+            "checkpoint.initial_load_in_hf: weights of another run are read from safetensors (its "
+            "hf/, or a release); set it to true, or remove checkpoint.initial_load_path"
+        )
+    if checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only:
+        yield (
+            "checkpoint.initial_load_model_only: Hugging Face folders have only a model; set it "
+            "true"
+        )
+    loads = checkpoint.initial_load_in_hf or checkpoint.initial_load_path
+    if loads and not checkpoint.enable:
+        yield "checkpoint.enable: no initial weights are loaded without it; set it to true"
+    if lora.rank > 0 and not 0 < len(set(lora.targets)) == len(lora.targets):
+        yield "lora.targets: name each target once, and at least one (q_proj, say)"
+    if averages and config.training.dtype != "float32":
+        yield (
+            "training.dtype: averages (ema.enable = true) are of fp32 weights; set it to 'float32' "
+            "(mixed_precision_param sets the dtype of computation)"
+        )
+    if averages and checkpoint.async_mode.lower() == "async_with_pinned_mem":
+        yield (
+            "checkpoint.async_mode: with ema.enable = true validation exchanges weights and "
+            "averages while they may still be copied; use 'async'"
+        )
 
 
-def _samples(config: JobConfig) -> Iterator[Row]:
+def _samples(config: JobConfig) -> Iterator[str]:
     """Yield the rows of the settings by which samples are made of units."""
     data, method = config.data, config.privacy.gradient_method
     for key in ("prompt_field", "messages_field"):
-        yield (getattr(data, key) == "", f"data.{key}: name the JSON field, or remove it")
+        if getattr(data, key) == "":
+            yield f"data.{key}: name the JSON field, or remove it"
+        if getattr(data, key) is not None and data.long_records == "window":
+            yield (
+                f"data.long_records: with data.{key} a sample lies around the answer; set it to "
+                "'head'"
+            )
+    if data.prompt_field is not None and data.messages_field is not None:
         yield (
-            getattr(data, key) is not None and data.long_records == "window",
-            f"data.long_records: with data.{key} a sample lies around the answer; set it to 'head'",
+            "data.messages_field: a record has either messages or a prompt (data.prompt_field = "
+            f"'{data.prompt_field}'); remove one of the two"
         )
-    yield (
-        data.prompt_field is not None and data.messages_field is not None,
-        "data.messages_field: a record has either messages or a prompt (data.prompt_field = "
-        f"'{data.prompt_field}'); remove one of the two",
-    )
-    yield (
-        data.prompt_field == data.text_field,
-        "data.prompt_field: it is data.text_field, the field of the answer; name another field",
-    )
+    if data.prompt_field == data.text_field:
+        yield (
+            "data.prompt_field: it is data.text_field, the field of the answer; name another field"
+        )
     several, key = data.windows_per_draw > 1, "data.windows_per_draw"
-    yield (
-        several and not config.privacy.enable,
-        f"{key}: without privacy no unit is drawn; set it to 1",
-    )
-    yield (
-        several and data.unit_sampling == "concat" and data.long_records == "head",
-        f"{key}: each unit has one sample; set data.long_records = 'window', or, with "
-        "data.unit_field, data.unit_sampling = 'random'",
-    )
-    yield (
-        several and not METHODS[method].averages_windows,
-        f"{key}: privacy.gradient_method = '{method}' clips the gradient of one backward pass; "
-        "set it to 'microbatch'",
-    )
-    yield (
-        data.unit_field is None and data.unit_sampling != "concat",
-        "data.unit_sampling: without data.unit_field every unit is one record; set "
-        "data.unit_field, or remove this",
-    )
+    if several and not config.privacy.enable:
+        yield f"{key}: without privacy no unit is drawn; set it to 1"
+    if several and data.unit_sampling == "concat" and data.long_records == "head":
+        yield (
+            f"{key}: each unit has one sample; set data.long_records = 'window', or, with "
+            "data.unit_field, data.unit_sampling = 'random'"
+        )
+    if several and not METHODS[method].averages_windows:
+        yield (
+            f"{key}: privacy.gradient_method = '{method}' clips the gradient of one backward pass; "
+            "set it to 'microbatch'"
+        )
+    if data.unit_field is None and data.unit_sampling != "concat":
+        yield (
+            "data.unit_sampling: without data.unit_field every unit is one record; set "
+            "data.unit_field, or remove this"
+        )
 
 
-def _rope(config: JobConfig) -> Iterator[Row]:
+def _rope(config: JobConfig) -> Iterator[str]:
     """Yield the rows of keys that are missing, without effect, or do not go together."""
     rope = config.rope
     kind = "unset" if rope.type is None else f"'{rope.type}'"
     takes = {"factor": ("linear", "yarn")}
     for key in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
+        if getattr(rope, key) is not None and rope.type not in takes.get(key, ("yarn",)):
+            yield f"rope.{key}: has no effect with rope.type {kind}; set rope.type = 'yarn'"
+    if rope.type in takes["factor"] and rope.factor is None:
         yield (
-            getattr(rope, key) is not None and rope.type not in takes.get(key, ("yarn",)),
-            f"rope.{key}: has no effect with rope.type {kind}; set rope.type = 'yarn'",
+            f"rope.factor: rope.type = {kind} needs a number of 1 or more: the new window divided "
+            "by the trained one"
         )
-    yield (
-        rope.type in takes["factor"] and rope.factor is None,
-        f"rope.factor: rope.type = {kind} needs a number of 1 or more: the new window divided by "
-        "the trained one",
-    )
-    yield (
-        rope.type == "yarn" and rope.original_max_position_embeddings is None,
-        "rope.original_max_position_embeddings: rope.type = 'yarn' needs the trained window, "
-        "before any scaling (8192 for Llama 3 and 3.1)",
-    )
+    if rope.type == "yarn" and rope.original_max_position_embeddings is None:
+        yield (
+            "rope.original_max_position_embeddings: rope.type = 'yarn' needs the trained window, "
+            "before any scaling (8192 for Llama 3 and 3.1)"
+        )
     fast, slow = rope.beta_fast or 32.0, rope.beta_slow or 1.0
-    yield (
-        slow > fast,
-        f"{'rope.beta_fast' if rope.beta_slow is None else 'rope.beta_slow'}: beta_fast = "
-        f"{fast:g} must be at least beta_slow = {slow:g} (32 and 1, say)",
-    )
+    if slow > fast:
+        yield (
+            f"{'rope.beta_fast' if rope.beta_slow is None else 'rope.beta_slow'}: beta_fast = "
+            f"{fast:g} must be at least beta_slow = {slow:g} (32 and 1, say)"
+        )
 
 
-def _privacy(config: JobConfig) -> Iterator[Row]:
+def _privacy(config: JobConfig) -> Iterator[str]:
     """Yield the rows of the settings that privacy needs."""
     privacy = config.privacy
     epsilon, sigma = privacy.target_epsilon, privacy.noise_multiplier
-    yield (
-        epsilon is None and sigma is None,
-        "privacy.target_epsilon: nor is privacy.noise_multiplier; set exactly one (target_epsilon "
-        "= 8.0, say, and the noise follows)",
-    )
-    yield (
-        epsilon is not None and sigma is not None,
-        f"privacy.target_epsilon: privacy.noise_multiplier = {sigma} is set as well; set exactly "
-        "one (--privacy.target_epsilon None unsets the TOML's)",
-    )
-    yield (
-        privacy.delta is None,
-        f"privacy.delta: choose a tenth of 1 / number of {unit_word(config)}s, or less (1e-5, say)",
-    )
+    if epsilon is None and sigma is None:
+        yield (
+            "privacy.target_epsilon: nor is privacy.noise_multiplier; set exactly one "
+            "(target_epsilon = 8.0, say, and the noise follows)"
+        )
+    if epsilon is not None and sigma is not None:
+        yield (
+            f"privacy.target_epsilon: privacy.noise_multiplier = {sigma} is set as well; set "
+            "exactly one (--privacy.target_epsilon None unsets the TOML's)"
+        )
+    if privacy.delta is None:
+        yield (
+            f"privacy.delta: choose a tenth of 1 / number of {unit_word(config)}s, or less (1e-5, "
+            "say)"
+        )
     banded, auto = privacy.noise == "banded", privacy.bands == "auto"
-    yield (
-        banded and auto and epsilon is None,
-        "privacy.bands: it is chosen for privacy.target_epsilon; set that, or bands to a number",
-    )
-    yield (
-        not banded and not auto and privacy.bands != 1,
-        "privacy.bands: only correlated noise has bands; set privacy.noise to 'banded'",
-    )
-    yield (
-        privacy.bands_for == "checkpoints" and not (banded and config.checkpoint.enable),
-        "privacy.bands_for: it needs checkpoints, and noise that is correlated; set "
-        "checkpoint.enable and privacy.noise = 'banded', or remove the key",
-    )
-    yield (
-        config.training.global_batch_size < 1,
-        "training.global_batch_size: set the expected number of records in a step (it is also the "
-        "update's divisor)",
-    )
+    if banded and auto and epsilon is None:
+        yield (
+            "privacy.bands: it is chosen for privacy.target_epsilon; set that, or bands to a number"
+        )
+    if not banded and not auto and privacy.bands != 1:
+        yield "privacy.bands: only correlated noise has bands; set privacy.noise to 'banded'"
+    if privacy.bands_for == "checkpoints" and not (banded and config.checkpoint.enable):
+        yield (
+            "privacy.bands_for: it needs checkpoints, and noise that is correlated; set "
+            "checkpoint.enable and privacy.noise = 'banded', or remove the key"
+        )
+    if config.training.global_batch_size < 1:
+        yield (
+            "training.global_batch_size: set the expected number of records in a step (it is also "
+            "the update's divisor)"
+        )
 
 
-def _methods(config: JobConfig) -> Iterator[Row]:
+def _methods(config: JobConfig) -> Iterator[str]:
     """Yield the rows of supported keys that a mechanism or a gradient method does not cover."""
     privacy, checkpoint, blocks = config.privacy, config.checkpoint, config.activation_checkpoint
     name, method = privacy.gradient_method, METHODS[privacy.gradient_method]
     allocates, banded = privacy.sampling == "allocation", privacy.noise == "banded"
-    yield (
-        allocates and privacy.accountant != "pld",
-        "privacy.accountant: with privacy.sampling = 'allocation' only PLD counts that a unit's "
-        "step is hidden; set it to 'pld', or privacy.sampling to 'poisson'",
-    )
-    yield (
-        banded and privacy.secure_noise,
-        "privacy.secure_noise: with privacy.noise = 'banded' a step takes back earlier noise, and "
-        "their sum on the grid is not proven; set it to false, or privacy.noise to 'independent'",
-    )
-    yield (
-        banded and allocates,
-        "privacy.sampling: with privacy.noise = 'banded' rounds are not proven; set it to "
-        "'poisson', or privacy.noise to 'independent'",
-    )
+    if allocates and privacy.accountant != "pld":
+        yield (
+            "privacy.accountant: with privacy.sampling = 'allocation' only PLD counts that a "
+            "unit's step is hidden; set it to 'pld', or privacy.sampling to 'poisson'"
+        )
+    if banded and privacy.secure_noise:
+        yield (
+            "privacy.secure_noise: with privacy.noise = 'banded' a step takes back earlier noise, "
+            "and their sum on the grid is not proven; set it to false, or privacy.noise to "
+            "'independent'"
+        )
+    if banded and allocates:
+        yield (
+            "privacy.sampling: with privacy.noise = 'banded' rounds are not proven; set it to "
+            "'poisson', or privacy.noise to 'independent'"
+        )
     if method.estimates_norms and privacy.underestimates == "accounted":
         for key, value, needed, why in (
             ("accountant", privacy.accountant, "pld", "only PLD is tight for a step's mixture"),
@@ -324,29 +307,27 @@ def _methods(config: JobConfig) -> Iterator[Row]:
             ("noise", privacy.noise, "independent", "a unit's steps are not counted together"),
             ("sampling", privacy.sampling, "poisson", "a round of mixtures is not counted"),
         ):
-            yield (
-                value != needed,
-                f"privacy.{key}: with privacy.underestimates = 'accounted' {why}; set it to "
-                f"'{needed}', or privacy.underestimates = 'capped'",
-            )
-    yield (
-        config.compile.enable and method.per_sample_layers,
-        f"compile.enable: '{name}' forms gradients in the layers, which are not compiled; set it "
-        "to false, or privacy.gradient_method to 'microbatch'",
-    )
+            if value != needed:
+                yield (
+                    f"privacy.{key}: with privacy.underestimates = 'accounted' {why}; set it to "
+                    f"'{needed}', or privacy.underestimates = 'capped'"
+                )
+    if config.compile.enable and method.per_sample_layers:
+        yield (
+            f"compile.enable: '{name}' forms gradients in the layers, which are not compiled; set "
+            "it to false, or privacy.gradient_method to 'microbatch'"
+        )
     by_operation = blocks.mode == "selective" and blocks.selective_ac_option == "op"
-    yield (
-        method.backward_passes(privacy) > 1 and by_operation,
-        "privacy.ghost_passes: with activation_checkpoint.selective_ac_option = 'op' PyTorch "
-        "allows one backward pass; set ghost_passes = 'one', or selective_ac_option = '1'",
-    )
+    if method.backward_passes(privacy) > 1 and by_operation:
+        yield (
+            "privacy.ghost_passes: with activation_checkpoint.selective_ac_option = 'op' PyTorch "
+            "allows one backward pass; set ghost_passes = 'one', or selective_ac_option = '1'"
+        )
     folder = checkpoint.folder
-    yield (
-        folder in ("", ".", "..") or "/" in folder or folder.endswith(".damaged"),
-        "checkpoint.folder: give the name of a folder inside job.dump_folder ('checkpoint')",
-    )
-    yield (
-        checkpoint.async_mode.lower() == "async_with_pinned_mem",
-        "checkpoint.async_mode: use 'async'; the process that saves would outlive a killed run, "
-        "and write into the next one's checkpoint",
-    )
+    if folder in ("", ".", "..") or "/" in folder or folder.endswith(".damaged"):
+        yield "checkpoint.folder: give the name of a folder inside job.dump_folder ('checkpoint')"
+    if checkpoint.async_mode.lower() == "async_with_pinned_mem":
+        yield (
+            "checkpoint.async_mode: use 'async'; the process that saves would outlive a killed "
+            "run, and write into the next one's checkpoint"
+        )

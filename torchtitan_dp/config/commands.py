@@ -132,17 +132,17 @@ _OPTIONS: dict[str, tuple[_Option, ...]] = {
         _takes("--backend", "NAME", "of the process group, for ranks that share a device"),
     ),
 }
+_OF_NO_CONFIG = ("ledger", "report", "release")
 _EPILOGS = {
     "tune": "Any --section.key value of the configuration is taken too, for all trials.",
     "selfcheck": "With --config any --section.key value of the configuration is taken too.",
+    **dict.fromkeys(_OF_NO_CONFIG),
 }
-_OF_NO_CONFIG = ("ledger", "report", "release")
 
 
 def parser_of(command: str, doc: str | None) -> argparse.ArgumentParser:
     """Return the parser of a command, described by the first line of its module's `doc`."""
-    epilog = None if command in _OF_NO_CONFIG else _EPILOGS.get(command, _ALL_KEYS)
-    parser = tool_parser(f"torchtitan-dp {command}", doc, epilog)
+    parser = tool_parser(f"torchtitan-dp {command}", doc, _EPILOGS.get(command, _ALL_KEYS))
     for names, terms in _OPTIONS[command]:
         parser.add_argument(*names, **terms)
     return parser
@@ -193,8 +193,7 @@ def parse_known(
 def first(command: str, doc: str | None) -> None:
     """Answer this process's `--help`, wrong options, or wrong keys and values of its configuration,
     and exit; else return, without collection of garbage until `parsed` is called again."""
-    _, overrides = parsed(command, doc, sys.argv[1:])
-    if overrides:
+    if overrides := parsed(command, doc, sys.argv[1:])[1]:
         with exit_on_mistake():
             load_config(overrides, None)
     gc.disable()  # a fifth of the seconds in which PyTorch and transformers are imported

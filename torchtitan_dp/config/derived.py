@@ -43,11 +43,8 @@ def config_file(config: JobConfig) -> tuple[str, str] | None:
     folders = [(config.model.hf_assets_path, "model.hf_assets_path")]
     if config.checkpoint.initial_load_in_hf:
         folders.append(weights_folder(config))
-    for folder, key in folders:
-        path = os.path.join(folder, CONFIG_FILE)
-        if folder and os.path.isfile(path):
-            return path, key
-    return None
+    found = ((os.path.join(folder, CONFIG_FILE), key) for folder, key in folders if folder)
+    return next((one for one in found if os.path.isfile(one[0])), None)
 
 
 def resolve(config: JobConfig, world_size: int) -> None:

@@ -19,6 +19,7 @@ import types
 import typing
 from collections import deque
 from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 from torchtitan_dp.base.process import has_type, write_atomically
@@ -75,7 +76,10 @@ def _checked(values: dict[str, Any], world_size: int | None, mistakes: list[str]
     """Return the configuration of checked values, `~`, `auto` and -1 resolved, if it can work;
     `mistakes` are those in their keys and types."""
     config: JobConfig = from_values(schema(), values)
-    _resolve_home(config)
+    for section in filter(dataclasses.is_dataclass, vars(config).values()):
+        for key, value in vars(section).items():  # a shell replaces `~` in front of a word alone
+            if isinstance(value, str) and key.endswith(("path", "folder", "file")):
+                setattr(section, key, os.path.expanduser(value))
     resolve(config, world_size or 1)
     if mistakes := [*mistakes, *refusals(config, out_of_range(config))]:
         raise Mistakes(mistakes)
@@ -84,29 +88,24 @@ def _checked(values: dict[str, Any], world_size: int | None, mistakes: list[str]
 
 
 def write_config(config: JobConfig) -> list[str]:
-    """Keep `config` in its `job.dump_folder`; the paths of public inputs are made absolute.
-
-    Returns:
-        a line for each key that the last start there had otherwise; they are in force from now on.
-    """
+    """Keep `config` in its `job.dump_folder`, with absolute paths of public inputs. Return a line
+    for each key that the last start there had otherwise; they are in force from now on."""
     values = dataclasses.asdict(config)
     for section, key in (("model", "hf_assets_path"), ("checkpoint", "initial_load_path")):
         if path := values[section][key]:
             values[section][key] = os.path.abspath(path)
     path, text = os.path.join(config.job.dump_folder, RUN_CONFIG_FILE), json.dumps(values, indent=2)
     lines = []
-    if os.path.isfile(path):
-        try:
-            with open(path, encoding="utf-8") as file:
-                earlier = dict(_flat(json.load(file)))
-        except (ValueError, AttributeError) as error:
-            lines.append(f"{path} cannot be read ({error!r}): which keys changed is not known")
-        else:
-            lines = [
-                f"{key} = {value!r} from here on: {earlier[key]!r} at the last start"
-                for key, value in _flat(json.loads(text))
-                if value != earlier.get(key, value) and not key.startswith("job.")
-            ]
+    try:
+        kept = Path(path).read_text(encoding="utf-8") if os.path.isfile(path) else "{}"
+        earlier = dict(_flat(json.loads(kept)))
+        lines = [
+            f"{key} = {value!r} from here on: {earlier[key]!r} at the last start"
+            for key, value in _flat(json.loads(text))
+            if value != earlier.get(key, value) and not key.startswith("job.")
+        ]
+    except (ValueError, AttributeError) as error:
+        lines = [f"{path} cannot be read ({error!r}): which keys changed is not known"]
     write_atomically(path, text.encode() + b"\n")
     return lines
 
@@ -121,13 +120,8 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def read_config(folder: str) -> JobConfig:
-    """Return the configuration of the run in `folder`, for one process.
-
-    `job.dump_folder` becomes `folder`: a run may have been moved.
-
-    Raises:
-        ValueError: one line for the user.
-    """
+    """Return the configuration of the run in `folder`, for one process; ValueError, one line.
+    `job.dump_folder` becomes `folder`: a run may have been moved."""
     path = os.path.join(folder, RUN_CONFIG_FILE)
     if not os.path.isfile(path):
         raise ValueError(
@@ -135,8 +129,7 @@ def read_config(folder: str) -> JobConfig:
             "training command again, which writes it (a finished run is not trained further)"
         )
     try:
-        with open(path, encoding="utf-8") as file:
-            values = json.load(file)
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
         values["job"]["dump_folder"] = folder
         values["parallelism"].update(dict.fromkeys(DEGREES, 1))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -150,10 +143,8 @@ def exit_on_mistake() -> Iterator[None]:
     """Turn each of a user's mistakes into one line on stderr, and exit with code 2."""
     try:
         yield
-    except Mistakes as error:
-        fail(*error.lines)
     except ValueError as error:
-        fail(str(error))
+        fail(*(error.lines if isinstance(error, Mistakes) else [str(error)]))
 
 
 def fail(*mistakes: str) -> NoReturn:
@@ -169,16 +160,7 @@ def write_json(path: str, content: dict[str, Any]) -> None:
     if path == "-":
         sys.stdout.write(text)
     else:
-        with open(os.path.expanduser(path), "w", encoding="utf-8") as file:
-            file.write(text)
-
-
-def _resolve_home(config: Any) -> None:
-    """Replace `~` in front of a path, in place: a shell does so in front of a word alone."""
-    for section in vars(config).values():
-        for key, value in vars(section).items() if dataclasses.is_dataclass(section) else ():
-            if isinstance(value, str) and key.endswith(("path", "folder", "file")):
-                setattr(section, key, os.path.expanduser(value))
+        Path(path).expanduser().write_text(text, encoding="utf-8")
 
 
 def _read_toml(path: str) -> dict[str, Any]:
@@ -186,21 +168,13 @@ def _read_toml(path: str) -> dict[str, Any]:
     path = os.path.expanduser(path)
     if not os.path.isfile(path):
         raise ValueError(f"job.config_file = '{path}': no such file")
-    try:
-        with open(path, encoding="utf-8-sig") as file:  # Windows' editors begin with a mark
-            return tomllib.loads(file.read())
+    try:  # Windows' editors begin with a mark
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"job.config_file = '{path}': not valid TOML: {error}") from error
 
 
 # The schema.
-
-
-class _Later(types.ModuleType):
-    """A module that is imported when an attribute of it is first asked for."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(importlib.import_module(self.__name__), name)
 
 
 def _theirs() -> Any:
@@ -213,10 +187,11 @@ def _theirs() -> Any:
     spec = importlib.util.spec_from_file_location("torchtitan.config.job_config", path)
     assert spec is not None
     assert spec.loader is not None
-    module, log = importlib.util.module_from_spec(spec), types.ModuleType("logging")
-    log.logger = logging.getLogger()  # type: ignore[attr-defined]
-    stand_ins = {name: types.ModuleType(name) for name in ("torchtitan", "torchtitan.tools")}
-    stand_ins |= {"torchtitan.tools.logging": log, "torch": _Later("torch"), spec.name: module}
+    module, names = importlib.util.module_from_spec(spec), ("torchtitan", "torchtitan.tools")
+    stand_ins: dict[str, Any] = {name: types.ModuleType(name) for name in (*names, "torch")}
+    stand_ins["torch"].__getattr__ = lambda name: getattr(importlib.import_module("torch"), name)
+    log = types.SimpleNamespace(logger=logging.getLogger())
+    stand_ins |= {"torchtitan.tools.logging": log, spec.name: module}
     kept = {name: sys.modules.pop(name) for name in stand_ins if name in sys.modules}
     sys.modules.update(stand_ins)
     try:
@@ -257,15 +232,11 @@ def schema() -> Any:
 
 def from_values(kind: Any, values: dict[str, Any]) -> Any:
     """Return a section, or all of them, of checked values, others as by default."""
-    types_of = {field.name: field.type for field in dataclasses.fields(kind)}
-    return kind(
-        **{
-            name: from_values(types_of[name], value)
-            if dataclasses.is_dataclass(types_of[name])
-            else value
-            for name, value in values.items()
-        }
-    )
+    found = dict(values)
+    for field in dataclasses.fields(kind):
+        if field.name in values and dataclasses.is_dataclass(field.type):
+            found[field.name] = from_values(field.type, values[field.name])
+    return kind(**found)
 
 
 # Values by the schema's keys and types. TorchTitan's own parser prints boxes, and Python's names of
@@ -371,7 +342,7 @@ def _describe(annotation: Any) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     names = {float: "a number", int: "a whole number", bool: "true or false", str: "a string"}
     if origin is typing.Literal:
-        return "one of " + ", ".join(repr(a) for a in arguments)
+        return f"one of {', '.join(map(repr, arguments))}"
     if origin in (list, tuple):
         return "a list"
     if arguments:
@@ -397,11 +368,9 @@ def _proposal(key: str, known: Collection[str], dashes: str = "") -> str:
 
 def command_line(keys: Keys) -> list[str]:
     """Write a setting as the command line's overrides."""
-    flags = {True: "", False: "no-"}
+    switches = {True: ".", False: ".no-"}
     return [
-        f"--{key.replace('.', '.' + flags[value], 1)}"
-        if isinstance(value, bool)
-        else f"--{key}={value}"
+        f"--{key.replace('.', switches[value], 1) if isinstance(value, bool) else f'{key}={value}'}"
         for key, value in keys.items()
     ]
 

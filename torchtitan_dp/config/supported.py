@@ -8,6 +8,7 @@ values.
 """
 
 import dataclasses
+import math
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -59,25 +60,10 @@ _REMEDIES = {
 }
 
 
-Row = tuple[bool, str]
-"""Whether a key's value is refused, and "key: reason; remedy"."""
-
 _Range = tuple[Callable[[Any], bool], str]
 """The test of a value, and its words, which follow "must be"."""
 
-_SHARE: _Range = (lambda value: 0 <= value <= 1, "from 0 to 1")
-_BELOW_1: _Range = (lambda value: 0 <= value < 1, "at least 0 and below 1")
-_NOT_NEGATIVE: _Range = (lambda value: value >= 0, "0 or more")
-_POSITIVE: _Range = (lambda value: value > 0, "a positive number")
-_COUNT: _Range = (lambda value: value >= 1, "at least 1")
 _LARGEST = 2**63 - 1  # a whole number of PyTorch's
-_SEED: _Range = (lambda value: 0 <= value <= _LARGEST, f"from 0 to {_LARGEST}")
-_SECONDS: _Range = (lambda value: 1 <= value <= 10**9, "from 1 to 1000000000")
-_DEGREE: _Range = (lambda value: value >= 1, "at least 1 (or -1 for auto)")
-_NO_DEGREE: _Range = (
-    lambda value: value == 1,
-    "1: others are not supported; use context_parallel_degree or data_parallel_shard_degree",
-)
 
 
 def _one_of(*values: str | None) -> _Range:
@@ -85,78 +71,67 @@ def _one_of(*values: str | None) -> _Range:
     return lambda value: value in values, f"{', '.join(most)} or {last}"
 
 
-def _least(least: float, words: str, *others: object) -> _Range:
-    return lambda value: value in others or value >= least, words
-
-
-def _between(least: float, most: float, words: str) -> _Range:
-    return lambda value: least <= value <= most, words
+def _least(least: float, words: str, *others: object, most: float = math.inf) -> _Range:
+    return lambda value: value in others or least <= value <= most, words
 
 
 def _above(least: float, words: str) -> _Range:
     return lambda value: value > least, words
 
 
-def _unset(words: str) -> _Range:
-    return lambda value: not value, words
-
-
-_NO_CODE = _unset("empty: a configuration runs no code here; remove it")
-
-
-# By key. All numbers must be finite as well, also those of other keys. Unset keys are not tested.
-_RANGES: dict[str, _Range] = {
-    "experimental.custom_import": _NO_CODE,
-    "experimental.custom_args_module": _NO_CODE,
+# All numbers must be finite as well, also those of other keys. Unset keys are not tested.
+_OF_SEVERAL: dict[_Range, str] = {
+    (operator.not_, "empty: a configuration runs no code here; remove it"): (
+        "experimental.custom_import experimental.custom_args_module"
+    ),
+    _least(0, "from 0 to 1", most=1): "lr_scheduler.decay_ratio lr_scheduler.min_lr_factor "
+    "activation_checkpoint.memory_budget",
+    (lambda value: 0 <= value < 1, "at least 0 and below 1"): (
+        "optimizer.beta1 optimizer.beta2 data.heldout_fraction"
+    ),
+    _least(0, "0 or more"): "optimizer.eps optimizer.weight_decay lr_scheduler.warmup_steps "
+    "training.max_norm comm.trace_buf_size profiling.profiler_warmup",
+    _above(0, "a positive number"): "training.loss_scale privacy.target_epsilon rope.beta_fast "
+    "rope.beta_slow",
+    _least(1, "at least 1"): "training.steps training.local_batch_size training.gc_freq "
+    "checkpoint.interval profiling.profile_freq profiling.profiler_active metrics.log_freq "
+    "validation.freq data.windows_per_draw rope.original_max_position_embeddings",
+    _least(0, f"from 0 to {_LARGEST}", most=_LARGEST): "debug.seed privacy.debug_seed",
+    _least(1, "from 1 to 1000000000", most=10**9): (
+        "comm.init_timeout_seconds comm.train_timeout_seconds"
+    ),
+    _least(1, "at least 1 (or -1 for auto)"): (
+        "parallelism.data_parallel_replicate_degree parallelism.data_parallel_shard_degree"
+    ),
+    _least(
+        1,
+        "1: others are not supported; use context_parallel_degree or data_parallel_shard_degree",
+        most=1,
+    ): "parallelism.tensor_parallel_degree parallelism.pipeline_parallel_degree "
+    "parallelism.expert_parallel_degree",
+}
+_RANGES = {key: of for of, names in _OF_SEVERAL.items() for key in names.split()} | {
     "model.tokenizer_path": (lambda _: False, "left out; use model.hf_assets_path"),
     "optimizer.name": _one_of("AdamW", "Adam", "MomentumSGD"),
-    "optimizer.beta1": _BELOW_1,
-    "optimizer.beta2": _BELOW_1,
     "optimizer.lr": _least(0, "a positive number (1e-3, say)"),
-    "optimizer.eps": _NOT_NEGATIVE,
-    "optimizer.weight_decay": _NOT_NEGATIVE,
-    "lr_scheduler.warmup_steps": _NOT_NEGATIVE,
-    "lr_scheduler.decay_ratio": _SHARE,
-    "lr_scheduler.min_lr_factor": _SHARE,
-    "training.steps": _COUNT,
-    "training.local_batch_size": _COUNT,
-    "training.max_norm": _NOT_NEGATIVE,
-    "training.loss_scale": _POSITIVE,
     "training.loss_chunk_tokens": _least(0, "at least 1, or 0 for all logits at once"),
     "training.feed_forward_chunk": _least(
         0, "at least 1, 0 for all tokens at once, or 'auto'", "auto"
     ),
-    "training.gc_freq": _COUNT,
-    "parallelism.tensor_parallel_degree": _NO_DEGREE,
-    "parallelism.pipeline_parallel_degree": _NO_DEGREE,
-    "parallelism.expert_parallel_degree": _NO_DEGREE,
-    "parallelism.data_parallel_replicate_degree": _DEGREE,
-    "parallelism.data_parallel_shard_degree": _DEGREE,
     "parallelism.context_parallel_degree": _least(
         1, "at least 1, -1 for all ranks that are left, or 'auto'", "auto"
     ),
     "parallelism.context_parallel_load_balancer": _one_of("headtail", None),
-    "comm.init_timeout_seconds": _SECONDS,
-    "comm.train_timeout_seconds": _SECONDS,
-    "comm.trace_buf_size": _NOT_NEGATIVE,
-    "checkpoint.interval": _COUNT,
-    "checkpoint.keep_latest_k": (lambda k: k == 0 or k > 1, "2 or more, or 0 to keep all"),
-    "checkpoint.initial_load_in_hf_quantized": _unset(
-        "false; start from weights in bfloat16 or float32"
+    "checkpoint.keep_latest_k": _least(2, "2 or more, or 0 to keep all", 0),
+    "checkpoint.initial_load_in_hf_quantized": (
+        operator.not_,
+        "false; start from weights in bfloat16 or float32",
     ),
     "activation_checkpoint.selective_ac_option": (
         lambda option: option == "op" or (option.isdecimal() and int(option) > 0),
         "'op', or N to checkpoint every Nth layer",
     ),
-    "activation_checkpoint.memory_budget": _SHARE,
     "activation_checkpoint.determinism_check": _one_of("default", "none"),
-    "debug.seed": _SEED,
-    "privacy.debug_seed": _SEED,
-    "profiling.profile_freq": _COUNT,
-    "profiling.profiler_active": _COUNT,
-    "profiling.profiler_warmup": _NOT_NEGATIVE,
-    "metrics.log_freq": _COUNT,
-    "validation.freq": _COUNT,
     "validation.steps": _least(1, "1 or more, or -1 for all held-out units", -1),
     "validation.publish_epsilon": _above(0, "a positive number (1, say)"),
     "validation.publish_clip": _above(0, "a positive number of nats (4, say)"),
@@ -164,25 +139,22 @@ _RANGES: dict[str, _Range] = {
         lambda delta: 0 < delta < 1,
         "between 0 and 1 (a tenth of 1 / number of held-out units, or less)",
     ),
-    "privacy.target_epsilon": _POSITIVE,
     # With the largest clipping norm, fp32 still has the square of a gradient, which Adam keeps.
-    "privacy.noise_multiplier": _between(0, 1e9, "from 0 to 1e9"),
-    "privacy.max_grad_norm": _between(1e-9, 1e9, "between 1e-9 and 1e9, where fp32 can clip to it"),
+    "privacy.noise_multiplier": _least(0, "from 0 to 1e9", most=1e9),
+    "privacy.max_grad_norm": _least(
+        1e-9, "between 1e-9 and 1e9, where fp32 can clip to it", most=1e9
+    ),
     "privacy.delta": (lambda delta: 0 < delta < 1, "between 0 and 1 (1e-5, say)"),
     "privacy.sample_rate": (lambda q: 0 < q <= 1, "a probability, above 0 and at most 1"),
     "privacy.bands": _least(1, "1 or more, or 'auto'", "auto"),
-    "privacy.projections": _between(FEWEST, MOST, f"from {FEWEST} to {MOST}; 32 is usual"),
-    "data.heldout_fraction": _BELOW_1,
-    "data.windows_per_draw": _COUNT,
+    "privacy.projections": _least(FEWEST, f"from {FEWEST} to {MOST}; 32 is usual", most=MOST),
     "lora.rank": _least(0, "1 or more, or 0 for no adapters"),
     "lora.alpha": _above(0, "a positive number (2 x rank, say)"),
     "rope.theta": _above(1, "a number above 1 (500000.0, say)"),
     "rope.factor": _least(1, "1 or more: the new window divided by the trained one"),
-    "rope.original_max_position_embeddings": _COUNT,
-    "rope.beta_fast": _POSITIVE,
-    "rope.beta_slow": _POSITIVE,
     "ema.decay": (lambda decay: 0 <= decay < 1, "at least 0 and below 1 (0.9999, say)"),
 }
+"""The range of each key's value."""
 
 
 class Mistakes(ValueError):
@@ -193,38 +165,37 @@ class Mistakes(ValueError):
         self.lines = lines
 
 
-def refusals(config: JobConfig, rows: Iterable[Row]) -> Iterator[str]:
-    """Yield one line, with key, value and remedy, for each row that is refused."""
-    for is_refused, line in rows:
-        if is_refused:
-            key, _, remedy = line.partition(": ")
-            value = operator.attrgetter(key)(config)
-            given = "is not set" if value is None else f"= {_shown(value)}"
-            yield f"{key} {given}: {remedy}"
+def refusals(config: JobConfig, rows: Iterable[str]) -> Iterator[str]:
+    """Put the key's value into each row, "key: reason; remedy", that is refused."""
+    for line in rows:
+        key, _, remedy = line.partition(": ")
+        value = operator.attrgetter(key)(config)
+        given = "is not set" if value is None else f"= {_shown(value)}"
+        yield f"{key} {given}: {remedy}"
 
 
 def _shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-def out_of_range(config: JobConfig) -> Iterator[Row]:
+def out_of_range(config: JobConfig) -> Iterator[str]:
     """Yield the rows of numbers that are not finite, and of values that a run would fail on."""
     for key, value, _ in values(config):
         holds, words = _RANGES.get(key, (lambda _: True, "a number"))
         is_finite = not isinstance(value, int | float) or abs(value) <= sys.float_info.max
-        is_right = value is None or (is_finite and holds(value))
-        yield not is_right, f"{key}: must be {'' if is_finite else 'finite, '}{words}"
-        is_more = isinstance(value, int) and is_right and abs(value) > _LARGEST
-        yield is_more, f"{key}: must be from -{_LARGEST} to {_LARGEST}"
+        if value is not None and not (is_finite and holds(value)):
+            yield f"{key}: must be {'' if is_finite else 'finite, '}{words}"
+        elif isinstance(value, int) and abs(value) > _LARGEST:
+            yield f"{key}: must be from -{_LARGEST} to {_LARGEST}"
 
 
-def unsupported(config: JobConfig) -> Iterator[Row]:
+def unsupported(config: JobConfig) -> Iterator[str]:
     """Yield the rows of keys that privacy does not support, whose defaults they must keep."""
     supported = supported_keys()
     for key, value, default in values(config):
-        usual = f"remove it (the default is {_shown(default)})"
-        remedy = _REMEDIES.get(key, f"not supported with privacy; {usual}")
-        yield key not in supported and value != default, f"{key}: {remedy}"
+        if key not in supported and value != default:
+            usual = f"remove it (the default is {_shown(default)})"
+            yield f"{key}: {_REMEDIES.get(key, f'not supported with privacy; {usual}')}"
 
 
 def supported_keys() -> set[str]:

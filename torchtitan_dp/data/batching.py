@@ -275,12 +275,13 @@ class RecordLoader:
     def deal(self, draw: Draw, ladder: tuple[int, ...]) -> list[DealtMicrobatch]:
         """Return this rank's microbatches of a draw, padded to lengths of a rising ladder: on every
         rank as many, of the same lengths, the longest first, filled up with padding."""
-        lengths, dealt = self.lengths(draw, ladder), []
+        lengths = self.lengths(draw, ladder)
         terms = {"ranks": self.ranks, "rank": self.rank, "batch_size": self.batch_size}
-        for length in np.unique(lengths)[::-1]:
-            for slots in deal(draw.positions[lengths == length], **terms):
-                dealt.append(DealtMicrobatch(int(length), np.repeat(slots, self.windows)))
-        return dealt
+        return [
+            DealtMicrobatch(int(length), np.repeat(slots, self.windows))
+            for length in np.unique(lengths)[::-1]
+            for slots in deal(draw.positions[lengths == length], **terms)
+        ]
 
     def microbatch(self, dealt: DealtMicrobatch, key: bytes = FIXED_KEY) -> Microbatch:
         """Make a microbatch on the CPU, with the step's key; raise OSError if the disk failed."""

@@ -50,7 +50,7 @@ class Records:
         """Return the records of a source's store, with some units held out, by a hash of their
         names. Raises ValueError, one line, also if none is left."""
         train, heldout = split(store.units.hashes, heldout_fraction)
-        facts, warnings = source.facts, source.notices(files)
+        facts, warnings = source.facts, [*source.notices(files)]
         if pointers := store.facts["pointers"]:
             warnings.append(
                 f"{pointers:,} of {len(files.names):,} files of training.dataset_path are Git LFS "

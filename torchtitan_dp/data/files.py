@@ -124,7 +124,9 @@ def _walk(
             parts = os.fsdecode(below).split("/")
             ranked = is_linked or entry.is_symlink(), below
             if os.path.isdir(entry.path):  # false for a link that leads nowhere
-                if any(_may_hold(parts, way) for way in ways):
+                # A match can lie in it: a beginning of a pattern matches it.
+                begun = (way[:n] for way in ways for n in range(1, len(way) + (way[-1] == "**")))
+                if any(_matches(parts, beginning) for beginning in begun):
                     heapq.heappush(waiting, ranked)
             elif os.path.isfile(entry.path):
                 if any(_matches(parts, way) for way in ways):
@@ -147,9 +149,3 @@ def _matches(parts: list[str], patterns: Sequence[str]) -> bool:
         return not rest or any(_matches(parts[i:], rest) for i in range(len(parts) + 1))
     is_first = bool(parts) and fnmatch.fnmatchcase(parts[0], patterns[0])
     return is_first and _matches(parts[1:], patterns[1:])
-
-
-def _may_hold(parts: list[str], patterns: Sequence[str]) -> bool:
-    """Check whether a match can lie in a folder: a beginning of the pattern matches it."""
-    count = len(patterns) + (patterns[-1] == "**")
-    return any(_matches(parts, patterns[:n]) for n in range(1, count))

@@ -31,15 +31,7 @@ from torchtitan_dp.data import say
 from torchtitan_dp.data import store as stores
 from torchtitan_dp.data.files import Fields, Files, list_files, locate
 from torchtitan_dp.data.formats import FOLDER, Format, format_named, is_pointer, unit_name
-from torchtitan_dp.data.reading import (
-    EMPTY,
-    MOST_PART,
-    Assembler,
-    Lack,
-    Piece,
-    Reading,
-    split,
-)
+from torchtitan_dp.data.reading import EMPTY, MOST_PART, Assembler, Lack, Piece, Reading, split
 from torchtitan_dp.data.store import (
     Store,
     folder_of,
@@ -162,12 +154,11 @@ class Source:
             f"{self.facts.row} in a file like {' or '.join(self.facts.below)}{there}"
         )
 
-    def notices(self, files: Files) -> list[str]:
+    def notices(self, files: Files) -> Iterator[str]:
         """Describe files that are left out, and splits that are read together. NOT PRIVATE."""
-        found = []
         if files.passed:
             every = len(files.passed) + len(files.names)
-            found.append(
+            yield (
                 f"{len(files.passed):,} of {every:,} files in training.dataset_path are not read "
                 f"({_endings(files.passed)}), since '{self.format}' takes those that match "
                 f"{', '.join(self.facts.below)}, of a saved data set those that its state.json "
@@ -178,11 +169,10 @@ class Source:
         splits = Counter(split for of in words for split in {_SPLITS[word] for word in of})
         if "train" in splits and len(splits) > 1:
             counted = ", ".join(f"{count:,} of '{split}'" for split, count in splits.items())
-            found.append(
+            yield (
                 "by their names, files of several splits are trained on together: "
                 f"{counted}; name those to train on alone by training.dataset_path"
             )
-        return found
 
     def refuse_lacks(self, lacks: Iterable[Lack], none: str, records: str = "") -> NoReturn:
         """Refuse a data set for what its records lack, the most frequent first."""
@@ -328,7 +318,8 @@ def _tokenize(output: IO[bytes], files: Files, source: Source) -> tuple[bytes, d
         source.refuse_lacks(counted, f"none of the {count:,} records has a target to learn")
     hashes_R2 = np.frombuffer(hashes, dtype="<u8").reshape(count, -1)
     units = (singles if source.unit_field is None else group)(hashes_R2)
-    _, times = np.unique(np.frombuffer(spellings, "<u8")[units.first()], return_counts=True)
+    firsts_of_units = units.members[units.starts[:-1]]
+    _, times = np.unique(np.frombuffer(spellings, "<u8")[firsts_of_units], return_counts=True)
     columns = np.array(ends)[1:], np.array(firsts), np.array(reasons)
     return stores.pack(*columns, units), {
         "terms": source.terms,
@@ -349,23 +340,19 @@ def _tokenize(output: IO[bytes], files: Files, source: Source) -> tuple[bytes, d
 def _ids(tokenizer: Tokenizer, texts: Iterator[str]) -> Iterator[np.ndarray | None]:
     """Tokenize texts in batches, of which one is read while another is tokenized."""
     ahead: deque[Future[list[np.ndarray | None]]] = deque()
+    batch, characters = list[str](), 0
     with ThreadPoolExecutor(1, thread_name_prefix="tokens") as pool:
-        while batch := _batch(texts):
-            ahead.append(pool.submit(tokenizer.encode_each, batch))
-            if len(ahead) > 1:
-                yield from ahead.popleft().result()
+        for text in texts:
+            batch.append(text)
+            characters += len(text)
+            if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_TEXTS:
+                ahead.append(pool.submit(tokenizer.encode_each, batch))
+                batch, characters = [], 0
+                if len(ahead) > 1:
+                    yield from ahead.popleft().result()
+        ahead.append(pool.submit(tokenizer.encode_each, batch))
         for last in ahead:
             yield from last.result()
-
-
-def _batch(texts: Iterator[str]) -> list[str]:
-    batch, characters = [], 0
-    for text in texts:
-        batch.append(text)
-        characters += len(text)
-        if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_TEXTS:
-            break
-    return batch
 
 
 def _rows(files: Files, source: Source, hashes: list[str]) -> Iterator[_Row]:
@@ -385,14 +372,12 @@ def _rows(files: Files, source: Source, hashes: list[str]) -> Iterator[_Row]:
             found: list[Piece] | Lack = broken
             if fields is not None:
                 found = source.reading.pieces(fields, facts.fields or "text")
-            if by is None:
-                hashed = record_hash(record, size=8)
-                row = _Row(hashed + bytes(8), hashed, True)
-            else:
+            hashed = record_hash(record, size=8 if by is None else 16).ljust(16, b"\0")
+            row = _Row(hashed, hashed[:8], by is None)
+            if by is not None:
                 unit = unit_name((fields or {}).get(by)) if facts.fields else folder_of(name)
-                hashed = record_hash(record) if unit is None else unit_hash(unit)
-                spelling = hashed[:8] if unit is None else spelling_hash(unit)
-                row = _Row(hashed, spelling, unit is not None)
+                if unit is not None:
+                    row = _Row(unit_hash(unit), spelling_hash(unit), True)
                 if unit is None and fields is not None:
                     found = unknown
             if isinstance(found, Lack):

@@ -97,15 +97,12 @@ class ChatTemplate:
     def _pieces(self, messages: Sequence[Message]) -> list[Piece] | None:
         if not self._is_marked:
             return self._by_turns(messages)
-        pieces, inside = [], False
-        for part in _EITHER.split(self._render(messages)):
-            if part in (_OPEN, _CLOSE):
-                if (part == _OPEN) == inside:
-                    return None
-                inside = part == _OPEN
-            elif part:
-                pieces.append(Piece(part, inside))
-        return None if inside else pieces
+        text, *parts = _EITHER.split(self._render(messages))
+        marks = parts[::2]
+        if marks != [_OPEN, _CLOSE] * (len(marks) // 2):
+            return None
+        texts = enumerate([text, *parts[1::2]])
+        return [Piece(part, number % 2 == 1) for number, part in texts if part]
 
     def _by_turns(self, messages: Sequence[Message]) -> list[Piece] | None:
         pieces, done, cost = list[Piece](), "", 0
@@ -279,23 +276,19 @@ class Reading:
             return self._turns(self.template, fields, word)
         parts = []
         for field, key in reversed(self.keys.items()):
-            text = text_of(fields.get(field))
-            if text is None:
+            if (text := text_of(fields.get(field))) is None:
                 return _misfit(key, field, fields, word)
             parts.append(Piece(text, field == self.text_field))
         return [part for part in parts if part.text] if parts[-1].text else EMPTY
 
     def _turns(self, template: ChatTemplate, fields: Fields, word: str) -> list[Piece] | Lack:
         ((field, key),) = self.keys.items()
-        messages = _messages_of(fields.get(field))
-        if messages is None:
+        if (messages := _messages_of(fields.get(field))) is None:
             return _misfit(key, field, fields, word)
-        roles = tuple(message["role"] for message in messages)
-        filled = [message["content"].strip() != "" for message in messages]
-        answers = [i for i, role in enumerate(roles) if role == ASSISTANT and filled[i]]
-        if answers:
+        turns = [(i, one) for i, one in enumerate(messages) if one["role"] == ASSISTANT]
+        if answers := [i for i, one in turns if one["content"].strip()]:
             return template.write(messages[: answers[-1] + 1]) or REFUSED
-        found = "only empty turns" if ASSISTANT in roles else "no turn"
+        found = "only empty turns" if turns else "no turn"
         what = f"have {found} of the role '{ASSISTANT}'"
         remedy = "these alone are learned: rename the role of what the model is to write"
         return Lack(f"{key} = {field!r}", what, remedy, is_undecodable=False)
@@ -360,7 +353,8 @@ class Assembler:
         self._bos, self._eos = (none if mark is None else np.array([mark]) for mark in marks)
         self.between = none  # ids between two records of a unit, stored before each
         if marks == (None, None) and how.template is None:
-            self.between = found if (found := tokenizer.encode("\n\n")) is not None else none
+            found = tokenizer.encode("\n\n")
+            self.between = none if found is None else found
         if how.has_answers:
             self._bos, self.between = ~self._bos, ~self.between
 
@@ -379,9 +373,8 @@ class Assembler:
             return EMPTY
         stop = len(text) - int((text >= 0)[::-1].argmax())  # nothing behind it is ever learned
         ids = np.concatenate([self._bos, text[:stop], self._eos])
-        is_predicted = ids[1:] >= 0
-        first = int(is_predicted.argmax()) + 1 if is_predicted.any() else 0
-        return np.concatenate([self.between, ids]), first
+        first = next(iter(np.flatnonzero(ids[1:] >= 0) + 1), 0)
+        return np.concatenate([self.between, ids]), int(first)
 
 
 def split(text: str, most: int = MOST_PART) -> Iterator[str]:

@@ -56,10 +56,6 @@ class Units:
     def __len__(self) -> int:
         return len(self.hashes)
 
-    def first(self) -> np.ndarray:
-        """Return the first record of each unit, int64 (units,)."""
-        return self.members[self.starts[:-1]]
-
     def places(self, unit: int) -> range:
         """Return the places of a unit's records in the row of all units' records."""
         if not 0 <= unit < len(self):
@@ -325,14 +321,12 @@ def writing_lock(folder: str) -> Iterator[None]:
     """Keep other processes from writing a store; the kernel unlocks it if this one dies."""
     lock = filelock.FileLock(f"{folder}.lock", mode=0o600)
     try:
-        lock.acquire(timeout=WAIT_S)
+        held = lock.acquire(timeout=WAIT_S)
     except filelock.Timeout:
         say("waiting for another process, which prepares the same training.dataset_path")
-        lock.acquire()
-    try:
+        held = lock.acquire()
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 def mark_used(store: Store, run: str) -> None:

@@ -130,11 +130,21 @@ def load_tokenizer(assets_path: str) -> Tokenizer:
             f"model.hf_assets_path = {assets_path!r} is not an existing folder: {remedy}"
         )
     paths = [os.path.join(assets_path, name) for name in (TOKENIZER, SETTINGS, _MAP)]
-    if not os.path.exists(paths[0]):
-        _refuse_bytes(assets_path)
-        return ByteTokenizer()
-    found = [os.stat(path) for path in paths if os.path.exists(path)]
-    return _load(assets_path, tuple((s.st_ino, s.st_size, s.st_mtime_ns) for s in found))
+    if os.path.exists(paths[0]):
+        found = [os.stat(path) for path in paths if os.path.exists(path)]
+        return _load(assets_path, tuple((s.st_ino, s.st_size, s.st_mtime_ns) for s in found))
+    names = sorted(os.listdir(assets_path))  # of weights, or a tokenizer in another form
+    others = {"tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt"}
+    unread = [name for name in names if name in others]
+    unread += [name for name in names if name.endswith((".safetensors", ".bin", ".pth"))]
+    if unread:
+        raise ValueError(
+            f"model.hf_assets_path = {assets_path!r}: it has {unread[0]} and no {TOKENIZER}, so "
+            'that text would be read as bytes; write one: python -c "from transformers import '
+            f"AutoTokenizer; AutoTokenizer.from_pretrained('{assets_path}')"
+            f".save_pretrained('{assets_path}')\""
+        )
+    return ByteTokenizer()
 
 
 @functools.lru_cache(maxsize=1)
@@ -149,21 +159,6 @@ def _load(assets_path: str, files: tuple[tuple[int, ...], ...]) -> HFTokenizer:
         ) from error
     marks = (_mark_id(backend, assets_path, key) for key in ("bos_token", "eos_token"))
     return HFTokenizer(backend, *marks)
-
-
-def _refuse_bytes(assets_path: str) -> None:
-    """Refuse a folder without tokenizer.json that has weights, or a tokenizer in another form."""
-    names = sorted(os.listdir(assets_path))
-    others = {"tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt"}
-    found = [name for name in names if name in others]
-    found += [name for name in names if name.endswith((".safetensors", ".bin", ".pth"))]
-    if found:
-        raise ValueError(
-            f"model.hf_assets_path = {assets_path!r}: it has {found[0]} and no {TOKENIZER}, so "
-            'that text would be read as bytes; write one: python -c "from transformers import '
-            f"AutoTokenizer; AutoTokenizer.from_pretrained('{assets_path}')"
-            f".save_pretrained('{assets_path}')\""
-        )
 
 
 def _mark_id(backend: tokenizers.Tokenizer, assets_path: str, key: str) -> int | None:
@@ -182,11 +177,9 @@ def _mark_id(backend: tokenizers.Tokenizer, assets_path: str, key: str) -> int |
 def read_settings(assets_path: str, name: str) -> dict[str, Any]:
     """Read a JSON object in the folder of a tokenizer, with each special token as its text; empty
     if there is none. Raises ValueError, one line, for a file that is broken."""
-    if (text := read_text(assets_path, name)) is None:
-        return {}
     try:
-        found = json.loads(text)
-    except ValueError:
+        found = json.loads("{}" if (text := read_text(assets_path, name)) is None else text)
+    except json.JSONDecodeError:
         found = None
     if not isinstance(found, dict):
         raise ValueError(

@@ -44,7 +44,6 @@ from torchtitan_dp.data.reading import reading
 from torchtitan_dp.data.tokenizer import ByteTokenizer, from_hub, load_tokenizer
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.gradients.optimizer import MomentumSGD
-from torchtitan_dp.ledger import Lineage
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.hugging_face import check_weights, on_meta, origin, shape, skeleton
@@ -84,16 +83,11 @@ def open_records(config: JobConfig, source: Source | None = None) -> Records:
 
 def source_of(config: JobConfig) -> Source:
     """Return the files that a configuration names, and how they are read."""
-    data, assets_path = config.data, config.model.hf_assets_path
-    tokenizer = load_tokenizer(assets_path)
+    data, training, assets_path = config.data, config.training, config.model.hf_assets_path
+    tokenizer, path = load_tokenizer(assets_path), training.dataset_path or ""
     fields = data.text_field, data.prompt_field, data.messages_field
-    return Source(
-        config.training.dataset,
-        config.training.dataset_path or "",
-        reading(*fields, assets_path, tokenizer),
-        tokenizer,
-        data.unit_field,
-    )
+    how = reading(*fields, assets_path, tokenizer)
+    return Source(training.dataset, path, how, tokenizer, data.unit_field)
 
 
 def check_run(config: JobConfig, *, units: int | None = None) -> Checked:
@@ -104,47 +98,37 @@ def check_run(config: JobConfig, *, units: int | None = None) -> Checked:
     start = decide_start(config)
     check_names(config, start)
     source = source_of(config)
-    earlier, plan = check_folder(config, start, source, units)
+    folder, earlier, plan = config.job.dump_folder, None, None
+    if not config.privacy.enable:
+        refuse_private_folder(folder)
+    else:  # refuse other terms than those of the run in the folder
+        if units is None:
+            check_records(folder, None, settings_of(source, config.data.heldout_fraction))
+        refuse_another_optimizer(config, start)
+        if (earlier := earlier_ledger(folder)) is not None:
+            plan = plan_start(config, earlier.settings.implied_units, start, earlier)
     args = check_model(config, start)
     if units is None:
         records = open_records(config, source)
         samples = build_samples(records, config)
         found = records.check_targets(samples)
         records = dataclasses.replace(records, warnings=records.warnings + found)
+        if config.data.on_undecodable == "error" and (bad := records.undecodable()):
+            raise ValueError(
+                f"data.on_undecodable = 'error': {bad} of {len(records.store)} records cannot be "
+                "decoded; fix them, or set it to 'empty' (they then contribute nothing)"
+                + "".join(f"; not private: {warning}" for warning in records.warnings)
+            )
     else:
-        fraction = config.data.heldout_fraction
-        records = Records.empty(source, units, fraction)
+        records = Records.empty(source, units, config.data.heldout_fraction)
         samples = build_samples(records, config)
-    if units is None and config.data.on_undecodable == "error" and (bad := records.undecodable()):
-        raise ValueError(
-            f"data.on_undecodable = 'error': {bad} of {len(records.store)} records cannot be "
-            "decoded; fix them, or set it to 'empty' (they then contribute nothing)"
-            + "".join(f"; not private: {warning}" for warning in records.warnings)
-        )
     if config.privacy.enable:
         refuse_delta_of_loss(config, len(records.heldout))
         if units is None:
-            check_records(config.job.dump_folder, records.fingerprint, records.settings)
+            check_records(folder, records.fingerprint, records.settings)
         if plan is None or plan.settings.implied_units != len(records.train):
             plan = plan_start(config, len(records.train), start, earlier)
     return Checked(start, args, records, samples, plan)
-
-
-def check_folder(
-    config: JobConfig, start: Start, source: Source, units: int | None
-) -> tuple[Lineage | None, Plan | None]:
-    """Refuse, by ValueError, other terms than those of the run in `job.dump_folder`; return its
-    ledger, and its plan for as many units as it has."""
-    folder = config.job.dump_folder
-    if not config.privacy.enable:
-        refuse_private_folder(folder)
-        return None, None
-    if units is None:
-        check_records(folder, None, settings_of(source, config.data.heldout_fraction))
-    refuse_another_optimizer(config, start)
-    if (earlier := earlier_ledger(folder)) is None:
-        return None, None
-    return earlier, plan_start(config, earlier.settings.implied_units, start, earlier)
 
 
 def build_samples(records: Records, config: JobConfig) -> Samples:
@@ -164,13 +148,14 @@ def build_samples(records: Records, config: JobConfig) -> Samples:
 
 def check_packages(config: JobConfig) -> None:
     """Refuse, by ValueError, a service whose package is not installed."""
-    for key, wanted, package in (
-        ("metrics.enable_wandb", config.metrics.enable_wandb, "wandb"),
-        ("metrics.enable_mlflow", config.metrics.enable_mlflow, "mlflow"),
+    for package, wanted in (
+        ("wandb", config.metrics.enable_wandb),
+        ("mlflow", config.metrics.enable_mlflow),
     ):
         if wanted and importlib.util.find_spec(package) is None:
             raise ValueError(
-                f"{key} = true: {package} is not installed; pip install 'torchtitan-dp[{package}]'"
+                f"metrics.enable_{package} = true: {package} is not installed; pip install "
+                f"'torchtitan-dp[{package}]'"
             )
 
 
@@ -210,7 +195,18 @@ def check_names(config: JobConfig, start: Start) -> None:
             "started with"
         )
     if config.checkpoint.last_save_in_hf:
-        _check_target(os.path.join(config.job.dump_folder, EXPORT_FOLDER), config)
+        target = os.path.join(config.job.dump_folder, EXPORT_FOLDER)
+        for key, used in (
+            ("model.hf_assets_path", assets),
+            ("checkpoint.initial_load_path", config.checkpoint.initial_load_path),
+            ("checkpoint.folder", os.path.join(config.job.dump_folder, config.checkpoint.folder)),
+        ):
+            inside = os.path.realpath(used or "/") + os.sep
+            if inside.startswith(os.path.realpath(target) + os.sep):
+                raise ValueError(
+                    f"{key} = '{used}': checkpoint.last_save_in_hf would replace it by its own "
+                    f"'{target}'; use another job.dump_folder, or move it"
+                )
         tokenizer_files(config)
     if start.loads and not os.path.isdir(start.place):
         remedy = from_hub(start.place) or "name the one with initial weights"
@@ -240,20 +236,6 @@ def check_files(config: JobConfig, args: ModelArgs, start: Start) -> None:
         refuse_other_settings(start.place, args.settings, origin(config))
 
 
-def _check_target(target: str, config: JobConfig) -> None:
-    for key, used in (
-        ("model.hf_assets_path", config.model.hf_assets_path),
-        ("checkpoint.initial_load_path", config.checkpoint.initial_load_path),
-        ("checkpoint.folder", os.path.join(config.job.dump_folder, config.checkpoint.folder)),
-    ):
-        inside = os.path.realpath(used or "/") + os.sep
-        if inside.startswith(os.path.realpath(target) + os.sep):
-            raise ValueError(
-                f"{key} = '{used}': checkpoint.last_save_in_hf would replace it by its own "
-                f"'{target}'; use another job.dump_folder, or move it"
-            )
-
-
 def show_notices(config: JobConfig, checked: Checked) -> None:
     """Print warnings of the records and notices of the configuration, as a plan does."""
     show_records(config, checked)
@@ -272,9 +254,8 @@ def show_records(config: JobConfig, checked: Checked) -> None:
 
 def notices(config: JobConfig) -> list[str]:
     """List the notices of the configuration, and of releases that are not tested."""
-    lines, training, checkpoint = untested(), config.training, config.checkpoint
-    if (part := never_trained(config)) is not None:
-        lines.append(part)
+    lines = [*untested(), *filter(None, [never_trained(config)])]
+    training, checkpoint = config.training, config.checkpoint
     if training.seq_len > (window := shape(config).max_seq_len):
         lines.append(
             f"training.seq_len = {training.seq_len:,} is beyond the {window:,} positions of the "
@@ -294,11 +275,9 @@ def notices(config: JobConfig) -> list[str]:
 
 def tokenizer_lines(config: JobConfig, source: Source) -> list[str]:
     """Describe the tokenizer, and samples whose end is never learned."""
-    where, reading = config.model.hf_assets_path, source.reading
-    end = None
-    if reading.template is not None:
-        end = reading.template.lacks_end
-    elif source.tokenizer.eos_id is None:
+    where, template = config.model.hf_assets_path, source.reading.template
+    end = None if template is None else template.lacks_end
+    if template is None and source.tokenizer.eos_id is None:
         end = "the tokenizer has no eos: the model never learns to stop"
     named = f"tokenizer: {source.tokenizer.describe()}" + (f", from {where}" if where else "")
     return [named, *filter(None, [end])]
@@ -311,8 +290,7 @@ _LAST = 0.01  # of the steps, which a decay to zero may leave without a change
 
 def factors(config: JobConfig) -> dict[int, float]:
     """Return the schedule's factor of each step, or of many of them and the last."""
-    steps = config.training.steps
-    factor = schedule(config)
+    steps, factor = config.training.steps, schedule(config)
     looked_at = {*range(0, steps, max(1, steps // _LOOKED_AT)), steps - 1}
     return {index + 1: factor(index) for index in sorted(looked_at)}
 

@@ -111,8 +111,7 @@ def refuse_lack(config: JobConfig, args: ModelArgs, ranks: int, available: int |
 def require_host_memory(config: JobConfig) -> None:
     """Refuse to train, by Fault on all ranks, where a node does not hold what its ranks offload.
     Collective under any configuration: an all-gather over the world of one line or nothing."""
-    refusals: list[str | None] = [None] * dist.get_world_size()
-    refusal = None
+    refusals, refusal = [""] * dist.get_world_size(), ""
     try:
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         refuse_lack(config, shape(config), ranks, available_bytes())
@@ -120,5 +119,5 @@ def require_host_memory(config: JobConfig) -> None:
         refusal = str(error)
     dist.all_gather_object(refusals, refusal)
     for rank, line in enumerate(refusals):
-        if line is not None:
+        if line:
             raise Fault(f"{line} (found on rank {rank})")

@@ -20,11 +20,11 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
@@ -40,7 +40,6 @@ from torchtitan_dp.config import JobConfig
 
 PUBLISHABLE, NOT_PRIVATE = "private_to_publish", "not_private"  # sections of TensorBoard
 PUBLIC_FILE, _KEPT_FILE = "public.jsonl", "watch.json"
-_FLUSH_S = 10  # a person who watches waits no longer
 
 
 @dataclass(frozen=True)
@@ -92,10 +91,9 @@ class TensorBoard(BaseLogger):
     """Event files in one folder, which a resumed run goes on with."""
 
     def __init__(self, folder: str, step: int) -> None:
-        # TensorBoard hides steps after the last that was taken, which a crash took back.
-        self._writer = SummaryWriter(
-            folder, max_queue=1000, flush_secs=_FLUSH_S, purge_step=step + 1
-        )
+        # A person who watches waits 10 s at most. Steps after the last that was taken are hidden.
+        how = {"max_queue": 1000, "flush_secs": 10, "purge_step": step + 1}
+        self._writer = SummaryWriter(folder, **how)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         for name, value in metrics.items():
@@ -103,13 +101,6 @@ class TensorBoard(BaseLogger):
 
     def close(self) -> None:
         self._writer.close()
-
-
-class Tracker(Protocol):
-    """Keeps public scalars, by tag."""
-
-    def log(self, scalars: dict[str, float], step: int) -> None: ...
-    def close(self) -> None: ...
 
 
 class WandB:
@@ -218,7 +209,7 @@ class PublicLines(BaseLogger):
     """
 
     def __init__(
-        self, folder: str, step: int, trackers: Mapping[str, Callable[[str, float], Tracker]]
+        self, folder: str, step: int, trackers: Mapping[str, type[WandB | MLflow]]
     ) -> None:
         self._folder, self._trackers = folder, trackers
         self._path = os.path.join(folder, PUBLIC_FILE)
@@ -296,11 +287,8 @@ def open_outlets(config: JobConfig, step: int, *, private: bool) -> Outlets:
     if metrics.enable_tensorboard and (rank == 0 or metrics.save_for_all_ranks):
         below = f"rank_{rank}" if metrics.save_for_all_ranks else ""
         sinks.append(TensorBoard(os.path.join(folder, metrics.save_tb_folder, below), step))
-    trackers: dict[str, Callable[[str, float], Tracker]] = {}
-    if metrics.enable_wandb:
-        trackers["metrics.enable_wandb"] = WandB
-    if metrics.enable_mlflow:
-        trackers["metrics.enable_mlflow"] = MLflow
+    every: dict[str, type[WandB | MLflow]] = {"enable_wandb": WandB, "enable_mlflow": MLflow}
+    trackers = {f"metrics.{key}": of for key, of in every.items() if getattr(metrics, key)}
     if rank == 0 and trackers and private:
         sinks.append(PublicLines(folder, step, trackers))
         logger.info(f"{', '.join(trackers)}: sends public scalars at the last planned step")

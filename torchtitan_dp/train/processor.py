@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 
 # isort: split
-from torchtitan.components.metrics import BaseLogger, MetricsProcessor
+from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import NoColor
@@ -42,14 +42,8 @@ class SampleStatistics:
 
     def add(self, loss_B: torch.Tensor, valid_B: torch.Tensor, clip: Clip) -> None:
         """Add some samples: their partial losses on this rank, and how they were clipped."""
-        columns = (
-            loss_B.detach().double(),
-            clip.norm_B,
-            valid_B.double(),
-            clip.rejected_B.double(),
-            clip.exceeds_B.double(),
-        )
-        self.rows.append(torch.stack(columns, dim=1))
+        columns = (loss_B.detach(), clip.norm_B, valid_B, clip.rejected_B, clip.exceeds_B)
+        self.rows.append(torch.stack([column.double() for column in columns], dim=1))
 
     def reduce(self, parallel_dims: ParallelDims) -> dict[str, float]:
         """Compute statistics over all ranks, which are not private; of an empty batch its counts.
@@ -85,7 +79,7 @@ class LabelledMetricsProcessor(MetricsProcessor):
     """TorchTitan's metrics, for our sinks. TorchTitan's own W&B sink would send the whole
     configuration and the console's lines."""
 
-    logger: BaseLogger
+    logger: Outlets
     time_last_log: float
     ntokens_since_last_log: int
 
@@ -96,12 +90,9 @@ class LabelledMetricsProcessor(MetricsProcessor):
         self.job_config = job_config
         if os.environ.get("NO_COLOR"):
             self.color = NoColor()
-        self._planned: float | None = None
 
-    def begin(self, step: int, *, private: bool, epsilon_planned: float | None = None) -> None:
-        """Open the sinks, after loading; `step` is the last that was taken, and `epsilon_planned`
-        that at the last planned one, where this rank knows it."""
-        self._planned = epsilon_planned
+    def begin(self, step: int, *, private: bool) -> None:
+        """Open the sinks, after loading; `step` is the last that was taken."""
         self.logger = open_outlets(self.job_config, step, private=private)
         if self.job_config.metrics.enable_tensorboard:
             folder = shlex.quote(self.job_config.job.dump_folder)
@@ -114,7 +105,6 @@ class LabelledMetricsProcessor(MetricsProcessor):
 
     def send(self) -> None:
         """Send what services get once the planned steps are taken."""
-        assert isinstance(self.logger, Outlets)
         self.logger.send()
 
 
@@ -122,7 +112,10 @@ class PrivateMetricsProcessor(LabelledMetricsProcessor):
     """The scalars of a private run, and its progress."""
 
     def begin(self, step: int, *, private: bool, epsilon_planned: float | None = None) -> None:
-        super().begin(step, private=private, epsilon_planned=epsilon_planned)
+        """Begin with the clock, too; `epsilon_planned` is that at the last planned step, where this
+        rank knows it."""
+        super().begin(step, private=private)
+        self._planned = epsilon_planned
         training, dims = self.job_config.training, self.parallel_dims
         rows = training.global_batch_size * self.job_config.data.windows_per_draw
         at_once = dims.dp_replicate * dims.dp_shard * training.local_batch_size
@@ -170,13 +163,9 @@ class PrivateMetricsProcessor(LabelledMetricsProcessor):
         tokens_per_s = self.ntokens_since_last_log / (elapsed * devices)
         peak = self.device_memory_monitor.get_peak_stats()
         active, reserved = peak.max_active_gib, peak.max_reserved_gib
-        not_private = {
-            **statistics,
-            "throughput(tps)": tokens_per_s,
-            "memory/max_active(GiB)": active,
-            "memory/max_reserved(GiB)": reserved,
-            "memory/reserved_over_active": reserved / max(active, 1e-9),
-        }
+        not_private = {**statistics, "throughput(tps)": tokens_per_s}
+        not_private |= {"memory/max_active(GiB)": active, "memory/max_reserved(GiB)": reserved}
+        not_private["memory/reserved_over_active"] = reserved / max(active, 1e-9)
         speed = f"memory: {reserved:.2f}GiB  tps: {round(tokens_per_s):,}"
         if math.isfinite(self.gpu_peak_flops):  # it is unknown of a CPU
             mfu = 100 * self.num_flops_per_token * tokens_per_s / self.gpu_peak_flops

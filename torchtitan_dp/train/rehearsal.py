@@ -186,19 +186,15 @@ def _failing_in_one_line(what: str, config: JobConfig, fits: int | None) -> Iter
             raise  # nothing of this rank's failed
         text = str(error).strip()
         first = f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"
-        where = f"rehearsal before the first step: {what}"
-        if (short_of := _short_of(error)) is not None:
+        where, short_of = f"rehearsal before the first step: {what}", ""
+        found = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if text.lower() in _NO_THREAD:
+            short_of = "memory for a thread, or over the limit on threads, ulimit -u"
+        elif found or _OUT_OF_MEMORY.search(text.lower()):  # on a CPU it is a RuntimeError
+            short_of = "memory"
+        if short_of:
             raise Fault(f"{where}: out of {short_of} ({first}); {_remedy(config, fits)}") from error
         raise Fault(f"{where}: {first}") from error
-
-
-def _short_of(error: Exception) -> str | None:
-    """Name the memory that ran out; None for another error. On a CPU it is a RuntimeError."""
-    text = str(error).strip().lower()
-    if text in _NO_THREAD:
-        return "memory for a thread, or over the limit on threads, ulimit -u"
-    found = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return "memory" if found or _OUT_OF_MEMORY.search(text) else None
 
 
 def _remedy(config: JobConfig, fits: int | None) -> str:

@@ -152,9 +152,7 @@ def build_validator(
 
 
 def register(
-    config: JobConfig,
-    records: Records | None = None,
-    decide: Callable[[], Start] | None = None,
+    config: JobConfig, records: Records | None = None, decide: Callable[[], Start] | None = None
 ) -> None:
     """Register our spec under the name of a run's model, once in this process. `decide`, from
     `checkpoint.start.decision`, says which weights are drawn; by default all are."""

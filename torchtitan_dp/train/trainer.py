@@ -55,13 +55,7 @@ from torchtitan_dp.selfcheck.proof import prove
 from torchtitan_dp.train.check import check_run, show_notices
 from torchtitan_dp.train.processor import PrivateMetricsProcessor, SampleStatistics
 from torchtitan_dp.train.rehearsal import rehearse
-from torchtitan_dp.train.spec import (
-    BaselineTrainer,
-    RunTrainer,
-    export_weights,
-    quiet,
-    register,
-)
+from torchtitan_dp.train.spec import BaselineTrainer, RunTrainer, export_weights, quiet, register
 
 
 class DPTrainer(RunTrainer):
@@ -81,14 +75,10 @@ class DPTrainer(RunTrainer):
         (model,) = self.model_parts
         self.trained = trainable_parameters(model)
         settings = self.books.settings
-        step = build_step(
-            job_config.privacy,
-            model,
-            self.trained,
-            trained_fsdp_modules(model),
-            ReductionGroups.build(self.device.type, mesh_degrees(job_config)),
-            max_grad_norm=settings.max_grad_norm,
-        )
+        modules = trained_fsdp_modules(model)
+        groups = ReductionGroups.build(self.device.type, mesh_degrees(job_config))
+        of_model, norm = (model, self.trained, modules, groups), settings.max_grad_norm
+        step = build_step(job_config.privacy, *of_model, max_grad_norm=norm)
         self.clipped_sum, self.gradients = step.clipped_sum, step.gradients
         self.dp_optimizer = step.optimizer(
             self.optimizers,
@@ -136,16 +126,14 @@ class DPTrainer(RunTrainer):
                 self.gradients.hold(loss_B)
                 earlier_B = earlier_B + loss_B.detach()
             loss_B = last.scale_losses(self.sample_losses(last.tokens_BT, last.labels_BT))
-            clip = self.gradients.accumulate_clipped(
-                loss_B, part.valid_B, part.positions_B.tolist()
-            )
+            positions = part.positions_B.tolist()
+            clip = self.gradients.accumulate_clipped(loss_B, part.valid_B, positions)
             loss_B = loss_B + earlier_B  # the mean over a unit's windows
             statistics.add(loss_B, part.valid_B, clip)
 
     def should_continue_training(self) -> bool:
         if self.step == self.checkpointer.start.step + 1:
-            groups = self.clipped_sum.groups.all()
-            shorten_timeouts(self.job_config, self.parallel_dims, groups)
+            shorten_timeouts(self.job_config, self.parallel_dims, self.clipped_sum.groups.all())
         if not super().should_continue_training():
             return False
         is_asked, overflows = self.stop.agree(self.overflow)
@@ -196,12 +184,9 @@ class DPTrainer(RunTrainer):
             rehearse(self)
             self.books.begin_start()
             self.checkpointer.on_saved = self.books.saved
-        published = self.books.publish()
-        self.metrics_processor.begin(
-            self.step,
-            private=self.ledger.private,
-            epsilon_planned=published["epsilon_planned"] if published else None,
-        )
+        planned = (self.books.publish() or {}).get("epsilon_planned")
+        private = self.ledger.private
+        self.metrics_processor.begin(self.step, private=private, epsilon_planned=planned)
         return self.feed
 
     # The state in a checkpoint besides weights, optimizer and LR schedule.

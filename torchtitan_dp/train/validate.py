@@ -85,16 +85,15 @@ class HeldOutValidator:
             with self._average.in_place_of_weights():
                 found["heldout_loss_ema"] = self._held_out(model)
             shown += f", averaged weights: {found['heldout_loss_ema'].mean:.4f}"
-        losses = {name: one.mean for name, one in found.items()}
-        for name, one in found.items():
-            losses |= {f"{name}_at/{bucket}": loss for bucket, loss in one.at.items()}
-        self._metrics.logger.log(losses, step)
-        at = f"step: {step}/{self._config.training.steps}"
+        at, losses = f"step: {step}/{self._config.training.steps}", dict[str, float]()
         logger.info(f"{at}  not private: held-out loss: {shown}")
-        for name, one in found.items() if len(self._buckets) > 1 else ():
-            which = "averaged weights' " if name.endswith("_ema") else ""
-            parts = ", ".join(f"{bucket}: {loss:.4f}" for bucket, loss in one.at.items())
-            logger.info(f"{at}  not private: {which}held-out loss at tokens {parts}")
+        for name, one in found.items():
+            losses |= {name: one.mean, **{f"{name}_at/{where}": x for where, x in one.at.items()}}
+            if len(self._buckets) > 1:
+                which = "averaged weights' " if name.endswith("_ema") else ""
+                parts = ", ".join(f"{where}: {loss:.4f}" for where, loss in one.at.items())
+                logger.info(f"{at}  not private: {which}held-out loss at tokens {parts}")
+        self._metrics.logger.log(losses, step)
         return losses["heldout_loss"]
 
     def _held_out(self, model: nn.Module, *, alone: bool = False) -> HeldOut:
