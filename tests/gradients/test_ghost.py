@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.processes.ranks import on_ranks
-from torchtitan_dp.gradients.norms import is_cheaper, squared_norms
+from torchtitan_dp.gradients.norms import ExactNorms, squared_norms
 from torchtitan_dp.gradients.operands import Products, Rows
 
 DENSE, GHOST, MIXED = (
@@ -83,7 +83,7 @@ def test_row22_a_sample_that_is_no_number_is_alone(value):
 
 def test_the_published_rule():
     """2 T^2 < P D: Llama 3.1 8B's output layer below some 16k tokens (LongShield, section 2)."""
-    output = torch.Size((128_256, 4_096))
+    output, is_cheaper = torch.Size((128_256, 4_096)), ExactNorms(None).is_cheaper
     assert is_cheaper(16_000, output)
     assert not is_cheaper(16_384, output)
     assert not is_cheaper(4, torch.Size((4, 8)))  # as dear is not cheaper

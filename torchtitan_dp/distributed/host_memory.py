@@ -55,7 +55,11 @@ def _of_cgroups(proc: Path) -> Iterator[int]:
         fields, kind = before.split(), after.partition(" ")[0]
         if kind not in own or len(fields) < 5:
             continue
-        root, mount = (re.sub(r"\\([0-7]{3})", _character, field) for field in fields[3:5])
+        # mountinfo escapes blanks.
+        root, mount = (
+            re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), field)
+            for field in fields[3:5]
+        )
         below = Path(os.path.relpath(own[kind], root)).parts
         if ".." in below:  # the process's cgroup is out of sight
             below = ()
@@ -107,11 +111,6 @@ def _lines(path: Path) -> list[str]:
     except OSError:
         return []
     return [line for line in lines if line.strip()]
-
-
-def _character(escape: re.Match[str]) -> str:
-    """Return the blank that mountinfo escapes."""
-    return chr(int(escape[1], 8))
 
 
 def page_locked(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -168,7 +167,7 @@ class InputsOnHost:
         self.host_bytes = 0
         """Bytes of page-locked memory in use, as `page_locked_bytes` counts them."""
         self._longest = longest
-        self._free: list[Tensor] = []
+        self.free_buffers: list[Tensor] = []
         self._last: weakref.ref[_OnHost] | None = None  # of this forward pass, while it is alive
         # Tensors that the copy stream may still use, and the event after which it does not.
         self._copied: collections.deque[tuple[Tensor, Any]] = collections.deque()
@@ -217,18 +216,14 @@ class InputsOnHost:
     def take_buffer(self, like: Tensor) -> Tensor:
         """Return a flat buffer of `like`'s dtype, for it and for the longest sample."""
         most = max(like.numel(), like.numel() // like.shape[1] * self._longest)
-        while self._free:
-            buffer = self._free.pop()
+        while self.free_buffers:
+            buffer = self.free_buffers.pop()
             if buffer.numel() >= like.numel() and buffer.dtype == like.dtype:
                 return buffer
             self.host_bytes -= page_locked_bytes(buffer.nbytes)
         buffer = page_locked(most, like.dtype, like.device)
         self.host_bytes += page_locked_bytes(buffer.nbytes)
         return buffer
-
-    def return_buffer(self, buffer: Tensor) -> None:
-        """Make a buffer available to another input."""
-        self._free.append(buffer)
 
 
 class _OnHost:
@@ -237,7 +232,7 @@ class _OnHost:
     def __init__(self, inputs: InputsOnHost, saved: Tensor, before: "_OnHost | None") -> None:
         self._inputs, self._device = inputs, saved.device
         buffer = inputs.take_buffer(saved)
-        weakref.finalize(self, inputs.return_buffer, buffer)
+        weakref.finalize(self, inputs.free_buffers.append, buffer)
         self._copy = buffer[: saved.numel()].view(saved.shape)
         self._before = None if before is None else weakref.ref(before)
         inputs.copy(self._copy, saved, saved)

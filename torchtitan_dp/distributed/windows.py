@@ -59,13 +59,11 @@ def kernel_of(device: torch.device, softcap: float | None) -> Kernel:
 
 
 def _cpu(*tensors: Tensor, bias: Tensor | None, **terms: Any) -> tuple[Any, ...]:
-    found: tuple[Any, ...] = _cpu_op(*tensors, attn_mask=bias, **terms)
-    return found
+    return _cpu_op(*tensors, attn_mask=bias, **terms)
 
 
 def _cpu_backward(*, bias: Tensor | None, more: list[Tensor], **terms: Any) -> tuple[Any, ...]:
-    found: tuple[Any, ...] = _cpu_backward_op(attn_mask=bias, dropout_p=0.0, **terms)
-    return found
+    return _cpu_backward_op(attn_mask=bias, dropout_p=0.0, **terms)
 
 
 def _cuda(
@@ -210,7 +208,7 @@ def attend(
     kernel = kernel_of(q_BHTF.device, softcap)
     way: _Whole | _Windowed
     if softcap is None and (window is None or window >= size * T):
-        way = _Whole(kernel, scale, shard)
+        way = _Whole(kernel, shard, {"is_causal": True, "bias": None, "scale": scale})
     else:
         window = size * T if window is None else min(window, size * T)
         tile = min(max(window, _TILE[0]), _TILE[1])
@@ -222,8 +220,7 @@ def attend(
         assert T % (1 + shard.balanced) == 0, "the two chunks are equally long"
         halo = _Halo(shard, window, T // (1 + shard.balanced))
         way = _Windowed(kernel, scale, tile, halo)
-    out: Tensor = _Attention.apply(q_BHTF, k_BKTF, v_BKTF, sinks_H, way)  # type: ignore[no-untyped-call]
-    return out
+    return _Attention.apply(q_BHTF, k_BKTF, v_BKTF, sinks_H, way)
 
 
 class _Attention(torch.autograd.Function):
@@ -260,8 +257,8 @@ class _Whole(NamedTuple):
     """Attention to all tokens before, on a ring."""
 
     kernel: Kernel
-    scale: float
     shard: Shard
+    terms: dict[str, Any]  # of the kernel
 
     def reached(self, k: Tensor, v: Tensor) -> list[Tensor]:
         """Return what backward needs of keys and values."""
@@ -269,14 +266,13 @@ class _Whole(NamedTuple):
 
     def attend(self, q: Tensor, keys_values: list[Tensor]) -> tuple[Any, ...]:
         """Return the output, its logsumexp, and more that backward needs."""
-        terms: dict[str, Any] = {"is_causal": True, "bias": None, "scale": self.scale}
-        return self.shard.attend(self.kernel.forward, q, *keys_values, **terms)
+        return self.shard.attend(self.kernel.forward, q, *keys_values, **self.terms)
 
     def attend_backward(
         self, of_queries: dict[str, Tensor], keys_values: list[Tensor], more: list[Tensor]
     ) -> tuple[Tensor, ...]:
         """Return the gradients of queries, keys and values."""
-        terms: dict[str, Any] = {"is_causal": True, "bias": None, "scale": self.scale, "more": more}
+        terms = {**self.terms, "more": more}
         backward = self.kernel.backward
         return self.shard.attend_backward(backward, of_queries, *keys_values, **terms)[:3]
 

@@ -1,7 +1,7 @@
 """Ghost clipping: norms without per-sample gradients, which then exist one at a time to be added.
 
 The parts of ZeRO-DP+ (LongShield, section 4.1): for each layer the cheaper of ghost norm and
-per-sample gradient (`norms.is_cheaper`); and, as `passes`,
+per-sample gradient (`ExactNorms.is_cheaper`); and, as `passes`,
 
 - "one", book-keeping (Bu et al. 2023, "Differentially Private Optimization on Large Model at Small
   Cost"): layers' inputs and outputs' gradients, and per-sample gradients formed for their norms,

@@ -98,6 +98,10 @@ class PerSampleLayer(nn.Module):
         parameters = [getattr(self, attribute) for attribute in self.parameter_names]
         return cast(Tensor, (rule or _OneAtATime.apply)(self, *inputs, *parameters))
 
+    def form(self, attribute: str, batch_size: int, write: Write) -> None:
+        """Hand the gradients of a parameter to the sink."""
+        self.sink.form_grad_samples(self.parameter_names[attribute], batch_size, write)
+
     def plain_forward(self, *inputs: Tensor, **terms: Any) -> Tensor:
         return cast(Tensor, self.rule_type.forward(self, *inputs, **terms))
 
@@ -133,8 +137,8 @@ def per_sample_layers(model: nn.Module) -> None:
                 f"{path}: an Embedding with scale_grad_by_freq or max_norm mixes samples; unset "
                 "them to train it with privacy"
             )
-        layer.__class__ = type(f"PerSample{kind.__name__}", (PerSampleLayer, kind), {})
-        converted = cast(PerSampleLayer, layer)
+        converted: Any = layer
+        converted.__class__ = type(f"PerSample{kind.__name__}", (PerSampleLayer, kind), {})
         converted.rule_type = kind
         converted.parameter_names = {attribute: names[id(p)] for attribute, p in own.items()}
 
@@ -178,11 +182,9 @@ class _Linear(torch.autograd.Function):
         grad_x = grad_y @ weight if x_needed else None
         x_BTD, grad_y_BTP = _with_one_token_dim(x), _with_one_token_dim(grad_y)
         if weight_needed:
-            name = ctx.layer.parameter_names["weight"]
-            ctx.layer.sink.form_grad_samples(name, len(x), Products(grad_y_BTP, x_BTD))
+            ctx.layer.form("weight", len(x), Products(grad_y_BTP, x_BTD))
         if bias_needed and bias_needed[0]:
-            name = ctx.layer.parameter_names["bias"]
-            ctx.layer.sink.form_grad_samples(name, len(x), Existing(grad_y_BTP.sum(1)))
+            ctx.layer.form("bias", len(x), Existing(grad_y_BTP.sum(1)))
         return None, grad_x, None, *(None for _ in bias_needed)
 
 
@@ -203,12 +205,9 @@ class _Embedding(_OwnForward):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[None, ...]:  # type: ignore[override]
         (tokens,) = ctx.saved_tensors
-        layer = ctx.layer
-        assert isinstance(ctx.layer, nn.Embedding)
         tokens_BT = tokens.reshape(len(tokens), -1)
         grad_y_BTD = grad_y.reshape(*tokens_BT.shape, grad_y.shape[-1])
-        name = layer.parameter_names["weight"]
-        layer.sink.form_grad_samples(name, len(tokens), _rows(layer, tokens_BT, grad_y_BTD))
+        ctx.layer.form("weight", len(tokens), _rows(ctx.layer, tokens_BT, grad_y_BTD))
         return None, None, None
 
 
@@ -233,7 +232,13 @@ class _OneAtATime(torch.autograd.Function):
         layer: PerSampleLayer = ctx.layer
         (x,) = ctx.saved_tensors
         _, x_needed, *parameters_needed = ctx.needs_input_grad
-        plain = _plain_copy(layer)
+        plain = with_parameters(  # which are leaves of another graph
+            layer,
+            layer.rule_type,
+            lambda _, p: None if p is None else nn.Parameter(p.detach(), p.requires_grad),
+        )
+        if isinstance(plain, nn.Embedding):  # its gradient is rows, in the order of the tokens
+            plain.sparse, plain.padding_idx = True, None
         own = plain.named_parameters(recurse=False, remove_duplicate=False)
         trained = {name: p for name, p in own if p.requires_grad}
         of_samples = []
@@ -246,31 +251,17 @@ class _OneAtATime(torch.autograd.Function):
         by_input = list(zip(*of_samples, strict=True))
         grad_x = torch.cat(by_input.pop(0)) if x_needed else None
         for attribute, found in zip(trained, by_input, strict=True):
-            name = layer.parameter_names[attribute]
             if found[0].is_sparse:
                 tokens, rows = zip(*map(sparse_rows, found), strict=True)
                 write: Write = _rows(layer, torch.stack(tokens), torch.stack(rows))
             else:
                 write = Existing(torch.stack([one.float() for one in found]))
-            layer.sink.form_grad_samples(name, len(x), write)
+            layer.form(attribute, len(x), write)
         return None, grad_x, *(None for _ in parameters_needed)
 
 
 class _RMSNorm(_OwnForward, _OneAtATime):
     """y = x / rms(x) * w, whose fused kernel would sum the weight's gradient over all samples."""
-
-
-def _plain_copy(layer: PerSampleLayer) -> nn.Module:
-    """Return the layer as of its own class, with parameters that are leaves of another graph; an
-    embedding's gradient is rows of it, all of them, in the order of the tokens."""
-    plain = with_parameters(
-        layer,
-        layer.rule_type,
-        lambda _, p: None if p is None else nn.Parameter(p.detach(), p.requires_grad),
-    )
-    if isinstance(plain, nn.Embedding):
-        plain.sparse, plain.padding_idx = True, None
-    return plain
 
 
 _RULES: dict[type[nn.Module], Callable[..., Any]] = {

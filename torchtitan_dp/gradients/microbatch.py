@@ -12,6 +12,7 @@ Guarantee:
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -65,22 +66,17 @@ class MicrobatchGradients(GradientMethod):
         loss_B.sum().backward()
         taken = [reduction.take() for reduction in self._reductions]
         shards = [shard_DN[None] for _, shard_DN in taken]
+        gradients: dict[str, Any] = {}
+        for name, parameter in self.clipped_sum.parameters.items():
+            assert parameter.grad is not None, f"{name} is trainable but had no gradient"
+            gradients[name], parameter.grad = parameter.grad, None
         if not self.clipped_sum.is_laid_out:  # known once FSDP2 has reduced for the first time
-            places = self._find_places([output for output, _ in taken])
+            storages = [output.untyped_storage().data_ptr() for output, _ in taken]
+            places = {}
+            for name, gradient in gradients.items():  # a view of FSDP2's output
+                local = gradient.to_local()
+                bundle = storages.index(local.untyped_storage().data_ptr())
+                places[name] = Place(bundle, int(local.storage_offset()), local.numel())
             sizes = [shard_1DN.shape[-1] for shard_1DN in shards]
             self.clipped_sum.lay_out(sizes, places, shards[0].device)
-        for name, parameter in self.clipped_sum.parameters.items():
-            assert parameter.grad is not None, f"{name} is trainable but had no gradient"
-            parameter.grad = None
         return shards
-
-    def _find_places(self, outputs: list[Tensor]) -> dict[str, Place]:
-        """Find each parameter's place: its `.grad` is a view of FSDP2's output."""
-        bundles = {output.untyped_storage().data_ptr(): i for i, output in enumerate(outputs)}
-        places = {}
-        for name, parameter in self.clipped_sum.parameters.items():
-            assert parameter.grad is not None, f"{name} is trainable but had no gradient"
-            local = parameter.grad.to_local()  # type: ignore[attr-defined]
-            bundle = bundles[local.untyped_storage().data_ptr()]
-            places[name] = Place(bundle, int(local.storage_offset()), local.numel())
-        return places

@@ -97,8 +97,7 @@ class SampleLosses:
         labels_BT = labels_BT.to(self.device)
         targets_B = (labels_BT != IGNORE_INDEX).sum(dim=1)
         tokens_BT, labels_BT, positions = self._local(tokens_BT, labels_BT)
-        loss_B: Tensor = self.model(tokens_BT, labels=labels_BT, targets=targets_B, **positions)
-        return loss_B
+        return self.model(tokens_BT, labels=labels_BT, targets=targets_B, **positions)
 
     def of_tokens(self, tokens_BT: Tensor, labels_BT: Tensor) -> TokenLosses:
         """Return the losses of this rank's tokens, without gradients. Inputs as above."""
@@ -398,8 +397,7 @@ class _OutputsKept(torch.autograd.Function):
         grad_h_BTD = None
         if ctx.needs_input_grad[1]:
             grad_h_BTD = (grad_BTV @ weight_VD).mul_(grad_loss_B[:, None, None])
-        products = Products(grad_BTV, h_BTD, grad_loss_B)
-        layer.sink.form_grad_samples(layer.parameter_names["weight"], len(h_BTD), products)
+        layer.form("weight", len(h_BTD), Products(grad_BTV, h_BTD, grad_loss_B))
         return None, grad_h_BTD, None, None, None
 
 

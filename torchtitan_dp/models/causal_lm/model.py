@@ -27,13 +27,7 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan_dp.distributed.ring import Shard
 from torchtitan_dp.gradients.layers import per_sample_layers
 from torchtitan_dp.models.causal_lm.attention import NAME, Sample
-from torchtitan_dp.models.causal_lm.build import (
-    build,
-    draw_,
-    meeting,
-    own_logits,
-    set_length,
-)
+from torchtitan_dp.models.causal_lm.build import build, draw_, meeting, own_logits, set_length
 from torchtitan_dp.models.causal_lm.formulas import gated_feed_forwards, use_our_norms
 from torchtitan_dp.models.causal_lm.settings import PREFIX, ModelArgs
 from torchtitan_dp.models.causal_lm.transformers_private import kept_in_fp32, one_sequence
@@ -79,16 +73,12 @@ class CausalLM(ModelProtocol):
         return self.model.get_output_embeddings()
 
     @functools.cached_property
-    def _path_of_layers(self) -> str:
-        for path, module in self.model.named_modules():
-            if isinstance(module, nn.ModuleList) and len(module) == self.model_args.n_layers:
-                return path
-        raise ValueError("config.json: the model has no list of its layers")
-
-    @property
     def layers(self) -> Any:
         """The blocks, an nn.ModuleList."""
-        return self.model.get_submodule(self._path_of_layers)
+        for module in self.model.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == self.model_args.n_layers:
+                return module
+        raise ValueError("config.json: the model has no list of its layers")
 
     def outer(self) -> list[nn.Module]:
         """List what has parameters beside blocks, embedding and output layer: the last norm."""
@@ -193,11 +183,11 @@ class CausalLM(ModelProtocol):
             return token_losses(found, labels)
         return per_sample_loss(found, labels, targets)
 
+    @torch.no_grad()
     def compute_buffers(self) -> None:
         """Set all buffers as the constructor computed them, on their own device."""
-        with torch.no_grad():
-            for name, buffer in self.model.named_buffers():
-                buffer.copy_(self.buffers_at_start[canonical_name(name)])
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(self.buffers_at_start[canonical_name(name)])
 
     @torch.no_grad()
     def init_weights(self, buffer_device: torch.device | None = None) -> None:

@@ -180,9 +180,8 @@ class ModelArgs(BaseModelArgs):
         if settings.get("sliding_window"):
             settings["sliding_window"] = min(settings["sliding_window"], max(tokens // 3, 1))
         longer = [rope for rope in _ropes(settings) if rope.get("rope_type") in LONGER]
-        if longer:
-            settings["max_position_embeddings"] = tokens // 2
         for rope in longer:
+            settings["max_position_embeddings"] = tokens // 2
             if "original_max_position_embeddings" in rope:
                 rope["original_max_position_embeddings"] = tokens // 2
         if settings.get("original_max_position_embeddings"):
@@ -240,8 +239,7 @@ def causal_lm_of(model_type: str) -> str | None:
     """Return the name of the class of a type's causal LM, if this transformers has one."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    name: str | None = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
-    return name
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
 
 
 def configuration(settings: dict[str, Any]) -> Any:
