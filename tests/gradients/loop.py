@@ -4,7 +4,11 @@ import math
 
 import torch
 
+from tests import build
+from tests.models.causal_lm.families import arguments
 from tests.processes.ranks import on_ranks
+from torchtitan_dp.selfcheck.small import Terms
+from torchtitan_dp.selfcheck.steps import Ranks, clipped_sum
 
 Degrees = tuple[int, int, int]
 
@@ -23,11 +27,6 @@ def excess_on_this_rank(
         family: `llama`, of `build.ARGS`, or one of the tests' others.
         tolerance: of the norms; by default what the dtype allows.
     """
-    from tests import build
-    from tests.models.causal_lm.families import arguments
-    from torchtitan_dp.selfcheck.small import Terms
-    from torchtitan_dp.selfcheck.steps import Ranks, clipped_sum
-
     if family == "llama":
         args = build.llama(**changes)
     else:

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
+from tests import build
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.privacy.banded import StepNoise
 
@@ -57,8 +58,6 @@ def steps(degrees, overrides, changes, reshard=False, one_group=0):
         reshard: free all that is gathered before each step, without the package.
         one_group: the most values of a model that is gathered as a whole on one rank.
     """
-    from tests import build
-
     args = build.llama(**changes)
     with mock.patch("torchtitan_dp.models.parallelize.IN_ONE_GROUP", one_group):
         built = build.build(degrees, *overrides, args=args)

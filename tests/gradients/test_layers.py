@@ -12,6 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tests import build
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.gradients.fsdp import RowLayout
 from torchtitan_dp.gradients.layers import connect, per_sample_layers
@@ -217,8 +218,6 @@ def test_a_layer_that_is_called_otherwise_is_refused():
 
 
 def parameter_used_outside_its_layer(degrees):
-    from tests import build
-
     args = copy.deepcopy(build.ARGS)
     args.tie_embeddings = True
     method = ("--privacy.gradient_method=grad_sample", "--training.local_batch_size=2")
@@ -231,8 +230,6 @@ def parameter_used_outside_its_layer(degrees):
 
 
 def samples_merged_with_tokens(degrees):
-    from tests import build
-
     method = ("--privacy.gradient_method=grad_sample", "--training.local_batch_size=2")
     built = build.build(degrees, *method)
     layer = built.model.layers[0].mlp.down_proj

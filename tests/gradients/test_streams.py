@@ -7,8 +7,10 @@ from unittest import mock
 import pytest
 import torch
 
+from tests import build
 from tests.processes.ranks import on_ranks
 from tests.streams import watched
+from torchtitan_dp.gradients.clipped_sum import ClippedSum
 
 REDUCTION = "gradients/fsdp.py"
 MESHES = [(1, 1, 1), (1, 1, 2), (1, 2, 1), (1, 2, 2)]
@@ -16,8 +18,6 @@ MESHES = [(1, 1, 1), (1, 1, 2), (1, 2, 1), (1, 2, 2)]
 
 def races(degrees):
     """What three microbatches leave open, FSDP2's streams being recorded."""
-    from tests import build
-
     with watched(REDUCTION) as watch:
         built = build.build(degrees)
         tokens_NT, labels_NT = build.data(samples=3)
@@ -37,9 +37,6 @@ def test_streams_leave_nothing_open(degrees):
 
 def shards_alive(degrees):
     """How many earlier gradients are alive when one is added, and how many after it, by turns."""
-    from tests import build
-    from torchtitan_dp.gradients.clipped_sum import ClippedSum
-
     found, references, add = [], [], ClippedSum.add
 
     def count():

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from transformers import CONFIG_MAPPING
 
 from tests import build
 from torchtitan_dp.models.causal_lm.model import Eager
@@ -137,8 +138,6 @@ TRANSFORMERS = ("--model.name=transformers", "--training.loss_chunk_tokens=0")
 
 def configuration(kind: str, **changes: Any) -> Any:
     """A tiny configuration of transformers."""
-    from transformers import CONFIG_MAPPING
-
     return CONFIG_MAPPING[kind](**{**_SIZES, **changes})
 
 

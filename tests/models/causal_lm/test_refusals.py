@@ -6,12 +6,16 @@ import re
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.llama import modeling_llama
 
 from tests.build import config
 from tests.models.causal_lm.families import FAMILIES, arguments, configuration
 from torchtitan_dp.models.causal_lm.attention import Band, Sample, attention
 from torchtitan_dp.models.causal_lm.settings import read_args
 from torchtitan_dp.models.hugging_face import check_weights, on_meta
+from torchtitan_dp.models.lora import LoRA
+from torchtitan_dp.train.machine import check_attention
 
 
 def settings(kind="llama", **changes):
@@ -75,8 +79,6 @@ def test_settings_of_which_transformers_builds_no_model(changes):
 
 @pytest.mark.parametrize("kind", ["Conv1d", "BatchNorm1d"])
 def test_modules_that_mix_tokens_or_samples(kind, monkeypatch):
-    from transformers.models.llama import modeling_llama
-
     class Mixing(modeling_llama.LlamaMLP):
         def __init__(self, config):
             super().__init__(config)
@@ -159,8 +161,6 @@ def test_a_file_goes_before_the_flavor(tmp_path):
 
 def test_files_with_a_key_for_each_expert(tmp_path):
     """As transformers itself saves a Mixtral."""
-    from transformers import AutoModelForCausalLM
-
     args = arguments("mixtral")
     AutoModelForCausalLM.from_config(args.config()).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"all experts in one tensor.*save_original_format=False"):
@@ -169,15 +169,11 @@ def test_files_with_a_key_for_each_expert(tmp_path):
 
 @pytest.mark.parametrize("name, target", [("gpt_oss", "experts"), ("phimoe", "router")])
 def test_adapters_of_experts_and_their_routers(name, target):
-    from torchtitan_dp.models.lora import LoRA
-
     with pytest.raises(ValueError, match=re.escape(f"no linear layer '{target}'; use some of")):
         on_meta(arguments(name, lora=LoRA(2, 2.0, (target,))))
 
 
 def test_a_soft_cap_of_scores_in_longer_samples():
-    from torchtitan_dp.train.machine import check_attention
-
     long = config("--training.seq_len=65536")
     with pytest.raises(ValueError, match="soft cap"):
         check_attention(long, arguments("gemma2", layer_types=["full_attention"] * 2))
