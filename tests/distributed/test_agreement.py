@@ -79,8 +79,7 @@ def opening(folder: str, differ: str) -> str:
     balancer = "None" if differ == "the configuration" and dist.get_rank() else "headtail"
     tokens = "u" if differ == "the tokens" and dist.get_rank() else "t"
     config = build.config(
-        f"--job.dump_folder={folder}",
-        f"--parallelism.context_parallel_load_balancer={balancer}",
+        f"--job.dump_folder={folder}", f"--parallelism.context_parallel_load_balancer={balancer}"
     )
     try:
         Bookkeeping(config, records(tokens), decide_start(config), torch.device("cpu"))  # type: ignore[arg-type]

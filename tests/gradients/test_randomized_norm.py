@@ -47,10 +47,6 @@ def built_for(degrees, method, changes=(), C=1.0):
     return build.build(degrees, *method, args=args, max_grad_norm=C)
 
 
-def data(samples, built):
-    return build.data(samples, args=built.terms.args)
-
-
 def reference_squares(norms, gradient, layers, tokens, position, key):
     """One sample's estimate, by whole matrices in fp64: the total, and of each matrix that was
     estimated its estimate over the true square."""
@@ -72,9 +68,8 @@ def reference_squares(norms, gradient, layers, tokens, position, key):
         if norms.estimator == "hutch++":
             basis_DK, _ = torch.linalg.qr(g_PD.double().T @ drawn("sketch"))
             rest_DK = y_DK - basis_DK @ (basis_DK.T @ y_DK)
-            square = (
-                g_PD.double() @ basis_DK
-            ).square().sum().item() + rest_DK.square().sum().item()
+            head_PK = g_PD.double() @ basis_DK
+            square = head_PK.square().sum().item() + rest_DK.square().sum().item()
         total += square
         estimated[name] = square / exact if exact else 1.0
     return total, estimated
@@ -83,7 +78,7 @@ def reference_squares(norms, gradient, layers, tokens, position, key):
 def errors(degrees, method, changes, C=1.0):
     """(error of the sum, error of the norms, matrices estimated) against the loop."""
     built, key = built_for(degrees, method, changes, C), bytes(range(32))
-    tokens_NT, labels_NT = data(5, built)  # the last microbatches are padded
+    tokens_NT, labels_NT = build.data(5, args=built.terms.args)  # the last microbatches are padded
     actual, found = build.clipped_sum(built, tokens_NT, labels_NT, key=key)
     model = build.reference_model(built.terms.args)
     expected, off, seen = {}, 0.0, {}
@@ -130,7 +125,7 @@ def test_every_mesh(degrees, samples, changes, estimator, passes, cap):
 def of_draws(degrees, batch_size, draws, estimator, empty=()):
     """For each draw from the same data set, the sum, and the norms of this rank's samples."""
     built = built_for(degrees, randomized(batch_size, "one", estimator, errors=CAPPED), C=0.5)
-    tokens_NT, labels_NT = data(4, built)
+    tokens_NT, labels_NT = build.data(4, args=built.terms.args)
     labels_NT[list(empty)] = -100
     found = [build.clipped_sum(built, tokens_NT, labels_NT, drawn=np.array(draw)) for draw in draws]
     assert len(built.gradients.norms._estimated) >= 6
@@ -310,7 +305,7 @@ def with_wrong_norms(scale, underestimates):
     norms = built.gradients.norms
     exact = norms.squared_norms
     norms.squared_norms = lambda *a: exact(*a) * scale
-    tokens_NT, labels_NT = data(2, built)
+    tokens_NT, labels_NT = build.data(2, args=built.terms.args)
     return build.norm(build.clipped_sum(built, tokens_NT[1:], labels_NT[1:])[0]) / 0.1
 
 

@@ -19,7 +19,8 @@ from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.feed_forward import Tiling, swiglu, swiglu_backward
 from torchtitan_dp.models.lora import LoRA, fill_adapters
 
-FULL = "--activation_checkpoint.mode=full"
+FULL, LONG = "--activation_checkpoint.mode=full", "--training.seq_len=65536"
+PLAIN, TWO = "--privacy.no-enable", "--training.local_batch_size=2"
 TARGETS = ("q_proj", "v_proj", "gate_proj", "down_proj", "up_proj")
 
 
@@ -39,8 +40,7 @@ def run(model, tokens, labels, recompute=False):
     """The loss, and gradients by name."""
     if recompute:
         for block in model.layers:
-            forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-            block.forward = forward
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     loss = model(tokens, labels=labels, targets=(labels >= 0).sum(1)).sum()
     loss.backward()
     return loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -133,19 +133,13 @@ def test_the_hidden_activations_are_never_all_there():
 @pytest.mark.parametrize(
     ("overrides", "chunk"),
     [
-        ([FULL, "--training.seq_len=65536"], FEED_FORWARD_CHUNK),
+        ([FULL, LONG], FEED_FORWARD_CHUNK),
         ([FULL, f"--training.seq_len={FEED_FORWARD_CHUNK}"], 0),
-        (["--training.seq_len=65536"], 0),
-        ([FULL, "--training.seq_len=65536", "--training.feed_forward_chunk=0"], 0),
-        ([FULL, "--training.seq_len=65536", "--training.local_batch_size=2"], 0),
-        ([FULL, "--training.seq_len=65536", "--privacy.no-enable"], FEED_FORWARD_CHUNK),
-        (
-            [
-                *(FULL, "--training.seq_len=65536", "--privacy.no-enable"),
-                "--training.local_batch_size=2",
-            ],
-            0,
-        ),
+        ([LONG], 0),
+        ([FULL, LONG, "--training.feed_forward_chunk=0"], 0),
+        ([FULL, LONG, TWO], 0),
+        ([FULL, LONG, PLAIN], FEED_FORWARD_CHUNK),
+        ([FULL, LONG, PLAIN, TWO], 0),
         (["--training.feed_forward_chunk=7"], 7),
     ],
 )

@@ -154,15 +154,6 @@ def test_what_the_folder_holds(tmp_path):
     assert ids == load_tokenizer(str(folder)).encode("abc").tolist() == [97, 98, 99]
 
 
-BAD_CONFIGS: dict[str, dict] = {  # what is said -> what `config.json` has
-    "architectures = [": {"architectures": ["LlamaForSequenceClassification"]},
-    "quantization_config = {": {"quantization_config": {"bits": 4}},
-    "num_key_value_heads = 3: must divide the 4 heads": {"num_key_value_heads": 3},
-    'hidden_size = "48"': {"hidden_size": "48"},
-    "transformers cannot read it": {"intermediate_size": "100"},
-}
-
-
 @pytest.fixture(scope="module")
 def given_llama(tmp_path_factory):
     return write_llama(tmp_path_factory.mktemp("hf") / "given", tied=False, rope=SCALED, eps=1e-6)
@@ -176,16 +167,6 @@ def editable(given_llama, tmp_path):
     for path in given_llama.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
     return folder
-
-
-@pytest.mark.parametrize("words", BAD_CONFIGS)
-def test_what_a_family_cannot_compute_is_refused(tmp_path, words):
-    folder = write("llama", tmp_path / "given")
-    edit_config(folder, **BAD_CONFIGS[words])
-    with pytest.raises(ValueError, match=r"\S*config\.json has ") as refusal:
-        shape(given(folder))
-    assert words in str(refusal.value)
-    assert "\n" not in str(refusal.value)
 
 
 def spoil(folder, change):
@@ -236,6 +217,9 @@ BROKEN = {
     "it has neither model.safetensors nor": remove_weights,
     "it is an adapter, not a whole model; release its run with --merged": replace_by_an_adapter,
     "config.json cannot be read": lambda folder: (folder / "config.json").write_text("{"),
+    "config.json has num_key_value_heads = 3: must divide": lambda folder: edit_config(
+        folder, num_key_value_heads=3
+    ),
 }
 
 

@@ -17,11 +17,7 @@ from torchtitan_dp.release.__main__ import main as release
 from torchtitan_dp.train.check import check_run
 
 TARGETS = "q_proj,k_proj,v_proj,o_proj,gate_proj,down_proj,up_proj"
-LORA = (
-    "--lora.rank=4",
-    "--lora.alpha=8",
-    f"--lora.targets={TARGETS}",
-)
+LORA = ("--lora.rank=4", "--lora.alpha=8", f"--lora.targets={TARGETS}")
 FROM_HF = ("--checkpoint.initial_load_in_hf", "--privacy.initial_weights_public")
 BF16 = "--training.mixed_precision_param=bfloat16"
 

@@ -77,9 +77,7 @@ def test_what_a_fault_fails_passes_without(only, world_size):
         assert failed(found) == []
 
 
-@pytest.mark.thorough_cases(
-    *("own_tokens*", "bad_samples_kept-1-*grad_sample*", "keys_of*"),
-)
+@pytest.mark.thorough_cases(*("own_tokens*", "bad_samples_kept-1-*grad_sample*", "keys_of*"))
 @pytest.mark.parametrize(("fault", "world_size", "only", "expected"), FAULTS)
 def test_a_fault_fails_it(fault, world_size, only, expected):
     """By what it measures, and not because the fault cannot run."""

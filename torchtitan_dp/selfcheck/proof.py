@@ -134,10 +134,7 @@ def undisturbed(device: torch.device) -> Iterator[None]:
 
 
 def worst_error(
-    terms: Terms,
-    device: torch.device,
-    mesh: Mesh | None = None,
-    eighths: Sequence[int] = _EIGHTHS,
+    terms: Terms, device: torch.device, mesh: Mesh | None = None, eighths: Sequence[int] = _EIGHTHS
 ) -> float:
     """Return the largest relative error of a norm or a sum, of samples of some lengths, the last of
     them in `poisoned` memory, on this rank. Collective over the world."""

@@ -54,10 +54,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", _HEADS),
     "mistral": ("mistral", dict(sliding_window=WINDOW)),
     "phi3": ("phi3", dict(partial_rotary_factor=0.5)),
-    "phi3, longrope": (
-        "phi3",
-        dict(rope_parameters=_LONG, original_max_position_embeddings=32),
-    ),
+    "phi3, longrope": ("phi3", dict(rope_parameters=_LONG, original_max_position_embeddings=32)),
     "llama, dynamic": (
         "llama",
         dict(
@@ -92,10 +89,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "ernie4_5_moe",
         dict(moe_num_experts=4, moe_k=2, moe_intermediate_size=48, moe_layer_start_index=1),
     ),
-    "gpt_oss": (
-        "gpt_oss",
-        _LOCAL | dict(head_dim=16, sliding_window=WINDOW, layer_types=_BOTH),
-    ),
+    "gpt_oss": ("gpt_oss", _LOCAL | dict(head_dim=16, sliding_window=WINDOW, layer_types=_BOTH)),
     "apertus": ("apertus", {}),
     "arcee": ("arcee", {}),
     "cohere": ("cohere", dict(tie_word_embeddings=True)),

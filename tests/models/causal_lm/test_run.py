@@ -12,13 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import torchtitan_dp.plan.__main__ as plan
 from tests.models.causal_lm.families import FAMILIES, configuration
-from tests.models.hugging_face import (
-    edit_config,
-    given,
-    ours,
-    sample_tokens,
-    transformers_logits,
-)
+from tests.models.hugging_face import edit_config, given, ours, sample_tokens, transformers_logits
 from tests.models.test_hugging_face_run import command, mesh
 from tests.processes.runs import Run, privacy, train, weights
 from torchtitan_dp.checkpoint.start import decide_start
