@@ -16,7 +16,7 @@ from tests.build import ARGS
 from torchtitan_dp.config.derived import FEED_FORWARD_CHUNK, feed_forward_chunk
 from torchtitan_dp.models.causal_lm.formulas import use_lean_norms
 from torchtitan_dp.models.causal_lm.model import CausalLM
-from torchtitan_dp.models.feed_forward import Tiling, swiglu, swiglu_backward
+from torchtitan_dp.models.feed_forward import Tiling
 from torchtitan_dp.models.lora import LoRA, fill_adapters
 
 FULL, LONG = "--activation_checkpoint.mode=full", "--training.seq_len=65536"
@@ -79,13 +79,6 @@ def test_loss_and_gradients_are_the_plain_ones(name, chunk, recompute):
     for parameter, gradient in expected.items():
         error = (actual[parameter] - gradient).norm()
         assert error <= 2e-6 * gradient.norm(), parameter
-
-
-def test_the_gates_gradient_is_autograds():
-    gate, up, grad = (torch.randn(7, 5, dtype=torch.float64) for _ in range(3))
-    leaves = gate.requires_grad_(), up.requires_grad_()
-    expected = torch.autograd.grad(swiglu(*leaves), leaves, grad)
-    torch.testing.assert_close(swiglu_backward(gate.detach(), up.detach(), grad), expected)
 
 
 def test_samples_are_never_merged():

@@ -5,6 +5,7 @@ In one process; `test_hugging_face_run.py` trains in between.
 
 import json
 import stat
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,7 +29,13 @@ from torchtitan_dp.checkpoint.start import decide_start, decision
 from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.models import hugging_face_weights
 from torchtitan_dp.models.causal_lm.model import HuggingFaceAdapter
-from torchtitan_dp.models.hugging_face import flavor, parameter_count, shape
+from torchtitan_dp.models.hugging_face import (
+    flavor,
+    is_local_path,
+    parameter_count,
+    shape,
+    without_local_paths,
+)
 from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.parameters import first_overflow
 from torchtitan_dp.models.weight_files import INDEX_FILE
@@ -310,3 +317,37 @@ def test_weights_are_drawn_unless_they_are_loaded(given_llama, tmp_path):
     assert first_overflow(drawn.named_parameters()) == ""
     assert all(parameter.isnan().all() for parameter in to_be_loaded.parameters())
     assert first_overflow(to_be_loaded.named_parameters()) == "model.model.embed_tokens.weight"
+
+
+# What is published names no place on this machine, wherever a file notes it.
+
+
+def test_a_folder_that_exists_here_is_a_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models" / "llama").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert is_local_path("models/llama")
+    assert not is_local_path("models/another")
+    assert not is_local_path("models")  # a word
+
+
+def test_paths_are_dropped_at_any_depth() -> None:
+    given = {
+        "model_type": "llama",
+        "tokenizer_file": "models/tokenizer.json",  # of another working directory
+        "auto_map": {"AutoModel": "modeling_x.X"},  # code, which is not exported
+        "custom_pipelines": {"y": {"impl": "pipeline_y.Y"}},
+        "vocab_size": 7,
+        "chat_template": "{% for m in messages %}/home{% endfor %}",
+        "nested": {"cache": "/home/alice/oncology", "kept": ["</s>", "~/llama", ["D:\\records"]]},
+        "added_tokens_decoder": {"0": {"content": "<unk>", "special": True}},
+    }
+    assert without_local_paths(given) == {
+        "model_type": "llama",
+        "vocab_size": 7,
+        "chat_template": "{% for m in messages %}/home{% endfor %}",
+        "nested": {"kept": ["</s>", []]},
+        "added_tokens_decoder": {"0": {"content": "<unk>", "special": True}},
+    }
+    assert json.dumps(given).count("oncology") == 1  # a copy

@@ -25,7 +25,7 @@ import re
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,37 +64,24 @@ def _of_cgroups(proc: Path) -> Iterator[int]:
         if ".." in below:  # the process's cgroup is out of sight
             below = ()
         for count in range(len(below) + 1):
-            yield from _left(Path(mount, *below[:count]), _CGROUPS[kind])
+            yield from _left(Path(mount, *below[:count]), *_CGROUPS[kind])
 
 
-def _left(folder: Path, names: "_Cgroup") -> Iterator[int]:
+# By version of cgroups: the file of memory held, those of limits, and the prefix of what is counted
+# over all descendants. Above `high` processes crawl. A limit may be "max".
+_CGROUPS = {
+    "cgroup2": ("memory.current", ("memory.max", "memory.high"), ""),
+    "cgroup": ("memory.usage_in_bytes", ("memory.limit_in_bytes",), "total_"),
+}
+
+
+def _left(folder: Path, held_in: str, limited_by: tuple[str, ...], prefix: str) -> Iterator[int]:
     """Yield what each limit of a cgroup leaves; other controllers' folders have none."""
-    stat = folder / "memory.stat"
-    held = sum(_numbers(folder / names.held)) - sum(_numbers(stat, *names.cached))
-    limits = [limit for name in names.limits for limit in _numbers(folder / name)]
+    stat, cached = folder / "memory.stat", (f"{prefix}inactive_file", f"{prefix}active_file")
+    held = sum(_numbers(folder / held_in)) - sum(_numbers(stat, *cached))
+    limits = [limit for name in limited_by for limit in _numbers(folder / name)]
     for limit in (*limits, *_numbers(stat, "hierarchical_memory_limit")):
         yield max(limit - held, 0)
-
-
-class _Cgroup(NamedTuple):
-    """The files of a version of cgroups: memory held, and limits; and what only caches files."""
-
-    held: str
-    limits: tuple[str, ...]
-    cached: tuple[str, ...]
-
-
-_CGROUPS = {
-    # Above `high` processes crawl. A limit may be "max".
-    "cgroup2": _Cgroup(
-        "memory.current", ("memory.max", "memory.high"), ("inactive_file", "active_file")
-    ),
-    "cgroup": _Cgroup(
-        "memory.usage_in_bytes",
-        ("memory.limit_in_bytes",),
-        ("total_inactive_file", "total_active_file"),
-    ),
-}
 
 
 def _numbers(path: Path, *names: str) -> list[int]:
@@ -162,8 +149,7 @@ class InputsOnHost:
     """The inputs of one model's checkpointed blocks, in the host's memory."""
 
     def __init__(self, longest: int) -> None:
-        """Expect inputs (B, T, D) of up to T = `longest`; a longer one works, and may waste
-        buffers."""
+        """Expect inputs (B, T, D) of up to T = `longest`; a longer one may waste buffers."""
         self.host_bytes = 0
         """Bytes of page-locked memory in use, as `page_locked_bytes` counts them."""
         self._longest = longest

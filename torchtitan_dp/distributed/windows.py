@@ -69,8 +69,7 @@ def _cpu_backward(*, bias: Tensor | None, more: list[Tensor], **terms: Any) -> t
 def _cuda(
     query: Tensor, *keys_values: Tensor, bias: Tensor | None, **terms: Any
 ) -> tuple[Any, ...]:
-    """Attend by the memory-efficient kernel, the only one that takes a bias and fp32. It has no
-    grouped queries."""
+    """Attend by the only kernel that takes a bias and fp32. It has no grouped queries."""
     groups = query.shape[1] // keys_values[0].shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) for x in keys_values)
     terms |= {"attn_bias": _expanded(bias, query), "compute_log_sumexp": True, "dropout_p": 0.0}
@@ -342,8 +341,7 @@ def tiles(tokens: int, size: int) -> Iterator[slice]:
 
 
 def _band(queries: int, keys: int, window: int, like: Tensor) -> Tensor:
-    """Return a bias of 0 for the keys that a query sees, -inf for others; the last query is at the
-    last key."""
+    """Return a bias, 0 for keys that a query sees, else -inf; the last query is at the last key."""
     at_keys = torch.arange(keys + -keys % _ALIGNED_KEYS, device=like.device)
     distance = torch.arange(keys - queries, keys, device=like.device)[:, None] - at_keys
     bias = torch.zeros_like(distance, dtype=like.dtype)

@@ -44,7 +44,7 @@ from torchtitan_dp.gradients.fsdp import sum_over_cp, sum_together_over_cp
 from torchtitan_dp.gradients.labels import label
 from torchtitan_dp.gradients.layers import Formed, LayerGradients, layers_of_each_parameter
 from torchtitan_dp.gradients.norms import ExactNorms, Factors
-from torchtitan_dp.gradients.operands import TRANSIENT_BYTES, Write, add_to
+from torchtitan_dp.gradients.operands import Write, add_to
 from torchtitan_dp.privacy.clipping import Clip, squared_norm
 
 Passes = Literal["one", "two"]
@@ -82,13 +82,11 @@ class GhostGradients(LayerGradients):
         model: nn.Module,
         clipped_sum: ClippedSum,
         *,
-        passes: Passes = "one",
+        passes: Passes,
         norms: ExactNorms | None = None,
-        transient_bytes: int = TRANSIENT_BYTES,
     ) -> None:
-        """Measure by `norms`, exact by default, in `passes` backward passes over each
-        microbatch."""
-        super().__init__(model, clipped_sum, transient_bytes)
+        """Measure by `norms`, exact by default, in `passes` backward passes a microbatch."""
+        super().__init__(model, clipped_sum)
         self._cp_size = clipped_sum.groups.cp_size
         self._passes = passes
         self.norms = norms or ExactNorms(self._cp)

@@ -25,7 +25,7 @@ from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import sum_together_over_cp
 from torchtitan_dp.gradients.labels import label
 from torchtitan_dp.gradients.layers import Formed, LayerGradients, layers_of_each_parameter
-from torchtitan_dp.gradients.operands import TRANSIENT_BYTES, Write, add_to, scale_
+from torchtitan_dp.gradients.operands import Write, add_to, scale_
 from torchtitan_dp.privacy.clipping import Clip
 
 
@@ -33,15 +33,10 @@ class GradSampleGradients(LayerGradients):
     """Per-sample gradients of one microbatch at a time."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        clipped_sum: ClippedSum,
-        *,
-        shard_grad_samples: bool = True,
-        transient_bytes: int = TRANSIENT_BYTES,
+        self, model: nn.Module, clipped_sum: ClippedSum, *, shard_grad_samples: bool
     ) -> None:
         """Use V2 if `shard_grad_samples`, else V1."""
-        super().__init__(model, clipped_sum, transient_bytes)
+        super().__init__(model, clipped_sum)
         self._shard = shard_grad_samples
         # (B, dp_shard, rows, …), summed over cp, of each parameter: of its newest layer, with that
         # one's factor, and before it the sum of its other layers (a tied weight has several).
@@ -143,8 +138,7 @@ class GradSampleGradients(LayerGradients):
             self._add_group(before)
 
     def _add_group(self, group: int) -> None:
-        """Clip and add a group whose layers have all formed gradients; other layers' sums keep
-        running."""
+        """Clip and add a group with all its gradients; other layers' sums keep running."""
         parts = {name: self._take(name) for name in self.clipped_sum.policy.members[group]}
         self._clips.append(self.clipped_sum.add_group(group, parts, self._valid_B))
         self._added.add(group)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torchtitan_dp.base.collectives import Pending
 from torchtitan_dp.base.torch_private import NormOverSamples, sparse_rows, with_parameters
 from torchtitan_dp.gradients.clipped_sum import ClippedSum, GradientMethod
-from torchtitan_dp.gradients.operands import Existing, Products, Rows, Write
+from torchtitan_dp.gradients.operands import TRANSIENT_BYTES, Existing, Products, Rows, Write
 
 
 class Formed(NamedTuple):
@@ -36,15 +36,11 @@ class LayerGradients(GradientMethod):
     """The receiver of all layers' per-sample gradients, from within backward, in a bundle for each
     parameter: what the methods of several samples share."""
 
-    def __init__(self, model: nn.Module, clipped_sum: ClippedSum, transient_bytes: int) -> None:
-        """
-        Args:
-            model: converted by `per_sample_layers`, then sharded by FSDP2.
-            transient_bytes: bound on one layer's unreduced gradients, of at least one sample.
-        """
+    def __init__(self, model: nn.Module, clipped_sum: ClippedSum) -> None:
+        """Take a model that `per_sample_layers` has converted and FSDP2 has sharded since."""
         self.clipped_sum = clipped_sum
         self._cp = clipped_sum.groups.cp
-        self._transient_bytes = transient_bytes
+        self._transient_bytes = TRANSIENT_BYTES
         missing = set(clipped_sum.parameters) - connect(model, self)
         assert not missing, f"trainable, but in no per-sample layer: {sorted(missing)}"
         self._device = next(iter(clipped_sum.parameters.values())).device
@@ -189,8 +185,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _OwnForward(torch.autograd.Function):
-    """The layer's own forward, which saves its input; in backward FSDP2 has gathered the layer's
-    parameters again."""
+    """The layer's own forward; its input is saved. For backward FSDP2 gathers parameters again."""
 
     @staticmethod
     def forward(ctx: Any, layer: PerSampleLayer, x: Tensor, *parameters: Tensor) -> Tensor:  # type: ignore[override]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchtitan_dp.gradients.fsdp import RowLayout
 
-# A layer whose microbatch of per-sample gradients is larger is formed one sample at a time.
+# Bounds one layer's unreduced gradients; a larger one's are formed a sample at a time.
 TRANSIENT_BYTES = 2**28
 
 # Writes the per-sample gradients of a slice of the microbatch into `(cp, b, dp_shard, rows, …)`.

@@ -141,8 +141,7 @@ class TiledMLP(nn.Module):
 
 
 def use_tiles(module: nn.Module, tiling: Tiling) -> None:
-    """Have a gated feed-forward compute in tiles, in place; as by `fully_shard`, names, parameters
-    and `isinstance` stay."""
+    """Have a gated feed-forward compute in tiles, in place; names and `isinstance` stay."""
     own = type(module)
     module.__class__ = type(own.__name__, (TiledMLP, own), {})
     cast(TiledMLP, module).tiling = tiling.of(cast(Any, module).act_fn)

@@ -229,8 +229,7 @@ def export_settings(config: JobConfig, args: ModelArgs) -> dict[str, Any]:
 
 
 def check_weights(problem: str, folder: str, args: ModelArgs) -> None:
-    """Raise ValueError, `problem` and what is wrong, for a folder of safetensors that are broken,
-    or not all those of the model."""
+    """Raise ValueError, `problem` and why, if safetensors are broken or not all the model's."""
     try:
         found = tensors(folder)
     except ValueError as mistake:
@@ -259,8 +258,7 @@ def check_weights(problem: str, folder: str, args: ModelArgs) -> None:
 
 
 def is_local_path(value: Any) -> bool:
-    """Return whether a value is an absolute path, or a relative one with a separator that
-    exists."""
+    """Return whether a value is an absolute path, or one with a separator that exists."""
     if not isinstance(value, str):
         return False
     separated = ("/" in value or os.sep in value) and "\0" not in value

@@ -109,8 +109,7 @@ def add_adapters(model: nn.Module, blocks: nn.Module, lora: LoRA) -> None:
 
 
 def draw_factor_(whole: Tensor, name: str, generator: torch.Generator) -> None:
-    """Fill a whole factor as Hu et al. begin: B with 0, A uniformly in ± 1 / sqrt(in), as PEFT
-    does."""
+    """Fill a whole factor as Hu et al. and PEFT: B with 0, A uniformly in ± 1 / sqrt(in)."""
     assert is_adapter(name)
     if f".{FACTORS[1]}." in name:
         whole.zero_()

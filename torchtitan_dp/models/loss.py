@@ -335,14 +335,8 @@ class _SeveralSamples(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
-        layer: PerSampleLayer,
-        h_BTD: Tensor,
-        labels_BT: Tensor,
-        targets_B: Tensor,
-        weight_VD: Tensor,
+        ctx: Any, layer: Any, h_BTD: Tensor, labels_BT: Tensor, targets_B: Tensor, weight_VD: Tensor
     ) -> Tensor:
-        assert isinstance(layer, LossHead)
         scale_B = _scales(targets_B)
         grad_h_BTD = torch.empty_like(h_BTD) if ctx.needs_input_grad[1] else None
         loss_B = torch.empty_like(scale_B)
@@ -374,14 +368,8 @@ class _OutputsKept(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
-        layer: PerSampleLayer,
-        h_BTD: Tensor,
-        labels_BT: Tensor,
-        targets_B: Tensor,
-        weight_VD: Tensor,
+        ctx: Any, layer: Any, h_BTD: Tensor, labels_BT: Tensor, targets_B: Tensor, weight_VD: Tensor
     ) -> Tensor:
-        assert isinstance(layer, LossHead)
         scale_B = _scales(targets_B)
         loss_B, grad_BTV = _losses_and_outputs(layer, h_BTD, labels_BT, weight_VD, scale_B)
         ctx.layer, ctx.grad_BTV = layer, grad_BTV

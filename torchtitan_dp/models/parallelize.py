@@ -123,8 +123,7 @@ def takes_cudnn(job_config: JobConfig, args: ModelArgs) -> bool:
 
 
 def fsdp_mesh(parallel_dims: ParallelDims) -> DeviceMesh:
-    """Return the one-dimensional `dp_shard x cp` mesh, also of one rank, where TorchTitan has
-    none."""
+    """Return the one-dimensional `dp_shard x cp` mesh; of one rank, where TorchTitan has none."""
     mesh = parallel_dims.get_optional_mesh("fsdp")
     return mesh_of_this_rank(device_type, "fsdp") if mesh is None else mesh
 
@@ -145,8 +144,7 @@ def fsdp_groups(model: CausalLM) -> list[list[nn.Module]]:
 
 
 def trained_fsdp_modules(model: CausalLM) -> list[FSDPModule]:
-    """Return one module of each FSDP2 group that has something to train: those that reduce
-    gradients."""
+    """Return one module of each FSDP2 group that has something to train, and so reduces."""
     groups = [[model]] if fsdp_modules(model) == [model] else fsdp_groups(model)
     return [
         cast(FSDPModule, group[0])

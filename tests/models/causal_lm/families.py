@@ -1,6 +1,5 @@
 """Tiny models of several families, with random weights of which none is trivial."""
 
-import zlib
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from tests import build
 from torchtitan_dp.models.causal_lm.model import Eager
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.lora import LoRA
-from torchtitan_dp.models.parameters import canonical_name, copy_slice_
+from torchtitan_dp.models.parameters import copy_slice_, normal_of_name
 from torchtitan_dp.selfcheck.small import Small, Terms
 
 WINDOW, T = 20, 64
@@ -149,8 +148,7 @@ def fill(model: nn.Module) -> None:
     kind = model.model_args.settings["model_type"]  # type: ignore[union-attr]
     scale = 0.0 if "gemma" in kind else 1.0  # of a norm, which Gemma adds 1 to
     for name, parameter in model.named_parameters():
-        generator = torch.Generator().manual_seed(zlib.crc32(canonical_name(name).encode()))
-        whole = 0.08 * torch.randn(parameter.shape, generator=generator)
+        whole = 0.08 * normal_of_name(name, parameter.shape)
         if "norm" in name and name.endswith("weight"):
             whole += scale
         copy_slice_(parameter, whole)

@@ -78,8 +78,7 @@ def draw_(model: Any, module: nn.Module, name: str, whole: Tensor, seed: int) ->
 
 @contextlib.contextmanager
 def _buffers_computed() -> Iterator[None]:
-    """On the meta device, build modules whose buffers (rotary frequencies, scales) have values, and
-    parameters none."""
+    """On the meta device, build modules whose buffers have values, and parameters none."""
     if torch.get_default_device().type != "meta":
         yield
         return

@@ -47,8 +47,7 @@ def use_lean_norms(model: nn.Module) -> None:
 
 
 def rms_norm(x: Tensor, normalized_shape: tuple[int, ...], weight: Tensor, eps: float) -> Tensor:
-    """Compute `torch.nn.functional.rms_norm` of x, (…, D) of any floating dtype, in fp32 or wider,
-    with a weight (D,)."""
+    """Compute `F.rms_norm` of x, (…, D) of any floating dtype, in fp32 or wider; weight (D,)."""
     assert normalized_shape == x.shape[-1:], "over the last dimension only"
     return _RMSNorm.apply(x, weight, eps)
 

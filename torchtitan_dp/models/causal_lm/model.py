@@ -104,8 +104,7 @@ class CausalLM(ModelProtocol):
         return {name for name in names if kept.search(name.removeprefix(PREFIX))}
 
     def use_per_sample_layers(self) -> None:
-        """Have layers form per-sample gradients, in place. Raises ValueError, one line for the
-        user, where samples meet."""
+        """Have layers form per-sample gradients, in place. ValueError, one line: samples meet."""
         if self.meeting is not None:
             raise ValueError(
                 f"privacy.gradient_method: layers.{self.meeting} of a {type(self.model).__name__} "
@@ -120,8 +119,7 @@ class CausalLM(ModelProtocol):
         self.model.set_output_embeddings(head)
 
     def use_tiles(self, tiling: Tiling) -> None:
-        """Compute gated feed-forwards in tiles of tokens, in place; before activation
-        checkpointing and FSDP2."""
+        """Compute gated feed-forwards in tiles of tokens, in place; before AC and FSDP2."""
         for module in self.gated:
             use_tiles(module, tiling)
 
@@ -217,8 +215,7 @@ class CausalLM(ModelProtocol):
         return whole
 
     def _own_transform(self) -> Callable[[Tensor], Tensor] | None:
-        """Return what the family's own forward makes of the output layer's products; None for
-        nothing."""
+        """Return what the family's own forward makes of the output layer's products, or None."""
         transform = functools.partial(own_logits, self.model)
         with torch.device("cpu"), torch.no_grad():
             raw_NV = torch.linspace(-90, 90, 33).view(3, 11)
