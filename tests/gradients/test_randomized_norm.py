@@ -165,9 +165,9 @@ def test_row12_and_67_estimates_are_the_same_on_every_mesh_and_in_every_microbat
 # The estimator alone.
 
 
-def factors_of(samples, seed=0, tokens=48, shape=(40, 56)):
-    generator = torch.Generator().manual_seed(seed)
-    left, right = (torch.randn(1, tokens, n, generator=generator) for n in shape)
+def factors_of(samples):
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(1, 48, n, generator=generator) for n in (40, 56))
     return Products(left.expand(samples, -1, -1), right.expand(samples, -1, -1))
 
 

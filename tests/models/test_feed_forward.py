@@ -24,12 +24,12 @@ PLAIN, TWO = "--privacy.no-enable", "--training.local_batch_size=2"
 TARGETS = ("q_proj", "v_proj", "gate_proj", "down_proj", "up_proj")
 
 
-def two_models(args, chunk, std=0.5):
+def two_models(args, chunk):
     """A model and its copy with tiles."""
     torch.manual_seed(0)
     plain = CausalLM(copy.deepcopy(args))
     plain.init_weights()
-    fill_adapters(plain, std=std)
+    fill_adapters(plain, std=0.5)
     use_lean_norms(plain)
     tiled = copy.deepcopy(plain)
     tiled.use_tiles(Tiling(chunk))

@@ -41,7 +41,7 @@ class MicrobatchGradients(GradientMethod):
 
         Collectives: reduce-scatter over cp, each FSDP2 group, within backward.
         """
-        self._held = self._with_held(self._backward(loss_B))
+        self._held = self._backward(loss_B)
 
     def accumulate_clipped(
         self, loss_B: Tensor, valid_B: Tensor, positions: Sequence[int] | None = None
@@ -51,17 +51,11 @@ class MicrobatchGradients(GradientMethod):
         Collectives: reduce-scatter over cp, each FSDP2 group, within backward; then an all-reduce
         of one number over cp.
         """
-        return self.clipped_sum.add(self._with_held(self._backward(loss_B)), valid_B)
-
-    def _with_held(self, shards: list[Tensor]) -> list[Tensor]:
-        """Add the held gradients, and release them."""
-        held, self._held = self._held, []
-        for earlier, shard_1DN in zip(held, shards, strict=bool(held)):  # none with one window
-            shard_1DN.add_(earlier)
-        return shards
+        return self.clipped_sum.add(self._backward(loss_B), valid_B)
 
     def _backward(self, loss_B: Tensor) -> list[Tensor]:
-        """Backpropagate and return reduced gradients: fp32 `(1, dp_shard, chunk)` per bundle."""
+        """Backpropagate and return reduced gradients, fp32 `(1, dp_shard, chunk)` per bundle, with
+        the held ones added, which are then released."""
         assert loss_B.shape == (1,), "samples would be merged before they are clipped"
         loss_B.sum().backward()
         taken = [reduction.take() for reduction in self._reductions]
@@ -79,4 +73,7 @@ class MicrobatchGradients(GradientMethod):
                 places[name] = Place(bundle, int(local.storage_offset()), local.numel())
             sizes = [shard_1DN.shape[-1] for shard_1DN in shards]
             self.clipped_sum.lay_out(sizes, places, shards[0].device)
+        held, self._held = self._held, []
+        for earlier, shard_1DN in zip(held, shards, strict=bool(held)):  # none with one window
+            shard_1DN.add_(earlier)
         return shards
