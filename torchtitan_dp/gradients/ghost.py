@@ -247,13 +247,12 @@ class GhostGradients(LayerGradients):
 
     def _write(self, name: str, writes: Sequence[Write], samples: slice) -> Tensor:
         """Write gradients of this rank's tokens: (cp, b, dp_shard, rows, …)."""
-        layout, total = self._layouts[name], None
+        layout, total = self._layouts[name], dict[str, Tensor]()
         for write in writes:
             whole = layout.allocate(samples.stop - samples.start, self._device)
             write(layout, whole, samples)
-            total = whole if total is None else total.add_(whole)
-        assert total is not None
-        return total
+            add_to(total, name, whole)
+        return total[name]
 
 
 def _tokens(factors: Factors) -> int:
