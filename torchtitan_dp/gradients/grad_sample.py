@@ -73,10 +73,11 @@ class GradSampleGradients(LayerGradients):
         loss_B.sum().backward()
         self._require_no_sum()
         self._in_flight.clear()  # `_shards` waits for those that run
-        summed = sum_together_over_cp if self._shard else _sum_each_over_cp
-        for name, shard in summed(self._wholes, self._cp).items():
-            self._add_shard(name, Pending(shard), None)
+        sum_over_cp = sum_together_over_cp if self._shard else _sum_each_over_cp
+        summed = sum_over_cp(self._wholes, self._cp)
         self._wholes.clear()
+        for name in list(summed):  # no name here keeps one: they are freed as they are added
+            self._add_shard(name, Pending(summed.pop(name)), None)
         added = {name for name in self._layouts if self._group[name] in self._added}
         unused = self._layouts.keys() - self._shards.keys() - added
         assert not unused, f"trainable but had no gradient: {sorted(unused)}"
