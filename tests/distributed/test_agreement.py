@@ -2,20 +2,27 @@
 
 import json
 import os
+import pickle
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests import build
+from tests.hazards.test_ledgers import records
+from tests.hazards.test_trainer import SETTINGS, bookkeeping
 from tests.processes.ranks import on_ranks
+from torchtitan_dp.base.process import Fault
+from torchtitan_dp.checkpoint.bookkeeping import Bookkeeping
+from torchtitan_dp.checkpoint.plan import Plan, refuse_private_folder
+from torchtitan_dp.checkpoint.start import decide_start
+from torchtitan_dp.distributed.agreement import require_agreement
+from torchtitan_dp.ledger import Lineage
 
 
 def agreement(differing: tuple[str, ...]) -> str:
     """The refusal of this rank, whose terms of these names are its own; each rank has its copy."""
-    import torch.distributed as dist
-
-    from torchtitan_dp.base.process import Fault
-    from torchtitan_dp.distributed.agreement import require_agreement
-
     terms = {"the records": "secret", "the privacy settings": "sigma = 1"}
     for name in differing:
         terms[name] += f" of rank {dist.get_rank()}"
@@ -41,11 +48,6 @@ def test_ranks_that_see_other_records_refuse_to_train():
 
 def sent_in_agreement(differ: bool) -> bytes:
     """All that an agreement hands to the collectives of torch.distributed."""
-    import pickle
-    from unittest import mock
-
-    import torch.distributed as dist
-
     gather, sent = dist.all_gather_object, []
 
     def noted(gathered, value, *args):
@@ -73,20 +75,11 @@ def test_digests_alone_are_sent_and_none_is_named(differ):
 
 def opening(folder: str, differ: str) -> str:
     """A start on two ranks, one of which was given another way to share out a sample's tokens."""
-    import torch
-    import torch.distributed as dist
-
-    from tests.hazards.test_ledgers import records
-    from torchtitan_dp.base.process import Fault
-    from torchtitan_dp.checkpoint.bookkeeping import Bookkeeping
-    from torchtitan_dp.checkpoint.start import decide_start
-
     os.makedirs(folder, exist_ok=True)
     balancer = "None" if differ == "the configuration" and dist.get_rank() else "headtail"
     tokens = "u" if differ == "the tokens" and dist.get_rank() else "t"
     config = build.config(
-        f"--job.dump_folder={folder}",
-        f"--parallelism.context_parallel_load_balancer={balancer}",
+        f"--job.dump_folder={folder}", f"--parallelism.context_parallel_load_balancer={balancer}"
     )
     try:
         Bookkeeping(config, records(tokens), decide_start(config), torch.device("cpu"))  # type: ignore[arg-type]
@@ -105,12 +98,6 @@ def test_ranks_that_differ_refuse_to_train(tmp_path, differ):
 
 def settled_ledger() -> str:
     """The ledger of a start, on this rank, where each would settle another."""
-    import torch.distributed as dist
-
-    from tests.hazards.test_trainer import SETTINGS, bookkeeping
-    from torchtitan_dp.checkpoint.plan import Plan
-    from torchtitan_dp.ledger import Lineage
-
     books = bookkeeping(Lineage(SETTINGS))
     books._settle(lambda: Plan(Lineage(SETTINGS, steps=dist.get_rank()), 1, 0.0, 0.0, ()))
     return books.ledger.to_json()
@@ -123,8 +110,6 @@ def test_ranks_keep_one_ledger():
 
 
 def test_a_run_without_privacy_may_not_use_a_private_folder(tmp_path):
-    from torchtitan_dp.checkpoint.plan import refuse_private_folder
-
     refuse_private_folder(str(tmp_path))
     (tmp_path / "privacy.json").write_text(json.dumps({}))
     with pytest.raises(ValueError, match=r"privacy\.enable = false"):

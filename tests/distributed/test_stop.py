@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torchtitan_dp.distributed  # noqa: F401
 
 # isort: split
+import torch
 from torch.distributed import distributed_c10d
 from torchtitan.distributed import ParallelDims
 
@@ -55,8 +56,6 @@ def test_a_killed_rank_is_one_line_of_the_others(survivor):
 
 def waited_in_vain() -> str:
     """What rank 0 ends with, which waits 1 s in a group of its own for a rank that never comes."""
-    import torch
-
     group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1))
     if dist.get_rank() == 1:
         return "did not come"

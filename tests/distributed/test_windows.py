@@ -28,7 +28,7 @@ CASES = {  # options of attention
     "a soft cap in a window": {"window": 7, "softcap": 2.0},
     "both": {"window": 7, "softcap": 2.0, "sinks": True},
 }
-TOKENS = 24
+TOKENS, TILE = 24, (4, 8)
 
 
 def explicit(q, k, v, sinks=None, *, window=None, softcap=None):
@@ -79,25 +79,25 @@ def attended(inputs, gradient, shard, **options):
     return [out.detach(), *(x.grad for x in mine)]
 
 
-def on_shard(balanced, rotate, tokens, terms, options, tile):
+def on_shard(balanced, tokens, terms, options):
     """Output and gradients on this rank."""
     inputs, gradient = problem(tokens, **terms)
     mine = [own(x, balanced) if x.dim() == 4 else x for x in inputs]
-    shard = Shard(dist.group.WORLD, balanced, rotate == "allgather")
-    with mock.patch.object(windows, "_TILE", tile):
+    shard = Shard(dist.group.WORLD, balanced)
+    with mock.patch.object(windows, "_TILE", TILE):
         return attended(mine, own(gradient, balanced), shard, **options)
 
 
-def errors(ranks, balanced, tokens, options, tile=(4, 8), rotate="alltoall", **terms):
+def errors(ranks, balanced, tokens, options, **terms):
     """The largest differences of output and gradients from fp64, over the largest value or 1."""
     options = dict(options)
     terms["sinks"] = options.pop("sinks", False)
     inputs, gradient = problem(tokens, **terms)
     if ranks is None:
-        with mock.patch.object(windows, "_TILE", tile):
+        with mock.patch.object(windows, "_TILE", TILE):
             found = attended(inputs, gradient, Shard(None, balanced), **options)
     else:
-        by_rank = on_ranks(ranks, on_shard, balanced, rotate, tokens, terms, options, tile)
+        by_rank = on_ranks(ranks, on_shard, balanced, tokens, terms, options)
         found = [
             whole(parts, balanced) if parts[0].dim() == 4 else sum(parts)
             for parts in zip(*by_rank, strict=True)
@@ -160,7 +160,7 @@ def work(balanced, tokens, window):
     exchange = windows.exchange
     calls = Calls()
     with mock.patch.object(windows, "exchange", looked_at), calls:
-        on_shard(balanced, "alltoall", tokens, {"batch": 1}, {"window": window}, (4, 8))
+        on_shard(balanced, tokens, {"batch": 1}, {"window": window})
     assert len(sent) == 2
     return sum(sent), calls.scores / (tokens // dist.get_world_size()), calls.largest
 
@@ -230,22 +230,8 @@ def imitate_efficient_kernels():
         padded = torch.nn.functional.pad(logsumexp, (0, rows), value=torch.inf)
         return out, padded, torch.tensor(1), torch.tensor(2)
 
-    def backward(
-        grad,
-        q,
-        k,
-        v,
-        bias,
-        out,
-        logsumexp,
-        seed,
-        offset,
-        dropout,
-        mask,
-        causal=False,
-        *,
-        scale=None,
-    ):
+    def backward(grad, q, k, v, bias, out, logsumexp, *rest, scale=None):
+        seed, offset, dropout, mask, causal = (*rest, False)[:5]
         check(q, k, v, bias)
         assert (seed, offset, list(mask)) == (1, 2, [True, True, True, False])
         assert logsumexp.shape[2] % 32 == 0
@@ -265,7 +251,7 @@ def imitated(balanced, options, terms):
     library = imitate_efficient_kernels()
     try:
         with mock.patch.object(windows, "_CPU", windows._CUDA):
-            return on_shard(balanced, "alltoall", TOKENS, terms, options, (4, 8))
+            return on_shard(balanced, TOKENS, terms, options)
     finally:
         library._destroy()
 
@@ -274,7 +260,7 @@ def imitated(balanced, options, terms):
 def test_cudas_kernel_is_called_as_it_demands(case):
     options = dict(CASES[case])
     terms = {"sinks": options.pop("sinks", False)}
-    here = on_ranks(2, on_shard, True, "alltoall", TOKENS, terms, options, (4, 8))
+    here = on_ranks(2, on_shard, True, TOKENS, terms, options)
     there = on_ranks(2, imitated, True, options, terms)
     for of_cpu, of_cuda in itertools.chain(*map(zip, here, there)):
         torch.testing.assert_close(of_cpu, of_cuda, atol=2e-6, rtol=1e-5)

@@ -5,13 +5,12 @@ import math
 import pytest
 import torch
 
+from tests import build
 from tests.processes.ranks import on_ranks
 
 
 def sum_of(value):
     """The sum of a sample whose one bad element lies on cp rank 0, and of a good one; and norms."""
-    from tests import build
-
     built = build.build((1, 1, 2), "--privacy.gradient_method=grad_sample")
     total = built.gradients.clipped_sum
     first = torch.distributed.get_rank() == 0
@@ -46,8 +45,6 @@ def test_row22_a_sample_that_one_rank_sees_to_be_bad_is_rejected_by_all(value):
 
 def norms_by_parts(degrees, method):
     """A sample's squared norm, and the sum of its parameters' own, from a method's bundles."""
-    from tests import build
-
     built = build.build(degrees, f"--privacy.gradient_method={method}")
     total, by_parts = built.gradients.clipped_sum, []
     squared_norms = total.squared_norms

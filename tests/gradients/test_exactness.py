@@ -1,7 +1,7 @@
 """Every norm and the clipped sum equal a loop of single samples: one matrix of what is combined.
 
 Hazard rows 1 to 7, 13, 22, 27, 28, 29, 56 and 67. A cell is one value of each axis, compared as the
-selfcheck does (`loop`), while asynchronous collectives are late on purpose (`processes.late`). Its
+selfcheck does, while asynchronous collectives are late on purpose (`processes.late`). Its
 samples have weights and targets of all kinds: some are clipped, one is NaN, one has no target,
 one an answer at its end, and the last microbatches are padded.
 
@@ -17,13 +17,16 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.gradients.loop import excess_on_this_rank
+from tests import build
+from tests.models.causal_lm.families import arguments
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.config import ALL_LINEAR
 from torchtitan_dp.models.lora import LoRA
-from torchtitan_dp.selfcheck.small import VARIANTS
+from torchtitan_dp.selfcheck.small import VARIANTS, Terms
+from torchtitan_dp.selfcheck.steps import Ranks, clipped_sum
 
 Cell = dict[str, str]
+FULL, SELECTIVE = (f"--activation_checkpoint.mode={mode}" for mode in ("full", "selective"))
 TILES = "microbatch, feed-forward in tiles"
 OF_SETTING = {
     ("in_tiles", True): "--training.feed_forward_chunk=7",
@@ -57,23 +60,11 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
     },
     "checkpointing": {
         "none": [],
-        "full": ["--activation_checkpoint.mode=full"],
-        "no early stop": [
-            "--activation_checkpoint.mode=full",
-            "--activation_checkpoint.no_early_stop",
-        ],
-        "inputs on the host": [
-            "--activation_checkpoint.mode=full",
-            "--activation_checkpoint.offload_inputs",
-        ],
-        "every block": [
-            "--activation_checkpoint.mode=selective",
-            "--activation_checkpoint.selective_ac_option=1",
-        ],
-        "operators": [
-            "--activation_checkpoint.mode=selective",
-            "--activation_checkpoint.selective_ac_option=op",
-        ],
+        "full": [FULL],
+        "no early stop": [FULL, "--activation_checkpoint.no_early_stop"],
+        "inputs on the host": [FULL, "--activation_checkpoint.offload_inputs"],
+        "every block": [SELECTIVE, "--activation_checkpoint.selective_ac_option=1"],
+        "operators": [SELECTIVE, "--activation_checkpoint.selective_ac_option=op"],
     },
     "clipping": {
         "flat": [],
@@ -159,6 +150,23 @@ def cells_of(together: int) -> dict[tuple[str, str], list[Cell]]:
     for cell in covering(together):
         found.setdefault((cell["way"], cell["mesh"]), []).append(cell)
     return found
+
+
+def excess_on_this_rank(
+    degrees: tuple[int, int, int],
+    overrides: list[str],
+    changes: dict[str, object],
+    family: str = "llama",  # of `build.ARGS`, or one of the tests' others
+) -> dict[str, float]:
+    """The errors of the sum and of the norms, by the selfcheck, that are above their bounds."""
+    ours = family == "llama"
+    args = build.llama(**changes) if ours else arguments(family, build.T, **changes)
+    terms = Terms(build.config(*overrides, degrees=degrees), args)
+    return {
+        what: value
+        for what, (value, bound) in clipped_sum(Ranks(torch.device("cpu")), terms).items()
+        if not value <= max(bound, 1e-5)
+    }
 
 
 def excess_of(cell: Cell) -> dict[str, float]:

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
+from tests import build
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.privacy.banded import StepNoise
 
@@ -49,18 +50,12 @@ class Inner(torch.optim.SGD):
         return super().step(closure)
 
 
-def steps(degrees, overrides, changes, reshard=False, one_group=0):
+def steps(degrees, overrides, changes, reshard=False):
     """The weights and losses of three steps, how many groups' weights each microbatch of the first
-    made whole, and what was found at each update.
-
-    Args:
-        reshard: free all that is gathered before each step, without the package.
-        one_group: the most values of a model that is gathered as a whole on one rank.
-    """
-    from tests import build
-
+    made whole, and what was found at each update; `reshard` frees all that is gathered before each
+    step, without the package."""
     args = build.llama(**changes)
-    with mock.patch("torchtitan_dp.models.parallelize.IN_ONE_GROUP", one_group):
+    with mock.patch("torchtitan_dp.models.parallelize.IN_ONE_GROUP", 0):
         built = build.build(degrees, *overrides, args=args)
     inner, seen = Inner(built), []
     optimizer = built.step.optimizer(inner, noise_multiplier=0.1, expected_batch_size=4)

@@ -8,10 +8,19 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import distributed as dist
+from torch.distributed.fsdp import fully_shard
 
+from tests import build
 from tests.processes.ranks import on_ranks
-from torchtitan_dp.gradients.norms import is_cheaper, squared_norms
+from torchtitan_dp.gradients import norms
+from torchtitan_dp.gradients.clipped_sum import ClippedSum
+from torchtitan_dp.gradients.ghost import GhostGradients, _Adding
+from torchtitan_dp.gradients.layers import per_sample_layers
+from torchtitan_dp.gradients.norms import ExactNorms, squared_norms
 from torchtitan_dp.gradients.operands import Products, Rows
+from torchtitan_dp.models.parallelize import fsdp_mesh
+from torchtitan_dp.privacy.clipping import ClipPolicy
 
 DENSE, GHOST, MIXED = (
     {},
@@ -83,7 +92,7 @@ def test_row22_a_sample_that_is_no_number_is_alone(value):
 
 def test_the_published_rule():
     """2 T^2 < P D: Llama 3.1 8B's output layer below some 16k tokens (LongShield, section 2)."""
-    output = torch.Size((128_256, 4_096))
+    output, is_cheaper = torch.Size((128_256, 4_096)), ExactNorms(None).is_cheaper
     assert is_cheaper(16_000, output)
     assert not is_cheaper(16_384, output)
     assert not is_cheaper(4, torch.Size((4, 8)))  # as dear is not cheaper
@@ -91,10 +100,6 @@ def test_the_published_rule():
 
 def over_cp(kinds, block_elements):
     """The sum of the ranks' parts, of T tokens on each, and the most numbers in a block."""
-    from torch import distributed as dist
-
-    from torchtitan_dp.gradients import norms
-
     rank, ranks = dist.get_rank(), dist.get_world_size()
     whole = [factors(kind, seed, tokens=T * ranks) for seed, kind in enumerate(kinds)]
     scales = [torch.tensor([1.0, 3.0, -0.5]) * (1 + other) for other in range(ranks)]
@@ -133,8 +138,6 @@ def test_row01_pairs_across_ranks_belong_to_it(kinds, block_elements):
 
 
 def built_for(degrees, passes, changes, max_grad_norm=1.0):
-    from tests import build
-
     options = ("--privacy.gradient_method=ghost", f"--privacy.ghost_passes={passes}")
     args = build.llama(**changes)
     several = "--training.local_batch_size=2"
@@ -143,11 +146,8 @@ def built_for(degrees, passes, changes, max_grad_norm=1.0):
 
 def ghosts(changes, passes):
     """The number of parameters whose norms are ghosts."""
-    from tests import build
-    from torchtitan_dp.gradients import norms as module
-
     built = built_for((1, 1, 1), passes, changes)
-    with mock.patch.object(module, "squared_norms", wraps=module.squared_norms) as found:
+    with mock.patch.object(norms, "squared_norms", wraps=norms.squared_norms) as found:
         built.accumulate(*build.data(samples=2))
     return found.call_count
 
@@ -166,20 +166,16 @@ def test_a_layer_at_a_time_the_cheaper_way_is_taken(changes, expected, passes):
 
 def with_wrong_norms(degrees, passes, scale, again):
     """One sample's part of the sum, over C: ghost norms are scaled, and what is formed after."""
-    from tests import build
-    from torchtitan_dp.gradients import ghost
-    from torchtitan_dp.gradients import norms as module
-
     built = built_for(degrees, passes, GHOST | TIED, max_grad_norm=0.5)
-    norms, form = module.squared_norms, ghost.GhostGradients._form_some
+    found, form = norms.squared_norms, GhostGradients._form_some
 
     def formed(self, *arguments):
-        return form(self, *arguments) * (again if isinstance(self._phase, ghost._Adding) else 1.0)
+        return form(self, *arguments) * (again if isinstance(self._phase, _Adding) else 1.0)
 
     tokens_NT, labels_NT = build.data(samples=2)
     with (
-        mock.patch.object(module, "squared_norms", lambda *a, **k: norms(*a, **k) * scale),
-        mock.patch.object(ghost.GhostGradients, "_form_some", formed),
+        mock.patch.object(norms, "squared_norms", lambda *a, **k: found(*a, **k) * scale),
+        mock.patch.object(GhostGradients, "_form_some", formed),
     ):
         return build.norm(build.clipped_sum(built, tokens_NT[1:], labels_NT[1:])[0]) / 0.5
 
@@ -201,15 +197,6 @@ def test_row13_no_error_of_a_ghost_norm_moves_the_sum_by_more_than_C(degrees, sc
 
 def used_twice(passes):
     """A layer that a forward pass calls twice: the sum's error, in one pass."""
-    from torch.distributed.fsdp import fully_shard
-
-    from tests import build
-    from torchtitan_dp.gradients.clipped_sum import ClippedSum
-    from torchtitan_dp.gradients.ghost import GhostGradients
-    from torchtitan_dp.gradients.layers import per_sample_layers
-    from torchtitan_dp.models.parallelize import fsdp_mesh
-    from torchtitan_dp.privacy.clipping import ClipPolicy
-
     dims, groups = build.mesh("cpu", (1, 1, 1))
     torch.manual_seed(0)
     layer = torch.nn.Linear(16, 16, bias=False)

@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests import build
 from tests.processes.ranks import on_ranks
+from torchtitan_dp.privacy.clipping import ClipPolicy
 
 WAITS = {
     "aten::_local_scalar_dense",  # item(), bool(tensor), an index that is a tensor
@@ -62,9 +64,6 @@ def listed_tensors(found):
 
 def waits_of_a_step(degrees, overrides, fault=None):
     """Of two microbatches and the sum over ranks; the first ones, which lay out, go before."""
-    from tests import build
-    from torchtitan_dp.privacy.clipping import ClipPolicy
-
     args = build.llama(96, vocab_size=101)  # `ghost` finds ghost norms
     built = build.build(degrees, *overrides, args=args)
     tokens_NT, labels_NT = build.data(samples=4)

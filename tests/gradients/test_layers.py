@@ -12,6 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tests import build
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.gradients.fsdp import RowLayout
 from torchtitan_dp.gradients.layers import connect, per_sample_layers
@@ -129,18 +130,6 @@ CASES = {
 }
 
 
-NAMES = list(CASES)
-
-
-def case(name):
-    torch.manual_seed(0)
-    layer, x = CASES[name]()
-    model = nn.Sequential(layer)
-    for parameter in model.parameters():  # RMSNorm's ones would hide a missing weight
-        nn.init.normal_(parameter)
-    return model, x
-
-
 def loss(model, x):
     return model(x).sin().sum()
 
@@ -155,33 +144,32 @@ def loop(model, x):
     return {n: torch.stack(g) for n, g in zip(trained, zip(*samples, strict=True), strict=True)}
 
 
-def check(actual, expected):
-    assert actual.keys() == expected.keys()
+def assert_equals_the_loop(model, x, *layout):
+    expected = loop(model, x)
+    per_sample_layers(model)
+    sink = Collected(model, *layout)
+    loss(model, x).backward()
+    assert sink.gradients.keys() == expected.keys()
     for name in expected:
-        torch.testing.assert_close(actual[name], expected[name], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(sink.gradients[name], expected[name], rtol=1e-5, atol=1e-5)
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("at_once", [1, 2, B])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_equals_a_loop_of_single_samples(name, mesh, at_once):
-    model, x = case(name)
-    expected = loop(model, x)
-    per_sample_layers(model)
-    sink = Collected(model, mesh, at_once)
-    loss(model, x).backward()
-    check(sink.gradients, expected)
-    assert all(parameter.grad is None for parameter in model.parameters())
+    torch.manual_seed(0)
+    layer, x = CASES[name]()
+    model = nn.Sequential(layer)
+    for parameter in model.parameters():  # RMSNorm's ones would hide a missing weight
+        nn.init.normal_(parameter)
+    assert_equals_the_loop(model, x, mesh, at_once)
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, ScaledEmbedding])
 def test_padding_idx_has_no_gradient(kind):
-    model, x = nn.Sequential(kind(7, 4, padding_idx=3)), tokens(B, 6)
-    expected = loop(model, x)
-    per_sample_layers(model)
-    sink = Collected(model)
-    loss(model, x).backward()
-    check(sink.gradients, expected)
+    assert_equals_the_loop(nn.Sequential(kind(7, 4, padding_idx=3)), tokens(B, 6))
 
 
 class Beside(nn.Module):
@@ -198,6 +186,8 @@ class Beside(nn.Module):
     [
         (Beside(), r"strange \(Beside\): no per-sample gradients of parameters \(factor\)"),
         (nn.BatchNorm1d(3), r"strange \(BatchNorm1d\): mixes samples"),
+        (nn.Embedding(7, 4, scale_grad_by_freq=True), "strange: .* max_norm mixes samples"),
+        (nn.Embedding(7, 4, max_norm=1.0), "strange: .* max_norm mixes samples"),
     ],
 )
 def test_layers_without_per_sample_gradients_are_refused_by_name(layer, said):
@@ -217,8 +207,6 @@ def test_a_layer_that_is_called_otherwise_is_refused():
 
 
 def parameter_used_outside_its_layer(degrees):
-    from tests import build
-
     args = copy.deepcopy(build.ARGS)
     args.tie_embeddings = True
     method = ("--privacy.gradient_method=grad_sample", "--training.local_batch_size=2")
@@ -231,8 +219,6 @@ def parameter_used_outside_its_layer(degrees):
 
 
 def samples_merged_with_tokens(degrees):
-    from tests import build
-
     method = ("--privacy.gradient_method=grad_sample", "--training.local_batch_size=2")
     built = build.build(degrees, *method)
     layer = built.model.layers[0].mlp.down_proj
@@ -279,9 +265,8 @@ def test_chunks_and_positions_agree_with_fsdp(rows, mesh):
 
 
 class Checkpointed(nn.Module):
-    def __init__(self, mode):
+    def __init__(self):
         super().__init__()
-        self.mode = mode
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.RMSNorm(8), nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
             for _ in range(3)
@@ -289,21 +274,10 @@ class Checkpointed(nn.Module):
 
     def forward(self, x):
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.mode == "full" else block(x)
+            x = checkpoint(block, x, use_reentrant=False)
         return x
 
 
 def test_checkpointed_gradients_equal_the_loop():
     torch.manual_seed(0)
-    model, x = Checkpointed("full"), torch.randn(B, 16, 8)
-    expected = loop(model, x)
-    per_sample_layers(model)
-    sink = Collected(model)
-    loss(model, x).backward()
-    check(sink.gradients, expected)
-
-
-@pytest.mark.parametrize("option", [{"scale_grad_by_freq": True}, {"max_norm": 1.0}], ids=str)
-def test_an_embedding_that_mixes_samples_is_refused(option):
-    with pytest.raises(ValueError, match="mixes samples"):
-        per_sample_layers(nn.Sequential(nn.Embedding(7, 4, **option)))
+    assert_equals_the_loop(Checkpointed(), torch.randn(B, 16, 8))

@@ -10,7 +10,9 @@ from unittest import mock
 import pytest
 import torch
 
+from tests import build
 from tests.processes.ranks import let_go, on_ranks
+from torchtitan_dp.base.collectives import Pending
 from torchtitan_dp.selfcheck.reference import relative_error
 
 V2 = ("--privacy.gradient_method=grad_sample", "--training.local_batch_size=2")
@@ -21,14 +23,10 @@ WIDE = {"hidden_size": 96, "vocab_size": 101}  # whose matrices' norms are ghost
 
 
 def built_for(degrees, overrides, changes=()):
-    from tests import build
-
     return build.build(degrees, *overrides, args=build.llama(**dict(changes)))
 
 
 def accumulate(built, samples=2):
-    from tests import build
-
     return built.accumulate(*build.data(samples))
 
 
@@ -43,8 +41,6 @@ def clipped_sum(built, samples):
 def at_each_reduction(changes):
     """For each asynchronous sum over cp: how many samples it has, how many unreduced gradients of
     earlier ones are alive, and how many sums run by then; and the clipped sum's error."""
-    from torchtitan_dp.base.collectives import Pending
-
     built = built_for((1, 1, 2), (*V2, "--training.local_batch_size=3"), changes)
     found, sent, send = [], [], Pending.reduce_scatter
 

@@ -6,12 +6,20 @@ its matrices (WIDE).
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
+from tests import build
 from tests.processes.ranks import on_ranks
+from torchtitan_dp.gradients.ghost import GhostGradients
+from torchtitan_dp.gradients.norms import RandomizedNorms, first_number, project
+from torchtitan_dp.gradients.operands import Products, Rows
+from torchtitan_dp.privacy.losses import largest_ratio
+from torchtitan_dp.privacy.noise import standard_normal
 
 METHOD = "--privacy.gradient_method=randomized"
 ACCOUNTED = "--privacy.underestimates=accounted"
@@ -35,24 +43,13 @@ def randomized(samples=2, passes="one", estimator="hutchinson", k=K, errors=ACCO
 
 def built_for(degrees, method, changes=(), C=1.0):
     """The step, and as many samples of 64 tokens as asked for."""
-    from tests import build
-
     args = build.llama(**WIDE, **dict(changes))
     return build.build(degrees, *method, args=args, max_grad_norm=C)
-
-
-def data(samples, built):
-    from tests import build
-
-    return build.data(samples, args=built.terms.args)
 
 
 def reference_squares(norms, gradient, layers, tokens, position, key):
     """One sample's estimate, by whole matrices in fp64: the total, and of each matrix that was
     estimated its estimate over the true square."""
-    from torchtitan_dp.gradients.norms import first_number
-    from torchtitan_dp.privacy.noise import standard_normal
-
     k, total, estimated = norms.k, 0.0, {}
     for name, g_PD in gradient.items():
         exact = g_PD.double().square().sum().item()
@@ -71,9 +68,8 @@ def reference_squares(norms, gradient, layers, tokens, position, key):
         if norms.estimator == "hutch++":
             basis_DK, _ = torch.linalg.qr(g_PD.double().T @ drawn("sketch"))
             rest_DK = y_DK - basis_DK @ (basis_DK.T @ y_DK)
-            square = (
-                g_PD.double() @ basis_DK
-            ).square().sum().item() + rest_DK.square().sum().item()
+            head_PK = g_PD.double() @ basis_DK
+            square = head_PK.square().sum().item() + rest_DK.square().sum().item()
         total += square
         estimated[name] = square / exact if exact else 1.0
     return total, estimated
@@ -81,10 +77,8 @@ def reference_squares(norms, gradient, layers, tokens, position, key):
 
 def errors(degrees, method, changes, C=1.0):
     """(error of the sum, error of the norms, matrices estimated) against the loop."""
-    from tests import build
-
     built, key = built_for(degrees, method, changes, C), bytes(range(32))
-    tokens_NT, labels_NT = data(5, built)  # the last microbatches are padded
+    tokens_NT, labels_NT = build.data(5, args=built.terms.args)  # the last microbatches are padded
     actual, found = build.clipped_sum(built, tokens_NT, labels_NT, key=key)
     model = build.reference_model(built.terms.args)
     expected, off, seen = {}, 0.0, {}
@@ -130,10 +124,8 @@ def test_every_mesh(degrees, samples, changes, estimator, passes, cap):
 
 def of_draws(degrees, batch_size, draws, estimator, empty=()):
     """For each draw from the same data set, the sum, and the norms of this rank's samples."""
-    from tests import build
-
     built = built_for(degrees, randomized(batch_size, "one", estimator, errors=CAPPED), C=0.5)
-    tokens_NT, labels_NT = data(4, built)
+    tokens_NT, labels_NT = build.data(4, args=built.terms.args)
     labels_NT[list(empty)] = -100
     found = [build.clipped_sum(built, tokens_NT, labels_NT, drawn=np.array(draw)) for draw in draws]
     assert len(built.gradients.norms._estimated) >= 6
@@ -173,17 +165,13 @@ def test_row12_and_67_estimates_are_the_same_on_every_mesh_and_in_every_microbat
 # The estimator alone.
 
 
-def factors_of(samples, seed=0, tokens=48, shape=(40, 56)):
-    from torchtitan_dp.gradients.operands import Products
-
-    generator = torch.Generator().manual_seed(seed)
-    left, right = (torch.randn(1, tokens, n, generator=generator) for n in shape)
+def factors_of(samples):
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(1, 48, n, generator=generator) for n in (40, 56))
     return Products(left.expand(samples, -1, -1), right.expand(samples, -1, -1))
 
 
 def always(estimator):
-    from torchtitan_dp.gradients.norms import RandomizedNorms
-
     class Always(RandomizedNorms):
         def estimates(self, tokens, shape):
             return True
@@ -212,10 +200,6 @@ def test_row75_estimates_are_unbiased(estimator):
 
 def test_a_rank_one_gradients_estimate_is_chi_squared():
     """The worst of the envelope is attained: by the Kolmogorov-Smirnov statistic."""
-    from scipy import stats
-
-    from torchtitan_dp.gradients.operands import Products
-
     samples, norms = 4_000, always("hutchinson")
     left = torch.randn(1, 1, 24, generator=torch.Generator().manual_seed(1))
     factors = Products(left.expand(samples, -1, -1), torch.ones(samples, 1, 3))
@@ -273,8 +257,6 @@ def test_row75_no_unit_comes_twice_in_a_step_and_none_without_its_position():
 
 @pytest.mark.parametrize("k", [8, 4096])
 def test_row75_units_places_are_apart_and_within_what_generators_count_to(k):
-    from torchtitan_dp.gradients.norms import first_number
-
     for rows in (1, 131, 128_256):
         starts = [first_number(position, rows * k) for position in (-1, 0, 1, 10**8, 2**32 - 2)]
         assert starts[0] == 0
@@ -300,9 +282,6 @@ def test_row22_a_bad_sample_is_seen_and_its_neighbour_is_not_touched(bad, estima
 
 def test_tied_layers_blocks_and_factors():
     """Tokens of an embedding and of a product, in blocks, equal whole matrices."""
-    from torchtitan_dp.gradients.norms import project
-    from torchtitan_dp.gradients.operands import Products, Rows
-
     generator = torch.Generator().manual_seed(0)
     products = factors_of(2)
     scaled = Products(products.left, products.right, torch.tensor([0.5, 2.0]))
@@ -322,13 +301,11 @@ def test_tied_layers_blocks_and_factors():
 
 def with_wrong_norms(scale, underestimates):
     """One sample's part of the sum, over C, where the estimates are wrong by a factor."""
-    from tests import build
-
     built = built_for((1, 1, 1), randomized(errors=underestimates), C=0.1)
     norms = built.gradients.norms
     exact = norms.squared_norms
     norms.squared_norms = lambda *a: exact(*a) * scale
-    tokens_NT, labels_NT = data(2, built)
+    tokens_NT, labels_NT = build.data(2, args=built.terms.args)
     return build.norm(build.clipped_sum(built, tokens_NT[1:], labels_NT[1:])[0]) / 0.1
 
 
@@ -337,8 +314,6 @@ def with_wrong_norms(scale, underestimates):
 def test_row13_no_error_of_an_estimate_moves_the_sum_by_more_than_is_accounted_for(
     underestimates, k, scale
 ):
-    from torchtitan_dp.privacy.losses import largest_ratio
-
     (share,) = on_ranks(1, with_wrong_norms, scale, underestimates)
     assert share <= (largest_ratio(k) if k else 1.0)
     if scale == 1.0:
@@ -347,10 +322,6 @@ def test_row13_no_error_of_an_estimate_moves_the_sum_by_more_than_is_accounted_f
 
 def test_row13_a_part_whose_capped_factor_is_no_normal_number_is_left_out():
     """Rounding it would take more than the room that `clip` leaves."""
-    from types import SimpleNamespace
-
-    from torchtitan_dp.gradients.ghost import GhostGradients
-
     added = []
     squares_B = torch.tensor([3.6e29, 3.6e29], dtype=torch.float64)
     ghost = SimpleNamespace(
@@ -370,8 +341,6 @@ def test_row13_a_part_whose_capped_factor_is_no_normal_number_is_left_out():
 
 def shrunk(k, estimator):
     """Of eight samples: the length of what is added over C, and its cosine with the gradient."""
-    from tests import build
-
     args = build.llama(256, vocab_size=512, max_position_embeddings=256)
     generator = torch.Generator().manual_seed(0)
     tokens_NT = torch.randint(0, 512, (8, 256), generator=generator)

@@ -7,25 +7,26 @@ from unittest import mock
 import pytest
 import torch
 
+from tests import build
 from tests.processes.ranks import on_ranks
 from tests.streams import watched
+from torchtitan_dp.gradients.clipped_sum import ClippedSum
 
-REDUCTION = "gradients/fsdp.py"
 MESHES = [(1, 1, 1), (1, 1, 2), (1, 2, 1), (1, 2, 2)]
+
+
+def microbatches(degrees):
+    """Accumulate three, each of one sample; yields after each."""
+    built = build.build(degrees)
+    for one in zip(*(x.split(1) for x in build.data(samples=3)), strict=True):
+        built.gradients.accumulate_clipped(built.losses(*one), torch.ones(1, dtype=torch.bool))
+        yield
 
 
 def races(degrees):
     """What three microbatches leave open, FSDP2's streams being recorded."""
-    from tests import build
-
-    with watched(REDUCTION) as watch:
-        built = build.build(degrees)
-        tokens_NT, labels_NT = build.data(samples=3)
-        for sample in range(3):
-            part = slice(sample, sample + 1)
-            loss_B = built.losses(tokens_NT[part], labels_NT[part])
-            built.gradients.accumulate_clipped(loss_B, torch.ones(1, dtype=torch.bool))
-            del loss_B
+    with watched("gradients/fsdp.py") as watch:
+        list(microbatches(degrees))
     return watch.found
 
 
@@ -37,9 +38,6 @@ def test_streams_leave_nothing_open(degrees):
 
 def shards_alive(degrees):
     """How many earlier gradients are alive when one is added, and how many after it, by turns."""
-    from tests import build
-    from torchtitan_dp.gradients.clipped_sum import ClippedSum
-
     found, references, add = [], [], ClippedSum.add
 
     def count():
@@ -51,14 +49,8 @@ def shards_alive(degrees):
         found.append(count() - len(shards))
         return add(self, shards, valid_B)
 
-    built = build.build(degrees)
-    tokens_NT, labels_NT = build.data(samples=3)
     with mock.patch.object(ClippedSum, "add", adds):
-        for sample in range(3):
-            part = slice(sample, sample + 1)
-            loss_B = built.losses(tokens_NT[part], labels_NT[part])
-            built.gradients.accumulate_clipped(loss_B, torch.ones(1, dtype=torch.bool))
-            del loss_B
+        for _ in microbatches(degrees):
             found.append(count())
     return found
 

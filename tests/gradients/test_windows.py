@@ -14,10 +14,14 @@ import numpy as np
 import pytest
 import torch
 
+from tests import build
 from tests.data.drawn import dealt, sample, samples_of
 from tests.processes.ranks import on_ranks
+from torchtitan_dp.config.derived import ladder
 from torchtitan_dp.data.batching import IGNORE_INDEX, Draw, RecordLoader, Samples
 from torchtitan_dp.privacy.sampling import choices
+from torchtitan_dp.train.processor import SampleStatistics
+from torchtitan_dp.train.trainer import DPTrainer
 
 K = 3
 KEY = bytes(range(32))
@@ -33,8 +37,6 @@ UNITS: dict[str, list[str | None]] = {
 
 def mean_gradients(samples: Samples, model: Any, units: np.ndarray) -> list[Any]:
     """Each unit's mean over its windows with a target, by a loop of single samples."""
-    from tests import build
-
     means = []
     for position, unit in enumerate(units):
         windows = [sample(samples, int(unit), None, choices(KEY, position), k, K) for k in range(K)]
@@ -49,11 +51,6 @@ def mean_gradients(samples: Samples, model: Any, units: np.ndarray) -> list[Any]
 
 def accumulated(degrees, options, C, drawn) -> tuple[float, float, list[float]]:
     """(error of the clipped sum, its norm, the mean gradients' norms) on this rank."""
-    from tests import build
-    from torchtitan_dp.config.derived import ladder
-    from torchtitan_dp.train.processor import SampleStatistics
-    from torchtitan_dp.train.trainer import DPTrainer
-
     args = dataclasses.replace(build.ARGS, vocab_size=258)
     built = build.build(degrees, *options, args=args, max_grad_norm=C)
     rank = torch.distributed.get_rank() // degrees[2]

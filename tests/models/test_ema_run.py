@@ -7,14 +7,7 @@ import pytest
 import torch
 
 from tests.models.hugging_face import PLAIN, checkpoint_logits, transformers_logits, write_llama
-from tests.processes.runs import (
-    arguments,
-    load,
-    privacy,
-    train,
-    with_sigma,
-    write_records,
-)
+from tests.processes.runs import arguments, load, privacy, train, with_sigma, write_records
 from torchtitan_dp.checkpoint.folder import average_name
 from torchtitan_dp.release.__main__ import main as release
 

@@ -11,9 +11,11 @@ from transformers import LlamaForCausalLM
 
 from tests import build
 from tests.models.hugging_face import PLAIN, ours, sample_tokens, transformers_logits, write_llama
-from tests.models.test_check import mistake
 from tests.processes import forks
 from tests.processes.ranks import on_ranks
+from tests.processes.runs import CONFIG
+from torchtitan_dp.checkpoint.start import decide_start
+from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.hugging_face import flavor, on_meta, without_lora
 from torchtitan_dp.models.hugging_face_weights import write_folder
@@ -21,6 +23,7 @@ from torchtitan_dp.models.lora import LoRA, fill_adapters, is_adapter
 from torchtitan_dp.models.parallelize import parallelize
 from torchtitan_dp.models.parameters import canonical_name, trainable_parameters
 from torchtitan_dp.privacy.banded import StepNoise
+from torchtitan_dp.train.check import check_model
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj", "up_proj")
 LORA = LoRA(rank=3, alpha=5.0, targets=ALL)
@@ -113,6 +116,16 @@ def test_flops_are_less_by_the_gradients_of_frozen_weights():
     products = all_ - args.dim * args.vocab_size  # the embedding's rows are looked up
     assert fewer == flops + 6 * added - 2 * products
     assert without_lora(adapted) == args
+
+
+def mistake(*options):
+    """What `check_model` says of a start with these options; "" if nothing."""
+    try:
+        config = load_config(["--job.config_file", str(CONFIG), *options], 1)
+        check_model(config, decide_start(config))
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize(

@@ -9,18 +9,15 @@ import torch
 from tests.models.hugging_face import PLAIN, checkpoint_logits, transformers_logits, write_llama
 from tests.processes import forks
 from tests.processes.runs import arguments, load, privacy, train, weights, with_sigma, write_records
-from torchtitan_dp.config.load import read_config
+from torchtitan_dp.config.load import load_config, read_config
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.lora import is_adapter
 from torchtitan_dp.release.__main__ import main as release
+from torchtitan_dp.train.check import check_run
 
 TARGETS = "q_proj,k_proj,v_proj,o_proj,gate_proj,down_proj,up_proj"
-LORA = (
-    "--lora.rank=4",
-    "--lora.alpha=8",
-    f"--lora.targets={TARGETS}",
-)
+LORA = ("--lora.rank=4", "--lora.alpha=8", f"--lora.targets={TARGETS}")
 FROM_HF = ("--checkpoint.initial_load_in_hf", "--privacy.initial_weights_public")
 BF16 = "--training.mixed_precision_param=bfloat16"
 
@@ -111,9 +108,6 @@ def test_another_adapter_cannot_go_on(finished, place, option, said):
 
 
 def refusal(overrides):
-    from torchtitan_dp.config.load import load_config
-    from torchtitan_dp.train.check import check_run
-
     try:
         check_run(load_config(overrides, 1))
     except ValueError as error:

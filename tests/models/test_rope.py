@@ -131,9 +131,7 @@ def test_terms_that_the_family_would_replace_are_refused(
 
 
 @torch.no_grad()
-def test_adapters_come_with_the_positions_that_they_were_trained_at(
-    tmp_path: Path,
-) -> None:
+def test_adapters_come_with_the_positions_that_they_were_trained_at(tmp_path: Path) -> None:
     folder = write("llama", tmp_path / "given")
     options = "--lora.rank=2", "--lora.targets=q_proj"
     plain = given(folder, *options)

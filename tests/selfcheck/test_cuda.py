@@ -2,7 +2,7 @@
 
 Between them the configurations run FSDP2's reduction, ring attention, the loss head, clipping,
 offloading, compiled blocks, the fused AdamW, noise and checkpoints on a device. Two ranks on gloo
-can share one device, which NCCL refuses. The same starts are tried on CPU, where they are quick.
+can share one device, which NCCL refuses.
 """
 
 import json
@@ -15,7 +15,7 @@ import torch
 
 from tests.processes.runs import CONFIG, ROOT
 
-cuda = [
+pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
     pytest.mark.slow,
@@ -27,27 +27,21 @@ OFFLOAD = ("--activation_checkpoint.mode=full", "--activation_checkpoint.offload
 DP_SHARD = ("--parallelism.context_parallel_degree=1", "--parallelism.data_parallel_shard_degree=2")
 
 
-def selfcheck(folder, processes, *arguments, hide=False):
-    """What `--json` says; a start that does not pass fails with what it printed."""
+def on_cuda(folder, processes, *arguments):
+    """The names of checks in `--json`; a start that does not pass fails with what it printed."""
     said = folder / "said.json"
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
     program = ["-m", "torchtitan_dp.selfcheck", "--json", str(said), *arguments]
     command = [sys.executable, *(launcher if processes > 1 else []), *program]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    if hide:
-        environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-6000:]
-    return json.loads(said.read_text())
-
-
-def on_cuda(folder, processes, *arguments):
-    result = selfcheck(folder, processes, *arguments)
+    result = json.loads(said.read_text())
     assert not result["device"].startswith("CPU")
     return [check["name"] for check in result["checks"]]
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=cuda), pytest.param(2, marks=cuda)])
+@pytest.mark.parametrize("processes", [1, 2])
 def test_every_method(tmp_path, processes):
     names = on_cuda(tmp_path, processes, *(SHARED if processes > 1 else ()))
     rings = [name for name in names if name.startswith("ring attention")]
@@ -71,19 +65,17 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=cuda) for name in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_on_one_device(tmp_path, name):
     processes, overrides = CASES[name]
     on_cuda(tmp_path, processes, "--config", str(CONFIG), *overrides)
 
 
-@pytest.mark.parametrize("processes", [pytest.param(torch.cuda.device_count(), marks=cuda)])
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_all_devices(tmp_path, processes):
-    on_cuda(tmp_path, processes)
+def test_all_devices(tmp_path):
+    on_cuda(tmp_path, torch.cuda.device_count())
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=cuda)])
 @pytest.mark.parametrize("name", ["llama3_1b_64k", "llama3_8b_256k_ac"])
-def test_shipped_configurations(tmp_path, name, processes):
-    on_cuda(tmp_path, processes, "--config", str(ROOT / "train_configs" / f"{name}.toml"))
+def test_shipped_configurations(tmp_path, name):
+    on_cuda(tmp_path, 1, "--config", str(ROOT / "train_configs" / f"{name}.toml"))

@@ -7,15 +7,14 @@ import torch
 
 from tests.processes.ranks import on_ranks
 from tests.processes.runs import CONFIG
+from tests.selfcheck import faults
+from torchtitan_dp.selfcheck.__main__ import checks_of, machine_checks, run
+from torchtitan_dp.selfcheck.small import default_terms, given_terms
+from torchtitan_dp.selfcheck.steps import Ranks
 
 
 def outcomes(fault, only, overrides=()):
     """Name, verdict and value of each outcome, with a fault on every rank, or none."""
-    from tests.selfcheck import faults
-    from torchtitan_dp.selfcheck.__main__ import checks_of, machine_checks, run
-    from torchtitan_dp.selfcheck.small import default_terms, given_terms
-    from torchtitan_dp.selfcheck.steps import Ranks
-
     ranks = Ranks(torch.device("cpu"))
     world_size = torch.distributed.get_world_size()
     terms = given_terms(list(overrides), world_size) if overrides else default_terms(world_size)
@@ -78,9 +77,7 @@ def test_what_a_fault_fails_passes_without(only, world_size):
         assert failed(found) == []
 
 
-@pytest.mark.thorough_cases(
-    *("own_tokens*", "bad_samples_kept-1-*grad_sample*", "keys_of*"),
-)
+@pytest.mark.thorough_cases(*("own_tokens*", "bad_samples_kept-1-*grad_sample*", "keys_of*"))
 @pytest.mark.parametrize(("fault", "world_size", "only", "expected"), FAULTS)
 def test_a_fault_fails_it(fault, world_size, only, expected):
     """By what it measures, and not because the fault cannot run."""

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
+from transformers.models.llama.modeling_llama import LlamaModel
 
 from tests import build
 from tests.models.causal_lm.families import FAMILIES, TRANSFORMERS, arguments
@@ -159,8 +160,6 @@ def faulty(fault, degrees, name):
 
 
 def with_a_cache():
-    from transformers.models.llama.modeling_llama import LlamaModel
-
     forward = LlamaModel.forward
 
     def caching(model, *args, **terms):

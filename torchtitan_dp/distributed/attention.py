@@ -166,8 +166,7 @@ def _backward(op: Any, *, query: Tensor, key: Tensor, **kwargs: Any) -> tuple[Te
     """Compute one block's gradients: CUDA's kernels take its numbers of queries and keys."""
     if "max_q" in kwargs:
         kwargs |= {"max_q": query.shape[_SEQ_DIM], "max_k": key.shape[_SEQ_DIM]}
-    gradients: tuple[Tensor, ...] = op(query=query, key=key, **kwargs)
-    return gradients
+    return op(query=query, key=key, **kwargs)
 
 
 def backward_padded(*, grad_out: Tensor, logsumexp: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
@@ -176,10 +175,7 @@ def backward_padded(*, grad_out: Tensor, logsumexp: Tensor, **kwargs: Any) -> tu
     missing = -logsumexp.shape[_SEQ_DIM] % _ALIGNED_ROWS
     if missing and torch.version.hip is None:  # ROCm's kernels pad nothing
         logsumexp = F.pad(logsumexp, (0, missing), value=torch.inf)
-    gradients: tuple[Tensor, ...] = _efficient_backward_op(
-        grad_out_=grad_out, logsumexp=logsumexp.contiguous(), **kwargs
-    )
-    return gradients
+    return _efficient_backward_op(grad_out_=grad_out, logsumexp=logsumexp.contiguous(), **kwargs)
 
 
 def use_efficient_attention(model: nn.Module) -> None:
@@ -197,18 +193,11 @@ class _EfficientAttention(ScaledDotProductAttentionWrapper):
     """TorchTitan's wrapper with another fp32 kernel; q, k, v of shape (B, heads, T, head_dim)."""
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        is_causal: bool = True,
+        self, q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool = False, **terms: Any
     ) -> Tensor:
         if q.dtype != torch.float32:
-            return super().forward(q, k, v, scale=scale, enable_gqa=enable_gqa, is_causal=is_causal)
+            return super().forward(q, k, v, enable_gqa=enable_gqa, **terms)
         if enable_gqa:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         with sdpa_kernel(_BACKENDS_WITHOUT_RING, set_priority=True):
-            return F.scaled_dot_product_attention(q, k, v, scale=scale, is_causal=is_causal)
+            return F.scaled_dot_product_attention(q, k, v, **{"is_causal": True, **terms})

@@ -36,8 +36,7 @@ def has_accelerator() -> bool:
 
 
 def install() -> None:
-    """Make gloo safe, and make TorchTitan and its Trainer work on CPU. A second call changes
-    nothing."""
+    """Make gloo safe, and TorchTitan and its Trainer work on CPU. A second call changes nothing."""
     _give_gloo_groups_one_thread()
     if has_accelerator() or "torchtitan" in sys.modules:
         return

@@ -25,7 +25,7 @@ import re
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,42 +55,33 @@ def _of_cgroups(proc: Path) -> Iterator[int]:
         fields, kind = before.split(), after.partition(" ")[0]
         if kind not in own or len(fields) < 5:
             continue
-        root, mount = (re.sub(r"\\([0-7]{3})", _character, field) for field in fields[3:5])
+        # mountinfo escapes blanks.
+        root, mount = (
+            re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), field)
+            for field in fields[3:5]
+        )
         below = Path(os.path.relpath(own[kind], root)).parts
         if ".." in below:  # the process's cgroup is out of sight
             below = ()
         for count in range(len(below) + 1):
-            yield from _left(Path(mount, *below[:count]), _CGROUPS[kind])
+            yield from _left(Path(mount, *below[:count]), *_CGROUPS[kind])
 
 
-def _left(folder: Path, names: "_Cgroup") -> Iterator[int]:
+# By version of cgroups: the file of memory held, those of limits, and the prefix of what is counted
+# over all descendants. Above `high` processes crawl. A limit may be "max".
+_CGROUPS = {
+    "cgroup2": ("memory.current", ("memory.max", "memory.high"), ""),
+    "cgroup": ("memory.usage_in_bytes", ("memory.limit_in_bytes",), "total_"),
+}
+
+
+def _left(folder: Path, held_in: str, limited_by: tuple[str, ...], prefix: str) -> Iterator[int]:
     """Yield what each limit of a cgroup leaves; other controllers' folders have none."""
-    stat = folder / "memory.stat"
-    held = sum(_numbers(folder / names.held)) - sum(_numbers(stat, *names.cached))
-    limits = [limit for name in names.limits for limit in _numbers(folder / name)]
+    stat, cached = folder / "memory.stat", (f"{prefix}inactive_file", f"{prefix}active_file")
+    held = sum(_numbers(folder / held_in)) - sum(_numbers(stat, *cached))
+    limits = [limit for name in limited_by for limit in _numbers(folder / name)]
     for limit in (*limits, *_numbers(stat, "hierarchical_memory_limit")):
         yield max(limit - held, 0)
-
-
-class _Cgroup(NamedTuple):
-    """The files of a version of cgroups: memory held, and limits; and what only caches files."""
-
-    held: str
-    limits: tuple[str, ...]
-    cached: tuple[str, ...]
-
-
-_CGROUPS = {
-    # Above `high` processes crawl. A limit may be "max".
-    "cgroup2": _Cgroup(
-        "memory.current", ("memory.max", "memory.high"), ("inactive_file", "active_file")
-    ),
-    "cgroup": _Cgroup(
-        "memory.usage_in_bytes",
-        ("memory.limit_in_bytes",),
-        ("total_inactive_file", "total_active_file"),
-    ),
-}
 
 
 def _numbers(path: Path, *names: str) -> list[int]:
@@ -107,11 +98,6 @@ def _lines(path: Path) -> list[str]:
     except OSError:
         return []
     return [line for line in lines if line.strip()]
-
-
-def _character(escape: re.Match[str]) -> str:
-    """Return the blank that mountinfo escapes."""
-    return chr(int(escape[1], 8))
 
 
 def page_locked(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -163,12 +149,11 @@ class InputsOnHost:
     """The inputs of one model's checkpointed blocks, in the host's memory."""
 
     def __init__(self, longest: int) -> None:
-        """Expect inputs (B, T, D) of up to T = `longest`; a longer one works, and may waste
-        buffers."""
+        """Expect inputs (B, T, D) of up to T = `longest`; a longer one may waste buffers."""
         self.host_bytes = 0
         """Bytes of page-locked memory in use, as `page_locked_bytes` counts them."""
         self._longest = longest
-        self._free: list[Tensor] = []
+        self.free_buffers: list[Tensor] = []
         self._last: weakref.ref[_OnHost] | None = None  # of this forward pass, while it is alive
         # Tensors that the copy stream may still use, and the event after which it does not.
         self._copied: collections.deque[tuple[Tensor, Any]] = collections.deque()
@@ -217,18 +202,14 @@ class InputsOnHost:
     def take_buffer(self, like: Tensor) -> Tensor:
         """Return a flat buffer of `like`'s dtype, for it and for the longest sample."""
         most = max(like.numel(), like.numel() // like.shape[1] * self._longest)
-        while self._free:
-            buffer = self._free.pop()
+        while self.free_buffers:
+            buffer = self.free_buffers.pop()
             if buffer.numel() >= like.numel() and buffer.dtype == like.dtype:
                 return buffer
             self.host_bytes -= page_locked_bytes(buffer.nbytes)
         buffer = page_locked(most, like.dtype, like.device)
         self.host_bytes += page_locked_bytes(buffer.nbytes)
         return buffer
-
-    def return_buffer(self, buffer: Tensor) -> None:
-        """Make a buffer available to another input."""
-        self._free.append(buffer)
 
 
 class _OnHost:
@@ -237,7 +218,7 @@ class _OnHost:
     def __init__(self, inputs: InputsOnHost, saved: Tensor, before: "_OnHost | None") -> None:
         self._inputs, self._device = inputs, saved.device
         buffer = inputs.take_buffer(saved)
-        weakref.finalize(self, inputs.return_buffer, buffer)
+        weakref.finalize(self, inputs.free_buffers.append, buffer)
         self._copy = buffer[: saved.numel()].view(saved.shape)
         self._before = None if before is None else weakref.ref(before)
         inputs.copy(self._copy, saved, saved)

@@ -59,20 +59,17 @@ def kernel_of(device: torch.device, softcap: float | None) -> Kernel:
 
 
 def _cpu(*tensors: Tensor, bias: Tensor | None, **terms: Any) -> tuple[Any, ...]:
-    found: tuple[Any, ...] = _cpu_op(*tensors, attn_mask=bias, **terms)
-    return found
+    return _cpu_op(*tensors, attn_mask=bias, **terms)
 
 
 def _cpu_backward(*, bias: Tensor | None, more: list[Tensor], **terms: Any) -> tuple[Any, ...]:
-    found: tuple[Any, ...] = _cpu_backward_op(attn_mask=bias, dropout_p=0.0, **terms)
-    return found
+    return _cpu_backward_op(attn_mask=bias, dropout_p=0.0, **terms)
 
 
 def _cuda(
     query: Tensor, *keys_values: Tensor, bias: Tensor | None, **terms: Any
 ) -> tuple[Any, ...]:
-    """Attend by the memory-efficient kernel, the only one that takes a bias and fp32. It has no
-    grouped queries."""
+    """Attend by the only kernel that takes a bias and fp32. It has no grouped queries."""
     groups = query.shape[1] // keys_values[0].shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) for x in keys_values)
     terms |= {"attn_bias": _expanded(bias, query), "compute_log_sumexp": True, "dropout_p": 0.0}
@@ -210,7 +207,7 @@ def attend(
     kernel = kernel_of(q_BHTF.device, softcap)
     way: _Whole | _Windowed
     if softcap is None and (window is None or window >= size * T):
-        way = _Whole(kernel, scale, shard)
+        way = _Whole(kernel, shard, {"is_causal": True, "bias": None, "scale": scale})
     else:
         window = size * T if window is None else min(window, size * T)
         tile = min(max(window, _TILE[0]), _TILE[1])
@@ -220,10 +217,8 @@ def attend(
         if size == 1:  # one rank's two chunks are the whole
             shard = Shard()
         assert T % (1 + shard.balanced) == 0, "the two chunks are equally long"
-        halo = _Halo(shard, window, T // (1 + shard.balanced))
-        way = _Windowed(kernel, scale, tile, halo)
-    out: Tensor = _Attention.apply(q_BHTF, k_BKTF, v_BKTF, sinks_H, way)  # type: ignore[no-untyped-call]
-    return out
+        way = _Windowed(kernel, scale, tile, shard, window, T // (1 + shard.balanced))
+    return _Attention.apply(q_BHTF, k_BKTF, v_BKTF, sinks_H, way)
 
 
 class _Attention(torch.autograd.Function):
@@ -260,8 +255,8 @@ class _Whole(NamedTuple):
     """Attention to all tokens before, on a ring."""
 
     kernel: Kernel
-    scale: float
     shard: Shard
+    terms: dict[str, Any]  # of the kernel
 
     def reached(self, k: Tensor, v: Tensor) -> list[Tensor]:
         """Return what backward needs of keys and values."""
@@ -269,29 +264,38 @@ class _Whole(NamedTuple):
 
     def attend(self, q: Tensor, keys_values: list[Tensor]) -> tuple[Any, ...]:
         """Return the output, its logsumexp, and more that backward needs."""
-        terms: dict[str, Any] = {"is_causal": True, "bias": None, "scale": self.scale}
-        return self.shard.attend(self.kernel.forward, q, *keys_values, **terms)
+        return self.shard.attend(self.kernel.forward, q, *keys_values, **self.terms)
 
     def attend_backward(
         self, of_queries: dict[str, Tensor], keys_values: list[Tensor], more: list[Tensor]
     ) -> tuple[Tensor, ...]:
         """Return the gradients of queries, keys and values."""
-        terms: dict[str, Any] = {"is_causal": True, "bias": None, "scale": self.scale, "more": more}
+        terms = {**self.terms, "more": more}
         backward = self.kernel.backward
         return self.shard.attend_backward(backward, of_queries, *keys_values, **terms)[:3]
 
 
 class _Windowed(NamedTuple):
-    """Attention to the tokens of a window, in tiles of queries."""
+    """Attention to the tokens of a window, in tiles of queries; and how the tokens before a chunk,
+    which it reaches, travel."""
 
     kernel: Kernel
     scale: float
     tile: int
-    halo: "_Halo"
+    shard: Shard
+    window: int
+    tokens: int  # T of a chunk
 
     def reached(self, k: Tensor, v: Tensor) -> list[Tensor]:
-        """Return the keys and values (2, B, K, keys, F) that each chunk reaches."""
-        return self.halo.collect(torch.stack((k, v)))
+        """Return the keys and values (2, B, K, before and own, F) that each chunk reaches.
+
+        Collective: over the group.
+        """
+        own, numbers = torch.stack((k, v)), self.shard.chunks(self.shard.rank)
+        chunks = zip(numbers, own.split(self.tokens, dim=-2), strict=True)
+        reached = [F.pad(chunk, (0, 0, self._before(number), 0)) for number, chunk in chunks]
+        self._exchange(own, reached)
+        return reached
 
     def attend(self, q: Tensor, keys_values: list[Tensor]) -> tuple[Any, ...]:
         """Return the output, its logsumexp, and more that backward needs."""
@@ -308,7 +312,7 @@ class _Windowed(NamedTuple):
     def attend_backward(
         self, of_queries: dict[str, Tensor], keys_values: list[Tensor], more: list[Tensor]
     ) -> tuple[Tensor, ...]:
-        """Return the gradients of queries, keys and values."""
+        """Return the gradients of queries, keys and values. Collective: over the group."""
         q = of_queries["query"]
         grad_query = torch.empty_like(q)
         # Tiles and ranks add to a key's gradient.
@@ -321,13 +325,15 @@ class _Windowed(NamedTuple):
             grad_query[:, :, queries], *of_keys = self.kernel.backward(**here, **terms)
             for total, part in zip(sums[chunk][..., keys, :], of_keys[:2], strict=True):
                 total += part
-        return grad_query, *self.halo.give_back(sums).to(q.dtype)
+        own = torch.cat([total[..., -self.tokens :, :] for total in sums], dim=-2)
+        self._exchange(own, sums, back=True)
+        return grad_query, *own.to(q.dtype)
 
     def _tiles(
         self, q: Tensor, keys_values: Sequence[Tensor]
     ) -> Iterator[tuple[int, slice, slice, Tensor]]:
         """Yield each tile's chunk, queries, keys among those that it reaches, and bias."""
-        tokens, window, bias = self.halo.tokens, self.halo.window, q.new_empty((0, 0))
+        tokens, window, bias = self.tokens, self.window, q.new_empty((0, 0))
         for chunk, part in enumerate(keys_values):
             before = part.shape[-2] - tokens
             for tile in tiles(tokens, self.tile):
@@ -337,53 +343,6 @@ class _Windowed(NamedTuple):
                     bias = _band(*shape, window, q)
                 first = chunk * tokens
                 yield chunk, slice(first + tile.start, first + tile.stop), slice(start, end), bias
-
-
-def tiles(tokens: int, size: int) -> Iterator[slice]:
-    """Cut a chunk into tiles, of which the last may be shorter."""
-    for start in range(0, tokens, size):
-        yield slice(start, min(start + size, tokens))
-
-
-def _band(queries: int, keys: int, window: int, like: Tensor) -> Tensor:
-    """Return a bias of 0 for the keys that a query sees, -inf for others; the last query is at the
-    last key."""
-    at_keys = torch.arange(keys + -keys % _ALIGNED_KEYS, device=like.device)
-    distance = torch.arange(keys - queries, keys, device=like.device)[:, None] - at_keys
-    bias = torch.zeros_like(distance, dtype=like.dtype)
-    return bias.masked_fill_((distance < 0) | (distance >= window), -torch.inf)[:, :keys]
-
-
-@dataclass(frozen=True)
-class _Halo:
-    """The tokens before each chunk that it reaches, and how they travel."""
-
-    shard: Shard
-    window: int
-    tokens: int
-    """T of a chunk."""
-
-    def collect(self, own: Tensor) -> list[Tensor]:
-        """Return what each chunk reaches, (…, before and own, F), of ranks' tensors (…, T, F).
-
-        Collective: over the group.
-        """
-        numbers = self.shard.chunks(self.shard.rank)
-        chunks = zip(numbers, own.split(self.tokens, dim=-2), strict=True)
-        reached = [F.pad(chunk, (0, 0, self._before(number), 0)) for number, chunk in chunks]
-        self._exchange(own, reached)
-        return reached
-
-    def give_back(self, sums: list[Tensor]) -> Tensor:
-        """Return the gradient of `collect`'s argument, by those of its results.
-
-        Collective: over the group.
-        """
-        own = torch.cat(
-            [one.narrow(-2, one.shape[-2] - self.tokens, self.tokens) for one in sums], dim=-2
-        )
-        self._exchange(own, sums, back=True)
-        return own
 
     def _before(self, number: int) -> int:
         return min(self.window - 1, number * self.tokens)
@@ -419,3 +378,17 @@ class _Halo:
         parts = arrived.split([x.numel() for x in flat_wanted])
         for x, part in zip(flat_wanted, parts, strict=True):
             (x.add_ if back else x.copy_)(part.view(x.shape))
+
+
+def tiles(tokens: int, size: int) -> Iterator[slice]:
+    """Cut a chunk into tiles, of which the last may be shorter."""
+    for start in range(0, tokens, size):
+        yield slice(start, min(start + size, tokens))
+
+
+def _band(queries: int, keys: int, window: int, like: Tensor) -> Tensor:
+    """Return a bias, 0 for keys that a query sees, else -inf; the last query is at the last key."""
+    at_keys = torch.arange(keys + -keys % _ALIGNED_KEYS, device=like.device)
+    distance = torch.arange(keys - queries, keys, device=like.device)[:, None] - at_keys
+    bias = torch.zeros_like(distance, dtype=like.dtype)
+    return bias.masked_fill_((distance < 0) | (distance >= window), -torch.inf)[:, :keys]

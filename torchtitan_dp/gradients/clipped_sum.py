@@ -82,8 +82,7 @@ class ClippedSum:
         return layouts
 
     def part(self, shards: list[Tensor], name: str) -> Tensor:
-        """View one parameter's part of `shards`, `(B, dp_shard, n)`, with the zeros that pad uneven
-        rows."""
+        """View one parameter's part of `shards`, `(B, dp_shard, n)`, padding zeros included."""
         shape = self.parameters[name].shape
         layout = RowLayout(shape, self.groups.dp_shard_size, self.groups.cp_size)
         place = self._places[name]
@@ -221,8 +220,7 @@ class GradientMethod:
     clipped_sum: ClippedSum
 
     def start_step(self, key: bytes) -> None:
-        """Set the key, 32 bytes, of a step's random norms, the same on all ranks: here none is
-        random."""
+        """Set the key, 32 bytes, of a step's random norms, the same on all ranks: here unused."""
 
     def hold(self, loss_B: Tensor) -> None:
         """Backpropagate an earlier window of the units that the next `accumulate_clipped` clips,

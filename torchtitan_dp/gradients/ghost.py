@@ -1,7 +1,7 @@
 """Ghost clipping: norms without per-sample gradients, which then exist one at a time to be added.
 
 The parts of ZeRO-DP+ (LongShield, section 4.1): for each layer the cheaper of ghost norm and
-per-sample gradient (`norms.is_cheaper`); and, as `passes`,
+per-sample gradient (`ExactNorms.is_cheaper`); and, as `passes`,
 
 - "one", book-keeping (Bu et al. 2023, "Differentially Private Optimization on Large Model at Small
   Cost"): layers' inputs and outputs' gradients, and per-sample gradients formed for their norms,
@@ -44,7 +44,7 @@ from torchtitan_dp.gradients.fsdp import sum_over_cp, sum_together_over_cp
 from torchtitan_dp.gradients.labels import label
 from torchtitan_dp.gradients.layers import Formed, LayerGradients, layers_of_each_parameter
 from torchtitan_dp.gradients.norms import ExactNorms, Factors
-from torchtitan_dp.gradients.operands import TRANSIENT_BYTES, Write, add_to
+from torchtitan_dp.gradients.operands import Write, add_to
 from torchtitan_dp.privacy.clipping import Clip, squared_norm
 
 Passes = Literal["one", "two"]
@@ -82,13 +82,11 @@ class GhostGradients(LayerGradients):
         model: nn.Module,
         clipped_sum: ClippedSum,
         *,
-        passes: Passes = "one",
+        passes: Passes,
         norms: ExactNorms | None = None,
-        transient_bytes: int = TRANSIENT_BYTES,
     ) -> None:
-        """Measure by `norms`, exact by default, in `passes` backward passes over each
-        microbatch."""
-        super().__init__(model, clipped_sum, transient_bytes)
+        """Measure by `norms`, exact by default, in `passes` backward passes a microbatch."""
+        super().__init__(model, clipped_sum)
         self._cp_size = clipped_sum.groups.cp_size
         self._passes = passes
         self.norms = norms or ExactNorms(self._cp)
@@ -249,13 +247,12 @@ class GhostGradients(LayerGradients):
 
     def _write(self, name: str, writes: Sequence[Write], samples: slice) -> Tensor:
         """Write gradients of this rank's tokens: (cp, b, dp_shard, rows, …)."""
-        layout, total = self._layouts[name], None
+        layout, total = self._layouts[name], dict[str, Tensor]()
         for write in writes:
             whole = layout.allocate(samples.stop - samples.start, self._device)
             write(layout, whole, samples)
-            total = whole if total is None else total.add_(whole)
-        assert total is not None
-        return total
+            add_to(total, name, whole)
+        return total[name]
 
 
 def _tokens(factors: Factors) -> int:

@@ -25,7 +25,7 @@ from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import sum_together_over_cp
 from torchtitan_dp.gradients.labels import label
 from torchtitan_dp.gradients.layers import Formed, LayerGradients, layers_of_each_parameter
-from torchtitan_dp.gradients.operands import TRANSIENT_BYTES, Write, add_to
+from torchtitan_dp.gradients.operands import Write, add_to, scale_
 from torchtitan_dp.privacy.clipping import Clip
 
 
@@ -33,15 +33,10 @@ class GradSampleGradients(LayerGradients):
     """Per-sample gradients of one microbatch at a time."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        clipped_sum: ClippedSum,
-        *,
-        shard_grad_samples: bool = True,
-        transient_bytes: int = TRANSIENT_BYTES,
+        self, model: nn.Module, clipped_sum: ClippedSum, *, shard_grad_samples: bool
     ) -> None:
         """Use V2 if `shard_grad_samples`, else V1."""
-        super().__init__(model, clipped_sum, transient_bytes)
+        super().__init__(model, clipped_sum)
         self._shard = shard_grad_samples
         # (B, dp_shard, rows, …), summed over cp, of each parameter: of its newest layer, with that
         # one's factor, and before it the sum of its other layers (a tied weight has several).
@@ -77,7 +72,15 @@ class GradSampleGradients(LayerGradients):
         self._start(valid_B)
         loss_B.sum().backward()
         self._require_no_sum()
-        self._sum_over_cp()
+        self._in_flight.clear()  # `_shards` waits for those that run
+        sum_over_cp = sum_together_over_cp if self._shard else _sum_each_over_cp
+        summed = sum_over_cp(self._wholes, self._cp)
+        self._wholes.clear()
+        for name in list(summed):  # no name here keeps one: they are freed as they are added
+            self._add_shard(name, Pending(summed.pop(name)), None)
+        added = {name for name in self._layouts if self._group[name] in self._added}
+        unused = self._layouts.keys() - self._shards.keys() - added
+        assert not unused, f"trainable but had no gradient: {sorted(unused)}"
         if not self._adds_early:
             return self.clipped_sum.add([*map(self._take, self._layouts)], valid_B)
         for group in range(len(self._layers)):
@@ -122,8 +125,7 @@ class GradSampleGradients(LayerGradients):
         same = formed.batch_size == len(self._valid_B)
         assert same, f"{name}: dim 0 of its layer's input is not the sample"
         if formed.whole is not None:
-            if factor_B is not None:
-                formed.whole.mul_(_along(factor_B, formed.whole, dim=1))
+            scale_(formed.whole, factor_B)
             add_to(self._wholes, name, formed.whole)
             return
         assert formed.shard is not None
@@ -137,41 +139,26 @@ class GradSampleGradients(LayerGradients):
             self._add_group(before)
 
     def _add_group(self, group: int) -> None:
-        """Clip and add a group whose layers have all formed gradients; other layers' sums keep
-        running."""
+        """Clip and add a group with all its gradients; other layers' sums keep running."""
         parts = {name: self._take(name) for name in self.clipped_sum.policy.members[group]}
         self._clips.append(self.clipped_sum.add_group(group, parts, self._valid_B))
         self._added.add(group)
 
     def _add_shard(self, name: str, shard: Pending, factor_B: Tensor | None) -> None:
         """Add another layer's gradients, times `factor_B`, without waiting for them."""
-        before = [(Pending(self._sum_of(name)), None)] if name in self._shards else []
+        before = [(Pending(self._take(name)), None)] if name in self._shards else []
         self._shards[name] = [*before, (shard, factor_B)]
 
     def _take(self, name: str) -> Tensor:
-        """Wait for the gradients of a parameter, and return them, (B, dp_shard, values)."""
-        return self._sum_of(name).flatten(2)
-
-    def _sum_of(self, name: str) -> Tensor:
+        """Wait for the gradients of a parameter, and return their sum, (B, dp_shard, values)."""
         total = None
         for pending, factor_B in self._shards.pop(name):
-            shard = pending.wait()
+            shard_BDN = pending.wait().flatten(2)
             if factor_B is not None:
-                shard.mul_(_along(factor_B, shard, dim=0))
-            total = shard if total is None else total.add_(shard)
+                shard_BDN.mul_(factor_B[:, None, None])
+            total = shard_BDN if total is None else total.add_(shard_BDN)
         assert total is not None
         return total
-
-    def _sum_over_cp(self) -> None:
-        """Sum the gradients in `_wholes` over cp: `_shards` then has all that are not added yet."""
-        self._in_flight.clear()  # `_shards` waits for those that run
-        summed = sum_together_over_cp if self._shard else _sum_each_over_cp
-        for name, shard in summed(self._wholes, self._cp).items():
-            self._add_shard(name, Pending(shard), None)
-        self._wholes.clear()
-        added = {name for name in self._layouts if self._group[name] in self._added}
-        unused = self._layouts.keys() - self._shards.keys() - added
-        assert not unused, f"trainable but had no gradient: {sorted(unused)}"
 
 
 def _sum_each_over_cp(wholes: dict[str, Tensor], cp: dist.ProcessGroup | None) -> dict[str, Tensor]:
@@ -181,10 +168,3 @@ def _sum_each_over_cp(wholes: dict[str, Tensor], cp: dist.ProcessGroup | None) -
     for whole in wholes.values():
         dist.all_reduce(whole, group=cp)
     return {name: whole[dist.get_rank(cp)] for name, whole in wholes.items()}
-
-
-def _along(factor_B: Tensor, gradients: Tensor, dim: int) -> Tensor:
-    """View `factor_B` so that it multiplies the samples, which are dimension `dim`."""
-    shape = [1] * gradients.dim()
-    shape[dim] = len(factor_B)
-    return factor_B.view(shape)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torchtitan_dp.base.collectives import Pending
 from torchtitan_dp.base.torch_private import NormOverSamples, sparse_rows, with_parameters
 from torchtitan_dp.gradients.clipped_sum import ClippedSum, GradientMethod
-from torchtitan_dp.gradients.operands import Existing, Products, Rows, Write
+from torchtitan_dp.gradients.operands import TRANSIENT_BYTES, Existing, Products, Rows, Write
 
 
 class Formed(NamedTuple):
@@ -36,15 +36,11 @@ class LayerGradients(GradientMethod):
     """The receiver of all layers' per-sample gradients, from within backward, in a bundle for each
     parameter: what the methods of several samples share."""
 
-    def __init__(self, model: nn.Module, clipped_sum: ClippedSum, transient_bytes: int) -> None:
-        """
-        Args:
-            model: converted by `per_sample_layers`, then sharded by FSDP2.
-            transient_bytes: bound on one layer's unreduced gradients, of at least one sample.
-        """
+    def __init__(self, model: nn.Module, clipped_sum: ClippedSum) -> None:
+        """Take a model that `per_sample_layers` has converted and FSDP2 has sharded since."""
         self.clipped_sum = clipped_sum
         self._cp = clipped_sum.groups.cp
-        self._transient_bytes = transient_bytes
+        self._transient_bytes = TRANSIENT_BYTES
         missing = set(clipped_sum.parameters) - connect(model, self)
         assert not missing, f"trainable, but in no per-sample layer: {sorted(missing)}"
         self._device = next(iter(clipped_sum.parameters.values())).device
@@ -98,6 +94,10 @@ class PerSampleLayer(nn.Module):
         parameters = [getattr(self, attribute) for attribute in self.parameter_names]
         return cast(Tensor, (rule or _OneAtATime.apply)(self, *inputs, *parameters))
 
+    def form(self, attribute: str, batch_size: int, write: Write) -> None:
+        """Hand the gradients of a parameter to the sink."""
+        self.sink.form_grad_samples(self.parameter_names[attribute], batch_size, write)
+
     def plain_forward(self, *inputs: Tensor, **terms: Any) -> Tensor:
         return cast(Tensor, self.rule_type.forward(self, *inputs, **terms))
 
@@ -133,8 +133,8 @@ def per_sample_layers(model: nn.Module) -> None:
                 f"{path}: an Embedding with scale_grad_by_freq or max_norm mixes samples; unset "
                 "them to train it with privacy"
             )
-        layer.__class__ = type(f"PerSample{kind.__name__}", (PerSampleLayer, kind), {})
-        converted = cast(PerSampleLayer, layer)
+        converted: Any = layer
+        converted.__class__ = type(f"PerSample{kind.__name__}", (PerSampleLayer, kind), {})
         converted.rule_type = kind
         converted.parameter_names = {attribute: names[id(p)] for attribute, p in own.items()}
 
@@ -178,17 +178,14 @@ class _Linear(torch.autograd.Function):
         grad_x = grad_y @ weight if x_needed else None
         x_BTD, grad_y_BTP = _with_one_token_dim(x), _with_one_token_dim(grad_y)
         if weight_needed:
-            name = ctx.layer.parameter_names["weight"]
-            ctx.layer.sink.form_grad_samples(name, len(x), Products(grad_y_BTP, x_BTD))
+            ctx.layer.form("weight", len(x), Products(grad_y_BTP, x_BTD))
         if bias_needed and bias_needed[0]:
-            name = ctx.layer.parameter_names["bias"]
-            ctx.layer.sink.form_grad_samples(name, len(x), Existing(grad_y_BTP.sum(1)))
+            ctx.layer.form("bias", len(x), Existing(grad_y_BTP.sum(1)))
         return None, grad_x, None, *(None for _ in bias_needed)
 
 
 class _OwnForward(torch.autograd.Function):
-    """The layer's own forward, which saves its input; in backward FSDP2 has gathered the layer's
-    parameters again."""
+    """The layer's own forward; its input is saved. For backward FSDP2 gathers parameters again."""
 
     @staticmethod
     def forward(ctx: Any, layer: PerSampleLayer, x: Tensor, *parameters: Tensor) -> Tensor:  # type: ignore[override]
@@ -203,12 +200,9 @@ class _Embedding(_OwnForward):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[None, ...]:  # type: ignore[override]
         (tokens,) = ctx.saved_tensors
-        layer = ctx.layer
-        assert isinstance(ctx.layer, nn.Embedding)
         tokens_BT = tokens.reshape(len(tokens), -1)
         grad_y_BTD = grad_y.reshape(*tokens_BT.shape, grad_y.shape[-1])
-        name = layer.parameter_names["weight"]
-        layer.sink.form_grad_samples(name, len(tokens), _rows(layer, tokens_BT, grad_y_BTD))
+        ctx.layer.form("weight", len(tokens), _rows(ctx.layer, tokens_BT, grad_y_BTD))
         return None, None, None
 
 
@@ -233,7 +227,13 @@ class _OneAtATime(torch.autograd.Function):
         layer: PerSampleLayer = ctx.layer
         (x,) = ctx.saved_tensors
         _, x_needed, *parameters_needed = ctx.needs_input_grad
-        plain = _plain_copy(layer)
+        plain = with_parameters(  # which are leaves of another graph
+            layer,
+            layer.rule_type,
+            lambda _, p: None if p is None else nn.Parameter(p.detach(), p.requires_grad),
+        )
+        if isinstance(plain, nn.Embedding):  # its gradient is rows, in the order of the tokens
+            plain.sparse, plain.padding_idx = True, None
         own = plain.named_parameters(recurse=False, remove_duplicate=False)
         trained = {name: p for name, p in own if p.requires_grad}
         of_samples = []
@@ -246,31 +246,17 @@ class _OneAtATime(torch.autograd.Function):
         by_input = list(zip(*of_samples, strict=True))
         grad_x = torch.cat(by_input.pop(0)) if x_needed else None
         for attribute, found in zip(trained, by_input, strict=True):
-            name = layer.parameter_names[attribute]
             if found[0].is_sparse:
                 tokens, rows = zip(*map(sparse_rows, found), strict=True)
                 write: Write = _rows(layer, torch.stack(tokens), torch.stack(rows))
             else:
                 write = Existing(torch.stack([one.float() for one in found]))
-            layer.sink.form_grad_samples(name, len(x), write)
+            layer.form(attribute, len(x), write)
         return None, grad_x, *(None for _ in parameters_needed)
 
 
 class _RMSNorm(_OwnForward, _OneAtATime):
     """y = x / rms(x) * w, whose fused kernel would sum the weight's gradient over all samples."""
-
-
-def _plain_copy(layer: PerSampleLayer) -> nn.Module:
-    """Return the layer as of its own class, with parameters that are leaves of another graph; an
-    embedding's gradient is rows of it, all of them, in the order of the tokens."""
-    plain = with_parameters(
-        layer,
-        layer.rule_type,
-        lambda _, p: None if p is None else nn.Parameter(p.detach(), p.requires_grad),
-    )
-    if isinstance(plain, nn.Embedding):
-        plain.sparse, plain.padding_idx = True, None
-    return plain
 
 
 _RULES: dict[type[nn.Module], Callable[..., Any]] = {

@@ -36,12 +36,6 @@ class Method:
     """(T, P, D): the tokens, rows and columns of the smallest layer on which the method differs."""
 
 
-def _smallest_estimated(privacy: Privacy) -> tuple[int, int, int]:
-    """Return a square layer that is large enough: 3 k n < min(2 n^2, n^2)."""
-    size = 4 * privacy.projections
-    return size, size, size
-
-
 def _ghost_passes(privacy: Privacy) -> int:
     return 2 if privacy.ghost_passes == "two" else 1
 
@@ -67,7 +61,8 @@ METHODS: dict[str, Method] = {
         per_sample_layers=True,
         backward_passes=_ghost_passes,
         estimates_norms=True,
-        smallest_layer=_smallest_estimated,
+        # Square, and large enough: 3 k n < min(2 n^2, n^2).
+        smallest_layer=lambda privacy: (4 * privacy.projections,) * 3,
     ),
 }
 

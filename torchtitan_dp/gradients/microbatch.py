@@ -12,6 +12,7 @@ Guarantee:
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -40,7 +41,7 @@ class MicrobatchGradients(GradientMethod):
 
         Collectives: reduce-scatter over cp, each FSDP2 group, within backward.
         """
-        self._held = self._with_held(self._backward(loss_B))
+        self._held = self._backward(loss_B)
 
     def accumulate_clipped(
         self, loss_B: Tensor, valid_B: Tensor, positions: Sequence[int] | None = None
@@ -50,37 +51,29 @@ class MicrobatchGradients(GradientMethod):
         Collectives: reduce-scatter over cp, each FSDP2 group, within backward; then an all-reduce
         of one number over cp.
         """
-        return self.clipped_sum.add(self._with_held(self._backward(loss_B)), valid_B)
-
-    def _with_held(self, shards: list[Tensor]) -> list[Tensor]:
-        """Add the held gradients, and release them."""
-        held, self._held = self._held, []
-        for earlier, shard_1DN in zip(held, shards, strict=bool(held)):  # none with one window
-            shard_1DN.add_(earlier)
-        return shards
+        return self.clipped_sum.add(self._backward(loss_B), valid_B)
 
     def _backward(self, loss_B: Tensor) -> list[Tensor]:
-        """Backpropagate and return reduced gradients: fp32 `(1, dp_shard, chunk)` per bundle."""
+        """Backpropagate and return reduced gradients, fp32 `(1, dp_shard, chunk)` per bundle, with
+        the held ones added, which are then released."""
         assert loss_B.shape == (1,), "samples would be merged before they are clipped"
         loss_B.sum().backward()
         taken = [reduction.take() for reduction in self._reductions]
         shards = [shard_DN[None] for _, shard_DN in taken]
+        gradients: dict[str, Any] = {}
+        for name, parameter in self.clipped_sum.parameters.items():
+            assert parameter.grad is not None, f"{name} is trainable but had no gradient"
+            gradients[name], parameter.grad = parameter.grad, None
         if not self.clipped_sum.is_laid_out:  # known once FSDP2 has reduced for the first time
-            places = self._find_places([output for output, _ in taken])
+            storages = [output.untyped_storage().data_ptr() for output, _ in taken]
+            places = {}
+            for name, gradient in gradients.items():  # a view of FSDP2's output
+                local = gradient.to_local()
+                bundle = storages.index(local.untyped_storage().data_ptr())
+                places[name] = Place(bundle, int(local.storage_offset()), local.numel())
             sizes = [shard_1DN.shape[-1] for shard_1DN in shards]
             self.clipped_sum.lay_out(sizes, places, shards[0].device)
-        for name, parameter in self.clipped_sum.parameters.items():
-            assert parameter.grad is not None, f"{name} is trainable but had no gradient"
-            parameter.grad = None
+        held, self._held = self._held, []
+        for earlier, shard_1DN in zip(held, shards, strict=bool(held)):  # none with one window
+            shard_1DN.add_(earlier)
         return shards
-
-    def _find_places(self, outputs: list[Tensor]) -> dict[str, Place]:
-        """Find each parameter's place: its `.grad` is a view of FSDP2's output."""
-        bundles = {output.untyped_storage().data_ptr(): i for i, output in enumerate(outputs)}
-        places = {}
-        for name, parameter in self.clipped_sum.parameters.items():
-            assert parameter.grad is not None, f"{name} is trainable but had no gradient"
-            local = parameter.grad.to_local()  # type: ignore[attr-defined]
-            bundle = bundles[local.untyped_storage().data_ptr()]
-            places[name] = Place(bundle, int(local.storage_offset()), local.numel())
-        return places

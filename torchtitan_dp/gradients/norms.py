@@ -61,21 +61,6 @@ Factors = Products | Rows
 NormEstimator = Literal["hutchinson", "hutch++"]
 
 
-def is_cheaper(tokens: int, shape: torch.Size) -> bool:
-    """Return whether a ghost norm is cheaper than a matrix's gradient, by the published rule.
-
-    Args:
-        tokens: T of the whole sample, summed over the parameter's layers.
-        shape: (P, D).
-
-    The mixed ghost norm (Bu et al. 2022, section 4; used by DP-ZeRO, appendix A.1): 2 T^2 < P D.
-
-    >>> is_cheaper(8_192, torch.Size((128_256, 4_096))), is_cheaper(2_048, torch.Size((1_024, 512)))
-    (True, False)
-    """
-    return 2 * tokens * tokens < shape.numel()
-
-
 def squared_norms(
     factors: Sequence[Factors], cp: dist.ProcessGroup | None, *, block_elements: int = 2**24
 ) -> Tensor:
@@ -199,8 +184,12 @@ class ExactNorms:
         """Set the units of the coming microbatch, by positions if they are known."""
 
     def is_cheaper(self, tokens: int, shape: torch.Size) -> bool:
-        """Return whether to find a norm from factors, for `tokens` tokens of a whole sample."""
-        return is_cheaper(tokens, shape)
+        """Return whether to find the norm of a gradient (P, D) from its factors, for T `tokens` of
+        the whole sample, summed over the parameter's layers.
+
+        The mixed ghost norm (Bu et al. 2022, section 4; DP-ZeRO, appendix A.1): 2 T^2 < P D.
+        """
+        return 2 * tokens * tokens < shape.numel()
 
     def squared_norms(self, name: str, shape: torch.Size, factors: Sequence[Factors]) -> Tensor:
         """Find squared norms of one parameter (P, D): fp64 (B,), this rank's part of the sum."""

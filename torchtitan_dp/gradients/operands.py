@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchtitan_dp.gradients.fsdp import RowLayout
 
-# A layer whose microbatch of per-sample gradients is larger is formed one sample at a time.
+# Bounds one layer's unreduced gradients; a larger one's are formed a sample at a time.
 TRANSIENT_BYTES = 2**28
 
 # Writes the per-sample gradients of a slice of the microbatch into `(cp, b, dp_shard, rows, …)`.
@@ -62,7 +62,7 @@ class Products:
                 for dp_shard_rank, left_CRT in enumerate(in_chunks):
                     right_CTD = right_TD.expand(layout.cp, -1, -1)
                     write_product_(whole[:, sample, dp_shard_rank], left_CRT, right_CTD)
-        _scale_(whole, self.factor_B, samples)
+        scale_(whole, self.factor_B, samples)
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,11 @@ class Rows:
         rows_ND = whole.zero_().view(-1, whole.shape[-1])
         source_ND = self.right[samples].reshape(-1, whole.shape[-1])
         rows_ND.index_add_(0, position_BT.flatten(), source_ND.to(whole.dtype))
-        _scale_(whole, self.factor_B, samples)
+        scale_(whole, self.factor_B, samples)
 
 
-def _scale_(whole: Tensor, factor_B: Tensor | None, samples: slice) -> None:
+def scale_(whole: Tensor, factor_B: Tensor | None, samples: slice = slice(None)) -> None:
+    """Multiply `samples`' gradients, `(cp, b, …)`, by their factors, if there are any, in place."""
     if factor_B is not None:
         whole.mul_(factor_B[samples].view(-1, *(1 for _ in whole.shape[2:])))
 
@@ -127,10 +128,6 @@ def add_product_(out: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 @write_product_.register_fake
-def _(out: Tensor, left: Tensor, right: Tensor) -> None:
-    return None
-
-
 @add_product_.register_fake
 def _(out: Tensor, left: Tensor, right: Tensor) -> None:
     return None

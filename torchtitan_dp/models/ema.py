@@ -90,6 +90,5 @@ class WeightAverage:
 
 def ema_of(config: JobConfig, model: nn.Module) -> WeightAverage | None:
     """Build the average of all trained parameters; None without `[ema]`."""
-    if not config.ema.enable:
-        return None
-    return WeightAverage(trainable_parameters(model), config.ema.decay)
+    trained, decay = trainable_parameters(model), config.ema.decay
+    return WeightAverage(trained, decay) if config.ema.enable else None

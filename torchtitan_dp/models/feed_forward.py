@@ -72,13 +72,6 @@ class Linear:
         return into_ND
 
 
-def rounded(sums: Sums, parameters: Sequence[Tensor]) -> Sums:
-    """Round the sums to their parameters' dtypes, one after another, and drop the fp32 ones."""
-    for place, (one, parameter) in enumerate(zip(sums, parameters, strict=True)):
-        sums[place] = None if one is None else one.to(parameter.dtype)
-    return sums
-
-
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Compute silu(gate) * up."""
     return F.silu(gate) * up
@@ -132,7 +125,7 @@ class TiledMLP(nn.Module):
         """Return down(act(gate x) * up x); of tokens without a sample, as its own class does. The
         layers may have LoRA's factors; B is 1 where a parameter is trained."""
         if x_BTD.dim() != 3:
-            return cast(Tensor, super().forward(x_BTD))
+            return super().forward(x_BTD)
         parameters: list[Tensor] = []
         scalings = []
         for layer in (getattr(self, name) for name in self.in_order):
@@ -144,12 +137,11 @@ class TiledMLP(nn.Module):
         assert len(x_BTD) == 1 or not trains, "samples would be merged before they are clipped"
         body = _Body(self.tiling, tuple(scalings))
         kept_BTD = _Inputs.apply(x_BTD, body, *parameters)
-        return cast(Tensor, _Output.apply(kept_BTD, body, [p.detach() for p in parameters]))
+        return _Output.apply(kept_BTD, body, [p.detach() for p in parameters])
 
 
 def use_tiles(module: nn.Module, tiling: Tiling) -> None:
-    """Have a gated feed-forward compute in tiles, in place; as by `fully_shard`, names, parameters
-    and `isinstance` stay."""
+    """Have a gated feed-forward compute in tiles, in place; names and `isinstance` stay."""
     own = type(module)
     module.__class__ = type(own.__name__, (TiledMLP, own), {})
     cast(TiledMLP, module).tiling = tiling.of(cast(Any, module).act_fn)
@@ -216,7 +208,10 @@ class _Inputs(torch.autograd.Function):
         ]
         flat = x_BTD.flatten(0, 1), parameters, grad_BTD.reshape(-1, x_BTD.shape[-1])
         grad_x_BTD = ctx.body.backward(*flat, sums).view(x_BTD.shape)
-        return grad_x_BTD, None, *rounded(sums, parameters)
+        for place, parameter in enumerate(parameters):  # each fp32 sum goes as it is rounded
+            if (total := sums[place]) is not None:
+                sums[place] = total.to(parameter.dtype)
+        return grad_x_BTD, None, *sums
 
 
 class _Output(torch.autograd.Function):

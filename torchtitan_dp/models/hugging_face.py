@@ -30,9 +30,13 @@ from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.models.causal_lm.model import CausalLM, HuggingFaceAdapter
 from torchtitan_dp.models.causal_lm.settings import ModelArgs, Rope, configuration, read_args
 from torchtitan_dp.models.lora import lora_of
-from torchtitan_dp.models.weight_files import tensors
+from torchtitan_dp.models.weight_files import REMEDY, tensors
 
 _TRAINED_DTYPES = ("F32", "BF16", "F16")
+_OF_ROPE = (
+    *("rope_theta", "rope_scaling", "rope_parameters"),
+    *("max_position_embeddings", "original_max_position_embeddings"),
+)
 _ROOTED = re.compile(r"/|~|\\\\|[A-Za-z]:[\\/]|file:", re.IGNORECASE)
 # Of transformers and PEFT: a path that was relative to another working directory looks like a name.
 _PATH_KEYS = frozenset(
@@ -109,15 +113,27 @@ def trained_count(args: ModelArgs) -> int:
 
 def without_lora(args: ModelArgs) -> ModelArgs:
     """Return the arguments of the model without adapters, which are also those of a merged one."""
-    args = copy.deepcopy(args)
-    args.lora = None
-    return args
+    return dataclasses.replace(copy.deepcopy(args), lora=None)
 
 
 def shape(config: JobConfig) -> ModelArgs:
     """Return the arguments of the model that `config` trains, a copy of its own. `max_seq_len` is
     the window: that of the given model, or of `[rope]`. ValueError: one line for the user."""
-    args = _given_shape(config)
+    source, model = config_file(config), config.model
+    if source is None and model.name == TRANSFORMERS:
+        raise ValueError(
+            f"model.hf_assets_path = '{model.hf_assets_path}': model.name = "
+            f"'{TRANSFORMERS}' takes the model of a {CONFIG_FILE}, which is not there; name a "
+            "Hugging Face folder"
+        )
+    if model.name not in (LLAMAS, TRANSFORMERS) or (source is None and model.flavor not in FLAVORS):
+        raise ValueError(
+            f"model = {model.name} {model.flavor}: use name '{LLAMAS}' and one of the flavors "
+            f"{', '.join(FLAVORS)}; or leave model.name out, for the model of any config.json"
+        )
+    args = flavor(model.flavor) if source is None else read_args(read_settings(*source), *source)
+    if source is not None and config.checkpoint.initial_load_in_hf:
+        _refuse_another_model(weights_folder(config), source, args)
     args.lora, args.seq_len = lora_of(config), config.training.seq_len
     if rope_in_words(config) != AS_GIVEN:
         args.set_rope(*rope_of(config, args.rope_parameters(), args.max_seq_len))
@@ -137,29 +153,6 @@ def rope_of(config: JobConfig, given: Rope, window: int) -> tuple[Rope, int]:
     rope = {**kept, "rope_type": kind, "rope_theta": theta, **terms}
     original = rope.get("original_max_position_embeddings", window)
     return rope, round(rope.get("factor", 1.0) * original)
-
-
-def _given_shape(config: JobConfig) -> ModelArgs:
-    """Return the arguments without adapters."""
-    source, model = config_file(config), config.model
-    if source is None and model.name == TRANSFORMERS:
-        raise ValueError(
-            f"model.hf_assets_path = '{model.hf_assets_path}': model.name = "
-            f"'{TRANSFORMERS}' takes the model of a {CONFIG_FILE}, which is not there; name a "
-            "Hugging Face folder"
-        )
-    if model.name not in (LLAMAS, TRANSFORMERS) or (source is None and model.flavor not in FLAVORS):
-        raise ValueError(
-            f"model = {model.name} {model.flavor}: use name '{LLAMAS}' and one of the flavors "
-            f"{', '.join(FLAVORS)}; or leave model.name out, for the model of any config.json"
-        )
-    if source is None:
-        return flavor(model.flavor)
-    path, key = source
-    args = read_args(read_settings(path, key), path, key)
-    if config.checkpoint.initial_load_in_hf:
-        _refuse_another_model(weights_folder(config), source, args)
-    return args
 
 
 def _refuse_another_model(
@@ -221,31 +214,22 @@ def export_settings(config: JobConfig, args: ModelArgs) -> dict[str, Any]:
     """Return the `config.json` of the trained model, without local paths: the given one, or one of
     its shape; `torch_dtype` is `checkpoint.export_dtype`, unless that is "float32" and the given
     `config.json` has "bfloat16"."""
-    source, changed = config_file(config), rope_in_words(config) != AS_GIVEN
+    source = config_file(config)
     settings = {} if source is None else read_settings(*source)
-    if source is None or changed:
-        tokenizer = load_tokenizer(config.model.hf_assets_path)
-        new = args.new_settings(tokenizer)
-        settings = new if source is None else _with_rope_of(settings, new)
+    if source is None or rope_in_words(config) != AS_GIVEN:
+        new = args.new_settings(load_tokenizer(config.model.hf_assets_path))
+        replaced = new.keys() if source is None else _OF_ROPE
+        settings = {key: value for key, value in settings.items() if key not in replaced}
+        settings |= {key: new[key] for key in replaced if key in new}
     named = [key for key in ("dtype", "torch_dtype") if key in settings] or ["torch_dtype"]
     dtype = config.checkpoint.export_dtype
     if dtype == "float32" and settings.get(named[0]) == "bfloat16":
         dtype = "bfloat16"
-    exported: dict[str, Any] = without_local_paths(settings | dict.fromkeys(named, dtype))
-    return exported
-
-
-def _with_rope_of(settings: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Return the given `config.json` with the rotary embeddings of the `new` one."""
-    windows = ("max_position_embeddings", "original_max_position_embeddings")
-    keys = ("rope_theta", "rope_scaling", "rope_parameters", *windows)
-    kept = {key: value for key, value in settings.items() if key not in keys}
-    return {**kept, **{key: new[key] for key in keys if key in new}}
+    return without_local_paths(settings | dict.fromkeys(named, dtype))
 
 
 def check_weights(problem: str, folder: str, args: ModelArgs) -> None:
-    """Raise ValueError, `problem` and what is wrong, for a folder of safetensors that are broken,
-    or not all those of the model."""
+    """Raise ValueError, `problem` and why, if safetensors are broken or not all the model's."""
     try:
         found = tensors(folder)
     except ValueError as mistake:
@@ -253,7 +237,7 @@ def check_weights(problem: str, folder: str, args: ModelArgs) -> None:
     expected = HuggingFaceAdapter(args, None).to_hf(skeleton(args).state_dict())
     for name, tensor in expected.items():
         if name not in found:
-            remedy = "download all files of one model"
+            remedy = REMEDY
             if args.share_of_experts < 1:
                 remedy += (
                     ", with all experts in one tensor, not a key for each: transformers' "
@@ -273,12 +257,12 @@ def check_weights(problem: str, folder: str, args: ModelArgs) -> None:
             )
 
 
-def is_local_path(text: str) -> bool:
-    """Return whether a text is an absolute path, or a relative one with a separator that exists."""
-    if _ROOTED.match(text):
-        return True
-    separated = "/" in text or os.sep in text
-    return separated and "\0" not in text and os.path.exists(text)
+def is_local_path(value: Any) -> bool:
+    """Return whether a value is an absolute path, or one with a separator that exists."""
+    if not isinstance(value, str):
+        return False
+    separated = ("/" in value or os.sep in value) and "\0" not in value
+    return bool(_ROOTED.match(value)) or (separated and os.path.exists(value))
 
 
 def without_local_paths(value: Any) -> Any:
@@ -293,12 +277,8 @@ def without_local_paths(value: Any) -> Any:
         return {
             key: without_local_paths(held)
             for key, held in value.items()
-            if key not in _PATH_KEYS and not _is_path(held)
+            if key not in _PATH_KEYS and not is_local_path(held)
         }
     if isinstance(value, list):
-        return [without_local_paths(held) for held in value if not _is_path(held)]
+        return [without_local_paths(held) for held in value if not is_local_path(held)]
     return value
-
-
-def _is_path(value: Any) -> bool:
-    return isinstance(value, str) and is_local_path(value)

@@ -45,8 +45,6 @@ TOKENIZER_FILES = (
 )
 SHARD_BYTES = 2 * 2**30
 _PEFT_NAMES = dict(zip(FACTORS, ("lora_A", "lora_B"), strict=True))
-
-
 _BESIDE_EXPORT = f".{EXPORT_FOLDER}.partial", f".{EXPORT_FOLDER}.old"
 """Names that no owner gives to a copy: both are deleted."""
 
@@ -139,8 +137,14 @@ def tokenizer_files(config: JobConfig) -> dict[str, bytes]:
 
 @torch.no_grad()
 def _write_adapters(model: CausalLM, lora: LoRA, base: str | None, folder: str | None) -> None:
-    """Write LoRA's factors and their `adapter_config.json` into `folder`."""
-    tensors = _peft_tensors(get_model_state_dict(model))
+    """Write LoRA's factors, fp32, and their `adapter_config.json` into `folder`. Collective over
+    the FSDP mesh: each factor is gathered."""
+    state_dict: dict[str, Any] = get_model_state_dict(model)
+    tensors: dict[str, Tensor] = {}
+    for name in filter(is_adapter, state_dict):  # under PEFT's names
+        layer, _, factor = name.removesuffix(".weight").rpartition(".")
+        theirs = f"base_model.model.{layer.removeprefix(PREFIX)}.{_PEFT_NAMES[factor]}.weight"
+        tensors[theirs] = _whole(state_dict[name]).to("cpu", torch.float32).contiguous()
     if folder is None:
         return
     _save(tensors, os.path.join(folder, ADAPTER_FILE))
@@ -213,17 +217,6 @@ def _write_json(path: str, content: dict[str, Any]) -> None:
 
 def _json(content: Any) -> bytes:
     return json.dumps(content, indent=2).encode() + b"\n"
-
-
-def _peft_tensors(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return all factors, whole fp32 on the CPU, under PEFT's names. Collective over the FSDP mesh:
-    each factor is gathered."""
-    found = {}
-    for name in filter(is_adapter, state_dict):
-        layer, _, factor = name.removesuffix(".weight").rpartition(".")
-        theirs = f"base_model.model.{layer.removeprefix(PREFIX)}.{_PEFT_NAMES[factor]}.weight"
-        found[theirs] = _whole(state_dict[name]).to("cpu", torch.float32).contiguous()
-    return found
 
 
 def _whole(value: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ Guarantee:
 """
 
 import math
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -20,7 +19,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from torchtitan_dp.config import ALL_LINEAR, JobConfig
-from torchtitan_dp.models.parameters import canonical_name, copy_slice_
+from torchtitan_dp.models.parameters import copy_slice_, normal_of_name
 
 FACTORS = ("lora_a", "lora_b")
 """The modules of the factors A and B, beside the weight of the layer that they adapt."""
@@ -110,8 +109,7 @@ def add_adapters(model: nn.Module, blocks: nn.Module, lora: LoRA) -> None:
 
 
 def draw_factor_(whole: Tensor, name: str, generator: torch.Generator) -> None:
-    """Fill a whole factor as Hu et al. begin: B with 0, A uniformly in ± 1 / sqrt(in), as PEFT
-    does."""
+    """Fill a whole factor as Hu et al. and PEFT: B with 0, A uniformly in ± 1 / sqrt(in)."""
     assert is_adapter(name)
     if f".{FACTORS[1]}." in name:
         whole.zero_()
@@ -140,6 +138,4 @@ def fill_adapters(model: nn.Module, std: float = 0.02) -> None:
     is 0, the gradient of A is 0 too."""
     for name, parameter in model.named_parameters():
         if is_adapter(name) and f".{FACTORS[1]}." in name:
-            seed = zlib.crc32(canonical_name(name).encode())
-            generator = torch.Generator().manual_seed(seed)
-            copy_slice_(parameter, std * torch.randn(parameter.shape, generator=generator))
+            copy_slice_(parameter, std * normal_of_name(name, parameter.shape))

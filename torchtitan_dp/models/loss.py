@@ -97,8 +97,7 @@ class SampleLosses:
         labels_BT = labels_BT.to(self.device)
         targets_B = (labels_BT != IGNORE_INDEX).sum(dim=1)
         tokens_BT, labels_BT, positions = self._local(tokens_BT, labels_BT)
-        loss_B: Tensor = self.model(tokens_BT, labels=labels_BT, targets=targets_B, **positions)
-        return loss_B
+        return self.model(tokens_BT, labels=labels_BT, targets=targets_B, **positions)
 
     def of_tokens(self, tokens_BT: Tensor, labels_BT: Tensor) -> TokenLosses:
         """Return the losses of this rank's tokens, without gradients. Inputs as above."""
@@ -336,14 +335,8 @@ class _SeveralSamples(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
-        layer: PerSampleLayer,
-        h_BTD: Tensor,
-        labels_BT: Tensor,
-        targets_B: Tensor,
-        weight_VD: Tensor,
+        ctx: Any, layer: Any, h_BTD: Tensor, labels_BT: Tensor, targets_B: Tensor, weight_VD: Tensor
     ) -> Tensor:
-        assert isinstance(layer, LossHead)
         scale_B = _scales(targets_B)
         grad_h_BTD = torch.empty_like(h_BTD) if ctx.needs_input_grad[1] else None
         loss_B = torch.empty_like(scale_B)
@@ -375,14 +368,8 @@ class _OutputsKept(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
-        layer: PerSampleLayer,
-        h_BTD: Tensor,
-        labels_BT: Tensor,
-        targets_B: Tensor,
-        weight_VD: Tensor,
+        ctx: Any, layer: Any, h_BTD: Tensor, labels_BT: Tensor, targets_B: Tensor, weight_VD: Tensor
     ) -> Tensor:
-        assert isinstance(layer, LossHead)
         scale_B = _scales(targets_B)
         loss_B, grad_BTV = _losses_and_outputs(layer, h_BTD, labels_BT, weight_VD, scale_B)
         ctx.layer, ctx.grad_BTV = layer, grad_BTV
@@ -398,8 +385,7 @@ class _OutputsKept(torch.autograd.Function):
         grad_h_BTD = None
         if ctx.needs_input_grad[1]:
             grad_h_BTD = (grad_BTV @ weight_VD).mul_(grad_loss_B[:, None, None])
-        products = Products(grad_BTV, h_BTD, grad_loss_B)
-        layer.sink.form_grad_samples(layer.parameter_names["weight"], len(h_BTD), products)
+        layer.form("weight", len(h_BTD), Products(grad_BTV, h_BTD, grad_loss_B))
         return None, grad_h_BTD, None, None, None
 
 

@@ -29,7 +29,7 @@ from torchtitan_dp.distributed.attention import (
     use_efficient_attention,
 )
 from torchtitan_dp.distributed.host_memory import InputsOnHost
-from torchtitan_dp.distributed.ring import HEADS_APART_FROM, Shard
+from torchtitan_dp.distributed.ring import HEADS_APART_FROM
 from torchtitan_dp.gradients.fsdp import fsdp_modules
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.gradients.optimizer import MomentumSGD
@@ -49,19 +49,23 @@ def parallelize(model: CausalLM, parallel_dims: ParallelDims, job_config: JobCon
     every mesh. With privacy, gradients are reduced within the `fsdp` mesh only, by the later
     `set_custom_reduce_scatter`, or layers form per-sample gradients instead.
     """
-    if job_config.training.mixed_precision_param == "float16":
+    training, privacy = job_config.training, job_config.privacy
+    if training.mixed_precision_param == "float16":
         # Where cuBLAS splits a product over many tokens, it would add the parts in fp16, which
         # overflows.
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    if parallel_dims.cp_enabled:
-        configure_ring(shard_of(parallel_dims, job_config))
-    elif device_type != "cpu":
-        use_efficient_attention(model)
-    dtype = TORCH_DTYPE_MAP[job_config.training.mixed_precision_param]
+    dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
     store_frozen(model, dtype, model.kept_in_fp32())
-    _apply_parts(model, parallel_dims, job_config)
+    if training.loss_chunk_tokens:
+        model.use_loss_head(training.loss_chunk_tokens)
+    if device_type == "cpu":
+        formulas.use_lean_norms(model)
+    if privacy.enable and METHODS[privacy.gradient_method].per_sample_layers:
+        model.use_per_sample_layers()
+    _apply_ring(model, parallel_dims, job_config)
+    _apply_compile_and_ac(model, job_config)
     mesh = fsdp_mesh(parallel_dims)
-    if parallel_dims.dp_replicate_enabled and not job_config.privacy.enable:
+    if parallel_dims.dp_replicate_enabled and not privacy.enable:
         degrees = parallel_dims.dp_replicate, mesh.size()
         mesh = init_device_mesh(device_type, degrees, mesh_dim_names=("dp_replicate", "fsdp"))
     _apply_fsdp(model, mesh, dtype, job_config)
@@ -70,25 +74,27 @@ def parallelize(model: CausalLM, parallel_dims: ParallelDims, job_config: JobCon
     return model
 
 
-def _apply_parts(model: CausalLM, parallel_dims: ParallelDims, job_config: JobConfig) -> None:
-    """Apply what comes before FSDP2."""
-    parallelism, privacy = job_config.parallelism, job_config.privacy
-    if job_config.training.loss_chunk_tokens:
-        model.use_loss_head(job_config.training.loss_chunk_tokens)
-    if device_type == "cpu":
-        formulas.use_lean_norms(model)
-    if privacy.enable and METHODS[privacy.gradient_method].per_sample_layers:
-        model.use_per_sample_layers()
-    ring = _ring_mesh(parallel_dims, job_config)
-    if ring is not None:
-        cudnn = takes_cudnn(job_config, model.model_args)
-        apply_ring_attention([model.full_attention], ring, cudnn=cudnn)
+def _apply_ring(model: CausalLM, parallel_dims: ParallelDims, job_config: JobConfig) -> None:
+    """Attend on a ring over cp; on one rank, for a long sequence, on a ring of it alone, which
+    takes heads apart."""
+    training = job_config.training
     if parallel_dims.cp_enabled:
-        model.shard = shard_of(parallel_dims, job_config)
+        model.shard, ring = shard_of(parallel_dims, job_config), parallel_dims.get_mesh("cp")
+    else:
+        if device_type != "cpu":
+            use_efficient_attention(model)
+        if training.seq_len < HEADS_APART_FROM or training.mixed_precision_param == "float32":
+            return
+        ring = mesh_of_this_rank(device_type, "cp")
+    configure_ring(model.shard)
+    cudnn = takes_cudnn(job_config, model.model_args)
+    apply_ring_attention([model.full_attention], ring, cudnn=cudnn)
+
+
+def _apply_compile_and_ac(model: CausalLM, job_config: JobConfig) -> None:
     compile_model = job_config.compile.enable and "model" in job_config.compile.components
-    chunk = feed_forward_chunk(job_config)
     backend = job_config.compile.backend
-    if chunk:
+    if chunk := feed_forward_chunk(job_config):
         model.use_tiles(Tiling.compiled(chunk, backend) if compile_model else Tiling(chunk))
     if compile_model:
         for block in model.layers:
@@ -102,20 +108,8 @@ def _apply_parts(model: CausalLM, parallel_dims: ParallelDims, job_config: JobCo
             base_folder=job_config.job.dump_folder,
         )
         if job_config.activation_checkpoint.offload_inputs:
-            longest = job_config.training.seq_len // parallelism.context_parallel_degree
-            model.offload(InputsOnHost(longest))
-
-
-def _ring_mesh(parallel_dims: ParallelDims, job_config: JobConfig) -> DeviceMesh | None:
-    """Return the mesh for ring attention: cp, or for a long sequence on one rank a mesh of it
-    alone, since a ring takes heads apart; None for a short one."""
-    if parallel_dims.cp_enabled:
-        return parallel_dims.get_mesh("cp")
-    training = job_config.training
-    if training.seq_len < HEADS_APART_FROM or training.mixed_precision_param == "float32":
-        return None
-    configure_ring(Shard())
-    return mesh_of_this_rank(device_type, "cp")
+            cp = job_config.parallelism.context_parallel_degree
+            model.offload(InputsOnHost(job_config.training.seq_len // cp))
 
 
 def takes_cudnn(job_config: JobConfig, args: ModelArgs) -> bool:
@@ -129,8 +123,7 @@ def takes_cudnn(job_config: JobConfig, args: ModelArgs) -> bool:
 
 
 def fsdp_mesh(parallel_dims: ParallelDims) -> DeviceMesh:
-    """Return the one-dimensional `dp_shard x cp` mesh, also of one rank, where TorchTitan has
-    none."""
+    """Return the one-dimensional `dp_shard x cp` mesh; of one rank, where TorchTitan has none."""
     mesh = parallel_dims.get_optional_mesh("fsdp")
     return mesh_of_this_rank(device_type, "fsdp") if mesh is None else mesh
 
@@ -151,8 +144,7 @@ def fsdp_groups(model: CausalLM) -> list[list[nn.Module]]:
 
 
 def trained_fsdp_modules(model: CausalLM) -> list[FSDPModule]:
-    """Return one module of each FSDP2 group that has something to train: those that reduce
-    gradients."""
+    """Return one module of each FSDP2 group that has something to train, and so reduces."""
     groups = [[model]] if fsdp_modules(model) == [model] else fsdp_groups(model)
     return [
         cast(FSDPModule, group[0])
@@ -174,21 +166,18 @@ def _apply_fsdp(
     policy = job_config.parallelism.fsdp_reshard_after_forward
     at_once = mesh.size() == 1 and sum(p.numel() for p in model.parameters()) <= IN_ONE_GROUP
     keep = job_config.parallelism.keep_weights_gathered or at_once
-    mp_policy = MixedPrecisionPolicy(
-        param_dtype=dtype,
-        reduce_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_reduce],
-    )
+    reduce_dtype = TORCH_DTYPE_MAP[job_config.training.mixed_precision_reduce]
+    shared: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype),
+        "ignored_params": frozen,
+    }
     for group in [] if at_once else fsdp_groups(model):
         # As in TorchTitan: the output layer is needed again at once.
         stays_gathered = keep or (model.output in group and policy != "always")
-        fully_shard(
-            group if len(group) > 1 else group[0],
-            mesh=mesh,
-            mp_policy=mp_policy,
-            reshard_after_forward=policy != "never" and not stays_gathered,
-            ignored_params=frozen,
-        )
-    fully_shard(model, mesh=mesh, mp_policy=mp_policy, ignored_params=frozen)
+        reshard = policy != "never" and not stays_gathered
+        fully_shard(group, reshard_after_forward=reshard, **shared)
+    fully_shard(model, **shared)
     if keep:  # until `free_gathered`
         cast(FSDPModule, model).set_reshard_after_backward(False)
     if mesh.size() == 1:

@@ -1,5 +1,6 @@
 """The parameters of a model: their names, and whether they are trained and loaded."""
 
+import zlib
 from collections.abc import Iterable
 
 import torch
@@ -50,13 +51,16 @@ def overflow(tensors: Iterable[Tensor]) -> Tensor:
 
 def first_overflow(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Return the canonical name of the first tensor that overflows on this rank, or ""."""
-    found = (canonical_name(name) for name, tensor in tensors if overflow([tensor]).item())
-    return next(found, "")
+    return next((canonical_name(n) for n, tensor in tensors if overflow([tensor]).item()), "")
+
+
+def normal_of_name(name: str, shape: torch.Size) -> Tensor:
+    """Draw a whole parameter that depends on its name alone, standard normal, on the CPU."""
+    seed = zlib.crc32(canonical_name(name).encode())
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def copy_slice_(parameter: Tensor, whole: Tensor) -> None:
     """Copy this rank's slice of a whole tensor into a parameter."""
-    if not isinstance(parameter, DTensor):
-        parameter.copy_(whole)
-        return
-    parameter.to_local().copy_(whole[local_slices(parameter)])
+    own = whole[local_slices(parameter)] if isinstance(parameter, DTensor) else whole
+    local_part(parameter).copy_(own)

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 ADAPTER_FILE = "adapter_model.safetensors"
+REMEDY = "download all files of one model"
 
 
 def weight_files(folder: str) -> list[str]:
@@ -24,8 +25,7 @@ def weight_files(folder: str) -> list[str]:
     paths = [os.path.join(folder, name) for name in sorted(set(_index(folder).values()))]
     for path in paths:
         if not os.path.isfile(path):
-            missing = f"{path} is missing, which {INDEX_FILE} names"
-            raise ValueError(f"{missing}; download all files of one model")
+            raise ValueError(f"{path} is missing, which {INDEX_FILE} names; {REMEDY}")
     return paths
 
 
@@ -51,16 +51,14 @@ def tensors(folder: str) -> dict[str, tuple[tuple[int, ...], str]]:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118  not a mapping
                     if name in found:
-                        twice = f"{name} is in {places[name]} and in {path}"
-                        raise ValueError(f"{twice}; download all files of one model")
+                        raise ValueError(f"{name} is in {places[name]} and in {path}; {REMEDY}")
                     entry = file.get_slice(name)
                     found[name], places[name] = (tuple(entry.get_shape()), entry.get_dtype()), path
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{path} is broken ({error}); download it again") from error
     for name, file_name in {} if paths[0].endswith(WEIGHTS_FILE) else _index(folder).items():
         if places.get(name) != (path := os.path.join(folder, file_name)):
-            lacks = f"{path} lacks {name}, which {INDEX_FILE} says is there"
-            raise ValueError(f"{lacks}; download all files of one model")
+            raise ValueError(f"{path} lacks {name}, which {INDEX_FILE} says is there; {REMEDY}")
     return found
 
 

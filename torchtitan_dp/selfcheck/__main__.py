@@ -185,18 +185,17 @@ def _gather_or_end(ranks: Ranks, check: Check, mine: Measured | str) -> list[Mea
 
 def merged(check: Check, ranks: Sequence[Measured | str]) -> list[Outcome]:
     """Return outcomes with the worst value of any rank; a string is a rank's error."""
-    found: dict[str, list[tuple[float, float]]] = {}
+    found: list[Measured] = []
     for rank, one in enumerate(ranks):
         if isinstance(one, str):
             error = f"rank {rank}: {one}"
             return [Outcome(check.name, math.nan, math.nan, check.remedy, error)]
-        for what, numbers in one.items():
-            found.setdefault(what, []).append(numbers)
-    assert {len(of) for of in found.values()} == {len(ranks)}, "ranks measured other things"
+        found.append(one)
+    assert len({frozenset(one) for one in found}) == 1, "ranks measured other things"
     outcomes = []
-    for what, of in found.items():
-        value, bound = worst([value for value, _ in of]), min(bound for _, bound in of)
-        outcomes.append(Outcome(f"{check.name}: {what}", value, bound, check.remedy))
+    for what in found[0]:
+        values, bounds = zip(*(one[what] for one in found), strict=True)
+        outcomes.append(Outcome(f"{check.name}: {what}", worst(values), min(bounds), check.remedy))
     return outcomes
 
 

@@ -16,7 +16,6 @@ import dataclasses
 import gc
 import math
 import time
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -35,7 +34,7 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.distributed.agreement import is_lost_rank
 from torchtitan_dp.distributed.cpu import has_accelerator
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
-from torchtitan_dp.models.parameters import canonical_name, copy_slice_
+from torchtitan_dp.models.parameters import copy_slice_, normal_of_name
 from torchtitan_dp.selfcheck.reference import (
     group_names,
     make_samples,
@@ -135,10 +134,7 @@ def undisturbed(device: torch.device) -> Iterator[None]:
 
 
 def worst_error(
-    terms: Terms,
-    device: torch.device,
-    mesh: Mesh | None = None,
-    eighths: Sequence[int] = _EIGHTHS,
+    terms: Terms, device: torch.device, mesh: Mesh | None = None, eighths: Sequence[int] = _EIGHTHS
 ) -> float:
     """Return the largest relative error of a norm or a sum, of samples of some lengths, the last of
     them in `poisoned` memory, on this rank. Collective over the world."""
@@ -179,6 +175,5 @@ def fill_(model: nn.Module) -> None:
     scores and logits have a standard deviation of about 1, and nothing is 0."""
     std = model.model_args.dim**-0.5  # type: ignore[union-attr, operator]
     for name, parameter in model.named_parameters():
-        generator = torch.Generator().manual_seed(zlib.crc32(canonical_name(name).encode()))
-        whole = torch.randn(parameter.shape, generator=generator)
+        whole = normal_of_name(name, parameter.shape)
         copy_slice_(parameter, 1 + 0.3 * whole if whole.dim() == 1 else std * whole)

@@ -122,7 +122,10 @@ def _attention_errors(
         for n in (heads, kv_heads, kv_heads, heads)
     )
     true = [x.double().requires_grad_() for x in inputs]
-    true_out = _textbook_attention(*true)
+    q, k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in true)
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(future, -torch.inf)
+    true_out = F.softmax(scores, dim=-1) @ v
     true_grads = torch.autograd.grad(true_out, true, g.double())
 
     def heads_last(x: Tensor) -> Tensor:  # in memory, as the layers around have them
@@ -136,14 +139,6 @@ def _attention_errors(
         off, size = (a.double() - e).norm(dim=-1), e.norm(dim=-1)
         errors.append((off / (size + size.mean())).max().item())
     return errors
-
-
-def _textbook_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend causally."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    future = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
-    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(future, -torch.inf)
-    return F.softmax(scores, dim=-1) @ v
 
 
 def norm_estimates(ranks: Ranks, terms: Terms) -> Measured:

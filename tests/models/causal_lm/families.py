@@ -1,16 +1,16 @@
 """Tiny models of several families, with random weights of which none is trivial."""
 
-import zlib
 from typing import Any
 
 import torch
 import torch.nn as nn
+from transformers import CONFIG_MAPPING
 
 from tests import build
 from torchtitan_dp.models.causal_lm.model import Eager
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.lora import LoRA
-from torchtitan_dp.models.parameters import canonical_name, copy_slice_
+from torchtitan_dp.models.parameters import copy_slice_, normal_of_name
 from torchtitan_dp.selfcheck.small import Small, Terms
 
 WINDOW, T = 20, 64
@@ -53,10 +53,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", _HEADS),
     "mistral": ("mistral", dict(sliding_window=WINDOW)),
     "phi3": ("phi3", dict(partial_rotary_factor=0.5)),
-    "phi3, longrope": (
-        "phi3",
-        dict(rope_parameters=_LONG, original_max_position_embeddings=32),
-    ),
+    "phi3, longrope": ("phi3", dict(rope_parameters=_LONG, original_max_position_embeddings=32)),
     "llama, dynamic": (
         "llama",
         dict(
@@ -91,10 +88,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "ernie4_5_moe",
         dict(moe_num_experts=4, moe_k=2, moe_intermediate_size=48, moe_layer_start_index=1),
     ),
-    "gpt_oss": (
-        "gpt_oss",
-        _LOCAL | dict(head_dim=16, sliding_window=WINDOW, layer_types=_BOTH),
-    ),
+    "gpt_oss": ("gpt_oss", _LOCAL | dict(head_dim=16, sliding_window=WINDOW, layer_types=_BOTH)),
     "apertus": ("apertus", {}),
     "arcee": ("arcee", {}),
     "cohere": ("cohere", dict(tie_word_embeddings=True)),
@@ -137,8 +131,6 @@ TRANSFORMERS = ("--model.name=transformers", "--training.loss_chunk_tokens=0")
 
 def configuration(kind: str, **changes: Any) -> Any:
     """A tiny configuration of transformers."""
-    from transformers import CONFIG_MAPPING
-
     return CONFIG_MAPPING[kind](**{**_SIZES, **changes})
 
 
@@ -156,8 +148,7 @@ def fill(model: nn.Module) -> None:
     kind = model.model_args.settings["model_type"]  # type: ignore[union-attr]
     scale = 0.0 if "gemma" in kind else 1.0  # of a norm, which Gemma adds 1 to
     for name, parameter in model.named_parameters():
-        generator = torch.Generator().manual_seed(zlib.crc32(canonical_name(name).encode()))
-        whole = 0.08 * torch.randn(parameter.shape, generator=generator)
+        whole = 0.08 * normal_of_name(name, parameter.shape)
         if "norm" in name and name.endswith("weight"):
             whole += scale
         copy_slice_(parameter, whole)

@@ -5,22 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.build import (
-    clipped_sum,
-    data,
-    reference_gradients,
-    reference_sum,
-    relative_error,
-)
-from tests.models.causal_lm.families import (
-    FAMILIES,
-    KINDS,
-    OTHERS,
-    T,
-    arguments,
-    eager,
-    small,
-)
+from tests.build import clipped_sum, data, reference_gradients, reference_sum, relative_error
+from tests.models.causal_lm.families import FAMILIES, KINDS, OTHERS, T, arguments, eager, small
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.config import ALL_LINEAR
 from torchtitan_dp.models.lora import LoRA

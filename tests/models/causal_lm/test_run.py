@@ -8,16 +8,11 @@ import tokenizers
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import torchtitan_dp.plan.__main__ as plan
 from tests.models.causal_lm.families import FAMILIES, configuration
-from tests.models.hugging_face import (
-    edit_config,
-    given,
-    ours,
-    sample_tokens,
-    transformers_logits,
-)
+from tests.models.hugging_face import edit_config, given, ours, sample_tokens, transformers_logits
 from tests.models.test_hugging_face_run import command, mesh
 from tests.processes.runs import Run, privacy, train, weights
 from torchtitan_dp.checkpoint.start import decide_start
@@ -42,8 +37,6 @@ CHAT = (
 
 def write(folder, name, **changes):
     """A random model of a family, with a tokenizer."""
-    from transformers import AutoModelForCausalLM
-
     kind, own = FAMILIES[name]
     torch.manual_seed(7)
     sizes = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1}
@@ -60,8 +53,6 @@ def write(folder, name, **changes):
 
 def write_tokenizer(folder):
     """Bytes and what often stands together, learned from a text."""
-    from transformers import PreTrainedTokenizerFast
-
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = tokenizers.decoders.ByteLevel()
@@ -114,8 +105,6 @@ def test_one_and_two_processes_train_resume_and_export_the_same_model(gemma, tmp
 def released_model(base, folder):
     """A released model, or the base with released adapters: by PEFT where it is installed, else as
     it does, which adds scaling B A to the weight of the module of that name."""
-    from transformers import AutoModelForCausalLM
-
     adapted = (folder / "adapter_config.json").exists()
     start = base if adapted else folder
     model = AutoModelForCausalLM.from_pretrained(start, attn_implementation="eager").eval()
@@ -167,8 +156,6 @@ ADAPTERS = ("--lora.rank=4", "--lora.alpha=8")
 )
 def test_from_a_folder_to_a_release(name, how, tmp_path):
     """Killed within a step, resumed, and released: transformers computes what was trained."""
-    from transformers import AutoTokenizer
-
     base, out = write(tmp_path / "given", name), tmp_path / "out"
     steps = ("--training.steps=6", "--checkpoint.interval=3")
     overrides = command(tmp_path, base, *steps, *how, *mesh(1, 2))
@@ -216,8 +203,6 @@ def test_from_a_folder_to_a_release(name, how, tmp_path):
 @pytest.mark.parametrize("name", ["glm4_moe", "ernie4_5_moe"])
 def test_a_release_has_the_dtypes_of_transformers(name, tmp_path):
     """Of buffers that are no weights, and of routers that stay fp32 beside weights in bf16."""
-    from transformers import AutoModelForCausalLM
-
     write(tmp_path / "fp32", name)
     folder, out = tmp_path / "given", tmp_path / "released"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "fp32", dtype=torch.bfloat16)

@@ -6,7 +6,7 @@ input alone. CUDA's fused kernel keeps no more of a norm; PyTorch's CPU kernel i
 operations and keeps several copies of the input, so that `LeanRMSNorm` takes its place.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -47,51 +47,34 @@ def use_lean_norms(model: nn.Module) -> None:
 
 
 def rms_norm(x: Tensor, normalized_shape: tuple[int, ...], weight: Tensor, eps: float) -> Tensor:
-    """Compute `torch.nn.functional.rms_norm` of x, (…, D) of any floating dtype, in fp32 or wider,
-    with a weight (D,)."""
+    """Compute `F.rms_norm` of x, (…, D) of any floating dtype, in fp32 or wider; weight (D,)."""
     assert normalized_shape == x.shape[-1:], "over the last dimension only"
-    return cast(Tensor, _RMSNorm.apply(x, weight, eps))
+    return _RMSNorm.apply(x, weight, eps)
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # type: ignore[override]
-        y, scale = _norm(x, weight, eps)
+        # Nothing is done in place, and no cast that does nothing: torch 2.11 compiles a function
+        # that returns the result of either to one whose gradients are wrong.
+        wide = _wide(x)
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        normed = wide * scale * weight
         ctx.save_for_backward(x, scale, weight)
-        return y
+        return normed if normed.dtype == x.dtype else normed.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, scale, weight = ctx.saved_tensors
         x_needed, weight_needed, _ = ctx.needs_input_grad
-        grad_x, products = _gradients(x, scale, weight, grad_y, x_needed)
+        normed, wide_grad_y = _wide(x) * scale, _wide(grad_y)
+        products, grad_x = normed * wide_grad_y, None
+        if x_needed:
+            along = (products @ weight.to(products.dtype) / len(weight))[..., None]
+            grad_normed = wide_grad_y * weight
+            grad_x = grad_normed.addcmul_(normed, along, value=-1).mul_(scale).to(x.dtype)
         grad_weight = products.flatten(0, -2).sum(0).to(weight.dtype) if weight_needed else None
         return grad_x, grad_weight, None
-
-
-def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the norm in the dtype of `x`, and 1 / rms(x), (…, 1), in fp32 or wider.
-
-    Nothing is done in place, and no cast that does nothing: torch 2.11 compiles a function that
-    returns the result of either to one whose gradients are wrong.
-    """
-    wide = _wide(x)
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    normed = wide * scale * weight
-    return normed if normed.dtype == x.dtype else normed.to(x.dtype), scale
-
-
-def _gradients(
-    x: Tensor, scale: Tensor, weight: Tensor, grad_y: Tensor, x_needed: bool
-) -> tuple[Tensor | None, Tensor]:
-    """Return the gradient of `x`, if needed, and each token's part of the weight's gradient."""
-    normed, wide_grad_y = _wide(x) * scale, _wide(grad_y)
-    products = normed * wide_grad_y
-    if not x_needed:
-        return None, products
-    along = (products @ weight.to(products.dtype) / len(weight))[..., None]
-    grad_normed = wide_grad_y * weight
-    return grad_normed.addcmul_(normed, along, value=-1).mul_(scale).to(x.dtype), products
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -9,11 +9,14 @@ of privacy knows of. Auxiliary losses of routers are off: they multiply means ov
 not add up over the ranks of a sample.
 """
 
+import contextlib
 import functools
 import hashlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn as nn
@@ -24,19 +27,17 @@ from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 from torchtitan.protocols.model import ModelProtocol
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
+from torchtitan_dp.base.torch_private import NormOverSamples, with_parameters
 from torchtitan_dp.distributed.ring import Shard
 from torchtitan_dp.gradients.layers import per_sample_layers
-from torchtitan_dp.models.causal_lm.attention import NAME, Sample
-from torchtitan_dp.models.causal_lm.build import (
-    build,
-    draw_,
-    meeting,
-    own_logits,
-    set_length,
-)
+from torchtitan_dp.models.causal_lm.attention import NAME, Sample, register
 from torchtitan_dp.models.causal_lm.formulas import gated_feed_forwards, use_our_norms
-from torchtitan_dp.models.causal_lm.settings import PREFIX, ModelArgs
-from torchtitan_dp.models.causal_lm.transformers_private import kept_in_fp32, one_sequence
+from torchtitan_dp.models.causal_lm.settings import LONGER, PREFIX, ModelArgs, in_one_line
+from torchtitan_dp.models.causal_lm.transformers_private import (
+    draw_weights_,
+    kept_in_fp32,
+    one_sequence,
+)
 from torchtitan_dp.models.feed_forward import Tiling, use_tiles
 from torchtitan_dp.models.lora import add_adapters, draw_factor_, is_adapter, without_adapters
 from torchtitan_dp.models.loss import LossHead, per_sample_loss, token_losses
@@ -79,16 +80,12 @@ class CausalLM(ModelProtocol):
         return self.model.get_output_embeddings()
 
     @functools.cached_property
-    def _path_of_layers(self) -> str:
-        for path, module in self.model.named_modules():
-            if isinstance(module, nn.ModuleList) and len(module) == self.model_args.n_layers:
-                return path
-        raise ValueError("config.json: the model has no list of its layers")
-
-    @property
     def layers(self) -> Any:
         """The blocks, an nn.ModuleList."""
-        return self.model.get_submodule(self._path_of_layers)
+        for module in self.model.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == self.model_args.n_layers:
+                return module
+        raise ValueError("config.json: the model has no list of its layers")
 
     def outer(self) -> list[nn.Module]:
         """List what has parameters beside blocks, embedding and output layer: the last norm."""
@@ -114,8 +111,7 @@ class CausalLM(ModelProtocol):
         return {name for name in names if kept.search(name.removeprefix(PREFIX))}
 
     def use_per_sample_layers(self) -> None:
-        """Have layers form per-sample gradients, in place. Raises ValueError, one line for the
-        user, where samples meet."""
+        """Have layers form per-sample gradients, in place. ValueError, one line: samples meet."""
         if self.meeting is not None:
             raise ValueError(
                 f"privacy.gradient_method: layers.{self.meeting} of a {type(self.model).__name__} "
@@ -130,8 +126,7 @@ class CausalLM(ModelProtocol):
         self.model.set_output_embeddings(head)
 
     def use_tiles(self, tiling: Tiling) -> None:
-        """Compute gated feed-forwards in tiles of tokens, in place; before activation
-        checkpointing and FSDP2."""
+        """Compute gated feed-forwards in tiles of tokens, in place; before AC and FSDP2."""
         for module in self.gated:
             use_tiles(module, tiling)
 
@@ -193,11 +188,11 @@ class CausalLM(ModelProtocol):
             return token_losses(found, labels)
         return per_sample_loss(found, labels, targets)
 
+    @torch.no_grad()
     def compute_buffers(self) -> None:
         """Set all buffers as the constructor computed them, on their own device."""
-        with torch.no_grad():
-            for name, buffer in self.model.named_buffers():
-                buffer.copy_(self.buffers_at_start[canonical_name(name)])
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(self.buffers_at_start[canonical_name(name)])
 
     @torch.no_grad()
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
@@ -215,20 +210,31 @@ class CausalLM(ModelProtocol):
                 parameter.fill_(torch.nan)
 
     def _drawn(self, name: str, shape: torch.Size) -> Tensor:
-        """Draw a whole parameter, fp32 on the CPU, from a generator of its own."""
+        """Draw a whole parameter as its family does, fp32 on the CPU, from its own generator."""
         whole = torch.empty(shape, dtype=torch.float32, device="cpu")
         digest = hashlib.sha256(f"{self.model_args.init_seed}/{name}".encode()).digest()
         seed = int.from_bytes(digest[:4], "big")  # 32 bits suffice: initial weights are public
         if is_adapter(name):
             draw_factor_(whole, name, torch.Generator().manual_seed(seed))
-        else:
-            path, _, last = name.rpartition(".")
-            draw_(self.model, self.get_submodule(path), last, whole, seed)
+            return whole
+        path, _, last = name.rpartition(".")
+        module, drawn = self.get_submodule(path), nn.Parameter(whole)
+
+        def alone(attribute: str, value: nn.Parameter | None) -> Tensor | None:
+            if attribute == last:
+                return drawn
+            return None if value is None else torch.empty(value.shape, device="meta")
+
+        whole.fill_(torch.nan)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            draw_weights_(self.model, with_parameters(module, type(module), alone))
+        if whole.isnan().any():  # its family has no rule for it
+            whole.normal_(std=0.02, generator=torch.Generator().manual_seed(seed))
         return whole
 
     def _own_transform(self) -> Callable[[Tensor], Tensor] | None:
-        """Return what the family's own forward makes of the output layer's products; None for
-        nothing."""
+        """Return what the family's own forward makes of the output layer's products, or None."""
         transform = functools.partial(own_logits, self.model)
         with torch.device("cpu"), torch.no_grad():
             raw_NV = torch.linspace(-90, 90, 33).view(3, 11)
@@ -270,3 +276,104 @@ class HuggingFaceAdapter(StateDictAdapter):
         """Convert from Hugging Face's; a tied parameter is the other's tensor."""
         found = {PREFIX + name: value for name, value in hf_state_dict.items()}
         return found | {one: found[same] for one, same in self.tied.items() if same in found}
+
+
+def build(args: ModelArgs, attention: str) -> Any:
+    """Build a configuration's model with this attention, by its name, and without caches and losses
+    of routers. ValueError, one line for the user: transformers builds none, or it mixes samples."""
+    from transformers import AutoModelForCausalLM
+
+    register()
+    config = args.config()
+    config.use_cache = config.output_router_logits = config.output_hidden_states = False
+    config.return_dict = True
+    how: dict[str, Any] = {"attn_implementation": attention, "dtype": torch.float32}
+    if attention != NAME:
+        how["experts_implementation"] = attention
+    try:
+        with _buffers_computed():
+            model = AutoModelForCausalLM.from_config(config, **how).eval()
+    except Exception as error:  # of any type: a module's own check of a size
+        reason = f"{type(error).__name__}: {in_one_line(error)}"
+        raise ValueError(
+            f"config.json: transformers builds no {config.model_type} of it ({reason}); "
+            "correct it: a key that it leaves out has its family's own value"
+        ) from error
+    model.get_input_embeddings().padding_idx = None  # else that token would never be learned
+    for path, module in model.named_modules():
+        if isinstance(module, NormOverSamples | nn.Conv1d):
+            raise ValueError(
+                f"config.json: {path} is a {type(module).__name__}, which mixes samples or "
+                "tokens; use a model of attention alone"
+            )
+    return model
+
+
+def meeting(layers: nn.Module) -> str | None:
+    """Return the name of a module of the blocks that takes the tokens of all samples at once:
+    experts, one tensor of theirs all or a list of modules. None if each layer is per-sample."""
+    for path, module in layers.named_modules():
+        stacked = any(p.dim() > 2 for p in module.parameters(recurse=False))
+        if stacked or (path and isinstance(module, nn.ModuleList)):
+            return path
+    return None
+
+
+@contextlib.contextmanager
+def _buffers_computed() -> Iterator[None]:
+    """On the meta device, build modules whose buffers have values, and parameters none."""
+    if torch.get_default_device().type != "meta":
+        yield
+        return
+    assign = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        assign(module, name, parameter)
+
+    with torch.device("cpu"), mock.patch.object(nn.Module, "register_parameter", on_meta):
+        yield
+
+
+@torch.no_grad()
+def set_length(model: nn.Module, tokens: int) -> None:
+    """Have rotary embeddings that depend on a sample's length take this one, in place; transformers
+    takes the largest position that this rank has, and one kind the longest sample so far."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    for rotary in model.modules():
+        types: Any = getattr(rotary, "rope_type", None)
+        kinds = types if isinstance(types, dict) else {None: types}
+        changing = {layer: kind for layer, kind in kinds.items() if kind in LONGER}
+        if changing:
+            forward = torch.no_grad()(inspect.unwrap(type(rotary).forward))
+            rotary.forward = functools.partial(forward, rotary)
+        for layer, kind in changing.items():
+            buffer: Any = getattr(rotary, "inv_freq" if layer is None else f"{layer}_inv_freq")
+            how = {"seq_len": tokens, "layer_type": layer}
+            with torch.device("cpu"):
+                found, _ = ROPE_INIT_FUNCTIONS[kind](rotary.config, buffer.device, **how)
+            buffer.copy_(found)
+
+
+class _Head:
+    """A stand-in for `self` in a family's forward, whose output layer has raw logits already."""
+
+    def __init__(self, model: Any, raw_NV: Tensor) -> None:
+        from transformers.modeling_outputs import MoeModelOutputWithPast
+
+        output = model.get_output_embeddings()
+        name = next(name for name, module in model.named_children() if module is output)
+        made = MoeModelOutputWithPast(last_hidden_state=raw_NV[None])
+        self.__dict__ |= {"_model": model, name: lambda raw: raw}
+        self.__dict__[model.base_model_prefix] = lambda *_, **__: made
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def own_logits(model: Any, raw_NV: Tensor) -> Tensor:
+    """Return the logits that a family's own forward makes of the output layer's products."""
+    forward = type(model).forward
+    return forward(_Head(model, raw_NV), input_ids=None, use_cache=False).logits[0]

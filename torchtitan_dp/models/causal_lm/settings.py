@@ -115,8 +115,7 @@ class ModelArgs(BaseModelArgs):
         return "Llama" if kind == "llama" else kind
 
     def new_settings(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        """Return the `config.json` of such a model and its tokenizer, as transformers 4 and 5 read
-        it."""
+        """Return the `config.json`, with a tokenizer's marks, as transformers 4 and 5 read it."""
         settings = self.config().to_diff_dict()
         settings["architectures"] = [causal_lm_of(self.settings["model_type"])]
         settings |= {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
@@ -180,9 +179,8 @@ class ModelArgs(BaseModelArgs):
         if settings.get("sliding_window"):
             settings["sliding_window"] = min(settings["sliding_window"], max(tokens // 3, 1))
         longer = [rope for rope in _ropes(settings) if rope.get("rope_type") in LONGER]
-        if longer:
-            settings["max_position_embeddings"] = tokens // 2
         for rope in longer:
+            settings["max_position_embeddings"] = tokens // 2
             if "original_max_position_embeddings" in rope:
                 rope["original_max_position_embeddings"] = tokens // 2
         if settings.get("original_max_position_embeddings"):
@@ -214,8 +212,7 @@ class ModelArgs(BaseModelArgs):
 
     @property
     def share_of_experts(self) -> float:
-        """The share of the experts that a token is computed by; 1 without experts, or under names
-        that are not known."""
+        """The share of the experts that compute a token; 1 without any, or under other names."""
         experts = next((self.settings[k] for k in _EXPERTS if self.settings.get(k)), 0)
         taken = self.settings.get("num_experts_per_tok")
         return taken / experts if taken and experts else 1.0
@@ -240,8 +237,7 @@ def causal_lm_of(model_type: str) -> str | None:
     """Return the name of the class of a type's causal LM, if this transformers has one."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    name: str | None = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
-    return name
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
 
 
 def configuration(settings: dict[str, Any]) -> Any:

@@ -24,8 +24,7 @@ def draw_weights_(model: nn.Module, module: nn.Module) -> None:
 def tied_names(config: Any) -> dict[str, str]:
     """Return the names of tied parameters of a configuration's model, with those of whose tensors
     they are. `all_tied_weights_keys` is public, of a whole model."""
-    tied: dict[str, str] = _model_class(config)._tied_weights_keys
-    return tied
+    return _model_class(config)._tied_weights_keys
 
 
 def attends_by_name(config: Any) -> bool:

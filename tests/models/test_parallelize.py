@@ -1,24 +1,10 @@
-"""What a start is told of its model and clip groups, and the choice of kernels by both."""
+"""The choice of kernels by a model and its lengths."""
 
 import pytest
 
 from tests import build
-from tests.processes.runs import CONFIG
-from torchtitan_dp.checkpoint.start import decide_start
-from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.hugging_face import flavor
 from torchtitan_dp.models.parallelize import takes_cudnn
-from torchtitan_dp.train.check import check_model
-
-
-def mistake(*options: str) -> str:
-    """What `check_model` says of a start with these options; "" if nothing."""
-    try:
-        config = load_config(["--job.config_file", str(CONFIG), *options], 1)
-        check_model(config, decide_start(config))
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 @pytest.mark.parametrize(
