@@ -67,9 +67,8 @@ class Account:
 
     def epsilon_executed(self, lineage: Lineage) -> float:
         """Return the epsilon of all executed steps of the folder, as published."""
-        if not lineage.composes:
-            return math.inf
-        return max(self._executed.at(lineage.steps), self.epsilon(lineage))
+        at = lineage.steps
+        return max(self._executed.at(at), self._taken.at(at)) if lineage.composes else math.inf
 
     def epsilon_planned(self, lineage: Lineage) -> float:
         """Return the epsilon of those steps and of the steps that are still planned."""
@@ -89,13 +88,13 @@ class Account:
     def _curve(self, *, lost: bool) -> EpsilonCurve:
         """Return the curve of this run's steps beside others. Its points follow from the number of
         planned steps, not from the step at which this start began, which a clock may decide."""
-        first = self._first
+        first, terms = self._first, self._first.settings
         beside = dataclasses.replace(spent(first, lost=lost), done=0)
         return EpsilonCurve(
-            beside.segments(first.settings.mechanism),
-            first.settings.mechanism,
-            delta=first.settings.delta,
-            accountant=first.settings.accountant,
+            beside.segments(terms.mechanism),
+            terms.mechanism,
+            delta=terms.delta,
+            accountant=terms.accountant,
             total_steps=self._total,
             first_step=first.steps,
         )

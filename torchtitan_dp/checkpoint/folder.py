@@ -278,29 +278,22 @@ def verify(folder: str) -> Run:
         check_checkpoint(run, log, step, step_folder(at, step))
     if lacking := log.lacks(stated):
         run.faults.append(lacking)
-    elif ledger.steps_executed > stated.steps_executed or log.losses > _losses(stated):
+    elif ledger.steps_executed > stated.steps_executed or log.losses > stated.losses:
         run.notes.append(f"steps or a held-out loss were begun after {PRIVACY_FILE} was written")
     if problem := log.undercounted(ledger):
         run.faults.append(problem)
-    _check_epsilon(run, "epsilon", published["epsilon"], run.epsilon)
+    spends = {"epsilon": run.epsilon}
     if not run.notes:
-        _check_epsilon(run, "epsilon_executed", published["epsilon_executed"], run.epsilon_executed)
-        _check_epsilon(run, "epsilon_planned", published["epsilon_planned"], run.epsilon_planned)
         of_losses = heldout_epsilon(ledger) if ledger.private else None
-        _check_epsilon(run, "heldout_epsilon", published["heldout_epsilon"], of_losses)
+        spends |= {"epsilon_executed": run.epsilon_executed, "epsilon_planned": run.epsilon_planned}
+        spends |= {"heldout_epsilon": of_losses}
+    for name, found in spends.items():
+        key, least = f"{PRIVACY_FILE}: {name}", published[name]
+        if (least is None) != (found is None):
+            run.faults.append(f"{key} = {least}, but the ledger gives {found}")
+        elif found is not None and least < found * (1 - _SLACK):  # a curve's next point is above
+            run.faults.append(f"{key} = {least:.6g}, but its steps spend {found:.6g}")
     return run
-
-
-def _losses(lineage: Lineage) -> int:
-    return 0 if lineage.heldout_loss is None else lineage.heldout_loss.begun
-
-
-def _check_epsilon(run: Run, name: str, stated: float | None, found: float | None) -> None:
-    """Add to `run.faults` an epsilon below the spending; a curve's next point may be above."""
-    if (stated is None) != (found is None):
-        run.faults.append(f"{PRIVACY_FILE}: {name} = {stated}, but the ledger gives {found}")
-    elif stated is not None and found is not None and stated < found * (1 - _SLACK):
-        run.faults.append(f"{PRIVACY_FILE}: {name} = {stated:.6g}, but its steps spend {found:.6g}")
 
 
 def check_checkpoint(run: Run, log: RunLog, step: int, folder: str) -> None:
@@ -311,22 +304,23 @@ def check_checkpoint(run: Run, log: RunLog, step: int, folder: str) -> None:
     except ValueError as error:
         run.faults.append(f"{name}: {error}")
         return
-    if not log.knows(kept.start):
-        run.faults.append(f"{name}: was saved by a start that {STARTS_FILE} lacks")
-    if kept.run != ledger.run:
-        run.faults.append(f"{name}: is of another run, {kept.run}")
-    if kept.steps != step:
-        run.faults.append(f"{name}: its ledger counts {kept.steps} steps")
-    if kept.steps > log.count:
-        run.faults.append(f"{name}: {EXECUTED_FILE} has {log.count} steps")
-    if ledger.private and not kept.private:
-        run.faults.append(f"{name}: is not private, but {PRIVACY_FILE} is")
-    if kept.planned_steps > ledger.planned_steps:
-        run.faults.append(f"{name}: was planned for more steps than {PRIVACY_FILE} has")
-    if kept.steps > ledger.steps:
-        run.faults.append(f"{name}: is further than the {ledger.steps} steps of {PRIVACY_FILE}")
-    elif kept.run == ledger.run and (change := kept.settings.changed(ledger.settings)):
-        run.faults.append(f"{name}: its terms are not those of {PRIVACY_FILE}: {change}")
+    change = kept.settings.changed(ledger.settings) if kept.run == ledger.run else ""
+    is_further = kept.steps > ledger.steps
+    for contradicts, fault in (
+        (not log.knows(kept.start), f"was saved by a start that {STARTS_FILE} lacks"),
+        (kept.run != ledger.run, f"is of another run, {kept.run}"),
+        (kept.steps != step, f"its ledger counts {kept.steps} steps"),
+        (kept.steps > log.count, f"{EXECUTED_FILE} has {log.count} steps"),
+        (ledger.private and not kept.private, f"is not private, but {PRIVACY_FILE} is"),
+        (
+            kept.planned_steps > ledger.planned_steps,
+            f"was planned for more steps than {PRIVACY_FILE} has",
+        ),
+        (is_further, f"is further than the {ledger.steps} steps of {PRIVACY_FILE}"),
+        (change and not is_further, f"its terms are not those of {PRIVACY_FILE}: {change}"),
+    ):
+        if contradicts:
+            run.faults.append(f"{name}: {fault}")
     for what, lost in (
         ("a caveat", set(kept.caveats) - set(ledger.caveats)),
         ("an ancestor", {a.run for a in set(kept.ancestors) - set(ledger.ancestors)}),
