@@ -31,12 +31,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.ledger.lineage import Lineage
 from torchtitan_dp.ledger.log import EXECUTED_FILE, STARTS_FILE, RunLog, read_fingerprint
-from torchtitan_dp.ledger.schema import (
-    PRIVACY_FILE,
-    is_release,
-    ledger_of,
-    read_published_fields,
-)
+from torchtitan_dp.ledger.schema import PRIVACY_FILE, is_release, ledger_of, read_published_fields
 from torchtitan_dp.ledger.spending import Run, heldout_epsilon
 from torchtitan_dp.models.ema import WEIGHTS
 from torchtitan_dp.privacy.segments import NONE

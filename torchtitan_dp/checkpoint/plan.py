@@ -17,11 +17,7 @@ from torchtitan_dp.ledger.lineage import (
     with_caveats,
 )
 from torchtitan_dp.ledger.log import Losable, RunLog
-from torchtitan_dp.ledger.schema import (
-    PRIVACY_FILE,
-    ledger_of,
-    read_published_fields,
-)
+from torchtitan_dp.ledger.schema import PRIVACY_FILE, ledger_of, read_published_fields
 from torchtitan_dp.ledger.spending import BY_RDP, counted_by, epsilon, inherited, spent
 from torchtitan_dp.privacy import accounting, published_loss
 from torchtitan_dp.privacy.segments import NONE, Mechanism

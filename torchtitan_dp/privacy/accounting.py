@@ -21,7 +21,7 @@ from typing import Literal, get_args
 
 from torchtitan_dp.privacy.pld import pld_epsilon
 from torchtitan_dp.privacy.rdp import rdp_epsilon
-from torchtitan_dp.privacy.segments import GaussianSteps, Mechanism, Segment, composition
+from torchtitan_dp.privacy.segments import Mechanism, Segment, composition
 
 Accountant = Literal["rdp", "pld"]
 
@@ -35,33 +35,28 @@ _POINTS: dict[Accountant, int] = {"pld": 20, "rdp": 100}  # of a curve
 def compose(segments: Sequence[Segment], *, delta: float, accountant: Accountant) -> float:
     """Compute the epsilon of planned segments, one after the other on the same data: 0 without any,
     inf if a step has no noise."""
+    return _bound(segments, delta, accountant)[0]
+
+
+def counted_by(segments: Sequence[Segment], *, delta: float, accountant: Accountant) -> Accountant:
+    """Return the accountant whose bound `compose` returns: "rdp" also where it counts in the place
+    of "pld"."""
+    return _bound(segments, delta, accountant)[1]
+
+
+def _bound(
+    segments: Sequence[Segment], delta: float, accountant: Accountant
+) -> tuple[float, Accountant]:
+    """Return the bound that counts, and its accountant. RDP's is the smaller one only where many
+    rounds of allocation are composed."""
     check_delta(delta)
     if accountant not in get_args(Accountant):
         raise ValueError(
             f"privacy.accountant = {accountant!r} is unknown; choose one of {get_args(Accountant)}"
         )
     merged = composition(segments)
-    if not merged:
-        return 0.0
-    if merged[0].noise_multiplier == 0:  # they are sorted
-        return math.inf
-    return _bounds(merged, delta, accountant)[0]
-
-
-def counted_by(segments: Sequence[Segment], *, delta: float, accountant: Accountant) -> Accountant:
-    """Return the accountant whose bound `compose` returns: "rdp" also where it counts in the place
-    of "pld"."""
-    merged = composition(segments)
-    if not merged or merged[0].noise_multiplier == 0:
-        return accountant
-    return _bounds(merged, delta, accountant)[1]
-
-
-def _bounds(
-    merged: tuple[GaussianSteps, ...], delta: float, accountant: Accountant
-) -> tuple[float, Accountant]:
-    """Return the bound that counts, and its accountant. RDP's is the smaller one only where many
-    rounds of allocation are composed."""
+    if not merged or merged[0].noise_multiplier == 0:  # they are sorted
+        return (math.inf if merged else 0.0), accountant
     bound = pld_epsilon(merged, delta) if accountant == "pld" else math.inf
     if bound < math.inf and all(part.round_steps == 1 for part in merged):
         return bound, "pld"

@@ -35,12 +35,7 @@ def rate_upper_bound(errors: int, trials: int, confidence: float) -> float:
 
 
 def gaussian_mu(
-    *,
-    false_positives: int,
-    negatives: int,
-    false_negatives: int,
-    positives: int,
-    confidence: float,
+    *, false_positives: int, negatives: int, false_negatives: int, positives: int, confidence: float
 ) -> float:
     """Bound mu from below: no mu-Gaussian-DP program lets a test do better than this one did.
 

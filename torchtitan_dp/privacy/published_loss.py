@@ -39,11 +39,7 @@ def epsilon(published: Segment, *, delta: float, before: Sequence[Segment] = ())
 def noise_for(*, target_epsilon: float, delta: float) -> float:
     """Find the noise multiplier with which one published loss spends at most the target."""
     return accounting.noise_for(
-        Mechanism(1.0, 1.0),
-        1,
-        target_epsilon=target_epsilon,
-        delta=delta,
-        accountant="pld",
+        Mechanism(1.0, 1.0), 1, target_epsilon=target_epsilon, delta=delta, accountant="pld"
     )
 
 
