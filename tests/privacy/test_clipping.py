@@ -126,10 +126,7 @@ def test_a_factor_that_fp32_rounds_coarsely_is_no_factor(max_grad_norm, clip_fun
     for norm in (1e30, 1e36, 1.4e38, 2.9e38, 3.4e38):
         squared = torch.tensor([norm], dtype=torch.float64).square()
         clipped = clip(
-            squared,
-            torch.tensor([True]),
-            max_grad_norm=max_grad_norm,
-            clip_function=clip_function,
+            squared, torch.tensor([True]), max_grad_norm=max_grad_norm, clip_function=clip_function
         )
         assert clipped.factor_B.double().item() * norm <= max_grad_norm
         assert clipped.rejected_B.item() == (clipped.factor_B.item() == 0)

@@ -140,7 +140,6 @@ class Bookkeeping:
 
     @property
     def settings(self) -> Settings:
-        """The terms of the steps to come."""
         return self.ledger.settings
 
     # Steps.
@@ -165,11 +164,9 @@ class Bookkeeping:
             self.log.begin_step(step)
 
     def end_step(self, step: int) -> None:
-        """Count a step whose update has happened."""
         self.ledger = dataclasses.replace(self.ledger, steps=step)
 
     def saved(self, step: int) -> None:
-        """Record that a checkpoint of a step is durable."""
         if dist.get_rank() == 0:
             self.log.saved(step)
 
@@ -178,7 +175,6 @@ class Bookkeeping:
         return step % self.settings.mechanism.round_steps == 0
 
     def end_start(self) -> None:
-        """Record that this start ends with all of its steps saved."""
         if dist.get_rank() == 0:
             self.log.end_start(self.ledger.steps)
 
@@ -198,7 +194,6 @@ class Bookkeeping:
         return loaded.steps
 
     def require_loaded(self) -> None:
-        """Refuse weights that were loaded without their ledger."""
         if not self._is_loaded:
             raise RuntimeError("weights were loaded from a checkpoint without its ledger")
 

@@ -46,7 +46,6 @@ _DAMAGED = ".damaged"
 
 
 def checkpoint_folder(config: JobConfig) -> str:
-    """Return the folder of a run's checkpoints."""
     return os.path.join(config.job.dump_folder, config.checkpoint.folder)
 
 
@@ -69,7 +68,6 @@ def stale_checkpoints(folder: str, keep: int, saved: int) -> list[str]:
 
 
 def step_folder(folder: str, step: int) -> str:
-    """Return TorchTitan's folder of a step's checkpoint."""
     return os.path.join(folder, f"step-{step}")
 
 
@@ -108,7 +106,6 @@ def set_aside(folder: str, step: int) -> str:
 
 
 def none_whole(folder: str, newest: int, problem: str) -> str:
-    """Return the error for a run all of whose checkpoints are damaged."""
     return (
         f"no checkpoint in {folder} is whole (step-{newest}: {problem}): restore one, or start "
         "afresh in another job.dump_folder"
@@ -189,7 +186,6 @@ def has_average(step: str) -> bool:
 
 
 def average_name(parameter: str) -> str:
-    """Return the name that the average of a parameter has in a checkpoint."""
     return f"{AVERAGE}.{WEIGHTS}.{parameter}"
 
 

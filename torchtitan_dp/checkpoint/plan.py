@@ -35,12 +35,10 @@ class Plan:
 
     @property
     def settings(self) -> Settings:
-        """The terms of the steps to come."""
         return self.ledger.settings
 
     @property
     def private(self) -> bool:
-        """Whether the weights will be private."""
         return self.ledger.private
 
 

@@ -115,7 +115,6 @@ def decision(config: JobConfig) -> Callable[[], Start]:
 
 
 def own_checkpoint(folder: str, step: int) -> Start:
-    """Return the start from this run's checkpoint of a step."""
     return Start(step_folder(folder, step), "checkpoint.folder", True, step)
 
 

@@ -226,7 +226,6 @@ class Audit(_Recorded):
 
 
 def new_name() -> str:
-    """Draw a name of 128 random bits."""
     return secrets.token_hex(16)
 
 
@@ -285,7 +284,6 @@ class Lineage(History):
     settings: Settings
 
     def to_json(self) -> str:
-        """Write all of it, for a checkpoint."""
         return json.dumps({"format": FORMAT, **self.fields()})
 
     @classmethod

@@ -138,7 +138,6 @@ class RunLog:
         return name
 
     def saved(self, step: int) -> None:
-        """Record that a checkpoint of `step` is durable."""
         assert self._own is not None
         self._own.saved = step
         self._of_starts.append(f"saved {step}")

@@ -42,8 +42,6 @@ _OF_SOME = "of some mechanisms alone"
 
 
 class Key(NamedTuple):
-    """One key of `privacy.json`."""
-
     name: str
     type: Any  # of the value as JSON has it
     in_runs: bool  # whether a run's own file has it
@@ -336,12 +334,10 @@ def explain(lineage: Lineage, segments: list[Segment], epsilon: float) -> Meanin
 
 
 def write_published(folder: str, content: Mapping[str, Any]) -> None:
-    """Write `privacy.json` atomically."""
     write_atomically(os.path.join(folder, PRIVACY_FILE), to_bytes(content))
 
 
 def to_bytes(content: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a `privacy.json`."""
     return json.dumps(content, indent=2).encode() + b"\n"
 
 

@@ -29,7 +29,7 @@ MAX_NOISE_MULTIPLIER = 1e4
 _MIN_NOISE_MULTIPLIER = 1e-4
 _AIM = 0.9995  # of the target: the middle of [0.999, 1]
 _TOLERANCE = 0.00049  # of an excess, around it
-_POINTS: dict[Accountant, int] = {"pld": 20, "rdp": 100}  # of a curve
+_POINTS: dict[Accountant, int] = {"pld": 20, "rdp": 100}  # of a curve, evenly spaced
 
 
 def compose(segments: Sequence[Segment], *, delta: float, accountant: Accountant) -> float:
@@ -166,21 +166,16 @@ class EpsilonCurve:
         accountant: Accountant,
         total_steps: int,
         first_step: int = 0,
-        points: int | None = None,
     ) -> None:
         """Args:
         before: planned segments that ran on the same data; they count from step 0.
         mechanism, total_steps: of the segment to come.
         first_step: the smallest number of steps to be asked for. Earlier points are left out;
             the others do not depend on it.
-        points: the number of evenly spaced points, `total_steps` the last.
         """
-        points = _POINTS[accountant] if points is None else points
-        assert points >= 1
-        self._before = tuple(before)
-        self._mechanism = mechanism
+        self._before, self._mechanism = tuple(before), mechanism
         self._delta, self._accountant = delta, accountant
-        parts = max(1, min(points, total_steps))
+        parts = max(1, min(_POINTS[accountant], total_steps))
         even = sorted({0, *(-(-total_steps * i // parts) for i in range(1, parts + 1))})
         self._steps = [step for step in even if step >= first_step] or [first_step]
         self._epsilons = [self._compute(steps) for steps in self._steps]
@@ -195,10 +190,6 @@ class EpsilonCurve:
             self._steps.append(steps)
             self._epsilons.append(max(self._compute(steps), self._epsilons[-1]))
         return self._epsilons[i]
-
-    def points(self) -> list[tuple[int, float]]:
-        """Return the computed points: (steps, epsilon), rising in both."""
-        return list(zip(self._steps, self._epsilons, strict=True))
 
     def _compute(self, steps: int) -> float:
         coming = Segment(self._mechanism, steps)

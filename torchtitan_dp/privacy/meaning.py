@@ -43,7 +43,6 @@ class Meaning:
     posterior_but_for: float
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values for `json.dumps`."""
         return {
             "members_detected": [
                 {"false_alarms": alarms, "at_most": share} for alarms, share in self.detected
@@ -54,7 +53,6 @@ class Meaning:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "Meaning":
-        """Read what `to_json` gave."""
         return cls(
             detected=tuple((d["false_alarms"], d["at_most"]) for d in fields["members_detected"]),
             posterior=fields["posterior_from_half"],

@@ -203,7 +203,6 @@ class Mechanism:
         return self.noise_multiplier * noise_in_weights(self.column, shares)
 
     def with_noise(self, noise_multiplier: float) -> "Mechanism":
-        """Return the same mechanism with another noise multiplier."""
         return dataclasses.replace(self, noise_multiplier=noise_multiplier)
 
     def fields(self) -> dict[str, Any]:

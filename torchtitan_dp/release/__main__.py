@@ -234,7 +234,6 @@ def _sha256(path: str) -> str:
 
 
 def main(argv: list[str]) -> None:
-    """Run the command."""
     options, _ = parsed("release", __doc__, argv)
     names = PublicNames(
         options.base_model, options.license, tuple(options.datasets), options.unit_name

@@ -170,7 +170,6 @@ class Chart:
 
     @property
     def svg(self) -> str:
-        """The chart, by matplotlib."""
         import matplotlib
         from matplotlib.figure import Figure
 
@@ -295,7 +294,6 @@ def _guarantee(run: RunFolder) -> dict[str, Any] | None:
 
 
 def main(argv: list[str]) -> None:
-    """Run the command."""
     options, _ = parsed("report", __doc__, argv)
     if options.status and (options.public or options.output):
         fail("--status: it writes no page; omit --public and --output")

@@ -67,12 +67,10 @@ class RunFolder:
 
     @property
     def private(self) -> bool:
-        """Whether the weights are private."""
         return self.ledger.private and bool(self.published["private"]) and self.with_privacy
 
     @property
     def total(self) -> int:
-        """The steps that the run takes in all."""
         return self.ledger.planned_steps or (self.config.training.steps if self.config else 0)
 
 

@@ -82,7 +82,6 @@ class Trial(NamedTuple):
 
     @property
     def options(self) -> list[str]:
-        """The keys on a command line."""
         return [f"--{key}={value}" for key, value in self.keys.items()]
 
 
@@ -356,7 +355,6 @@ def _epsilon_of_loss(ledgers: Sequence[Lineage], target: float) -> float:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command and return its exit code."""
     options, shared = parsed("tune", __doc__, argv)
     with exit_on_mistake(), contextlib.ExitStack() as held:
         asked = processes_asked()
