@@ -44,7 +44,7 @@ class Plan:
 
 def settle(config: JobConfig, units: int, history: History, terms: Settings | None) -> Plan:
     """Fix the noise, the rate and the epsilon of a run on so many training units; ValueError, one
-    line. `history` and `terms` are from `fresh`, `rewound` or `resumed`."""
+    line. `terms` are those of its earlier steps, if any (`start.plan_start`)."""
     privacy, steps = config.privacy, config.training.steps
     warnings = _check_delta(config, units)
     sigma, column = choose_noise(config, units, inherited(history.ancestors), terms)

@@ -1,8 +1,8 @@
 """How a run starts: from drawn weights, from exported ones, or from its own checkpoint.
 
 A process decides by the names, owners and sizes of files alone. At the load rank 0 looks at them
-again (`confirmed`). The history of a run's weights is `fresh`, `resumed` from its own checkpoint,
-or `rewound`, where its checkpoints are gone; `plan.settle` fixes the rest.
+again (`confirmed`). The history of a run's weights begins with it, is `resumed` from its checkpoint
+or, where its checkpoints are gone, starts anew on its terms; `plan.settle` fixes the rest.
 
 Guarantee:
     - Weights always come with their history: this run's with the ledger in their checkpoint, others
@@ -194,16 +194,19 @@ def check_records(folder: str, fingerprint: str | None, settings: Mapping[str, o
 def plan_start(config: JobConfig, units: int, start: Start, earlier: Lineage | None) -> Plan:
     """Plan the privacy budget of a run with this start, as `settle` does; `earlier` is the ledger
     of its folder (`plan.earlier_ledger`)."""
-    initial = start.initial
+    terms: Settings | None = None
     if (loaded := start.own_ledger) is not None:
         history, terms = resumed(config, earlier or loaded, loaded)
-    elif earlier is None:
-        history, terms = fresh(config, initial)
-    elif start.resumes:  # from a checkpoint that cannot be read: the load finds another
+    elif earlier is not None and start.resumes:  # an unreadable checkpoint: the load finds another
         history, terms = earlier, earlier.settings
     else:
-        _refuse_to_leave_checkpoints(config)
-        history, terms = rewound(config, earlier, initial)
+        history = History()
+        if earlier is not None:  # its checkpoints are gone: its terms stay, its steps start anew
+            _refuse_to_leave_checkpoints(config)
+            history, terms = of_weights(earlier, history), earlier.settings
+        elif os.path.exists(os.path.join(config.job.dump_folder, TRIAL_FILE)):
+            history = with_caveats(history, TRIAL)
+        history = with_initial(history, config, start.initial)
     return settle(config, units, history, terms)
 
 
@@ -219,25 +222,7 @@ def _refuse_to_leave_checkpoints(config: JobConfig) -> None:
         )
 
 
-Begun = tuple[History, Settings | None]
-"""The history of a run's weights, and the terms of its earlier steps; None where there are none."""
-
-
-def fresh(config: JobConfig, initial: str | None) -> Begun:
-    """Return the history of a first start, from the weights in a folder `initial`, if any."""
-    history = History()
-    if os.path.exists(os.path.join(config.job.dump_folder, TRIAL_FILE)):
-        history = with_caveats(history, TRIAL)
-    return with_initial(history, config, initial), None
-
-
-def rewound(config: JobConfig, earlier: Lineage, initial: str | None) -> Begun:
-    """Return the history of a run whose checkpoints are gone: its terms stay, its steps start anew,
-    from the weights in a folder `initial`, if any."""
-    return with_initial(of_weights(earlier, History()), config, initial), earlier.settings
-
-
-def resumed(config: JobConfig, earlier: Lineage, loaded: Lineage) -> Begun:
+def resumed(config: JobConfig, earlier: Lineage, loaded: Lineage) -> tuple[History, Settings]:
     """Return the history of weights that were loaded from a checkpoint of this run; the marks of
     `earlier`, the folder's ledger, are kept. ValueError: no start of this folder took their steps.
     """

@@ -301,16 +301,14 @@ class Lineage(History):
     def from_fields(cls, fields: dict[str, Any]) -> "Lineage":
         """Build it from what `fields` gives."""
         audit, loss = fields["audit"], fields["heldout_loss"]
-        return cls(
-            **{
-                **fields,
-                "settings": Settings.from_fields(fields["settings"]),
-                "caveats": tuple(fields["caveats"]),
-                "ancestors": tuple(Ancestor.from_fields(one) for one in fields["ancestors"]),
-                "audit": audit and Audit(**audit),
-                "heldout_loss": loss and HeldOutLoss.from_fields(loss),
-            }
-        )
+        values = {
+            "settings": Settings.from_fields(fields["settings"]),
+            "caveats": tuple(fields["caveats"]),
+            "ancestors": tuple(Ancestor.from_fields(one) for one in fields["ancestors"]),
+            "audit": audit and Audit(**audit),
+            "heldout_loss": loss and HeldOutLoss.from_fields(loss),
+        }
+        return cls(**(fields | values))
 
 
 _History = TypeVar("_History", bound=History)

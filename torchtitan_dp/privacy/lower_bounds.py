@@ -15,6 +15,8 @@ Guarantee:
       trials are independent and what counts as an error was fixed in advance.
 """
 
+from typing import Any
+
 import numpy as np
 from scipy import special  # scipy.stats takes a second to import
 
@@ -57,13 +59,8 @@ def gaussian_mu(
 def expected_mu(mu: float, trials: int, confidence: float) -> float:
     """Predict `gaussian_mu` for a mu-Gaussian-DP program after `trials` of each kind."""
     errors = round(trials * float(special.ndtr(-mu / 2)))
-    return gaussian_mu(
-        false_positives=errors,
-        negatives=trials,
-        false_negatives=errors,
-        positives=trials,
-        confidence=confidence,
-    )
+    terms: dict[str, Any] = {"negatives": trials, "positives": trials, "confidence": confidence}
+    return gaussian_mu(false_positives=errors, false_negatives=errors, **terms)
 
 
 def claimed_mu(mechanism: Mechanism, trials: int, confidence: float) -> float:

@@ -235,9 +235,7 @@ def _sha256(path: str) -> str:
 
 def main(argv: list[str]) -> None:
     options, _ = parsed("release", __doc__, argv)
-    names = PublicNames(
-        options.base_model, options.license, tuple(options.datasets), options.unit_name
-    )
+    given = options.base_model, options.license, tuple(options.datasets), options.unit_name
     with exit_on_mistake():
         terms = release(
             options.run,
@@ -246,7 +244,7 @@ def main(argv: list[str]) -> None:
             lost_steps_not_seen=options.lost_steps_not_seen,
             merge=options.merged,
             average=options.ema,
-            names=names,
+            names=PublicNames(*given),
         )
     counts = terms["epsilon_counts"].replace("_", " ")
     print(

@@ -58,7 +58,6 @@ from torchtitan_dp.ledger.schema import TRIAL_FILE, read_published
 from torchtitan_dp.ledger.spending import Run, Total, inherited, total
 from torchtitan_dp.privacy import published_loss
 from torchtitan_dp.privacy.accounting import noise_for, rounded_up
-from torchtitan_dp.privacy.segments import Mechanism
 from torchtitan_dp.train.check import check_run
 
 TELLS_APART = 0.3
@@ -342,16 +341,10 @@ def split(ledgers: Sequence[Lineage], target: float) -> tuple[float, list[float]
 
 def _epsilon_of_loss(ledgers: Sequence[Lineage], target: float) -> float:
     """Find the epsilon of each published loss with which those of all trials spend the target."""
-    first = ledgers[0]
-    sigma = noise_for(
-        Mechanism(1.0, 1.0),
-        len(ledgers),
-        target_epsilon=target,
-        delta=first.settings.delta,
-        accountant="pld",
-        before=inherited(first.ancestors),
-    )
-    return published_loss.epsilon(published_loss.releases(sigma, 1), delta=first.settings.delta)
+    delta, before = ledgers[0].settings.delta, inherited(ledgers[0].ancestors)
+    query = {"target_epsilon": target, "delta": delta, "before": before}
+    sigma = published_loss.noise_for(len(ledgers), **query)
+    return published_loss.epsilon(published_loss.releases(sigma, 1), delta=delta)
 
 
 def main(argv: list[str]) -> int:
