@@ -8,7 +8,7 @@ import re
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
-from tests.accounts import begun, ended, write
+from tests.accounts import begun, edit, ended, write
 from tests.build import config as small_config
 from torchtitan_dp.config.load import RUN_CONFIG_FILE, write_config
 from torchtitan_dp.ledger import Lineage
@@ -100,8 +100,7 @@ def test_a_public_page_has_nothing_that_nobody_allowed(run):
     assert settings["training"]["dataset_path"] == "/SecretData/notes"
     settings["comm"]["save_traces_folder"] = "/SecretTraces"
     (run / RUN_CONFIG_FILE).write_text(json.dumps(settings))
-    content = json.loads((run / "privacy.json").read_text())
-    (run / "privacy.json").write_text(json.dumps({**content, "SecretKey": "SecretValue"}))
+    edit(run, SecretKey="SecretValue")
     owners, page = report(str(run)), report(str(run), public=True)
     page = re.sub(r"run [0-9a-f]{32}", "", page)  # its digits are random: any of those below
     for secret in ("SecretTraces", str(run)):
