@@ -98,5 +98,4 @@ def loss_bound(segments: Sequence[GaussianSteps], probability: float) -> float:
 
     Chernoff: E[exp((order - 1) * loss)] = exp((order - 1) * divergence).
     """
-    tail = divergence(segments) - math.log(probability) / (ORDERS - 1)
-    return float(tail.min())
+    return float((divergence(segments) - math.log(probability) / (ORDERS - 1)).min())
