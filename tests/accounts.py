@@ -1,8 +1,10 @@
 """An account as a start of the trainer opens it, for tests that have no trainer."""
 
 import dataclasses
+import json
 import math
 import os
+from pathlib import Path
 from typing import Any
 
 from torchtitan_dp.ledger import Lineage, Losable, RunLog
@@ -69,6 +71,13 @@ def write(lineage: Lineage, folder: Any) -> dict[str, Any]:
     content = described(lineage, *_epsilons(lineage))
     write_published(str(folder), content)
     return content
+
+
+def edit(folder: Any, **changes: Any) -> None:
+    """Write other values into a folder's `privacy.json`; `...` takes a key away."""
+    path = Path(folder, "privacy.json")
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
 
 
 def export(lineage: Lineage, folder: Any) -> dict[str, Any]:

@@ -13,13 +13,7 @@ from tests.accounts import ended
 from tests.checkpoint import test_folder
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.checkpoint.plan import choose_loss, settle
-from torchtitan_dp.checkpoint.start import (
-    Start,
-    check_start,
-    confirmed,
-    decide_start,
-    plan_start,
-)
+from torchtitan_dp.checkpoint.start import Start, check_start, confirmed, decide_start, plan_start
 from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.ledger import Lineage
 from torchtitan_dp.ledger.lineage import History, NoisedLoss
@@ -175,8 +169,7 @@ def test_what_all_ranks_read_revises_the_decision(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "mode, reported",
-    [("DISABLED", [[2], [2, 4], [2, 4, 5]]), ("ASYNC", [[], [2], [2, 4, 5]])],
+    "mode, reported", [("DISABLED", [[2], [2, 4], [2, 4, 5]]), ("ASYNC", [[], [2], [2, 4, 5]])]
 )
 def test_a_checkpoint_is_reported_as_saved_once_it_is_on_disk(monkeypatch, mode, reported):
     """One in the background when the next save has waited for it; the last one is never there."""

@@ -2,11 +2,12 @@
 
 import dataclasses
 import json
+import os
 import shutil
 
 import pytest
 
-from tests.accounts import begun, export, publish, steps_of
+from tests.accounts import begun, edit, export, publish, steps_of
 from tests.processes.runs import arguments, privacy, train, with_sigma, write_records
 from torchtitan_dp.checkpoint.folder import verify
 from torchtitan_dp.checkpoint.plan import earlier_ledger
@@ -64,11 +65,6 @@ def test_a_run_that_holds_together(first, capsys):
     assert "the run: epsilon = " in capsys.readouterr().err
 
 
-def edit(folder, **changes):
-    path = folder / "privacy.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
 def more_steps_than_the_starts_lead_to(folder):
     (folder / "starts.log").unlink()
     with (folder / "steps_executed.log").open("a") as log:
@@ -79,6 +75,10 @@ def another_start(folder):
     """The same terms and numbers, taken by another start."""
     log = folder / "starts.log"
     log.write_text(log.read_text().replace(log.read_text().split()[1], "another"))
+
+
+def logged(text):
+    return lambda folder: (folder / "steps_executed.log").write_text(text)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def another_start(folder):
         (lambda f: edit(f, noise_multiplier=9.0), "checkpoint step-4: its terms are not those of"),
         (lambda f: edit(f, run="another"), "is of another run"),
         (
-            lambda f: (f / "steps_executed.log").write_text("1\n"),
+            logged("1\n"),
             "steps_executed.log or starts.log lacks steps or crashes that privacy.json counts",
         ),
         (another_start, "checkpoint step-4: was saved by a start that starts.log lacks"),
@@ -213,17 +213,6 @@ def test_hazard_45_initial_weights_count_where_a_run_lost_its_own(first, data, t
         plan_of(arguments(out, data, *with_sigma(SIGMA), *load), out)
 
 
-def test_a_checkpoint_that_no_start_of_this_folder_saved_is_refused(copy, data):
-    """Of a copy that was trained on elsewhere, or without its logs: its steps are not counted."""
-    another_start(copy)
-    with pytest.raises(ValueError, match=r"saved by a start that starts\.log .* lacks"):
-        plan_of(arguments(copy, data, *with_sigma(SIGMA)), copy)
-    for name in ("privacy.json", "starts.log", "steps_executed.log"):
-        (copy / name).unlink()
-    with pytest.raises(ValueError, match=r"saved by a start that starts\.log .* lacks"):
-        plan_of(arguments(copy, data, *with_sigma(SIGMA)), copy)
-
-
 def test_a_copy_that_went_on_adds_its_prefix_again(copy, first, capsys):
     begun(earlier_ledger(str(copy)), copy, 3, loses=3)
     told = run(copy, first)[1]["total"]
@@ -244,18 +233,34 @@ def test_runs_that_began_with_one_export_share_what_it_spent(first, tmp_path):
     assert told.steps_executed == 4
 
 
-@pytest.mark.parametrize("text", ["", "1\n"])
-def test_a_log_that_lost_lines_is_refused(copy, data, text):
-    (copy / "steps_executed.log").write_text(text)
-    with pytest.raises(ValueError, match=r"steps_executed\.log or starts\.log lacks steps"):
-        plan_of(arguments(copy, data, *with_sigma(SIGMA)), copy)
+def without(*names):
+    """A folder without these files, or folders."""
+
+    def spoil(folder):
+        for name in names:
+            (shutil.rmtree if (folder / name).is_dir() else os.remove)(folder / name)
+
+    return spoil
 
 
-def test_a_plan_without_the_starts_is_refused_as_the_start_is(copy, data):
-    """Of steps that no checkpoint holds, and no crash is known."""
-    shutil.rmtree(copy / "checkpoint")
-    (copy / "starts.log").unlink()
-    with pytest.raises(ValueError, match=r"has 4 steps, but starts\.log leads to 0; restore both"):
+LOGS = "starts.log", "steps_executed.log"
+
+
+@pytest.mark.parametrize(
+    "spoil, said",
+    [
+        # Of a copy that was trained on elsewhere, or without its logs: its steps are not counted.
+        (another_start, r"saved by a start that starts\.log .* lacks"),
+        (without("privacy.json", *LOGS), r"saved by a start that starts\.log .* lacks"),
+        *((logged(text), r"steps_executed\.log or starts\.log lacks") for text in ("", "1\n")),
+        # Of steps that no checkpoint holds, and no crash is known.
+        (without("checkpoint", LOGS[0]), r"has 4 steps, but starts\.log leads to 0; restore both"),
+    ],
+    ids=["another start", "no logs", "no lines", "few lines", "no starts"],
+)
+def test_a_plan_is_refused_as_the_start_is_whose_logs_are_not_the_runs(copy, data, spoil, said):
+    spoil(copy)
+    with pytest.raises(ValueError, match=said):
         plan_of(arguments(copy, data, *with_sigma(SIGMA)), copy)
 
 

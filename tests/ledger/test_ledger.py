@@ -153,9 +153,6 @@ def test_weights_of_other_steps_keep_marks_and_a_loss_that_is_not_theirs_goes():
     assert of_weights(kept, History()).steps == 0
 
 
-# The records.
-
-
 # What is spent.
 
 

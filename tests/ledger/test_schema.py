@@ -8,7 +8,7 @@ import dp_accounting
 import pytest
 from dp_accounting.pld import PLDAccountant
 
-from tests.accounts import export, mechanism, publish
+from tests.accounts import edit, export, mechanism, publish
 from torchtitan_dp.ledger import Lineage, Settings, read_published, schema
 from torchtitan_dp.ledger.lineage import Ancestor
 from torchtitan_dp.privacy.meaning import Meaning
@@ -21,13 +21,6 @@ OF_OTHERS = {"bands", "column", "round_steps"}  # of correlated noise, of rounds
 @pytest.fixture
 def told(tmp_path):
     return publish(Lineage(SETTINGS, steps=30, planned_steps=30), tmp_path)
-
-
-def edit(folder, **changes):
-    path = folder / "privacy.json"
-    content = json.loads(path.read_text()) | changes
-    kept = {key: value for key, value in content.items() if value is not ...}
-    path.write_text(json.dumps(kept))
 
 
 def test_it_holds_the_keys_of_the_schema_in_their_order(told, tmp_path):

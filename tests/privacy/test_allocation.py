@@ -24,13 +24,7 @@ from torchtitan_dp.privacy.accounting import compose, noise_for
 from torchtitan_dp.privacy.meaning import meaning
 from torchtitan_dp.privacy.pld import pld_profile
 from torchtitan_dp.privacy.sampling import allocate
-from torchtitan_dp.privacy.segments import (
-    Mechanism,
-    Segment,
-    composition,
-    dp_event,
-    mechanism_of,
-)
+from torchtitan_dp.privacy.segments import Mechanism, Segment, composition, dp_event, mechanism_of
 
 
 def of(sigma: float, t: int) -> Mechanism:
@@ -82,11 +76,7 @@ def test_steps_are_uniform_and_units_and_rounds_independent():
 # --- Epsilon. -------------------------------------------------------------------------------------
 
 
-CACHED = (
-    privacy_losses.round_losses,
-    privacy_losses._allocated,
-    pld.pld_epsilon,
-)
+CACHED = (privacy_losses.round_losses, privacy_losses._allocated, pld.pld_epsilon)
 
 
 @pytest.fixture
@@ -218,10 +208,7 @@ def test_what_epsilon_means_bounds_the_best_attack_on_a_round():
 
 def test_rounds_are_the_rates_inverse_rounded():
     made = functools.partial(
-        mechanism_of,
-        Privacy(sampling="allocation"),
-        noise_multiplier=1.0,
-        estimates_norms=False,
+        mechanism_of, Privacy(sampling="allocation"), noise_multiplier=1.0, estimates_norms=False
     )
     assert made(sample_rate=256 / 10_000).round_steps == 39
     assert made(sample_rate=0.4).sample_rate == 0.5

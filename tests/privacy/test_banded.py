@@ -14,12 +14,7 @@ import torch
 from dp_accounting.pld import PLDAccountant
 
 from torchtitan_dp.privacy.banded import NoiseChain, StepNoise
-from torchtitan_dp.privacy.coefficients import (
-    INDEPENDENT,
-    column_norm,
-    cut_off,
-    found_for,
-)
+from torchtitan_dp.privacy.coefficients import INDEPENDENT, column_norm, cut_off, found_for
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.noise import add_gaussian_noise_
 from torchtitan_dp.privacy.sampling import groups_of, poisson_draw

@@ -84,17 +84,13 @@ def lost_in_fp32(period: int, large: int, small_square: float) -> torch.Tensor:
 @pytest.mark.parametrize("period", [2**k for k in range(4, 15)])
 def test_row13_no_gradient_is_added_with_more_than_C(period, clip_function):
     """A square of less than half a unit in the last place of the sum so far adds nothing to it."""
+    terms = {"max_grad_norm": 0.5, "clip_function": clip_function}
     for large in (1, 2, 4, 8):
         for small_square in (5.9e-8, 3e-8, 2.9e-8, 1.2e-7, 1e-9):
             gradient = lost_in_fp32(period, large, small_square)
             exact = gradient.double().square().sum()
             assert squared_norm(gradient) >= exact * (1 - 1.6e-5)
-            clipped = clip(
-                squared_norm(gradient[None]),
-                torch.tensor([True]),
-                max_grad_norm=0.5,
-                clip_function=clip_function,
-            )
+            clipped = clip(squared_norm(gradient[None]), torch.tensor([True]), **terms)
             total = torch.zeros_like(gradient)
             add_clipped_(total, gradient, clipped.factor_B[0], clipped.rejected_B[0])
             assert total.double().square().sum().sqrt() <= 0.5
@@ -124,15 +120,9 @@ def test_row22_an_overflow_stays_visible():
 def test_a_factor_that_fp32_rounds_coarsely_is_no_factor(max_grad_norm, clip_function):
     """Norms near fp32's limit over a small C: a subnormal factor may be off by half of itself."""
     for norm in (1e30, 1e36, 1.4e38, 2.9e38, 3.4e38):
-        squared = torch.tensor([norm], dtype=torch.float64).square()
-        clipped = clip(
-            squared,
-            torch.tensor([True]),
-            max_grad_norm=max_grad_norm,
-            clip_function=clip_function,
-        )
-        assert clipped.factor_B.double().item() * norm <= max_grad_norm
-        assert clipped.rejected_B.item() == (clipped.factor_B.item() == 0)
+        found = clipped([norm], max_grad_norm=max_grad_norm, clip_function=clip_function)
+        assert found.factor_B.double().item() * norm <= max_grad_norm
+        assert found.rejected_B.item() == (found.factor_B.item() == 0)
 
 
 @pytest.mark.parametrize("rejected", [False, True])
@@ -179,16 +169,14 @@ def test_clip_and_add_on_cuda(offset):
 NAMES = ["embedding.weight", "layers.0.wq.weight", "layers.0.wq.bias", "layers.1.wq.weight"]
 
 
-def test_a_layer_is_a_module_that_holds_parameters():
-    policy = clip_policy(NAMES, Privacy(clipping="per_layer"), max_grad_norm=2.0)
-    expected = (("embedding.weight",), tuple(NAMES[1:3]), ("layers.1.wq.weight",))
-    assert policy.members == expected
+@pytest.mark.parametrize("groups", ["per_layer", "per_block"])
+def test_a_group_is_a_module_that_holds_parameters_or_a_block(groups):
+    policy = clip_policy(NAMES, Privacy(clipping=groups), max_grad_norm=2.0)
+    assert policy.members == (("embedding.weight",), tuple(NAMES[1:3]), ("layers.1.wq.weight",))
     assert policy.bounds == (2 / math.sqrt(3),) * 3
 
 
-def test_a_block_is_one_group_and_what_lies_outside_goes_by_module():
-    policy = clip_policy(NAMES, Privacy(clipping="per_block"), max_grad_norm=2.0)
-    assert policy.members == (("embedding.weight",), tuple(NAMES[1:3]), ("layers.1.wq.weight",))
+def test_the_outermost_block_is_one_group():
     nested = ["model.layers.0.experts.1.w", "model.layers.0.norm.w", "model.layers.10.norm.w"]
     members = clip_policy(nested, Privacy(clipping="per_block")).members
     assert members == (tuple(nested[:2]), (nested[2],))

@@ -6,7 +6,7 @@ import mpmath
 import numpy as np
 import pytest
 
-from torchtitan_dp.privacy.losses import Losses, gaussian_losses, ratios
+from torchtitan_dp.privacy.losses import Losses, Ratios, gaussian_losses, ratios
 
 SETTINGS = [(0.614, 4e-5, 2.0**-13), (1.0, 0.01, 2.0**-12), (0.45, 0.014, 2.0**-10)]
 SETTINGS += [(2.0, 1.0, 2.0**-8), (0.1, 0.5, 2.0**-8), (30.0, 0.3, 2.0**-16)]
@@ -64,9 +64,8 @@ def test_delta_of_a_step_is_never_below_the_exact_one_and_close_to_it(sigma, q, 
 
 def test_delta_of_a_mixture_is_never_below_the_exact_one():
     mpmath.mp.dps = 40
-    found = ratios(8)
-    few = type(found)(found.values[::40].copy(), np.full(len(found.values[::40]), 0.0))
-    few = type(found)(few.values, np.full(len(few.values), 1 / len(few.values)))
+    values = ratios(8).values[::40]
+    few = Ratios(values, np.full(len(values), 1 / len(values)))
     shares = list(zip(few.values.tolist(), few.probabilities.tolist(), strict=True))
     both = gaussian_losses(1.3, 0.05, few, interval=2.0**-9, log_tail=-60.0)
     for present, losses in zip((True, False), both, strict=True):

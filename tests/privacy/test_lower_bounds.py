@@ -30,19 +30,10 @@ def test_mu_holds_as_often_as_it_says_and_is_not_far_off(mu):
     thresholds = mu / 2 + rng.normal(scale=0.3, size=experiments)
     false_positives = rng.binomial(trials, stats.norm.sf(thresholds))
     false_negatives = rng.binomial(trials, stats.norm.cdf(thresholds - mu))
-    bounds = np.array(
-        [
-            gaussian_mu(
-                false_positives=int(p),
-                negatives=trials,
-                false_negatives=int(n),
-                positives=trials,
-                confidence=0.9,
-            )
-            for p, n in zip(false_positives, false_negatives, strict=True)
-        ]
-    )
-    assert np.mean(bounds > mu) <= 0.1 + 3 * math.sqrt(0.09 / experiments)
+    terms = {"negatives": trials, "positives": trials, "confidence": 0.9}
+    errors = zip(false_positives.tolist(), false_negatives.tolist(), strict=True)
+    bounds = [gaussian_mu(false_positives=p, false_negatives=n, **terms) for p, n in errors]
+    assert np.mean(np.array(bounds) > mu) <= 0.1 + 3 * math.sqrt(0.09 / experiments)
     assert np.mean(bounds) >= mu - 0.35
     assert expected_mu(mu, trials, 0.9) == pytest.approx(np.mean(bounds), abs=0.15)
 
@@ -55,9 +46,8 @@ def test_p_value_by_its_definition(correct, epsilon):
     pmf = [stats.binom.pmf(w, guesses, accuracy) for w in range(guesses + 1)]
     worst = max((sum(pmf[correct - i : correct]) / i for i in range(1, correct + 1)), default=0.0)
     expected = min(1.0, sum(pmf[correct:]) + 2 * m * delta * worst)
-    found = one_run_p_value(
-        canaries=m, guesses=guesses, correct=correct, epsilon=epsilon, delta=delta
-    )
+    terms = {"canaries": m, "guesses": guesses, "delta": delta}
+    found = one_run_p_value(correct=correct, epsilon=epsilon, **terms)
     assert found == pytest.approx(expected, rel=1e-6, abs=1e-12)
 
 
@@ -85,12 +75,8 @@ def randomized_response(rng, epsilon, canaries, delta=0.0):
 
 
 def bounds_of(correct, canaries, delta):
-    bound = {
-        c: one_run_epsilon(
-            canaries=canaries, guesses=canaries, correct=c, delta=delta, confidence=0.95
-        )
-        for c in set(correct)
-    }
+    terms = {"canaries": canaries, "guesses": canaries, "delta": delta, "confidence": 0.95}
+    bound = {c: one_run_epsilon(correct=c, **terms) for c in set(correct)}
     return np.array([bound[c] for c in correct])
 
 

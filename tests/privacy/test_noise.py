@@ -73,11 +73,7 @@ THREEFRY4X32_20 = [
     ),
 ]
 PHILOX4X64_10 = [
-    (
-        "0 0 0 0",
-        "0 0",
-        "16554d9eca36314c db20fe9d672d0fdc d7e772cee186176b 7e68b68aec7ba23b",
-    ),
+    ("0 0 0 0", "0 0", "16554d9eca36314c db20fe9d672d0fdc d7e772cee186176b 7e68b68aec7ba23b"),
     (
         "ffffffffffffffff " * 4,
         "ffffffffffffffff " * 2,
@@ -324,18 +320,17 @@ def test_row39_a_generators_key_is_not_copied_from_memory_that_is_freed():
 
 @either
 @pytest.mark.parametrize(
-    "flat", [torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4).double(), torch.zeros(2, 2)]
+    "flat, std, said",
+    [
+        (torch.zeros(4, dtype=torch.bfloat16), 1.0, "pass the flattened fp32 shard"),
+        (torch.zeros(4).double(), 1.0, "pass the flattened fp32 shard"),
+        (torch.zeros(2, 2), 1.0, "pass the flattened fp32 shard"),
+        *((torch.zeros(4), std, "std") for std in (-1.0, float("nan"), float("inf"))),
+    ],
 )
-def test_only_flat_fp32_is_accepted(add, flat):
-    with pytest.raises(ValueError, match="pass the flattened fp32 shard"):
-        add(flat, std=1.0, key=KEY, name="w", start=0)
-
-
-@either
-@pytest.mark.parametrize("std", [-1.0, float("nan"), float("inf")])
-def test_a_senseless_std_is_refused(add, std):
-    with pytest.raises(ValueError, match="std"):
-        add(torch.zeros(4), std=std, key=KEY, name="w", start=0)
+def test_only_flat_fp32_and_a_sensible_std_are_accepted(add, flat, std, said):
+    with pytest.raises(ValueError, match=said):
+        add(flat, std=std, key=KEY, name="w", start=0)
 
 
 @either

@@ -8,14 +8,7 @@ import torch
 from scipy import stats
 
 from torchtitan_dp.privacy import sampling
-from torchtitan_dp.privacy.sampling import (
-    choices,
-    coins,
-    deal,
-    poisson_draw,
-    uint64s,
-    unit_normals,
-)
+from torchtitan_dp.privacy.sampling import choices, coins, deal, poisson_draw, uint64s, unit_normals
 
 
 def key(number: int) -> bytes:

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from tests.accounts import epsilon, mechanism, noise_multiplier, steps_of
+from torchtitan_dp.privacy import accounting as module
 from torchtitan_dp.privacy.accounting import EpsilonCurve, compose
 
 DELTA = 1e-5
@@ -16,33 +17,27 @@ every = pytest.mark.parametrize("accountant", ["rdp", "pld"])
 
 
 @every
-def test_one_segment_is_epsilon_and_two_halves_are_the_whole(accountant):
-    whole = epsilon(
-        noise_multiplier=1.0, sample_rate=0.01, steps=600, delta=DELTA, accountant=accountant
-    )
-    half = steps_of(1.0, 0.01, 300)
-    assert compose([FIRST], delta=DELTA, accountant=accountant) == whole
-    assert compose([half, half], delta=DELTA, accountant=accountant) == whole
-
-
-@every
-def test_composition_is_more_than_each_less_than_the_sum_and_grows(accountant):
-    one, two = (compose([s], delta=DELTA, accountant=accountant) for s in (FIRST, SECOND))
-    both = compose([FIRST, SECOND], delta=DELTA, accountant=accountant)
+def test_halves_are_the_whole_and_composition_is_less_than_the_sum_and_grows(accountant):
+    query, half = {"delta": DELTA, "accountant": accountant}, steps_of(1.0, 0.01, 300)
+    one, two = (compose([segment], **query) for segment in (FIRST, SECOND))
+    assert one == epsilon(noise_multiplier=1.0, sample_rate=0.01, steps=600, **query)
+    assert one == compose([half, half], **query)
+    both = compose([FIRST, SECOND], **query)
     assert max(one, two) < both < one + two  # far from the ends: subadditive up to delta
-    assert compose([SECOND, FIRST], delta=DELTA, accountant=accountant) == both
-    longer = [FIRST, steps_of(1.4, 0.02, 330)]
-    assert compose(longer, delta=DELTA, accountant=accountant) > both
+    assert compose([SECOND, FIRST], **query) == both
+    assert compose([FIRST, steps_of(1.4, 0.02, 330)], **query) > both
 
 
 @every
 def test_edges(accountant):
     query = {"delta": DELTA, "accountant": accountant}
     nothing = [steps_of(1.0, 0.0, 5), steps_of(0.0, 0.5, 0), steps_of(math.inf, 1.0, 3)]
+    nothing += [steps_of(1.0, 0.5, 0)]
     assert compose([], **query) == compose(nothing, **query) == 0.0
     assert compose([FIRST, *nothing], **query) == compose([FIRST], **query)
     assert compose([FIRST, steps_of(0.0, 1.0, 1)], **query) == math.inf
     assert compose([FIRST, steps_of(0.0, 0.1, 1)], **query) == math.inf
+    assert 0.0 <= compose([steps_of(1.0, 1e-7, 1_000)], **query) < 1.0
 
 
 @every
@@ -55,35 +50,26 @@ def test_the_noise_to_come_makes_the_total_meet_the_target(accountant):
 
 
 def test_noise_cannot_undo_what_was_spent_before():
+    query = {"target_epsilon": 1.0, "delta": DELTA, "accountant": "rdp", "before": [FIRST]}
     with pytest.raises(ValueError, match=r"target_epsilon = 1\.0: the steps before have spent 1\."):
-        noise_multiplier(
-            target_epsilon=1.0, delta=DELTA, sample_rate=0.02, steps=500, accountant="rdp",
-            before=[FIRST],
-        )  # fmt: skip
+        noise_multiplier(sample_rate=0.02, steps=500, **query)
 
 
 # --- ahead ----------------------------------------------------------------------------------------
 
 
 @every
-def test_the_curve_is_an_upper_bound_and_exact_at_its_points(accountant):
-    curve = EpsilonCurve(
-        (SECOND,),
-        mechanism(1.0, 0.01),
-        delta=DELTA,
-        accountant=accountant,
-        total_steps=95,
-        points=4,
-    )
-    points = curve.points()
-    assert [steps for steps, _ in points] == [0, 24, 48, 72, 95]
-    assert [e for _, e in points] == sorted(e for _, e in points)
+def test_the_curve_is_an_upper_bound_and_exact_at_its_points(accountant, monkeypatch):
+    monkeypatch.setitem(module._POINTS, accountant, 4)
+    query = {"delta": DELTA, "accountant": accountant}
+    curve = EpsilonCurve((SECOND,), mechanism(1.0, 0.01), **query, total_steps=95)
+    assert curve._steps == [0, 24, 48, 72, 95]
+    assert curve._epsilons == sorted(curve._epsilons)
 
     def exact(steps: int) -> float:
-        coming = steps_of(1.0, 0.01, steps)
-        return compose([SECOND, coming], delta=DELTA, accountant=accountant)
+        return compose([SECOND, steps_of(1.0, 0.01, steps)], **query)
 
-    for steps, at_point in points:
+    for steps, at_point in zip(curve._steps, curve._epsilons, strict=True):
         assert curve.at(steps) == at_point == pytest.approx(exact(steps), rel=1e-4)
     assert curve.at(95) == exact(95)
     for steps in (1, 25, 94):
@@ -92,8 +78,6 @@ def test_the_curve_is_an_upper_bound_and_exact_at_its_points(accountant):
 
 
 def test_a_query_computes_nothing_up_to_the_last_step_and_beyond_it_once(monkeypatch):
-    from torchtitan_dp.privacy import accounting as module
-
     computed = []
 
     def spy(segments, **settings):

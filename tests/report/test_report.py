@@ -4,12 +4,11 @@ import fcntl
 import html
 import json
 import re
-from pathlib import Path
 
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
-from tests.accounts import begun, ended, write
+from tests.accounts import begun, edit, ended, write
 from tests.build import config as small_config
 from torchtitan_dp.config.load import RUN_CONFIG_FILE, write_config
 from torchtitan_dp.ledger import Lineage
@@ -34,7 +33,7 @@ SETTINGS = Settings(
 RECORDS = {"loss": 5.0, "clipped_fraction": 0.5, "norm_p50": 2.0, "throughput(tps)": 321.0}
 
 
-def take_steps(folder: Path, steps: int, planned: int = 6, caveat: str = "") -> None:
+def take_steps(folder, steps: int, planned: int = 6, caveat: str = ""):
     """Write the ledger's files as a run does that took so many steps."""
     lineage = Lineage(SETTINGS, planned_steps=planned)
     if caveat:
@@ -43,7 +42,7 @@ def take_steps(folder: Path, steps: int, planned: int = 6, caveat: str = "") -> 
     write(lineage, folder)
 
 
-def write_scalars(folder: Path, first: int, last: int, **more: float) -> None:
+def write_scalars(folder, first: int, last: int, **more: float):
     """Write TensorBoard's files as one start does that logs these steps."""
     writer = SummaryWriter(str(folder))
     for step in range(first, last + 1):
@@ -55,7 +54,7 @@ def write_scalars(folder: Path, first: int, last: int, **more: float) -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     """A finished run of six steps."""
     folder = tmp_path / "SecretPlace" / "out"
     folder.mkdir(parents=True)
@@ -70,15 +69,13 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_page_is_written_below_the_home_folder(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_is_written_below_the_home_folder(run, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     main([str(run), "--output=~/page.html"])
     assert (tmp_path / "page.html").is_file()
 
 
-def test_the_owners_page_is_one_file_with_labels(run: Path) -> None:
+def test_the_owners_page_is_one_file_with_labels(run):
     """It loads nothing, and what follows from records is labelled in words."""
     page = report(str(run))
     for words in ("finished", "6 of 6", "Clipped share", "Signal against noise", "ε over steps"):
@@ -95,7 +92,7 @@ def test_the_owners_page_is_one_file_with_labels(run: Path) -> None:
         assert re.search(rf">{row}</th><td>[^\n]*not private", page)
 
 
-def test_a_public_page_has_nothing_that_nobody_allowed(run: Path) -> None:
+def test_a_public_page_has_nothing_that_nobody_allowed(run):
     write_scalars(
         run / "tb" / "2", 6, 6, **{"SecretScalar": 1234.5, "private_to_publish/Hm": 4321.5}
     )
@@ -103,8 +100,7 @@ def test_a_public_page_has_nothing_that_nobody_allowed(run: Path) -> None:
     assert settings["training"]["dataset_path"] == "/SecretData/notes"
     settings["comm"]["save_traces_folder"] = "/SecretTraces"
     (run / RUN_CONFIG_FILE).write_text(json.dumps(settings))
-    content = json.loads((run / "privacy.json").read_text())
-    (run / "privacy.json").write_text(json.dumps({**content, "SecretKey": "SecretValue"}))
+    edit(run, SecretKey="SecretValue")
     owners, page = report(str(run)), report(str(run), public=True)
     page = re.sub(r"run [0-9a-f]{32}", "", page)  # its digits are random: any of those below
     for secret in ("SecretTraces", str(run)):
@@ -119,7 +115,7 @@ def test_a_public_page_has_nothing_that_nobody_allowed(run: Path) -> None:
     assert shown == {"ε over steps", "Signal against noise", "Learning rate"}
 
 
-def test_a_public_page_has_published_steps_and_no_setting(run: Path) -> None:
+def test_a_public_page_has_published_steps_and_no_setting(run):
     write_scalars(run / "tb" / "2", 7, 9)
     found = open_run(str(run))
     (chart,) = (c for c in public_charts(found) if c.title == "Learning rate")
@@ -127,7 +123,7 @@ def test_a_public_page_has_published_steps_and_no_setting(run: Path) -> None:
     assert public_content(found)["settings"] == []
 
 
-def test_text_of_the_user_is_escaped(tmp_path: Path) -> None:
+def test_text_of_the_user_is_escaped(tmp_path):
     name = "<script>alert(1)<_script>"
     folder = tmp_path / name
     folder.mkdir()
@@ -141,7 +137,7 @@ def test_text_of_the_user_is_escaped(tmp_path: Path) -> None:
     assert "<script" not in report(str(folder), public=True)
 
 
-def test_a_later_start_takes_steps_back(tmp_path: Path) -> None:
+def test_a_later_start_takes_steps_back(tmp_path):
     write_scalars(tmp_path / "20260101-0000", 1, 5)
     (first,) = tmp_path.rglob("events*")
     first.rename(first.with_name("events.out.tfevents.1000000000.host.1.0"))
@@ -152,7 +148,7 @@ def test_a_later_start_takes_steps_back(tmp_path: Path) -> None:
     assert [step for step, _ in scalars[SECONDS]] == [2, 3, 5, 6]
 
 
-def test_lost_steps_are_counted(run: Path) -> None:
+def test_lost_steps_are_counted(run):
     """Epsilon at the end is what a release states."""
     found = open_run(str(run))
     terms = found.ledger.settings
@@ -167,9 +163,7 @@ def test_lost_steps_are_counted(run: Path) -> None:
         assert words in page
 
 
-def test_unfinished_alive_and_without_tensorboard(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unfinished_alive_and_without_tensorboard(run, tmp_path, capsys):
     other = tmp_path / "other"
     other.mkdir()
     (other / RUN_CONFIG_FILE).write_bytes((run / RUN_CONFIG_FILE).read_bytes())
@@ -193,7 +187,7 @@ def test_unfinished_alive_and_without_tensorboard(
     assert "is missing" in report(str(fresh))  # run_config.json
 
 
-def test_a_run_that_is_not_private(run: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_not_private(run, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     take_steps(other, 6, caveat="privacy.debug_seed was set")
@@ -206,7 +200,7 @@ def test_a_run_that_is_not_private(run: Path, tmp_path: Path) -> None:
         report(str(other), public=True)
 
 
-def test_damage_is_shown_or_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damage_is_shown_or_refused(run, capsys):
     (events,) = (run / "tb").rglob("events*")
     whole = events.read_bytes()
     events.write_bytes(whole[: len(whole) // 2] + b"\0" * 99)
@@ -225,9 +219,7 @@ def test_damage_is_shown_or_refused(run: Path, capsys: pytest.CaptureFixture[str
     refused([str(run)], "cannot be read", capsys)
 
 
-def test_mistakes_are_one_line(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_one_line(run, tmp_path, capsys):
     """And what is no mistake is a file of its owner's."""
     refused([str(tmp_path / "nothing")], "no such folder", capsys)
     refused([str(tmp_path)], "it has no privacy.json", capsys)
@@ -238,7 +230,7 @@ def test_mistakes_are_one_line(
         assert (run / name).stat().st_mode & 0o077 == 0
 
 
-def refused(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def refused(argv: list[str], words: str, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(argv)
     assert stopped.value.code == 2
@@ -248,7 +240,7 @@ def refused(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize("logarithmic", [False, True])
-def test_charts_of_odd_values(logarithmic: bool) -> None:
+def test_charts_of_odd_values(logarithmic: bool):
     pytest.importorskip("matplotlib")
     lines = {"one": [(1, 0.0)], "many": [(n, n % 7.0) for n in range(100_000)]}
     drawn = Chart("x", "", lines, False, ("C", 1.0), logarithmic).svg
@@ -257,7 +249,7 @@ def test_charts_of_odd_values(logarithmic: bool) -> None:
     assert "http" not in drawn
 
 
-def test_without_matplotlib_the_page_has_tables(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_page_has_tables(run, monkeypatch):
     """Whose epsilons are rounded up, as all of them."""
     monkeypatch.setattr(page_of.importlib.util, "find_spec", lambda _: None)
     page = report(str(run), public=True)

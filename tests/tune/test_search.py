@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
-from tests.accounts import begun, export, opened, publish, taken
+from tests.accounts import begun, edit, export, opened, publish, taken
 from tests.processes import forks
 from tests.processes.runs import arguments, write_records
 from torchtitan_dp.checkpoint.folder import verify
@@ -233,10 +233,8 @@ def test_a_signal_goes_to_the_trial(number, monkeypatch):
 def test_a_loss_before_the_last_step_is_no_result(done):
     trial = Trial("trial_2", str(done.folder / "trial_2"), {})
     assert result_of(trial).loss == LOSSES["trial_2"]
-    path = done.folder / "trial_2" / "privacy.json"
-    content = json.loads(path.read_text())
-    content["heldout_loss"]["noised"][0] = 1
-    path.write_text(json.dumps(content))
+    loss = read_published(trial.folder).heldout_loss.fields()
+    edit(trial.folder, heldout_loss=loss | {"noised": [1, *loss["noised"][1:]]})
     assert result_of(trial) is None
 
 
@@ -275,8 +273,7 @@ def damaged(folder):
 
 
 def exposed(folder):
-    path = folder / "trial_1" / "privacy.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "private": False}))
+    edit(folder / "trial_1", private=False)
 
 
 @pytest.mark.parametrize(

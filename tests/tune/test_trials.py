@@ -62,9 +62,7 @@ def test_all_published_losses_together_spend_the_target(trials, target):
     loss = HeldOutLoss(sigma, 4.0, DELTA, each)
     ledgers = [dataclasses.replace(one, heldout_loss=loss) for one in ledgers]
     spent = accounting.compose(
-        [Segment(Mechanism(sigma / math.sqrt(trials), 1.0), 1)],
-        delta=DELTA,
-        accountant="pld",
+        [Segment(Mechanism(sigma / math.sqrt(trials), 1.0), 1)], delta=DELTA, accountant="pld"
     )
     assert 0.99 * target <= spent <= target
     found = total([Run(one.run, one, "") for one in ledgers])

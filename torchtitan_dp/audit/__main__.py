@@ -36,22 +36,16 @@ from torchtitan.tools.utils import device_type
 from torchtitan_dp.audit import released
 from torchtitan_dp.audit.game import Game, share_of
 from torchtitan_dp.base.process import forbid_core_dumps, lock_folder, write_atomically
-from torchtitan_dp.checkpoint.plan import Plan
 from torchtitan_dp.checkpoint.start import decision, plan_start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import mesh_degrees
-from torchtitan_dp.config.load import (
-    exit_on_mistake,
-    load_config,
-    write_json,
-)
+from torchtitan_dp.config.load import exit_on_mistake, load_config, write_json
 from torchtitan_dp.distributed.agreement import shared_root_key
 from torchtitan_dp.ledger import PRIVACY_FILE, RunLog
 from torchtitan_dp.ledger.schema import read_published_fields
 from torchtitan_dp.ledger.templates import templates
 from torchtitan_dp.models.lora import lora_of
 from torchtitan_dp.privacy.accounting import rounded_up
-from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.lower_bounds import claimed_mu, expected_mu
 from torchtitan_dp.privacy.segments import Mechanism
 from torchtitan_dp.train.check import check_model, open_records
@@ -86,9 +80,16 @@ def main(argv: list[str]) -> None:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     if is_game:
-        root = shared_root_key(torch.device(device_type), config.privacy.debug_seed)
+        game = Game(
+            config.privacy,
+            plan.settings.mechanism,
+            batch_size=config.training.local_batch_size,
+            degrees=mesh_degrees(config),
+            root=shared_root_key(torch.device(device_type), config.privacy.debug_seed),
+            lora=lora_of(config),
+        )
         terms = {"trials": options.trials, "confidence": options.confidence}
-        result = game_of(config, plan, root).play_all(**terms, delta=plan.settings.delta)
+        result = game.play_all(**terms, delta=plan.settings.delta)
     else:
         register(config, decide=decide)
         lock = lock_folder(config.job.dump_folder) if dist.get_rank() == 0 else None
@@ -142,8 +143,7 @@ def check_power(mechanism: Mechanism, trials: int, confidence: float) -> None:
         raise ValueError("privacy.noise_multiplier = 0: nothing is claimed; give it noise")
 
     def suffice(trials: int) -> bool:
-        most = claimed_mu(mechanism, trials, each)
-        return expected_mu(2 / sigma, trials, each) > most
+        return expected_mu(2 / sigma, trials, each) > claimed_mu(mechanism, trials, each)
 
     if not suffice(trials):
         proposed = (digit * 10**power for power in range(1, 6) for digit in range(1, 10))
@@ -186,18 +186,6 @@ def prepare_run(config: JobConfig, folder: str) -> None:
     config.profiling.enable_profiling = config.profiling.enable_memory_snapshot = False
     config.checkpoint.enable = config.checkpoint.initial_load_in_hf
     config.checkpoint.last_save_in_hf = False
-
-
-def game_of(config: JobConfig, plan: Plan, root: RootKey) -> Game:
-    """Return the game on the terms of `config`; `root`, the same on all ranks, is used up."""
-    return Game(
-        config.privacy,
-        plan.settings.mechanism,
-        batch_size=config.training.local_batch_size,
-        degrees=mesh_degrees(config),
-        root=root,
-        lora=lora_of(config),
-    )
 
 
 def _publish(folder: str, result: dict[str, Any]) -> None:

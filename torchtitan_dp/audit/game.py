@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
@@ -203,7 +203,11 @@ class Game:
         model = (adapted or _Dials(tokens, rows, columns)).to(self._device)
         if METHODS[privacy.gradient_method].per_sample_layers:
             per_sample_layers(model)
-        module = _shard(model, mesh)
+        module = fully_shard(model, mesh=mesh)  # as `models.parallelize`; one group, for speed
+        if mesh.size() > 1:
+            module.set_gradient_divide_factor(1.0)
+        if mesh.device_type == "cpu":  # gloo has no pre-multiplied sum
+            module.set_force_sum_reduction_for_comms(True)
         parameters = trainable_parameters(model)
         groups = ReductionGroups.build(mesh.device_type, degrees)
         step = build_step(privacy, model, parameters, [module], groups, max_grad_norm=self._C)
@@ -287,13 +291,3 @@ class Game:
         the first step adds the column c to C x, whose noise is white."""
         c = np.array(self._mechanism.column[: self.steps])
         return np.correlate(c, c, "full")[self.steps - 1 :] / (c @ c)
-
-
-def _shard(model: _Dials, mesh: DeviceMesh) -> FSDPModule:
-    """Lay the model over `mesh` as `models.parallelize` does, in one group for speed."""
-    module = fully_shard(model, mesh=mesh)
-    if mesh.size() > 1:
-        module.set_gradient_divide_factor(1.0)
-    if mesh.device_type == "cpu":  # gloo has no pre-multiplied sum
-        module.set_force_sum_reduction_for_comms(True)
-    return module

@@ -145,10 +145,7 @@ def load_model(folder: str, base: str | None, device: torch.device) -> Any:
     from transformers import AutoModelForCausalLM
 
     is_adapter = os.path.exists(os.path.join(folder, ADAPTER_CONFIG_FILE))
-    place = folder
-    if is_adapter:
-        assert base is not None  # adapters are trained on loaded weights alone
-        place = base
+    place: Any = base if is_adapter else folder  # adapters are trained on loaded weights alone
     model: Any = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
     if is_adapter:
         from peft import PeftModel
@@ -293,25 +290,37 @@ def audit(
     """
     documents = write_canaries(canaries)
     trainer = TextTrainer(config, decide, documents)
+    found: dict[str, Any] = {}
     try:
         trainer.train()
         folder = export_weights(trainer)
-        start = decide()
-        base = start.initial
-        found = _attack(trainer, folder, base, documents, guesses) if dist.get_rank() == 0 else {}
+        if dist.get_rank() == 0:
+            base = decide().initial
+            model = load_model(folder, base, trainer.device)
+            before = base and load_model(base, None, trainer.device)
+            scores = score(model, before, trainer.ids, documents)
+            found = {"scores": scores.tolist(), "guesses": guess(scores, guesses).tolist()}
+            path = os.path.join(config.job.dump_folder, GUESSES_FILE)
+            write_atomically(path, json.dumps(found).encode())
+            found |= extracted(model, documents, load_tokenizer(config.model.hf_assets_path))
         found = json.loads(broadcast_from_rank0(json.dumps(found)))
         included = trainer.unblind()
     finally:
         trainer.close()
     scores, guessed = np.array(found["scores"]), np.array(found["guesses"], dtype=np.int8)
-    each = 1 - (1 - confidence) / 2
-    result = {
+    correct = int(np.sum((guessed == 1) & included) + np.sum((guessed == -1) & ~included))
+    settings = trainer.ledger.settings
+    claimed = settings.epsilon(trainer.step)
+    promised = meaning([settings.segment(trainer.step)], settings.delta)
+    terms: dict[str, Any] = {"canaries": canaries, "guesses": guesses, "confidence": confidence}
+    bound = one_run_epsilon(**terms, correct=correct, delta=settings.delta)
+    return {
         "instrument": "text",
         "confidence": confidence,
         "canaries": canaries,
         "included": int(included.sum()),
         "guesses": guesses,
-        "detected": detected(scores, included, each),
+        "detected": detected(scores, included, 1 - (1 - confidence) / 2),
         "extracted": {
             how: {
                 name: int(np.sum(np.array(found[how])[which]))
@@ -319,40 +328,6 @@ def audit(
             }
             for how in ("greedy", "sampled")
         },
-    }
-    correct = int(np.sum((guessed == 1) & included) + np.sum((guessed == -1) & ~included))
-    return result | _bounds(trainer, result, correct, confidence)
-
-
-def _attack(
-    trainer: TextTrainer,
-    folder: str,
-    base_folder: str | None,
-    documents: list[TextCanary],
-    guesses: int,
-) -> dict[str, Any]:
-    """Score the documents by the exported folder, commit the guesses, and look for secrets."""
-    model = load_model(folder, base_folder, trainer.device)
-    base = base_folder and load_model(base_folder, None, trainer.device)
-    scores = score(model, base, trainer.ids, documents)
-    content = {"scores": scores.tolist(), "guesses": guess(scores, guesses).tolist()}
-    job_config = trainer.job_config
-    path = os.path.join(job_config.job.dump_folder, GUESSES_FILE)
-    write_atomically(path, json.dumps(content).encode())
-    tokenizer = load_tokenizer(job_config.model.hf_assets_path)
-    return content | extracted(model, documents, tokenizer)
-
-
-def _bounds(
-    trainer: TextTrainer, result: dict[str, Any], correct: int, confidence: float
-) -> dict[str, Any]:
-    """Bound epsilon from below, at this confidence, beside what is claimed."""
-    settings = trainer.ledger.settings
-    claimed = settings.epsilon(trainer.step)
-    promised = meaning([settings.segment(trainer.step)], settings.delta)
-    terms = {key: result[key] for key in ("canaries", "guesses")} | {"confidence": confidence}
-    bound = one_run_epsilon(**terms, correct=correct, delta=settings.delta)
-    return {
         "correct": correct,
         "delta": settings.delta,
         "epsilon_lower_bound": bound,

@@ -67,9 +67,8 @@ class Account:
 
     def epsilon_executed(self, lineage: Lineage) -> float:
         """Return the epsilon of all executed steps of the folder, as published."""
-        if not lineage.composes:
-            return math.inf
-        return max(self._executed.at(lineage.steps), self.epsilon(lineage))
+        at = lineage.steps
+        return max(self._executed.at(at), self._taken.at(at)) if lineage.composes else math.inf
 
     def epsilon_planned(self, lineage: Lineage) -> float:
         """Return the epsilon of those steps and of the steps that are still planned."""
@@ -89,13 +88,13 @@ class Account:
     def _curve(self, *, lost: bool) -> EpsilonCurve:
         """Return the curve of this run's steps beside others. Its points follow from the number of
         planned steps, not from the step at which this start began, which a clock may decide."""
-        first = self._first
+        first, terms = self._first, self._first.settings
         beside = dataclasses.replace(spent(first, lost=lost), done=0)
         return EpsilonCurve(
-            beside.segments(first.settings.mechanism),
-            first.settings.mechanism,
-            delta=first.settings.delta,
-            accountant=first.settings.accountant,
+            beside.segments(terms.mechanism),
+            terms.mechanism,
+            delta=terms.delta,
+            accountant=terms.accountant,
             total_steps=self._total,
             first_step=first.steps,
         )
@@ -141,7 +140,6 @@ class Bookkeeping:
 
     @property
     def settings(self) -> Settings:
-        """The terms of the steps to come."""
         return self.ledger.settings
 
     # Steps.
@@ -166,11 +164,9 @@ class Bookkeeping:
             self.log.begin_step(step)
 
     def end_step(self, step: int) -> None:
-        """Count a step whose update has happened."""
         self.ledger = dataclasses.replace(self.ledger, steps=step)
 
     def saved(self, step: int) -> None:
-        """Record that a checkpoint of a step is durable."""
         if dist.get_rank() == 0:
             self.log.saved(step)
 
@@ -179,7 +175,6 @@ class Bookkeeping:
         return step % self.settings.mechanism.round_steps == 0
 
     def end_start(self) -> None:
-        """Record that this start ends with all of its steps saved."""
         if dist.get_rank() == 0:
             self.log.end_start(self.ledger.steps)
 
@@ -199,7 +194,6 @@ class Bookkeeping:
         return loaded.steps
 
     def require_loaded(self) -> None:
-        """Refuse weights that were loaded without their ledger."""
         if not self._is_loaded:
             raise RuntimeError("weights were loaded from a checkpoint without its ledger")
 

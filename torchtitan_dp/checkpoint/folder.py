@@ -31,12 +31,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.ledger.lineage import Lineage
 from torchtitan_dp.ledger.log import EXECUTED_FILE, STARTS_FILE, RunLog, read_fingerprint
-from torchtitan_dp.ledger.schema import (
-    PRIVACY_FILE,
-    is_release,
-    ledger_of,
-    read_published_fields,
-)
+from torchtitan_dp.ledger.schema import PRIVACY_FILE, is_release, ledger_of, read_published_fields
 from torchtitan_dp.ledger.spending import Run, heldout_epsilon
 from torchtitan_dp.models.ema import WEIGHTS
 from torchtitan_dp.privacy.segments import NONE
@@ -51,7 +46,6 @@ _DAMAGED = ".damaged"
 
 
 def checkpoint_folder(config: JobConfig) -> str:
-    """Return the folder of a run's checkpoints."""
     return os.path.join(config.job.dump_folder, config.checkpoint.folder)
 
 
@@ -74,7 +68,6 @@ def stale_checkpoints(folder: str, keep: int, saved: int) -> list[str]:
 
 
 def step_folder(folder: str, step: int) -> str:
-    """Return TorchTitan's folder of a step's checkpoint."""
     return os.path.join(folder, f"step-{step}")
 
 
@@ -113,7 +106,6 @@ def set_aside(folder: str, step: int) -> str:
 
 
 def none_whole(folder: str, newest: int, problem: str) -> str:
-    """Return the error for a run all of whose checkpoints are damaged."""
     return (
         f"no checkpoint in {folder} is whole (step-{newest}: {problem}): restore one, or start "
         "afresh in another job.dump_folder"
@@ -194,7 +186,6 @@ def has_average(step: str) -> bool:
 
 
 def average_name(parameter: str) -> str:
-    """Return the name that the average of a parameter has in a checkpoint."""
     return f"{AVERAGE}.{WEIGHTS}.{parameter}"
 
 
@@ -278,29 +269,22 @@ def verify(folder: str) -> Run:
         check_checkpoint(run, log, step, step_folder(at, step))
     if lacking := log.lacks(stated):
         run.faults.append(lacking)
-    elif ledger.steps_executed > stated.steps_executed or log.losses > _losses(stated):
+    elif ledger.steps_executed > stated.steps_executed or log.losses > stated.losses:
         run.notes.append(f"steps or a held-out loss were begun after {PRIVACY_FILE} was written")
     if problem := log.undercounted(ledger):
         run.faults.append(problem)
-    _check_epsilon(run, "epsilon", published["epsilon"], run.epsilon)
+    spends = {"epsilon": run.epsilon}
     if not run.notes:
-        _check_epsilon(run, "epsilon_executed", published["epsilon_executed"], run.epsilon_executed)
-        _check_epsilon(run, "epsilon_planned", published["epsilon_planned"], run.epsilon_planned)
         of_losses = heldout_epsilon(ledger) if ledger.private else None
-        _check_epsilon(run, "heldout_epsilon", published["heldout_epsilon"], of_losses)
+        spends |= {"epsilon_executed": run.epsilon_executed, "epsilon_planned": run.epsilon_planned}
+        spends |= {"heldout_epsilon": of_losses}
+    for name, found in spends.items():
+        key, least = f"{PRIVACY_FILE}: {name}", published[name]
+        if (least is None) != (found is None):
+            run.faults.append(f"{key} = {least}, but the ledger gives {found}")
+        elif found is not None and least < found * (1 - _SLACK):  # a curve's next point is above
+            run.faults.append(f"{key} = {least:.6g}, but its steps spend {found:.6g}")
     return run
-
-
-def _losses(lineage: Lineage) -> int:
-    return 0 if lineage.heldout_loss is None else lineage.heldout_loss.begun
-
-
-def _check_epsilon(run: Run, name: str, stated: float | None, found: float | None) -> None:
-    """Add to `run.faults` an epsilon below the spending; a curve's next point may be above."""
-    if (stated is None) != (found is None):
-        run.faults.append(f"{PRIVACY_FILE}: {name} = {stated}, but the ledger gives {found}")
-    elif stated is not None and found is not None and stated < found * (1 - _SLACK):
-        run.faults.append(f"{PRIVACY_FILE}: {name} = {stated:.6g}, but its steps spend {found:.6g}")
 
 
 def check_checkpoint(run: Run, log: RunLog, step: int, folder: str) -> None:
@@ -311,22 +295,23 @@ def check_checkpoint(run: Run, log: RunLog, step: int, folder: str) -> None:
     except ValueError as error:
         run.faults.append(f"{name}: {error}")
         return
-    if not log.knows(kept.start):
-        run.faults.append(f"{name}: was saved by a start that {STARTS_FILE} lacks")
-    if kept.run != ledger.run:
-        run.faults.append(f"{name}: is of another run, {kept.run}")
-    if kept.steps != step:
-        run.faults.append(f"{name}: its ledger counts {kept.steps} steps")
-    if kept.steps > log.count:
-        run.faults.append(f"{name}: {EXECUTED_FILE} has {log.count} steps")
-    if ledger.private and not kept.private:
-        run.faults.append(f"{name}: is not private, but {PRIVACY_FILE} is")
-    if kept.planned_steps > ledger.planned_steps:
-        run.faults.append(f"{name}: was planned for more steps than {PRIVACY_FILE} has")
-    if kept.steps > ledger.steps:
-        run.faults.append(f"{name}: is further than the {ledger.steps} steps of {PRIVACY_FILE}")
-    elif kept.run == ledger.run and (change := kept.settings.changed(ledger.settings)):
-        run.faults.append(f"{name}: its terms are not those of {PRIVACY_FILE}: {change}")
+    change = kept.settings.changed(ledger.settings) if kept.run == ledger.run else ""
+    is_further = kept.steps > ledger.steps
+    for contradicts, fault in (
+        (not log.knows(kept.start), f"was saved by a start that {STARTS_FILE} lacks"),
+        (kept.run != ledger.run, f"is of another run, {kept.run}"),
+        (kept.steps != step, f"its ledger counts {kept.steps} steps"),
+        (kept.steps > log.count, f"{EXECUTED_FILE} has {log.count} steps"),
+        (ledger.private and not kept.private, f"is not private, but {PRIVACY_FILE} is"),
+        (
+            kept.planned_steps > ledger.planned_steps,
+            f"was planned for more steps than {PRIVACY_FILE} has",
+        ),
+        (is_further, f"is further than the {ledger.steps} steps of {PRIVACY_FILE}"),
+        (change and not is_further, f"its terms are not those of {PRIVACY_FILE}: {change}"),
+    ):
+        if contradicts:
+            run.faults.append(f"{name}: {fault}")
     for what, lost in (
         ("a caveat", set(kept.caveats) - set(ledger.caveats)),
         ("an ancestor", {a.run for a in set(kept.ancestors) - set(ledger.ancestors)}),

@@ -2,7 +2,6 @@
 they spend with all that came before."""
 
 import contextlib
-import dataclasses
 import os
 from dataclasses import dataclass, replace
 
@@ -18,11 +17,7 @@ from torchtitan_dp.ledger.lineage import (
     with_caveats,
 )
 from torchtitan_dp.ledger.log import Losable, RunLog
-from torchtitan_dp.ledger.schema import (
-    PRIVACY_FILE,
-    ledger_of,
-    read_published_fields,
-)
+from torchtitan_dp.ledger.schema import PRIVACY_FILE, ledger_of, read_published_fields
 from torchtitan_dp.ledger.spending import BY_RDP, counted_by, epsilon, inherited, spent
 from torchtitan_dp.privacy import accounting, published_loss
 from torchtitan_dp.privacy.segments import NONE, Mechanism
@@ -40,18 +35,16 @@ class Plan:
 
     @property
     def settings(self) -> Settings:
-        """The terms of the steps to come."""
         return self.ledger.settings
 
     @property
     def private(self) -> bool:
-        """Whether the weights will be private."""
         return self.ledger.private
 
 
 def settle(config: JobConfig, units: int, history: History, terms: Settings | None) -> Plan:
     """Fix the noise, the rate and the epsilon of a run on so many training units; ValueError, one
-    line. `history` and `terms` are from `fresh`, `rewound` or `resumed`."""
+    line. `terms` are those of its earlier steps, if any (`start.plan_start`)."""
     privacy, steps = config.privacy, config.training.steps
     warnings = _check_delta(config, units)
     sigma, column = choose_noise(config, units, inherited(history.ancestors), terms)
@@ -79,9 +72,8 @@ def settle(config: JobConfig, units: int, history: History, terms: Settings | No
         heldout_loss=loss,
         config_hash=config_hash(config),
     )
-    fields = {one.name: getattr(history, one.name) for one in dataclasses.fields(History)}
     log = RunLog(config.job.dump_folder)
-    ledger = log.enter_lost(Lineage(settings, **fields))
+    ledger = log.enter_lost(Lineage(**{**vars(history), "settings": settings}))
     if problem := log.undercounted(ledger):
         raise ValueError(_contradicted(config.job.dump_folder, problem))
     reached = _refuse_overspending(config, ledger, before)
@@ -158,23 +150,20 @@ def _check_delta(config: JobConfig, units: int) -> list[str]:
     delta, rate = config.privacy.delta, config.privacy.sample_rate
     assert delta is not None
     word = unit_word(config)
-    bounds = [("", 1 / units, f"1 / number of training {word}s ({1 / units:.2g})")]
+    bounds = {"": (1 / units, f"1 / number of training {word}s ({1 / units:.2g})")}
     if rate is not None:
         most = rate / config.training.global_batch_size
-        source = "privacy.sample_rate / training.global_batch_size"
-        public = ("", most, f"{source} ({most:.2g}), about 1 / number of {word}s")
-        bounds = [public, ("not private: ", *bounds[0][1:])]
+        source = f"privacy.sample_rate / training.global_batch_size ({most:.2g}), about 1 / number"
+        bounds = {"": (most, f"{source} of {word}s"), "not private: ": bounds[""]}
     warnings: list[str] = []
-    for label, most, source in bounds:
+    for label, (most, source) in bounds.items():
         given = f"{label}privacy.delta = {delta:g}"
         less = f"use a tenth of that, {accounting.rounded_down(most / 10, digits=2)}, or less"
         if _reaches(delta, most):
-            mistake = (
-                f"{given}: at least {source}, which allows publishing a {word} outright; {less}"
-            )
+            mistake = f"at least {source}, which allows publishing a {word} outright; {less}"
             if not label:
-                raise ValueError(mistake)
-            warnings.append(mistake)
+                raise ValueError(f"{given}: {mistake}")
+            warnings.append(f"{given}: {mistake}")
         elif not warnings and not _reaches(most / 10, delta):
             chance = f"so epsilon may fail with a probability of 1 in {1 / delta:,.0f}"
             warnings.append(f"{given}: above a tenth of {source}, {chance}; {less}")
@@ -210,9 +199,8 @@ def losable(config: JobConfig) -> Losable:
     steps, checkpoint = max(config.training.steps, 1), config.checkpoint
     if not checkpoint.enable or checkpoint.load_only:
         return Losable(steps, steps)
-    interval = checkpoint.interval
-    most = interval if checkpoint.async_mode == "disabled" else 2 * interval
-    return Losable(min(most, steps), min(interval, steps))
+    under_way = 1 if checkpoint.async_mode == "disabled" else 2
+    return Losable(min(under_way * checkpoint.interval, steps), min(checkpoint.interval, steps))
 
 
 def earlier_ledger(folder: str) -> Lineage | None:

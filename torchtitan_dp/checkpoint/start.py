@@ -1,8 +1,8 @@
 """How a run starts: from drawn weights, from exported ones, or from its own checkpoint.
 
 A process decides by the names, owners and sizes of files alone. At the load rank 0 looks at them
-again (`confirmed`). The history of a run's weights is `fresh`, `resumed` from its own checkpoint,
-or `rewound`, where its checkpoints are gone; `plan.settle` fixes the rest.
+again (`confirmed`). The history of a run's weights begins with it, is `resumed` from its checkpoint
+or, where its checkpoints are gone, starts anew on its terms; `plan.settle` fixes the rest.
 
 Guarantee:
     - Weights always come with their history: this run's with the ledger in their checkpoint, others
@@ -14,6 +14,7 @@ Guarantee:
       them.
 """
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Mapping
@@ -89,12 +90,9 @@ class Start:
     def own_ledger(self) -> Lineage | None:
         """The ledger of this run's own weights; None if there are none, or if their checkpoint
         cannot be read, which the load detects."""
-        if not self.resumes:
-            return None
-        try:
-            return read_ledger(self.place)
-        except ValueError:
-            return None
+        with contextlib.suppress(ValueError):
+            return read_ledger(self.place) if self.resumes else None
+        return None
 
 
 def decide_start(config: JobConfig) -> Start:
@@ -107,9 +105,7 @@ def decide_start(config: JobConfig) -> Start:
     if steps := finished_checkpoints(folder):
         whole = (step for step in steps if not damage(step_folder(folder, step)))
         return own_checkpoint(folder, next(whole, steps[0]))
-    if config.checkpoint.initial_load_in_hf:
-        return Start(*weights_folder(config))
-    return Start()
+    return Start(*weights_folder(config)) if config.checkpoint.initial_load_in_hf else Start()
 
 
 def decision(config: JobConfig) -> Callable[[], Start]:
@@ -119,7 +115,6 @@ def decision(config: JobConfig) -> Callable[[], Start]:
 
 
 def own_checkpoint(folder: str, step: int) -> Start:
-    """Return the start from this run's checkpoint of a step."""
     return Start(step_folder(folder, step), "checkpoint.folder", True, step)
 
 
@@ -192,61 +187,42 @@ def check_records(folder: str, fingerprint: str | None, settings: Mapping[str, o
     """Refuse, by ValueError, other records than those of this folder's run, if it has begun a step
     or saved one: no output depends on the records of a start that failed before. Without a
     fingerprint, as before they are read, their settings are compared alone."""
-    if not os.path.isdir(folder):
-        return
-    if RunLog(folder).count or checkpoint_folders(folder):
+    if os.path.isdir(folder) and (RunLog(folder).count or checkpoint_folders(folder)):
         check_fingerprint(folder, fingerprint, settings)
 
 
 def plan_start(config: JobConfig, units: int, start: Start, earlier: Lineage | None) -> Plan:
     """Plan the privacy budget of a run with this start, as `settle` does; `earlier` is the ledger
     of its folder (`plan.earlier_ledger`)."""
-    initial = start.initial
+    terms: Settings | None = None
     if (loaded := start.own_ledger) is not None:
         history, terms = resumed(config, earlier or loaded, loaded)
-    elif earlier is None:
-        history, terms = fresh(config, initial)
-    elif start.resumes:  # from a checkpoint that cannot be read: the load finds another
+    elif earlier is not None and start.resumes:  # an unreadable checkpoint: the load finds another
         history, terms = earlier, earlier.settings
     else:
-        _refuse_to_leave_checkpoints(config)
-        history, terms = rewound(config, earlier, initial)
+        history = History()
+        if earlier is not None:  # its checkpoints are gone: its terms stay, its steps start anew
+            _refuse_to_leave_checkpoints(config)
+            history, terms = of_weights(earlier, history), earlier.settings
+        elif os.path.exists(os.path.join(config.job.dump_folder, TRIAL_FILE)):
+            history = with_caveats(history, TRIAL)
+        history = with_initial(history, config, start.initial)
     return settle(config, units, history, terms)
 
 
 def _refuse_to_leave_checkpoints(config: JobConfig) -> None:
     """Raise ValueError for checkpoints in the run's folder, which `privacy.json` covers, and from
     which it would not resume."""
-    if not (held := checkpoint_folders(config.job.dump_folder)):
-        return
-    key, value = "checkpoint.folder", f"'{config.checkpoint.folder}'"
-    if not config.checkpoint.enable:
-        key, value = "checkpoint.enable", "false"
-    raise ValueError(
-        f"{key} = {value}: this run has checkpoints in '{os.path.basename(held[0])}', from which "
-        "it resumes; set it back, or start afresh in another job.dump_folder"
-    )
+    is_on, folder = config.checkpoint.enable, config.checkpoint.folder
+    setting = f"checkpoint.folder = '{folder}'" if is_on else "checkpoint.enable = false"
+    if held := checkpoint_folders(config.job.dump_folder):
+        raise ValueError(
+            f"{setting}: this run has checkpoints in '{os.path.basename(held[0])}', from which "
+            "it resumes; set it back, or start afresh in another job.dump_folder"
+        )
 
 
-Begun = tuple[History, Settings | None]
-"""The history of a run's weights, and the terms of its earlier steps; None where there are none."""
-
-
-def fresh(config: JobConfig, initial: str | None) -> Begun:
-    """Return the history of a first start, from the weights in a folder `initial`, if any."""
-    history = History()
-    if os.path.exists(os.path.join(config.job.dump_folder, TRIAL_FILE)):
-        history = with_caveats(history, TRIAL)
-    return with_initial(history, config, initial), None
-
-
-def rewound(config: JobConfig, earlier: Lineage, initial: str | None) -> Begun:
-    """Return the history of a run whose checkpoints are gone: its terms stay, its steps start anew,
-    from the weights in a folder `initial`, if any."""
-    return with_initial(of_weights(earlier, History()), config, initial), earlier.settings
-
-
-def resumed(config: JobConfig, earlier: Lineage, loaded: Lineage) -> Begun:
+def resumed(config: JobConfig, earlier: Lineage, loaded: Lineage) -> tuple[History, Settings]:
     """Return the history of weights that were loaded from a checkpoint of this run; the marks of
     `earlier`, the folder's ledger, are kept. ValueError: no start of this folder took their steps.
     """
@@ -279,16 +255,11 @@ def with_initial(history: History, config: JobConfig, folder: str | None) -> His
     if not earlier.private:
         return not_private(history, "the initial weights are not private")
     _refuse_what_does_not_compose(config, earlier, folder)
-    loss, planned = earlier.heldout_loss, max(earlier.planned_steps, earlier.steps)
-    own = Ancestor(
-        earlier.run,
-        earlier.settings,
-        earlier.steps,
-        planned,
-        earlier.lost,
-        0 if loss is None else loss.releases(planned).steps,
-        0.0 if loss is None else loss.noise_multiplier,
-    )
+    planned, losses = earlier.steps + earlier.left, earlier.published_losses
+    own = Ancestor(earlier.run, earlier.settings, earlier.steps, planned, earlier.lost)
+    if losses is not None:
+        sigma = losses.mechanism.noise_multiplier
+        own = replace(own, losses=losses.steps, noise_of_losses=sigma)
     history = with_caveats(
         history,
         f"the initial weights are of run {earlier.run}, whose steps are included",

@@ -32,10 +32,7 @@ from torchtitan_dp.privacy.segments import Segment, mechanism_of
 
 
 def settings_of(
-    config: JobConfig,
-    units: int,
-    noise_multiplier: float,
-    column: Sequence[float] | None = None,
+    config: JobConfig, units: int, noise_multiplier: float, column: Sequence[float] | None = None
 ) -> Settings:
     """Return the terms of a configuration; ValueError: more units are expected in a step than there
     are.

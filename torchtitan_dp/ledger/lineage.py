@@ -19,8 +19,22 @@ FORMAT = 1  # of a ledger in a checkpoint, and of `privacy.json`
 TRIAL = "a trial of a search: epsilon counts it alone, and choosing it spent what all trials did"
 
 
+class _Recorded:
+    """A dataclass that `privacy.json` and checkpoints record."""
+
+    def fields(self) -> dict[str, Any]:
+        """Return its fields as they record them."""
+        return {name: _plain(value) for name, value in vars(self).items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(one) for one in value]
+    return value.fields() if isinstance(value, _Recorded | Mechanism) else value
+
+
 @dataclass(frozen=True)
-class Settings:
+class Settings(_Recorded):
     """The terms that the guarantee depends on, the same for all steps of a run."""
 
     mechanism: Mechanism
@@ -99,8 +113,8 @@ class Settings:
         )
 
     def fields(self) -> dict[str, Any]:
-        """Return the terms as `privacy.json` and checkpoints record them."""
-        return {**_fields(self), **self.mechanism.fields()}
+        """Return the terms, with the mechanism's own among them."""
+        return super().fields() | self.mechanism.fields()
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> "Settings":
@@ -141,11 +155,6 @@ def _by_key(settings: Settings) -> dict[str, object]:
     }
 
 
-def _fields(value: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass, not those of values in it."""
-    return {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
-
-
 class NoisedLoss(NamedTuple):
     """A published held-out loss."""
 
@@ -155,7 +164,7 @@ class NoisedLoss(NamedTuple):
 
 
 @dataclass(frozen=True)
-class HeldOutLoss:
+class HeldOutLoss(_Recorded):
     """The terms on which a run publishes the held-out loss of its last weights."""
 
     noise_multiplier: float  # the noise's standard deviation over clip / number of units
@@ -173,19 +182,14 @@ class HeldOutLoss:
         """Return all releases of the folder, the one that is due after so many steps included."""
         return releases(self.noise_multiplier, self.begun + self.is_due(steps))
 
-    def fields(self) -> dict[str, Any]:
-        """Return it as `privacy.json` and checkpoints record it."""
-        return {**_fields(self), "noised": self.noised and list(self.noised)}
-
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> "HeldOutLoss":
         """Build it from what `fields` gives; KeyError or TypeError where a key is not its own."""
-        noised = fields["noised"]
-        return cls(**{**fields, "noised": noised and NoisedLoss(*noised)})
+        return cls(**{**fields, "noised": fields["noised"] and NoisedLoss(*fields["noised"])})
 
 
 @dataclass(frozen=True)
-class Ancestor:
+class Ancestor(_Recorded):
     """A run whose exported or released weights this one, or an ancestor, started from."""
 
     run: str  # the name of that export: copies of a run have exports of different names
@@ -207,10 +211,6 @@ class Ancestor:
         found += [self.settings.segment(self.lost)] if self.lost else []
         return found + ([releases(self.noise_of_losses, self.losses)] if self.losses else [])
 
-    def fields(self) -> dict[str, Any]:
-        """Return it as `privacy.json` and checkpoints record it."""
-        return {**_fields(self), "settings": self.settings.fields()}
-
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> "Ancestor":
         """Build it from what `fields` gives."""
@@ -218,7 +218,7 @@ class Ancestor:
 
 
 @dataclass(frozen=True)
-class Audit:
+class Audit(_Recorded):
     """The mark of an audited run: its weights saw canaries, so they are not private."""
 
     canaries: int
@@ -226,12 +226,11 @@ class Audit:
 
 
 def new_name() -> str:
-    """Draw a name of 128 random bits."""
     return secrets.token_hex(16)
 
 
 @dataclass(frozen=True, kw_only=True)
-class History:
+class History(_Recorded):
     """What was done to a run's weights, and its marks, whatever the terms of the steps to come."""
 
     steps: int = 0  # of this run
@@ -266,6 +265,17 @@ class History:
         """The number of steps ever begun in this folder, as it is published."""
         return self.steps + self.lost
 
+    @property
+    def losses(self) -> int:
+        """The number of held-out losses ever published, or about to be."""
+        return 0 if self.heldout_loss is None else self.heldout_loss.begun
+
+    @property
+    def published_losses(self) -> Segment | None:
+        """All of these, with one that is still planned; None where none is."""
+        last = self.steps + self.left
+        return None if self.heldout_loss is None else self.heldout_loss.releases(last)
+
 
 @dataclass(frozen=True)
 class Lineage(History):
@@ -274,19 +284,7 @@ class Lineage(History):
     settings: Settings
 
     def to_json(self) -> str:
-        """Write all of it, for a checkpoint."""
         return json.dumps({"format": FORMAT, **self.fields()})
-
-    def fields(self) -> dict[str, Any]:
-        """Return all of it, as `privacy.json` and checkpoints record it."""
-        return {
-            **_fields(self),
-            "settings": self.settings.fields(),
-            "caveats": list(self.caveats),
-            "ancestors": [ancestor.fields() for ancestor in self.ancestors],
-            "audit": None if self.audit is None else dataclasses.asdict(self.audit),
-            "heldout_loss": self.heldout_loss and self.heldout_loss.fields(),
-        }
 
     @classmethod
     def from_json(cls, text: str) -> "Lineage":
@@ -303,16 +301,14 @@ class Lineage(History):
     def from_fields(cls, fields: dict[str, Any]) -> "Lineage":
         """Build it from what `fields` gives."""
         audit, loss = fields["audit"], fields["heldout_loss"]
-        return cls(
-            **{
-                **fields,
-                "settings": Settings.from_fields(fields["settings"]),
-                "caveats": tuple(fields["caveats"]),
-                "ancestors": tuple(Ancestor.from_fields(one) for one in fields["ancestors"]),
-                "audit": None if audit is None else Audit(**audit),
-                "heldout_loss": None if loss is None else HeldOutLoss.from_fields(loss),
-            }
-        )
+        values = {
+            "settings": Settings.from_fields(fields["settings"]),
+            "caveats": tuple(fields["caveats"]),
+            "ancestors": tuple(Ancestor.from_fields(one) for one in fields["ancestors"]),
+            "audit": audit and Audit(**audit),
+            "heldout_loss": loss and HeldOutLoss.from_fields(loss),
+        }
+        return cls(**(fields | values))
 
 
 _History = TypeVar("_History", bound=History)

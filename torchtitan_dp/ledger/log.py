@@ -27,6 +27,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from torchtitan_dp.base.process import Fault, private_opener, write_atomically
@@ -68,10 +69,7 @@ class AppendOnly:
         """Read the file, if there is one, and `parse` the words of each whole line; ValueError, one
         line, if one is not ours."""
         self._path = path
-        content = b""
-        if os.path.exists(path):
-            with open(path, "rb") as file:
-                content = file.read()
+        content = Path(path).read_bytes() if os.path.exists(path) else b""
         self._size = len(content)
         self._tail_is_torn = content != b"" and not content.endswith(b"\n")
         lines = content.decode("ascii", errors="replace").splitlines()
@@ -140,7 +138,6 @@ class RunLog:
         return name
 
     def saved(self, step: int) -> None:
-        """Record that a checkpoint of `step` is durable."""
         assert self._own is not None
         self._own.saved = step
         self._of_starts.append(f"saved {step}")
@@ -172,23 +169,21 @@ class RunLog:
 
     def undercounted(self, lineage: Lineage) -> str:
         """Return the contradiction between what was begun and what is published, or ""."""
-        published, loss = lineage.steps_executed, lineage.heldout_loss
-        if self.count > published:
+        if self.count > (published := lineage.steps_executed):
             return f"{EXECUTED_FILE} has {self.count} steps, but {STARTS_FILE} leads to {published}"
-        if self.losses > (0 if loss is None else loss.begun):
+        if self.losses > lineage.losses:
             return f"{STARTS_FILE} has {self.losses} published losses, and the ledger has fewer"
         return ""
 
     def lacks(self, stated: Lineage) -> str:
         """Return the files' lack of steps, crashes or losses that `privacy.json` counts, or ""."""
         found = self.enter_lost(stated)
-        loss = stated.heldout_loss
         if self.count < stated.steps or found.lost < stated.lost:
             return (
                 f"{EXECUTED_FILE} or {STARTS_FILE} lacks steps or crashes that privacy.json counts "
                 f"({stated.steps_executed} steps)"
             )
-        if loss is not None and self.losses < loss.begun:
+        if self.losses < stated.losses:
             return f"{STARTS_FILE} lacks a published loss that privacy.json counts"
         return ""
 
@@ -218,11 +213,11 @@ class RunLog:
         (step,) = map(int, rest)
         if event == "loss":
             self.losses += 1
-            return
-        if event not in ("saved", "end") or not self._starts:
+        elif event in ("saved", "end") and self._starts:
+            start = list(self._starts.values())[-1]  # one run at a time has the folder's lock
+            start.saved, start.ended = step, event == "end"
+        else:
             raise ValueError(words)
-        start = list(self._starts.values())[-1]  # one run at a time has the folder's lock
-        start.saved, start.ended = step, event == "end"
 
     def _read_step(self, words: list[str]) -> None:
         (_,) = map(int, words)
@@ -279,8 +274,5 @@ def read_description(folder: str) -> list[str]:
 
 
 def _lines(folder: str) -> list[str]:
-    path = os.path.join(folder, FINGERPRINT_FILE)
-    if not os.path.exists(path):
-        return []
-    with open(path, encoding="ascii") as file:
-        return file.read().splitlines()
+    path = Path(folder, FINGERPRINT_FILE)
+    return path.read_text(encoding="ascii").splitlines() if path.exists() else []

@@ -17,6 +17,7 @@ import secrets
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from torchtitan_dp.base.process import has_type, source, versions, write_atomically
@@ -42,8 +43,6 @@ _OF_SOME = "of some mechanisms alone"
 
 
 class Key(NamedTuple):
-    """One key of `privacy.json`."""
-
     name: str
     type: Any  # of the value as JSON has it
     in_runs: bool  # whether a run's own file has it
@@ -336,12 +335,10 @@ def explain(lineage: Lineage, segments: list[Segment], epsilon: float) -> Meanin
 
 
 def write_published(folder: str, content: Mapping[str, Any]) -> None:
-    """Write `privacy.json` atomically."""
     write_atomically(os.path.join(folder, PRIVACY_FILE), to_bytes(content))
 
 
 def to_bytes(content: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a `privacy.json`."""
     return json.dumps(content, indent=2).encode() + b"\n"
 
 
@@ -394,12 +391,11 @@ def read_published(folder: str) -> Lineage | None:
 def read_published_fields(folder: str) -> dict[str, Any] | None:
     """Return the content of this folder's `privacy.json`, if any; raise ValueError if it is not
     ours."""
-    path = os.path.join(folder, PRIVACY_FILE)
-    if not os.path.exists(path):
+    path = Path(folder, PRIVACY_FILE)
+    if not path.exists():
         return None
     try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file, parse_constant=_no_number)
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
         check(content)
         ledger_of(content)
     except (ValueError, KeyError, TypeError, IndexError, AssertionError) as error:

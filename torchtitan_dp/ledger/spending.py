@@ -12,6 +12,7 @@ Guarantee:
       follow from what private results showed.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -56,14 +57,10 @@ def epsilon(steps: Spent, settings: Settings, planned: int = 0) -> float:
 def heldout_epsilon(lineage: Lineage) -> float | None:
     """Return the epsilon, for one held-out unit, of the losses that were or will be published, and
     of all that the runs behind the initial weights spent; None where there are none."""
-    loss = lineage.heldout_loss
-    if loss is None:
+    loss, losses = lineage.heldout_loss, lineage.published_losses
+    if loss is None or losses is None:
         return None
-    return published_loss.epsilon(
-        loss.releases(max(lineage.planned_steps, lineage.steps)),
-        delta=loss.delta,
-        before=inherited(lineage.ancestors),
-    )
+    return published_loss.epsilon(losses, delta=loss.delta, before=inherited(lineage.ancestors))
 
 
 _ASSUMPTIONS = (
@@ -126,7 +123,8 @@ def caveats(lineage: Lineage, epsilon: float, epsilon_planned: float) -> list[st
         taken.append(lineage.settings)
     worst = max(taken, key=_rounds_by)
     excess = _rounds_by(worst)
-    moved = f"{rounded_up(1 + excess, digits=_digits(excess))} C instead of C"
+    two = next((digits for digits in range(2, 12) if excess >= 10.0 ** (1 - digits)), 12) + 1
+    moved = f"{rounded_up(1 + excess, digits=two)} C instead of C"  # two digits of the excess
     if worst.mechanism.largest_share > 1:
         moved = f"{rounded_up(excess, digits=2)} C more than epsilon counts"
     found.append(
@@ -159,14 +157,6 @@ def _rounds_by(settings: Settings) -> float:
     return settings.mechanism.largest_share * excess
 
 
-def _digits(excess: float) -> int:
-    """Return how many digits of 1 + excess show two of the excess."""
-    digits = 2
-    while digits < 12 and excess < 10.0 ** (1 - digits):
-        digits += 1
-    return digits + 1
-
-
 @dataclass
 class Run:
     """One folder, its epsilons computed anew from its ledger."""
@@ -180,9 +170,8 @@ class Run:
     @property
     def epsilon(self) -> float | None:
         """The epsilon of the weights; None if they are not private."""
-        if not self.ledger.private:
-            return None
-        return epsilon(spent(self.ledger, lost=False), self.ledger.settings)
+        own = spent(self.ledger, lost=False)
+        return epsilon(own, self.ledger.settings) if self.ledger.private else None
 
     @property
     def epsilon_executed(self) -> float | None:
@@ -192,15 +181,13 @@ class Run:
     @property
     def epsilon_planned(self) -> float | None:
         """The same, with the steps that are still planned."""
-        if not self.ledger.composes:
-            return None
-        return epsilon(spent(self.ledger), self.ledger.settings, self.ledger.left)
+        ledger = self.ledger
+        return epsilon(spent(ledger), ledger.settings, ledger.left) if ledger.composes else None
 
     def caveats(self) -> list[str]:
         """Return the caveats under its epsilon."""
         values = self.epsilon, self.epsilon_planned
-        taken, planned = (math.inf if value is None else value for value in values)
-        return caveats(self.ledger, taken, planned)
+        return caveats(self.ledger, *(math.inf if value is None else value for value in values))
 
 
 @dataclass(frozen=True)
@@ -234,11 +221,7 @@ def total(runs: Sequence[Run], delta: float | None = None, *, overlapping: bool 
     if not all(one.composes for one in ledgers):
         return Total(None, None, delta, "none", steps, relation)
     before = inherited(ancestor for one in ledgers for ancestor in one.ancestors)
-    losses = [
-        loss.releases(max(one.planned_steps, one.steps))
-        for one in ledgers
-        if (loss := one.heldout_loss) is not None
-    ]
+    losses = [published for one in ledgers if (published := one.published_losses) is not None]
     begun, planned = (
         [
             *before,
@@ -252,14 +235,12 @@ def total(runs: Sequence[Run], delta: float | None = None, *, overlapping: bool 
     accountant: accounting.Accountant = names.pop() if len(names) == 1 else "rdp"
     if any(part.ratios is not None or part.round_steps > 1 for part in composition(planned)):
         accountant = "pld"  # no other is tight for estimated norms, or for rounds
-    epsilons = [
-        accounting.compose(segments, delta=delta, accountant=accountant)
-        for segments in (begun, planned)
-    ]
-    heldout = None
-    if losses and not overlapping:
-        heldout = accounting.compose([*before, *losses], delta=delta, accountant="pld")
-    return Total(epsilons[0], max(epsilons), delta, accountant, steps, relation, heldout)
+    spends = functools.partial(accounting.compose, delta=delta)
+    taken = spends(begun, accountant=accountant)
+    most = max(taken, spends(planned, accountant=accountant))
+    is_apart = losses and not overlapping
+    heldout = spends([*before, *losses], accountant="pld") if is_apart else None
+    return Total(taken, most, delta, accountant, steps, relation, heldout)
 
 
 def counted_twice(runs: Sequence[Run]) -> list[str]:
@@ -267,8 +248,7 @@ def counted_twice(runs: Sequence[Run]) -> list[str]:
     one that began with its weights."""
     folders, lines = dict[str, str](), list[str]()
     for run in runs:
-        if run.ledger.run in folders:
-            other = folders[run.ledger.run]
+        if other := folders.get(run.ledger.run):
             lines.append(f"prefix counted twice: '{run.folder}' and '{other}' are copies")
         folders[run.ledger.run] = run.folder
     for run in runs:

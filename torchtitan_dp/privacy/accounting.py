@@ -21,7 +21,7 @@ from typing import Literal, get_args
 
 from torchtitan_dp.privacy.pld import pld_epsilon
 from torchtitan_dp.privacy.rdp import rdp_epsilon
-from torchtitan_dp.privacy.segments import GaussianSteps, Mechanism, Segment, composition
+from torchtitan_dp.privacy.segments import Mechanism, Segment, composition
 
 Accountant = Literal["rdp", "pld"]
 
@@ -29,39 +29,34 @@ MAX_NOISE_MULTIPLIER = 1e4
 _MIN_NOISE_MULTIPLIER = 1e-4
 _AIM = 0.9995  # of the target: the middle of [0.999, 1]
 _TOLERANCE = 0.00049  # of an excess, around it
-_POINTS: dict[Accountant, int] = {"pld": 20, "rdp": 100}  # of a curve
+_POINTS: dict[Accountant, int] = {"pld": 20, "rdp": 100}  # of a curve, evenly spaced
 
 
 def compose(segments: Sequence[Segment], *, delta: float, accountant: Accountant) -> float:
     """Compute the epsilon of planned segments, one after the other on the same data: 0 without any,
     inf if a step has no noise."""
+    return _bound(segments, delta, accountant)[0]
+
+
+def counted_by(segments: Sequence[Segment], *, delta: float, accountant: Accountant) -> Accountant:
+    """Return the accountant whose bound `compose` returns: "rdp" also where it counts in the place
+    of "pld"."""
+    return _bound(segments, delta, accountant)[1]
+
+
+def _bound(
+    segments: Sequence[Segment], delta: float, accountant: Accountant
+) -> tuple[float, Accountant]:
+    """Return the bound that counts, and its accountant. RDP's is the smaller one only where many
+    rounds of allocation are composed."""
     check_delta(delta)
     if accountant not in get_args(Accountant):
         raise ValueError(
             f"privacy.accountant = {accountant!r} is unknown; choose one of {get_args(Accountant)}"
         )
     merged = composition(segments)
-    if not merged:
-        return 0.0
-    if merged[0].noise_multiplier == 0:  # they are sorted
-        return math.inf
-    return _bounds(merged, delta, accountant)[0]
-
-
-def counted_by(segments: Sequence[Segment], *, delta: float, accountant: Accountant) -> Accountant:
-    """Return the accountant whose bound `compose` returns: "rdp" also where it counts in the place
-    of "pld"."""
-    merged = composition(segments)
-    if not merged or merged[0].noise_multiplier == 0:
-        return accountant
-    return _bounds(merged, delta, accountant)[1]
-
-
-def _bounds(
-    merged: tuple[GaussianSteps, ...], delta: float, accountant: Accountant
-) -> tuple[float, Accountant]:
-    """Return the bound that counts, and its accountant. RDP's is the smaller one only where many
-    rounds of allocation are composed."""
+    if not merged or merged[0].noise_multiplier == 0:  # they are sorted
+        return (math.inf if merged else 0.0), accountant
     bound = pld_epsilon(merged, delta) if accountant == "pld" else math.inf
     if bound < math.inf and all(part.round_steps == 1 for part in merged):
         return bound, "pld"
@@ -171,21 +166,16 @@ class EpsilonCurve:
         accountant: Accountant,
         total_steps: int,
         first_step: int = 0,
-        points: int | None = None,
     ) -> None:
         """Args:
         before: planned segments that ran on the same data; they count from step 0.
         mechanism, total_steps: of the segment to come.
         first_step: the smallest number of steps to be asked for. Earlier points are left out;
             the others do not depend on it.
-        points: the number of evenly spaced points, `total_steps` the last.
         """
-        points = _POINTS[accountant] if points is None else points
-        assert points >= 1
-        self._before = tuple(before)
-        self._mechanism = mechanism
+        self._before, self._mechanism = tuple(before), mechanism
         self._delta, self._accountant = delta, accountant
-        parts = max(1, min(points, total_steps))
+        parts = max(1, min(_POINTS[accountant], total_steps))
         even = sorted({0, *(-(-total_steps * i // parts) for i in range(1, parts + 1))})
         self._steps = [step for step in even if step >= first_step] or [first_step]
         self._epsilons = [self._compute(steps) for steps in self._steps]
@@ -200,10 +190,6 @@ class EpsilonCurve:
             self._steps.append(steps)
             self._epsilons.append(max(self._compute(steps), self._epsilons[-1]))
         return self._epsilons[i]
-
-    def points(self) -> list[tuple[int, float]]:
-        """Return the computed points: (steps, epsilon), rising in both."""
-        return list(zip(self._steps, self._epsilons, strict=True))
 
     def _compute(self, steps: int) -> float:
         coming = Segment(self._mechanism, steps)

@@ -25,13 +25,9 @@ from torchtitan_dp.privacy.keys import KeyStream, RootKey, Secret
 _AT_ONCE = 2**14  # values that stay in a core's cache while earlier noise is added to them
 
 
-class _Kept:
-    """A chain's earlier noise: for each parameter, its newest row and the last b - 1, newest first;
-    fp32, of this rank's flat shards."""
-
-    def __init__(self, column: Sequence[float]) -> None:
-        self.column = column
-        self.noise: dict[str, tuple[int, list[Tensor]]] = {}
+_Kept = tuple[Sequence[float], dict[str, tuple[int, list[Tensor]]]]
+"""A chain's column, and its earlier noise: for each parameter, its newest row and the last b - 1,
+newest first; fp32, of this rank's flat shards."""
 
 
 class StepNoise(Secret):
@@ -56,7 +52,7 @@ class StepNoise(Secret):
         if self.__kept is None:
             draw(flat)
             return
-        column, noise = self.__kept.column, self.__kept.noise
+        column, noise = self.__kept
         if self.__row == 0:  # written at once, so that a rehearsal finds a lack of memory
             noise[name] = -1, [torch.empty_like(flat).zero_() for _ in column[1:]]
         row, kept = noise.pop(name, (-1, []))  # back when it is complete
@@ -85,7 +81,7 @@ class NoiseChain(Secret):
         """Take a stream of a root key that no other chain has, and c (`coefficients.INDEPENDENT`
         for independent noise)."""
         self.__stream, self.__row = stream, 0
-        self.__kept = _Kept(column) if len(column) > 1 else None
+        self.__kept: _Kept | None = (column, {}) if len(column) > 1 else None
         self.__last: int | None = None
 
     @classmethod

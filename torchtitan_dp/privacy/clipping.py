@@ -21,7 +21,7 @@ Guarantee:
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -32,7 +32,6 @@ from torchtitan_dp.privacy.kernels import compile_kernel
 from torchtitan_dp.privacy.settings import Privacy
 
 ClipFunction = Literal["vanilla", "automatic"]
-_Add = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 # Norms carry fp32 rounding, by which they can be short; scaling to a little less than C covers it.
 _SAFETY = 1 - 1e-5
@@ -202,7 +201,7 @@ def _add_scaled_(accumulator: Tensor, gradient: Tensor, factor: Tensor, rejected
             gradient = factor = gradient.new_zeros(())
         accumulator.addcmul_(gradient, factor)
     elif accumulator.device.type == "cuda":
-        _add_rows(compile_kernel(_add_scaled), accumulator, gradient, factor, rejected)
+        _add_rows(accumulator, gradient, factor, rejected)
     else:
         _add_scaled(accumulator, gradient, factor, rejected)
 
@@ -213,16 +212,15 @@ def _(accumulator: Tensor, gradient: Tensor, factor: Tensor, rejected: Tensor) -
 
 
 @torch.no_grad()
-def _add_rows(
-    add: _Add, accumulator: Tensor, gradient: Tensor, factor: Tensor, rejected: Tensor
-) -> None:
-    """Call `add` on each row of (D, N), or on (N,), as a contiguous vector without autograd.
+def _add_rows(accumulator: Tensor, gradient: Tensor, factor: Tensor, rejected: Tensor) -> None:
+    """Add each row of (D, N), or (N,), as a contiguous vector without autograd, compiled.
 
     Dynamo compiles another graph for each kind of layout, rank and grad mode, also of the tensor
     that an argument is a view of, and refuses the ninth: `data` is a view of nothing.
     """
     if accumulator.numel() == 0:
         return
+    add = compile_kernel(_add_scaled)
     rows = zip(torch.atleast_2d(accumulator), torch.atleast_2d(gradient), strict=True)
     for total_N, gradient_N in rows:
         add(total_N.data, gradient_N.contiguous().data, factor.data, rejected.data)

@@ -83,7 +83,6 @@ class Ratios:
 
     @property
     def largest(self) -> float:
-        """The largest value."""
         return float(self.values[-1])
 
 

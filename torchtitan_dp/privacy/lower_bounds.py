@@ -7,7 +7,7 @@ Pearson (1934) for a rate. Libraries with these bounds bring JAX, or need two tr
 Guarantee:
     - Each returns more than the truth with probability at most 1 - confidence, for any attack:
       `one_run_epsilon` than epsilon, if the audited program is (epsilon, delta)-DP for the attacked
-      units; `gaussian_mu` than mu, if it is mu-Gaussian-DP, and than `mixture_mu`, if it is one
+      units; `gaussian_mu` than mu, if it is mu-Gaussian-DP, and than `claimed_mu`, if it is one
       step of estimated norms, at sampling rate 1.
     - A bound above the claim is evidence of a fault; one below it proves nothing.
     - Assumptions: for `one_run_epsilon`, each canary's coin is fair, independent of all else and
@@ -15,10 +15,12 @@ Guarantee:
       trials are independent and what counts as an error was fixed in advance.
 """
 
+from typing import Any
+
 import numpy as np
 from scipy import special  # scipy.stats takes a second to import
 
-from torchtitan_dp.privacy.losses import Ratios, ratios
+from torchtitan_dp.privacy.losses import ratios
 from torchtitan_dp.privacy.segments import Mechanism
 
 _SCAN = 0.05  # epsilon is scanned upwards in steps of this, then refined
@@ -35,12 +37,7 @@ def rate_upper_bound(errors: int, trials: int, confidence: float) -> float:
 
 
 def gaussian_mu(
-    *,
-    false_positives: int,
-    negatives: int,
-    false_negatives: int,
-    positives: int,
-    confidence: float,
+    *, false_positives: int, negatives: int, false_negatives: int, positives: int, confidence: float
 ) -> float:
     """Bound mu from below: no mu-Gaussian-DP program lets a test do better than this one did.
 
@@ -62,36 +59,26 @@ def gaussian_mu(
 def expected_mu(mu: float, trials: int, confidence: float) -> float:
     """Predict `gaussian_mu` for a mu-Gaussian-DP program after `trials` of each kind."""
     errors = round(trials * float(special.ndtr(-mu / 2)))
-    return gaussian_mu(
-        false_positives=errors,
-        negatives=trials,
-        false_negatives=errors,
-        positives=trials,
-        confidence=confidence,
-    )
+    terms: dict[str, Any] = {"negatives": trials, "positives": trials, "confidence": confidence}
+    return gaussian_mu(false_positives=errors, false_negatives=errors, **terms)
 
 
 def claimed_mu(mechanism: Mechanism, trials: int, confidence: float) -> float:
-    """Return the largest mu that an audit of one whole step, or round of steps, may find, with this
-    confidence."""
-    if not mechanism.projections:
-        return 1 / mechanism.noise_multiplier
-    shares = ratios(mechanism.projections)
-    return mixture_mu(mechanism.noise_multiplier, shares, trials=trials, confidence=confidence)
-
-
-def mixture_mu(sigma: float, ratios: Ratios, *, trials: int, confidence: float) -> float:
-    """Bound `gaussian_mu` of one whole step of estimated norms: it exceeds this number with
+    """Return the mu that `gaussian_mu` of one whole step, or round of steps, exceeds with
     probability at most 1 - confidence.
 
-    With exact norms it would be 1 / sigma. Here the best test detects, at false alarms a, the share
-    G(a) = E Phi(Phi^-1(a) + Z / sigma), Z of the envelope (`privacy.losses`), and
+    With exact norms it is 1 / sigma. With estimated ones the best test detects, at false alarms a,
+    the share G(a) = E Phi(Phi^-1(a) + Z / sigma), Z of the envelope (`privacy.losses`), and
     misses 1 - G(a). No bound on a rate is below that of no error, e. So, unless a bound on a rate
     failed, gaussian_mu is at most the largest -Phi^-1(max(1 - G(a), e)) - Phi^-1(a) with a >= e.
     """
+    sigma = mechanism.noise_multiplier
+    if not mechanism.projections:
+        return 1 / sigma
+    shares = ratios(mechanism.projections)
     least = rate_upper_bound(0, trials, 1 - (1 - confidence) / 2)
     place = np.linspace(special.ndtri(least), -special.ndtri(least), 4001)  # Phi^-1(a)
-    missed = special.ndtr(-(place[:, None] + ratios.values / sigma)) @ ratios.probabilities
+    missed = special.ndtr(-(place[:, None] + shares.values / sigma)) @ shares.probabilities
     found = -special.ndtri(np.maximum(missed, least)) - place
     return float(found.max()) * (1 + 1e-4)  # between the places
 

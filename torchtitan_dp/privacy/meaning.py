@@ -43,7 +43,6 @@ class Meaning:
     posterior_but_for: float
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values for `json.dumps`."""
         return {
             "members_detected": [
                 {"false_alarms": alarms, "at_most": share} for alarms, share in self.detected
@@ -54,7 +53,6 @@ class Meaning:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "Meaning":
-        """Read what `to_json` gave."""
         return cls(
             detected=tuple((d["false_alarms"], d["at_most"]) for d in fields["members_detected"]),
             posterior=fields["posterior_from_half"],
@@ -81,12 +79,15 @@ after seeing the model, except with a probability of 1 in 100,000.
             f"{percent(share)} of training {unit}s."
             for alarms, share in self.detected
         ]
-        lines.append(
+        but_for = ""
+        if self.posterior_but_for:
+            many = int(1 / Decimal(repr(self.posterior_but_for)))
+            but_for = f", except with a probability of 1 in {many:,}"
+        return [
+            *lines,
             f"An attacker who gives the membership of a {unit} even odds is at most "
-            f"{percent(self.posterior)} sure of it after seeing the "
-            f"model{_except_for(self.posterior_but_for)}."
-        )
-        return lines
+            f"{percent(self.posterior)} sure of it after seeing the model{but_for}.",
+        ]
 
 
 def meaning(segments: Sequence[Segment], delta: float) -> Meaning:
@@ -102,36 +103,25 @@ def _meaning(segments: tuple[GaussianSteps, ...], delta: float) -> Meaning:
         return Meaning(tuple((a, a) for a in FALSE_ALARMS), 0.5, 0.0)
     if segments[0].noise_multiplier == 0:  # they are sorted
         return Meaning(tuple((a, 1.0) for a in FALSE_ALARMS), 1.0, 0.0)
+    # It holds without any exception, as if every unit were in every draw.
+    mu = _up(math.sqrt(sum(s.steps / s.least_noise**2 for s in segments)))
     if is_one_gaussian(segments):  # its exact trade-off
-        mu = _up(_unsampled_mu(segments))
         log_odds = math.log(delta) - float(log_ndtr(ndtri(delta) - mu))
         detected = tuple((a, min(_up(float(ndtr(ndtri(a) + mu))), 1.0)) for a in FALSE_ALARMS)
         return Meaning(detected, _from_odds(log_odds), delta)
-    epsilons = _epsilons(segments, delta)
-    profile = _profile(segments, delta, epsilons)
-    detected = tuple((a, _detected(epsilons, profile, a)) for a in FALSE_ALARMS)
-    return Meaning(detected, _posterior(epsilons, profile, delta), delta)
-
-
-def _unsampled_mu(segments: Sequence[GaussianSteps]) -> float:
-    """Return the mu that holds without any exception, as if every unit were in every draw."""
-    return math.sqrt(sum(s.steps / s.least_noise**2 for s in segments))
-
-
-def _epsilons(segments: tuple[GaussianSteps, ...], delta: float) -> np.ndarray:
-    """Choose where to look at the profile: rising, from 0 to where it is far below delta."""
+    # The profile: the smallest bound on delta at epsilons that rise to where it is far below delta.
     top = rdp_epsilon(segments, 1e-3 * min(delta, 1e-3)) + 1e-12
-    return np.union1d(np.linspace(0, top, _POINTS), np.geomspace(1e-6 * top, top, _POINTS))
-
-
-def _profile(segments: tuple[GaussianSteps, ...], delta: float, epsilons: np.ndarray) -> np.ndarray:
-    """Return the smallest available bound on delta(epsilon) at each epsilon, falling."""
-    best, rounding = gaussian_delta(_up(_unsampled_mu(segments)), epsilons)
-    best = np.minimum(best + rounding, rdp_delta(segments, epsilons))
-    by_pld = pld_profile(segments, delta)
-    if by_pld is not None:
-        best = np.minimum(best, by_pld.at(epsilons))
-    return np.minimum.accumulate(np.clip(np.nan_to_num(best, nan=1.0), 0.0, 1.0))
+    epsilons = np.union1d(np.linspace(0, top, _POINTS), np.geomspace(1e-6 * top, top, _POINTS))
+    profile, rounding = gaussian_delta(mu, epsilons)
+    profile = np.minimum(profile + rounding, rdp_delta(segments, epsilons))
+    if (by_pld := pld_profile(segments, delta)) is not None:
+        profile = np.minimum(profile, by_pld.at(epsilons))
+    profile = np.minimum.accumulate(np.clip(np.nan_to_num(profile, nan=1.0), 0.0, 1.0))
+    detected = tuple((a, _detected(epsilons, profile, a)) for a in FALSE_ALARMS)
+    if not (below := profile < delta).any():
+        return Meaning(detected, 1.0, delta)
+    log_odds = float((epsilons[below] - np.log1p(-profile[below] / delta)).min())
+    return Meaning(detected, _from_odds(log_odds), delta)
 
 
 def _detected(epsilons: np.ndarray, profile: np.ndarray, alarms: float) -> float:
@@ -141,15 +131,6 @@ def _detected(epsilons: np.ndarray, profile: np.ndarray, alarms: float) -> float
     return min(_up(float(min(first.min(), second.min()))), 1.0)
 
 
-def _posterior(epsilons: np.ndarray, profile: np.ndarray, but_for: float) -> float:
-    """Bound the posterior from even odds, but for a probability; it is 1.0 if there is no bound."""
-    below = profile < but_for
-    if not below.any() or but_for >= 1:
-        return 1.0
-    log_odds = epsilons[below] - np.log1p(-profile[below] / but_for)
-    return _from_odds(float(log_odds.min()))
-
-
 def _from_odds(log_odds: float) -> float:
     """Return the probability of these odds, never rounded down."""
     return min(1.0, float(expit(log_odds)) + 2.0**-50)
@@ -157,11 +138,3 @@ def _from_odds(log_odds: float) -> float:
 
 def _up(value: float) -> float:
     return value * (1 + _ROUNDING)
-
-
-def _except_for(probability: float) -> str:
-    """Return a probability as one in so many, rounded up."""
-    if probability == 0:
-        return ""
-    many = int(1 / Decimal(repr(probability)))
-    return f", except with a probability of 1 in {many:,}"

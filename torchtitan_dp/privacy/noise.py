@@ -274,7 +274,6 @@ def _radius(w0: Tensor, w1: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _unsigned(word: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the uint32 that an int32 stands for."""
     return word.to(dtype) + torch.where(word < 0, 2.0**32, 0.0)
 
 

@@ -110,11 +110,10 @@ def pld_epsilon(segments: tuple[GaussianSteps, ...], delta: float) -> float:
         return gaussian_epsilon(1 / segments[0].noise_multiplier, delta)
     try:
         bound = min(bound for bound, _ in _attempts(segments, delta))
-    except (ArithmeticError, ValueError) as why:
-        logger.info("PLD accounting failed: %s", why)
-    else:
         if 0 <= bound < math.inf:  # not NaN
             return bound
+    except (ArithmeticError, ValueError) as why:
+        logger.info("PLD accounting failed: %s", why)
     logger.info("PLD is out of its depth at %s", segments)
     return math.inf
 
@@ -125,8 +124,7 @@ def is_one_gaussian(segments: tuple[GaussianSteps, ...]) -> bool:
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
-    """Compute epsilon of the Gaussian mechanism with sensitivity / noise = mu (Balle & Wang 2018).
-    Compute epsilon of the Gaussian mechanism with sensitivity / noise = mu (Balle & Wang 2018)."""
+    """Compute epsilon of the Gaussian mechanism of sensitivity / noise = mu (Balle & Wang 2018)."""
     from scipy.optimize import brentq  # half a second to import
 
     if mu in (0, math.inf):

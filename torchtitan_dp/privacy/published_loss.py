@@ -15,6 +15,7 @@ Guarantee:
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,15 +37,10 @@ def epsilon(published: Segment, *, delta: float, before: Sequence[Segment] = ())
     return accounting.compose([*before, published], delta=delta, accountant="pld")
 
 
-def noise_for(*, target_epsilon: float, delta: float) -> float:
-    """Find the noise multiplier with which one published loss spends at most the target."""
-    return accounting.noise_for(
-        Mechanism(1.0, 1.0),
-        1,
-        target_epsilon=target_epsilon,
-        delta=delta,
-        accountant="pld",
-    )
+def noise_for(count: int = 1, **query: Any) -> float:
+    """Find the noise multiplier with which so many published losses spend at most the target;
+    `query` is `target_epsilon`, `delta` and, if any, `before` of `accounting.noise_for`."""
+    return accounting.noise_for(Mechanism(1.0, 1.0), count, accountant="pld", **query)
 
 
 def noised_mean(losses_N: np.ndarray, *, noise_multiplier: float, clip: float, key: bytes) -> float:

@@ -75,21 +75,16 @@ def divergence(segments: Sequence[GaussianSteps]) -> np.ndarray:
     return total
 
 
-def to_epsilon(divergence: np.ndarray, delta: float, orders: np.ndarray = ORDERS) -> np.ndarray:
-    """Convert each order's divergence to epsilon (Balle et al. 2020, theorem 21).
-
-    Each is a bound, if the order was chosen before seeing any result; it may be negative.
-    """
-    return divergence + np.log1p(-1 / orders) - (math.log(delta) + np.log(orders)) / (orders - 1)
-
-
 def rdp_epsilon(segments: Sequence[GaussianSteps], delta: float) -> float:
-    """Compute RDP's bound, that of the best order, which follows from the fixed segments."""
-    return max(0.0, float(to_epsilon(divergence(segments), delta).min()))
+    """Compute RDP's bound (Balle et al. 2020, theorem 21): that of the best order, which follows
+    from the fixed segments."""
+    of_order = divergence(segments) + np.log1p(-1 / ORDERS)
+    of_order = of_order - (math.log(delta) + np.log(ORDERS)) / (ORDERS - 1)
+    return max(0.0, float(of_order.min()))
 
 
 def rdp_delta(segments: Sequence[GaussianSteps], epsilons: np.ndarray) -> np.ndarray:
-    """Compute RDP's bound on delta at each epsilon: `to_epsilon` solved for delta."""
+    """Compute RDP's bound on delta at each epsilon: `rdp_epsilon` solved for delta."""
     log_delta = np.zeros_like(epsilons)
     for order, total in zip(ORDERS, divergence(segments), strict=True):
         of_order = (order - 1) * (total + math.log1p(-1 / order) - epsilons) - math.log(order)
@@ -103,5 +98,4 @@ def loss_bound(segments: Sequence[GaussianSteps], probability: float) -> float:
 
     Chernoff: E[exp((order - 1) * loss)] = exp((order - 1) * divergence).
     """
-    tail = divergence(segments) - math.log(probability) / (ORDERS - 1)
-    return float(tail.min())
+    return float((divergence(segments) - math.log(probability) / (ORDERS - 1)).min())

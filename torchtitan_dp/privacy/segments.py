@@ -203,15 +203,13 @@ class Mechanism:
         return self.noise_multiplier * noise_in_weights(self.column, shares)
 
     def with_noise(self, noise_multiplier: float) -> "Mechanism":
-        """Return the same mechanism with another noise multiplier."""
         return dataclasses.replace(self, noise_multiplier=noise_multiplier)
 
     def fields(self) -> dict[str, Any]:
         """Return the keys of `privacy.json` that record this mechanism."""
         own = dataclasses.asdict(self) | {"mechanism": self.name, "bands": self.period}
-        left_out = {"private"}
-        left_out |= {"round_steps"} if self.round_steps == 1 else set()
-        left_out |= {"bands", "column"} if self.period == 1 else set()
+        left_out = ["private"] + ["round_steps"] * (self.round_steps == 1)
+        left_out += ["bands", "column"] * (self.period == 1)
         return {key: value for key, value in own.items() if key not in left_out}
 
     @classmethod
@@ -221,12 +219,9 @@ class Mechanism:
         Raises:
             KeyError, TypeError, ValueError: they record none that this version knows.
         """
+        own = {one.name for one in dataclasses.fields(cls)} - {"round_steps", "column", "private"}
         found = cls(
-            fields["noise_multiplier"],
-            fields["sample_rate"],
-            fields["projections"],
-            fields["capped_projections"],
-            fields["norm_estimator"],
+            **{key: fields[key] for key in own},
             round_steps=fields.get("round_steps", 1),
             column=tuple(fields.get("column", INDEPENDENT)),
             private=fields["mechanism"] != NONE,
@@ -297,20 +292,20 @@ def dp_event(parts: Sequence[GaussianSteps]) -> dict[str, Any] | None:
 
 
 def _steps(part: GaussianSteps) -> dict[str, Any]:
-    if part.round_steps > 1:
-        return _event("SelfComposedDpEvent", event=_event("UnsupportedDpEvent"), count=part.steps)
     q = part.sample_rate
-    if part.ratios is not None:
-        absent = ([0.0], [1 - q]) if q < 1 else ([], [])
-        mixture = _event(
+    if part.round_steps > 1:
+        step = _event("UnsupportedDpEvent")
+    elif part.ratios is not None:
+        absent = int(q < 1)
+        step = _event(
             "MixtureOfGaussiansDpEvent",
             standard_deviation=part.noise_multiplier,
-            sensitivities=[*absent[0], *part.ratios.values.tolist()],
-            sampling_probs=[*absent[1], *(q * part.ratios.probabilities).tolist()],
+            sensitivities=[0.0] * absent + part.ratios.values.tolist(),
+            sampling_probs=[1 - q] * absent + (q * part.ratios.probabilities).tolist(),
         )
-        return _event("SelfComposedDpEvent", event=mixture, count=part.steps)
-    gaussian = _event("GaussianDpEvent", noise_multiplier=part.noise_multiplier)
-    step = _event("PoissonSampledDpEvent", sampling_probability=q, event=gaussian)
+    else:
+        gaussian = _event("GaussianDpEvent", noise_multiplier=part.noise_multiplier)
+        step = _event("PoissonSampledDpEvent", sampling_probability=q, event=gaussian)
     return _event("SelfComposedDpEvent", event=step, count=part.steps)
 
 

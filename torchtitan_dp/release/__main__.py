@@ -60,11 +60,7 @@ from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.hugging_face import on_meta, without_lora
 from torchtitan_dp.models.hugging_face_weights import write_folder
-from torchtitan_dp.models.parameters import (
-    first_overflow,
-    saved_tensors,
-    trainable_parameters,
-)
+from torchtitan_dp.models.parameters import first_overflow, saved_tensors, trainable_parameters
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.release.card import NO_NAMES, OWNER_ITEMS, PublicNames, claims, model_card
 from torchtitan_dp.train.check import check_model
@@ -126,10 +122,8 @@ def release(
             os.makedirs(partial, mode=0o700)
             decay = config.ema.decay if average else None
             write_folder(model, config, partial, merge=merge, base_model=names.base_model)
-            card = model_card(
-                terms, config, without_lora(args) if merge else args, decay=decay, names=names
-            )
-            _complete(partial, terms, card)
+            kept = without_lora(args) if merge else args
+            _complete(partial, terms, model_card(terms, config, kept, decay=decay, names=names))
             os.rename(partial, out)
         except OSError as error:
             raise ValueError(f"OUT = '{out}': cannot be written ({error})") from error
@@ -156,18 +150,6 @@ def _check_folders(run: str, out: str) -> None:
         raise ValueError(f"OUT = '{out}': '{out}.tmp' is left from a failed release; remove it")
 
 
-def _load(folder: str, state: dict[str, Any]) -> None:
-    """Read whole tensors and values of a checkpoint into `state`, in place; raise ValueError if it
-    lacks one, has it in another shape, or is broken."""
-    try:
-        load(state, folder, no_dist=True)
-    except (CheckpointException, Exception) as error:  # the first is a BaseException only
-        raise ValueError(
-            f"{folder} cannot be read ({in_one_line(error)}): if it is broken, move it away, and "
-            "the checkpoint before it is taken"
-        ) from error
-
-
 def empty_model(args: ModelArgs) -> CausalLM:
     """Build the model in fp32 on the CPU, with NaN wherever a checkpoint has values."""
     model: CausalLM = on_meta(args).to_empty(device="cpu")
@@ -180,10 +162,16 @@ def empty_model(args: ModelArgs) -> CausalLM:
 
 def load_weights(folder: str, model: nn.Module, *, average: bool = False) -> None:
     """Read the weights (or the average of those trained), and nothing else, of a checkpoint into
-    `model`, in place; ValueError if they are of another model, or are not finite."""
+    `model`, in place; ValueError if it lacks some, they have other shapes, or are not finite."""
     tensors, averaged = saved_tensors(model), trainable_parameters(model) if average else {}
     held = {average_name(name) if name in averaged else name: t for name, t in tensors.items()}
-    _load(folder, held)
+    try:
+        load(held, folder, no_dist=True)
+    except (CheckpointException, Exception) as error:  # the first is a BaseException only
+        raise ValueError(
+            f"{folder} cannot be read ({in_one_line(error)}): if it is broken, move it away, and "
+            "the checkpoint before it is taken"
+        ) from error
     if name := first_overflow(tensors.items()):
         raise ValueError(
             f"{folder}: {name} is not finite there, or not there; move this checkpoint away, "
@@ -246,11 +234,8 @@ def _sha256(path: str) -> str:
 
 
 def main(argv: list[str]) -> None:
-    """Run the command."""
     options, _ = parsed("release", __doc__, argv)
-    names = PublicNames(
-        options.base_model, options.license, tuple(options.datasets), options.unit_name
-    )
+    given = options.base_model, options.license, tuple(options.datasets), options.unit_name
     with exit_on_mistake():
         terms = release(
             options.run,
@@ -259,7 +244,7 @@ def main(argv: list[str]) -> None:
             lost_steps_not_seen=options.lost_steps_not_seen,
             merge=options.merged,
             average=options.ema,
-            names=names,
+            names=PublicNames(*given),
         )
     counts = terms["epsilon_counts"].replace("_", " ")
     print(

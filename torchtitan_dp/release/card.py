@@ -212,7 +212,6 @@ def guarantee(
 
 
 def _factor(epsilon: float) -> str:
-    """Write e^epsilon, rounded up."""
     if epsilon < 20:
         return rounded_up(math.exp(epsilon), digits=3)
     return f"10^{math.ceil(epsilon / math.log(10))}"

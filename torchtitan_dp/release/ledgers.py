@@ -23,7 +23,6 @@ from torchtitan_dp.privacy.accounting import rounded_up
 
 
 def main(argv: list[str]) -> int:
-    """Run the command and return its exit code."""
     options, _ = parsed("ledger", __doc__, argv)
     with exit_on_mistake():
         runs = [verify(folder) for folder in options.runs]
@@ -36,7 +35,6 @@ def main(argv: list[str]) -> int:
 
 
 def _show(runs: list[Run], spent: Total | None, *, overlapping: bool) -> None:
-    """Print the runs and their sum on stderr."""
 
     def say(line: str) -> None:
         print(line, file=sys.stderr)
@@ -84,7 +82,6 @@ def _show(runs: list[Run], spent: Total | None, *, overlapping: bool) -> None:
 
 
 def _word(value: float | None) -> str:
-    """Return an epsilon in a word or two."""
     return "NOT private" if value is None else rounded_up(value)
 
 

@@ -40,7 +40,6 @@ from torchtitan_dp.ledger.spending import spent
 from torchtitan_dp.ledger.templates import templates
 from torchtitan_dp.plan.signal import DROWNS, noise_of_run
 from torchtitan_dp.privacy.accounting import rounded_down, rounded_up
-from torchtitan_dp.privacy.meaning import Meaning
 from torchtitan_dp.release.card import guarantee
 from torchtitan_dp.report.run_folder import (
     SECONDS,
@@ -48,6 +47,7 @@ from torchtitan_dp.report.run_folder import (
     Row,
     RunFolder,
     epsilon_rows,
+    finite,
     open_run,
     status_rows,
 )
@@ -162,16 +162,14 @@ class Chart:
     def table(self) -> list[list[str]]:
         """A line of steps, and one of values for each name."""
         steps = sorted({step for points in self.lines.values() for step, _ in points})
-        steps = [*steps[:: max(1, math.ceil(len(steps) / _COLUMNS))], *steps[-1:]]
-        shown, rows = [*dict.fromkeys(steps)], [(name, dict(p)) for name, p in self.lines.items()]
+        shown = dict.fromkeys([*steps[:: math.ceil(len(steps) / _COLUMNS)], steps[-1]])
         lines = [["step", *(f"{step:,}" for step in shown)]]
-        for name, values in rows:
+        for name, values in ((name, dict(points)) for name, points in self.lines.items()):
             lines.append([name, *(self.write(values[s]) if s in values else "" for s in shown)])
         return lines + ([[self.reference[0], f"{self.reference[1]:g}"]] if self.reference else [])
 
     @property
     def svg(self) -> str:
-        """The chart, by matplotlib."""
         import matplotlib
         from matplotlib.figure import Figure
 
@@ -251,12 +249,8 @@ def _charts_of_records(run: RunFolder) -> list[Chart]:
         "Realized batch": ("expected", float(terms.expected_batch_size)),
     }
     for title, unit, names in _OF_RECORDS:
-        of = {name: run.scalars.get(key, []) for key, name in names.items()}
-        lines = {
-            name: points
-            for name, all_points in of.items()
-            if (points := [point for point in all_points if math.isfinite(point[1])])
-        }
+        lines = {name: finite(run.scalars.get(key, [])) for key, name in names.items()}
+        lines = {name: points for name, points in lines.items() if points}
         reference = references.get(title) if run.with_privacy else None
         if lines:
             charts.append(Chart(title, unit, lines, False, reference, title == "Gradient norms"))
@@ -287,23 +281,19 @@ def _word(value: Any) -> str:
 def _guarantee(run: RunFolder) -> dict[str, Any] | None:
     """Return the values of the sentences that the model card has too, for the epsilon at the end;
     None where there is no epsilon."""
-    epsilon = run.epsilon_planned
-    if not run.private or epsilon is None:
+    ledger, epsilon, meant = run.ledger, run.epsilon_planned, run.published["meaning"]
+    if not run.private or epsilon is None or not math.isfinite(epsilon):
         return None
-    if epsilon == run.published["epsilon_planned"] and run.published["meaning"] is not None:
-        meaning: Meaning | None = Meaning.from_json(run.published["meaning"])
-    else:
-        ledger = run.ledger
+    if epsilon != run.published["epsilon_planned"] or meant is None:
         steps = spent(ledger).segments(ledger.settings.mechanism, ledger.left)
-        meaning = schema.explain(ledger, steps, epsilon)
-    if meaning is None or not math.isfinite(epsilon):
-        return None
-    terms = run.published | {"epsilon": epsilon, "meaning": meaning.to_json()}
+        if (meaning := schema.explain(ledger, steps, epsilon)) is None:
+            return None
+        meant = meaning.to_json()
+    terms = run.published | {"epsilon": epsilon, "meaning": meant}
     return guarantee(terms, run.config) | {"terms": terms}
 
 
 def main(argv: list[str]) -> None:
-    """Run the command."""
     options, _ = parsed("report", __doc__, argv)
     if options.status and (options.public or options.output):
         fail("--status: it writes no page; omit --public and --output")

@@ -67,12 +67,10 @@ class RunFolder:
 
     @property
     def private(self) -> bool:
-        """Whether the weights are private."""
         return self.ledger.private and bool(self.published["private"]) and self.with_privacy
 
     @property
     def total(self) -> int:
-        """The steps that the run takes in all."""
         return self.ledger.planned_steps or (self.config.training.steps if self.config else 0)
 
 
@@ -162,15 +160,12 @@ def _set_epsilons(run: RunFolder) -> None:
 
 def _is_locked(path: Path) -> bool:
     """Return whether a process has the run's lock."""
-    if not path.exists():
-        return False
-    with open(path, encoding="ascii") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:  # a file system without locks, on which no run starts: it holds a copy
-            return False
+    if path.exists():
+        with open(path, encoding="ascii") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError as error:  # else one without locks holds a copy
+                return isinstance(error, BlockingIOError)
     return False
 
 
@@ -236,16 +231,21 @@ def status_rows(run: RunFolder) -> list[Row]:
         rows.append(Row("privacy", f"NOT private: {why}", True))
     rows += epsilon_rows(run)
     if run.alive and not finished:
-        seconds = sorted(s for _, s in run.scalars.get(SECONDS, [])[-9:] if math.isfinite(s))
+        seconds = sorted(s for _, s in finite(run.scalars.get(SECONDS, [])[-9:]))
         left = max(run.total - step, 0) * seconds[len(seconds) // 2] if seconds else math.nan
         unknown = "not known until two steps are logged"
         shown = f"about {datetime.timedelta(seconds=round(left))}" if seconds else unknown
         rows.append(Row("time left", shown, False))
     rows.append(Row("last checkpoint", run.checkpoint or "none", False))
     for name, words in (("loss", "loss"), ("heldout_loss", "held-out loss")):
-        if finite := [point for point in run.scalars.get(name, []) if math.isfinite(point[1])]:
-            rows.append(Row(words, f"{finite[-1][1]:.4f} at step {finite[-1][0]:,}", False))
+        for step, value in finite(run.scalars.get(name, []))[-1:]:
+            rows.append(Row(words, f"{value:.4f} at step {step:,}", False))
     return rows
+
+
+def finite(points: Points) -> Points:
+    """Leave out values that are not finite."""
+    return [point for point in points if math.isfinite(point[1])]
 
 
 def epsilon_rows(run: RunFolder) -> list[Row]:

@@ -46,9 +46,11 @@ if __name__ == "__main__":  # before PyTorch, which takes seconds to import
 # isort: split
 from torchtitan_dp.base.process import lock_folder, processes_asked, write_atomically
 from torchtitan_dp.checkpoint.folder import verify
+from torchtitan_dp.checkpoint.plan import Plan
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import unit_word
 from torchtitan_dp.config.load import exit_on_mistake, load_config, write_json
+from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.distributed.devices import default_processes
 from torchtitan_dp.ledger import EXECUTED_FILE, PRIVACY_FILE
 from torchtitan_dp.ledger.lineage import Lineage
@@ -56,8 +58,7 @@ from torchtitan_dp.ledger.schema import TRIAL_FILE, read_published
 from torchtitan_dp.ledger.spending import Run, Total, inherited, total
 from torchtitan_dp.privacy import published_loss
 from torchtitan_dp.privacy.accounting import noise_for, rounded_up
-from torchtitan_dp.privacy.segments import Mechanism
-from torchtitan_dp.train.check import Checked, check_run
+from torchtitan_dp.train.check import check_run
 
 TELLS_APART = 0.3
 """The difference of two trials' losses, in nats, that a search must show, a heuristic."""
@@ -80,7 +81,6 @@ class Trial(NamedTuple):
 
     @property
     def options(self) -> list[str]:
-        """The keys on a command line."""
         return [f"--{key}={value}" for key, value in self.keys.items()]
 
 
@@ -150,15 +150,16 @@ class Search:
             "--checkpoint.no-last_save_in_hf",
         ]
 
-    def check(self, noise: Noise) -> list[Checked]:
+    def check(self, noise: Noise) -> list[tuple[Plan, Records]]:
         """Check all trials as their starts will, before any begins; ValueError, one line."""
         found = []
         for trial in self.trials:
             try:
-                config = load_config(self.arguments(trial, noise), self.world_size)
-                found.append(check_run(config))
+                checked = check_run(load_config(self.arguments(trial, noise), self.world_size))
             except ValueError as mistake:
                 raise ValueError(f"{' '.join(trial.options)}: {mistake}") from None
+            assert checked.plan is not None  # with privacy
+            found.append((checked.plan, checked.records))
         return found
 
     def noise(self, epsilon: float) -> Noise:
@@ -188,8 +189,8 @@ class Search:
                     "(python -m torchtitan_dp.ledger adds up)"
                 )
         if not known:
-            plans = [one.plan for one in self.check(Noise([1.0] * len(self.trials), 1.0))]
-            ledgers = [plan.ledger for plan in plans if plan is not None]
+            checked = self.check(Noise([1.0] * len(self.trials), 1.0))
+            ledgers = [plan.ledger for plan, _ in checked]
             try:
                 return Noise(split(ledgers, epsilon)[1], _epsilon_of_loss(ledgers, epsilon))
             except ValueError as mistake:
@@ -219,16 +220,11 @@ class Search:
             "epsilon_of_loss": noise.epsilon_of_loss,
         }
 
-    def spent_within(self, epsilon: float, checked: list[Checked]) -> Total:
+    def spent_within(self, epsilon: float, checked: list[tuple[Plan, Records]]) -> Total:
         """Return what all trials spend together; raise ValueError, one line, if that is above
         epsilon, as where a crash lost steps."""
-        spent = total(
-            [
-                Run(trial.folder, one.plan.ledger, one.records.fingerprint)
-                for trial, one in zip(self.trials, checked, strict=True)
-                if one.plan is not None
-            ]
-        )
+        of_trials = zip(self.trials, checked, strict=True)
+        spent = total([Run(t.folder, p.ledger, r.fingerprint) for t, (p, r) in of_trials])
         if spent.epsilon_planned is None or spent.heldout_epsilon is None:
             raise ValueError(
                 f"'{self.folder}': a trial there is not private, so that no epsilon covers the "
@@ -345,20 +341,13 @@ def split(ledgers: Sequence[Lineage], target: float) -> tuple[float, list[float]
 
 def _epsilon_of_loss(ledgers: Sequence[Lineage], target: float) -> float:
     """Find the epsilon of each published loss with which those of all trials spend the target."""
-    first = ledgers[0]
-    sigma = noise_for(
-        Mechanism(1.0, 1.0),
-        len(ledgers),
-        target_epsilon=target,
-        delta=first.settings.delta,
-        accountant="pld",
-        before=inherited(first.ancestors),
-    )
-    return published_loss.epsilon(published_loss.releases(sigma, 1), delta=first.settings.delta)
+    delta, before = ledgers[0].settings.delta, inherited(ledgers[0].ancestors)
+    query = {"target_epsilon": target, "delta": delta, "before": before}
+    sigma = published_loss.noise_for(len(ledgers), **query)
+    return published_loss.epsilon(published_loss.releases(sigma, 1), delta=delta)
 
 
 def main(argv: list[str]) -> int:
-    """Run the command and return its exit code."""
     options, shared = parsed("tune", __doc__, argv)
     with exit_on_mistake(), contextlib.ExitStack() as held:
         asked = processes_asked()
@@ -389,16 +378,13 @@ def _announce(search: Search, noise: Noise, epsilon: float) -> Total:
     """Print what all trials spend together, and return it."""
     checked = search.check(noise)
     spent = search.spent_within(epsilon, checked)
-    for trial, one, sigma in zip(search.trials, checked, noise.multipliers, strict=True):
-        assert one.plan is not None
-        _say(
-            f"{trial.name}: {' '.join(trial.options)}: {one.plan.steps:,} steps, sigma {sigma:.4g}"
-        )
+    for trial, (plan, _), sigma in zip(search.trials, checked, noise.multipliers, strict=True):
+        _say(f"{trial.name}: {' '.join(trial.options)}: {plan.steps:,} steps, sigma {sigma:.4g}")
     _say(f"{len(search.trials)} trials of equal epsilon; all together: {_in_words(search, spent)}")
-    assert checked[0].plan is not None
-    loss = checked[0].plan.ledger.heldout_loss
+    plan, records = checked[0]
+    loss = plan.ledger.heldout_loss
     assert loss is not None
-    units, word = len(checked[0].records.heldout), unit_word(search.config)
+    units, word = len(records.heldout), unit_word(search.config)
     deviation = loss.noise_multiplier * loss.clip / units
     _say(
         f"published losses: of {units:,} held-out {word}s, with noise of "
@@ -458,10 +444,9 @@ def _conclude(search: Search, announced: Total, json_file: str | None) -> int:
         }
         write_json(json_file, content)
     failed = [trial.name for trial in search.trials if result_of(trial) is None]
-    for line in faults:
+    retried = "failed, and is not compared; the same command tries it again"
+    for line in (*faults, *(f"{name} {retried}" for name in failed)):
         _say(line)
-    for name in failed:
-        _say(f"{name} failed, and is not compared; the same command tries it again")
     if not results or faults:
         return 1
     for trial, loss, deviation in results:
