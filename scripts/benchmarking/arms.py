@@ -3,11 +3,7 @@
 from dataclasses import dataclass
 
 NOT_PRIVATE = ("--privacy.no-enable",)
-PRIVATE = (
-    "--privacy.enable",
-    "--privacy.target_epsilon=None",
-    "--privacy.noise_multiplier=1.0",
-)
+PRIVATE = ("--privacy.enable", "--privacy.target_epsilon=None", "--privacy.noise_multiplier=1.0")
 CHECKPOINTED = " + AC"
 ADAPTED = " + LoRA"
 

@@ -58,10 +58,7 @@ class OpacusTrainer:
             GradSampleModule(model, strict=False)
             if kind == "hooks"
             else GradSampleModuleFastGradientClipping(
-                model,
-                strict=False,
-                max_grad_norm=max_grad_norm,
-                use_ghost_clipping=kind == "ghost",
+                model, strict=False, max_grad_norm=max_grad_norm, use_ghost_clipping=kind == "ghost"
             )
         )
         wrapper = DPOptimizer if kind == "hooks" else DPOptimizerFastGradientClipping

@@ -101,8 +101,7 @@ def test_stores_are_listed_and_erased(
 
 
 @pytest.mark.parametrize(
-    "mistake",
-    ["--data.text_field=other", "--data.unit_field=whom", "--data.store=/proc/none"],
+    "mistake", ["--data.text_field=other", "--data.unit_field=whom", "--data.store=/proc/none"]
 )
 def test_mistakes_are_one_line_and_leave_no_store(
     command: list[str], mistake: str, tmp_path: Path, capsys: Any

@@ -285,11 +285,7 @@ def frozen_layer(degrees, frozen, method):
     before = {n: p.full_tensor().clone() for n, p in built.model.named_parameters()}
     optimizer = torch.optim.AdamW(list(built.parameters.values()), lr=0.1, weight_decay=0.1)
     dp = DPOptimizer(
-        optimizer,
-        built.parameters,
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        expected_batch_size=1,
+        optimizer, built.parameters, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=1
     )
     tokens_NT, labels_NT = build.data(samples=1)
     norms = built.accumulate(tokens_NT, labels_NT)

@@ -17,15 +17,7 @@ import torch.distributed.checkpoint as dcp
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.processes import forks
-from tests.processes.runs import (
-    arguments,
-    load,
-    privacy,
-    train,
-    weights,
-    with_sigma,
-    write_records,
-)
+from tests.processes.runs import arguments, load, privacy, train, weights, with_sigma, write_records
 from torchtitan_dp.ledger import schema
 from torchtitan_dp.train.outlets import find
 

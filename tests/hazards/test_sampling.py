@@ -10,14 +10,7 @@ import numpy as np
 import pytest
 
 from tests.data.drawn import dealt, sample
-from tests.data.stores import (
-    records_in,
-    records_of,
-    source,
-    store_of,
-    texts,
-    write,
-)
+from tests.data.stores import records_in, records_of, source, store_of, texts, write
 from tests.processes.runs import arguments
 from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.config.load import load_config

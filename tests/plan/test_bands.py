@@ -13,12 +13,7 @@ from torchtitan_dp.checkpoint.terms import (
     shares_of_steps,
 )
 from torchtitan_dp.plan.signal import bands_of
-from torchtitan_dp.privacy.coefficients import (
-    cut_off,
-    found_for,
-    noise_in_step,
-    noise_in_weights,
-)
+from torchtitan_dp.privacy.coefficients import cut_off, found_for, noise_in_step, noise_in_weights
 
 EIGHT = ("--privacy.target_epsilon=8", "--privacy.noise_multiplier=None", "--privacy.delta=1e-5")
 

@@ -37,8 +37,7 @@ def test_every_case_has_a_reference() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(c, marks=() if c in BY_DEFAULT else pytest.mark.thorough) for c in CASES],
+    "case", [pytest.param(c, marks=() if c in BY_DEFAULT else pytest.mark.thorough) for c in CASES]
 )
 def test_weights_after_three_noisy_steps(case: str, tmp_path: Path) -> None:
     found, expected = weights_of(case, tmp_path), REFERENCE["weights"][case]

@@ -108,11 +108,7 @@ def drawn_case(seed: int) -> Case:
     """A case by chance: method, options, kind and contents of records, interruptions, mesh."""
     chance = random.Random(seed)
     kind = chance.choice(list(OF_KIND))
-    overrides = (
-        *chance.choice(METHODS),
-        *chance.choice(OPTIONS),
-        *chance.choice(OF_KIND[kind]),
-    )
+    overrides = (*chance.choice(METHODS), *chance.choice(OPTIONS), *chance.choice(OF_KIND[kind]))
     context_parallel, dp_shard = chance.choice(((1, 1), (1, 1), (2, 1), (1, 2)))
     jobs, buckets = chance.choice(JOBS), chance.random() < 0.3
     return Case("", overrides, kind, seed, context_parallel, dp_shard, jobs, buckets=buckets)

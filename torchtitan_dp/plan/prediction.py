@@ -239,10 +239,7 @@ def search(config: JobConfig, args: ModelArgs, world_size: int, mode: str, limit
 
 
 def answer(
-    overrides: list[str],
-    world_size: int,
-    memory_gib: float,
-    seek_longest: bool,
+    overrides: list[str], world_size: int, memory_gib: float, seek_longest: bool
 ) -> MemoryPlan:
     """Predict what `memory.predict` asks for, in a process that has no process group."""
     config = load_config(overrides, world_size)
