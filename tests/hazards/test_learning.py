@@ -29,9 +29,15 @@ def documents(path: Path) -> list[str]:
     return ["--training.dataset=text"]
 
 
+def one_empty(path: Path) -> list[str]:
+    (path / "empty").touch()  # a record, as an empty unit is
+    return documents(path)
+
+
 NOTHING = {
     "Assistant": (talks, "24 have no turn of the role 'assistant'"),
     "PDF": (documents, "24 are no files of 'text'"),
+    "PDF and empty": (one_empty, "24 are no files of 'text'"),
 }
 
 
