@@ -9,8 +9,8 @@ EX_TEMPFAIL, on every node, whichever was asked. Rerun the same command to resum
 arrives before a worker listens ends all at once: no step has started yet. A second Ctrl-C does so
 at any time, with exit code 130.
 
-torchrun's own forwarding (`--signals-to-handle`) is turned off: it kills workers after 30 s up to
-torch 2.11, and does not tell a save that failed from one that succeeded.
+torchrun's own forwarding (`--signals-to-handle`) is off: up to torch 2.11 it kills workers after
+30 s, and it does not tell a failed save from one that succeeded.
 
 With `--processes`, for a run on this machine alone, the plan checks everything in this process
 before N workers are started (`auto`: one for each CUDA device, or 2 on a machine without). A user's

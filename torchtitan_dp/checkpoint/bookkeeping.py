@@ -252,7 +252,6 @@ class Bookkeeping:
             logger.info(f"to publish: {typed('release')} {self._folder} NEW_FOLDER")
 
     def _draw(self, step: int, loader: RecordLoader) -> Draw:
-        """Draw a step's units, and take its window key."""
         mechanism = self.settings.mechanism
         if (t := mechanism.round_steps) > 1:
             if (step - 1) % t == 0:

@@ -90,7 +90,6 @@ def drop_unfinished(folder: str) -> bool:
 
 
 def _steps(folder: str) -> list[str]:
-    """Return all checkpoints in a folder, finished or not."""
     names = os.listdir(folder) if os.path.isdir(folder) else []
     return [os.path.join(folder, name) for name in names if re.fullmatch(r"step-\d+", name)]
 

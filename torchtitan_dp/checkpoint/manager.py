@@ -255,7 +255,6 @@ class Checkpointer(CheckpointManager):
             self.save_future.result()
 
     def _raise_unsaved(self, step: int, error: BaseException) -> None:
-        """Raise Fault with the free space and the last whole checkpoint."""
         newest = newest_finished_checkpoint(self.folder)
         whole = f"step-{newest}" if newest >= 0 else "none"
         free = shutil.disk_usage(self.folder).free / 2**30

@@ -150,7 +150,6 @@ def choose_noise(
 def _least_noise(
     config: JobConfig, units: int, column: Sequence[float], spent: Sequence[Segment], steps: int
 ) -> float:
-    """Find the noise multiplier that meets the target."""
     privacy = config.privacy
     assert privacy.target_epsilon is not None
     assert privacy.delta is not None

@@ -55,7 +55,6 @@ def _mesh(config: JobConfig, world_size: int) -> Iterator[str]:
 
 
 def _steps(config: JobConfig) -> Iterator[str]:
-    """Yield the rows of the schedule, the optimizer and the profiler."""
     steps, schedule = config.training.steps, config.lr_scheduler.total_steps
     privacy, profiling = config.privacy, config.profiling
     if schedule is not None and schedule < steps:
@@ -86,7 +85,6 @@ def _length(config: JobConfig) -> Iterator[str]:
 
 
 def _memory(config: JobConfig) -> Iterator[str]:
-    """Yield the rows of tiles, checkpointing, offloading and the store."""
     blocks, method = config.activation_checkpoint, config.privacy.gradient_method
     mode = blocks.mode
     if config.compile.enable and mode == "selective" and blocks.selective_ac_option == "op":
@@ -122,7 +120,6 @@ def _memory(config: JobConfig) -> Iterator[str]:
 
 
 def _heldout(config: JobConfig) -> Iterator[str]:
-    """Yield the rows of validation and of the held-out loss that is published."""
     validation, key = config.validation, "validation.publish_epsilon"
     publishes = validation.publish_epsilon is not None
     if validation.enable and config.data.heldout_fraction == 0:
@@ -146,7 +143,6 @@ def _heldout(config: JobConfig) -> Iterator[str]:
 
 
 def _weights(config: JobConfig) -> Iterator[str]:
-    """Yield the rows of initial weights, adapters and the average of weights."""
     checkpoint, lora, averages = config.checkpoint, config.lora, config.ema.enable
     if checkpoint.initial_load_path and not checkpoint.initial_load_in_hf:
         yield (
@@ -176,7 +172,6 @@ def _weights(config: JobConfig) -> Iterator[str]:
 
 
 def _samples(config: JobConfig) -> Iterator[str]:
-    """Yield the rows of the settings by which samples are made of units."""
     data, method = config.data, config.privacy.gradient_method
     for key in ("prompt_field", "messages_field"):
         if getattr(data, key) == "":
@@ -242,7 +237,6 @@ def _rope(config: JobConfig) -> Iterator[str]:
 
 
 def _privacy(config: JobConfig) -> Iterator[str]:
-    """Yield the rows of the settings that privacy needs."""
     privacy = config.privacy
     epsilon, sigma = privacy.target_epsilon, privacy.noise_multiplier
     if epsilon is None and sigma is None:

@@ -111,7 +111,6 @@ def write_config(config: JobConfig) -> list[str]:
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each key of a configuration, as `section.key`, with its value."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{name}.")
@@ -164,7 +163,6 @@ def write_json(path: str, content: dict[str, Any]) -> None:
 
 
 def _read_toml(path: str) -> dict[str, Any]:
-    """Return the content of a TOML file, or raise ValueError in one line."""
     path = os.path.expanduser(path)
     if not os.path.isfile(path):
         raise ValueError(f"job.config_file = '{path}': no such file")
@@ -338,7 +336,6 @@ def _parsed(text: str, annotation: Any) -> Any:
 
 
 def _describe(annotation: Any) -> str:
-    """Describe the values that an annotation allows."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     names = {float: "a number", int: "a whole number", bool: "true or false", str: "a string"}
     if origin is typing.Literal:

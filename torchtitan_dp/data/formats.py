@@ -52,7 +52,6 @@ def _pyarrow() -> Any:
 
 
 def _errors() -> tuple[type[Exception], ...]:
-    """Of a table that cannot be read."""
     of_python = OSError, ValueError, KeyError, OverflowError, RuntimeError, TypeError
     return *of_python, _pyarrow().ArrowException
 
@@ -190,7 +189,6 @@ def _csv_values(path: str) -> Iterator[list[str]]:
 
 
 def _opened(path: str) -> IO[bytes]:
-    """Open a file, decompressed if its name ends in .gz or .zst."""
     codec = _CODECS.get(os.path.splitext(path)[1])
     if codec is None:
         return open(path, "rb", buffering=2**20)
@@ -303,7 +301,6 @@ def _value(one: Any) -> object:
 
 
 def _size(value: object) -> int:
-    """Count the bytes of a value, and of all that it holds."""
     if isinstance(value, str):
         return len(value.encode())
     if isinstance(value, dict | list):

@@ -272,8 +272,6 @@ def _make(folder: str, files: Files, source: Source) -> tuple[bytes, dict[str, A
 
 
 class _Row(NamedTuple):
-    """A record before its texts are tokenized."""
-
     unit: bytes  # hash
     spelling: bytes  # one hash for all spellings of a unit's name
     has_unit: bool  # or else it is one by itself that contributes nothing
@@ -388,7 +386,6 @@ def _rows(files: Files, source: Source, hashes: list[str]) -> Iterator[_Row]:
 
 
 def _naming_file(path: str, rows: Iterator[Fields | None]) -> Iterator[Fields | None]:
-    """Name the file in the error of one that ends early, or cannot be read."""
     from pyarrow import ArrowException
 
     try:

@@ -195,8 +195,6 @@ def _texts(pieces: Sequence[Piece], is_target: bool) -> str:
 
 
 class _Generation(Extension):
-    """Marks the text in `{% generation %}` … `{% endgeneration %}`."""
-
     tags = {"generation"}  # noqa: RUF012  as jinja2 has it
 
     def parse(self, parser: Parser) -> nodes.Node:
@@ -328,7 +326,6 @@ def reading(
 
 
 def _messages_of(value: object) -> list[dict[str, str]] | None:
-    """Return the first messages of a chat; None if it is none."""
     if not isinstance(value, list):
         return None
     found = []

@@ -280,7 +280,6 @@ def write(folder: str, make: Callable[[str], tuple[bytes, dict[str, Any]]]) -> N
 
 
 def _hash(parts: Iterable[bytes], person: bytes = b"") -> str:
-    """Hash parts, one after the other: BLAKE2b-256, hex."""
     hashed = hashlib.blake2b(digest_size=32, person=person)
     for part in parts:
         hashed.update(part)

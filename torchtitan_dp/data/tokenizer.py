@@ -149,7 +149,6 @@ def load_tokenizer(assets_path: str) -> Tokenizer:
 
 @functools.lru_cache(maxsize=1)
 def _load(assets_path: str, files: tuple[tuple[int, ...], ...]) -> HFTokenizer:
-    """Load a tokenizer.json; `files` are for the cache."""
     try:
         backend = tokenizers.Tokenizer.from_file(os.path.join(assets_path, TOKENIZER))
     except Exception as error:  # the library raises plain Exception

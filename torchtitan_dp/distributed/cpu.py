@@ -63,7 +63,6 @@ def _import_torchtitan() -> None:
 
 
 def _report_process_memory() -> None:
-    """Report the process's memory in place of the accelerator's."""
     import torchtitan.components.metrics as metrics
 
     class ProcessMemoryMonitor:
@@ -173,7 +172,6 @@ def _datasets() -> dict[str, types.ModuleType]:
 
 
 def _call(module: str, name: str, *args: Any, **kwargs: Any) -> Any:
-    """Import a module, and call a function in it."""
     return getattr(importlib.import_module(module), name)(*args, **kwargs)
 
 

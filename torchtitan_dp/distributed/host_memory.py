@@ -9,12 +9,11 @@ Of page-locked memory, for copies that do not block, PyTorch's allocator takes t
 of bytes. Where that would waste, large buffers are pages of their own here, registered with CUDA.
 
 With full activation checkpointing only a block's input is kept, and at long T these inputs fill
-most of a device. They are copied out when the block begins and back when its backward begins, on a
-stream of their own; nothing waits for the host. The input of the block before comes back while a
-block is recomputed. An input is always allocated on the computing stream C, and dropped once C
-waits for the copy stream's event, so that C's next allocation can reuse it at once. C waits for the
-copy out of the block two before, which has had two blocks' time. A host buffer, of the longest
-sample's size, is reused when its input's graph is gone.
+most of a device. Each is copied out when its block begins and back while the block after it is
+recomputed, on a stream of their own; nothing waits for the host. An input is allocated on the
+computing stream C, and dropped once C waits for the copy's event, two blocks later, so that C can
+reuse it at once. A host buffer, of the longest sample's size, is reused when its input's graph is
+gone.
 """
 
 import collections
@@ -92,7 +91,6 @@ def _numbers(path: Path, *names: str) -> list[int]:
 
 
 def _lines(path: Path) -> list[str]:
-    """Return a file's lines that are not empty; none if it cannot be read."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -135,7 +133,6 @@ def _lock(pointer: int, size: int) -> None:
 
 
 def _unlock(pointer: int) -> None:
-    """Unlock pages after all copies, which know nothing of their end."""
     with contextlib.suppress(RuntimeError):  # a device that has failed: the process ends
         torch.cuda.synchronize()
         torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(pointer))

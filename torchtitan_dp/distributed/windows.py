@@ -222,8 +222,6 @@ def attend(
 
 
 class _Attention(torch.autograd.Function):
-    """Attention on the ring or in tiles, and the sinks."""
-
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor | None, way: "_Whole | _Windowed"

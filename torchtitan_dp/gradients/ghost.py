@@ -256,5 +256,4 @@ class GhostGradients(LayerGradients):
 
 
 def _tokens(factors: Factors) -> int:
-    """Count a sample's tokens on this rank."""
     return factors.left.shape[1]

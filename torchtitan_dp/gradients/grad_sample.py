@@ -51,7 +51,6 @@ class GradSampleGradients(LayerGradients):
         self._start(torch.empty(0))
 
     def _start(self, valid_B: Tensor) -> None:
-        """Begin a microbatch."""
         self._valid_B = valid_B
         self._left = [*self._layers]  # of each clip group, those without gradients so far
         self._complete: int | None = None  # the group whose last layer's sum has just begun

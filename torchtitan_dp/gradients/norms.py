@@ -22,9 +22,8 @@ length) decide which layers are estimated.
 
 Guarantee:
     - Exact norms have none for privacy: `ghost` caps the added gradients by them. The squares are
-      sums of products that cancel: computed from the very factors that a gradient is written from,
-      in fp32 within blocks and fp64 across them, their error is a share of (sum_t |l_t| |r_t|)^2,
-      not of themselves (tests: 1e-6 of a Llama's at random weights).
+      sums of products that cancel, in fp32 within blocks and fp64 across them: their error is a
+      share of (sum_t |l_t| |r_t|)^2, not of themselves (tests: 1e-6 of a Llama's).
     - A sample's projections depend only on (step key, parameter name, unit index): not on other
       units' data, on who else was drawn, or on the mesh. No two units, parameters or steps share
       any, if each step has its own key and draws a unit once: they are independent in the sense of
@@ -125,7 +124,6 @@ def _inner(rows: Factors, columns: Factors) -> Tensor:
 
 
 def _lefts(rows: Factors, columns: Factors) -> Tensor:
-    """Compute l_t . l_s: (B, R, S)."""
     if isinstance(rows, Products) and isinstance(columns, Products):
         return _products(rows.left, columns.left)
     if isinstance(rows, Products):
@@ -288,7 +286,6 @@ class RandomizedNorms(ExactNorms):
         return drawn_BN.unflatten(1, (rows, k))
 
     def _over_cp(self, part: Tensor) -> Tensor:
-        """Add up the parts of all ranks' tokens."""
         if self._cp is not None:
             part = part.contiguous()
             dist.all_reduce(part, group=self._cp)
@@ -357,5 +354,4 @@ def _orthonormal(sketch_BDK: Tensor) -> Tensor:
 
 
 def _squares(x_BDK: Tensor) -> Tensor:
-    """Sum the squares of each sample's numbers: fp64 (B,)."""
     return x_BDK.flatten(1).square().sum(1, dtype=torch.float64)

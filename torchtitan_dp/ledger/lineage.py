@@ -20,8 +20,6 @@ TRIAL = "a trial of a search: epsilon counts it alone, and choosing it spent wha
 
 
 class _Recorded:
-    """A dataclass that `privacy.json` and checkpoints record."""
-
     def fields(self) -> dict[str, Any]:
         """Return its fields as they record them."""
         return {name: _plain(value) for name, value in vars(self).items()}
@@ -125,7 +123,6 @@ class Settings(_Recorded):
 
 
 def _by_key(settings: Settings) -> dict[str, object]:
-    """Return the terms by the keys of the configuration that set them."""
     mechanism, method = settings.mechanism, "one of exact norms"
     if mechanism.projections or mechanism.capped_projections:
         how = "accounted" if mechanism.projections else "capped"

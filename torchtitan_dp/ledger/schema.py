@@ -254,7 +254,6 @@ def is_release(content: Mapping[str, Any]) -> bool:
 
 
 def _keys_in(content: Mapping[str, Any]) -> list[Key]:
-    """Return the keys of a file of this kind, and of this mechanism."""
     releases = is_release(content)
     kept = [key for key in KEYS if (key.in_releases if releases else key.in_runs)]
     return [key for key in kept if key.name in content or not key.optional]

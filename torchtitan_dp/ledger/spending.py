@@ -265,7 +265,6 @@ def counted_twice(runs: Sequence[Run]) -> list[str]:
 def _require_common(
     values: Sequence[str | None], what: str, remedy: str, runs: Sequence[Run]
 ) -> None:
-    """Raise ValueError if a run's value is not that of the first."""
     for run, value in zip(runs, values, strict=True):
         if value is None and len(runs) > 1:
             raise ValueError(

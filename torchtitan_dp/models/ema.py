@@ -83,7 +83,6 @@ class WeightAverage:
             average.copy_(held)
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's parts of each average and of its parameter."""
         for name, parameter in self._parameters.items():
             yield local_part(self._averages[name]), local_part(parameter.detach())
 

@@ -253,8 +253,6 @@ def _scales(targets_B: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Samples:
-    """A microbatch at the loss head."""
-
     h_BTD: Tensor
     labels_BT: Tensor
     weight_VD: Tensor
@@ -400,7 +398,6 @@ def _losses_and_outputs(
 
 
 def _apply_for_sink(layer: PerSampleLayer, h_BTD: Tensor, *others: Tensor) -> Any:
-    """Apply the function whose gradients the layer's sink takes."""
     kept = layer.sink.keeps_outputs(layer.parameter_names["weight"], h_BTD.shape[1])
     return (_OutputsKept if kept else _SeveralSamples).apply(layer, h_BTD, *others)
 

@@ -63,7 +63,6 @@ def tensors(folder: str) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def _index(folder: str) -> dict[str, str]:
-    """Read the file of each tensor."""
     path = os.path.join(folder, INDEX_FILE)
     if not os.path.isfile(path):
         if os.path.isfile(os.path.join(folder, ADAPTER_FILE)):

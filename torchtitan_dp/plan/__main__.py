@@ -289,7 +289,6 @@ def _show(
     host: dict[str, float],
     available: int | None,
 ) -> None:
-    """Print a report for people, on stderr."""
     show_records(config, checked)
     text = _TEXT.render(
         **vars(checked),

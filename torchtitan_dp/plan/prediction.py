@@ -189,7 +189,6 @@ def few_layers(args: ModelArgs) -> tuple[int, int]:
 
 
 def _windows(args: ModelArgs) -> list[float]:
-    """List the tokens that each layer attends to."""
     return [math.inf if window is None else window for window in args.windows()]
 
 

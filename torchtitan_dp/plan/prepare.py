@@ -53,7 +53,6 @@ def _prepare(options: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the command's own options, and the configuration's command line."""
     parser = tool_parser("torchtitan-dp prepare", __doc__)
     parser.add_argument("--json", metavar="FILE", help="write the figures there; - is stdout")
     parser.add_argument("--list", action="store_true", help="list all stores of tokens")

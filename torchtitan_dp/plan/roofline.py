@@ -193,7 +193,6 @@ def step_seconds(
 
 
 def _others(ranks: int) -> float:
-    """Return the share of a whole that one of so many ranks sends on."""
     return (ranks - 1) / ranks
 
 

@@ -290,7 +290,6 @@ def _recommended(config: JobConfig, rows: Rows, trained: dict[int, int]) -> tupl
 
 
 def _table(rows: Rows, trained: dict[int, int], units: int) -> Table:
-    """List the rows; the last one is the limit of what these units allow."""
     own, *_ = trained
     heads = ["batch", "steps", "q", "passes", "sigma", f"a step,\n{_word(own)}"]
     heads += [f"the run,\n{_word(rank)}" for rank in trained]

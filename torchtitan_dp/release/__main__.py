@@ -224,7 +224,6 @@ def byte_tokenizer_files() -> dict[str, str]:
 
 
 def _sha256(path: str) -> str:
-    """Hash the file as it is on the disk, which is why it is synced first."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         os.fsync(file.fileno())

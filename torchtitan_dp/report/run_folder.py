@@ -159,7 +159,6 @@ def _set_epsilons(run: RunFolder) -> None:
 
 
 def _is_locked(path: Path) -> bool:
-    """Return whether a process has the run's lock."""
     if path.exists():
         with open(path, encoding="ascii") as file:
             try:

@@ -304,7 +304,6 @@ def updates(ranks: Ranks, terms: Terms) -> Measured:
 
 
 def _stepped(weights: Gradient, gradients: list[Gradient], trained: Trained) -> Gradient:
-    """Take the optimizer's steps in fp64 on the CPU."""
     by_hand = {name: weights[name].double().requires_grad_() for name in gradients[0]}
     config = trained.terms.config.optimizer
     make, own = getattr(torch.optim, config.name, MomentumSGD), {"eps": config.eps}

@@ -14,11 +14,9 @@ Guarantee:
 Assumed, as crashes that do not depend on records:
     - this process's free memory stays the same, and a device's allocator finds room again for
       earlier allocations (the orders of lengths differ);
-    - the host has room, beside `machine.host_memory`, for the arrays of the store and of its
-      samples, some 60 bytes a record (read before); for two microbatches, 24 bytes per token,
-      padding included; and for a step's statistics, 32 bytes a sample;
-    - checkpoints, validation and `privacy.json` take the same memory at the same steps of every
-      run: their shapes are public;
+    - the host has room, beside `machine.host_memory`, for some 60 bytes a record (read before), 24
+      a token of two microbatches, padding included, and 32 a sample for a step's statistics;
+    - checkpoints, validation and `privacy.json`, whose shapes are public, take the same memory;
     - time: the longest microbatch on an accelerator is compared here with
       `comm.train_timeout_seconds`; a sample is read from the disk in less than the rest;
     - the machine: power, hardware, network, disks, drivers.
@@ -167,7 +165,6 @@ def _check_timeout(trainer: Any, length: int, seconds: float) -> None:
 
 
 def _wait_for(device: torch.device) -> None:
-    """Wait for the device, so that its failures are raised here."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -198,7 +195,6 @@ def _failing_in_one_line(what: str, config: JobConfig, fits: int | None) -> Iter
 
 
 def _remedy(config: JobConfig, fits: int | None) -> str:
-    """Return settings that need less memory, the surest first."""
     if fits is None:
         bands = "fewer privacy.bands, " if config.privacy.noise == "banded" else ""
         return f"what would fit: {bands}more ranks, or a smaller model"

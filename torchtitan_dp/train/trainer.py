@@ -211,7 +211,6 @@ class DPTrainer(RunTrainer):
         return self.books.exported()
 
     def _show(self, lr: float, statistics: SampleStatistics) -> None:
-        """Log a step and write `privacy.json`, each where it is due."""
         step, config = self.step, self.job_config
         logs = self.metrics_processor.should_log(step)
 

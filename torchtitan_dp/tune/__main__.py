@@ -239,7 +239,6 @@ class Search:
 
 
 def _read_mark(trial: Trial) -> dict[str, Any]:
-    """Return the content of a trial's mark; nothing if there is none."""
     path = Path(trial.folder, TRIAL_FILE)
     try:
         return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
@@ -375,7 +374,6 @@ def main(argv: list[str]) -> int:
 
 
 def _announce(search: Search, noise: Noise, epsilon: float) -> Total:
-    """Print what all trials spend together, and return it."""
     checked = search.check(noise)
     spent = search.spent_within(epsilon, checked)
     for trial, (plan, _), sigma in zip(search.trials, checked, noise.multipliers, strict=True):
