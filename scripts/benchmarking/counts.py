@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan_dp.gradients.methods import automatic
+from torchtitan_dp.config.derived import automatic
 from torchtitan_dp.plan.memory import WITHOUT_DEVICES
 
 from .processes import show

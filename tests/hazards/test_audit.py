@@ -18,10 +18,10 @@ import torchtitan_dp.distributed  # noqa: F401
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.audit.game import Game, sizes
 from torchtitan_dp.config import Privacy
+from torchtitan_dp.config.derived import METHODS
 from torchtitan_dp.gradients import optimizer
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import ReduceScatterOverCP
-from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.gradients.norms import RandomizedNorms
 from torchtitan_dp.models.lora import LoRA
 from torchtitan_dp.privacy.accounting import compose

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.processes.runs import ROOT
-from torchtitan_dp.gradients.methods import METHODS
+from torchtitan_dp.config.derived import METHODS
 from torchtitan_dp.models.hugging_face import parameter_count
 from torchtitan_dp.selfcheck.small import default_terms, given_terms
 

@@ -30,9 +30,9 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 from torchtitan.distributed import ParallelDims
 
 from torchtitan_dp.config import Privacy
+from torchtitan_dp.config.derived import METHODS
 from torchtitan_dp.gradients.fsdp import ReductionGroups
 from torchtitan_dp.gradients.layers import per_sample_layers
-from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.gradients.step import build_step
 from torchtitan_dp.models.lora import LoRA, add_adapters
 from torchtitan_dp.models.parallelize import fsdp_mesh

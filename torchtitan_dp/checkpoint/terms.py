@@ -16,6 +16,7 @@ from scipy import special
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import (
+    METHODS,
     ladder,
     mesh_degrees,
     privacy_unit,
@@ -24,7 +25,6 @@ from torchtitan_dp.config.derived import (
     trained,
     unit_word,
 )
-from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger.lineage import Settings
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.coefficients import INDEPENDENT, found_for

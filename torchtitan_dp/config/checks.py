@@ -10,9 +10,14 @@ from collections.abc import Iterator
 from itertools import islice
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.derived import DEGREES, mesh_degrees, trains_one_sample, unit_word
+from torchtitan_dp.config.derived import (
+    DEGREES,
+    METHODS,
+    mesh_degrees,
+    trains_one_sample,
+    unit_word,
+)
 from torchtitan_dp.config.supported import Mistakes, refusals, unsupported
-from torchtitan_dp.gradients.methods import METHODS
 
 
 def check(config: JobConfig, world_size: int | None) -> None:

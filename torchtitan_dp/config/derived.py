@@ -1,11 +1,14 @@
-"""Facts that follow from a configuration: the mesh, how samples are made, and terms in words."""
+"""Facts that follow from a configuration: mesh, samples, needs of its method, terms in words."""
 
 import dataclasses
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 from torchtitan_dp.config import ALL_LINEAR, JobConfig
-from torchtitan_dp.gradients.methods import METHODS, automatic
 from torchtitan_dp.privacy import settings
+from torchtitan_dp.privacy.settings import Privacy
 
 ALL, AS_GIVEN, AUTO = "all weights", "as given", "auto"
 CONFIG_FILE = "config.json"
@@ -200,3 +203,62 @@ def ring_is_aligned(config: JobConfig) -> bool:
     """Return whether each of a rank's two parts of every sample is whole tiles of attention."""
     whole = 2 * config.parallelism.context_parallel_degree * ALIGNED_TOKENS
     return all(length % whole == 0 for length in ladder(config))
+
+
+@dataclass(frozen=True)
+class Method:
+    """The needs of a gradient method, which only `gradients.step.BUILD` knows by its name, too."""
+
+    chosen_for: str
+    """When to choose it; `docs/methods.md` has the figures."""
+
+    per_sample_layers: bool
+    """Whether the model's layers must first be converted by `layers.per_sample_layers`. They start
+    collectives within backward, so they are not compiled."""
+
+    backward_passes: Callable[[Privacy], int] = lambda _: 1
+    """How often backward runs over a microbatch."""
+
+    averages_windows: bool = False
+    """Whether several backward passes can make up one sample's gradient (`GradientMethod.hold`)."""
+
+    estimates_norms: bool = False  # from `projections`
+
+    smallest_layer: Callable[[Privacy], tuple[int, int, int]] = lambda _: (1, 1, 1)
+    """(T, P, D): the tokens, rows and columns of the smallest layer on which the method differs."""
+
+
+def _ghost_passes(privacy: Privacy) -> int:
+    return 2 if privacy.ghost_passes == "two" else 1
+
+
+METHODS: dict[str, Method] = {
+    "microbatch": Method(
+        "one sample per microbatch; its reduced gradient is already per-sample",
+        per_sample_layers=False,
+        averages_windows=True,
+    ),
+    # Per-sample layers hand over what they have, or start collectives, within backward.
+    "grad_sample": Method(
+        "several samples per microbatch; for per-sample gradients that fit in memory",
+        per_sample_layers=True,
+    ),
+    "ghost": Method(
+        "norms without per-sample gradients; for short contexts and little memory",
+        per_sample_layers=True,
+        backward_passes=_ghost_passes,
+    ),
+    "randomized": Method(
+        "estimated norms; for long contexts, several samples and little memory",
+        per_sample_layers=True,
+        backward_passes=_ghost_passes,
+        estimates_norms=True,
+        # Square, and large enough: 3 k n < min(2 n^2, n^2).
+        smallest_layer=lambda privacy: (4 * privacy.projections,) * 3,
+    ),
+}
+
+
+def automatic(samples: int) -> Literal["microbatch", "grad_sample"]:
+    """Return the method of `auto`, which depends on the microbatch size alone."""
+    return "microbatch" if samples == 1 else "grad_sample"

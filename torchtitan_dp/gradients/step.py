@@ -48,7 +48,7 @@ BUILD: dict[str, Build] = {
         model, total, passes=privacy.ghost_passes, norms=_estimates(total, privacy)
     ),
 }
-"""By the name of a method, as in `methods.METHODS`."""
+"""By the name of a method, as in `config.derived.METHODS`."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torchtitan.tools.utils import device_type
 
 from torchtitan_dp.base.torch_private import attention_operators, operations_to_save
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.derived import feed_forward_chunk, most_tokens, ring_is_aligned
+from torchtitan_dp.config.derived import METHODS, feed_forward_chunk, most_tokens, ring_is_aligned
 from torchtitan_dp.distributed.attention import (
     apply_ring_attention,
     configure_ring,
@@ -31,7 +31,6 @@ from torchtitan_dp.distributed.attention import (
 from torchtitan_dp.distributed.host_memory import InputsOnHost
 from torchtitan_dp.distributed.ring import HEADS_APART_FROM
 from torchtitan_dp.gradients.fsdp import fsdp_modules
-from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.gradients.optimizer import MomentumSGD
 from torchtitan_dp.models.causal_lm import formulas
 from torchtitan_dp.models.causal_lm.model import CausalLM

@@ -34,11 +34,16 @@ import torch
 from torchtitan_dp.base.process import lock_folder, typed
 from torchtitan_dp.checkpoint.plan import Plan
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.derived import feed_forward_chunk, heldout_units, mesh_degrees, unit_word
+from torchtitan_dp.config.derived import (
+    METHODS,
+    feed_forward_chunk,
+    heldout_units,
+    mesh_degrees,
+    unit_word,
+)
 from torchtitan_dp.config.load import exit_on_mistake, load_config, seeks_fewest_ranks, write_json
 from torchtitan_dp.distributed.devices import cuda_devices, memory_bytes
 from torchtitan_dp.distributed.host_memory import available_bytes
-from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger.schema import explain
 from torchtitan_dp.ledger.spending import heldout_epsilon, spent
 from torchtitan_dp.ledger.templates import templates

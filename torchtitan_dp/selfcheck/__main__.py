@@ -39,12 +39,12 @@ from torchtitan.tools.utils import device_type
 
 from torchtitan_dp.base.process import die_with_parent, untested, versions
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.derived import METHODS
 from torchtitan_dp.config.load import exit_on_mistake, write_json
 from torchtitan_dp.distributed import devices
 from torchtitan_dp.distributed.agreement import shared_root_key
 from torchtitan_dp.distributed.cpu import has_accelerator
 from torchtitan_dp.distributed.host_memory import available_bytes
-from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.selfcheck import proof, steps
 from torchtitan_dp.selfcheck.small import VARIANTS, Terms, default_terms, given_terms
 from torchtitan_dp.selfcheck.steps import Measured, Ranks, worst

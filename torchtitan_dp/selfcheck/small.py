@@ -29,12 +29,17 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.derived import ALIGNED_TOKENS, feed_forward_chunk, ladder, mesh_degrees
+from torchtitan_dp.config.derived import (
+    ALIGNED_TOKENS,
+    METHODS,
+    feed_forward_chunk,
+    ladder,
+    mesh_degrees,
+)
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.distributed.cpu import has_accelerator
 from torchtitan_dp.distributed.ring import HEADS_APART_FROM
 from torchtitan_dp.gradients.fsdp import ReductionGroups
-from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.gradients.optimizer import as_gradient_of
 from torchtitan_dp.gradients.step import build_step
 from torchtitan_dp.models.causal_lm.settings import ModelArgs

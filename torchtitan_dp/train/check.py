@@ -35,14 +35,13 @@ from torchtitan_dp.checkpoint.start import (
 )
 from torchtitan_dp.checkpoint.terms import schedule
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.derived import never_trained, unit_word
+from torchtitan_dp.config.derived import METHODS, never_trained, unit_word
 from torchtitan_dp.data import say, warn
 from torchtitan_dp.data.batching import Samples
 from torchtitan_dp.data.dataset import Records, describe, settings_of
 from torchtitan_dp.data.prepare import Source, prepared
 from torchtitan_dp.data.reading import reading
 from torchtitan_dp.data.tokenizer import ByteTokenizer, from_hub, load_tokenizer
-from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.gradients.optimizer import MomentumSGD
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
