@@ -97,8 +97,7 @@ def noise_of_run(mechanism: Mechanism, *, trained: int, batch: float, steps: int
 
 
 SigmaOf = Callable[[int, int], float]
-"""Finds the noise multiplier that keeps the promise, of a batch and steps; ValueError, one line, if
-there is none."""
+"""Finds the noise multiplier of a batch and steps; ValueError, one line, if there is none."""
 
 
 @dataclass(frozen=True)
