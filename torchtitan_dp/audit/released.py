@@ -120,8 +120,7 @@ class PlantedSamples(Samples):
     """
 
     def __init__(self, real: Samples, ids: list[np.ndarray], included: np.ndarray) -> None:
-        """Plant the ids of each canary's document, int64, where `included`, bool (canaries,), which
-        is SECRET."""
+        """Plant, where `included` (bool (canaries,), SECRET), the int64 ids of each document."""
         keys = ("one_record", "window", "has_answers", "pad_id")
         super().__init__(real.store, real.seq_len, **{key: getattr(real, key) for key in keys})
         planted = zip(ids, included.tolist(), strict=True)

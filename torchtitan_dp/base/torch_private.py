@@ -87,8 +87,7 @@ def context_parallel_handlers() -> dict[Any, Callable[..., Any]]:
 
 
 def cudnn_versions() -> list[tuple[int, int, int]]:
-    """List the cuDNN versions of PyTorch's build and of this machine; `torch.backends.cudnn` has
-    the second alone."""
+    """List the cuDNN versions of PyTorch's build and of this machine; torch has only the second."""
     cudnn = torch._C._cudnn  # type: ignore[attr-defined]
     return [cudnn.getCompileVersion(), cudnn.getRuntimeVersion()]
 
@@ -107,8 +106,7 @@ tree_iter = _pytree.tree_iter
 
 
 def local_slices(tensor: DTensor) -> tuple[slice, ...]:
-    """Return this rank's part of a whole tensor. DTensor publishes the part's shape, not where it
-    begins."""
+    """Return this rank's part of a whole tensor. DTensor publishes its shape, not its start."""
     shape, offset = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
@@ -191,8 +189,7 @@ def unsharded_gradients(group: Any, *_: Any) -> Iterable[Tensor]:
 
 
 def operations_to_save() -> set[Any]:
-    """Return the operations that TorchTitan's selective checkpointing saves; `apply_ac` has none of
-    its own."""
+    """Return what TorchTitan's selective checkpointing saves; `apply_ac` has no list of its own."""
     from torchtitan.models.llama3.infra import parallelize
 
     return {*parallelize._op_sac_save_list}

@@ -199,8 +199,7 @@ def read_ledger(step: str) -> Lineage:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return an error in one line; of several ranks' errors an OSError, the most specific, if there
-    is one."""
+    """Return an error in one line; of several ranks' the most specific OSError, if any."""
     if isinstance(error, CheckpointException):
         failures = [failure for failure, _ in error.failures.values()]
         error = min(failures, key=lambda failure: not isinstance(failure, OSError))

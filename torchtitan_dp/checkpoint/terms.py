@@ -183,8 +183,7 @@ def noise_by_bands(
 
 
 def best_of(found: dict[int, tuple[float, float, float]]) -> int:
-    """Return the bands of `noise_by_bands` with the least noise in the exported weights, or fewer
-    that are as good."""
+    """Return the bands of `noise_by_bands` with least noise in the weights, or fewer, as good."""
     least = min(in_weights for *_, in_weights in found.values())
     return min(bands for bands, (*_, in_weights) in found.items() if in_weights <= AS_GOOD * least)
 

@@ -367,8 +367,8 @@ def command_line(keys: Keys) -> list[str]:
     """Write a setting as the command line's overrides."""
     switches = {True: ".", False: ".no-"}
     return [
-        f"--{key.replace('.', switches[value], 1) if isinstance(value, bool) else f'{key}={value}'}"
-        for key, value in keys.items()
+        "--" + (key.replace(".", switches[v], 1) if isinstance(v, bool) else f"{key}={v}")
+        for key, v in keys.items()
     ]
 
 

@@ -370,12 +370,14 @@ def _rows(files: Files, source: Source, hashes: list[str]) -> Iterator[_Row]:
             found: list[Piece] | Lack = broken
             if fields is not None:
                 found = source.reading.pieces(fields, facts.fields or "text")
-            hashed = record_hash(record, size=8 if by is None else 16).ljust(16, b"\0")
-            row = _Row(hashed, hashed[:8], by is None)
-            if by is not None:
+            if by is None:
+                hashed = record_hash(record, size=8)
+                row = _Row(hashed + bytes(8), hashed, True)
+            else:
                 unit = unit_name((fields or {}).get(by)) if facts.fields else folder_of(name)
-                if unit is not None:
-                    row = _Row(unit_hash(unit), spelling_hash(unit), True)
+                hashed = record_hash(record) if unit is None else unit_hash(unit)
+                spelling = hashed[:8] if unit is None else spelling_hash(unit)
+                row = _Row(hashed, spelling, unit is not None)
                 if unit is None and fields is not None:
                     found = unknown
             if isinstance(found, Lack):

@@ -370,8 +370,9 @@ class Assembler:
             return EMPTY
         stop = len(text) - int((text >= 0)[::-1].argmax())  # nothing behind it is ever learned
         ids = np.concatenate([self._bos, text[:stop], self._eos])
-        first = next(iter(np.flatnonzero(ids[1:] >= 0) + 1), 0)
-        return np.concatenate([self.between, ids]), int(first)
+        is_predicted = ids[1:] >= 0
+        first = int(is_predicted.argmax()) + 1 if is_predicted.any() else 0
+        return np.concatenate([self.between, ids]), first
 
 
 def split(text: str, most: int = MOST_PART) -> Iterator[str]:

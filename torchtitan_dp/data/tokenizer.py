@@ -57,8 +57,7 @@ class HFTokenizer:
         self.identity = f"{hashed}, bos {bos_id}, eos {eos_id}"
 
     def encode(self, text: str) -> np.ndarray | None:
-        """Turn a text into token ids, int64, without marks; None for one with something that the
-        vocabulary lacks."""
+        """Turn a text into int64 ids without marks; None if the vocabulary lacks something."""
         return self.encode_each([text])[0]
 
     def encode_each(self, texts: Sequence[str]) -> list[np.ndarray | None]:

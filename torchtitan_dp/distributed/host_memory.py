@@ -133,6 +133,7 @@ def _lock(pointer: int, size: int) -> None:
 
 
 def _unlock(pointer: int) -> None:
+    """Unlock pages after all copies, which know nothing of their end."""
     with contextlib.suppress(RuntimeError):  # a device that has failed: the process ends
         torch.cuda.synchronize()
         torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(pointer))

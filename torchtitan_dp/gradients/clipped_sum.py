@@ -121,8 +121,7 @@ class ClippedSum:
         return clipped
 
     def squared_norms(self, shards: list[Tensor]) -> Tensor:
-        """Compute squared norms by clip group: fp64 `(G, B)`, the same on all cp ranks, by one
-        all-reduce over cp."""
+        """Compute squared norms by group, fp64 `(G, B)`, equal on cp: one all-reduce over cp."""
         assert len(shards) == len(self._bundles), (len(shards), len(self._bundles))
         if self.policy.is_flat:
             squares_GB = torch.stack([squared_norm(s.flatten(1)) for s in shards]).sum(0)[None]

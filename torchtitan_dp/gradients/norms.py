@@ -124,6 +124,7 @@ def _inner(rows: Factors, columns: Factors) -> Tensor:
 
 
 def _lefts(rows: Factors, columns: Factors) -> Tensor:
+    """Compute l_t . l_s: (B, R, S)."""
     if isinstance(rows, Products) and isinstance(columns, Products):
         return _products(rows.left, columns.left)
     if isinstance(rows, Products):
@@ -286,6 +287,7 @@ class RandomizedNorms(ExactNorms):
         return drawn_BN.unflatten(1, (rows, k))
 
     def _over_cp(self, part: Tensor) -> Tensor:
+        """Add up the parts of all ranks' tokens. Collective over cp."""
         if self._cp is not None:
             part = part.contiguous()
             dist.all_reduce(part, group=self._cp)
@@ -354,4 +356,5 @@ def _orthonormal(sketch_BDK: Tensor) -> Tensor:
 
 
 def _squares(x_BDK: Tensor) -> Tensor:
+    """Sum the squares of each sample's numbers: fp64 (B,)."""
     return x_BDK.flatten(1).square().sum(1, dtype=torch.float64)

@@ -21,7 +21,7 @@ TRIAL = "a trial of a search: epsilon counts it alone, and choosing it spent wha
 
 class _Recorded:
     def fields(self) -> dict[str, Any]:
-        """Return its fields as they record them."""
+        """Return the fields as `privacy.json` and checkpoints record them."""
         return {name: _plain(value) for name, value in vars(self).items()}
 
 

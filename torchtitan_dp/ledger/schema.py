@@ -381,15 +381,13 @@ def summary(content: dict[str, Any]) -> list[str]:
 
 
 def read_published(folder: str) -> Lineage | None:
-    """Return the ledger of this folder's `privacy.json`, if any; raise ValueError if it is not
-    ours."""
+    """Return the ledger of this folder's `privacy.json`, if any; ValueError if it is not ours."""
     content = read_published_fields(folder)
     return None if content is None else ledger_of(content)
 
 
 def read_published_fields(folder: str) -> dict[str, Any] | None:
-    """Return the content of this folder's `privacy.json`, if any; raise ValueError if it is not
-    ours."""
+    """Return the content of this folder's `privacy.json`, if any; ValueError if it is not ours."""
     path = Path(folder, PRIVACY_FILE)
     if not path.exists():
         return None

@@ -32,8 +32,7 @@ class WeightAverage:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
-        """Begin with all trained parameters as they are, fp32, by canonical name; 0 <= `decay` <
-        1."""
+        """Begin with all trained parameters, fp32, by canonical name; 0 <= `decay` < 1."""
         assert all(parameter.dtype == torch.float32 for parameter in parameters.values())
         self._parameters = dict(parameters)
         self._decay = decay
@@ -89,5 +88,6 @@ class WeightAverage:
 
 def ema_of(config: JobConfig, model: nn.Module) -> WeightAverage | None:
     """Build the average of all trained parameters; None without `[ema]`."""
-    trained, decay = trainable_parameters(model), config.ema.decay
-    return WeightAverage(trained, decay) if config.ema.enable else None
+    if not config.ema.enable:
+        return None
+    return WeightAverage(trainable_parameters(model), config.ema.decay)

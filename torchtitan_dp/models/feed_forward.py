@@ -50,8 +50,7 @@ class Linear:
         return y_NP
 
     def backward(self, x_ND: Tensor, grad_NP: Tensor, into_ND: Tensor | None, sums: Sums) -> Tensor:
-        """Add the gradients of weight and factors to `sums`, and return that of x, added to
-        `into_ND`."""
+        """Add the gradients of weight and factors to `sums`; return x's, added to `into_ND`."""
         weight_PD, *factors = self.parameters
         if into_ND is None:
             into_ND = grad_NP @ weight_PD

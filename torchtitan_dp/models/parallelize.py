@@ -74,8 +74,7 @@ def parallelize(model: CausalLM, parallel_dims: ParallelDims, job_config: JobCon
 
 
 def _apply_ring(model: CausalLM, parallel_dims: ParallelDims, job_config: JobConfig) -> None:
-    """Attend on a ring over cp; on one rank, for a long sequence, on a ring of it alone, which
-    takes heads apart."""
+    """Attend on a ring over cp; one rank with a long sequence on a ring that takes heads apart."""
     training = job_config.training
     if parallel_dims.cp_enabled:
         model.shard, ring = shard_of(parallel_dims, job_config), parallel_dims.get_mesh("cp")
@@ -133,8 +132,7 @@ hooks of groups would take as long as their blocks."""
 
 
 def fsdp_groups(model: CausalLM) -> list[list[nn.Module]]:
-    """List the modules that are gathered and reduced together, in order of use, unless the model is
-    one group."""
+    """List the modules that are gathered and reduced together, in order, unless all are one."""
     blocks = [[block] for block in model.layers.children()]
     if model.model_args.tie_embeddings:
         # One group: a tied weight in two would be untied (silently on torch 2.11).

@@ -143,6 +143,7 @@ def needs_more(keys: Keys, other: Keys) -> bool:
 
 
 def _peak(overrides: list[str], ranks: int, keys: Keys) -> tuple[float, int]:
+    """Predict a setting's peak bytes; also returns its communicators."""
     config = load_config([*overrides, *command_line(keys)], ranks)
     return step_peak(config, shape(config), ranks), communicators(mesh_degrees(config))
 

@@ -207,8 +207,7 @@ def wrapped(owner: Any, name: str, around: Callable[..., Any]) -> Any:
 
 @contextlib.contextmanager
 def tracking(*, like_cuda: bool = True) -> Iterator[MemoryTracker]:
-    """Enter a tracker that labels storages by `memory.CATEGORIES`; `like_cuda` counts CUDA's
-    workspaces too."""
+    """Enter a tracker of `memory.CATEGORIES`; `like_cuda` counts CUDA's workspaces too."""
     tracker = MemoryTracker("activations", _flash_workspace if like_cuda else None)
 
     def communicates(group: Any, *_: Any, **__: Any) -> Any:

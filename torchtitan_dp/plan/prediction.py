@@ -74,8 +74,7 @@ class Model:
         return max(self.update, microbatch, key=lambda found: found[0])
 
     def stretches(self, seq_len: int) -> dict[str, int]:
-        """Predict the peak bytes of each stretch of a microbatch, the first of its step, after an
-        update; and of that."""
+        """Predict each stretch's peak bytes, of an update and of the microbatch after it."""
         free_gathered(self._step.model)
         self._tracker.start_over()
         self._step.microbatch(seq_len)

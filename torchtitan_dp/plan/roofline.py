@@ -101,8 +101,7 @@ class StepCost:
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """The predicted seconds of a step, in all and by what they are spent on; parts that overlap
-    count whole."""
+    """The predicted seconds of a step, in all and by part; parts that overlap count whole."""
 
     total: float
     microbatch: float
@@ -193,6 +192,7 @@ def step_seconds(
 
 
 def _others(ranks: int) -> float:
+    """Return the share of a whole that one of so many ranks sends on."""
     return (ranks - 1) / ranks
 
 

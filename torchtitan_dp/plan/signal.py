@@ -315,8 +315,7 @@ def _table(rows: Rows, trained: dict[int, int], units: int) -> Table:
 def bands_of(
     rows: dict[int, tuple[float, float, float]], trained: int, batch: float, steps: int
 ) -> dict[str, Any]:
-    """Return the recommended bands (1: independent noise is as good), and the reason; `rows` are of
-    `noise_by_bands`."""
+    """Return the recommended bands (1: independent noise) and why; `rows` are `noise_by_bands`'."""
     best, scale = best_of(rows), math.sqrt(trained / max(steps, 1)) / batch
     (_, own_step, own), (_, in_step, noise) = rows[1], rows[best]
     if noise > WORTH * own:

@@ -39,8 +39,7 @@ def compose(segments: Sequence[Segment], *, delta: float, accountant: Accountant
 
 
 def counted_by(segments: Sequence[Segment], *, delta: float, accountant: Accountant) -> Accountant:
-    """Return the accountant whose bound `compose` returns: "rdp" also where it counts in the place
-    of "pld"."""
+    """Return the accountant whose bound `compose` returns: "rdp" also in the place of "pld"."""
     return _bound(segments, delta, accountant)[1]
 
 

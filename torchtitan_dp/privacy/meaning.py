@@ -125,12 +125,14 @@ def _meaning(segments: tuple[GaussianSteps, ...], delta: float) -> Meaning:
 
 
 def _detected(epsilons: np.ndarray, profile: np.ndarray, alarms: float) -> float:
+    """Bound the detections at a rate of false alarms, from above."""
     first = np.exp(np.minimum(epsilons, 700.0)) * alarms + profile  # beyond 700 more than 1, anyway
     second = 1 - np.exp(-epsilons) * np.maximum(1 - profile - alarms, 0.0)
     return min(_up(float(min(first.min(), second.min()))), 1.0)
 
 
 def _from_odds(log_odds: float) -> float:
+    """Return the probability of these odds, never rounded down."""
     return min(1.0, float(expit(log_odds)) + 2.0**-50)
 
 

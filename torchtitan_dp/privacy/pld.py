@@ -51,8 +51,7 @@ Parts = Sequence[tuple[Losses, int]]  # of one direction: a step's losses, and t
 
 
 class _Grid(NamedTuple):
-    """A grid of privacy losses, `interval` apart; `log_tail` is ln of the mass that a step's tails
-    may lose."""
+    """A grid of losses, `interval` apart; `log_tail` is ln of what a step's tails may lose."""
 
     interval: float
     log_tail: float

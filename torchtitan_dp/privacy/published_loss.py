@@ -37,10 +37,12 @@ def epsilon(published: Segment, *, delta: float, before: Sequence[Segment] = ())
     return accounting.compose([*before, published], delta=delta, accountant="pld")
 
 
-def noise_for(count: int = 1, **query: Any) -> float:
-    """Find the noise multiplier with which so many published losses spend at most the target;
-    `query` is `target_epsilon`, `delta` and, if any, `before` of `accounting.noise_for`."""
-    return accounting.noise_for(Mechanism(1.0, 1.0), count, accountant="pld", **query)
+def noise_for(
+    count: int = 1, *, target_epsilon: float, delta: float, before: Sequence[Segment] = ()
+) -> float:
+    """Find the noise multiplier with which so many published losses spend at most the target."""
+    terms: dict[str, Any] = {"target_epsilon": target_epsilon, "delta": delta, "before": before}
+    return accounting.noise_for(Mechanism(1.0, 1.0), count, accountant="pld", **terms)
 
 
 def noised_mean(losses_N: np.ndarray, *, noise_multiplier: float, clip: float, key: bytes) -> float:

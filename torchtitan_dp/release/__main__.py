@@ -224,6 +224,7 @@ def byte_tokenizer_files() -> dict[str, str]:
 
 
 def _sha256(path: str) -> str:
+    """Hash the file as it is on the disk, which is why it is synced first."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         os.fsync(file.fileno())

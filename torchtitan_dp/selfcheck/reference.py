@@ -61,8 +61,7 @@ def reference_of(args: ModelArgs, count: int, privacy: Any) -> Reference:
 
 
 def reference_model(args: ModelArgs) -> Any:
-    """Build transformers' own model in one process, on the CPU, with the weights that ours has on
-    any mesh."""
+    """Build transformers' own model in one process, on the CPU, with our weights of any mesh."""
     with torch.device("cpu"):
         model = Eager(copy.deepcopy(args))
         model.init_weights()

@@ -104,8 +104,7 @@ class TensorBoard(BaseLogger):
 
 
 class WandB:
-    """One W&B run of a folder, each of whose steps gets the same time; Fault where it cannot be
-    reached."""
+    """One W&B run of a folder; every step gets the same time. Fault where it cannot be reached."""
 
     def __init__(self, folder: str, when: float) -> None:
         import wandb

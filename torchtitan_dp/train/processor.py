@@ -112,8 +112,7 @@ class PrivateMetricsProcessor(LabelledMetricsProcessor):
     """The scalars of a private run, and its progress."""
 
     def begin(self, step: int, *, private: bool, epsilon_planned: float | None = None) -> None:
-        """Begin with the clock, too; `epsilon_planned` is that at the last planned step, where this
-        rank knows it."""
+        """Begin with the clock, too; `epsilon_planned` is that at the last step, if known."""
         super().begin(step, private=private)
         self._planned = epsilon_planned
         training, dims = self.job_config.training, self.parallel_dims
@@ -163,9 +162,13 @@ class PrivateMetricsProcessor(LabelledMetricsProcessor):
         tokens_per_s = self.ntokens_since_last_log / (elapsed * devices)
         peak = self.device_memory_monitor.get_peak_stats()
         active, reserved = peak.max_active_gib, peak.max_reserved_gib
-        not_private = {**statistics, "throughput(tps)": tokens_per_s}
-        not_private |= {"memory/max_active(GiB)": active, "memory/max_reserved(GiB)": reserved}
-        not_private["memory/reserved_over_active"] = reserved / max(active, 1e-9)
+        not_private = {
+            **statistics,
+            "throughput(tps)": tokens_per_s,
+            "memory/max_active(GiB)": active,
+            "memory/max_reserved(GiB)": reserved,
+            "memory/reserved_over_active": reserved / max(active, 1e-9),
+        }
         speed = f"memory: {reserved:.2f}GiB  tps: {round(tokens_per_s):,}"
         if math.isfinite(self.gpu_peak_flops):  # it is unknown of a CPU
             mfu = 100 * self.num_flops_per_token * tokens_per_s / self.gpu_peak_flops

@@ -165,6 +165,7 @@ def _check_timeout(trainer: Any, length: int, seconds: float) -> None:
 
 
 def _wait_for(device: torch.device) -> None:
+    """Wait for the device, so that its failures are raised here."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 

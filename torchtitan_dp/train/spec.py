@@ -225,8 +225,7 @@ class BaselineTrainer(RunTrainer):
     def forward_backward_step(
         self, *, input_dict: dict[str, Tensor], labels: Tensor, global_valid_tokens: Any
     ) -> Tensor:
-        """Add a microbatch's gradient of the mean loss of the step's tokens, and return this rank's
-        part of that loss."""
+        """Add a microbatch's gradient of the step's mean loss; return this rank's part of it."""
         (model,) = self.model_parts
         tokens, labels, more, kwargs = self.post_dataloading_process(input_dict, labels)
         one = torch.ones((), dtype=torch.int64, device=self.device)

@@ -75,10 +75,14 @@ class DPTrainer(RunTrainer):
         (model,) = self.model_parts
         self.trained = trainable_parameters(model)
         settings = self.books.settings
-        modules = trained_fsdp_modules(model)
-        groups = ReductionGroups.build(self.device.type, mesh_degrees(job_config))
-        of_model, norm = (model, self.trained, modules, groups), settings.max_grad_norm
-        step = build_step(job_config.privacy, *of_model, max_grad_norm=norm)
+        step = build_step(
+            job_config.privacy,
+            model,
+            self.trained,
+            trained_fsdp_modules(model),
+            ReductionGroups.build(self.device.type, mesh_degrees(job_config)),
+            max_grad_norm=settings.max_grad_norm,
+        )
         self.clipped_sum, self.gradients = step.clipped_sum, step.gradients
         self.dp_optimizer = step.optimizer(
             self.optimizers,

@@ -340,9 +340,8 @@ def split(ledgers: Sequence[Lineage], target: float) -> tuple[float, list[float]
 
 def _epsilon_of_loss(ledgers: Sequence[Lineage], target: float) -> float:
     """Find the epsilon of each published loss with which those of all trials spend the target."""
-    delta, before = ledgers[0].settings.delta, inherited(ledgers[0].ancestors)
-    query = {"target_epsilon": target, "delta": delta, "before": before}
-    sigma = published_loss.noise_for(len(ledgers), **query)
+    count, delta, before = len(ledgers), ledgers[0].settings.delta, inherited(ledgers[0].ancestors)
+    sigma = published_loss.noise_for(count, target_epsilon=target, delta=delta, before=before)
     return published_loss.epsilon(published_loss.releases(sigma, 1), delta=delta)
 
 
