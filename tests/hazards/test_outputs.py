@@ -18,6 +18,7 @@ from tests import build
 from tests.hazards.test_trainer import loader
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.models.parameters import trainable_parameters
+from torchtitan_dp.train import outlets as outlets_module
 from torchtitan_dp.train.outlets import Outlets, PublicLines
 from torchtitan_dp.train.processor import PrivateMetricsProcessor
 from torchtitan_dp.train.validate import HeldOutValidator, buckets
@@ -133,14 +134,15 @@ JOBS = {"one": [(0, 9)], "several": [(0, 5), (4, 7), (4, 9)]}  # the steps loade
 
 
 @pytest.mark.parametrize("ends", [9, 8])
-def test_row73_trackers_get_what_one_job_would_send(ends, tmp_path):
+def test_row73_trackers_get_what_one_job_would_send(ends, tmp_path, monkeypatch):
     """Over a crash, a stop and resumes; and nothing of a run that has not come to its end."""
     got = {}
     for name, jobs in JOBS.items():
         folder, tracker = tmp_path / name, MagicMock()
         folder.mkdir()
+        monkeypatch.setattr(outlets_module, "WandB", tracker)
         for loaded, last in jobs:
-            outlets = Outlets([PublicLines(str(folder), loaded, {"key": tracker})], private=True)
+            outlets = Outlets([PublicLines(str(folder), loaded)], private=True)
             for step in range(loaded + 1, min(last, ends) + 1):
                 outlets.log({"lr": step / 8, "loss": 3.0}, step)
                 # A validation's scalars come by themselves; a lost step may be logged otherwise.

@@ -40,15 +40,7 @@ from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.release.__main__ import empty_model, main, release
-from torchtitan_dp.release.card import (
-    LOST_STATED,
-    NO_NAMES,
-    OWNER_ITEMS,
-    STOP_STATED,
-    PublicNames,
-    _factor,
-    model_card,
-)
+from torchtitan_dp.release.card import LOST_STATED, OWNER_ITEMS, STOP_STATED, _factor, model_card
 
 FILES = [
     *("README.md", "SHA256SUMS", "config.json", "model.safetensors", "privacy.json"),
@@ -259,13 +251,13 @@ def test_what_only_the_owner_knows_is_listed_at_the_end(made, capfd):
 def card(released, finished):
     """The card of the release with other terms, names and settings."""
 
-    def card_of(names=NO_NAMES, decay=None, terms=None, **settings):
+    def card_of(base_model=None, decay=None, terms=None, **settings):
         config = read_config(str(finished))
         for key, value in settings.items():
             section, _, name = key.partition("_")
             setattr(getattr(config, section), name, value)
         terms = privacy(released) | (terms or {})
-        return model_card(terms, config, shape(config), decay=decay, names=names)
+        return model_card(terms, config, shape(config), decay=decay, base_model=base_model)
 
     return card_of
 
@@ -302,26 +294,23 @@ def test_no_claim_of_a_card_is_rounded_in_its_own_favour(card, released):
     assert "| before that | 2 steps with σ = 0.458123, q = 0.123457 |" in found
 
 
-def test_a_card_takes_the_owners_names(card):
+def test_a_card_takes_the_base_models_name(card):
     unit = {"terms": {"privacy_unit": "unit of data.unit_field 'patient_id'"}}
     unit["data_unit_field"] = "patient_id"
-    names = PublicNames(base_model="org/base", unit_name="patient")
-    named = card(names, lora_rank=4, **unit)
+    named = card("org/base", lora_rank=4, **unit)
     whose = "(all records with one value of `patient_id`) |"
-    assert "private for one patient, with" in named
-    assert f"| privacy unit | one patient {whose}" in named
-    assert "| patients in training | 24, public |" in named
+    assert "private for one unit, with" in named
+    assert f"| privacy unit | one unit {whose}" in named
+    assert "| units in training | 24, public |" in named
+    assert "data.unit_field" not in named
     assert "\nbase_model: org/base\n" in named
     assert "AutoPeftModelForCausalLM.from_pretrained" in named
     assert not re.search("BASE MODEL|rotary", named)
-    extended = card(names, lora_rank=2, rope_theta=3e6)
+    extended = card("org/base", lora_rank=2, rope_theta=3e6)
     base = 'from_pretrained("org/base", config=AutoConfig.from_pretrained("."))\n'
     assert f"AutoModelForCausalLM.{base}" in extended
     assert "| rotary embeddings | theta 3000000.0 |" in extended
     unnamed = card(lora_rank=4, **unit)
-    assert f"| privacy unit | one unit {whose}" in unnamed
-    assert "| units in training | 24, public |" in unnamed
-    assert "data.unit_field" not in unnamed
     for part in ("\n# base_model: TO FILL IN", 'from_pretrained("BASE MODEL")', "--base_model"):
         assert part in unnamed
 
@@ -340,19 +329,15 @@ def test_front_matter_has_what_the_owner_names_and_no_more(released, made, tmp_p
     blank = (released / "README.md").read_text().partition("---\n\n")[0]
     for key in ("license", "base_model", "datasets"):
         assert f"\n# {key}: TO FILL IN (" in blank
-    given = ["--base_model", "meta-llama/Llama-3.2-1B", "--license", "llama3.2"]
-    _, card = made(*given, "--datasets", "org/notes", "squad")
+    made("--base_model", "meta-llama/Llama-3.2-1B")
     assert front_matter(tmp_path / "out") == front_matter(released) | {
         "base_model": "meta-llama/Llama-3.2-1B",
         "base_model_relation": "finetune",
-        "license": "llama3.2",
-        "datasets": ["org/notes", "squad"],
     }
-    assert "TO FILL IN" not in card.partition("---\n\n")[0]
 
 
 def test_front_matter_of_adapters(card, tmp_path):
-    made = card(PublicNames(base_model="org/base", license="other"), lora_rank=4)
+    made = card("org/base", lora_rank=4)
     (tmp_path / "README.md").write_text(made)
     found = front_matter(tmp_path)
     assert (found["library_name"], found["base_model_relation"]) == ("peft", "adapter")
@@ -360,24 +345,14 @@ def test_front_matter_of_adapters(card, tmp_path):
 
 
 PATHS = ("/home/alice/oncology/llama", "~/llama", "./llama", "C:\\llama", "a/b/c", "x\ny: z", "")
-NO_NAMES_OF = {
-    "--license": ("Apache 2.0", "no", "mit\nbase_model: x"),
-    "--datasets": ("/data/oncology/notes.jsonl", "./notes", "2024"),
-    "--base_model": ("null", *PATHS),
-    "--unit_name": ("my patient",),
-}
 
 
-@pytest.mark.parametrize(
-    "option, name", [(o, name) for o in NO_NAMES_OF for name in NO_NAMES_OF[o]]
-)
-def test_paths_and_what_would_break_the_front_matter_are_no_names(
-    option, name, made, tmp_path, capfd
-):
+@pytest.mark.parametrize("name", ["null", "2024", *PATHS])
+def test_paths_and_what_would_break_the_front_matter_are_no_names(name, made, tmp_path, capfd):
     with pytest.raises(SystemExit, match="2"):
-        made(option, name)
+        made("--base_model", name)
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith(f"error: {option} = '")
+    assert line.startswith("error: --base_model = '")
     assert not (tmp_path / "out").exists()
 
 

@@ -5,7 +5,7 @@ import fnmatch
 import re
 
 PRIVATE_FILES = (
-    *("tb/*", "wandb/*", "mlflow.db", "watch.json", "fault.txt", "run_config.json", "report.html"),
+    *("tb/*", "wandb/*", "watch.json", "fault.txt", "run_config.json", "report.html"),
     *("steps_executed.log", "starts.log", "data_fingerprint.private"),
     *("checkpoint.damaged/*", "profile_traces/*", "memory_snapshot/*", "comm_traces/*"),
 )

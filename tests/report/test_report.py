@@ -1,14 +1,13 @@
-"""The page on a run: folders in any state, and what never gets into a public page."""
+"""The page on a run, of folders in any state."""
 
 import fcntl
 import html
-import json
 import re
 
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
-from tests.accounts import begun, edit, ended, write
+from tests.accounts import begun, ended, write
 from tests.build import config as small_config
 from torchtitan_dp.config.load import RUN_CONFIG_FILE, write_config
 from torchtitan_dp.ledger import Lineage
@@ -16,7 +15,7 @@ from torchtitan_dp.ledger.lineage import Settings, not_private
 from torchtitan_dp.ledger.spending import epsilon, spent
 from torchtitan_dp.privacy.segments import Mechanism
 from torchtitan_dp.report import __main__ as page_of
-from torchtitan_dp.report.__main__ import Chart, main, public_charts, public_content, report
+from torchtitan_dp.report.__main__ import Chart, main, report
 from torchtitan_dp.report.run_folder import SECONDS, open_run, read_scalars
 
 SETTINGS = Settings(
@@ -92,37 +91,6 @@ def test_the_owners_page_is_one_file_with_labels(run):
         assert re.search(rf">{row}</th><td>[^\n]*not private", page)
 
 
-def test_a_public_page_has_nothing_that_nobody_allowed(run):
-    write_scalars(
-        run / "tb" / "2", 6, 6, **{"SecretScalar": 1234.5, "private_to_publish/Hm": 4321.5}
-    )
-    settings = json.loads((run / RUN_CONFIG_FILE).read_text())
-    assert settings["training"]["dataset_path"] == "/SecretData/notes"
-    settings["comm"]["save_traces_folder"] = "/SecretTraces"
-    (run / RUN_CONFIG_FILE).write_text(json.dumps(settings))
-    edit(run, SecretKey="SecretValue")
-    owners, page = report(str(run)), report(str(run), public=True)
-    page = re.sub(r"run [0-9a-f]{32}", "", page)  # its digits are random: any of those below
-    for secret in ("SecretTraces", str(run)):
-        assert secret in owners, secret
-    for secret in ("SecretScalar", "1234", "Hm", "4322", "SecretTraces", str(run)):
-        assert secret not in page, secret
-    assert "Secret" not in page
-    assert "Hm" not in page
-    for words in ("not private", "tokens/s", "Clipped share", "Time a step", "321", "checkpoint"):
-        assert words not in page, words
-    shown = set(re.findall(r'class="title">(.*?) ?<small', page))
-    assert shown == {"ε over steps", "Signal against noise", "Learning rate"}
-
-
-def test_a_public_page_has_published_steps_and_no_setting(run):
-    write_scalars(run / "tb" / "2", 7, 9)
-    found = open_run(str(run))
-    (chart,) = (c for c in public_charts(found) if c.title == "Learning rate")
-    assert max(step for step, _ in chart.lines["lr"]) == 6
-    assert public_content(found)["settings"] == []
-
-
 def test_text_of_the_user_is_escaped(tmp_path):
     name = "<script>alert(1)<_script>"
     folder = tmp_path / name
@@ -134,7 +102,6 @@ def test_text_of_the_user_is_escaped(tmp_path):
     page = report(str(folder))
     assert "<script" not in page
     assert html.escape(text, quote=False) in page
-    assert "<script" not in report(str(folder), public=True)
 
 
 def test_a_later_start_takes_steps_back(tmp_path):
@@ -196,8 +163,6 @@ def test_a_run_that_is_not_private(run, tmp_path):
     assert "NOT private: privacy.debug_seed was set" in page
     assert '<b class="mark may">' not in page
     assert "membership" not in page
-    with pytest.raises(ValueError, match="is NOT private, so that nothing of it may be published"):
-        report(str(other), public=True)
 
 
 def test_damage_is_shown_or_refused(run, capsys):
@@ -209,12 +174,9 @@ def test_damage_is_shown_or_refused(run, capsys):
     assert "no scalars were found" in report(str(run))
     (run / RUN_CONFIG_FILE).write_text("{")
     assert "cannot be read" in report(str(run))
-    report(str(run), public=True)
     log = run / "steps_executed.log"
     log.write_text("".join(log.read_text().splitlines(keepends=True)[:-1]))
     assert "Faults" in report(str(run))
-    with pytest.raises(ValueError, match=r"--public: RUN = .* lacks steps or crashes"):
-        report(str(run), public=True)
     (run / "privacy.json").write_text("{")
     refused([str(run)], "cannot be read", capsys)
 
@@ -225,9 +187,8 @@ def test_mistakes_are_one_line(run, tmp_path, capsys):
     refused([str(tmp_path)], "it has no privacy.json", capsys)
     refused([str(run), "--output", str(run / "privacy.json")], "ends in .html", capsys)
     refused([str(run), "--output", str(tmp_path / "no" / "x.html")], "cannot be written", capsys)
-    for options, name in (([], "report.html"), (["--public"], "report_public.html")):
-        main([str(run), *options])
-        assert (run / name).stat().st_mode & 0o077 == 0
+    main([str(run)])
+    assert (run / "report.html").stat().st_mode & 0o077 == 0
 
 
 def refused(argv: list[str], words: str, capsys):
@@ -252,7 +213,7 @@ def test_charts_of_odd_values(logarithmic: bool):
 def test_without_matplotlib_the_page_has_tables(run, monkeypatch):
     """Whose epsilons are rounded up, as all of them."""
     monkeypatch.setattr(page_of.importlib.util, "find_spec", lambda _: None)
-    page = report(str(run), public=True)
+    page = report(str(run))
     assert "torchtitan-dp[report]" in page
     assert "<svg" not in page
     assert "<td>step</td><td>0</td><td>2</td>" in page

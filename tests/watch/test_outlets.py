@@ -12,7 +12,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 from torchtitan_dp.base.process import Fault
-from torchtitan_dp.config import JobConfig
 from torchtitan_dp.train import check, outlets
 from torchtitan_dp.train.outlets import SCALARS, PublicLines, TensorBoard, find, tag
 
@@ -41,13 +40,12 @@ def test_the_document_has_the_table() -> None:
 
 
 def opened(folder: Path, patch: pytest.MonkeyPatch, rank: int, private: bool, **keys: bool) -> Any:
-    """The outlets of a rank, and the tracker that both services are."""
+    """The outlets of a rank, and the tracker in W&B's place."""
     tracker = MagicMock()
     patch.setattr(outlets.dist, "get_rank", lambda: rank)
-    for name in ("WandB", "MLflow"):
-        patch.setattr(outlets, name, tracker)
+    patch.setattr(outlets, "WandB", tracker)
     metrics = {"save_tb_folder": "tb", "save_for_all_ranks": False, "enable_tensorboard": True}
-    metrics |= {"enable_wandb": True, "enable_mlflow": False, **keys}
+    metrics |= {"enable_wandb": True, **keys}
     job = SimpleNamespace(dump_folder=str(folder))
     config: Any = SimpleNamespace(job=job, metrics=SimpleNamespace(**metrics))
     return outlets.open_outlets(config, 0, private=private), tracker.return_value
@@ -86,8 +84,9 @@ def test_a_tracker_that_cannot_be_reached_gets_all_at_the_next_start(
     monkeypatch.setattr(logging.getLogger(), "propagate", True)
     tracker = MagicMock()
     tracker.side_effect = [Fault("metrics.enable_wandb = true: no\nkey"), tracker.return_value]
+    monkeypatch.setattr(outlets, "WandB", tracker)
     for start in range(3):
-        lines = PublicLines(str(tmp_path), 2 * start, {"metrics.enable_wandb": tracker})
+        lines = PublicLines(str(tmp_path), 2 * start)
         for step in (1, 2) if start == 0 else ():
             lines.log({"private_to_publish/lr": step / 8}, step)
         lines.send()
@@ -112,12 +111,9 @@ def test_rank_0_alone_has_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (tmp_path / "tb" / "rank_1").is_dir()
 
 
-@pytest.mark.parametrize("package", ["wandb", "mlflow"])
-def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
-    config = JobConfig()
-    config.metrics.enable_wandb = False  # TorchTitan's key
-    setattr(config.metrics, f"enable_{package}", True)
+def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    config: Any = SimpleNamespace(metrics=SimpleNamespace(enable_wandb=True))
     monkeypatch.setattr(check.importlib.util, "find_spec", lambda name: None)
-    line = f"metrics.enable_{package} = true: {package} is not installed; pip install "
-    with pytest.raises(ValueError, match=f"^{line}'torchtitan-dp.{package}.'$"):
+    line = "metrics.enable_wandb = true: wandb is not installed; pip install "
+    with pytest.raises(ValueError, match=f"^{line}'torchtitan-dp.wandb.'$"):
         check.check_packages(config)

@@ -1,7 +1,7 @@
-"""What the real W&B and MLflow write: public scalars, and nothing about records or the machine.
+"""What the real W&B writes: public scalars, and nothing about records or the machine.
 
-Neither is in CI's environment: they bring 60 packages. Run this where they are installed:
-`pip install -e '.[wandb,mlflow]'`.
+It is not in CI's environment: it brings 20 packages. Run this where it is installed:
+`pip install -e '.[wandb]'`.
 """
 
 import getpass
@@ -21,19 +21,16 @@ from tests.processes.runs import ROOT
 
 PUBLIC = {"private_to_publish/lr": 0.0123456789, "private_to_publish/epsilon": 2.3456789}
 SECRET = "a name that is in no list"
-# In a process of its own: both services change the process that imports them. Times are far apart
-# from each other: an hour a step.
+# In a process of its own, which W&B changes. Times are far apart from each other: an hour a step.
 PROGRAM = """
 import json, sys, time, logging
 logging.basicConfig(level=logging.INFO, stream=sys.stdout)
-sys.argv[1:], (which, folder, jobs) = ["--secret_argument"], sys.argv[1:]
+sys.argv[1:], (folder, jobs) = ["--secret_argument"], sys.argv[1:]
 import torchtitan_dp.distributed
 from torchtitan_dp.train.outlets import Outlets, PublicLines
-from torchtitan_dp.train.outlets import MLflow, WandB
 real = time.time
-service = {"wandb": WandB, "mlflow": MLflow}[which]
 for loaded, last in json.loads(jobs):
-    outlets = Outlets([PublicLines(folder, loaded, {"key": service})], private=True)
+    outlets = Outlets([PublicLines(folder, loaded)], private=True)
     for step in range(loaded + 1, last + 1):
         time.time = lambda: real() + 3600 * step
         print("not private: a console line with a secret loss")
@@ -47,17 +44,17 @@ outlets.close()
 JOBS = ((0, 2), (1, 2), (1, 3))  # the steps that were loaded, and the last: a crash, and another
 
 
-def written(which: str, folder: Path) -> bytes:
-    """All bytes of all files that a service wrote, with their paths."""
+def written(folder: Path) -> bytes:
+    """All bytes of all files that W&B wrote, with their paths."""
     forks.need()
     folder.mkdir(exist_ok=True)
     environment = {
-        **{k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "MLFLOW_"))},
+        **{k: v for k, v in os.environ.items() if not k.startswith("WANDB_")},
         "PYTHONPATH": str(ROOT),
         "WANDB_MODE": "offline",
         "SECRET_VARIABLE": "secret_value",
     }
-    command = [sys.executable, "-c", PROGRAM, which, str(folder), json.dumps(JOBS)]
+    command = [sys.executable, "-c", PROGRAM, str(folder), json.dumps(JOBS)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "sent, after" not in done.stdout + done.stderr
@@ -91,7 +88,7 @@ def test_wandb_has_public_scalars_alone_and_neither_times_of_steps_nor_starts(
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("wandb")
-    content = written("wandb", tmp_path / "run")
+    content = written(tmp_path / "run")
     for name, value in PUBLIC.items():
         assert name.encode() in content
         assert repr(value).encode() in content
@@ -102,22 +99,3 @@ def test_wandb_has_public_scalars_alone_and_neither_times_of_steps_nor_starts(
     assert len(list((tmp_path / "run" / "wandb").glob("offline-run-*"))) == 1
     steps = re.findall(rb"_step[^0-9]{1,4}([0-9]+)", content)
     assert list(dict.fromkeys(steps)) == sorted(steps, key=int)[::2] == [b"1", b"2", b"3"]
-
-
-@pytest.mark.slow
-def test_mlflow_has_public_scalars_alone_and_one_line_of_each_step(tmp_path: Path) -> None:
-    pytest.importorskip("mlflow")
-    from mlflow.tracking import MlflowClient
-
-    content = written("mlflow", tmp_path / "run")
-    assert_nothing_else(content, tmp_path)
-    client = MlflowClient(f"sqlite:///{tmp_path / 'run' / 'mlflow.db'}")
-    (experiment,) = client.search_experiments(filter_string="name = 'torchtitan_dp'")
-    (run,) = client.search_runs([experiment.experiment_id])
-    assert run.data.metrics == PUBLIC
-    assert run.data.params == {}
-    assert set(run.data.tags) <= {"mlflow.runName"}
-    for name in PUBLIC:
-        history = client.get_metric_history(run.info.run_id, name)
-        assert [m.step for m in history] == [1, 2, 3]
-        assert {m.timestamp for m in history} == {run.info.start_time} == {run.info.end_time}

@@ -182,7 +182,7 @@ def prepare_run(config: JobConfig, folder: str) -> None:
     config.validation.enable = False
     config.validation.publish_epsilon = config.validation.publish_delta = None
     config.metrics.enable_tensorboard = False
-    config.metrics.enable_wandb = config.metrics.enable_mlflow = False
+    config.metrics.enable_wandb = False
     config.profiling.enable_profiling = config.profiling.enable_memory_snapshot = False
     config.checkpoint.enable = config.checkpoint.initial_load_in_hf
     config.checkpoint.last_save_in_hf = False

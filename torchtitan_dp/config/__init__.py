@@ -26,7 +26,7 @@ else:  # At run time the sections are merged by name.
 
     class theirs:
         JobConfig = Training = Checkpoint = Model = ActivationCheckpoint = object
-        Parallelism = Metrics = Validation = object
+        Parallelism = Validation = object
 
 
 @dataclass
@@ -139,16 +139,6 @@ class Validation(theirs.Validation):
 
     publish_delta: float | None = None
     """The delta of `publish_epsilon`. Unset: `privacy.delta`."""
-
-
-@dataclass
-class Metrics(theirs.Metrics):
-    """TorchTitan's section, with one more option. `enable_wandb` sends as `enable_mlflow` does."""
-
-    enable_mlflow: bool = False
-    """Send the scalars that may be published to MLflow (`pip install 'torchtitan-dp[mlflow]'`), at
-    `MLFLOW_TRACKING_URI`, by default a database in `job.dump_folder`, once the planned steps are
-    taken."""
 
 
 @dataclass
@@ -286,7 +276,6 @@ class JobConfig(theirs.JobConfig):
     training: Training = field(default_factory=Training)
     parallelism: Parallelism = field(default_factory=Parallelism)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    metrics: Metrics = field(default_factory=Metrics)
     validation: Validation = field(default_factory=Validation)
     model: Model = field(default_factory=Model)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)

@@ -46,7 +46,6 @@ _OPTIONS: dict[str, tuple[_Option, ...]] = {
         _takes("--memory_gib", "G", "of a GPU: exit with 2 if the run does not fit", float),
         _JSON,
         _takes("--machine", "M", "a100, h100, h200 or b200: predict the time by a roofline"),
-        _takes("--write", "TOML", "write the configuration with the chosen keys there"),
         _flag("--choose", "compare meshes, checkpointing and methods, the fastest first"),
         _flag("--recommend", "list batches, steps and adapters by their noise at equal compute"),
         _flag("--no_memory", "--json without memory: quick"),
@@ -93,8 +92,7 @@ _OPTIONS: dict[str, tuple[_Option, ...]] = {
     ),
     "report": (
         _takes("run", "RUN", "the job.dump_folder of a run"),
-        _takes("--output", "FILE.html", "default: report[_public].html in RUN", os.path.expanduser),
-        _flag("--public", "leave only what may be published with the weights"),
+        _takes("--output", "FILE.html", "default: RUN/report.html", os.path.expanduser),
         _flag("--status", "print step, epsilon, time left and last checkpoint, and write no page"),
     ),
     "release": (
@@ -117,9 +115,6 @@ _OPTIONS: dict[str, tuple[_Option, ...]] = {
             argparse.BooleanOptionalAction,
         ),
         _takes("--base_model", "NAME", "the starting model's public name, for card and adapters"),
-        _takes("--license", "ID", "for the card, from Hugging Face's list: apache-2.0"),
-        _takes("--datasets", "NAME", "for the card: public names", nargs="+", default=[]),
-        _takes("--unit_name", "WORD", "what the card calls a unit: patient, for one"),
     ),
     "selfcheck": (
         _takes(

@@ -13,7 +13,6 @@ import importlib.util
 import json
 import logging
 import os
-import re
 import sys
 import types
 import typing
@@ -370,21 +369,3 @@ def command_line(keys: Keys) -> list[str]:
         "--" + (key.replace(".", switches[v], 1) if isinstance(v, bool) else f"{key}={v}")
         for key, v in keys.items()
     ]
-
-
-def replaced(toml: str, keys: Keys) -> str:
-    """Replace the values of keys in a TOML's text."""
-    for key, value in keys.items():
-        section, name = key.split(".")
-        text = str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')
-        line, header = f"{name} = {text}", rf"^\[{section}\][^\n]*\n"
-        if not (found := re.search(header, toml, re.MULTILINE)):
-            toml = f"{toml.rstrip()}\n\n[{section}]\n{line}\n"
-            continue
-        following = re.search(r"^\[", toml[found.end() :], re.MULTILINE)
-        end = found.end() + following.start() if following else len(toml)
-        body, times = re.subn(
-            rf"^{name}\s*=[^\n]*", line, toml[found.end() : end], count=1, flags=re.MULTILINE
-        )
-        toml = toml[: found.end()] + ("" if times else f"{line}\n") + body + toml[end:]
-    return toml

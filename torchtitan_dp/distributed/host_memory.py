@@ -5,9 +5,6 @@ A process may take the least of the kernel's `MemAvailable` and of the rest that
 it leaves, in both versions of cgroups (Linux). Memory that only caches files counts as free. For
 ancestors that a container does not see, version 1 reports the limit; version 2 does not.
 
-Of page-locked memory, for copies that do not block, PyTorch's allocator takes the next power of two
-of bytes. Where that would waste, large buffers are pages of their own here, registered with CUDA.
-
 With full activation checkpointing only a block's input is kept, and at long T these inputs fill
 most of a device. Each is copied out when its block begins and back while the block after it is
 recomputed, on a stream of their own; nothing waits for the host. An input is allocated on the
@@ -18,7 +15,6 @@ gone.
 
 import collections
 import contextlib
-import mmap
 import os
 import re
 import weakref
@@ -28,9 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-EXACT_FROM = 1 << 20
-"""Bytes from which a page-locked buffer takes its own pages alone."""
 
 
 def available_bytes(proc: Path = Path("/proc")) -> int | None:
@@ -99,44 +92,14 @@ def _lines(path: Path) -> list[str]:
 
 
 def page_locked(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate page-locked host memory, (numel,), for copies to and from `device`, freed with its
-    last view; for a CPU ordinary memory. RuntimeError: the driver cannot lock so much."""
-    size = numel * dtype.itemsize
-    if device.type != "cuda":
-        return torch.empty(numel, dtype=dtype, device="cpu")
-    if size < EXACT_FROM or size == _next_power(size):
-        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
-    pages = mmap.mmap(-1, page_locked_bytes(size), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_DONTFORK)  # no process that is forked copies them
-    buffer = torch.frombuffer(pages, dtype=dtype, count=numel)
-    _lock(buffer.data_ptr(), len(pages))
-    # Called before the storage lets go of its pages. At the process's end the driver unlocks.
-    weakref.finalize(buffer.untyped_storage(), _unlock, buffer.data_ptr()).atexit = False
-    return buffer
+    """Allocate page-locked host memory, (numel,), for copies to and from `device` that do not
+    block; for a CPU ordinary memory. RuntimeError: the driver cannot lock so much."""
+    return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
 
 
 def page_locked_bytes(size: int) -> int:
-    """Return how many bytes a buffer of `size` bytes takes: a power of two, or whole pages."""
-    if size < EXACT_FROM:
-        return _next_power(size)
-    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def _next_power(size: int) -> int:
+    """Return how many bytes PyTorch's allocator takes for `size`: the next power of two."""
     return 1 << (size - 1).bit_length()
-
-
-def _lock(pointer: int, size: int) -> None:
-    """Lock pages for CUDA. RuntimeError if it cannot: `out of memory`, say."""
-    portable = 1  # of cudaHostRegister's flags: for all devices
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(pointer, size, portable))
-
-
-def _unlock(pointer: int) -> None:
-    """Unlock pages after all copies, which know nothing of their end."""
-    with contextlib.suppress(RuntimeError):  # a device that has failed: the process ends
-        torch.cuda.synchronize()
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(pointer))
 
 
 ON_DEVICE = 2

@@ -2,7 +2,7 @@
 
     python -m torchtitan_dp.plan --job.config_file FILE [--section.key value …] [--world_size N]
                                  [--ranks_here R] [--memory_gib G] [--json FILE] [--recommend]
-                                 [--machine M [--choose [--write TOML]]]
+                                 [--machine M [--choose]]
 
 Checks everything that one process can check: `run_train.sh` runs it first. A user's mistake is one
 line and exit code 2. A prediction of memory (`memory`) takes longer, and is made with
@@ -48,7 +48,7 @@ from torchtitan_dp.ledger.schema import explain
 from torchtitan_dp.ledger.spending import heldout_epsilon, spent
 from torchtitan_dp.ledger.templates import templates
 from torchtitan_dp.models.hugging_face import describe, parameter_count, skeleton, trained_count
-from torchtitan_dp.plan.choose import choose, fewest_ranks, show_choices, write
+from torchtitan_dp.plan.choose import choose, fewest_ranks, show_choices
 from torchtitan_dp.plan.memory import DEFAULT_GIB, GIB, predict, show_memory
 from torchtitan_dp.plan.roofline import (
     MACHINES,
@@ -139,7 +139,7 @@ def main(argv: list[str]) -> list[str]:
         if config.privacy.noise == "banded" and config.privacy.bands == "auto":
             overrides = [*overrides, f"--privacy.bands={plan.settings.bands}"]
         if options.choose and machine:
-            content |= chosen(overrides, world_size, machine, memory_gib, plan, options)
+            content |= chosen(overrides, world_size, machine, memory_gib, plan)
         elif machine:
             rounds = spending.cost.microbatches_per_step
             seconds = step_seconds(config, args, machine, rounds)
@@ -178,8 +178,6 @@ def world_size_of(options: argparse.Namespace) -> int:
 def machine_of(options: argparse.Namespace) -> Machine | None:
     """Return the machine that the options name, if any; ValueError, one line."""
     known = ", ".join(MACHINES)
-    if options.write and not options.choose:
-        raise ValueError(f"--write = '{options.write}': it writes what --choose finds; add that")
     if options.choose and options.machine is None:
         raise ValueError(f"--choose: needs --machine, one of {known}")
     if options.machine is not None and options.machine not in MACHINES:
@@ -225,20 +223,13 @@ def memory_here_gib(ranks: int) -> float:
 
 
 def chosen(
-    overrides: list[str],
-    world_size: int,
-    machine: Machine,
-    memory_gib: float,
-    plan: Plan,
-    options: argparse.Namespace,
+    overrides: list[str], world_size: int, machine: Machine, memory_gib: float, plan: Plan
 ) -> dict[str, Any]:
-    """Choose a setting, show it and write it; return it for programs. ValueError, one line."""
+    """Choose a setting and show it; return it for programs. ValueError, one line."""
     settings, steps = plan.settings, plan.steps
     drawn = settings.implied_units, settings.mechanism.sample_rate
     choices = choose(overrides, world_size, machine, memory_gib, *drawn)
     show_choices(choices, steps, machine)
-    if options.write:
-        write(options.write, options.config_file, choices[0].keys)
     every = [choice.for_programs(steps) for choice in choices]
     return {**choices[0].step.for_programs(steps), "choices": every}
 

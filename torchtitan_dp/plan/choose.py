@@ -15,17 +15,12 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from rich.console import Console
-from rich.table import Column, Table
-
-from torchtitan_dp.base.process import write_atomically
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import DEGREES, mesh_degrees
-from torchtitan_dp.config.load import Keys, command_line, load_config, replaced
+from torchtitan_dp.config.load import Keys, command_line, load_config
 from torchtitan_dp.distributed.cpu import has_accelerator
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.plan.memory import GIB, WITHOUT_DEVICES, communicators, limit_bytes
@@ -35,7 +30,6 @@ from torchtitan_dp.train.rehearsal import expected_rounds
 
 SHOWN = 5
 WAVE = 2  # settings whose memory is predicted side by side
-WIDTH = 140  # of the table, at least
 FEWEST = 2048  # tokens of a sample on a rank, that are worth a ring between nodes
 SHORT = 4096  # tokens, up to which several samples make a microbatch
 
@@ -186,41 +180,29 @@ def processes() -> Iterator[ProcessPoolExecutor]:
 
 def show_choices(choices: list[Choice], steps: int, machine: Machine) -> None:
     """Print the settings, and the keys of the first, on stderr."""
-    wide = max(Console().width, WIDTH)
-    console = Console(stderr=True, highlight=False, soft_wrap=True, width=wide)
-    numbers = (Column(name, justify="right") for name in ("GiB", "s a step", "hours"))
-    rows = Table(
-        "replicate x shard x cp", "recomputed", "weights", "method", *numbers, "most of it"
-    )
+    rows = [("replicate x shard x cp", "recomputed", "weights", "method", "GiB", "s a step")]
+    rows[0] += ("hours", "most of it")
     for one in choices:
         keys = one.keys
-        rows.add_row(
-            " x ".join(str(keys[key]) for key in (_REPLICATE, _SHARD, _CP)),
-            keys[_MODE] + ", inputs on the host" * keys[_OFFLOADS],
-            "kept gathered" if keys[_KEPT] else "gathered again",
-            f"{keys[_METHOD]}, MBS {keys[_MBS]}",
-            f"{one.peak_bytes / GIB:.1f}",
-            digits(one.step.total),
-            digits(one.step.hours(steps)),
-            one.step.limit,
+        rows.append(
+            (
+                " x ".join(str(keys[key]) for key in (_REPLICATE, _SHARD, _CP)),
+                keys[_MODE] + ", inputs on the host" * keys[_OFFLOADS],
+                "kept gathered" if keys[_KEPT] else "gathered again",
+                f"{keys[_METHOD]}, MBS {keys[_MBS]}",
+                f"{one.peak_bytes / GIB:.1f}",
+                digits(one.step.total),
+                digits(one.step.hours(steps)),
+                one.step.limit,
+            )
         )
-    console.print(f"predicted for {machine.name} ({machine.limits()}), the fastest that fit:")
-    console.print(rows)
-    console.print("chosen: " + " ".join(command_line(choices[0].keys)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    head = f"predicted for {machine.name} ({machine.limits()}), the fastest that fit:"
+    chosen = "chosen: " + " ".join(command_line(choices[0].keys))
+    print(head, *lines, chosen, sep="\n", file=sys.stderr)
 
 
 def digits(value: float) -> str:
     """Write a number of a table: whole from 100 on, else three digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def write(path: str, toml: str | None, keys: Keys) -> None:
-    """Write a TOML with these keys in the place of its own, all else as it is.
-
-    Raises:
-        ValueError: one line for the user: there is something at `path`.
-    """
-    text = Path(toml).read_text(encoding="utf-8") if toml else ""
-    if os.path.exists(path):
-        raise ValueError(f"--write = '{path}': is there already; name another file, or move it")
-    write_atomically(path, replaced(text, keys).encode())

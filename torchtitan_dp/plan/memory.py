@@ -13,10 +13,6 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
-from rich.padding import Padding
-from rich.table import Column, Table
-
 from torchtitan_dp.config import JobConfig
 
 GIB = 2**30
@@ -132,23 +128,21 @@ def predict(
 def show_memory(memory: MemoryPlan, config: JobConfig, *, limited: bool) -> None:
     """Print the table on stderr, and what would fit if this does not; ValueError, one line, in
     that case if the user has `limited` the memory."""
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    rows = Table("part", Column("GiB", justify="right"), Column("share", justify="right"))
-    for name, size in sorted(memory.parts.items(), key=lambda part: -part[1]):
-        share = size / max(memory.peak_bytes, 1)
-        rows.add_row(name.replace("_", " "), f"{size / GIB:.2f}", f"{share:.0%}")
-    console.print(
+    lines = [
         f"peak memory per rank, of {memory.world_size} (predicted): "
         f"{memory.peak_bytes / GIB:.1f} GiB: {'fits' if memory.fits else 'does NOT fit'} "
         f"in {memory.memory_gib:g} GiB with {memory.headroom_gib:g} GiB left free"
-    )
-    console.print(Padding.indent(rows, 6))
+    ]
+    for name, size in sorted(memory.parts.items(), key=lambda part: -part[1]):
+        share = size / max(memory.peak_bytes, 1)
+        lines.append(f"      {name.replace('_', ' '):18}{size / GIB:10.2f} GiB{share:6.0%}")
     for mode, length in memory.longest_seq_len.items():
         found = "none fits" if length is None else f"{length:,} tokens"
         more = " or more" if length == LONGEST else ""
-        console.print(
+        lines.append(
             f"      longest sample with activation_checkpoint.mode = '{mode}': {found}{more}"
         )
+    print(*lines, sep="\n", file=sys.stderr)
     if not memory.fits and limited:
         raise ValueError(misfit(memory, config))
     if not memory.fits:

@@ -7,8 +7,8 @@ add up as S, and noise as sqrt(S): averaged over the run it is sigma sqrt(d) / (
 number decides here. All of it is a heuristic: gradients lie near a few directions and noise in all
 d of them, most of which change the loss little, so a model learns although the noise is longer.
 
-`--recommend` weighs by it, at the compute asked for: batch against steps, all weights against
-adapters, and independent noise against noise that is correlated over steps.
+`--recommend` weighs by it, at the compute asked for: batch against steps, and all weights against
+adapters.
 """
 
 import copy
@@ -20,12 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
-from rich.padding import Padding
-from rich.table import Column, Table
-
 from torchtitan_dp.checkpoint.plan import Plan
-from torchtitan_dp.checkpoint.terms import best_of, noise_by_bands
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import unit_word
 from torchtitan_dp.ledger import RunLog
@@ -44,10 +39,9 @@ heuristic (docs/tuning.md)."""
 FEWEST_STEPS = 16  # moments and learning rate need some to settle
 LARGEST_RATE = 0.5  # of sampling: beyond it sampling hides hardly anything
 WORTH = 0.9
-"""A batch is doubled, or noise correlated, where that leaves at most this share of the noise over
-the run: steps, and a step's own noise, are worth something too."""
+"""A batch is doubled where that leaves at most this share of the noise over the run: steps are
+worth something too."""
 
-_LOG_WIDTH = 160  # where there is no terminal that a table could be too wide for
 _RANKS = (16, 8)  # of the adapters that a full run is compared with, the larger first
 
 
@@ -113,37 +107,26 @@ class Row:
     def within_bounds(self) -> bool:  # to recommend it
         return self.steps >= FEWEST_STEPS and self.sample_rate <= LARGEST_RATE
 
-    def noise(self, trained: int) -> Noise:
-        sigma = self.noise_multiplier
+    def over_run(self, trained: int) -> float:
+        sigma, batch = self.noise_multiplier, self.global_batch_size
         return noise_of(
-            noise_multiplier=sigma, trained=trained, batch=self.global_batch_size, steps=self.steps
-        )
+            noise_multiplier=sigma, trained=trained, batch=batch, steps=self.steps
+        ).over_run
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The rows of a compute, by rising batch, the one asked for and the one recommended."""
-
-    rows: tuple[Row, ...]
-    asked: Row
-    best: Row | None  # None where no batch is within bounds
-    least: float  # over the run, for one trained parameter, with all units in each step
-
-
-def rows_of(
-    sigma_of: SigmaOf, *, units: int, batch: int, steps: int, noise_multiplier: float
-) -> Rows:
-    """Work out batches of powers of two times the one asked for, batch x steps staying the same.
+def rows_of(sigma_of: SigmaOf, asked: Row, units: int) -> tuple[list[Row], Row | None]:
+    """Work out batches of powers of two times the one asked for, batch x steps staying the same:
+    the rows by rising batch, and the best of them, None where no batch is within bounds.
 
     The best row has the largest batch that is within bounds, and that is worth doubling to. A
     smaller batch than the one asked for is best only where that is out of bounds.
 
-    `units` is public, or batch / sample rate; `noise_multiplier` is of the row asked for. Where
-    estimated norms need a larger one, that of other rows is scaled alike, which is quick, and
-    close. Raises ValueError, one line, if the target is out of the accountant's range.
+    `units` is public, or batch / sample rate. Where estimated norms need a larger noise multiplier
+    than `sigma_of` finds, that of other rows is scaled alike, which is quick, and close. Raises
+    ValueError, one line, if the target is out of the accountant's range.
     """
-    asked = Row(batch, steps, batch / units, noise_multiplier)
-    scale = noise_multiplier / sigma_of(batch, steps)
+    batch, steps = asked.global_batch_size, asked.steps
+    scale = asked.noise_multiplier / sigma_of(batch, steps)
 
     @functools.cache
     def row(power: int) -> Row | None:
@@ -154,22 +137,19 @@ def rows_of(
         if size > units or count < 1:
             return None
         try:
-            sigma = scale * sigma_of(size, count)
+            return Row(size, count, size / units, scale * sigma_of(size, count))
         except ValueError:  # out of the accountants' range
             return None
-        return Row(size, count, size / units, sigma)
-
-    def is_worth(row: Row | None, doubled: Row) -> bool:
-        return row is not None and doubled.noise(1).over_run <= WORTH * row.noise(1).over_run
 
     best = 0
-    while (more := row(best + 1)) and more.within_bounds and is_worth(row(best), more):
+    while (less := row(best)) and (more := row(best + 1)) and more.within_bounds:
+        if more.over_run(1) > WORTH * less.over_run(1):
+            break
         best += 1
     while (one := row(best)) and not one.within_bounds:
         best -= 1
-    shown = [found for p in range(min(best, 0) - 1, max(best, 0) + 2) if (found := row(p))]
-    least = scale * sigma_of(units, 1) / units
-    return Rows(tuple(shown), asked, row(best), least)
+    shown = range(min(best, 0) - 1, max(best, 0) + 2)
+    return [found for p in shown if (found := row(p))], row(best)
 
 
 def refuse(config: JobConfig) -> None:
@@ -218,113 +198,54 @@ def recommend(config: JobConfig, plan: Plan, args: ModelArgs, *, loads: bool) ->
     sigma = settings.mechanism.noise_multiplier
     if settings.bands > 1 or settings.sampling == "allocation":  # rows are of Poisson sampling
         sigma = sigma_of(batch, plan.steps)
-    rows = rows_of(sigma_of, units=units, batch=batch, steps=plan.steps, noise_multiplier=sigma)
-    trained = {config.lora.rank: trained_count(args)}  # the own rank first
-    for rank in (0,) if config.lora.rank else _RANKS if loads else ():
+    asked, own = Row(batch, plan.steps, batch / units, sigma), config.lora.rank
+    rows, best = rows_of(sigma_of, asked, units)
+    trained = {own: trained_count(args)}
+    for rank in (0,) if own else _RANKS if loads else ():
         other = copy.deepcopy(args)
         other.lora = lora_of(config, rank)
         trained[rank] = trained_count(other)
-    rank, sentence = _recommended(config, rows, trained)
-    bands, privacy = None, config.privacy
-    correlates = privacy.sampling == "poisson" and not privacy.secure_noise
-    if correlates and settings.mechanism.largest_share == 1:
-        found = noise_by_bands(config, units, before)
-        bands = bands_of(found, trained[config.lora.rank], batch, plan.steps)
-    width = None if sys.stderr.isatty() else _LOG_WIDTH
-    console = Console(stderr=True, highlight=False, soft_wrap=True, width=width)
-    console.print("      the noise's norm over C, at the compute asked for:")
-    console.print(Padding.indent(_table(rows, trained, units), 6))
-    for line in [sentence, *([bands["reason"]] if bands else [])]:
-        console.print(line, markup=False)
-    best = rows.best
+    names = {rank: f"LoRA r = {rank}" if rank else "all weights" for rank in trained}
+    shown = ["      the noise's norm over C, averaged over the run, at the compute asked for:"]
+    heads = "".join(f"{name:>13}" for name in names.values())
+    shown.append(f"{'batch':>13}{'steps':>9}{'q':>9}{'sigma':>9}{heads}")
+    for row in rows:
+        noises = "".join(f"{row.over_run(count):>13.3g}" for count in trained.values())
+        marks = "  asked" * (row is asked) + "  recommended" * (row is best)
+        sizes = f"{row.global_batch_size:>13,}{row.steps:>9,}{row.sample_rate:>9.3g}"
+        shown.append(f"{sizes}{row.noise_multiplier:>9.4g}{noises}{marks}")
+    rank, drawn = own, f"{batch * plan.steps:,} {unit_word(config)}s in all"
+    reason = (
+        f"recommended: none: {drawn} do not suffice for {FEWEST_STEPS} steps (a heuristic); raise "
+        "training.steps"
+    )
+    if best is not None:
+        rank = next((r for r, count in trained.items() if best.over_run(count) <= DROWNS), own)
+        keys = f"training.global_batch_size = {best.global_batch_size}"
+        keys += f", training.steps = {best.steps}"
+        if config.privacy.sample_rate is not None:
+            keys += f", privacy.sample_rate = {best.sample_rate:.6g}"
+        keys += f", lora.rank = {rank}" if rank != own else ""
+        noise, cure = best.over_run(trained[rank]), ""
+        if noise > DROWNS:
+            cure = f", still above {DROWNS:g} C: more records or a larger epsilon have less"
+            cure += "" if own else ", and so have adapters ([lora]) beside loaded weights"
+        reason = (
+            f"recommended: {keys}: noise {noise:.3g} C averaged over the run, where the settings "
+            f"asked for have {asked.over_run(trained[own]):.3g} C{cure} (Poisson sampling; "
+            f"heuristics, at least {FEWEST_STEPS} steps and q at most {LARGEST_RATE:g}: "
+            "docs/tuning.md)"
+        )
+    print(*shown, reason, sep="\n", file=sys.stderr)
     return {
         "global_batch_size": best and best.global_batch_size,
         "steps": best and best.steps,
         "sample_rate": best and best.sample_rate,
         "lora_rank": rank,
-        "reason": sentence,
-        "bands": bands,
+        "reason": reason,
         "rows": [
             dataclasses.asdict(row)
-            | {"noise_over_run": {_word(r): row.noise(d).over_run for r, d in trained.items()}}
-            for row in rows.rows
+            | {"noise_over_run": {names[r]: row.over_run(d) for r, d in trained.items()}}
+            for row in rows
         ],
     }
-
-
-def _word(rank: int) -> str:
-    return f"LoRA r = {rank}" if rank else "all weights"
-
-
-def _recommended(config: JobConfig, rows: Rows, trained: dict[int, int]) -> tuple[int, str]:
-    """Return the rank to train (the configuration's own, unless noise drowns only that), and the
-    recommended settings in a sentence."""
-    best, asked, own = rows.best, rows.asked, config.lora.rank
-    if best is None:
-        drawn = asked.global_batch_size * asked.steps
-        return own, (
-            f"recommended: none: {drawn:,} {unit_word(config)}s in all do not suffice for "
-            f"{FEWEST_STEPS} steps (a heuristic); raise training.steps"
-        )
-    good = [rank for rank, count in trained.items() if not best.noise(count).drowns]
-    rank = good[0] if good else own
-    keys = f"training.global_batch_size = {best.global_batch_size}, training.steps = {best.steps}"
-    if config.privacy.sample_rate is not None:
-        keys += f", privacy.sample_rate = {best.sample_rate:.6g}"
-    if rank != own:
-        keys += f", lora.rank = {rank}"
-    noise, drowns = best.noise(trained[rank]), ""
-    if noise.drowns:
-        drowns = f", still above {DROWNS:g} C: more records or a larger epsilon have less"
-        drowns += "" if own else ", and so have adapters ([lora]) beside loaded weights"
-    beside = f"where the settings asked for have {asked.noise(trained[own]).over_run:.3g} C"
-    if best is asked and rank == own:
-        beside = "as asked for"
-    poisson = "of Poisson sampling; " if config.privacy.sampling == "allocation" else ""
-    return rank, (
-        f"recommended: {keys}: noise {noise.over_run:.3g} C averaged over the run, {beside}"
-        f"{drowns} ({poisson}heuristics, at least {FEWEST_STEPS} steps and q at most "
-        f"{LARGEST_RATE:g}: docs/tuning.md)"
-    )
-
-
-def _table(rows: Rows, trained: dict[int, int], units: int) -> Table:
-    own, *_ = trained
-    heads = ["batch", "steps", "q", "passes", "sigma", f"a step,\n{_word(own)}"]
-    heads += [f"the run,\n{_word(rank)}" for rank in trained]
-    table = Table(*(Column(head, justify="right") for head in heads), "")
-    for row in rows.rows:
-        is_best = row is rows.best
-        table.add_row(
-            f"{row.global_batch_size:,}",
-            f"{row.steps:,}",
-            f"{row.sample_rate:.3g}",
-            f"{row.sample_rate * row.steps:.3g}",
-            f"{row.noise_multiplier:.4g}",
-            f"{row.noise(trained[own]).in_step:.3g}",
-            *(f"{row.noise(count).over_run:.3g}" for count in trained.values()),
-            ", ".join(["asked"] * (row is rows.asked) + ["recommended"] * is_best),
-            style="bold" if is_best else None,
-        )
-    table.add_section()
-    limits = (f"{rows.least * math.sqrt(count):.3g}" for count in trained.values())
-    table.add_row(f"{units:,}", "any", "1", "", "", "", *limits, "limit")
-    return table
-
-
-def bands_of(
-    rows: dict[int, tuple[float, float, float]], trained: int, batch: float, steps: int
-) -> dict[str, Any]:
-    """Return the recommended bands (1: independent noise) and why; `rows` are `noise_by_bands`'."""
-    best, scale = best_of(rows), math.sqrt(trained / max(steps, 1)) / batch
-    (_, own_step, own), (_, in_step, noise) = rows[1], rows[best]
-    if noise > WORTH * own:
-        reason = "noise correlated over steps: independent noise is as good for this run"
-        return {"bands": 1, "reason": reason}
-    reason = (
-        f"noise correlated over steps: privacy.noise = 'banded', privacy.bands = {best}: "
-        f"{scale * noise:.3g} C averaged over the run, where independent noise has "
-        f"{scale * own:.3g} C; a step has {in_step / own_step:.2g} times the noise, and AdamW "
-        "wants about that many times the learning rate (docs/tuning.md)"
-    )
-    return {"bands": best, "reason": reason}

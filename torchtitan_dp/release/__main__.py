@@ -1,8 +1,7 @@
 """Release the weights of a private run, with their guarantee in words.
 
     python -m torchtitan_dp.release RUN OUT [--stop_not_from_results] [--lost_steps_not_seen]
-        [--merged] [--no-ema] [--base_model NAME] [--license ID] [--datasets NAME...]
-        [--unit_name WORD]
+        [--merged] [--no-ema] [--base_model NAME]
 
 RUN is the `job.dump_folder` of a private run. OUT, which must not exist yet, becomes a Hugging Face
 folder: weights, tokenizer, a model card (README.md), `privacy.json` and SHA-256 sums. A run
@@ -62,7 +61,7 @@ from torchtitan_dp.models.hugging_face import on_meta, without_lora
 from torchtitan_dp.models.hugging_face_weights import write_folder
 from torchtitan_dp.models.parameters import first_overflow, saved_tensors, trainable_parameters
 from torchtitan_dp.privacy.accounting import rounded_up
-from torchtitan_dp.release.card import NO_NAMES, OWNER_ITEMS, PublicNames, claims, model_card
+from torchtitan_dp.release.card import OWNER_ITEMS, check_base_model, claims, model_card
 from torchtitan_dp.train.check import check_model
 
 CARD_FILE = "README.md"
@@ -77,7 +76,7 @@ def release(
     lost_steps_not_seen: bool = False,
     merge: bool = False,
     average: bool | None = None,
-    names: PublicNames = NO_NAMES,
+    base_model: str | None = None,
 ) -> dict[str, Any]:
     """Write OUT whole or not at all; return its `privacy.json`; ValueError, one line.
 
@@ -86,7 +85,8 @@ def release(
     """
     run, out = os.path.abspath(run), os.path.abspath(out)
     _check_folders(run, out)
-    names.check()
+    if base_model is not None:
+        check_base_model(base_model)
     with lock_folder(run, wait_s=0):
         config = read_config(run)
         if merge and not config.lora.rank:
@@ -121,9 +121,10 @@ def release(
         try:
             os.makedirs(partial, mode=0o700)
             decay = config.ema.decay if average else None
-            write_folder(model, config, partial, merge=merge, base_model=names.base_model)
+            write_folder(model, config, partial, merge=merge, base_model=base_model)
             kept = without_lora(args) if merge else args
-            _complete(partial, terms, model_card(terms, config, kept, decay=decay, names=names))
+            card = model_card(terms, config, kept, decay=decay, base_model=base_model)
+            _complete(partial, terms, card)
             os.rename(partial, out)
         except OSError as error:
             raise ValueError(f"OUT = '{out}': cannot be written ({error})") from error
@@ -235,7 +236,6 @@ def _sha256(path: str) -> str:
 
 def main(argv: list[str]) -> None:
     options, _ = parsed("release", __doc__, argv)
-    given = options.base_model, options.license, tuple(options.datasets), options.unit_name
     with exit_on_mistake():
         terms = release(
             options.run,
@@ -244,7 +244,7 @@ def main(argv: list[str]) -> None:
             lost_steps_not_seen=options.lost_steps_not_seen,
             merge=options.merged,
             average=options.ema,
-            names=PublicNames(*given),
+            base_model=options.base_model,
         )
     counts = terms["epsilon_counts"].replace("_", " ")
     print(

@@ -1,4 +1,4 @@
-"""What a release publishes: its claims, the names that its owner gives, and its model card.
+"""What a release publishes: its claims and its model card.
 
 Guarantee:
     - `claims` are those of the ledger inside the checkpoint, and count every step that the run ever
@@ -7,14 +7,12 @@ Guarantee:
     - Checkpoint, `privacy.json` and executed steps must agree: disagreement is refused.
     - Nothing in the terms depends on how many steps each start took or lost.
     - The card has the given terms, fixed text, and the settings that its template names: no path,
-    name or number that depends on records; `PublicNames` are the owner's. No claim is rounded in
-      its own favour: epsilon, its consequences and q are rounded up, sigma is rounded down, and
-      delta and C are exact.
+    name or number that depends on records. No claim is rounded in its own favour: epsilon, its
+      consequences and q are rounded up, sigma is rounded down, and delta and C are exact.
 """
 
 import math
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -102,55 +100,17 @@ def claims(
     return released(account, executed, planned, counts, steps, stated)
 
 
-_OF_THE_HUB = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)  # a model or a data set
-_LICENSE = re.compile(r"[a-z][a-z0-9.+-]*", re.ASCII)
+_OF_THE_HUB = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 _NOT_TEXT_IN_YAML = re.compile(r"\d[^/]*|null|true|false|yes|no|on|off|y|n", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class PublicNames:
-    """Names to publish; what is None or empty, the card leaves to fill in."""
-
-    base_model: str | None = None
-    """The model that training started from, on Hugging Face's hub."""
-    license: str | None = None
-    """The identifier of a license, as Hugging Face's hub lists them."""
-    datasets: tuple[str, ...] = ()
-    """The data sets of the records, on Hugging Face's hub."""
-    unit_name: str | None = None
-    """A word for a unit, in the place of "unit" or "record"."""
-
-    def check(self) -> None:
-        """Raise ValueError, one line, for what would publish a path or break the card."""
-        if self.base_model is not None:
-            _check_of_the_hub("--base_model", self.base_model, "model", "meta-llama/Llama-3.2-1B")
-        for name in self.datasets:
-            _check_of_the_hub("--datasets", name, "data set", "HuggingFaceFW/fineweb-edu")
-        if self.license is not None and not _is_name(_LICENSE, self.license):
-            raise ValueError(
-                f"--license = '{self.license}': must be an identifier of Hugging Face's list of "
-                "licenses, such as apache-2.0, llama3.2 or other"
-            )
-        if self.unit_name is not None and not self.unit_name.isalpha():
-            raise ValueError(
-                f"--unit_name = '{self.unit_name}': must be one word in the singular, such as "
-                "patient"
-            )
-
-
-NO_NAMES = PublicNames()
-
-
-def _check_of_the_hub(option: str, name: str, kind: str, example: str) -> None:
-    if not _is_name(_OF_THE_HUB, name):
+def check_base_model(name: str) -> None:
+    """Raise ValueError, one line, for a name that would publish a path or break the card."""
+    if not _OF_THE_HUB.fullmatch(name) or _NOT_TEXT_IN_YAML.fullmatch(name):
         raise ValueError(
-            f"{option} = '{name}': it would be published, and is not a name on Hugging Face's "
-            f"hub; give the one under which others find the {kind}, such as {example}"
+            f"--base_model = '{name}': it would be published, and is not a name on Hugging Face's "
+            "hub; give the one under which others find the model, such as meta-llama/Llama-3.2-1B"
         )
-
-
-def _is_name(pattern: re.Pattern[str], name: str) -> bool:
-    return bool(pattern.fullmatch(name)) and not _NOT_TEXT_IN_YAML.fullmatch(name)
 
 
 def model_card(
@@ -159,12 +119,13 @@ def model_card(
     args: ModelArgs,
     *,
     decay: float | None = None,
-    names: PublicNames = NO_NAMES,
+    base_model: str | None = None,
 ) -> str:
     """Write Markdown with Hugging Face's front matter.
 
     Of a model with `args.lora` its adapters alone are released; `decay` is that of the released
-    average of weights, None for the last step's weights.
+    average of weights, None for the last step's weights; `base_model` the public name of the model
+    that training started from.
     """
     # The ledger's entry counts, too: the configuration is the last start's, which may have resumed.
     given = config.checkpoint.initial_load_in_hf
@@ -178,8 +139,8 @@ def model_card(
         size=f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M",
         adapters=args.lora is not None,
         rope=None if rope == AS_GIVEN else rope,
-        names=names,
-        **guarantee(terms, config, unit_name=names.unit_name),
+        base_model=base_model,
+        **guarantee(terms, config),
         lost=terms["steps_executed"] - terms["steps"],
         heldout_fraction=config.data.heldout_fraction,
         earlier=[Ancestor.from_fields(fields) for fields in terms["ancestors"]],
@@ -193,12 +154,10 @@ def model_card(
     )
 
 
-def guarantee(
-    terms: dict[str, Any], config: JobConfig | None, *, unit_name: str | None = None
-) -> dict[str, Any]:
+def guarantee(terms: dict[str, Any], config: JobConfig | None) -> dict[str, Any]:
     """Return the values of the guarantee in words, `meaning.j2`; without the run's `config` the
     kind of unit is not described."""
-    unit = unit_name or str(terms["privacy_unit"]).split()[0]
+    unit = str(terms["privacy_unit"]).split()[0]
     kind = ""
     if config is not None:
         field, record = config.data.unit_field, FORMATS[config.training.dataset].record

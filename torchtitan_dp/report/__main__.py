@@ -1,17 +1,11 @@
 """Write one HTML page on a run, or print its status; nothing is loaded from a network.
 
-    python -m torchtitan_dp.report RUN [--output FILE.html] [--public]
+    python -m torchtitan_dp.report RUN [--output FILE.html]
     python -m torchtitan_dp.report RUN --status
 
-RUN is a `job.dump_folder`, also of a run that is training. The page is RUN/report.html or, with
---public, RUN/report_public.html. What is computed from records is marked "not private" there;
---public leaves only what may be published. With matplotlib it has charts, without it tables.
-
-Guarantee:
-    A public page has the values that `_of_both` and `public_charts` name one by one, and no other:
-    released keys of `privacy.json`, curves of the ledger, and the learning rate up to the last
-    published step. No setting, path, text of the user's or scalar of another name gets there. A run
-    that is not private has no public page.
+RUN is a `job.dump_folder`, also of a run that is training. The page is RUN/report.html, for its
+owner: what is computed from records is marked "not private" there. With matplotlib it has charts,
+without it tables.
 """
 
 import datetime
@@ -44,9 +38,7 @@ from torchtitan_dp.release.card import guarantee
 from torchtitan_dp.report.run_folder import (
     SECONDS,
     Points,
-    Row,
     RunFolder,
-    epsilon_rows,
     finite,
     open_run,
     status_rows,
@@ -74,74 +66,43 @@ _TABLE = {
 assert _TABLE.keys() <= {key.name for key in schema.KEYS if key.in_releases}
 
 
-def report(folder: str, *, public: bool = False) -> str:
-    """Return the page on a run; ValueError, one line, if there is none, or nothing to publish."""
+def report(folder: str) -> str:
+    """Return the page on a run; ValueError, one line, if there is none."""
     run = open_run(folder)
-    content = public_content(run) if public else private_content(run)
     here = Path(__file__).parent
     pages = templates(here, here.with_name("release"), html=True)
-    return pages.get_template("page.html.j2").render(content)
+    return pages.get_template("page.html.j2").render(content(run))
 
 
-def public_content(run: RunFolder) -> dict[str, Any]:
-    """Return the values of a public page; ValueError, one line, if nothing of the run may be
-    published, or its files disagree."""
-    if not run.private or run.epsilon_planned is None:
-        raise ValueError(
-            f"--public: RUN = '{run.path}' is NOT private, so that nothing of it may be published; "
-            "omit --public for a page of your own"
-        )
-    if run.faults:
-        raise ValueError(
-            f"--public: RUN = '{run.path}': {'; '.join(run.faults)}: restore its files as the run "
-            "wrote them"
-        )
-    return _of_both(run) | {
-        "public": True,
-        "title": f"run {run.ledger.run}",
-        "rows": [Row("step", f"{run.ledger.steps:,} of {run.total:,}", True), *epsilon_rows(run)],
-        "charts": public_charts(run),
-        "settings": [],
-        "date": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}",
-    }
-
-
-def private_content(run: RunFolder) -> dict[str, Any]:
-    """Return the values of the owner's page."""
-    public = {"privacy.json", "hf", "report_public.html"} if run.private else set()
+def content(run: RunFolder) -> dict[str, Any]:
+    """Return the values of the page."""
+    public = {"privacy.json", "hf"} if run.private else set()
     there = sorted(entry.name for entry in run.path.iterdir() if not entry.name.startswith("."))
     charts = [*public_charts(run), *_charts_of_records(run)]
     for chart in charts:
         chart.public = chart.public and run.private
-    return _of_both(run) | {
-        "public": False,
+    return {
+        "private_run": run.private,
         "title": run.path.resolve().name,
         "rows": [row._replace(public=row.public and run.private) for row in status_rows(run)],
+        "faults": run.faults,
+        "notes": run.notes,
+        "records": run.records,
         "charts": charts,
+        "draws": importlib.util.find_spec("matplotlib") is not None,
+        "guarantee": _guarantee(run),
+        "caveats": run.caveats,
+        "assumptions": run.assumptions,
+        "terms": _terms(run),
         "settings": [
             (f"{section}.{key}", value)
             for section, values in run.settings.items()
             for key, value in (values.items() if isinstance(values, dict) else ())
         ],
-        "faults": run.faults,
-        "notes": run.notes,
-        "records": run.records,
         "outputs": [(name, "yes" if name in public else "no") for name in there],
         "run": str(run.path),
-        "date": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M UTC}",
-    }
-
-
-def _of_both(run: RunFolder) -> dict[str, Any]:
-    """Return the values of either page, all of which may be published if the run is private."""
-    return {
-        "private_run": run.private,
-        "terms": _terms(run),
-        "guarantee": _guarantee(run),
-        "caveats": run.caveats,
-        "assumptions": run.assumptions,
         "versions": versions(),
-        "draws": importlib.util.find_spec("matplotlib") is not None,
+        "date": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M UTC}",
     }
 
 
@@ -295,8 +256,8 @@ def _guarantee(run: RunFolder) -> dict[str, Any] | None:
 
 def main(argv: list[str]) -> None:
     options, _ = parsed("report", __doc__, argv)
-    if options.status and (options.public or options.output):
-        fail("--status: it writes no page; omit --public and --output")
+    if options.status and options.output:
+        fail("--status: it writes no page; omit --output")
     with exit_on_mistake():
         if options.status:
             run = open_run(options.run)
@@ -308,17 +269,15 @@ def main(argv: list[str]) -> None:
                 print(f"  {row.name:{width}}  {row.value}{label}")
             print("".join(f"  FAULT: {fault}\n" for fault in run.faults), end="")
             return
-        name = "report_public.html" if options.public else "report.html"
-        path = options.output or os.path.join(options.run, name)
+        path = options.output or os.path.join(options.run, "report.html")
         if not path.endswith(".html") or os.path.isdir(path):
             raise ValueError(f"--output = '{path}': name a file that ends in .html")
-        page = report(options.run, public=options.public)
+        page = report(options.run)
         try:
             write_atomically(path, page.encode())
         except OSError as error:
             raise ValueError(f"--output = '{path}': cannot be written ({error})") from error
-    what = "only what may be published" if options.public else "NOT PRIVATE: do not publish it"
-    print(f"report: {path} ({what})", file=sys.stderr)
+    print(f"report: {path} (NOT PRIVATE: do not publish it)", file=sys.stderr)
 
 
 if __name__ == "__main__":

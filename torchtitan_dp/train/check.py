@@ -147,15 +147,11 @@ def build_samples(records: Records, config: JobConfig) -> Samples:
 
 def check_packages(config: JobConfig) -> None:
     """Refuse, by ValueError, a service whose package is not installed."""
-    for package, wanted in (
-        ("wandb", config.metrics.enable_wandb),
-        ("mlflow", config.metrics.enable_mlflow),
-    ):
-        if wanted and importlib.util.find_spec(package) is None:
-            raise ValueError(
-                f"metrics.enable_{package} = true: {package} is not installed; pip install "
-                f"'torchtitan-dp[{package}]'"
-            )
+    if config.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
+        raise ValueError(
+            "metrics.enable_wandb = true: wandb is not installed; pip install "
+            "'torchtitan-dp[wandb]'"
+        )
 
 
 def check_model(config: JobConfig, start: Start) -> ModelArgs:

@@ -1,17 +1,15 @@
 """Every scalar that a run logs, whether it may be published, and where it goes.
 
-TensorBoard gets all scalars, in two sections. `public.jsonl` gets the public ones, and trackers
-(Weights & Biases, MLflow) get the lines of that file, once, when the planned steps are taken.
-Environment variables of each choose the rest. W&B: WANDB_MODE (`offline` writes into the run's
-folder for `wandb sync`), WANDB_PROJECT, WANDB_ENTITY, WANDB_NAME. MLflow: MLFLOW_TRACKING_URI (by
-default a database in the run's folder), MLFLOW_EXPERIMENT_NAME. A folder is one run in each,
-however often it is started.
+TensorBoard gets all scalars, in two sections. `public.jsonl` gets the public ones, and Weights &
+Biases gets the lines of that file, once, when the planned steps are taken. Its environment
+variables choose the rest: WANDB_MODE (`offline` writes into the run's folder for `wandb sync`),
+WANDB_PROJECT, WANDB_ENTITY, WANDB_NAME. A folder is one W&B run, however often it is started.
 
 Guarantee:
     - A public scalar follows from the configuration, the number of steps and the ledger alone. All
       others depend on records without noise, if only by the time that a step took; a scalar that
       the table lacks is treated as one of those. In a run that is not private nothing is public.
-    - A tracker gets public scalars alone, as one uninterrupted job would send them: no times of
+    - W&B gets public scalars alone, as one uninterrupted job would send them: no times of
       steps, no step that was lost, nothing that shows starts (hazard row 73).
 """
 
@@ -20,7 +18,6 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -150,46 +147,8 @@ class WandB:
         self._run.finish()
 
 
-class MLflow:
-    """As `WandB`, by MLflow's plain client: the functions on its module would add the user, the
-    program's path and the git commit, and measure the machine."""
-
-    def __init__(self, folder: str, when: float) -> None:
-        os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # read when it is imported
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # the run's end waits
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
-        from mlflow.entities import Metric
-        from mlflow.exceptions import MlflowException
-        from mlflow.tracking import MlflowClient
-
-        self._metric, self._when_ms = Metric, round(1000 * when)
-        database = f"sqlite:///{Path(folder).resolve() / 'mlflow.db'}"
-        where = os.environ.get("MLFLOW_TRACKING_URI", database)
-        try:
-            self._client = MlflowClient(where)
-            self._run: str = kept(folder).get("mlflow") or keep(folder, "mlflow", self._create())
-            self._client.update_run(self._run, status="RUNNING")
-        except MlflowException as error:
-            raise Fault(
-                f"metrics.enable_mlflow = true with MLFLOW_TRACKING_URI = '{where}': {error}"
-            ) from error
-
-    def log(self, scalars: dict[str, float], step: int) -> None:
-        metrics = [self._metric(name, v, self._when_ms, step) for name, v in scalars.items()]
-        self._client.log_batch(self._run, metrics=metrics)
-
-    def close(self) -> None:
-        self._client.set_terminated(self._run, end_time=self._when_ms)
-
-    def _create(self) -> str:
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "torchtitan_dp")
-        found = self._client.get_experiment_by_name(name)
-        experiment = found.experiment_id if found else self._client.create_experiment(name)
-        return str(self._client.create_run(experiment, start_time=self._when_ms).info.run_id)
-
-
 def kept(folder: str) -> dict[str, Any]:
-    """Return what earlier starts kept for trackers: the runs' names, their time, what was sent."""
+    """Return what earlier starts kept for W&B: the run's name, its time, the last step sent."""
     path = Path(folder, _KEPT_FILE)
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
 
@@ -202,15 +161,10 @@ def keep(folder: str, name: str, value: Any) -> Any:
 
 
 class PublicLines(BaseLogger):
-    """`public.jsonl`: the public scalars of each logged step, and the trackers that get them.
+    """`public.jsonl`: the public scalars of each logged step, which W&B gets."""
 
-    `trackers` open, by their key in the configuration, with the folder and the time of all steps.
-    """
-
-    def __init__(
-        self, folder: str, step: int, trackers: Mapping[str, type[WandB | MLflow]]
-    ) -> None:
-        self._folder, self._trackers = folder, trackers
+    def __init__(self, folder: str, step: int) -> None:
+        self._folder = folder
         self._path = os.path.join(folder, PUBLIC_FILE)
         taken = {n: line for n, line in self._read().items() if n <= step}
         # Lines of later steps, which a crash took back, go.
@@ -226,25 +180,25 @@ class PublicLines(BaseLogger):
                 os.fsync(file.fileno())  # as the checkpoint is: a gap would show where it crashed
 
     def send(self) -> None:
-        """Send each tracker the lines that it does not have; one that fails gets them next time."""
-        lines = self._read()
-        for key, open_tracker in self._trackers.items():
-            sent = f"{key}: last step sent"
-            new = {n: line for n, line in lines.items() if n > kept(self._folder).get(sent, -1)}
-            if not new:
-                continue
-            try:
-                when = kept(self._folder).get("time") or keep(self._folder, "time", time.time())
-                tracker = open_tracker(self._folder, when)
-                for step, line in new.items():
-                    tracker.log(line, step)
-                tracker.close()
-            except (Exception, Fault) as error:  # of any kind: these are others' services
-                words = f"{type(error).__name__}: {' '.join(str(error).split())}"
-                logger.warning(f"{key}: not sent, after {words}; the same command sends it again")
-            else:
-                keep(self._folder, sent, max(new))
-                logger.info(f"{key}: sent public scalars of {len(new)} steps")
+        """Send W&B the lines that it does not have; where that fails it gets them next time."""
+        sent, lines = "last step sent", self._read()
+        new = {n: line for n, line in lines.items() if n > kept(self._folder).get(sent, -1)}
+        if not new:
+            return
+        try:
+            when = kept(self._folder).get("time") or keep(self._folder, "time", time.time())
+            run = WandB(self._folder, when)
+            for step, line in new.items():
+                run.log(line, step)
+            run.close()
+        except (Exception, Fault) as error:  # of any kind: this is another's service
+            words = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            logger.warning(
+                f"metrics.enable_wandb: not sent, after {words}; the same command sends it again"
+            )
+        else:
+            keep(self._folder, sent, max(new))
+            logger.info(f"metrics.enable_wandb: sent public scalars of {len(new)} steps")
 
     def _read(self) -> dict[int, dict[str, float]]:
         """Read the lines by step, in order; a step may have several."""
@@ -264,7 +218,7 @@ class Outlets(BaseLogger):
         self._sinks, self._private = sinks, private
 
     def send(self) -> None:
-        """Send trackers what they get, once the planned steps are taken."""
+        """Send W&B its lines, once the planned steps are taken."""
         for sink in self._sinks:
             if isinstance(sink, PublicLines):
                 sink.send()
@@ -286,11 +240,9 @@ def open_outlets(config: JobConfig, step: int, *, private: bool) -> Outlets:
     if metrics.enable_tensorboard and (rank == 0 or metrics.save_for_all_ranks):
         below = f"rank_{rank}" if metrics.save_for_all_ranks else ""
         sinks.append(TensorBoard(os.path.join(folder, metrics.save_tb_folder, below), step))
-    every: dict[str, type[WandB | MLflow]] = {"enable_wandb": WandB, "enable_mlflow": MLflow}
-    trackers = {f"metrics.{key}": of for key, of in every.items() if getattr(metrics, key)}
-    if rank == 0 and trackers and private:
-        sinks.append(PublicLines(folder, step, trackers))
-        logger.info(f"{', '.join(trackers)}: sends public scalars at the last planned step")
-    elif rank == 0 and trackers:
-        logger.warning(f"{', '.join(trackers)}: this run is not private, so nothing is sent")
+    if rank == 0 and metrics.enable_wandb and private:
+        sinks.append(PublicLines(folder, step))
+        logger.info("metrics.enable_wandb: sends public scalars at the last planned step")
+    elif rank == 0 and metrics.enable_wandb:
+        logger.warning("metrics.enable_wandb: this run is not private, so nothing is sent")
     return Outlets(sinks, private=private)

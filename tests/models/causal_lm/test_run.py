@@ -23,7 +23,6 @@ from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.hugging_face_weights import write_folder
 from torchtitan_dp.release.__main__ import empty_model, load_weights, release
-from torchtitan_dp.release.card import PublicNames
 from torchtitan_dp.report.__main__ import report
 from torchtitan_dp.train.check import check_model
 
@@ -169,12 +168,11 @@ def test_from_a_folder_to_a_release(name, how, tmp_path):
     assert spent["steps_executed"] > 6
     assert spent["epsilon_executed"] > spent["epsilon"]
 
-    names = PublicNames("acme/small", "apache-2.0")
     released = [tmp_path / "released", *([tmp_path / "merged"] if how else [])]
     for place in released:
-        release(str(out), str(place), names=names, merge=place.name == "merged")
+        release(str(out), str(place), base_model="acme/small", merge=place.name == "merged")
         card = (place / "README.md").read_text()
-        assert "\nlicense: apache-2.0\nbase_model: acme/small\n" in card
+        assert "\nbase_model: acme/small\n" in card
         assert f" {FAMILIES[name][0]} of 0." in card  # its title: so many parameters
     places = [*released, out / "hf"]
     assert trained(read_config(str(out))) in report(str(out))
