@@ -95,7 +95,7 @@ def plans(given: list[str]) -> list[str]:
 def _longest(given: list[str], ranks: int) -> int | None:
     config = load_config(given, ranks)
     limit = limit_bytes(GPU_GIB, communicators(mesh_degrees(config)))
-    return search(config, shape(config), ranks, config.activation_checkpoint.mode, limit)[0]
+    return search(config, shape(config), ranks, config.activation_checkpoint.mode, limit)
 
 
 def main() -> None:

@@ -104,17 +104,9 @@ checkpoint.async_mode=async_with_pinned_mem ema.enable → exchanges weights and
 ema.enable training.dtype=bfloat16 → averages (ema.enable = true) are of fp32 weights
 training.enable_cpu_offload
 privacy.bands=4 → only correlated noise has bands
-privacy.bands_for=checkpoints → needs checkpoints, and noise that is correlated
 privacy.noise=banded privacy.target_epsilon=None privacy.noise_multiplier=1 → privacy.bands = 'auto'
 privacy.noise=banded privacy.secure_noise → privacy.secure_noise = true
 privacy.gradient_method=randomized privacy.underestimates=accounted → privacy.accountant = 'rdp'
-rope.factor=4 → rope.factor = 4.0: has no effect with rope.type unset; set
-rope.beta_fast=3 rope.type=linear rope.factor=4 → has no effect with rope.type 'linear'
-rope.beta_fast=0.5 rope.type=yarn rope.factor=4 rope.original_max_position_embeddings=64 → \
-    beta_fast = 0.5 must be at least beta_slow = 1
-rope.type=linear → rope.factor is not set: rope.type = 'linear' needs a number of 1
-rope.type=yarn rope.factor=4 → \
-    rope.original_max_position_embeddings is not set: rope.type = 'yarn' needs the trained
 lora.rank=2 lora.targets=q_proj,q_proj → name each target once
 activation_checkpoint.offload_inputs activation_checkpoint.mode=none
 training.feed_forward_chunk=16 activation_checkpoint.mode=selective → products of tiles
@@ -138,7 +130,6 @@ privacy.secure_noise true → 'true': neither an option (--section.key) nor the 
 privacy.secure-noise=true → switch without a value
 training.steps=many → training.steps = 'many': must be a whole number
 data.unit-sampling=skip → data.unit_sampling = 'skip': must be one of 'auto', 'concat', 'random'
-data.on-undecodable=skip → data.on_undecodable = 'skip': must be one of 'empty', 'error'
 training.steps → --training.steps: its value is missing; give a whole
 job.config_file=/nowhere.toml
 training.steps=4 stray → 'stray': neither an option
@@ -208,13 +199,6 @@ def test_not_private_is_a_warning(tmp_path, data, capsys, override):
     assert f"warning: {override.removeprefix('--').split('=')[0]}" in told
     assert "plan: NOT private at" in told
     assert "plan: epsilon" not in told
-
-
-def test_undecodable_records(tmp_path, data, capsys):
-    (data / "binary").write_bytes(b"\xff\xfe\x00\xff")
-    line = refused(tmp_path, data, capsys, "--data.on_undecodable=error")
-    assert "data.on_undecodable = 'error': 1 of 25 records" in line
-    assert "25 training records" in accepted(tmp_path, data, capsys)  # by default it stays
 
 
 def test_a_tokenizer_larger_than_the_vocabulary(tmp_path, data, capsys):

@@ -110,7 +110,6 @@ def test_a_damaged_file_is_refused_and_named(tmp_path, content):
         ("secure_noise", "privacy.secure_noise", True),
         ("windows_per_draw", "data.windows_per_draw", 4),
         ("trained", "lora", "adapters"),
-        ("rope", "rope", "yarn"),
     ],
 )
 def test_a_resume_on_changed_terms_is_refused_with_both_values_and_the_remedy(

@@ -1,4 +1,4 @@
-"""Bands in the plan: the rows of `--recommend`, what `auto` chooses, and what is refused."""
+"""Bands in the plan: what `auto` chooses, and what is refused."""
 
 import re
 
@@ -12,8 +12,7 @@ from torchtitan_dp.checkpoint.terms import (
     settings_of,
     shares_of_steps,
 )
-from torchtitan_dp.plan.signal import bands_of
-from torchtitan_dp.privacy.coefficients import cut_off, found_for, noise_in_step, noise_in_weights
+from torchtitan_dp.privacy.coefficients import cut_off, found_for, noise_in_weights
 
 EIGHT = ("--privacy.target_epsilon=8", "--privacy.noise_multiplier=None", "--privacy.delta=1e-5")
 
@@ -35,9 +34,8 @@ def test_noise_by_bands_is_that_of_the_published_computation():
     sums = {b: sigma * noise_in_weights(cut_off(b), [1] * 16) for b, (sigma, *_) in rows.items()}
     shares = [in_sum / sums[1] for in_sum in sums.values()]
     assert shares == pytest.approx([1, 0.81, 0.69, 0.63, 0.57], abs=0.0075)
-    for bands, (sigma, in_step, in_weights) in rows.items():
+    for bands, (sigma, in_weights) in rows.items():
         column = found_for(shares_of, bands)
-        assert in_step == pytest.approx(sigma * noise_in_step(column, 16))
         assert in_weights == pytest.approx(sigma * noise_in_weights(column, shares_of))
         assert in_weights <= sigma * noise_in_weights(cut_off(bands), shares_of)
     assert best_of(rows) == 16
@@ -54,14 +52,6 @@ def test_a_resume_keeps_the_bands_and_the_noise():
     longer = config(32, 64, "--privacy.noise=banded", "--optimizer.lr=1e-2")
     for resumed in (auto, longer):  # another schedule finds another column, and reads this one
         assert choose_noise(resumed, 2_634, [], before) == (sigma, cut_off(8))
-
-
-def test_independent_noise_is_recommended_where_it_is_as_good():
-    terms = 4 * 4, 4.0, 4  # of parameters, units and steps: a half
-    found = bands_of({1: (1.0, 1.0, 1.0), 4: (1.3, 2.0, 0.95)}, *terms)
-    assert (found["bands"], "as good" in found["reason"]) == (1, True)
-    found = bands_of({1: (1.0, 1.0, 1.0), 4: (1.3, 2.0, 0.6)}, *terms)
-    assert (found["bands"], "privacy.bands = 4: 0.3 C" in found["reason"]) == (4, True)
 
 
 @pytest.mark.parametrize(

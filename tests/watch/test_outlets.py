@@ -44,7 +44,7 @@ def opened(folder: Path, patch: pytest.MonkeyPatch, rank: int, private: bool, **
     tracker = MagicMock()
     patch.setattr(outlets.dist, "get_rank", lambda: rank)
     patch.setattr(outlets, "WandB", tracker)
-    metrics = {"save_tb_folder": "tb", "save_for_all_ranks": False, "enable_tensorboard": True}
+    metrics = {"save_tb_folder": "tb", "enable_tensorboard": True}
     metrics |= {"enable_wandb": True, **keys}
     job = SimpleNamespace(dump_folder=str(folder))
     config: Any = SimpleNamespace(job=job, metrics=SimpleNamespace(**metrics))
@@ -107,8 +107,6 @@ def test_rank_0_alone_has_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert kinds(0) == ["TensorBoard", "PublicLines"]
     assert kinds(0, private=False) == ["TensorBoard"]
     assert kinds(1) == []
-    assert kinds(1, save_for_all_ranks=True) == ["TensorBoard"]
-    assert (tmp_path / "tb" / "rank_1").is_dir()
 
 
 def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,8 +131,7 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError(f"--guesses = {options.guesses}: a share, above 0 and at most 1")
     if round(options.guesses * options.canaries) < 1:
         raise ValueError(
-            f"--canaries = {options.canaries}: with --guesses = {options.guesses} none would be "
-            "guessed at; plant more (the default is 1000)"
+            f"--canaries = {options.canaries}: too few for --guesses = {options.guesses}; raise it"
         )
 
 
@@ -164,19 +163,16 @@ def prepare_run(config: JobConfig, folder: str) -> None:
     """
     if config.privacy.noise == "banded":
         raise ValueError(
-            "privacy.noise = 'banded': a canary is in no group of units; audit it with "
-            "--instrument game, or set it to 'independent'"
+            "privacy.noise = 'banded': canaries have no group of units; use --instrument game"
         )
     adapts = config.lora.rank > 0 and config.lora.export == "adapter"
     if adapts and importlib.util.find_spec("peft") is None:
         raise ValueError(
-            "lora.export = 'adapter': --instrument text loads it with peft; pip install peft, or "
-            "set it to 'merged'"
+            "lora.export = 'adapter': --instrument text needs peft; install it, or use 'merged'"
         )
     if os.path.exists(os.path.join(folder, PRIVACY_FILE)) or RunLog(folder).count > 0:
         raise ValueError(
-            f"--folder = '{folder}': a run lives here, and an audited one is never private; name "
-            "another folder"
+            f"--folder = '{folder}': it has a run, and an audited one is not private; name another"
         )
     config.job.dump_folder = folder
     config.validation.enable = False

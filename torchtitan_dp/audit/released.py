@@ -106,8 +106,7 @@ def token_ids(canaries: list[TextCanary], tokenizer: Tokenizer, most: int) -> It
         ids = tokenizer.encode(canary.text)
         if ids is None:
             raise ValueError(
-                "model.hf_assets_path: its tokenizer has no tokens for English text, of which the "
-                "canaries are; use --instrument game"
+                "model.hf_assets_path: its tokenizer has no English text; use --instrument game"
             )
         yield np.concatenate([bos, ids, eos]).astype(np.int64)[:most]
 

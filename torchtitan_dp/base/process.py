@@ -259,8 +259,7 @@ def lock_folder(folder: str, wait_s: float = 15.0) -> IO[str]:
             if time.monotonic() > deadline:
                 file.close()
                 raise ValueError(
-                    f"job.dump_folder = '{folder}': another run is using it; wait for it, or give "
-                    "this one its own job.dump_folder"
+                    f"job.dump_folder = '{folder}': another run uses it; wait, or name another"
                 ) from None
             time.sleep(0.2)
         except OSError as error:  # of a file system without locks, such as some NFS mounts

@@ -120,9 +120,8 @@ def refuse_foreign(step: str) -> None:
         found, is_parent = os.stat(path), path == parent
         if found.st_uid not in ((user, 0) if is_parent else (user,)):
             raise ValueError(
-                f"'{path}' belongs to the user with the id {found.st_uid}, and a checkpoint of "
-                "others can run any code: load your own, or start from safetensors "
-                "(checkpoint.initial_load_path)"
+                f"'{path}' belongs to user {found.st_uid}, whose checkpoint can run any code: load "
+                "your own, or start from safetensors (checkpoint.initial_load_path)"
             )
         is_sticky = is_parent and found.st_mode & stat.S_ISVTX
         if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_sticky:
@@ -218,8 +217,7 @@ def refuse_another_model(step: str, state_dict: Mapping[str, torch.Tensor], orig
             here, there = (list(s[name]) if name in s else "none" for s in (given, saved))
             raise ValueError(
                 f"{origin}: its {name} is {here}, that of the checkpoint {step} is {there}; "
-                "restore the saved model's configuration, or start afresh in another "
-                "job.dump_folder"
+                "set it back, or start afresh in another job.dump_folder"
             )
 
 

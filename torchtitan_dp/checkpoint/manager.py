@@ -231,7 +231,7 @@ class Checkpointer(CheckpointManager):
     def stop_at(self, step: int, steps: int) -> bool:
         """Save and log a checkpoint of `step` for a requested stop; return whether it was saved.
         Collective over the world."""
-        saves = self.enable and not self.load_only
+        saves = self.enable
         try:
             if saves:
                 self._wait_for_background_save()

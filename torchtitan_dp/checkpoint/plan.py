@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torchtitan_dp.checkpoint.terms import choose_noise, config_hash, settings_of
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.derived import rope_in_words, trained, unit_word
+from torchtitan_dp.config.derived import trained, unit_word
 from torchtitan_dp.ledger.lineage import (
     HeldOutLoss,
     History,
@@ -97,8 +97,7 @@ def choose_loss(config: JobConfig, earlier: History | None) -> HeldOutLoss | Non
             noise = published_loss.noise_for(target_epsilon=asked, delta=delta)
         except ValueError:  # in words of another key
             raise ValueError(
-                f"validation.publish_epsilon = {asked:g}: no noise of a usable size spends it at "
-                f"delta = {delta:g}; choose a value near 1"
+                f"validation.publish_epsilon = {asked:g}: no usable noise spends it; try one near 1"
             ) from None
         return HeldOutLoss(noise, validation.publish_clip, delta, target_epsilon=asked)
     kept = earlier.heldout_loss
@@ -129,12 +128,7 @@ def _refuse_inside_round(config: JobConfig, settings: Settings, steps: int) -> N
             f"inside a round of {t} steps (privacy.sampling = 'allocation'), which ended there; "
             "start another run from exported weights (checkpoint.initial_load_path)"
         )
-    if t > 1 and checkpoint.enable_first_step_checkpoint:
-        raise ValueError(
-            "checkpoint.enable_first_step_checkpoint = True: with privacy.sampling = 'allocation' "
-            "no run goes on from a step inside a round; set it to false"
-        )
-    if checkpoint.enable and not checkpoint.load_only and checkpoint.interval % t:
+    if checkpoint.enable and checkpoint.interval % t:
         below = checkpoint.interval // t * t
         raise ValueError(
             f"checkpoint.interval = {checkpoint.interval}: with privacy.sampling = 'allocation' a "
@@ -197,7 +191,7 @@ def losable(config: JobConfig) -> Losable:
     """Return the steps that a start of this configuration can lose: all since the last checkpoint,
     and since the one before where that may have been under way."""
     steps, checkpoint = max(config.training.steps, 1), config.checkpoint
-    if not checkpoint.enable or checkpoint.load_only:
+    if not checkpoint.enable:
         return Losable(steps, steps)
     under_way = 1 if checkpoint.async_mode == "disabled" else 2
     return Losable(min(under_way * checkpoint.interval, steps), min(checkpoint.interval, steps))
@@ -221,8 +215,7 @@ def earlier_ledger(folder: str) -> Lineage | None:
         )
     if published["audit"] is not None:
         raise ValueError(
-            f"job.dump_folder = '{folder}' is that of an audited run, whose weights cannot become "
-            "private; give this one its own job.dump_folder"
+            f"job.dump_folder = '{folder}' has an audited run, never private; name another folder"
         )
     stated = ledger_of(published)
     ledger = log.enter_lost(stated)
@@ -232,10 +225,7 @@ def earlier_ledger(folder: str) -> Lineage | None:
 
 
 def _contradicted(folder: str, problem: str) -> str:
-    return (
-        f"job.dump_folder = '{folder}': {problem}; restore both as the run wrote them, or use "
-        "another folder"
-    )
+    return f"job.dump_folder = '{folder}': {problem}; restore both, or use another folder"
 
 
 def refuse_delta_of_loss(config: JobConfig, heldout: int) -> None:
@@ -269,7 +259,6 @@ def baseline_ledger(config: JobConfig, units: int) -> Lineage:
         clipping="none",
         clip_function="none",
         trained=trained(config),
-        rope=rope_in_words(config),
     )
     why = "trained without privacy (privacy.enable = false)"
     return not_private(Lineage(settings, planned_steps=config.training.steps), why)
@@ -281,8 +270,7 @@ def refuse_private_folder(folder: str) -> None:
     is_there = os.path.exists(os.path.join(folder, PRIVACY_FILE))
     if (is_there and not _is_baseline(folder)) or RunLog(folder).count > 0:
         raise ValueError(
-            f"privacy.enable = false: job.dump_folder = '{folder}' is that of a private run; give "
-            "this one its own job.dump_folder"
+            f"privacy.enable = false: job.dump_folder = '{folder}' has a private run; name another"
         )
 
 

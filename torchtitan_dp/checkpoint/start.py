@@ -230,8 +230,7 @@ def resumed(config: JobConfig, earlier: Lineage, loaded: Lineage) -> tuple[Histo
         raise ValueError(
             f"checkpoint.folder: the newest checkpoint there, of step {loaded.steps}, was saved by "
             f"a start that {STARTS_FILE} in job.dump_folder = '{config.job.dump_folder}' lacks: "
-            "its steps would not be counted; copy a run's whole folder, or start from exported "
-            "weights (checkpoint.initial_load_path)"
+            "copy a run's whole folder, or start from exports (checkpoint.initial_load_path)"
         )
     history = replace(
         with_caveats(earlier, *loaded.caveats),
@@ -295,8 +294,7 @@ def _refuse_unknown(config: JobConfig, path: str) -> None:
         )
     if os.path.realpath(path).startswith(os.path.realpath(config.job.dump_folder) + os.sep):
         raise ValueError(
-            f"checkpoint.initial_load_path = '{path}': it lies in job.dump_folder, where "
-            "weights count as those of this run; move it elsewhere"
+            f"checkpoint.initial_load_path = '{path}': it lies in job.dump_folder; move it out"
         )
 
 
@@ -314,6 +312,5 @@ def _refuse_what_does_not_compose(config: JobConfig, earlier: Lineage, path: str
         if theirs.neighbouring_relation == "zero_out" and rate is not None:  # this: add_remove
             raise ValueError(
                 f"privacy.sample_rate = {rate:g}: the weights in '{path}' were trained at a rate "
-                "that followed from the number of records, which covers no neighbours that add or "
-                f"remove one; leave it unset, {remedy}"
+                f"that followed from the number of records; leave it unset, {remedy}"
             )

@@ -1,7 +1,7 @@
 """The terms of a run: those of its configuration, and the noise that its first start fixes.
 
-The noise follows from the share that each step has in the weights that a run exports, or saves (its
-workload matrix), and so from public settings: the steps, the schedule of learning rates, momentum,
+The noise follows from the share that each step has in the weights that a run exports (its workload
+matrix), and so from public settings: the steps, the schedule of learning rates, momentum,
 weight decay, and the average of weights where that is exported.
 """
 
@@ -20,7 +20,6 @@ from torchtitan_dp.config.derived import (
     ladder,
     mesh_degrees,
     privacy_unit,
-    rope_in_words,
     targets,
     trained,
     unit_word,
@@ -88,7 +87,6 @@ def settings_of(
         clip_function=privacy.clip_function,
         secure_noise=privacy.secure_noise,
         trained=trained(config),
-        rope=rope_in_words(config),
         units=units if units_are_public else None,
         # Each length of the ladder is dealt out by itself, rounded up.
         samples_per_rank=math.ceil(_most_drawn(batch * rate / asked) / ranks) + len(ladder(config)),
@@ -165,10 +163,9 @@ def _least_noise(
 
 def noise_by_bands(
     config: JobConfig, units: int, spent: Sequence[Segment]
-) -> dict[int, tuple[float, float, float]]:
-    """Return, by the number of bands, sigma and the noise of a step and in the exported weights
-    (`Mechanism.noise_of_run`, `noise_in_weights`), all for the target epsilon: of 1, 2, 4, …
-    rounds, as far as the rate allows."""
+) -> dict[int, tuple[float, float]]:
+    """Return, by the number of bands, sigma and the noise in the exported weights for the target
+    epsilon: of 1, 2, 4, … rounds, as far as the rate allows."""
     steps, shares = max(config.training.steps, 1), shares_of_steps(config)
     rate = settings_of(config, units, 0.0, INDEPENDENT).mechanism.sample_rate
     of_rounds = {-(-steps // 2**power) for power in range(steps.bit_length() + 1)}
@@ -177,41 +174,22 @@ def noise_by_bands(
         column = found_for(shares, bands)
         sigma = _least_noise(config, units, column, spent, steps)
         mechanism = settings_of(config, units, sigma, column).mechanism
-        in_step, _ = mechanism.noise_of_run(steps)
-        found[bands] = (sigma, in_step, mechanism.noise_in_weights(shares))
+        found[bands] = (sigma, mechanism.noise_in_weights(shares))
     return found
 
 
-def best_of(found: dict[int, tuple[float, float, float]]) -> int:
+def best_of(found: dict[int, tuple[float, float]]) -> int:
     """Return the bands of `noise_by_bands` with least noise in the weights, or fewer, as good."""
-    least = min(in_weights for *_, in_weights in found.values())
-    return min(bands for bands, (*_, in_weights) in found.items() if in_weights <= AS_GOOD * least)
+    least = min(in_weights for _, in_weights in found.values())
+    return min(bands for bands, (_, in_weights) in found.items() if in_weights <= AS_GOOD * least)
 
 
 _COUPLED = "Adam"  # adds the decay to the gradient: a share of it that depends on gradients
-_MOST_CHECKPOINTS = 32  # whose noise is summed
 
 
-def shares_of_steps(config: JobConfig) -> tuple[tuple[float, ...], ...]:
+def shares_of_steps(config: JobConfig) -> tuple[float, ...]:
     """Return a_1, …, a_n: by how much noise in the gradient of step t moves the exported weights,
-    relative to other steps. For `privacy.bands_for = "checkpoints"` a row for each checkpoint, or
-    for every k-th, so that they are at most `_MOST_CHECKPOINTS` and one; the last is the run's end.
-    """
-    steps = max(config.training.steps, 1)
-    apart = steps
-    if config.privacy.bands_for == "checkpoints":
-        apart = config.checkpoint.interval
-        apart *= -(-steps // (apart * _MOST_CHECKPOINTS))
-    ends, factor = [*range(apart, steps, apart), steps], schedule(config)
-    shares = np.zeros((len(ends), steps))
-    for row, end in zip(shares, ends, strict=True):
-        row[:end] = _shares_until(end, config, factor)
-    shares /= np.abs(shares).max() or 1.0
-    return tuple(map(tuple, shares.tolist()))
-
-
-def _shares_until(end: int, config: JobConfig, factor: Callable[[int], float]) -> list[float]:
-    """Return the shares of steps 1, …, `end` in the weights after them.
+    relative to other steps.
 
     Where β is the momentum, λ the weight decay and η_s the rate of step s, the optimizers
     (`optimizer.MomentumSGD`, AdamW) do
@@ -226,15 +204,16 @@ def _shares_until(end: int, config: JobConfig, factor: Callable[[int], float]) -
     beta = optimizer.beta1
     decay = 0.0 if optimizer.name == _COUPLED else optimizer.weight_decay
     exported, after, moment = 1.0, 0.0, 0.0  # Π d_r of later averages; Σ e_s …; Σ β^… …
-    next_rate, shares = 0.0, [0.0] * end
-    for step in range(end, 0, -1):
+    steps, factor = max(config.training.steps, 1), schedule(config)
+    next_rate, shares = 0.0, np.zeros(steps)
+    for step in range(steps, 0, -1):
         kept = min(config.ema.decay, step / (9 + step)) if config.ema.enable else 0.0
         rate = optimizer.lr * factor(step - 1)
         after = exported * (1 - kept) + (1 - decay * next_rate) * after
         exported, next_rate = exported * kept, rate
         moment = rate * after / (1 - beta**step) + beta * moment
         shares[step - 1] = moment
-    return shares
+    return tuple((shares / (np.abs(shares).max() or 1.0)).tolist())
 
 
 def schedule(config: JobConfig) -> Callable[[int], float]:

@@ -71,10 +71,6 @@ class Data:
     """The share of units, chosen by a hash of their names, that is never trained on and that
     `validation.enable` evaluates. The loss on them is not private."""
 
-    on_undecodable: Literal["empty", "error"] = "empty"
-    """A record that is not UTF-8 text (or not JSON with the field): `empty` keeps it as a record
-    that contributes exactly nothing; `error` refuses to start."""
-
     store: str | None = None
     """The folder for the records' tokens, which are private and about as large as the text. Unset:
     `torchtitan_dp/prepared` in `$XDG_CACHE_HOME` or ~/.cache. Not within `job.dump_folder`.
@@ -226,33 +222,6 @@ class LoRA:
 
 
 @dataclass
-class Rope:
-    """Rotary embeddings for samples beyond the window that the model was trained on. Unset keys
-    leave them as the model has them. No resume may change a key; exports have them in
-    `config.json`. docs/running.md has an example."""
-
-    theta: float | None = None
-    """The base of wavelengths, in place of the model's `rope_theta`."""
-
-    type: Literal["default", "linear", "yarn"] | None = None
-    """The scaling, in place of the model's own, computed as `transformers` does: `default` is none;
-    `linear` divides positions by `factor` (Chen et al. 2023); `yarn` divides them for long
-    wavelengths only, and multiplies cosines and sines by 0.1 ln(factor) + 1 (Peng et al. 2023)."""
-
-    factor: float | None = None
-    """The new window divided by the trained one."""
-
-    original_max_position_embeddings: int | None = None
-    """The trained window in tokens, before any scaling. Only `yarn` needs it."""
-
-    beta_fast: float | None = None
-    """Of `yarn`: what turns at least so often in the trained window is not scaled. Unset: 32."""
-
-    beta_slow: float | None = None
-    """Of `yarn`: what turns at most so often is scaled by all of `factor`. Unset: 1."""
-
-
-@dataclass
 class EMA:
     """An average of weights (De et al. 2022), with less noise than the weights of one
     step. It is computed from these alone, so epsilon stays the same."""
@@ -280,5 +249,4 @@ class JobConfig(theirs.JobConfig):
     model: Model = field(default_factory=Model)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     lora: LoRA = field(default_factory=LoRA)
-    rope: Rope = field(default_factory=Rope)
     ema: EMA = field(default_factory=EMA)

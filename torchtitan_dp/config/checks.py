@@ -25,7 +25,7 @@ def check(config: JobConfig, world_size: int | None) -> None:
     key, value and remedy. `config` has its values in range, and degrees, sampling and the gradient
     method resolved; the mesh is not checked without `world_size`."""
     tables = [_mesh(config, world_size)] if world_size else []
-    every = (_steps, _length, _memory, _heldout, _weights, _samples, _rope)
+    every = (_steps, _length, _memory, _heldout, _weights, _samples)
     tables += [rows(config) for rows in every]
     if config.privacy.enable:
         tables.append(_privacy(config))
@@ -63,17 +63,11 @@ def _steps(config: JobConfig) -> Iterator[str]:
     steps, schedule = config.training.steps, config.lr_scheduler.total_steps
     privacy, profiling = config.privacy, config.profiling
     if schedule is not None and schedule < steps:
-        yield (
-            f"lr_scheduler.total_steps: below training.steps = {steps}, so that later learning "
-            "rates would be negative; raise it, or remove it"
-        )
+        yield f"lr_scheduler.total_steps: below training.steps = {steps}; raise or remove it"
     if config.optimizer.name == "MomentumSGD" and not (
         privacy.enable and privacy.noise_multiplier != 0
     ):
-        yield (
-            "optimizer.name: its learning rate is in multiples of the noise, and there is none; "
-            "use 'AdamW'"
-        )
+        yield "optimizer.name: its learning rate is in units of the noise, here 0; use 'AdamW'"
     cycle = profiling.profiler_warmup + profiling.profiler_active
     if profiling.enable_profiling and profiling.profile_freq < cycle:
         yield f"profiling.profile_freq: below profiler_warmup + profiler_active = {cycle}; raise it"
@@ -111,40 +105,26 @@ def _memory(config: JobConfig) -> Iterator[str]:
             f"privacy.gradient_method, here '{method}', to 'microbatch', or this to 'auto'"
         )
     if blocks.offload_inputs and mode != "full":
-        yield (
-            "activation_checkpoint.offload_inputs: only the inputs of whole blocks are offloaded; "
-            "set activation_checkpoint.mode = 'full'"
-        )
+        yield "activation_checkpoint.offload_inputs: set activation_checkpoint.mode = 'full'"
     store, outputs = config.data.store, os.path.realpath(config.job.dump_folder) + os.sep
     place = os.path.realpath(os.path.expanduser(store or "/")) + os.sep
     if place.startswith(outputs):
-        yield (
-            f"data.store: lies within job.dump_folder = '{config.job.dump_folder}', parts of which "
-            "may be published; name a folder elsewhere"
-        )
+        yield f"data.store: lies within job.dump_folder = '{config.job.dump_folder}'; move it"
 
 
 def _heldout(config: JobConfig) -> Iterator[str]:
     validation, key = config.validation, "validation.publish_epsilon"
     publishes = validation.publish_epsilon is not None
     if validation.enable and config.data.heldout_fraction == 0:
-        yield (
-            "data.heldout_fraction: nothing is held out for validation.enable = true; set it "
-            "(0.05, say)"
-        )
+        yield "data.heldout_fraction: validation.enable = true needs held-out units; set it (0.05)"
     if validation.publish_delta is not None and not publishes:
         yield f"validation.publish_delta: no held-out loss is published; set {key}, or remove it"
     if publishes and not validation.enable:
         yield f"{key}: no held-out loss is computed; set validation.enable = true"
     if publishes and not config.privacy.enable:
-        yield (
-            f"{key}: only a run with privacy publishes it; set privacy.enable = true, or remove it"
-        )
+        yield f"{key}: only private runs publish it; set privacy.enable = true, or remove it"
     if publishes and config.privacy.sample_rate is not None:
-        yield (
-            f"{key}: with a public privacy.sample_rate the number of held-out units is secret, and "
-            "the mean's divisor must be public; remove one of the two"
-        )
+        yield f"{key}: a public privacy.sample_rate keeps its divisor secret; remove one of the two"
 
 
 def _weights(config: JobConfig) -> Iterator[str]:
@@ -155,10 +135,7 @@ def _weights(config: JobConfig) -> Iterator[str]:
             "hf/, or a release); set it to true, or remove checkpoint.initial_load_path"
         )
     if checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only:
-        yield (
-            "checkpoint.initial_load_model_only: Hugging Face folders have only a model; set it "
-            "true"
-        )
+        yield "checkpoint.initial_load_model_only: Hugging Face folders have a model; set it true"
     loads = checkpoint.initial_load_in_hf or checkpoint.initial_load_path
     if loads and not checkpoint.enable:
         yield "checkpoint.enable: no initial weights are loaded without it; set it to true"
@@ -170,10 +147,7 @@ def _weights(config: JobConfig) -> Iterator[str]:
             "(mixed_precision_param sets the dtype of computation)"
         )
     if averages and checkpoint.async_mode.lower() == "async_with_pinned_mem":
-        yield (
-            "checkpoint.async_mode: with ema.enable = true validation exchanges weights and "
-            "averages while they may still be copied; use 'async'"
-        )
+        yield "checkpoint.async_mode: ema.enable = true changes weights that it copies; use 'async'"
 
 
 def _samples(config: JobConfig) -> Iterator[str]:
@@ -182,100 +156,44 @@ def _samples(config: JobConfig) -> Iterator[str]:
         if getattr(data, key) == "":
             yield f"data.{key}: name the JSON field, or remove it"
         if getattr(data, key) is not None and data.long_records == "window":
-            yield (
-                f"data.long_records: with data.{key} a sample lies around the answer; set it to "
-                "'head'"
-            )
+            yield f"data.long_records: data.{key} puts a sample around its answer; use 'head'"
     if data.prompt_field is not None and data.messages_field is not None:
-        yield (
-            "data.messages_field: a record has either messages or a prompt (data.prompt_field = "
-            f"'{data.prompt_field}'); remove one of the two"
-        )
+        yield "data.messages_field: data.prompt_field is set, too; remove one of the two"
     if data.prompt_field == data.text_field:
-        yield (
-            "data.prompt_field: it is data.text_field, the field of the answer; name another field"
-        )
+        yield "data.prompt_field: it is data.text_field, that of the answer; name another field"
     several, key = data.windows_per_draw > 1, "data.windows_per_draw"
     if several and not config.privacy.enable:
         yield f"{key}: without privacy no unit is drawn; set it to 1"
     if several and data.unit_sampling == "concat" and data.long_records == "head":
         yield (
-            f"{key}: each unit has one sample; set data.long_records = 'window', or, with "
-            "data.unit_field, data.unit_sampling = 'random'"
+            f"{key}: each unit has one sample; set data.long_records = 'window' or "
+            "data.unit_sampling = 'random'"
         )
     if several and not METHODS[method].averages_windows:
-        yield (
-            f"{key}: privacy.gradient_method = '{method}' clips the gradient of one backward pass; "
-            "set it to 'microbatch'"
-        )
+        yield f"{key}: needs privacy.gradient_method = 'microbatch', not '{method}'"
     if data.unit_field is None and data.unit_sampling != "concat":
-        yield (
-            "data.unit_sampling: without data.unit_field every unit is one record; set "
-            "data.unit_field, or remove this"
-        )
-
-
-def _rope(config: JobConfig) -> Iterator[str]:
-    """Yield the rows of keys that are missing, without effect, or do not go together."""
-    rope = config.rope
-    kind = "unset" if rope.type is None else f"'{rope.type}'"
-    takes = {"factor": ("linear", "yarn")}
-    for key in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
-        if getattr(rope, key) is not None and rope.type not in takes.get(key, ("yarn",)):
-            yield f"rope.{key}: has no effect with rope.type {kind}; set rope.type = 'yarn'"
-    if rope.type in takes["factor"] and rope.factor is None:
-        yield (
-            f"rope.factor: rope.type = {kind} needs a number of 1 or more: the new window divided "
-            "by the trained one"
-        )
-    if rope.type == "yarn" and rope.original_max_position_embeddings is None:
-        yield (
-            "rope.original_max_position_embeddings: rope.type = 'yarn' needs the trained window, "
-            "before any scaling (8192 for Llama 3 and 3.1)"
-        )
-    fast, slow = rope.beta_fast or 32.0, rope.beta_slow or 1.0
-    if slow > fast:
-        yield (
-            f"{'rope.beta_fast' if rope.beta_slow is None else 'rope.beta_slow'}: beta_fast = "
-            f"{fast:g} must be at least beta_slow = {slow:g} (32 and 1, say)"
-        )
+        yield "data.unit_sampling: units of one record have no choice; set data.unit_field"
 
 
 def _privacy(config: JobConfig) -> Iterator[str]:
     privacy = config.privacy
     epsilon, sigma = privacy.target_epsilon, privacy.noise_multiplier
     if epsilon is None and sigma is None:
-        yield (
-            "privacy.target_epsilon: nor is privacy.noise_multiplier; set exactly one "
-            "(target_epsilon = 8.0, say, and the noise follows)"
-        )
+        yield "privacy.target_epsilon: nor is privacy.noise_multiplier; set one (epsilon 8.0, say)"
     if epsilon is not None and sigma is not None:
         yield (
             f"privacy.target_epsilon: privacy.noise_multiplier = {sigma} is set as well; set "
             "exactly one (--privacy.target_epsilon None unsets the TOML's)"
         )
     if privacy.delta is None:
-        yield (
-            f"privacy.delta: choose a tenth of 1 / number of {unit_word(config)}s, or less (1e-5, "
-            "say)"
-        )
+        yield f"privacy.delta: set a tenth of 1 / number of {unit_word(config)}s, or less (1e-5)"
     banded, auto = privacy.noise == "banded", privacy.bands == "auto"
     if banded and auto and epsilon is None:
-        yield (
-            "privacy.bands: it is chosen for privacy.target_epsilon; set that, or bands to a number"
-        )
+        yield "privacy.bands: is chosen for privacy.target_epsilon; set that, or a number of bands"
     if not banded and not auto and privacy.bands != 1:
         yield "privacy.bands: only correlated noise has bands; set privacy.noise to 'banded'"
-    if privacy.bands_for == "checkpoints" and not (banded and config.checkpoint.enable):
-        yield (
-            "privacy.bands_for: it needs checkpoints, and noise that is correlated; set "
-            "checkpoint.enable and privacy.noise = 'banded', or remove the key"
-        )
     if config.training.global_batch_size < 1:
-        yield (
-            "training.global_batch_size: set the expected number of records in a step (it is also "
-            "the update's divisor)"
-        )
+        yield "training.global_batch_size: set the expected number of records in a step"
 
 
 def _methods(config: JobConfig) -> Iterator[str]:
@@ -290,9 +208,8 @@ def _methods(config: JobConfig) -> Iterator[str]:
         )
     if banded and privacy.secure_noise:
         yield (
-            "privacy.secure_noise: with privacy.noise = 'banded' a step takes back earlier noise, "
-            "and their sum on the grid is not proven; set it to false, or privacy.noise to "
-            "'independent'"
+            "privacy.secure_noise: sums with earlier noise (privacy.noise = 'banded') on a grid "
+            "are not proven; set it to false, or privacy.noise to 'independent'"
         )
     if banded and allocates:
         yield (
@@ -326,7 +243,4 @@ def _methods(config: JobConfig) -> Iterator[str]:
     if folder in ("", ".", "..") or "/" in folder or folder.endswith(".damaged"):
         yield "checkpoint.folder: give the name of a folder inside job.dump_folder ('checkpoint')"
     if checkpoint.async_mode.lower() == "async_with_pinned_mem":
-        yield (
-            "checkpoint.async_mode: use 'async'; the process that saves would outlive a killed "
-            "run, and write into the next one's checkpoint"
-        )
+        yield "checkpoint.async_mode: its process would outlive a killed run; use 'async'"

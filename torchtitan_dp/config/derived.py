@@ -1,6 +1,5 @@
 """Facts that follow from a configuration: mesh, samples, needs of its method, terms in words."""
 
-import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from torchtitan_dp.config import ALL_LINEAR, JobConfig
 from torchtitan_dp.privacy import settings
 from torchtitan_dp.privacy.settings import Privacy
 
-ALL, AS_GIVEN, AUTO = "all weights", "as given", "auto"
+ALL, AUTO = "all weights", "auto"
 CONFIG_FILE = "config.json"
 
 LLAMAS, TRANSFORMERS = "llama3", "transformers"
@@ -164,12 +163,6 @@ def trains_one_sample(config: JobConfig) -> bool:
     if not config.privacy.enable:
         return config.training.local_batch_size == 1
     return not METHODS[config.privacy.gradient_method].per_sample_layers
-
-
-def rope_in_words(config: JobConfig) -> str:
-    """Describe what `[rope]` changes, for `privacy.json`, which a resume compares."""
-    keys = dataclasses.asdict(config.rope).items()
-    return ", ".join(f"{key} {value}" for key, value in keys if value is not None) or AS_GIVEN
 
 
 def ladder(config: JobConfig) -> tuple[int, ...]:

@@ -22,8 +22,7 @@ _SUPPORTED = {
     "job": "config_file dump_folder description print_config save_config_file custom_config_module",
     "profiling": "enable_profiling save_traces_folder profile_freq profiler_active profiler_warmup "
     "enable_memory_snapshot save_memory_snapshot_folder",
-    "metrics": "log_freq enable_tensorboard enable_wandb disable_color_printing save_tb_folder "
-    "save_for_all_ranks",
+    "metrics": "log_freq enable_tensorboard enable_wandb disable_color_printing save_tb_folder",
     "model": "name",
     "optimizer": "name lr beta1 beta2 eps weight_decay implementation",
     "lr_scheduler": "warmup_steps total_steps decay_ratio decay_type min_lr_factor",
@@ -31,8 +30,7 @@ _SUPPORTED = {
     "parallelism": "data_parallel_replicate_degree data_parallel_shard_degree "
     "fsdp_reshard_after_forward context_parallel_degree context_parallel_load_balancer "
     "context_parallel_rotate_method",
-    "checkpoint": "enable folder interval initial_load_path export_dtype async_mode keep_latest_k "
-    "enable_first_step_checkpoint load_only",
+    "checkpoint": "enable folder interval initial_load_path export_dtype async_mode keep_latest_k",
     "activation_checkpoint": "mode selective_ac_option "
     "per_op_sac_force_recompute_mm_shapes_by_fqns "
     "early_stop memory_budget visualize_memory_budget_pareto preserve_rng_state determinism_check "
@@ -49,14 +47,11 @@ _REMEDIES = {
     "training.max_norm": "set it to 0; each record's gradient is clipped by privacy.max_grad_norm",
     "training.loss_scale": "set it to 1; a scaled loss scales the gradient that is clipped; where "
     "fp16 loses small ones, set training.mixed_precision_param to 'bfloat16'",
-    "training.dtype": "set it to 'float32' (and mixed_precision_param to 'bfloat16' for bf16 "
-    "compute); norms, noise and updates need fp32",
-    "checkpoint.load_step": "set it to -1; a branch from an earlier step would share this folder's "
-    "ledger",
+    "training.dtype": "set it to 'float32' (and mixed_precision_param to 'bfloat16')",
+    "checkpoint.load_step": "set it to -1; a branch would share this folder's ledger",
     "checkpoint.last_save_model_only": "set it to false: a checkpoint of weights alone lacks the "
     "ledger of their spending; python -m torchtitan_dp.release publishes them with it",
-    "checkpoint.initial_load_model_only": "set it to true; to continue another run with its "
-    "optimizer and ledger, copy its whole job.dump_folder",
+    "checkpoint.initial_load_model_only": "set it to true; a whole job.dump_folder can be copied",
 }
 
 
@@ -91,11 +86,10 @@ _OF_SEVERAL: dict[_Range, str] = {
     ),
     _least(0, "0 or more"): "optimizer.eps optimizer.weight_decay lr_scheduler.warmup_steps "
     "training.max_norm comm.trace_buf_size profiling.profiler_warmup",
-    _above(0, "a positive number"): "training.loss_scale privacy.target_epsilon rope.beta_fast "
-    "rope.beta_slow",
+    _above(0, "a positive number"): "training.loss_scale privacy.target_epsilon",
     _least(1, "at least 1"): "training.steps training.local_batch_size training.gc_freq "
     "checkpoint.interval profiling.profile_freq profiling.profiler_active metrics.log_freq "
-    "validation.freq data.windows_per_draw rope.original_max_position_embeddings",
+    "validation.freq data.windows_per_draw",
     _least(0, f"from 0 to {_LARGEST}", most=_LARGEST): "debug.seed privacy.debug_seed",
     _least(1, "from 1 to 1000000000", most=10**9): (
         "comm.init_timeout_seconds comm.train_timeout_seconds"
@@ -150,8 +144,6 @@ _RANGES = {key: of for of, names in _OF_SEVERAL.items() for key in names.split()
     "privacy.projections": _least(FEWEST, f"from {FEWEST} to {MOST}; 32 is usual", most=MOST),
     "lora.rank": _least(0, "1 or more, or 0 for no adapters"),
     "lora.alpha": _above(0, "a positive number (2 x rank, say)"),
-    "rope.theta": _above(1, "a number above 1 (500000.0, say)"),
-    "rope.factor": _least(1, "1 or more: the new window divided by the trained one"),
     "ema.decay": (lambda decay: 0 <= decay < 1, "at least 0 and below 1 (0.9999, say)"),
 }
 """The range of each key's value."""

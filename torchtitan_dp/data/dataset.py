@@ -59,16 +59,14 @@ class Records:
         alike, people = store.facts["alike"]
         if alike:
             warnings.append(
-                f"{alike:,} units may be {people:,}: their names differ only by case, blanks, "
-                "Unicode form, or zeros around a number; write each name of data.unit_field = "
-                f"{source.unit_field!r} in one way"
+                f"{alike:,} units may be {people:,}: names differ only by case, blanks, Unicode "
+                f"form, or zeros; write data.unit_field = {source.unit_field!r} in one way"
             )
         if unnamed := store.facts["unnamed"]:
             warnings.append(
                 f"{unnamed} of {len(store)} {facts.row}s have no usable data.unit_field = "
-                f"{source.unit_field!r}: each is a unit of its own that contributes nothing, and "
-                "counts in the number of units, so that q and the delta check are against "
-                f"{len(train)} units"
+                f"{source.unit_field!r}: each counts as a unit that contributes nothing, so q and "
+                f"the delta check are against {len(train)} units"
             )
         if needs_heldout and len(heldout) == 0:
             none = (

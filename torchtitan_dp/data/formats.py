@@ -80,8 +80,7 @@ class Format:
             return
         if is_pointer(path):
             raise ValueError(
-                f"training.dataset_path: {path} is a Git LFS pointer, not the file itself; fetch "
-                "it: git lfs pull"
+                f"training.dataset_path: {path} is a Git LFS pointer; fetch the file: git lfs pull"
             )
         columns = self.columns(path)
         for field, key in keys.items():

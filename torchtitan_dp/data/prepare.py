@@ -103,8 +103,7 @@ class Source:
             lists = key == "data.messages_field" and not facts.has_lists
             if lists or (key == "data.prompt_field" and not facts.fields):
                 raise ValueError(
-                    f"{key} = {name!r}: {self.format} files have no such fields; use "
-                    "training.dataset = 'jsonl' or 'parquet', or remove it"
+                    f"{key} = {name!r}: {self.format} files have none; use jsonl, or omit it"
                 )
 
     def refuse_names_by_position(self, heldout_fraction: float, in_groups: bool) -> None:
@@ -115,9 +114,8 @@ class Source:
             key = f"data.heldout_fraction = {heldout_fraction}"
             raise ValueError(
                 f"{'privacy.noise = banded' if in_groups else key}: with a public "
-                f"privacy.sample_rate, one {self.format} {self.facts.row} more would change which "
-                f"{self.facts.row}s are held out, or take turns together; set data.unit_field, or "
-                "remove privacy.sample_rate"
+                f"privacy.sample_rate, one {self.facts.row} more would change which are held out, "
+                "or take turns together; set data.unit_field, or remove privacy.sample_rate"
             )
 
     def files(self) -> Files:
@@ -161,9 +159,8 @@ class Source:
             yield (
                 f"{len(files.passed):,} of {every:,} files in training.dataset_path are not read "
                 f"({_endings(files.passed)}), since '{self.format}' takes those that match "
-                f"{', '.join(self.facts.below)}, of a saved data set those that its state.json "
-                "names; if they hold records, rename them, save the data set again, or name files "
-                "by a glob"
+                f"{', '.join(self.facts.below)}, of a saved data set those of its state.json; if "
+                "they hold records, rename them, save the set again, or name files by a glob"
             )
         words = (set(re.split(r"[^a-z]+", name.lower())) & _SPLITS.keys() for name in files.names)
         splits = Counter(split for of in words for split in {_SPLITS[word] for word in of})
@@ -219,13 +216,9 @@ def prepared(source: Source, data_store: str | None = None, files: Files | None 
             is_file = os.path.isfile(os.path.expanduser(source.path))
             if not (source.facts.fields or is_hidden or is_file):
                 raise ValueError(
-                    f"data.store: {folder!r} lies within training.dataset_path = {source.path!r}; "
-                    "name a folder elsewhere"
+                    f"data.store: {folder!r} is in training.dataset_path = {source.path!r}; move it"
                 )
-            say(
-                f"tokenizing {sum(files.sizes) / 1e6:,.1f} MB of {source.path} into {folder}, "
-                "which only your user can read"
-            )
+            say(f"tokenizing {sum(files.sizes) / 1e6:,.1f} MB of {source.path} into {folder}")
             stores.write(target, lambda temporary: _make(temporary, files, source))
             written = stores.load(target)
             assert written is not None, "a store that was just written is whole"
@@ -265,8 +258,7 @@ def _make(folder: str, files: Files, source: Source) -> tuple[bytes, dict[str, A
     for path, before, after in zip(files.paths, files.stamps, now, strict=True):
         if before != after:
             raise ValueError(
-                f"training.dataset_path: {path!r} changed while it was read: start again when "
-                "nobody writes to it"
+                f"training.dataset_path: {path!r} changed while it was read: start again"
             )
     return made
 
@@ -394,11 +386,9 @@ def _naming_file(path: str, rows: Iterator[Fields | None]) -> Iterator[Fields | 
         yield from rows
     except MemoryError:
         raise ValueError(
-            f"training.dataset_path: this machine's memory cannot hold a row of {path} (not "
-            "private); take one with more"
+            f"training.dataset_path: a row of {path} (not private) exceeds this machine's memory"
         ) from None
     except (OSError, EOFError, ArrowException) as error:
         raise ValueError(
-            f"training.dataset_path: {path} cannot be read to its end ({error}): restore it, or "
-            "name the others by a glob"
+            f"training.dataset_path: {path} cannot be read to its end ({error}): restore it"
         ) from error

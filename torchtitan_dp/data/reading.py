@@ -139,10 +139,7 @@ class ChatTemplate:
         except Exception as error:
             raise ValueError(f"cannot be rendered ({type(error).__name__}: {error})") from None
         if pieces is None:
-            raise ValueError(
-                "writes earlier turns otherwise once there are later ones, so that the assistant's "
-                f"cannot be identified: {_REMEDY}"
-            )
+            raise ValueError(f"writes earlier turns otherwise once there are later ones: {_REMEDY}")
         for role, content in _PROBE:
             own = role == ASSISTANT
             if content not in _texts(pieces, own) or content in _texts(pieces, not own):
@@ -319,8 +316,7 @@ def reading(
         raise ValueError(
             f"data.messages_field = {messages_field!r}: the tokenizer of model.hf_assets_path = "
             f"{assets_path!r} has other tokens for a chat than for its turns one by one, so the "
-            "assistant's cannot be identified; use another, or prompts and answers "
-            "(data.prompt_field)"
+            "assistant's are unknown; use another, or prompts and answers (data.prompt_field)"
         )
     return Reading(messages_field=messages_field, template=template)
 

@@ -152,8 +152,8 @@ def _load(assets_path: str, files: tuple[tuple[int, ...], ...]) -> HFTokenizer:
         backend = tokenizers.Tokenizer.from_file(os.path.join(assets_path, TOKENIZER))
     except Exception as error:  # the library raises plain Exception
         raise ValueError(
-            f"model.hf_assets_path = {assets_path!r}: its tokenizer.json cannot be loaded "
-            f"({error}): download it again"
+            f"model.hf_assets_path = {assets_path!r}: tokenizer.json is broken ({error}): load it "
+            "again"
         ) from error
     marks = (_mark_id(backend, assets_path, key) for key in ("bos_token", "eos_token"))
     return HFTokenizer(backend, *marks)
@@ -181,8 +181,7 @@ def read_settings(assets_path: str, name: str) -> dict[str, Any]:
         found = None
     if not isinstance(found, dict):
         raise ValueError(
-            f"model.hf_assets_path = {assets_path!r}: its {name} is not a JSON object: download it "
-            "again"
+            f"model.hf_assets_path = {assets_path!r}: {name} is no JSON object: download it again"
         )
     for key, value in found.items():
         if key.endswith("_token") and isinstance(value, dict):
@@ -199,6 +198,5 @@ def read_text(assets_path: str, name: str) -> str | None:
         return None
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"model.hf_assets_path = {assets_path!r}: its {name} cannot be read ({error}): "
-            "download it again"
+            f"model.hf_assets_path = {assets_path!r}: {name} is broken ({error}): load it again"
         ) from None

@@ -52,8 +52,7 @@ def require_usable_devices() -> None:
     raise ValueError(
         f"NVIDIA driver {driver_version()}: this machine has {count} CUDA devices that torch "
         f"{torch.__version__}, built for CUDA {torch.version.cuda}, cannot use; update the driver, "
-        "install a torch that was built for an older CUDA, or set CUDA_VISIBLE_DEVICES to nothing "
-        "to train on the CPU"
+        "install a torch for an older CUDA, or set CUDA_VISIBLE_DEVICES= to train on the CPU"
     )
 
 

@@ -6,21 +6,17 @@ it leaves, in both versions of cgroups (Linux). Memory that only caches files co
 ancestors that a container does not see, version 1 reports the limit; version 2 does not.
 
 With full activation checkpointing only a block's input is kept, and at long T these inputs fill
-most of a device. Each is copied out when its block begins and back while the block after it is
-recomputed, on a stream of their own; nothing waits for the host. An input is allocated on the
-computing stream C, and dropped once C waits for the copy's event, two blocks later, so that C can
-reuse it at once. A host buffer, of the longest sample's size, is reused when its input's graph is
-gone.
+most of a device. Each is copied to the host when its block begins, and back when the block is
+recomputed, on the computing stream: at long T a block takes ten times as long as its copies. A host
+buffer, of the longest sample's size, is reused when its input's graph is gone.
 """
 
-import collections
 import contextlib
 import os
 import re
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,10 +98,6 @@ def page_locked_bytes(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-ON_DEVICE = 2
-"""Inputs on the device in forward: the block's own, and the one before, which is copied out."""
-
-
 class InputsOnHost:
     """The inputs of one model's checkpointed blocks, in the host's memory."""
 
@@ -115,10 +107,6 @@ class InputsOnHost:
         """Bytes of page-locked memory in use, as `page_locked_bytes` counts them."""
         self._longest = longest
         self.free_buffers: list[Tensor] = []
-        self._last: weakref.ref[_OnHost] | None = None  # of this forward pass, while it is alive
-        # Tensors that the copy stream may still use, and the event after which it does not.
-        self._copied: collections.deque[tuple[Tensor, Any]] = collections.deque()
-        self._side: Any = None
 
     @contextlib.contextmanager
     def __call__(self, h: Tensor) -> Iterator[None]:
@@ -130,35 +118,14 @@ class InputsOnHost:
         shape, dtype = h.shape, h.dtype  # autograd keeps `pack`, which must not keep h
 
         def pack(saved: Tensor) -> Tensor | _OnHost:
-            if saved.shape != shape or saved.dtype != dtype:
-                return saved
-            packed = _OnHost(self, saved, None if self._last is None else self._last())
-            self._last = weakref.ref(packed)
-            self.settle(ON_DEVICE)
-            return packed
+            is_input = saved.shape == shape and saved.dtype == dtype
+            return _OnHost(self, saved) if is_input else saved
 
         def unpack(packed: Tensor | _OnHost) -> Tensor:
-            return packed.take() if isinstance(packed, _OnHost) else packed
+            return packed.fetch() if isinstance(packed, _OnHost) else packed
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
-
-    def copy(self, to: Tensor, source: Tensor, on_device: Tensor) -> None:
-        """Begin to copy, on the copy stream, after all work queued on the current stream;
-        `on_device` is the one of the two tensors that `settle` drops."""
-        streams = torch.get_device_module(on_device.device)
-        if self._side is None:
-            self._side = streams.Stream()
-        self._side.wait_stream(streams.current_stream())
-        with streams.stream(self._side):
-            to.copy_(source, non_blocking=True)
-        self._copied.append((on_device, self._side.record_event()))
-
-    def settle(self, keep: int = 0) -> None:
-        """Let the current stream wait for all copies but the last `keep`; drop their tensors."""
-        while len(self._copied) > keep:
-            on_device, done = self._copied.popleft()
-            torch.get_device_module(on_device.device).current_stream().wait_event(done)
 
     def take_buffer(self, like: Tensor) -> Tensor:
         """Return a flat buffer of `like`'s dtype, for it and for the longest sample."""
@@ -174,31 +141,16 @@ class InputsOnHost:
 
 
 class _OnHost:
-    """One input's copy on the host, with the one before, which backward needs next."""
+    """One input's copy on the host. Copies are in the computing stream's order, so that neither
+    tensor is reused too early."""
 
-    def __init__(self, inputs: InputsOnHost, saved: Tensor, before: "_OnHost | None") -> None:
-        self._inputs, self._device = inputs, saved.device
+    def __init__(self, inputs: InputsOnHost, saved: Tensor) -> None:
         buffer = inputs.take_buffer(saved)
         weakref.finalize(self, inputs.free_buffers.append, buffer)
-        self._copy = buffer[: saved.numel()].view(saved.shape)
-        self._before = None if before is None else weakref.ref(before)
-        inputs.copy(self._copy, saved, saved)
-        self._on_device = weakref.ref(saved)  # while `inputs` or backward keeps it there
-
-    def take(self) -> Tensor:
-        """Return the input on its device, and begin to copy the one before."""
-        there = self.fetch()
-        self._inputs.settle()
-        before = None if self._before is None else self._before()
-        if before is not None:
-            before.fetch()
-        return there
+        self._copy, self._device = buffer[: saved.numel()].view(saved.shape), saved.device
+        self._copy.copy_(saved, non_blocking=True)
 
     def fetch(self) -> Tensor:
-        """Return the input on its device; it is complete after `settle`."""
-        there = self._on_device()
-        if there is None:
-            there = torch.empty(self._copy.shape, dtype=self._copy.dtype, device=self._device)
-            self._on_device = weakref.ref(there)
-            self._inputs.copy(there, self._copy, there)
-        return there
+        """Return the input on its device."""
+        there = torch.empty(self._copy.shape, dtype=self._copy.dtype, device=self._device)
+        return there.copy_(self._copy, non_blocking=True)

@@ -176,8 +176,7 @@ def check_softcap(tokens: int, window: int | None) -> None:
     keys = tokens if window is None else min(window, tokens)
     if keys > CAPPED_KEYS:
         raise ValueError(
-            f"attention with a soft cap of scores has no kernel: a query may see {CAPPED_KEYS:,} "
-            f"keys, not {keys:,}"
+            f"soft caps have no kernel: a query may see {CAPPED_KEYS:,} keys, not {keys:,}"
         )
 
 

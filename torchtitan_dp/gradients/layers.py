@@ -119,19 +119,16 @@ def per_sample_layers(model: nn.Module) -> None:
         kind = type(layer)
         if isinstance(layer, NormOverSamples):
             raise ValueError(
-                f"{path} ({kind.__name__}): mixes samples, or keeps statistics of them that have "
-                "no noise; use another model"
+                f"{path} ({kind.__name__}): mixes samples, or keeps statistics; use another model"
             )
         if kind not in _RULES and any(True for _ in layer.children()):
             raise ValueError(
-                f"{path} ({kind.__name__}): no per-sample gradients of parameters ({', '.join(own)}"
-                ") that are in no layer of their own; freeze them, or set "
-                "privacy.gradient_method = 'microbatch'"
+                f"{path} ({kind.__name__}): no per-sample gradients of {', '.join(own)}, of no "
+                "layer; freeze them, or set privacy.gradient_method = 'microbatch'"
             )
         if isinstance(layer, nn.Embedding) and (layer.scale_grad_by_freq or layer.max_norm):
             raise ValueError(
-                f"{path}: an Embedding with scale_grad_by_freq or max_norm mixes samples; unset "
-                "them to train it with privacy"
+                f"{path}: scale_grad_by_freq and max_norm of an Embedding mix samples; unset them"
             )
         converted: Any = layer
         converted.__class__ = type(f"PerSample{kind.__name__}", (PerSampleLayer, kind), {})

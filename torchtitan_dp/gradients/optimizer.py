@@ -86,8 +86,7 @@ class DPOptimizer:
         }
         if counted - {steps}:
             raise RuntimeError(
-                f"weights were loaded from step {steps} with an optimizer that has counted "
-                f"{', '.join(map(str, sorted(counted)))} steps"
+                f"weights of step {steps} have an optimizer of steps {sorted(counted)}"
             )
 
     def _prepare(self, clipped_sum: dict[str, Tensor], noise: StepNoise) -> None:

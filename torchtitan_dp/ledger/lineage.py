@@ -51,7 +51,6 @@ class Settings(_Recorded):
     clip_function: str = "vanilla"
     secure_noise: bool = False
     trained: str = "all weights"
-    rope: str = "as given"
     units: int | None = None  # where their number is public
     samples_per_rank: int | None = None  # hardly any draw exceeds it in a step
     ranks_added_up: int = 1  # the data-parallel ranks whose sums are added up
@@ -148,7 +147,6 @@ def _by_key(settings: Settings) -> dict[str, object]:
         "lora": settings.trained,
         "privacy.bands": settings.bands,
         "privacy.bands (coefficients)": mechanism.column,
-        "rope": settings.rope,
     }
 
 
@@ -289,8 +287,7 @@ class Lineage(History):
         fields = json.loads(text)
         if (found := fields.pop("format", None)) != FORMAT:
             raise ValueError(
-                f"a ledger of format {found}, and this version of torchtitan_dp reads {FORMAT}: "
-                "use the version that wrote it"
+                f"a ledger of format {found}, not {FORMAT}: use the version that wrote it"
             )
         return cls.from_fields(fields)
 

@@ -82,8 +82,7 @@ class AppendOnly:
                 parse(line.split())
             except (ValueError, IndexError):
                 raise ValueError(
-                    f"{path}, line {number}: '{line[:40]}' was not written by a run; restore the "
-                    "file, or use another job.dump_folder"
+                    f"{path}, line {number}: '{line[:40]}' is no run's; restore the file"
                 ) from None
 
     def append(self, line: str) -> None:
@@ -94,9 +93,8 @@ class AppendOnly:
         with open(self._path, "ab", opener=private_opener) as file:
             if self._size != os.fstat(file.fileno()).st_size:  # the lock was removed, or is none
                 raise Fault(
-                    f"{self._path} was changed since this run read it: another run writes to the "
-                    "same job.dump_folder, or the file was edited; end the other run, and start "
-                    "this one again"
+                    f"{self._path} was changed since this run read it, by another run in this "
+                    "job.dump_folder or an editor; end the other run, and start this one again"
                 )
             file.write(content)
             file.flush()
@@ -156,8 +154,8 @@ class RunLog:
         if unsaved > declared:
             raise Fault(
                 f"step {step} is not taken: since the last whole checkpoint, of step "
-                f"{self._own.saved}, a crash would lose {unsaved}, and at most {declared} are "
-                "counted (checkpoint.interval); start the run again"
+                f"{self._own.saved}, a crash would lose {unsaved} of {declared} that are counted; "
+                "start the run again"
             )
         self._of_steps.append(f"{step}")
         self.count += 1
@@ -239,8 +237,7 @@ def check_fingerprint(folder: str, fingerprint: str | None, settings: Mapping[st
         earlier = dict(json.loads(lines[1]))
     except (ValueError, TypeError, IndexError):
         raise ValueError(
-            f"{os.path.join(folder, FINGERPRINT_FILE)}, line 2: no settings; restore the file as "
-            "the run wrote it"
+            f"{os.path.join(folder, FINGERPRINT_FILE)}, line 2: no settings; restore the file"
         ) from None
     for key, value in settings.items():
         if key in earlier and earlier[key] != value:
@@ -251,8 +248,7 @@ def check_fingerprint(folder: str, fingerprint: str | None, settings: Mapping[st
     if fingerprint is not None:
         raise ValueError(
             "training.dataset_path: the records are not those that this run was started with: a "
-            "file was added, removed, renamed or changed; restore them, or start afresh in another "
-            "job.dump_folder"
+            "file was added, removed, renamed or changed; restore it, or take another folder"
         )
 
 

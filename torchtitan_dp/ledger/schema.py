@@ -148,10 +148,6 @@ class PrivacyFile:
     """What the steps changed: all weights, or the adapters of LoRA beside weights that stayed as
     they were when training started."""
 
-    rope: str
-    """What `[rope]` changed of the rotary embeddings: `as given`, nothing. ε does not depend on it;
-    the weights serve no other embeddings."""
-
     expected_batch_size: int
     """The expected number of units in a step, which the sum is divided by; public."""
 
@@ -398,8 +394,7 @@ def read_published_fields(folder: str) -> dict[str, Any] | None:
     except (ValueError, KeyError, TypeError, IndexError, AssertionError) as error:
         why = error if isinstance(error, ValueError) else repr(error)
         raise ValueError(
-            f"{path} cannot be read ({why}): restore it, use the version of torchtitan_dp "
-            "that wrote it, or use another job.dump_folder"
+            f"{path} cannot be read ({why}): restore it, or use the version that wrote it"
         ) from error
     return dict(content)
 

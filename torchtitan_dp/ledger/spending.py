@@ -64,8 +64,7 @@ def heldout_epsilon(lineage: Lineage) -> float | None:
 
 
 _ASSUMPTIONS = (
-    "the owner of the records ran the training: the guarantee is towards everybody who gets the "
-    "weights",
+    "the owner of the records ran the training: the guarantee is towards all who get the weights",
     "machine failures do not depend on the content of records: a run that does not fit its memory, "
     "or whose kernels are missing, ends before it draws a record",
     "only the owner sees losses, gradient norms, batch sizes, timing and other logs of the run, "

@@ -17,26 +17,20 @@ import torch
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import (
-    AS_GIVEN,
     CONFIG_FILE,
     LLAMAS,
     TRANSFORMERS,
     config_file,
-    rope_in_words,
     trained,
     weights_folder,
 )
 from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.models.causal_lm.model import CausalLM, HuggingFaceAdapter
-from torchtitan_dp.models.causal_lm.settings import ModelArgs, Rope, configuration, read_args
+from torchtitan_dp.models.causal_lm.settings import ModelArgs, configuration, read_args
 from torchtitan_dp.models.lora import lora_of
 from torchtitan_dp.models.weight_files import REMEDY, tensors
 
 _TRAINED_DTYPES = ("F32", "BF16", "F16")
-_OF_ROPE = (
-    *("rope_theta", "rope_scaling", "rope_parameters"),
-    *("max_position_embeddings", "original_max_position_embeddings"),
-)
 _ROOTED = re.compile(r"/|~|\\\\|[A-Za-z]:[\\/]|file:", re.IGNORECASE)
 # Of transformers and PEFT: a path that was relative to another working directory looks like a name.
 _PATH_KEYS = frozenset(
@@ -118,13 +112,12 @@ def without_lora(args: ModelArgs) -> ModelArgs:
 
 def shape(config: JobConfig) -> ModelArgs:
     """Return the arguments of the model that `config` trains, a copy of its own. `max_seq_len` is
-    the window: that of the given model, or of `[rope]`. ValueError: one line for the user."""
+    the given model's window. ValueError: one line for the user."""
     source, model = config_file(config), config.model
     if source is None and model.name == TRANSFORMERS:
         raise ValueError(
-            f"model.hf_assets_path = '{model.hf_assets_path}': model.name = "
-            f"'{TRANSFORMERS}' takes the model of a {CONFIG_FILE}, which is not there; name a "
-            "Hugging Face folder"
+            f"model.hf_assets_path = '{model.hf_assets_path}': model.name = '{TRANSFORMERS}' needs "
+            f"a {CONFIG_FILE} there; name a Hugging Face folder"
         )
     if model.name not in (LLAMAS, TRANSFORMERS) or (source is None and model.flavor not in FLAVORS):
         raise ValueError(
@@ -135,24 +128,7 @@ def shape(config: JobConfig) -> ModelArgs:
     if source is not None and config.checkpoint.initial_load_in_hf:
         _refuse_another_model(weights_folder(config), source, args)
     args.lora, args.seq_len = lora_of(config), config.training.seq_len
-    if rope_in_words(config) != AS_GIVEN:
-        args.set_rope(*rope_of(config, args.rope_parameters(), args.max_seq_len))
     return args
-
-
-def rope_of(config: JobConfig, given: Rope, window: int) -> tuple[Rope, int]:
-    """Return the rotary embeddings and the window of a model with those of `[rope]` in the place of
-    its own, which are `given`."""
-    terms = {key: v for key, v in dataclasses.asdict(config.rope).items() if v is not None}
-    theta, kind = terms.pop("theta", given.get("rope_theta")), terms.pop("type", None)
-    if "factor" not in terms:  # the window is where it is trained
-        window = max(window, config.training.seq_len)
-    if kind is None:
-        return {**given, "rope_theta": theta}, window
-    kept = {key: v for key, v in given.items() if key == "partial_rotary_factor"}
-    rope = {**kept, "rope_type": kind, "rope_theta": theta, **terms}
-    original = rope.get("original_max_position_embeddings", window)
-    return rope, round(rope.get("factor", 1.0) * original)
 
 
 def _refuse_another_model(
@@ -168,8 +144,8 @@ def _refuse_another_model(
     theirs.settings[window], theirs.max_seq_len = args.settings[window], args.max_seq_len
     if theirs != args:
         raise ValueError(
-            f"{key} = '{folder}': its {CONFIG_FILE} describes another model than {source[0]}, by "
-            f"{source[1]}; name one model in both"
+            f"{key} = '{folder}': {CONFIG_FILE} is of another model than {source[0]} ({source[1]})"
+            "; name one model in both"
         )
 
 
@@ -196,8 +172,6 @@ def describe(config: JobConfig, args: ModelArgs) -> str:
     """Describe the model, the source of its shape and that of its weights, for the console."""
     of_these = f"{trained_count(args):,} trained: {trained(config)}; " if args.lora else ""
     more = ", tied embeddings" if args.tie_embeddings else ""
-    if (rope := rope_in_words(config)) != AS_GIVEN:
-        more += f", rotary embeddings of {rope} in place of its own"
     if config_file(config) is not None:
         more += ", without dropout"
     start = f"drawn from debug.seed = {config.debug.seed or 0}"
@@ -215,12 +189,10 @@ def export_settings(config: JobConfig, args: ModelArgs) -> dict[str, Any]:
     its shape; `torch_dtype` is `checkpoint.export_dtype`, unless that is "float32" and the given
     `config.json` has "bfloat16"."""
     source = config_file(config)
-    settings = {} if source is None else read_settings(*source)
-    if source is None or rope_in_words(config) != AS_GIVEN:
-        new = args.new_settings(load_tokenizer(config.model.hf_assets_path))
-        replaced = new.keys() if source is None else _OF_ROPE
-        settings = {key: value for key, value in settings.items() if key not in replaced}
-        settings |= {key: new[key] for key in replaced if key in new}
+    if source is None:
+        settings = args.new_settings(load_tokenizer(config.model.hf_assets_path))
+    else:
+        settings = read_settings(*source)
     named = [key for key in ("dtype", "torch_dtype") if key in settings] or ["torch_dtype"]
     dtype = config.checkpoint.export_dtype
     if dtype == "float32" and settings.get(named[0]) == "bfloat16":
@@ -251,10 +223,7 @@ def check_weights(problem: str, folder: str, args: ModelArgs) -> None:
                 f"{list(tensor.shape)}; take weights and {CONFIG_FILE} from one model"
             )
         if dtype not in _TRAINED_DTYPES:
-            raise ValueError(
-                f"{problem}: {name} is {dtype}; quantized weights cannot be trained, take those in "
-                "bfloat16 or float32"
-            )
+            raise ValueError(f"{problem}: {name} is {dtype}; take weights in bfloat16 or float32")
 
 
 def is_local_path(value: Any) -> bool:

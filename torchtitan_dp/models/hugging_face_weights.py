@@ -21,7 +21,6 @@ from torchtitan.config import TORCH_DTYPE_MAP
 
 from torchtitan_dp.base.process import write_atomically
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.derived import AS_GIVEN, rope_in_words
 from torchtitan_dp.models.causal_lm.model import CausalLM, HuggingFaceAdapter
 from torchtitan_dp.models.causal_lm.settings import PREFIX, ModelArgs
 from torchtitan_dp.models.hugging_face import (
@@ -87,7 +86,7 @@ def write_folder(
 
     What was trained are weights and `config.json`; with `[lora]`, unless they are to be merged into
     the weights, adapters in fp32 and `adapter_config.json`, with the public name `base_model` if
-    given, and with `[rope]` a `config.json` as well. Collective, as `export` is.
+    given. Collective, as `export` is.
 
     Raises:
         ValueError: one line, on the rank that writes; a weight is not finite in the export's dtype.
@@ -101,7 +100,7 @@ def write_folder(
             write_atomically(os.path.join(folder, name), content)
     adapters = None if merge else args.lora
     settings = export_settings(config, args)
-    if folder is not None and (adapters is None or rope_in_words(config) != AS_GIVEN):
+    if folder is not None and adapters is None:
         _write_json(os.path.join(folder, CONFIG_FILE), settings)
     if adapters is not None:
         _write_adapters(model, adapters, base_model, folder)
@@ -129,8 +128,7 @@ def tokenizer_files(config: JobConfig) -> dict[str, bytes]:
             found[name] = _json(without_local_paths(json.loads(found[name])))
         except ValueError as error:
             raise ValueError(
-                f"model.hf_assets_path = '{folder}': its {name} is broken ({error}); download it "
-                "again"
+                f"model.hf_assets_path = '{folder}': {name} is broken ({error}); download it again"
             ) from error
     return found
 

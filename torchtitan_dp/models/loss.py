@@ -192,8 +192,7 @@ class LossHead(nn.Linear):
         """Make a loss head that takes the place of `output`, with its weight."""
         if output.bias is not None:
             raise ValueError(
-                "training.loss_chunk_tokens: the model's output layer has a bias, which is not "
-                "built in chunks; set it to 0"
+                "training.loss_chunk_tokens: the model's output layer has a bias; set it to 0"
             )
         head = cls(output.in_features, output.out_features, bias=False, device="meta")
         head.weight = output.weight

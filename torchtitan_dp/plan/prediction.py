@@ -1,11 +1,10 @@
 """Predicts memory by running the step under fake tensors, for lengths, AC modes and ranks.
 
-A run's own step is predicted with all layers; elsewhere few suffice. What is alive in a stretch of
-the step (the loss head's, the last block's backward, the first one's) grows by the same bytes with
-each layer and each token: two models of few layers, at two lengths, determine any, and the peak is
-the highest stretch's. Lengths that are estimated close to the limit, short ones (below `LONG`) and
-those beyond a window that no line has seen are predicted with all layers; so are all where few
-miss the run's own peak by more than `TOLERANCE`.
+A run's own step is predicted with all layers. The longest sample is guessed from few: what is alive
+in a stretch of the step (the loss head's, the last block's backward, the first one's) grows by the
+same bytes with each layer, two models of few layers determine any, and the peak is the highest
+stretch's. From some thousand tokens a rank on it is a line in T. All layers then decide, from the
+guess downward.
 
 `python -m torchtitan_dp.plan.prediction` answers a task on stdin (`memory.predict`).
 """
@@ -41,13 +40,10 @@ from torchtitan_dp.plan.memory import (
 )
 
 FEW_LAYERS = (4, 5)  # so that each stretch of a deeper model is there (`fake_step`)
-ENOUGH_LAYERS = 8  # up to so many, a prediction with all layers is as quick
-LONG = 4096  # tokens per rank, from which few layers suffice
-CLOSE = 0.03  # of the limit: nearer to it, an extrapolation does not decide
-TOLERANCE = 0.005  # of a peak: the most that an extrapolation may differ from the whole model's
+CLOSE = 0.03  # a guess may be this share of the limit too low
 _NICER = 5
 
-Found = tuple[int | None, float | None]
+Found = int | None
 MakeStep = Callable[[JobConfig, ModelArgs, MemoryTracker], Step]
 
 
@@ -96,15 +92,26 @@ class Model:
 def step_peak(config: JobConfig, args: ModelArgs, world_size: int, make: MakeStep = Step) -> float:
     """Predict the peak bytes of a rank's step on samples of `training.seq_len`, in a fake world of
     its own, from few layers where those stand for all."""
-    config, seq_len = copy.deepcopy(config), config.training.seq_len
+    config = copy.deepcopy(config)
     config.compile.enable = False  # fused kernels need less, how much less is not predicted
-    layers, mode = few_layers(args), config.activation_checkpoint.mode
     with fake_world(world_size):
-        if args.n_layers <= layers[1] or mode not in MODES:  # others are no line in layers
-            return max(stretches_of(config, args, mode, args.n_layers, [seq_len], make)[0].values())
-        few, more = (stretches_of(config, args, mode, n, [seq_len], make)[0] for n in layers)
-    both = few.keys() & more.keys()
-    return max(of_layers(args.n_layers, few[name], more[name], layers) for name in both)
+        mode, lengths = config.activation_checkpoint.mode, [config.training.seq_len]
+        return peaks_of(config, args, mode, lengths, make)[0]
+
+
+def peaks_of(
+    config: JobConfig, args: ModelArgs, mode: str, lengths: Sequence[int], make: MakeStep = Step
+) -> list[float]:
+    """Predict the peak bytes of each length, from few layers where those stand for all."""
+    layers = few_layers(args)
+    if args.n_layers <= layers[1] or mode not in MODES:  # others are no line in layers
+        found = stretches_of(config, args, mode, args.n_layers, lengths, make)
+        return [float(max(one.values())) for one in found]
+    few, more = (stretches_of(config, args, mode, n, lengths, make) for n in layers)
+    return [
+        max(of_layers(args.n_layers, a[name], b[name], layers) for name in a.keys() & b.keys())
+        for a, b in zip(few, more, strict=True)
+    ]
 
 
 def stretches_of(
@@ -120,62 +127,6 @@ def stretches_of(
     found = [model.stretches(length) for length in lengths]
     model.close()
     return found
-
-
-class Whole:
-    """Peaks in bytes, by length, predicted with all layers."""
-
-    def __init__(self, config: JobConfig, args: ModelArgs, mode: str) -> None:
-        self.config, self.args, self.mode = config, args, mode
-        self.known: dict[int, float] = {}
-        self.update = math.inf  # the peak of one, after any estimate: no length changes it
-
-    def estimate(self, *lengths: int) -> list[float]:
-        """Return the peaks, or close estimates of them."""
-        if wanted := [length for length in lengths if length not in self.known]:
-            model = Model(self.config, self.args, self.mode)
-            self.update = model.update[0]
-            self.known |= {length: model.at(length)[0] for length in wanted}
-            model.close()
-        return [self.known[length] for length in lengths]
-
-    def decide(self, seq_len: int) -> float:
-        """Return the peak, estimated only where it is far from the limit."""
-        return self.estimate(seq_len)[0]
-
-
-class Extrapolated:
-    """The same from few layers and two lengths; lengths close to the limit with all layers."""
-
-    def __init__(self, whole: Whole, limit: int, unit: int) -> None:
-        self._whole, self._limit = whole, limit
-        self.short = LONG * whole.config.parallelism.context_parallel_degree
-        self._lengths, self._layers = two_lengths(unit), few_layers(whole.args)
-        self._lines: dict[str, tuple[float, float]] = {}  # a stretch's bytes at both lengths
-        self.update = math.inf
-
-    def estimate(self, *lengths: int) -> list[float]:
-        (start, end), n_layers = self._lengths, self._whole.args.n_layers
-        if not self._lines:
-            of = self._whole.config, self._whole.args, self._whole.mode
-            few, more = (stretches_of(*of, layers, self._lengths) for layers in self._layers)
-            for name in few[0].keys() & more[0].keys():
-                pairs = zip(few, more, strict=True)
-                at = [of_layers(n_layers, a[name], b[name], self._layers) for a, b in pairs]
-                self._lines[name] = at[0], at[1]
-            self.update = self._lines["update"][0]
-        return [
-            max(a + (b - a) * (length - start) / (end - start) for a, b in self._lines.values())
-            for length in lengths
-        ]
-
-    def decide(self, seq_len: int) -> float:
-        bends = any(self._lengths[0] < window < seq_len for window in _windows(self._whole.args))
-        if seq_len < self.short or bends:
-            return self._whole.decide(seq_len)
-        (guess,) = self.estimate(seq_len)
-        close = abs(guess - self._limit) <= CLOSE * self._limit
-        return self._whole.decide(seq_len) if close else guess
 
 
 def few_layers(args: ModelArgs) -> tuple[int, int]:
@@ -199,41 +150,38 @@ def of_layers(
     return few + share * (more - few)
 
 
+def search(config: JobConfig, args: ModelArgs, world_size: int, mode: str, limit: int) -> Found:
+    """Find the longest sample within `limit` bytes that is 2 x cp times a power of two, with a mode
+    of activation checkpointing, in a fake world of its own."""
+    unit = 2 * config.parallelism.context_parallel_degree
+    with fake_world(world_size):
+        guess = guessed(peaks_of(config, args, mode, two_lengths(unit)), limit, unit)
+        model = Model(config, args, mode)
+        found = None  # not even an update fits
+        if model.update[0] <= limit:
+            found = longest(lambda length: model.at(length)[0], guess, limit, unit)
+        model.close()
+    return found
+
+
 def two_lengths(unit: int) -> tuple[int, int]:
     """Return the two lengths to extrapolate from."""
     return unit * 2**13, unit * 2**14
 
 
-def longest(peaks: Whole | Extrapolated, limit: int, unit: int) -> int | None:
-    """Find the longest sample within `limit` bytes that is `unit` times a power of two.
-
-    From some thousand tokens a rank on, memory is a line in T: two predictions give the line, and
-    where it meets the limit is predicted too.
-    """
-    short, long = two_lengths(unit)
-    below, above = peaks.estimate(short, long)
-    if peaks.update > limit:
-        return None
+def guessed(peaks: Sequence[float], limit: int, unit: int) -> int:
+    """Return the length at which the line through the peaks of `two_lengths` meets the limit."""
+    (below, above), (short, long) = peaks, two_lengths(unit)
     slope = max((above - below) / (long - short), 1.0)
-    guess = max(min(long + (limit - above) / slope, LONGEST), unit)
-    power = (int(guess) // unit).bit_length() - 1
-    while power >= 0 and peaks.decide(unit * 2**power) > limit:
+    return int(max(min(long + (limit * (1 + CLOSE) - above) / slope, LONGEST), unit))
+
+
+def longest(peak: Callable[[int], float], guess: int, limit: int, unit: int) -> Found:
+    """Return the longest sample of at most `guess` tokens whose peak is within the limit."""
+    power = (guess // unit).bit_length() - 1
+    while power >= 0 and peak(unit * 2**power) > limit:
         power -= 1
     return unit * 2**power if power >= 0 else None
-
-
-def search(config: JobConfig, args: ModelArgs, world_size: int, mode: str, limit: int) -> Found:
-    """Find the longest sample with a mode of activation checkpointing, in a fake world of its own:
-    its length, and, if few layers stood for all, their estimate of the peak at the run's own one.
-    """
-    own, unit = config.training.seq_len, 2 * config.parallelism.context_parallel_degree
-    with fake_world(world_size):
-        whole = Whole(config, args, mode)
-        if args.n_layers <= max(ENOUGH_LAYERS, *few_layers(args)):
-            return longest(whole, limit, unit), None
-        few = Extrapolated(whole, limit, unit)
-        found = longest(few, limit, unit)
-        return found, few.estimate(own)[0] if own >= few.short else None
 
 
 def answer(
@@ -251,15 +199,9 @@ def answer(
     }
     with fake_world(world_size):
         model = Model(config, args, own)
-        (peak, parts), host_bytes = model.at(seq_len), model.host_bytes
+        (_, parts), host_bytes = model.at(seq_len), model.host_bytes
         model.close()
-    lengths = {}
-    for mode, result in searches.items():
-        lengths[mode], guess = result()
-        if mode == own and guess is not None and abs(guess - peak) > TOLERANCE * peak:
-            with fake_world(world_size):
-                unit = 2 * config.parallelism.context_parallel_degree
-                lengths[mode] = longest(Whole(config, args, mode), limit, unit)
+    lengths = {mode: result() for mode, result in searches.items()}
     by_category = {name: parts.get(name, 0) for name in CATEGORIES}
     terms = world_size, seq_len, by_category, memory_gib, lengths
     return MemoryPlan(*terms, communicators=groups, host_bytes=host_bytes)

@@ -48,10 +48,7 @@ class Machine:
         )
 
     def limits(self) -> str:
-        return (
-            f"a roofline at an assumed {self.share:g} of public peaks, without launches and "
-            "waiting; a start measures"
-        )
+        return f"a roofline at {self.share:g} of public peaks (assumed); a start measures"
 
 
 # Dense bf16, memory and NVLink (one way) of the makers' data sheets: NVIDIA A100 80GB SXM (2021),

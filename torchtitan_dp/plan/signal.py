@@ -157,14 +157,12 @@ def refuse(config: JobConfig) -> None:
     privacy = config.privacy
     if not privacy.enable:
         raise ValueError(
-            "--recommend with privacy.enable = false: without noise there is nothing to weigh; "
-            "leave one of the two out"
+            "--recommend with privacy.enable = false: there is no noise; leave one of the two out"
         )
     if privacy.target_epsilon is None:
         raise ValueError(
-            f"--recommend with privacy.noise_multiplier = {privacy.noise_multiplier}: each batch "
-            "needs the noise that keeps one promise; give it, as --privacy.noise_multiplier None "
-            "--privacy.target_epsilon 8"
+            f"--recommend with privacy.noise_multiplier = {privacy.noise_multiplier}: give one "
+            "epsilon in its place: --privacy.noise_multiplier None --privacy.target_epsilon 8"
         )
     if RunLog(config.job.dump_folder).count:
         raise ValueError(
@@ -216,8 +214,7 @@ def recommend(config: JobConfig, plan: Plan, args: ModelArgs, *, loads: bool) ->
         shown.append(f"{sizes}{row.noise_multiplier:>9.4g}{noises}{marks}")
     rank, drawn = own, f"{batch * plan.steps:,} {unit_word(config)}s in all"
     reason = (
-        f"recommended: none: {drawn} do not suffice for {FEWEST_STEPS} steps (a heuristic); raise "
-        "training.steps"
+        f"recommended: none: {drawn} are too few for {FEWEST_STEPS} steps; raise training.steps"
     )
     if best is not None:
         rank = next((r for r, count in trained.items() if best.over_run(count) <= DROWNS), own)
@@ -233,8 +230,7 @@ def recommend(config: JobConfig, plan: Plan, args: ModelArgs, *, loads: bool) ->
         reason = (
             f"recommended: {keys}: noise {noise:.3g} C averaged over the run, where the settings "
             f"asked for have {asked.over_run(trained[own]):.3g} C{cure} (Poisson sampling; "
-            f"heuristics, at least {FEWEST_STEPS} steps and q at most {LARGEST_RATE:g}: "
-            "docs/tuning.md)"
+            f"heuristics: {FEWEST_STEPS} steps or more, q up to {LARGEST_RATE:g})"
         )
     print(*shown, reason, sep="\n", file=sys.stderr)
     return {

@@ -87,14 +87,12 @@ def noise_for(
     Segment(mechanism, steps)  # checks their number
     if not 0 < target_epsilon < math.inf:
         raise ValueError(
-            f"privacy.target_epsilon = {target_epsilon} is not positive and finite; "
-            "choose one such as 8.0"
+            f"privacy.target_epsilon = {target_epsilon} is not positive and finite; try 8.0"
         )
     already = compose(before, delta=delta, accountant=accountant)
     if already > target_epsilon:
         raise ValueError(
-            f"privacy.target_epsilon = {target_epsilon}: the steps before have spent "
-            f"{already:.4g}; raise it"
+            f"privacy.target_epsilon = {target_epsilon}: already {already:.4g} is spent; raise it"
         )
     if steps == 0 or mechanism.sample_rate == 0:
         return 0.0
@@ -134,8 +132,7 @@ def _root(excess: Callable[[float], float], start: float, target_epsilon: float)
             )
         if at == floor and found[1] < 0:
             raise ValueError(
-                f"privacy.target_epsilon = {target_epsilon} is spent with hardly any noise; "
-                "lower it, or set privacy.noise_multiplier instead"
+                f"privacy.target_epsilon = {target_epsilon} takes hardly any noise; lower it"
             )
         # Epsilon falls about as 1 / sigma^2, but less where most was spent before.
         slope = -2.0 if last is None else (found[1] - last[1]) / (found[0] - last[0])

@@ -58,8 +58,7 @@ class StepNoise(Secret):
         row, kept = noise.pop(name, (-1, []))  # back when it is complete
         if row != self.__row - 1:
             raise RuntimeError(
-                f"{name} lacks noise of earlier steps, one of which failed: a chain of correlated "
-                "noise ends there"
+                f"{name} lacks noise of an earlier step, which failed: its chain ends there"
             )
         own = kept.pop()
         size = _AT_ONCE if flat.device.type == "cpu" else max(len(flat), 1)

@@ -22,9 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 Vector = NDArray[np.float64]
-Shares = Sequence[float] | Sequence[Sequence[float]]
-"""Of each step's noise in weights; of several weights a row each, of as many steps."""
-
 OF_A_STEP = 0.1
 """The power of a step's noise in the objective: a tenth less of it is worth 1% more noise in the
 weights, a heuristic."""
@@ -60,25 +57,24 @@ def noise_in_step(column: Sequence[float], steps: int) -> float:
     return column_norm(column) * math.sqrt(float(left @ first**2) / steps)
 
 
-def noise_in_weights(column: Sequence[float], shares: Shares) -> float:
+def noise_in_weights(column: Sequence[float], shares: Sequence[float]) -> float:
     """Return the noise in weights over that of independent noise of one σ.
 
-    `shares` are of each step's noise in the weights; all 1 for the sum of all steps. With a row for
-    each of several weights, noise is the root mean square over them.
+    `shares` are of each step's noise in the weights; all 1 for the sum of all steps.
     """
     if len(column) == 1:
         return 1.0
-    a = np.asarray(shares)
+    a = np.array(shares)
     return column_norm(column) * float(np.linalg.norm(_transposed(column, a)) / np.linalg.norm(a))
 
 
 @functools.lru_cache
-def found_for(shares: Shares, bands: int) -> tuple[float, ...]:
-    """Find the column of so many bands for weights with these shares of each step's noise, or for
-    the mean square over several weights, a row each: c_0 is 1, the others have four digits."""
+def found_for(shares: Sequence[float], bands: int) -> tuple[float, ...]:
+    """Find the column of so many bands for weights with these shares of each step's noise: c_0 is
+    1, the others have four digits."""
     from scipy.optimize import minimize  # a second to import
 
-    a, start = np.atleast_2d(shares), np.array(cut_off(bands))
+    a, start = np.array(shares), np.array(cut_off(bands))
     if bands == 1 or not a.any():
         return cut_off(bands)
     # A last coefficient beyond 1 makes noise grow with each step: there the first stride of the
@@ -91,18 +87,17 @@ def found_for(shares: Shares, bands: int) -> tuple[float, ...]:
 def _objective(rest: Vector, a: Vector) -> tuple[float, Vector]:
     """Return the logarithm of what is minimised, and its gradient by c_1, …, c_{b-1}.
 
-    With u = C⁻ᵀ a and v = C⁻¹ u, |u|² / 2 has the gradient -Σ v_t u_{t+k} by c_k; rows of a add up.
+    With u = C⁻ᵀ a and v = C⁻¹ u, |u|² / 2 has the gradient -Σ v_t u_{t+k} by c_k.
     With d the first column of C⁻¹, and r = C⁻ᵀ of (n - t) d_t, that of Σ (n - t) d_t² / 2 is
     -Σ d_t r_{t+k}.
     """
     column = np.array([1.0, *rest])
     squared = column @ column
     u = _transposed(column, a)
-    first, left = _first_column(column, a.shape[-1])
-    in_weights, in_steps = np.vdot(u, u), left @ first**2
+    first, left = _first_column(column, len(a))
+    in_weights, in_steps = u @ u, left @ first**2
     value = math.log(in_weights) + OF_A_STEP * math.log(in_steps)
-    rows = zip(_divided(column, u), u, strict=True)
-    slope = sum(_products(v, row, column) for v, row in rows) / in_weights
+    slope = _products(_divided(column, u), u, column) / in_weights
     slope += OF_A_STEP * _products(first, _transposed(column, left * first), column) / in_steps
     scale = 1 + OF_A_STEP
     return (value + scale * math.log(squared)) / 2, scale * rest / squared - slope
@@ -117,7 +112,7 @@ def _divided(column: Sequence[float] | Vector, x: Vector) -> Vector:
 
 def _transposed(column: Sequence[float] | Vector, x: Vector) -> Vector:
     """Return C⁻ᵀ x."""
-    return _divided(column, x[..., ::-1])[..., ::-1]
+    return _divided(column, x[::-1])[::-1]
 
 
 def _first_column(column: Sequence[float] | Vector, steps: int) -> tuple[Vector, Vector]:

@@ -17,7 +17,6 @@ from typing import Any
 
 from torchtitan_dp.privacy.coefficients import (
     INDEPENDENT,
-    Shares,
     column_norm,
     noise_in_step,
     noise_in_weights,
@@ -197,7 +196,7 @@ class Mechanism:
         in_step = self.noise_multiplier * noise_in_step(self.column, steps)
         return in_step, self.noise_in_weights([1.0] * steps)
 
-    def noise_in_weights(self, shares: Shares) -> float:
+    def noise_in_weights(self, shares: Sequence[float]) -> float:
         """Return the standard deviation, over C, of independent noise that would leave as much in
         weights in which each step's has one of these shares, a root mean square over rows."""
         return self.noise_multiplier * noise_in_weights(self.column, shares)

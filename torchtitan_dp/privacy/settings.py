@@ -49,10 +49,6 @@ class Privacy:
     keeps b - 1 fp32 values for each that it trains. `auto`: of 1, 2, 4, … rounds of groups in the
     run, the fewest within 10% of the least noise in the exported weights."""
 
-    bands_for: Literal["export", "checkpoints"] = "export"
-    """The weights in which bands leave the least noise: those that the run ends with (`export`), or
-    those of all its checkpoints, by the mean square (`checkpoints`)."""
-
     sampling: Literal["poisson", "allocation"] = "poisson"
     """`poisson`: each step draws every unit by a coin of its own. `allocation`: in each round of t
     = 1 / q steps, rounded, every unit takes part in exactly one step, chosen uniformly; a run is

@@ -97,8 +97,7 @@ def release(
         checkpoints = os.path.join(run, config.checkpoint.folder)
         if (step := newest_finished_checkpoint(checkpoints)) < 0:
             raise ValueError(
-                f"RUN = '{run}': {checkpoints} has no whole checkpoint; train with "
-                "checkpoint.enable = true"
+                f"RUN = '{run}': no whole checkpoint in it; train with checkpoint.enable = true"
             )
         checkpoint = step_folder(checkpoints, step)
         terms = claims(
@@ -138,8 +137,7 @@ def _check_folders(run: str, out: str) -> None:
         raise ValueError(f"RUN = '{run}': no such folder; name a run's job.dump_folder")
     if not os.path.exists(os.path.join(run, PRIVACY_FILE)):
         raise ValueError(
-            f"RUN = '{run}': it has no {PRIVACY_FILE}, so its privacy is unknown; name "
-            "the job.dump_folder of a private run, or restore the file"
+            f"RUN = '{run}': it has no {PRIVACY_FILE}; name a private run's job.dump_folder"
         )
     if os.path.exists(out) and (not os.path.isdir(out) or os.listdir(out)):
         raise ValueError(f"OUT = '{out}': it exists already; name a new folder")

@@ -19,7 +19,6 @@ from typing import Any
 from torchtitan_dp.checkpoint.folder import verify
 from torchtitan_dp.checkpoint.start import PUBLIC
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.derived import AS_GIVEN, rope_in_words
 from torchtitan_dp.data.formats import FORMATS
 from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
 from torchtitan_dp.ledger import PRIVACY_FILE, Lineage, RunLog
@@ -34,10 +33,7 @@ from torchtitan_dp.privacy.meaning import Meaning
 from torchtitan_dp.privacy.segments import Mechanism
 
 STOP_STATED = "the owner states that neither results nor a clock decided when to stop"
-LOST_STATED = (
-    "the owner states that nobody saw anything of the steps that were lost in crashes, which "
-    "epsilon therefore leaves out"
-)
+LOST_STATED = "the owner states that nobody saw lost steps, which epsilon therefore leaves out"
 
 
 def claims(
@@ -129,7 +125,7 @@ def model_card(
     """
     # The ledger's entry counts, too: the configuration is the last start's, which may have resumed.
     given = config.checkpoint.initial_load_in_hf
-    rope, count = rope_in_words(config), parameter_count(without_lora(args))
+    count = parameter_count(without_lora(args))
     return _TEMPLATES.get_template("card.md.j2").render(
         terms=terms,
         mechanism=Mechanism.from_fields(terms),
@@ -138,7 +134,6 @@ def model_card(
         family=args.title,
         size=f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M",
         adapters=args.lora is not None,
-        rope=None if rope == AS_GIVEN else rope,
         base_model=base_model,
         **guarantee(terms, config),
         lost=terms["steps_executed"] - terms["steps"],

@@ -86,8 +86,7 @@ def open_run(folder: str) -> RunFolder:
     published = read_published_fields(folder)
     if published is None:
         raise ValueError(
-            f"RUN = '{folder}': it has no {PRIVACY_FILE}: name the job.dump_folder of a run that "
-            "has begun"
+            f"RUN = '{folder}': it has no {PRIVACY_FILE}: name the job.dump_folder of a run"
         )
     if schema.is_release(published):
         raise ValueError(f"RUN = '{folder}' is a release: name the job.dump_folder of its run")
@@ -169,15 +168,13 @@ def _is_locked(path: Path) -> bool:
 
 
 def read_scalars(folder: Path) -> dict[str, Points]:
-    """Read the scalars of a run from all event files below a folder, those of rank 0 where every
-    rank wrote some, by name without the section.
+    """Read the scalars of a run from all event files below a folder, by name without the section.
 
     Each start writes a file. Where starts overlap, since a crash lost steps, the later one's values
     count. The end of a file that a crash or damage left unreadable is left out.
     """
     found: dict[str, dict[int, float]] = {}
     files = [path for path in folder.rglob(f"{_EVENTS}*") if path.is_file()]
-    files = [f for f in files if {p for p in f.parts if p.startswith("rank_")} <= {"rank_0"}]
     for path in sorted(files, key=_order):
         # No reservoir sampling.
         events = EventAccumulator(str(path), {"scalars": 0}, purge_orphaned_data=False).Reload()

@@ -112,12 +112,6 @@ def check_run(config: JobConfig, *, units: int | None = None) -> Checked:
         samples = build_samples(records, config)
         found = records.check_targets(samples)
         records = dataclasses.replace(records, warnings=records.warnings + found)
-        if config.data.on_undecodable == "error" and (bad := records.undecodable()):
-            raise ValueError(
-                f"data.on_undecodable = 'error': {bad} of {len(records.store)} records cannot be "
-                "decoded; fix them, or set it to 'empty' (they then contribute nothing)"
-                + "".join(f"; not private: {warning}" for warning in records.warnings)
-            )
     else:
         records = Records.empty(source, units, config.data.heldout_fraction)
         samples = build_samples(records, config)
@@ -149,8 +143,7 @@ def check_packages(config: JobConfig) -> None:
     """Refuse, by ValueError, a service whose package is not installed."""
     if config.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
         raise ValueError(
-            "metrics.enable_wandb = true: wandb is not installed; pip install "
-            "'torchtitan-dp[wandb]'"
+            "metrics.enable_wandb = true: wandb is missing; pip install 'torchtitan-dp[wandb]'"
         )
 
 
@@ -164,8 +157,7 @@ def check_model(config: JobConfig, start: Start) -> ModelArgs:
         on_meta(args).use_per_sample_layers()  # refuses samples that meet
     if config.training.feed_forward_chunk not in ("auto", 0) and not model.gated:
         raise ValueError(
-            "training.feed_forward_chunk: no feed-forward of this model can be computed in tiles; "
-            "set it to 'auto'"
+            "training.feed_forward_chunk: this model has no feed-forward for tiles; use 'auto'"
         )
     check_attention(config, args)
     check_norms(config, args)
@@ -174,8 +166,7 @@ def check_model(config: JobConfig, start: Start) -> ModelArgs:
     if tokens > args.vocab_size:
         raise ValueError(
             f"model.hf_assets_path = '{config.model.hf_assets_path}': its tokenizer has {tokens} "
-            f"tokens, more than the {args.vocab_size} of {origin(config)}; use the model's own "
-            "tokenizer"
+            f"tokens, more than the {args.vocab_size} of {origin(config)}; use the model's own"
         )
     return args
 
@@ -186,8 +177,7 @@ def check_names(config: JobConfig, start: Start) -> None:
     assets, at = config.model.hf_assets_path, f"{start.key} = '{start.place}'"
     if start.resumes and assets and not os.path.isdir(assets):  # the shape would be another one
         raise ValueError(
-            f"model.hf_assets_path = '{assets}': no such folder; name the one that this run was "
-            "started with"
+            f"model.hf_assets_path = '{assets}': no such folder; name the one of this run's start"
         )
     if config.checkpoint.last_save_in_hf:
         target = os.path.join(config.job.dump_folder, EXPORT_FOLDER)
@@ -223,8 +213,7 @@ def check_files(config: JobConfig, args: ModelArgs, start: Start) -> None:
         if isinstance(load_tokenizer(config.model.hf_assets_path), ByteTokenizer):
             raise ValueError(
                 f"model.hf_assets_path = '{config.model.hf_assets_path}': text would be read as "
-                f"bytes, which the weights of {start.key} = '{start.place}' do not know; name the "
-                "folder with their tokenizer.json"
+                f"bytes; name the folder with the tokenizer.json of {start.key} = '{start.place}'"
             )
     else:
         check_start(start, skeleton(args).state_dict(), origin(config))
@@ -253,15 +242,14 @@ def notices(config: JobConfig) -> list[str]:
     training, checkpoint = config.training, config.checkpoint
     if training.seq_len > (window := shape(config).max_seq_len):
         lines.append(
-            f"training.seq_len = {training.seq_len:,} is beyond the {window:,} positions of the "
-            "model (max_position_embeddings); [rope] extends them"
+            f"training.seq_len = {training.seq_len:,} is beyond the model's {window:,} positions "
+            "(max_position_embeddings); its config.json can extend them (docs/running.md)"
         )
     folder = config.model.hf_assets_path
     if folder and not checkpoint.initial_load_in_hf and not checkpoint.initial_load_path:
         weights = glob.glob(os.path.join(glob.escape(folder), "*.safetensors"))
         lines.append(
-            "the weights in model.hf_assets_path are not loaded; checkpoint.initial_load_in_hf = "
-            "true starts from them"
+            "the weights in model.hf_assets_path need checkpoint.initial_load_in_hf = true"
             if weights
             else f"{folder} has no weights: training starts from drawn ones"
         )
@@ -318,14 +306,12 @@ def check_learning(config: JobConfig) -> None:
     if not changing:
         warmup = config.lr_scheduler.warmup_steps
         raise ValueError(
-            f"lr_scheduler.warmup_steps = {warmup}: {spends}, since training.steps = {steps} end "
-            "before the learning rate has risen; lower it"
+            f"lr_scheduler.warmup_steps = {warmup}: {spends} in training.steps = {steps}; lower it"
         )
     if steps - changing[-1] > max(1, _LAST * steps):
         raise ValueError(
             f"lr_scheduler.min_lr_factor = {config.lr_scheduler.min_lr_factor:g}: steps after "
-            f"{changing[-1]} of {steps} would spend epsilon, and change no weight; raise it (0.1, "
-            "say), or lower training.steps"
+            f"{changing[-1]} of {steps} would change no weight; raise it, or lower training.steps"
         )
 
 

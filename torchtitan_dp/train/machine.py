@@ -59,8 +59,7 @@ def check_norms(config: JobConfig, args: ModelArgs) -> None:
         raise ValueError(
             f"training.seq_len = {config.training.seq_len}: {tokens:,} tokens a rank of "
             f"{width:,} values exceed the 2^32 that RMSNorm on CUDA can index; raise "
-            "parallelism.context_parallel_degree = "
-            f"{config.parallelism.context_parallel_degree}"
+            f"parallelism.context_parallel_degree = {config.parallelism.context_parallel_degree}"
         )
 
 
@@ -102,9 +101,8 @@ def refuse_lack(config: JobConfig, args: ModelArgs, ranks: int, available: int |
         raise ValueError(
             f"activation_checkpoint.offload_inputs = true: {ranks} ranks of a node need "
             f"{needed / GIB:,.2f} GiB of its memory (a rank {inputs / GIB:,.2f} for inputs and "
-            f"{copy / GIB:,.2f} to save beside the run), and {available / GIB:,.2f} GiB are "
-            f"available; take a smaller training.seq_len, a larger context_parallel_degree, {saved}"
-            "or set it to false"
+            f"{copy / GIB:,.2f} to save beside the run), of {available / GIB:,.2f} GiB; lower "
+            f"training.seq_len, raise context_parallel_degree, {saved}or set it to false"
         )
 
 

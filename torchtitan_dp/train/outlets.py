@@ -135,8 +135,7 @@ class WandB:
             )
         except wandb.Error as error:
             raise Fault(
-                f"metrics.enable_wandb = true: {error}; `wandb login`, or set the environment "
-                "variable WANDB_MODE=offline"
+                f"metrics.enable_wandb = true: {error}; `wandb login`, or set WANDB_MODE=offline"
             ) from error
 
     def log(self, scalars: dict[str, float], step: int) -> None:
@@ -237,9 +236,8 @@ def open_outlets(config: JobConfig, step: int, *, private: bool) -> Outlets:
     """Open this rank's sinks; `step` is the last that was taken."""
     metrics, folder, rank = config.metrics, config.job.dump_folder, dist.get_rank()
     sinks: list[BaseLogger] = []
-    if metrics.enable_tensorboard and (rank == 0 or metrics.save_for_all_ranks):
-        below = f"rank_{rank}" if metrics.save_for_all_ranks else ""
-        sinks.append(TensorBoard(os.path.join(folder, metrics.save_tb_folder, below), step))
+    if metrics.enable_tensorboard and rank == 0:
+        sinks.append(TensorBoard(os.path.join(folder, metrics.save_tb_folder), step))
     if rank == 0 and metrics.enable_wandb and private:
         sinks.append(PublicLines(folder, step))
         logger.info("metrics.enable_wandb: sends public scalars at the last planned step")

@@ -122,10 +122,8 @@ def _log_seconds(trainer: Any, seconds: dict[int, float], of_update: float) -> N
     found = ", ".join(f"{took:.3g} s of {length:,} tokens" for length, took in seconds.items())
     logger.info(f"rehearsal: a microbatch takes {found}; an update {of_update:.3g} s")
     hours = step * left / 3600
-    logger.info(
-        f"not private: expected: {step:.3g} s a step, {hours:.3g} h for {left:,} steps, without "
-        "validation and checkpoints"
-    )
+    took = f"{step:.3g} s a step, {hours:.3g} h for {left:,} steps"
+    logger.info(f"not private: expected: {took}, without validation and checkpoints")
     numbers = {"seconds_per_microbatch": seconds, "seconds_per_update": of_update}
     numbers |= {"seconds_per_step": step, "hours": hours, "steps": left}
     logger.info(f"not private: rehearsal: {json.dumps(numbers)}")

@@ -253,8 +253,7 @@ def main(argv: list[str]) -> None:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             if name not in os.environ:
                 fail(
-                    f"{name} is not set: start training by `torchtitan-dp train`, ./run_train.sh "
-                    "or torchrun, which start its processes"
+                    f"{name} is not set: start by `torchtitan-dp train`, ./run_train.sh or torchrun"
                 )
         config = load_config(argv, int(os.environ["WORLD_SIZE"]))
         checked = check_run(config)

@@ -185,8 +185,7 @@ class Search:
             if is_run and not marks.get(path.name):
                 raise ValueError(
                     f"'{path}' is a run, but no trial of this search: restore its {TRIAL_FILE}, or "
-                    "move it elsewhere, where what it spent still counts beside this search "
-                    "(python -m torchtitan_dp.ledger adds up)"
+                    "move it elsewhere (what it spent still counts: python -m torchtitan_dp.ledger)"
                 )
         if not known:
             checked = self.check(Noise([1.0] * len(self.trials), 1.0))
@@ -227,8 +226,7 @@ class Search:
         spent = total([Run(t.folder, p.ledger, r.fingerprint) for t, (p, r) in of_trials])
         if spent.epsilon_planned is None or spent.heldout_epsilon is None:
             raise ValueError(
-                f"'{self.folder}': a trial there is not private, so that no epsilon covers the "
-                "search; start afresh in another job.dump_folder"
+                f"'{self.folder}': a trial there is not private; take another job.dump_folder"
             )
         if (most := max(spent.epsilon_planned, spent.heldout_epsilon)) > epsilon:
             raise ValueError(
@@ -383,18 +381,14 @@ def _announce(search: Search, noise: Noise, epsilon: float) -> Total:
     assert loss is not None
     units, word = len(records.heldout), unit_word(search.config)
     deviation = loss.noise_multiplier * loss.clip / units
-    _say(
-        f"published losses: of {units:,} held-out {word}s, with noise of "
-        f"standard deviation {deviation:.2g} nats"
-    )
+    _say(f"published losses: of {units:,} held-out {word}s, with noise of {deviation:.2g} nats")
     if deviation > TELLS_APART / 3:
         enough = math.ceil(units * 3 * deviation / TELLS_APART)
         raise ValueError(
             f"--epsilon = {epsilon:g}: noise of {deviation:.2g} nats hides which recipe is better; "
             f"losses that are {TELLS_APART:g} nats apart (a heuristic) show by a third of that: "
-            f"hold out more (data.heldout_fraction: about {enough:,} {word}s, now {units:,}), "
-            f"lower validation.publish_clip (now {loss.clip:g}), try fewer values, or raise "
-            "--epsilon"
+            f"hold out more (data.heldout_fraction: {enough:,} {word}s, now {units:,}), lower "
+            f"validation.publish_clip (now {loss.clip:g}), try fewer values, or raise --epsilon"
         )
     return spent
 
@@ -449,15 +443,11 @@ def _conclude(search: Search, announced: Total, json_file: str | None) -> int:
     for trial, loss, deviation in results:
         _say(f"{trial.name}: {' '.join(trial.options)}: {loss:.4f} ± {deviation:.2g}")
     best = results[0].trial
-    beside = (
-        f"; but noise alone may have put it before {', '.join(near)}: they are less than two "
-        "standard deviations of the difference away"
-    )
+    beside = f"; but noise may have put it before {', '.join(near)}: less than two deviations away"
     _say(f"best: {best.name}: {' '.join(best.options)}{beside if near else ''}")
     _say(
-        f"the search spent {_in_words(search, total(begun))}; a run with its result on these "
-        "records adds its own, and so do earlier searches: python -m torchtitan_dp.ledger "
-        f"{search.folder}/trial_* RUN"
+        f"the search spent {_in_words(search, total(begun))}; a run with its result, and earlier "
+        f"searches, add theirs: python -m torchtitan_dp.ledger {search.folder}/trial_* RUN"
     )
     return 1 if failed else 0
 

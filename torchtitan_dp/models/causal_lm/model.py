@@ -172,9 +172,8 @@ class CausalLM(ModelProtocol):
             made = model(**terms, sample=sample)
         if sample.calls != self.model_args.n_layers:
             raise ValueError(
-                f"config.json: {type(self.model).__name__} calls the attention of transformers "
-                f"{sample.calls} times in {self.model_args.n_layers} layers; use a model of "
-                "attention alone"
+                f"config.json: {type(self.model).__name__} calls attention {sample.calls} times "
+                f"in {self.model_args.n_layers} layers; use a model of attention alone"
             )
         found = made.last_hidden_state if in_chunks else made.logits
         if labels is None:
@@ -303,8 +302,7 @@ def build(args: ModelArgs, attention: str) -> Any:
     for path, module in model.named_modules():
         if isinstance(module, NormOverSamples | nn.Conv1d):
             raise ValueError(
-                f"config.json: {path} is a {type(module).__name__}, which mixes samples or "
-                "tokens; use a model of attention alone"
+                f"config.json: {path} ({type(module).__name__}) mixes samples; use another model"
             )
     return model
 

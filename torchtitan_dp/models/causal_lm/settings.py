@@ -128,21 +128,6 @@ class ModelArgs(BaseModelArgs):
         """Return the rotary embeddings, as a `config.json` has them."""
         return self.settings.get("rope_parameters") or {}
 
-    def set_rope(self, rope: Rope, window: int) -> None:
-        """Set other rotary embeddings, and the positions up to which they serve. Raises ValueError,
-        one line for the user, where the family computes others."""
-        settings = self.settings | {"rope_parameters": rope, "max_position_embeddings": window}
-        try:
-            found = configuration(settings).rope_parameters
-        except (KeyError, ValueError):  # the family has no such type, or each layer has its own
-            found = {}
-        if "rope_theta" not in self.rope_parameters() or not rope.items() <= found.items():
-            raise ValueError(
-                f"rope: transformers' {settings['model_type']} has other terms of rotary "
-                "embeddings; leave [rope] out, and edit rope_parameters in config.json"
-            )
-        self.settings, self.max_seq_len = settings, window
-
     def config(self) -> Any:
         """Return a new configuration of transformers."""
         sizes = {
