@@ -17,7 +17,7 @@ cd "$ROOT"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 cores="$(env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)"
 # A file stays on one core, for its fixtures; tests/conftest.py says which files come first.
-parallel=(-q --dist loadfile --no-loadscope-reorder -p tests.rooms)
+parallel=(-q --dist loadfile --no-loadscope-reorder)
 case "${1:-}" in
     "")
         export TORCHTITAN_DP_QUICK_TESTS=1

@@ -6,20 +6,17 @@ import json
 import runpy
 import subprocess
 import sys
-import types
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-import scripts.benchmarking.measure as measuring
-from scripts.benchmarking import counts, worker
+from scripts.benchmarking import counts
 from scripts.benchmarking.arms import ARMS, Setting, choose
 from scripts.benchmarking.counting import bytes_of, flops_of
-from scripts.benchmarking.measure import Measured, Repetitions
+from scripts.benchmarking.measure import Measured
 from scripts.benchmarking.opacus_arms import OpacusTrainer
-from scripts.benchmarking.processes import Journal
 from scripts.benchmarking.results import COLUMNS, GIB, arm_rows, table
 from tests.processes import forks
 from tests.processes.runs import said
@@ -60,10 +57,6 @@ def test_opacus_arms_take_the_same_step(tmp_path):
     hooks, *fast_and_ghost = stepped
     assert hooks.norm() > 0
     assert all((hooks - other).norm() < 1e-4 * hooks.norm() for other in fast_and_ghost)
-
-
-def tiny() -> Setting:
-    return Setting("", (), 1, 1, 32, 1, 1)
 
 
 def made_up() -> Measured:
@@ -121,60 +114,6 @@ def test_tables():
         for kind in kinds:
             rows = table(kind, stored[kind]).splitlines()[2:][: len(stored[kind])]
             assert all(cell.strip() for row in rows for cell in row.split("|")[1:4]), path
-
-
-@pytest.fixture
-def measured_by(monkeypatch):
-    """`measure` with made-up processes; what they were asked for, and when they are cut off."""
-    asked: list[str] = []
-
-    def on_processes(devices, function, first, setting, *args, **how_often):
-        if len(asked) == measured_by.cut_off_after:
-            raise KeyboardInterrupt
-        if function is worker.weigh:
-            asked.append(first.name)
-            return [dict.fromkeys(WEIGHED, 1.0)]
-        journal, key = args
-        for _ in range(len(journal.of(key)), how_often["rounds"]):
-            if len(asked) == measured_by.cut_off_after:
-                raise KeyboardInterrupt
-            asked.append("round")
-            journal.add(key, {arm.name: 2.0 for arm in first})
-        return [None]
-
-    monkeypatch.setattr(measuring, "on_processes", on_processes)
-    monkeypatch.setattr(measuring, "_is_built", lambda *_: True)
-    measured_by = types.SimpleNamespace(asked=asked, cut_off_after=None)
-    return measured_by
-
-
-WEIGHED = ("peak_bytes", "peak_reserved_bytes", "bytes_beside_the_pool", "peak_allocated_bytes")
-ALL_MEASURED = ["non-DP", "microbatch", "round", "round", "round"]
-
-
-@pytest.mark.parametrize("cut_off_after", range(len(ALL_MEASURED) + 1))
-def test_a_benchmark_goes_on_where_it_was_cut_off(tmp_path, measured_by, cut_off_after):
-    arms, path = choose("microbatch", 1), tmp_path / "b.json.partial"
-    repetitions = Repetitions(rounds=3, steps=1, warm_up=1)
-
-    def last():
-        *_, found = measuring.measure(arms, tiny(), repetitions, Journal(path))
-        return found
-
-    measured_by.cut_off_after = cut_off_after
-    if cut_off_after < len(ALL_MEASURED):
-        with pytest.raises(KeyboardInterrupt):
-            last()
-    if path.exists():
-        with path.open("a") as file:
-            file.write('["cut')  # the line that it was writing
-    measured_by.cut_off_after = None
-    found = last()
-    assert measured_by.asked == ALL_MEASURED
-    assert set(found.weighed) == {"non-DP", "microbatch"}
-    assert found.seconds == {"non-DP": [2.0] * 3, "microbatch": [2.0] * 3}
-    assert last().seconds == found.seconds
-    assert measured_by.asked == ALL_MEASURED
 
 
 def run(*arguments: object) -> "subprocess.CompletedProcess[str]":

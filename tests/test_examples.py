@@ -10,7 +10,6 @@ import yaml
 
 import torchtitan_dp
 from tests.accounts import publish
-from tests.models.hugging_face import write_llama
 from tests.processes import forks
 from tests.processes.runs import ROOT, said
 from torchtitan_dp.ledger import Lineage, Settings, write_fingerprint
@@ -91,21 +90,3 @@ def test_tasks_for_lm_eval_name_files_and_fields_that_are_there(task: str) -> No
     texts = [v for k, v in settings.items() if k.startswith("doc_to_")]
     fields = {name for text in texts for name in re.findall(r"{{(\w+)}}", text)}
     assert all(set(json.loads(line)) == fields for line in lines)
-
-
-def test_the_fine_tuning_file_is_refused_until_it_is_filled_in(tmp_path, capsys) -> None:
-    """First the model, then the records; nothing is written."""
-    from torchtitan_dp.plan import __main__ as plan
-
-    command = ["--job.config_file", str(ROOT / "examples/finetune/finetune_lora.toml")]
-    model = write_llama(tmp_path / "model", tied=True, rope={}, eps=1e-6)
-    for filled_in, key in (
-        ([], "model.hf_assets_path = ''"),
-        (["--model.hf_assets_path", str(model)], "training.dataset_path = './records/*.parquet'"),
-    ):
-        with pytest.raises(SystemExit) as stop:
-            plan.main([*command, *filled_in, "--job.dump_folder", str(tmp_path / "out")])
-        assert stop.value.code == 2
-        line = capsys.readouterr().err.splitlines()[-1]
-        assert line.startswith(f"error: {key}")
-    assert not (tmp_path / "out").exists()

@@ -27,13 +27,6 @@ FLOORS = [
     {"plan", "audit", "release", "tune", "selfcheck"},
     {"report", "launch", "__main__"},
 ]
-STAGES = [  # of data/: each imports from itself and from those before
-    {"files", "tokenizer"},
-    {"store"},
-    {"formats", "reading"},
-    {"prepare", "batching"},
-    {"dataset"},
-]
 WITHOUT_TORCHTITAN = {"privacy", "base.process", "data", "gradients", "ledger"}
 WITHOUT_COLLECTIVES = {"privacy", "base.process", "config", "ledger"}
 
@@ -109,29 +102,6 @@ def test_there_is_no_circle() -> None:
     assert left == {}
 
 
-def within_data() -> dict[str, set[str]]:
-    """Return which modules of data/ each of them imports, but for the command."""
-    return {
-        module: {target for target in targets if target.startswith("data.")} - {"data.__init__"}
-        for module, targets in edges().items()
-        if module.startswith("data.") and module not in ("data.__init__", "data.__main__")
-    }
-
-
-def test_data_is_made_in_stages_and_has_at_most_five_floors() -> None:
-    """From files and units, by way of the store, to samples and microbatches."""
-    stage = {f"data.{name}": number for number, names in enumerate(STAGES) for name in names}
-    left, floors = within_data(), 0
-    assert left.keys() == stage.keys()
-    wrong = [(m, t) for m, targets in left.items() for t in targets if stage[t] > stage[m]]
-    assert wrong == []
-    while left:
-        free = {module for module, targets in left.items() if not targets & left.keys()}
-        left = {module: targets for module, targets in left.items() if module not in free}
-        floors += 1
-    assert floors <= 5
-
-
 @pytest.mark.parametrize(
     ("rooms", "forbidden"),
     [
@@ -172,33 +142,6 @@ def test_torchtitan_is_imported_where_it_works_without_a_gpu() -> None:
         if first and not module.startswith("distributed."):
             wrong += [module] * (shim not in source[: first.start()] and shim not in face)
     assert wrong == []
-
-
-def test_few_files_lie_at_the_top() -> None:
-    assert len(list(PACKAGE.glob("*.py"))) <= 10
-
-
-NEWER = {  # than Python 3.10
-    "typing": "Self Never LiteralString Required NotRequired Unpack TypeVarTuple assert_never "
-    "assert_type reveal_type override",
-    **{"enum": "StrEnum ReprEnum verify", "datetime": "UTC", "itertools": "batched"},
-    **{"contextlib": "chdir", "hashlib": "file_digest"},
-}
-
-
-def test_no_name_is_imported_that_python_3_10_lacks() -> None:
-    """The suite runs on the oldest Python too: there such an import ends the collection."""
-    root = PACKAGE.parent
-    found = [
-        f"{path.relative_to(root)}: {node.module}.{alias.name}"
-        for folder in ("torchtitan_dp", "tests", "scripts", "examples")
-        for path in (root / folder).rglob("*.py")
-        for node in nodes(path)
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-        if alias.name in NEWER.get(node.module or "", "").split()
-    ]
-    assert found == []
 
 
 @pytest.mark.parametrize("folder", ["scripts", "tests"])

@@ -89,19 +89,3 @@ def test_row12_the_weights_change_alike_on_every_mesh(tmp_path, one, mesh):
     error = ((other - one).norm() / one.norm()).item()
     print(mesh, error)
     assert error < 1e-3
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
-@pytest.mark.parametrize("mesh", ["cp1", "cp2", "cp2_dp_shard2"])
-def test_weights_kept_gathered_change_no_bit_of_a_run(tmp_path, mesh):
-    """With a held-out part evaluated and a checkpoint saved between steps."""
-    options = ["--privacy.debug_seed=1", "--validation.enable", "--validation.freq=1"]
-    options += ["--validation.steps=1", "--data.heldout_fraction=0.2", "--checkpoint.interval=1"]
-    data = write_records(tmp_path / "data")
-    stock, kept = (
-        weights_after_three_steps(tmp_path / way, MESHES[mesh], *options, *more, data=data)
-        for way, more in (("stock", []), ("kept", ["--parallelism.keep_weights_gathered"]))
-    )
-    assert all(torch.equal(value, stock[name]) for name, value in kept.items())

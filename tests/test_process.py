@@ -68,7 +68,7 @@ def test_a_folder_is_one_runs_at_a_time(tmp_path):
     folder = tmp_path / "run"
     with python(HOLD, folder) as holder:
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(ValueError, match=r"job\.dump_folder = '.*run': another run is using"):
+        with pytest.raises(ValueError, match=r"job\.dump_folder = '.*run': another run uses"):
             lock_folder(str(folder), wait_s=0.3)
         lock_folder(str(tmp_path / "other"), wait_s=0).close()
         assert (tmp_path / "other" / LOCK_FILE).exists()
@@ -131,45 +131,6 @@ def test_a_crash_leaves_no_core(tmp_path):
     assert crashed.returncode == -signal.SIGABRT
     assert output.split() == ["(1,", "1)", "00000000"]  # and nothing to put into one
     assert os.listdir(tmp_path) == []
-
-
-# As a file of DCP's is freed, closed, after a write that found no room; and three real faults.
-FREED = """
-import io, sys
-from torchtitan_dp.base.process import pass_over_closed_files
-
-class Wrapper(io.IOBase):
-    def __init__(self, error):
-        self.error = error
-    def close(self):
-        if self.error is None:
-            file = open("/dev/null", "wb")
-            file.close()
-            file.flush()
-        raise self.error
-
-class Other:
-    def __del__(self):
-        raise ValueError("of another object")
-
-if sys.argv[1] == "passed over":
-    pass_over_closed_files()
-Wrapper(None)
-Wrapper(OSError("no space left"))
-Wrapper(ValueError("a wrong value"))
-Other()
-"""
-
-
-@pytest.mark.parametrize("how, passed_over", [("passed over", True), ("reported", False)])
-def test_a_file_that_was_closed_is_freed_in_silence(how, passed_over):
-    """Python 3.13 and newer print a traceback for it; in development mode, all do."""
-    with python(FREED, how, PYTHONDEVMODE="1") as freed:
-        _, errors = freed.communicate(timeout=120)
-    assert freed.returncode == 0
-    assert ("flush of closed file" not in errors) is passed_over
-    for fault in ("no space left", "a wrong value", "of another object"):
-        assert fault in errors
 
 
 PACKAGE = ROOT / "torchtitan_dp"

@@ -64,30 +64,3 @@ def test_the_cuda_build_is_taken_where_pip_prefers_another(tmp_path):
     assert second.startswith(f"torch {PIN}: PyPI's, with CUDA")
     assert (tmp_path / log).read_text().rstrip().endswith(f"-e {tmp_path}[test] torch==={PIN}")
     assert not (tmp_path / ".venv").exists()
-
-
-def executable(path: Path, script: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/bash\n{script}\n")
-    path.chmod(0o755)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("build", "also"), [("the CPU", True), ("CUDA 13.0", False)])
-def test_ci_tests_the_cuda_build_beside_the_cpu_build_alone(tmp_path, build, also):
-    """With stand-ins for the checks, which note how they were called."""
-    (tmp_path / ".ci").mkdir()
-    shutil.copy(ROOT / ".ci/run", tmp_path / ".ci/run")
-    for name, of in ((".venv", build), (".venv-cuda", "CUDA 13.0")):
-        says_of = f"[[ $1 == - ]] && echo 'torch (built for {of})' || true"
-        executable(tmp_path / name / "bin/python", says_of)
-    for name in ("setup", "run_tests", "try_wheel"):
-        note = f'echo "{name}:$TORCH_BUILD:$PYTHON:$TORCHTITAN_DP_PYTHON:$*" >> "{tmp_path}/notes"'
-        executable(tmp_path / "scripts" / f"{name}.sh", note)
-    done = said("bash", tmp_path / ".ci/run", TORCHTITAN_DP_PYTHON="", PYTHON="")
-    assert done.returncode == 0, done.stderr
-    beside = ["setup:cuda:.venv/bin/python::", f"run_tests:::{tmp_path}/.venv-cuda/bin/python:"]
-    alone = ["setup::::", "run_tests::::", "run_tests::::all", "try_wheel::::"]
-    assert (tmp_path / "notes").read_text().splitlines() == alone + beside * also
-    last = f".ci/run: passed: torch (built for {build})"
-    assert done.stdout.splitlines()[-1] == last + ("; torch (built for CUDA 13.0)" * also)

@@ -69,7 +69,7 @@ def test_a_checkpoint_of_another_user_is_refused_before_it_is_unpickled(
     owner = os.stat(saved).st_uid
     monkeypatch.setattr(module.os, "geteuid", lambda: owner + 1)
     for read in reads(saved):
-        with pytest.raises(ValueError, match=f"belongs to the user with the id {owner}, and a"):
+        with pytest.raises(ValueError, match=f"belongs to user {owner}, whose"):
             read()
     assert not (tmp_path / "made").exists()
 

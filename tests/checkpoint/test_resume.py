@@ -47,18 +47,6 @@ class Folder:
         plan.main([*self.command, *options])
         return json.loads(capsys.readouterr().out)["epsilon"]
 
-    def refuses(self, capsys, *overrides):
-        """What the plan says about a command that it must refuse, changing nothing."""
-        before = (self.out / "privacy.json").read_bytes()
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            plan.main([*self.command, *overrides, "--world_size=2"])
-        assert stop.value.code == 2
-        assert (self.out / "privacy.json").read_bytes() == before
-        *others, line = capsys.readouterr().err.splitlines()
-        assert all(other.startswith("not private: tokenizing ") for other in others)
-        return line
-
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
@@ -77,34 +65,6 @@ def test_a_run_ends_at_its_step(finished):
     assert spent["sample_rate"] == 3 / 24
     assert "global_batch_size" in spent["sample_rate_source"]  # hazard 15
     assert folder.checkpoint(STEPS).joinpath(".metadata").exists()
-
-
-@pytest.mark.parametrize(
-    "overrides, key, values",
-    [
-        (("--privacy.delta=1e-4",), "privacy.delta", ("0.0001", "0.001")),
-        (("--privacy.sample_rate=0.25",), "privacy.sample_rate", ("0.25", "0.125")),
-        (with_sigma(3), "privacy.noise_multiplier", ("3.0", "0.49")),
-        (("--training.steps=8",), "training.steps", ("8", "noise was fixed at training.steps = 4")),
-    ],
-)
-def test_changed_terms_are_refused(finished, capsys, overrides, key, values):
-    line = finished[0].refuses(capsys, *overrides)
-    assert line.startswith(f"error: {key} = {values[0]}")
-    assert values[1] in line
-    assert "job.dump_folder" in line
-
-
-def test_changed_data_is_refused_and_the_same_elsewhere_is_not(finished, capsys, tmp_path):
-    folder, _ = finished
-    moved = shutil.copytree(folder.data, tmp_path / "moved")
-    plan.main([*folder.command, f"--training.dataset_path={moved}", "--world_size=2"])
-    other = write_records(tmp_path / "other")
-    (other / "record_007.txt").write_text("longer than it was, by far and away")
-    line = folder.refuses(capsys, f"--training.dataset_path={other}")
-    assert line.startswith("error: training.dataset_path: the records ")
-    before = (folder.out / "data_fingerprint.private").read_text()
-    assert before[:8] not in line  # private
 
 
 def test_two_starts_from_one_checkpoint_differ(finished, tmp_path):
@@ -133,7 +93,7 @@ def killed(place, *overrides):
         # Any one: step 2's is gone again after step 6.
         run.wait_for(lambda: bool(steps_saved(folder)), "a checkpoint")
         assert len(run.workers()) == 2
-        with pytest.raises(ValueError, match="another run is using it"):
+        with pytest.raises(ValueError, match="another run uses it"):
             lock_folder(str(folder.out), wait_s=0)
         run.kill([run.process.pid])
         assert run.dies(), f"{run.processes()} live on:\n{run.output()}"

@@ -80,15 +80,3 @@ def test_a_link_that_goes_down_ends_both(hosts, argv):
     hosts.cut()
     for launcher in launchers:
         assert any(line.startswith(GONE) for line in errors(launcher))
-
-
-def test_other_records_on_one_host_are_refused_by_both(hosts, argv, tmp_path):
-    other = write_records(tmp_path / "other")
-    changed = other / "record_003.txt"
-    changed.write_text(changed.read_text().replace("says", "sayz", 1))
-    first = hosts.start(0, argv)
-    second = hosts.start(1, argv, in_place_of={tmp_path / "data": other})
-    lines = [errors(launcher) for launcher in (first, second)]
-    assert lines[0] == lines[1]
-    assert lines[0][0].startswith("error: ranks disagree on the records (rank 1 is the first to")
-    assert not (tmp_path / "out/steps_executed.log").exists()

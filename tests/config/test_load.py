@@ -63,7 +63,7 @@ training.dataset_path=/nowhere
 training.dataset_path= → training.dataset_path is not set
 training.dataset=jsonl → training.dataset_path =
 data.heldout_fraction=1e-9 validation.enable
-validation.enable → data.heldout_fraction = 0.0: nothing is held out
+validation.enable → data.heldout_fraction = 0.0: validation.enable = true needs held-out
 validation.publish_epsilon=1 → no held-out loss is computed
 validation.publish_epsilon=1 validation.enable data.heldout_fraction=.3 privacy.no-enable → \
     only a run with privacy publishes it
@@ -76,7 +76,7 @@ data.unit_field=folder
 data.unit_sampling=random → without data.unit_field
 data.prompt_field= → data.prompt_field = '': name the JSON field
 data.prompt_field=text → it is data.text_field
-data.messages_field=chat data.prompt_field=question → either messages or a prompt
+data.messages_field=chat data.prompt_field=question → data.prompt_field is set, too
 data.prompt_field=question data.long_records=window → data.long_records = 'window': with data.prompt
 data.windows_per_draw=2 → each unit has one sample
 data.windows_per_draw=2 data.long_records=window privacy.no-enable → without privacy no unit
@@ -91,16 +91,16 @@ parallelism.context_parallel_degree=3 → context_parallel_degree 3 = 3, but the
 parallelism.tensor_parallel_degree=2
 lr_scheduler.total_steps=3 → lr_scheduler.total_steps = 3: below training.steps = 4
 compile.backend=inducter compile.enable → compile.backend = 'inducter': must be one of
-optimizer.name=MomentumSGD privacy.no-enable → there is none; use 'AdamW'
+optimizer.name=MomentumSGD privacy.no-enable → units of the noise, here 0; use 'AdamW'
 checkpoint.folder=a/b
 checkpoint.initial_load_model_only=false → it is a switch without a value
 checkpoint.initial_load_path=. → checkpoint.initial_load_in_hf = false: weights of another run
 checkpoint.no-initial_load_model_only checkpoint.initial_load_path=. → \
     checkpoint.initial_load_model_only = false: set it to true; to continue another run
-checkpoint.no-initial_load_model_only checkpoint.initial_load_in_hf → have only a model
+checkpoint.no-initial_load_model_only checkpoint.initial_load_in_hf → Hugging Face folders have a model
 checkpoint.no-enable checkpoint.initial_load_in_hf → checkpoint.enable = false: no initial weights
 checkpoint.async_mode=async_with_pinned_mem → outlive a killed run
-checkpoint.async_mode=async_with_pinned_mem ema.enable → exchanges weights and averages
+checkpoint.async_mode=async_with_pinned_mem ema.enable → changes weights that it copies
 ema.enable training.dtype=bfloat16 → averages (ema.enable = true) are of fp32 weights
 training.enable_cpu_offload
 privacy.bands=4 → only correlated noise has bands

@@ -51,14 +51,14 @@ def test_what_was_left_out_or_may_not_belong_is_one_line_each(tmp_path: Path) ->
     )
     assert "trained on together: 1 of 'train', 1 of 'test'; name those to train on" in splits
     assert pointers.startswith("1 of 4 files of training.dataset_path are Git LFS pointers")
-    assert spellings.startswith("2 units may be 1: their names differ only by case, blanks")
+    assert spellings.startswith("2 units may be 1: names differ only by case, blanks")
 
 
 def test_row43_records_of_no_unit_are_counted_and_contribute_nothing(tmp_path: Path) -> None:
     lacking: list[Any] = [{"note": "x"}] * 3 + [{"note": "x", "patient_id": None}]
     first, second = warned(tmp_path, [*NOTES, *lacking], unit_field="patient_id")
     assert first.startswith("4 of 24 lines have no usable data.unit_field = 'patient_id': each is")
-    assert first.endswith("so that q and the delta check are against 9 units")
+    assert first.endswith("so q and the delta check are against 9 units")
     assert second.startswith("4 of 9 units have no target and contribute nothing (records: 4 have")
 
 

@@ -128,9 +128,9 @@ def test_marks(tmp_path: Path, files: dict[str, Any], expected: tuple[int | None
 @pytest.mark.parametrize(
     "name, content, message",
     [
-        ("tokenizer.json", "{", r"its tokenizer\.json cannot be loaded"),
-        ("tokenizer_config.json", "{", r"its tokenizer_config\.json is not a JSON object"),
-        ("tokenizer_config.json", "[]", r"its tokenizer_config\.json is not a JSON object"),
+        ("tokenizer.json", "{", r"tokenizer\.json is broken"),
+        ("tokenizer_config.json", "{", r"tokenizer_config\.json is no JSON object"),
+        ("tokenizer_config.json", "[]", r"tokenizer_config\.json is no JSON object"),
         ("tokenizer_config.json", '{"eos_token": "<end>"}', r"eos_token '<end>', which"),
         ("special_tokens_map.json", '{"bos_token": 3}', r"bos_token 3, which"),
     ],

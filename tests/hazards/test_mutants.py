@@ -22,10 +22,6 @@ def test_every_row_has_a_mutant():
     assert {mutant.row for mutant in MUTANTS} == ROWS
 
 
-def test_names_are_unique():
-    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
-
-
 def test_the_texts_to_replace_occur_once_and_the_results_are_python():
     """Code that moved must take its mutants along."""
     wrong = []

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests import build
-from tests.accounts import begun, ended, publish
-from torchtitan_dp.checkpoint.folder import verify
+from tests.accounts import begun
 from torchtitan_dp.checkpoint.plan import settle
 from torchtitan_dp.ledger import Lineage, RunLog, Settings
 from torchtitan_dp.ledger.lineage import Ancestor, History
@@ -38,17 +37,6 @@ def test_row74_rounds_that_crashes_cut_are_counted_whole(tmp_path):
     assert lost.lost == 2 * T
     assert rounds(spent(lost).segments(MECHANISM)) == 2
     assert rounds(spent(lost).segments(MECHANISM, lost.left)) == 2 + 4
-
-
-def test_a_lineage_of_several_starts_and_its_published_file(tmp_path):
-    lineage = ended(Lineage(SETTINGS, planned_steps=10), tmp_path, 8)
-    lineage = ended(lineage, tmp_path, 2)
-    told = publish(lineage, tmp_path)
-    expected = compose([Segment(MECHANISM, 12)], delta=1e-5, accountant="pld")
-    assert told["epsilon"] == pytest.approx(expected, rel=1e-9)
-    assert (told["sampling"], told["round_steps"], told["steps"]) == ("allocation", T, 10)
-    assert told["dp_event"]["events"][0]["count"] == 3
-    assert verify(str(tmp_path)).faults == []
 
 
 def test_row74_a_start_inside_a_round_is_refused_unless_nothing_is_left():

@@ -40,16 +40,6 @@ def test_it_is_a_loop_of_the_formula(decay):
     assert average.updates == 30
 
 
-def test_it_reaches_back_over_a_tenth_of_the_steps():
-    """As the documents say: how many steps old the weights in it are, on average."""
-    weight = nn.Parameter(torch.zeros(()))
-    average = WeightAverage({"w": weight}, 0.9999)
-    for number in range(1, 2001):
-        weight.data.fill_(number)
-        average.update()
-    assert 2000 - average.state_dict()["weights"]["w"].item() == pytest.approx(200, rel=0.05)
-
-
 def test_it_begins_with_what_was_loaded():
     """The model's weights are loaded after it was made; later ones are not begun with."""
     weights = parameters()

@@ -58,12 +58,6 @@ def test_a_resume_keeps_the_bands_and_the_noise():
     "options, line",
     [
         (("--privacy.bands=0",), "privacy.bands = 0: must be 1 or more"),
-        (("--privacy.noise=independent", "--privacy.bands=4"), "privacy.bands = 4: only"),
-        (("--privacy.secure_noise",), "privacy.secure_noise = true: with privacy.noise = 'banded'"),
-        (
-            ("--privacy.target_epsilon=None", "--privacy.noise_multiplier=1"),
-            "privacy.bands = 'auto': it is chosen for privacy.target_epsilon",
-        ),
         (
             ("--privacy.gradient_method=randomized", "--privacy.underestimates=accounted"),
             "privacy.noise = 'banded': with privacy.underestimates = 'accounted'",
@@ -77,8 +71,7 @@ def test_what_is_refused(options, line):
 
 def test_the_plan_has_bands(plan_tiny):
     batch = ("--training.global_batch_size=4", "--privacy.delta=1e-3")
-    shown, content = plan_tiny(1, "--recommend", "--privacy.noise=banded", *batch)
+    shown, content = plan_tiny(1, "--privacy.noise=banded", *batch)
     assert "noise correlated over steps, 4 bands: each of 4 groups of units" in shown
     assert "; 3 earlier noises are kept: 0.0" in shown
     assert len(content["column"]) == 4
-    assert content["recommendation"]["bands"]["bands"] == 4

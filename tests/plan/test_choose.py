@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,11 +13,6 @@ from torchtitan_dp.plan import __main__ as plan
 from torchtitan_dp.plan import choose
 from torchtitan_dp.plan.memory import GIB
 from torchtitan_dp.plan.roofline import MACHINES
-
-if sys.version_info >= (3, 11):
-    pass
-else:
-    pass
 
 CP, H100 = "parallelism.context_parallel_degree", MACHINES["h100"]
 DEBUG = "train_configs/llama3_debug.toml"

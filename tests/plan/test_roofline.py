@@ -50,19 +50,6 @@ def test_weights_are_those_of_products():
     assert weights_of(tied)[1].trained == weights_of(tied)[1].all == 128_256 * 2048
 
 
-@pytest.mark.parametrize("mode", ["none", "full"])
-def test_flops_of_a_sample_by_hand(mode):
-    found = flops_of(build.config(f"--activation_checkpoint.mode={mode}"), build.ARGS)
-    T, again = build.T, 1 if mode == "full" else 0
-    # Two a value forward, four backward; the loss head is never recomputed.
-    assert found.products == T * ((6 + 2 * again) * 2 * BLOCK + 6 * OUTPUT)
-    # Scores and values, 4 T^2 D, of which a causal mask leaves half; in backward scores again,
-    # and the gradients of values, probabilities, queries and keys: five products for two.
-    forward = 2 * (4 * T**2 // 2 * 24)
-    assert found.attention == forward * (1 + again) + forward * 5 / 2
-    assert found.total == found.products + found.attention
-
-
 T, RANK = 512, 4
 
 

@@ -140,23 +140,6 @@ def test_the_plan_says_how_large_the_noise_is(planned):
     assert "norm is at most C, with every group of layers at its bound" in said
 
 
-@pytest.fixture
-def loaded(tmp_path):
-    """Loads the debug model's weights from a folder of which a plan reads names and shapes."""
-    from transformers import AutoModelForCausalLM
-
-    from tests.models.hugging_face import write_tokenizer
-    from torchtitan_dp.models.causal_lm.settings import configuration
-    from torchtitan_dp.models.hugging_face import FLAVORS
-
-    given = AutoModelForCausalLM.from_config(configuration(FLAVORS["debug"]))
-    given.save_pretrained(tmp_path / "given")
-    write_tokenizer(tmp_path / "given")
-    model = f"--model.hf_assets_path={tmp_path / 'given'}"
-    loads = ("--checkpoint.enable", "--checkpoint.initial_load_in_hf")
-    return model, *loads, "--privacy.initial_weights_public"
-
-
 @pytest.mark.slow
 def test_recommend(planned):
     sizes = ("--training.global_batch_size=2", "--training.steps=400")

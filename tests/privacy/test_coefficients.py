@@ -4,7 +4,6 @@ Six runs by the closed form, and by the optimizers themselves on noise alone.
 """
 
 import itertools
-import math
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from tests import build
 from torchtitan_dp.checkpoint.terms import shares_of_steps
 from torchtitan_dp.gradients.optimizer import MomentumSGD
 from torchtitan_dp.models.ema import WeightAverage
-from torchtitan_dp.privacy import coefficients
 from torchtitan_dp.privacy.banded import NoiseChain
 from torchtitan_dp.privacy.coefficients import (
     column_norm,
@@ -94,21 +92,6 @@ def test_a_warm_up_longer_than_the_run_is_cut_as_torchtitan_cuts_it():
     late = ("--lr_scheduler.warmup_steps=200", "--lr_scheduler.decay_ratio=0.5")
     shares = shares_of_steps(run(5, *late, "--optimizer.beta1=0", "--optimizer.weight_decay=0"))
     assert shares == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-
-
-@pytest.mark.parametrize("bands, steps", [(2, 9), (6, 30), (10, 4)])
-def test_the_objective_has_this_gradient(bands, steps):
-    rng = np.random.default_rng(bands)
-    rest, shares = rng.normal(scale=0.2, size=bands - 1), rng.normal(size=steps)
-    value, slope = coefficients._objective(rest, shares)
-    column = (1.0, *rest)
-    in_weights = noise_in_weights(column, shares) * np.linalg.norm(shares)
-    in_step = noise_in_step(column, steps) * math.sqrt(steps)
-    power = coefficients.OF_A_STEP
-    assert value == pytest.approx(math.log(in_weights) + power * math.log(in_step))
-    for k, unit in enumerate(np.eye(bands - 1) * 1e-6):
-        up, down = (coefficients._objective(rest + by, shares)[0] for by in (unit, -unit))
-        assert slope[k] == pytest.approx((up - down) / 2e-6, abs=1e-7)
 
 
 @pytest.mark.parametrize("steps, bands", RUNS)

@@ -7,8 +7,7 @@ frees an input, gets NaN, another sum or an error, every time. All ranks must wa
 order. `torchtitan_dp.base.collectives` begins all of them (tests/test_collectives.py).
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,16 +24,6 @@ def install() -> None:
     """Make the collectives of this process late."""
     collectives._reduce_scatter = _late_reduce_scatter
     collectives._functional = _Received
-
-
-@contextlib.contextmanager
-def prompt() -> Iterator[None]:
-    """Begin collectives at once, as training does."""
-    collectives._reduce_scatter, collectives._functional = _reduce_scatter, _functional
-    try:
-        yield
-    finally:
-        install()
 
 
 def _late_reduce_scatter(

@@ -332,14 +332,6 @@ def test_front_matter_has_what_the_owner_names_and_no_more(released, made, tmp_p
     }
 
 
-def test_front_matter_of_adapters(card, tmp_path):
-    made = card("org/base", lora_rank=4)
-    (tmp_path / "README.md").write_text(made)
-    found = front_matter(tmp_path)
-    assert (found["library_name"], found["base_model_relation"]) == ("peft", "adapter")
-    assert found["tags"] == ["differential-privacy", "dp-sgd", "lora"]
-
-
 PATHS = ("/home/alice/oncology/llama", "~/llama", "./llama", "C:\\llama", "a/b/c", "x\ny: z", "")
 
 
@@ -454,7 +446,7 @@ def test_a_place_is_refused(prepare, where, said, run, tmp_path):
 
 
 def test_a_run_that_goes_on_is_refused(run, tmp_path):
-    with lock_folder(str(run)), pytest.raises(ValueError, match="another run is using it"):
+    with lock_folder(str(run)), pytest.raises(ValueError, match="another run uses it"):
         release(str(run), str(tmp_path / "out"))
 
 

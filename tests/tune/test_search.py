@@ -355,7 +355,11 @@ def test_another_command_does_not_go_on(done, trainer, overrides, options, line)
         (["--privacy.debug_seed=1"], {}, "privacy.debug_seed = 1: all trials"),
         (["--privacy.no-enable"], {}, "privacy.enable = false: "),
         ([*LOSSES_AT, "1e-9"], {}, "publish_delta = 1e-09: a search has one"),
-        (["--data.heldout_fraction=0"], {}, "data.heldout_fraction = 0.0: nothing is held out"),
+        (
+            ["--data.heldout_fraction=0"],
+            {},
+            "data.heldout_fraction = 0.0: validation.enable = true needs held-out units",
+        ),
         (["--privacy.sample_rate=0.1"], {}, "with a public privacy.sample_rate"),
         ([], {"epsilon": 0}, "--epsilon = 0.0: "),
         ([], {"epsilon": "nan"}, "--epsilon = nan: "),

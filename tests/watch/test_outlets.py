@@ -112,6 +112,6 @@ def test_rank_0_alone_has_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     config: Any = SimpleNamespace(metrics=SimpleNamespace(enable_wandb=True))
     monkeypatch.setattr(check.importlib.util, "find_spec", lambda name: None)
-    line = "metrics.enable_wandb = true: wandb is not installed; pip install "
+    line = "metrics.enable_wandb = true: wandb is missing; pip install "
     with pytest.raises(ValueError, match=f"^{line}'torchtitan-dp.wandb.'$"):
         check.check_packages(config)

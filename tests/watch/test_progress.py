@@ -20,19 +20,6 @@ class Clock:
         patch.setattr(processor.time, "monotonic", lambda: self.shown)
 
 
-def test_pace_leaves_out_the_first_step_and_counts_from_a_resume(monkeypatch) -> None:
-    clock, metrics = Clock(monkeypatch), PrivateMetricsProcessor.__new__(PrivateMetricsProcessor)
-    metrics.start_clock(4, 10, expected=1.0)
-    assert metrics.pace_words() == "s/step: ?  ETA: ?"
-    clock.shown += 60  # compiles
-    metrics.step_done(5)
-    assert metrics.pace_words() == "s/step: 60  ETA: 0:05:00"
-    for step, seconds in ((6, 2), (7, 4)):
-        clock.shown += seconds
-        metrics.step_done(step)
-    assert metrics.pace_words() == "s/step: 3  ETA: 0:00:09"
-
-
 def test_a_long_step_has_a_line_a_minute(monkeypatch, caplog) -> None:
     """Of microbatches and time, so it is labelled. Shorter steps have none of it."""
     clock, metrics = Clock(monkeypatch), PrivateMetricsProcessor.__new__(PrivateMetricsProcessor)

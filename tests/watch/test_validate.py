@@ -1,7 +1,6 @@
 """The held-out loss and its means by position, against one process and plain logits."""
 
 import contextlib
-import doctest
 import functools
 import itertools
 import math
@@ -31,8 +30,7 @@ from torchtitan_dp.ledger import Lineage, RunLog
 from torchtitan_dp.ledger.lineage import HeldOutLoss, NoisedLoss
 from torchtitan_dp.models.lora import LoRA
 from torchtitan_dp.train import trainer as train
-from torchtitan_dp.train import validate
-from torchtitan_dp.train.validate import HeldOutValidator, buckets
+from torchtitan_dp.train.validate import HeldOutValidator
 
 SEQ_LEN = 320  # the last bucket ends within a power of four
 
@@ -147,21 +145,6 @@ def test_it_takes_the_first_microbatches_alike_on_all_ranks(tmp_path: Path) -> N
         found = dealt(one, Draw(positions))
         assert len(found) == count
         assert same(found, dealt(one, Draw(np.arange(21)))[:count])
-
-
-@pytest.mark.parametrize(
-    "seq_len, names",
-    [
-        (48, ["0-48"]),
-        (64, ["0-64"]),
-        (1000, ["0-64", "64-256", "256-1000"]),
-        (2048, ["0-64", "64-256", "256-1k", "1k-2k"]),
-        (2**20, ["0-64", "64-256", "256-1k", "1k-4k", "4k-16k", "16k-64k", "64k-256k", "256k-1M"]),
-    ],
-)
-def test_buckets_are_powers_of_four(seq_len: int, names: list[str]) -> None:
-    assert list(buckets(seq_len).values()) == names
-    assert doctest.testmod(validate).failed == 0
 
 
 def test_row66_a_loss_is_in_the_log_before_its_noise_is_drawn(monkeypatch: Any) -> None:
