@@ -168,7 +168,7 @@ TORCHTITAN = {
     "components.metrics": "BaseLogger DeviceMemStats MetricsProcessor build_device_memory_monitor",
     "components.optimizer": "OptimizersContainer build_optimizers",
     "config": "JobConfig TORCH_DTYPE_MAP",
-    "config.job_config": "ActivationCheckpoint Checkpoint JobConfig Metrics Model Optimizer "
+    "config.job_config": "ActivationCheckpoint Checkpoint JobConfig Model Optimizer "
     "Parallelism Training Validation",
     "distributed": "ParallelDims",
     "distributed.activation_checkpoint": "apply_ac",

@@ -150,7 +150,7 @@ def test_row66_the_terms_of_a_published_loss_are_fixed_at_the_first_start(tmp_pa
     killed = dataclasses.replace(first, begun=1)  # before its result: both will count
     assert with_loss(tmp_path, killed, "--training.steps=5").releases(5).steps == 2
     for epsilon in ("1e9", "1e12"):
-        with pytest.raises(ValueError, match=r"^validation\.publish_epsilon = .*: no noise of a"):
+        with pytest.raises(ValueError, match=r"^validation\.publish_epsilon = .*: no usable noise"):
             with_loss(tmp_path, None, f"--validation.publish_epsilon={epsilon}")
 
 

@@ -50,7 +50,7 @@ def accepted(tmp_path, data, capsys, *overrides):
 # Overrides, and what the line must contain; by default the key of the first, and " = ".
 BAD = """
 experimental.custom_import=antigravity → runs no code here
-privacy.delta=None → privacy.delta is not set: choose
+privacy.delta=None → privacy.delta is not set: set
 privacy.delta=1
 privacy.noise_multiplier=1 → privacy.target_epsilon = 8.0: privacy.noise_multiplier = 1.0 is set as
 privacy.target_epsilon=None → privacy.target_epsilon is not set: nor is privacy.noise_multiplier
@@ -66,22 +66,22 @@ data.heldout_fraction=1e-9 validation.enable
 validation.enable → data.heldout_fraction = 0.0: validation.enable = true needs held-out
 validation.publish_epsilon=1 → no held-out loss is computed
 validation.publish_epsilon=1 validation.enable data.heldout_fraction=.3 privacy.no-enable → \
-    only a run with privacy publishes it
+    only private runs publish it
 validation.publish_epsilon=1 validation.enable data.heldout_fraction=.3 privacy.sample_rate=.1 → \
-    with a public privacy.sample_rate
+    a public privacy.sample_rate
 validation.publish_delta=1e-6 → no held-out loss is published
 validation.publish_delta=0.5 validation.publish_epsilon=1 validation.enable \
     data.heldout_fraction=.3 → validation.publish_delta = 0.5: at least 1 / number of held-out
 data.unit_field=folder
-data.unit_sampling=random → without data.unit_field
+data.unit_sampling=random → units of one record
 data.prompt_field= → data.prompt_field = '': name the JSON field
 data.prompt_field=text → it is data.text_field
 data.messages_field=chat data.prompt_field=question → data.prompt_field is set, too
-data.prompt_field=question data.long_records=window → data.long_records = 'window': with data.prompt
+data.prompt_field=question data.long_records=window → data.long_records = 'window': data.prompt
 data.windows_per_draw=2 → each unit has one sample
 data.windows_per_draw=2 data.long_records=window privacy.no-enable → without privacy no unit
 data.windows_per_draw=2 data.long_records=window training.local_batch_size=2 → \
-    data.windows_per_draw = 2: privacy.gradient_method = 'grad_sample'
+    data.windows_per_draw = 2: needs privacy.gradient_method = 'microbatch'
 data.store=OUT/store → lies within job.dump_folder
 model.hf_assets_path=/nowhere
 model.flavor=9B → 9B
@@ -96,8 +96,8 @@ checkpoint.folder=a/b
 checkpoint.initial_load_model_only=false → it is a switch without a value
 checkpoint.initial_load_path=. → checkpoint.initial_load_in_hf = false: weights of another run
 checkpoint.no-initial_load_model_only checkpoint.initial_load_path=. → \
-    checkpoint.initial_load_model_only = false: set it to true; to continue another run
-checkpoint.no-initial_load_model_only checkpoint.initial_load_in_hf → Hugging Face folders have a model
+    checkpoint.initial_load_model_only = false: set it to true; to go on
+checkpoint.no-initial_load_model_only checkpoint.initial_load_in_hf → folders have a model; set
 checkpoint.no-enable checkpoint.initial_load_in_hf → checkpoint.enable = false: no initial weights
 checkpoint.async_mode=async_with_pinned_mem → outlive a killed run
 checkpoint.async_mode=async_with_pinned_mem ema.enable → changes weights that it copies

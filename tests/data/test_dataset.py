@@ -57,7 +57,9 @@ def test_what_was_left_out_or_may_not_belong_is_one_line_each(tmp_path: Path) ->
 def test_row43_records_of_no_unit_are_counted_and_contribute_nothing(tmp_path: Path) -> None:
     lacking: list[Any] = [{"note": "x"}] * 3 + [{"note": "x", "patient_id": None}]
     first, second = warned(tmp_path, [*NOTES, *lacking], unit_field="patient_id")
-    assert first.startswith("4 of 24 lines have no usable data.unit_field = 'patient_id': each is")
+    assert first.startswith(
+        "4 of 24 lines have no usable data.unit_field = 'patient_id': each counts"
+    )
     assert first.endswith("so q and the delta check are against 9 units")
     assert second.startswith("4 of 9 units have no target and contribute nothing (records: 4 have")
 
@@ -85,7 +87,7 @@ def test_row47_a_held_out_unit_decides_no_start_where_the_number_is_secret(tmp_p
 def test_row43_names_by_position_are_refused_where_the_number_is_secret(tmp_path: Path) -> None:
     for how in ({"heldout_fraction": 0.1}, {"in_groups": True}):
         message = refusal(tmp_path, NOTES, number_is_secret=True, **how)
-        assert "one jsonl line more would change which lines" in message
+        assert "one line more would change which are held out" in message
         opened(tmp_path, NOTES, number_is_secret=True, unit_field="patient_id", **how)
 
 

@@ -12,8 +12,8 @@ HOST = "host memory (predicted): "
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch, own_cache):
-    """A machine that has 3 GiB left."""
-    monkeypatch.setattr(plan, "available_bytes", lambda: 3 * GIB)
+    """A machine that has 4 GiB left."""
+    monkeypatch.setattr(plan, "available_bytes", lambda: 4 * GIB)
 
 
 def host_line(said):
@@ -22,14 +22,14 @@ def host_line(said):
 
 
 def test_a_node_of_the_plan_has_up_to_eight_ranks(plan_tiny):
-    """4 blocks of 16,384 / cp tokens of 192 values in fp32: 12 MiB over all ranks of cp."""
+    """4 blocks of 16,384 / cp tokens of 192 values in fp32, each of a power of two."""
     tokens = "--training.seq_len=16384"
     said, content = plan_tiny(16, *OFFLOAD, tokens, "--parallelism.context_parallel_degree=2")
-    of_node = {"node_gib": 8 * 24 / 1024, "node_ranks": 8}
-    assert content["host_memory"] == {"inputs_gib": 24 / 1024, "save_gib": 0.0} | of_node
+    of_node = {"node_gib": 8 * 32 / 1024, "node_ranks": 8}
+    assert content["host_memory"] == {"inputs_gib": 32 / 1024, "save_gib": 0.0} | of_node
     assert host_line(said) == (
-        f"{HOST}0.02 GiB a rank for inputs of blocks, 0.00 to save beside the run; 0.19 GiB for 8 "
-        "ranks of a node; this machine has 3.00 GiB left; not counted: what each process takes by "
+        f"{HOST}0.03 GiB a rank for inputs of blocks, 0.00 to save beside the run; 0.25 GiB for 8 "
+        "ranks of a node; this machine has 4.00 GiB left; not counted: what each process takes by "
         "itself, some GiB"
     )
     said, content = plan_tiny(2, *OFFLOAD, tokens)
@@ -46,13 +46,13 @@ def command(tmp_path):
 
 @pytest.mark.parametrize("private", ["--privacy.enable", "--privacy.no-enable"])
 def test_the_plan_of_a_start_refuses_what_this_machine_lacks(command, capsys, private):
-    """12 GiB in all, of which this machine has 3; a plan for another machine refuses nothing."""
+    """16 GiB in all, of which this machine has 4; a plan for another machine refuses nothing."""
     given = [*command, private, "--world_size=4"]
     plan.main(given)
-    assert "12.00 GiB for 4 ranks of a node" in capsys.readouterr().err
+    assert "16.00 GiB for 4 ranks of a node" in capsys.readouterr().err
     plan.main([*given, "--ranks_here=1"])
     said = capsys.readouterr().err
-    assert "3.00 GiB for 1 ranks of a node; this machine has 3.00 GiB left" in said
+    assert "4.00 GiB for 1 ranks of a node; this machine has 4.00 GiB left" in said
     with pytest.raises(SystemExit) as stopped:
         plan.main([*given, "--ranks_here=2"])
     assert stopped.value.code == 2

@@ -223,7 +223,7 @@ def check_weights(problem: str, folder: str, args: ModelArgs) -> None:
                 f"{list(tensor.shape)}; take weights and {CONFIG_FILE} from one model"
             )
         if dtype not in _TRAINED_DTYPES:
-            raise ValueError(f"{problem}: {name} is {dtype}; take weights in bfloat16 or float32")
+            raise ValueError(f"{problem}: {name} is quantized ({dtype}); take bfloat16 or float32")
 
 
 def is_local_path(value: Any) -> bool:

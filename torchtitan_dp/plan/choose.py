@@ -180,12 +180,12 @@ def processes() -> Iterator[ProcessPoolExecutor]:
 
 def show_choices(choices: list[Choice], steps: int, machine: Machine) -> None:
     """Print the settings, and the keys of the first, on stderr."""
-    rows = [("replicate x shard x cp", "recomputed", "weights", "method", "GiB", "s a step")]
-    rows[0] += ("hours", "most of it")
+    heads = "replicate x shard x cp, recomputed, weights, method, GiB, s a step, hours, most of it"
+    rows = [heads.split(", ")]
     for one in choices:
         keys = one.keys
         rows.append(
-            (
+            [
                 " x ".join(str(keys[key]) for key in (_REPLICATE, _SHARD, _CP)),
                 keys[_MODE] + ", inputs on the host" * keys[_OFFLOADS],
                 "kept gathered" if keys[_KEPT] else "gathered again",
@@ -194,7 +194,7 @@ def show_choices(choices: list[Choice], steps: int, machine: Machine) -> None:
                 digits(one.step.total),
                 digits(one.step.hours(steps)),
                 one.step.limit,
-            )
+            ]
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

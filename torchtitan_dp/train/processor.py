@@ -84,9 +84,9 @@ class LabelledMetricsProcessor(MetricsProcessor):
     ntokens_since_last_log: int
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
-        metrics: Any = job_config.metrics
-        none = dataclasses.replace(metrics, enable_tensorboard=False, enable_wandb=False)
-        super().__init__(dataclasses.replace(job_config, metrics=none), parallel_dims)
+        config: Any = job_config
+        none = dataclasses.replace(config.metrics, enable_tensorboard=False, enable_wandb=False)
+        super().__init__(dataclasses.replace(config, metrics=none), parallel_dims)
         self.job_config = job_config
         if os.environ.get("NO_COLOR"):
             self.color = NoColor()

@@ -114,7 +114,7 @@ def test_parameters_beside_layers():
     """Attention's sinks."""
     args = arguments("gpt_oss")
     args.settings = {k: v for k, v in args.settings.items() if "expert" not in k}
-    with pytest.raises(ValueError, match=r"self_attn \(GptOssAttention\).*\(sinks\).*'microbatch'"):
+    with pytest.raises(ValueError, match=r"self_attn \(GptOssAttention\).* of sinks.*'microbatch'"):
         per_sample_layers(on_meta(args))
 
 
