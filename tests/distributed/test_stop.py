@@ -1,7 +1,10 @@
 """A rank whose peer is gone or hangs ends in one line, as soon as timeouts say, in every group."""
 
 import datetime
+import os
 import re
+import signal
+import time
 from unittest import mock
 
 import pytest
@@ -21,6 +24,7 @@ from tests.processes.runs import with_sigma
 from torchtitan_dp.base.process import Fault
 from torchtitan_dp.distributed.agreement import lost_ranks_as_faults, shorten_timeouts
 from torchtitan_dp.gradients.fsdp import ReductionGroups
+from torchtitan_dp.launch import EXIT_STOPPED
 
 LINE = re.compile(
     r"error: another rank is gone or hangs \(RuntimeError: \[[^ ]+\] (.*), at ([\w/]+\.py), "
@@ -52,6 +56,22 @@ def test_a_killed_rank_is_one_line_of_the_others(survivor):
     found = LINE.fullmatch(lines[0].partition("]:")[2])
     assert found is not None, lines[0]
     assert "by peer" in found[1]
+
+
+def test_a_signal_ends_ranks_that_wait_for_each_other_before_the_first_step(tmp_path):
+    """At once, to be run again: one that hangs would else keep all until a timeout."""
+    folder = Folder(tmp_path, *with_sigma(1))
+    run = folder.start(real=True)
+    try:
+        run.wait_for(lambda: "Training starts" in run.output(), "the rehearsal")
+        os.kill(run.workers()[1], signal.SIGSTOP)
+        time.sleep(3)  # until the other waits in a collective
+        os.kill(run.process.pid, signal.SIGTERM)
+        assert run.process.wait(10) == EXIT_STOPPED
+        assert run.dies()
+    finally:
+        run.end()
+    assert not (folder.out / "steps_executed.log").exists()
 
 
 def waited_in_vain() -> str:

@@ -90,8 +90,11 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        """Call in the main thread, once in a process."""
         self._asked = threading.Event()
+
+    def listen(self) -> None:
+        """Listen from now on: call in the main thread, once in a process, before the first step. A
+        signal ends a process that does not listen, also one that waits for another in vain."""
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         for number in (STOP_SIGNAL, signal.SIGTERM):

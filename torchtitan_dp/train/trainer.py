@@ -186,6 +186,7 @@ class DPTrainer(RunTrainer):
             if config_file(self.job_config) is not None:  # the tests prove Llamas by flavor
                 prove(self)
             rehearse(self)
+            self.stop.listen()  # before the start counts in the ledger
             self.books.begin_start()
             self.checkpointer.on_saved = self.books.saved
         planned = (self.books.publish() or {}).get("epsilon_planned")
