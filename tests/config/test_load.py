@@ -114,7 +114,7 @@ training.feed_forward_chunk=16 activation_checkpoint.mode=none training.local_ba
     tiles are for backward passes over one sample
 compile.enable activation_checkpoint.mode=selective activation_checkpoint.selective_ac_option=op → \
     activation_checkpoint.selective_ac_option = 'op'
-compile.enable privacy.gradient_method=ghost → 'ghost' forms gradients in the layers
+compile.enable privacy.gradient_method=ghost → layers of 'ghost' are not compiled
 privacy.gradient_method=ghost privacy.ghost_passes=two activation_checkpoint.mode=selective \
     activation_checkpoint.selective_ac_option=op → PyTorch allows one backward pass
 privacy.sigma=1 → --privacy.sigma: unknown option; see the keys of [privacy]

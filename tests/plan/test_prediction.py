@@ -13,14 +13,7 @@ from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.plan.fake_step import fake_world
 from torchtitan_dp.plan.memory import GIB, LONGEST
-from torchtitan_dp.plan.prediction import (
-    Model,
-    guessed,
-    longest,
-    peaks_of,
-    stretches_of,
-    two_lengths,
-)
+from torchtitan_dp.plan.prediction import Model, longest, peaks_of, stretches_of, two_lengths
 
 KEEP = "--parallelism.keep_weights_gathered"
 LENGTHS = (8192, 16384, 65536)  # the first two are those of the line
@@ -66,28 +59,22 @@ LIMIT = 76 * GIB
 
 
 @pytest.mark.parametrize("per_token", [1, 10**5, 10**9])
-def test_two_predictions_and_a_check_find_the_longest_sample(per_token):
+def test_a_line_and_a_check_find_the_longest_sample(per_token):
     asked = []
 
     def peak(length: int) -> float:
         asked.append(length)
         return 20 * GIB + per_token * length
 
-    guess = guessed([20 * GIB + per_token * length for length in two_lengths(8)], LIMIT, 8)
-    found = longest(peak, guess, LIMIT, 8)
+    peaks = [20 * GIB + per_token * length for length in two_lengths(8)]
+    found = longest(peak, peaks, LIMIT, 8)
     fitting = [8 << k for k in range(20) if 20 * GIB + per_token * (8 << k) <= LIMIT]
     assert found == (min(fitting[-1], LONGEST) if fitting else None)
     assert len(asked) == 1
 
 
-def test_where_the_line_was_too_low_a_shorter_sample_is_found():
-    """All layers are held against the limit itself, down to what fits."""
-    assert longest(lambda length: LIMIT + (length > 1000), LONGEST, LIMIT, 8) == 8 << 6
-    assert longest(lambda length: LIMIT + 1, LONGEST, LIMIT, 8) is None
-
-
-def test_a_line_that_is_a_little_too_high_loses_no_length():
-    """The guess is beyond the meeting point: all layers decide there."""
-    exact = (LIMIT - 20 * GIB) // 10**5
-    peaks = [1.02 * (20 * GIB + 10**5 * length) for length in two_lengths(8)]
-    assert guessed(peaks, LIMIT, 8) >= exact
+def test_where_the_line_was_too_low_or_too_high_what_decides_is_found():
+    flat = [20.0 * GIB] * 2
+    assert longest(lambda length: LIMIT + (length > 1000), flat, LIMIT, 8) == 8 << 6
+    assert longest(lambda length: LIMIT + 1, flat, LIMIT, 8) is None
+    assert longest(lambda length: LIMIT, [1.02 * LIMIT] * 2, LIMIT, 8) == LONGEST

@@ -87,10 +87,7 @@ def _memory(config: JobConfig) -> Iterator[str]:
     blocks, method = config.activation_checkpoint, config.privacy.gradient_method
     mode = blocks.mode
     if config.compile.enable and mode == "selective" and blocks.selective_ac_option == "op":
-        yield (
-            "activation_checkpoint.selective_ac_option: compiled operations cannot be chosen "
-            "among; set it to '1', or compile.enable to false"
-        )
+        yield "activation_checkpoint.selective_ac_option: set it to '1', or compile.enable to false"
     if config.training.enable_cpu_offload:
         yield "training.enable_cpu_offload: weights stay on the device; set it to false"
     tiled = config.training.feed_forward_chunk not in ("auto", 0)
@@ -202,20 +199,14 @@ def _methods(config: JobConfig) -> Iterator[str]:
     name, method = privacy.gradient_method, METHODS[privacy.gradient_method]
     allocates, banded = privacy.sampling == "allocation", privacy.noise == "banded"
     if allocates and privacy.accountant != "pld":
-        yield (
-            "privacy.accountant: with privacy.sampling = 'allocation' only PLD counts that a "
-            "unit's step is hidden; set it to 'pld', or privacy.sampling to 'poisson'"
-        )
+        yield "privacy.accountant: privacy.sampling = 'allocation' needs PLD; set it to 'pld'"
     if banded and privacy.secure_noise:
         yield (
             "privacy.secure_noise: sums with earlier noise (privacy.noise = 'banded') on a grid "
             "are not proven; set it to false, or privacy.noise to 'independent'"
         )
     if banded and allocates:
-        yield (
-            "privacy.sampling: with privacy.noise = 'banded' rounds are not proven; set it to "
-            "'poisson', or privacy.noise to 'independent'"
-        )
+        yield "privacy.sampling: with privacy.noise = 'banded' rounds are not proven; use 'poisson'"
     if method.estimates_norms and privacy.underestimates == "accounted":
         for key, value, needed, why in (
             ("accountant", privacy.accountant, "pld", "only PLD is tight for a step's mixture"),
@@ -229,10 +220,7 @@ def _methods(config: JobConfig) -> Iterator[str]:
                     f"'{needed}', or privacy.underestimates = 'capped'"
                 )
     if config.compile.enable and method.per_sample_layers:
-        yield (
-            f"compile.enable: '{name}' forms gradients in the layers, which are not compiled; set "
-            "it to false, or privacy.gradient_method to 'microbatch'"
-        )
+        yield f"compile.enable: layers of '{name}' are not compiled; set it to false"
     by_operation = blocks.mode == "selective" and blocks.selective_ac_option == "op"
     if method.backward_passes(privacy) > 1 and by_operation:
         yield (

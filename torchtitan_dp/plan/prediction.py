@@ -3,8 +3,8 @@
 A run's own step is predicted with all layers. The longest sample is guessed from few: what is alive
 in a stretch of the step (the loss head's, the last block's backward, the first one's) grows by the
 same bytes with each layer, two models of few layers determine any, and the peak is the highest
-stretch's. From some thousand tokens a rank on it is a line in T. All layers then decide, from the
-guess downward.
+stretch's. From some thousand tokens a rank on it is a line in T. All layers decide below, and close
+to the limit.
 
 `python -m torchtitan_dp.plan.prediction` answers a task on stdin (`memory.predict`).
 """
@@ -40,7 +40,8 @@ from torchtitan_dp.plan.memory import (
 )
 
 FEW_LAYERS = (4, 5)  # so that each stretch of a deeper model is there (`fake_step`)
-CLOSE = 0.03  # a guess may be this share of the limit too low
+CLOSE = 0.03  # of the limit: nearer to it, few layers do not decide
+LONG = 4096  # tokens per rank, from which they may
 _NICER = 5
 
 Found = int | None
@@ -153,15 +154,23 @@ def of_layers(
 def search(config: JobConfig, args: ModelArgs, world_size: int, mode: str, limit: int) -> Found:
     """Find the longest sample within `limit` bytes that is 2 x cp times a power of two, with a mode
     of activation checkpointing, in a fake world of its own."""
-    unit = 2 * config.parallelism.context_parallel_degree
-    with fake_world(world_size):
-        guess = guessed(peaks_of(config, args, mode, two_lengths(unit)), limit, unit)
-        model = Model(config, args, mode)
-        found = None  # not even an update fits
-        if model.update[0] <= limit:
-            found = longest(lambda length: model.at(length)[0], guess, limit, unit)
-        model.close()
-    return found
+    cp = config.parallelism.context_parallel_degree
+    with fake_world(world_size), contextlib.ExitStack() as stack:
+        peaks = peaks_of(config, args, mode, two_lengths(2 * cp))
+
+        @functools.cache
+        def whole() -> Model:
+            model = Model(config, args, mode)
+            stack.callback(model.close)
+            return model
+
+        def peak(length: int) -> float:
+            few = line(peaks, 2 * cp)(length)
+            if length >= LONG * cp and abs(few - limit) > CLOSE * limit:
+                return few
+            return math.inf if whole().update[0] > limit else whole().at(length)[0]
+
+        return longest(peak, peaks, limit, 2 * cp)
 
 
 def two_lengths(unit: int) -> tuple[int, int]:
@@ -169,16 +178,18 @@ def two_lengths(unit: int) -> tuple[int, int]:
     return unit * 2**13, unit * 2**14
 
 
-def guessed(peaks: Sequence[float], limit: int, unit: int) -> int:
-    """Return the length at which the line through the peaks of `two_lengths` meets the limit."""
+def line(peaks: Sequence[float], unit: int) -> Callable[[float], float]:
+    """Return the line through the peaks of `two_lengths`."""
     (below, above), (short, long) = peaks, two_lengths(unit)
-    slope = max((above - below) / (long - short), 1.0)
-    return int(max(min(long + (limit * (1 + CLOSE) - above) / slope, LONGEST), unit))
+    return lambda length: below + (above - below) * (length - short) / (long - short)
 
 
-def longest(peak: Callable[[int], float], guess: int, limit: int, unit: int) -> Found:
-    """Return the longest sample of at most `guess` tokens whose peak is within the limit."""
-    power = (guess // unit).bit_length() - 1
+def longest(peak: Callable[[int], float], peaks: Sequence[float], limit: int, unit: int) -> Found:
+    """Return the longest sample whose peak is within the limit, or of `LONGEST` tokens: from where
+    the line through the peaks of `two_lengths` is beyond it, downward."""
+    at, power = line(peaks, unit), (LONGEST // unit).bit_length() - 1
+    while power >= 0 and at(unit * 2**power) > limit * (1 + CLOSE):
+        power -= 1
     while power >= 0 and peak(unit * 2**power) > limit:
         power -= 1
     return unit * 2**power if power >= 0 else None
