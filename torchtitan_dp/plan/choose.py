@@ -22,7 +22,7 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import DEGREES, mesh_degrees
 from torchtitan_dp.config.load import Keys, command_line, load_config
 from torchtitan_dp.distributed.cpu import has_accelerator
-from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.models.hugging_face import parameter_count, shape
 from torchtitan_dp.plan.memory import GIB, WITHOUT_DEVICES, communicators, limit_bytes
 from torchtitan_dp.plan.prediction import step_peak
 from torchtitan_dp.plan.roofline import RANKS_A_NODE, Machine, StepSeconds, step_seconds
@@ -163,9 +163,14 @@ def fewest_ranks(overrides: list[str], ranks: int, memory_gib: float) -> list[st
 
 def _fits(overrides: list[str], ranks: int, memory_gib: float, cp: int) -> bool:
     try:
-        load_config([*overrides, f"--{_CP}={cp}"], ranks)
+        config = load_config([*overrides, f"--{_CP}={cp}"], ranks)
     except ValueError:
         return False
+    args, samples = shape(config), config.training.local_batch_size
+    each = 400 * args.dim * args.n_layers + 16 * args.vocab_size  # bytes of a token, generously
+    rough = (32 + 4 * samples) * parameter_count(args) + each * samples * config.training.seq_len
+    if 4 * rough < memory_gib * GIB:  # a prediction takes seconds
+        return True
     peak, groups = _peak(overrides, ranks, {_CP: cp})
     return peak <= limit_bytes(memory_gib, groups)
 
