@@ -3,6 +3,7 @@ the rounding of the sum is bounded."""
 
 import math
 from dataclasses import dataclass
+from typing import get_args
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torchtitan_dp.gradients.clipped_sum import ClippedSum, Place
 from torchtitan_dp.gradients.fsdp import ReductionGroups
 from torchtitan_dp.privacy import clipping
 from torchtitan_dp.privacy.clipping import (
+    ClipFunction,
     ClipPolicy,
     add_clipped_,
     clip,
@@ -80,7 +82,7 @@ def lost_in_fp32(period: int, large: int, small_square: float) -> torch.Tensor:
     return gradient
 
 
-@pytest.mark.parametrize("clip_function", ["vanilla", "automatic"])
+@pytest.mark.parametrize("clip_function", get_args(ClipFunction))
 @pytest.mark.parametrize("period", [2**k for k in range(4, 15)])
 def test_row13_no_gradient_is_added_with_more_than_C(period, clip_function):
     """A square of less than half a unit in the last place of the sum so far adds nothing to it."""
@@ -115,7 +117,7 @@ def test_row22_an_overflow_stays_visible():
     assert not torch.isfinite(squared_norm(gradient))
 
 
-@pytest.mark.parametrize("clip_function", ["vanilla", "automatic"])
+@pytest.mark.parametrize("clip_function", get_args(ClipFunction))
 @pytest.mark.parametrize("max_grad_norm", [1e-2, 1e-5, 1e-7, 1e-9])
 def test_a_factor_that_fp32_rounds_coarsely_is_no_factor(max_grad_norm, clip_function):
     """Norms near fp32's limit over a small C: a subnormal factor may be off by half of itself."""
@@ -182,7 +184,7 @@ def test_the_outermost_block_is_one_group():
     assert members == (tuple(nested[:2]), (nested[2],))
 
 
-@pytest.mark.parametrize("clip_function", ["vanilla", "automatic"])
+@pytest.mark.parametrize("clip_function", get_args(ClipFunction))
 @pytest.mark.parametrize("layers", [1, 7, 300])
 def test_row02_a_sample_that_is_large_in_every_layer_counts_at_most_C(layers, clip_function):
     C = 0.7

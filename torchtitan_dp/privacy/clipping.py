@@ -92,7 +92,8 @@ def clip(
 ) -> Clip:
     """Compute the factor that each sample's gradient is multiplied by.
 
-    Nothing is read back from the device, so no control flow depends on a norm.
+    Any function f has f(n) <= C / n for every n > 0: a gradient of exact norm then counts at most
+    C. Nothing is read back from the device, so no control flow depends on a norm.
 
     Args:
         squared_norm_B: fp64, over all shards (already all-reduced): (B,), or (G, B) for groups.
@@ -106,6 +107,7 @@ def clip(
     if clip_function == "vanilla":
         scale_B = (norm_B.reciprocal() * bound).clamp(max=1.0)
     else:
+        assert clip_function == "automatic", clip_function
         scale_B = (norm_B + _STABILITY).reciprocal() * bound
     # Below the smallest normal number a factor is rounded so coarsely that the norm could exceed C.
     is_fine_B = scale_B >= torch.finfo(torch.float32).tiny
