@@ -109,7 +109,7 @@ def test_a_rank_fits_with_what_its_communicators_take():
 
 def test_what_fits_easily_is_not_predicted(monkeypatch):
     """Which would take seconds of each start."""
-    monkeypatch.setattr(choose, "_peak", lambda *_: pytest.fail("it was predicted"))
+    monkeypatch.setattr(choose, "step_peak", lambda *_: pytest.fail("it was predicted"))
     assert choose._fits([*LLAMA, "--training.seq_len=512"], 2, 80.0, 1)
 
 

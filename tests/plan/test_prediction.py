@@ -13,7 +13,7 @@ from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.plan.fake_step import fake_world
 from torchtitan_dp.plan.memory import GIB, LONGEST
-from torchtitan_dp.plan.prediction import Model, longest, peaks_of, stretches_of, two_lengths
+from torchtitan_dp.plan.prediction import Model, line, longest, peaks_of, stretches_of, two_lengths
 
 KEEP = "--parallelism.keep_weights_gathered"
 LENGTHS = (8192, 16384, 65536)  # the first two are those of the line
@@ -67,14 +67,14 @@ def test_a_line_and_a_check_find_the_longest_sample(per_token):
         return 20 * GIB + per_token * length
 
     peaks = [20 * GIB + per_token * length for length in two_lengths(8)]
-    found = longest(peak, peaks, LIMIT, 8)
+    found = longest(peak, line(peaks, 8), LIMIT, 8)
     fitting = [8 << k for k in range(20) if 20 * GIB + per_token * (8 << k) <= LIMIT]
     assert found == (min(fitting[-1], LONGEST) if fitting else None)
     assert len(asked) == 1
 
 
 def test_where_the_line_was_too_low_or_too_high_what_decides_is_found():
-    flat = [20.0 * GIB] * 2
+    flat = line([20.0 * GIB] * 2, 8)
     assert longest(lambda length: LIMIT + (length > 1000), flat, LIMIT, 8) == 8 << 6
     assert longest(lambda length: LIMIT + 1, flat, LIMIT, 8) is None
-    assert longest(lambda length: LIMIT, [1.02 * LIMIT] * 2, LIMIT, 8) == LONGEST
+    assert longest(lambda length: LIMIT, line([1.02 * LIMIT] * 2, 8), LIMIT, 8) == LONGEST

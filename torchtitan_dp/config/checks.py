@@ -186,7 +186,7 @@ def _privacy(config: JobConfig) -> Iterator[str]:
         yield f"privacy.delta: set a tenth of 1 / number of {unit_word(config)}s, or less (1e-5)"
     banded, auto = privacy.noise == "banded", privacy.bands == "auto"
     if banded and auto and epsilon is None:
-        yield "privacy.bands: is chosen for privacy.target_epsilon; set that, or a number of bands"
+        yield "privacy.bands: needs privacy.target_epsilon; set that, or a number of bands"
     if not banded and not auto and privacy.bands != 1:
         yield "privacy.bands: only correlated noise has bands; set privacy.noise to 'banded'"
     if config.training.global_batch_size < 1:

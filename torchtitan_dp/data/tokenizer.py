@@ -152,8 +152,7 @@ def _load(assets_path: str, files: tuple[tuple[int, ...], ...]) -> HFTokenizer:
         backend = tokenizers.Tokenizer.from_file(os.path.join(assets_path, TOKENIZER))
     except Exception as error:  # the library raises plain Exception
         raise ValueError(
-            f"model.hf_assets_path = {assets_path!r}: tokenizer.json is broken ({error}): load it "
-            "again"
+            f"model.hf_assets_path = {assets_path!r}: tokenizer.json is broken ({error}): reload it"
         ) from error
     marks = (_mark_id(backend, assets_path, key) for key in ("bos_token", "eos_token"))
     return HFTokenizer(backend, *marks)

@@ -171,8 +171,8 @@ def _fits(overrides: list[str], ranks: int, memory_gib: float, cp: int) -> bool:
     rough = (32 + 4 * samples) * parameter_count(args) + each * samples * config.training.seq_len
     if 4 * rough < memory_gib * GIB:  # a prediction takes seconds
         return True
-    peak, groups = _peak(overrides, ranks, {_CP: cp})
-    return peak <= limit_bytes(memory_gib, groups)
+    groups = communicators(mesh_degrees(config))
+    return step_peak(config, args, ranks) <= limit_bytes(memory_gib, groups)
 
 
 @contextlib.contextmanager

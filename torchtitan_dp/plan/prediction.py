@@ -45,6 +45,7 @@ LONG = 4096  # tokens per rank, from which they may
 _NICER = 5
 
 Found = int | None
+PeakOf = Callable[[int], float]
 MakeStep = Callable[[JobConfig, ModelArgs, MemoryTracker], Step]
 
 
@@ -156,7 +157,7 @@ def search(config: JobConfig, args: ModelArgs, world_size: int, mode: str, limit
     of activation checkpointing, in a fake world of its own."""
     cp = config.parallelism.context_parallel_degree
     with fake_world(world_size), contextlib.ExitStack() as stack:
-        peaks = peaks_of(config, args, mode, two_lengths(2 * cp))
+        few = line(peaks_of(config, args, mode, two_lengths(2 * cp)), 2 * cp)
 
         @functools.cache
         def whole() -> Model:
@@ -165,12 +166,11 @@ def search(config: JobConfig, args: ModelArgs, world_size: int, mode: str, limit
             return model
 
         def peak(length: int) -> float:
-            few = line(peaks, 2 * cp)(length)
-            if length >= LONG * cp and abs(few - limit) > CLOSE * limit:
-                return few
+            if length >= LONG * cp and abs(few(length) - limit) > CLOSE * limit:
+                return few(length)
             return math.inf if whole().update[0] > limit else whole().at(length)[0]
 
-        return longest(peak, peaks, limit, 2 * cp)
+        return longest(peak, few, limit, 2 * cp)
 
 
 def two_lengths(unit: int) -> tuple[int, int]:
@@ -178,17 +178,17 @@ def two_lengths(unit: int) -> tuple[int, int]:
     return unit * 2**13, unit * 2**14
 
 
-def line(peaks: Sequence[float], unit: int) -> Callable[[float], float]:
+def line(peaks: Sequence[float], unit: int) -> PeakOf:
     """Return the line through the peaks of `two_lengths`."""
     (below, above), (short, long) = peaks, two_lengths(unit)
     return lambda length: below + (above - below) * (length - short) / (long - short)
 
 
-def longest(peak: Callable[[int], float], peaks: Sequence[float], limit: int, unit: int) -> Found:
-    """Return the longest sample whose peak is within the limit, or of `LONGEST` tokens: from where
-    the line through the peaks of `two_lengths` is beyond it, downward."""
-    at, power = line(peaks, unit), (LONGEST // unit).bit_length() - 1
-    while power >= 0 and at(unit * 2**power) > limit * (1 + CLOSE):
+def longest(peak: PeakOf, guess: PeakOf, limit: int, unit: int) -> Found:
+    """Return the longest sample of at most `LONGEST` tokens whose peak is within the limit, from
+    the first whose guess is not far beyond it downward."""
+    power = (LONGEST // unit).bit_length() - 1
+    while power >= 0 and guess(unit * 2**power) > limit * (1 + CLOSE):
         power -= 1
     while power >= 0 and peak(unit * 2**power) > limit:
         power -= 1

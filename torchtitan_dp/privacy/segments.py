@@ -198,7 +198,7 @@ class Mechanism:
 
     def noise_in_weights(self, shares: Sequence[float]) -> float:
         """Return the standard deviation, over C, of independent noise that would leave as much in
-        weights in which each step's has one of these shares, a root mean square over rows."""
+        weights in which each step's noise has one of these shares."""
         return self.noise_multiplier * noise_in_weights(self.column, shares)
 
     def with_noise(self, noise_multiplier: float) -> "Mechanism":

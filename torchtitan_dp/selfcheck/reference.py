@@ -118,8 +118,8 @@ def reference_sum(
             groups.setdefault(group_of(name), {})[name] = g
         C = max_grad_norm / math.sqrt(len(groups))
         for group in groups.values():
-            of = {"vanilla": max(norm(group), C), "automatic": norm(group) + 0.01}
-            factor = C / of[clip_function]
+            size = norm(group)
+            factor = C / {"vanilla": max(size, C), "automatic": size + 0.01}[clip_function]
             for name, g in group.items():
                 total[name] = total.get(name, 0) + factor * g.double()
     return total

@@ -79,7 +79,7 @@ def test_modules_that_mix_tokens_or_samples(kind, monkeypatch):
             self.mixed = getattr(torch.nn, kind)(*sizes)
 
     monkeypatch.setattr(modeling_llama, "LlamaMLP", Mixing)
-    with pytest.raises(ValueError, match=rf"mlp\.mixed \({kind}\) mixes samples"):
+    with pytest.raises(ValueError, match=rf"mlp\.mixed \({kind}\) mixes samples or tokens"):
         on_meta(arguments("llama"))
 
 

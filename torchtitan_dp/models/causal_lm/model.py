@@ -302,7 +302,8 @@ def build(args: ModelArgs, attention: str) -> Any:
     for path, module in model.named_modules():
         if isinstance(module, NormOverSamples | nn.Conv1d):
             raise ValueError(
-                f"config.json: {path} ({type(module).__name__}) mixes samples; use another model"
+                f"config.json: {path} ({type(module).__name__}) mixes samples or tokens; use "
+                "another model"
             )
     return model
 
