@@ -2,7 +2,7 @@
 # Trains on one machine: ./run_train.sh [--section.key value …]
 #
 #   NGPU         processes; default: one for each CUDA device, or 2 on a machine without
-#   CONFIG_FILE  the TOML; default: train_configs/llama3_debug.toml (--job.config_file wins)
+#   CONFIG_FILE  the TOML; default: the demo, train_configs/demo.toml (--job.config_file wins)
 #   LOG_RANK     ranks whose output is shown, as "0,1"; default: 0
 #   NO_COLOR     no colours, as where the output is no terminal
 #
@@ -19,7 +19,11 @@ if [[ -n "${TORCHTITAN_DP_PYTHON:-}" ]]; then # the package is not installed the
     export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 fi
 
-config=(--job.config_file "${CONFIG_FILE:-$ROOT/train_configs/llama3_debug.toml}")
+if [[ -n "${CONFIG_FILE:-}" ]]; then
+    config=(--job.config_file "$CONFIG_FILE")
+else # from any folder
+    config=(--job.config_file "$ROOT/train_configs/demo.toml" --model.hf_assets_path "$ROOT/examples/pretrained")
+fi
 for arg in "$@"; do
     case "$arg" in
         -h | --help) exec "$PY" -m torchtitan_dp train --help ;;

@@ -1,11 +1,13 @@
-"""What a private model is worth: pre-trains a small Llama on public text, tunes it on private text.
+"""What a private model is worth: tunes a small Llama, made of public text, on private text.
 
     python scripts/experiment.py --out FOLDER [--of runs|earlier] [--only NAME…] [--steps N]
+                                 [--pretrain]
     python scripts/experiment.py --report docs [--out FOLDER]
     python scripts/experiment.py --show tried|splits|others
 
 Takes the runs of docs/results/runs.json again, each by the options that stand there, on one CPU
-core; or those of earlier.json, whose starting weights are lost. A run that is done is not run
+core, from the weights of examples/pretrained, or with `--pretrain` from others, made anew; or those
+of earlier.json, whose starting weights are lost. A run that is done is not run
 again: its numbers are in FOLDER/results/NAME.json. `--only` takes those whose names begin so,
 `--steps` that many steps of everything, to try this script. `--report docs` makes the tables of
 docs/results.md, and with `--out` first puts FOLDER's numbers into runs.json. `--show` prints a
@@ -36,6 +38,7 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
+PRETRAINED = ROOT / "examples" / "pretrained"
 Run = dict[str, Any]  # a run's name, arm (its settings), options, losses and, if private, privacy
 
 PACKAGES = ("transformers", "huggingface_hub", "datasets", "tokenizers", "safetensors")
@@ -55,9 +58,9 @@ optimizer.name = "AdamW"; optimizer.lr = 4e-3; optimizer.weight_decay = 0.0
 training.seq_len = 2048; training.mixed_precision_param = "float32"
 """
 PUBLIC = f"""{COMMON}privacy.enable = false; training.dataset = "jsonl"; training.max_norm = 1.0
-training.local_batch_size = 4; training.global_batch_size = 8; training.steps = 300
-lr_scheduler.warmup_steps = 20; lr_scheduler.decay_ratio = 0.6; lr_scheduler.min_lr_factor = 0.05
-checkpoint.interval = 25; checkpoint.keep_latest_k = 2
+training.local_batch_size = 4; training.global_batch_size = 8; training.steps = 1000
+lr_scheduler.warmup_steps = 50; lr_scheduler.decay_ratio = 0.7; lr_scheduler.min_lr_factor = 0.02
+checkpoint.interval = 100; checkpoint.keep_latest_k = 2; metrics.log_freq = 10
 """
 PRIVATE = f"""{COMMON}privacy.delta = 1e-5; privacy.max_grad_norm = 1.0
 privacy.initial_weights_public = true; lora.export = "merged"; checkpoint.initial_load_in_hf = true
@@ -76,6 +79,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--of", choices=("runs", "earlier"), default="runs")
     parser.add_argument("--only", nargs="+", default=[""], help="what names begin with")
     parser.add_argument("--steps", type=int, help="of pre-training and of each run")
+    parser.add_argument("--pretrain", action="store_true", help="make other starting weights")
     parser.add_argument("--report", type=Path, metavar="DOCS", help="make the page's tables there")
     parser.add_argument("--show", choices=("tried", "splits", "others"), help="print a table")
     options = parser.parse_args(argv)
@@ -89,7 +93,7 @@ def main(argv: list[str]) -> None:
     if options.out is None:
         parser.error("--out: name a folder")
     out = options.out.resolve()
-    prepare(out, options.steps)
+    prepare(out, options.steps, pretrain=options.pretrain)
     for run in wanted:
         print(f"{run['name']}: held-out loss {do(out, run, options.steps)['loss']:.4f}", flush=True)
 
@@ -213,19 +217,23 @@ def shared(text: str, others: set[str]) -> float:
 # The runs.
 
 
-def prepare(out: Path, steps: int | None) -> None:
-    """Make the corpus, the tokenizer and the settings, and pre-train; what is there is kept."""
+def prepare(out: Path, steps: int | None, *, pretrain: bool) -> None:
+    """Make the corpus and the settings, and copy the starting weights, or make others; what is
+    there is kept."""
     build_corpus(out / "corpus")
     for name, settings in (("public", PUBLIC), ("private", PRIVATE)):
         (out / f"{name}.toml").write_text(settings.replace("; ", "\n"))
     if (out / "base" / "model.safetensors").exists():
+        return
+    if not pretrain:
+        shutil.copytree(PRETRAINED, out / "base")
         return
     write_model_files(out / "shape", out / "corpus" / "public.jsonl")
     python(
         out,
         "-m torchtitan_dp.train --job.config_file public.toml --job.dump_folder runs/public "
         "--training.dataset_path corpus/public.jsonl --model.hf_assets_path shape "
-        f"--training.steps {steps or 300}",
+        f"--training.steps {steps or 1000}",
     )
     # The weights alone: the export's privacy.json says "not private", which is right of a run
     # without privacy and would count for every run that starts from it. These saw public text only.

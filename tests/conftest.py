@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 import pytest
 
 from tests.processes import forks
+from torchtitan_dp.base.process import VERBOSE
 
 # The longest first, so that the workers end together; the fixtures of a file are made once.
 LONGEST = (
@@ -32,6 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if hides_devices(config.getoption("markexpr")):
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = ""
     forks.without_help()
+    os.environ[VERBOSE] = "1"  # tests read what a start prints for those who ask for all of it
     if not hasattr(config, "workerinput"):  # one cache for all workers, and not the user's
         cache = tempfile.TemporaryDirectory(prefix="cache_of_tests_")
         os.environ["XDG_CACHE_HOME"] = cache.name

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchtitan_dp.base.process import processes_asked
+from torchtitan_dp.base.process import VERBOSE, processes_asked
 from torchtitan_dp.config.commands import help_of
 from torchtitan_dp.config.load import exit_on_mistake, fail
 
@@ -31,6 +31,9 @@ _TRAIN_HELP = """usage: torchtitan-dp train CONFIG [--section.key value …]
 
 Train on this machine. CONFIG is a TOML or the name of a shipped one; any key of the configuration
 is taken too (docs/configuration.md has all of them).
+
+options:
+  --verbose  print the whole plan, and what the workers know
 
 in the environment:
   NGPU      processes; default: one for each CUDA device, or 2 on a machine without
@@ -109,6 +112,9 @@ def _training(rest: list[str]) -> tuple[str, list[str]]:
     """Return the launcher and its arguments, with a process for each CUDA device or NGPU ones."""
     with exit_on_mistake():
         processes = processes_asked()
+    if "--verbose" in rest:
+        rest = [option for option in rest if option != "--verbose"]
+        os.environ[VERBOSE] = "1"
     # TorchTitan's own setting: less fragmentation of GPU memory.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # Workers with another parent know that their launcher died.

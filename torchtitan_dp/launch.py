@@ -27,7 +27,7 @@ import tempfile
 import termios
 from pathlib import Path
 
-from torchtitan_dp.base.process import PLANNED, STOP_SIGNAL, STOPPED_FILE, Fault
+from torchtitan_dp.base.process import PLANNED, STOP_SIGNAL, STOPPED_FILE, Fault, progress
 from torchtitan_dp.config.load import exit_on_mistake, fail, load_config
 
 EXIT_STOPPED = 75
@@ -147,6 +147,7 @@ def _checked(processes: str, argv: list[str]) -> list[str]:
     with exit_on_mistake():  # before PyTorch, which takes seconds to import
         load_config(argv[module + 2 :], None if processes == "auto" else int(processes))
 
+    progress("importing PyTorch and Transformers…")
     gc.disable()  # a fifth of the seconds in which PyTorch and transformers are imported
     from torchtitan_dp.distributed import devices
 

@@ -114,3 +114,23 @@ def test_mistakes_are_one_line_and_leave_no_store(
     assert (out, f"error: {key} = '{value}': " in err) == ("", True)
     folder = tmp_path / "cache/torchtitan_dp/prepared"
     assert not folder.exists() or stores.names(str(folder)) == []
+
+
+def test_samples_are_shown_as_the_model_gets_them(tmp_path: Path, capsys: Any) -> None:
+    rows = [{"ask": "2 + 2?", "note": "4\x07."}, {"ask": "x" * 99, "note": "y" * 99}]
+    path = tmp_path / "notes.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    terms = (str(CONFIG), "--training.dataset=jsonl", f"--training.dataset_path={path}")
+    fields = ("--data.text_field=note", "--data.prompt_field=ask", "--training.seq_len=64")
+    held = ("--data.heldout_fraction=0", "--validation.no-enable", f"--data.store={tmp_path}/s")
+    main([*terms, *fields, *held, "--show=5", "--training"])
+    out, err = capsys.readouterr()
+    # The prompt and the mark of begin are read, the answer and the mark of end learned; a control
+    # character is written out.
+    assert out.startswith("2 + 2?⟦4\\x07.⟧\n")
+    assert "sample 1: 11 of 11 tokens; 4 are targets" in err
+    assert out.count("x") - 1 == 64 // 4
+    with pytest.raises(SystemExit) as ended:
+        main([*terms, *fields, *held, "--show=5"])
+    assert ended.value.code == 2
+    assert "no unit is held out" in capsys.readouterr().err

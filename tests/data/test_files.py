@@ -103,3 +103,12 @@ def test_a_file_with_several_hard_links_is_taken_once(tmp_path: Path) -> None:
     link(root, {"far2.txt": far / "y.txt"})
     assert listed(root).names == ["a.txt", "c.txt", "far.txt"]
     assert listed(root / "b").names == ["x.txt"]
+
+
+def test_installed_packages_are_records_without_their_empty_files() -> None:
+    files = listed("python-packages")
+    assert {name.partition("/")[0] for name in files.names} == {
+        *("transformers", "huggingface_hub", "datasets")
+    }
+    assert min(files.sizes) >= 300
+    assert len(files.names) > 1000

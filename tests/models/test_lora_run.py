@@ -39,7 +39,7 @@ def from_given(place, out, *overrides):
     """Four steps at cp 2, from bf16 of the given weights."""
     both = (*FROM_HF, "--checkpoint.last_save_in_hf", "--parallelism.context_parallel_degree=2")
     output = train(command(place, out, *both, *overrides), log=place / "log", world_size=2)
-    assert f"Hugging Face folder: {out / 'hf'}/" in output
+    assert f"what to ship is a release: {out / 'hf'}/" in output
     return out
 
 

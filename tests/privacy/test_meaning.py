@@ -140,7 +140,7 @@ def test_nothing_spent_no_noise_and_no_bound():
     assert [share for _, share in none.detected] == [1.0, 1.0]
     assert none.posterior == 1.0
     json.dumps(none.to_json(), allow_nan=False)
-    assert len(none.sentences()) == 1
+    assert len(none.sentences("record", math.inf, DELTA)) == 1
     with pytest.raises(ValueError, match=r"privacy\.delta"):
         meaning([steps_of(1.0, 0.1, 1)], 1.0)
 
@@ -189,11 +189,25 @@ def test_where_pld_fails_rdp_stands_in_and_no_number_gets_smaller(monkeypatch, w
 
 def test_sentences_round_up():
     told = Meaning(((0.01, 0.12301), (0.001, 0.5)), 0.999811, 3e-7)
-    text = " ".join(told.sentences("patient"))
-    for part in ("12.4%", "50%", "99.99%", "1 in 3,333,333", "patient"):
+    lines = told.sentences("patient", 7.9955, 1e-5)
+    text = " ".join(lines)
+    for part in ("12.4%", "50%", "99.99%", "1 in 3,333,333", "1 in 100,000", "2970", "patient"):
         assert part in text, part
     assert "record" not in text
     assert FALSE_ALARMS == (0.01, 0.001)
+    # The usual attack first, beside what it is without the model; the worst case last.
+    assert "without the model, 1%" in lines[0]
+    assert lines[-1].startswith("Worst case")
+
+
+@pytest.mark.parametrize(
+    "epsilon, word, advises",
+    [(0.5, "strong", False), (1, "strong", False), (1.001, "reasonable", True), (11, "weak", True)],
+)
+def test_the_verdict_follows_the_scale(epsilon, word, advises):
+    *_, verdict, worst = Meaning(((0.01, 0.1), (0.001, 0.1)), 0.9, 0.0).sentences("r", epsilon, 0.1)
+    assert f"Verdict: a {word} guarantee" in verdict
+    assert ("choose epsilon up to 1" in worst) == advises
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Attack the trainer, and report a lower bound on how much it leaks.
 
-    python -m torchtitan_dp.audit --job.config_file FILE [--section.key value …]
+    torchtitan-dp audit --job.config_file FILE [--section.key value …]
         [--instrument game|text] [--trials N] [--canaries N] [--guesses F] [--confidence P]
         [--folder DIR] [--json FILE]
 
@@ -193,7 +193,7 @@ def _publish(folder: str, result: dict[str, Any]) -> None:
     cost = spent["epsilon_executed"]
     price = "has no epsilon" if cost is None else f"spends epsilon = {rounded_up(cost)}"
     print(
-        f"audit: publishing this result {price} on the records; python -m torchtitan_dp.ledger "
+        f"audit: publishing this result {price} on the records; torchtitan-dp ledger "
         f"adds it up, from {folder}/\n"
         "audit: the weights there are not private, for good: delete them",
         file=sys.stderr,

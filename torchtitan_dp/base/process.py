@@ -27,6 +27,8 @@ STOP_SIGNAL = signal.SIGUSR1
 """The signal from `launch` to each worker to save a checkpoint and end."""
 PLANNED = "TORCHTITAN_DP_PLANNED"
 """Set in the environment of workers whose launcher has printed the plan."""
+VERBOSE = "TORCHTITAN_DP_VERBOSE"
+"""Set in the environment of a start that prints all that it knows, as `--verbose` does."""
 STOPPED_FILE = "TORCHTITAN_DP_STOPPED_FILE"
 """The variable with the path of a file into which a worker that stops early writes, for its
 launcher: the request may have reached another node's."""
@@ -88,13 +90,20 @@ def require_environment() -> None:
 
 
 def typed(command: str) -> str:
-    """Return a command of this package as it can be typed here: `torchtitan-dp …` where a shell
-    finds this Python's, else by the path of this Python."""
-    found = shutil.which("torchtitan-dp") or ""
-    if os.path.dirname(found) == os.path.dirname(sys.executable):
-        return f"torchtitan-dp {command}"
-    short = os.path.relpath(sys.executable)
-    return f"{sys.executable if short.startswith('..') else short} -m torchtitan_dp {command}"
+    """Return a command of this package as it can be typed here: by its name where a shell finds
+    this Python's, else by its path, or that of this Python where it is not installed."""
+    script = os.path.join(os.path.dirname(sys.executable), _NAME)
+    if shutil.which(_NAME) == script:
+        return f"{_NAME} {command}"
+    path, more = (script, "") if os.path.exists(script) else (sys.executable, "-m torchtitan_dp ")
+    short = os.path.relpath(path)
+    return f"{path if short.startswith('..') else short} {more}{command}"
+
+
+def progress(words: str) -> None:
+    """Show what takes seconds in a line that the next one replaces, on a terminal alone."""
+    if sys.stderr.isatty():
+        print(f"\033[K{words}", end="\r", file=sys.stderr, flush=True)
 
 
 def processes_asked() -> str:

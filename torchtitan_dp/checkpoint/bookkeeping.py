@@ -243,13 +243,12 @@ class Bookkeeping:
         self.ledger = dataclasses.replace(self.ledger, heldout_loss=terms)
         return noised
 
-    def show_summary(self, spent: dict[str, Any]) -> None:
-        """Log what a run that is done has spent, from the content of `privacy.json`."""
-        for line in summary(spent):
-            logger.info(line)
-        logger.info(f"outputs: {self._folder}/")
+    def summary(self, spent: dict[str, Any]) -> list[str]:
+        """Return the last lines of a run that is done, from the content of `privacy.json`."""
+        lines = [*summary(spent), f"outputs: {self._folder}/"]
         if spent["private"] and not self.ledger.is_trial:
-            logger.info(f"to publish: {typed('release')} {self._folder} NEW_FOLDER")
+            lines.append(f"to publish: {typed('release')} {self._folder} NEW_FOLDER")
+        return lines
 
     def _draw(self, step: int, loader: RecordLoader) -> Draw:
         mechanism = self.settings.mechanism

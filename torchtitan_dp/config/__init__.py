@@ -93,7 +93,8 @@ class Training(theirs.Training):
 
     dataset_path: str | None = None
     """A file, directory or glob; `python-stdlib` is the source of the running Python's standard
-    library."""
+    library, `python-packages` that of the installed `transformers`, `huggingface_hub` and
+    `datasets`."""
 
     local_batch_size: int = 1
     """Samples in a microbatch of one data-parallel rank (MBS)."""
@@ -135,6 +136,10 @@ class Validation(theirs.Validation):
 
     publish_delta: float | None = None
     """The delta of `publish_epsilon`. Unset: `privacy.delta`."""
+
+    reference_loss: float | None = None
+    """A held-out loss to compare with, such as that of tuning without privacy: the last lines of a
+    run say how much of the way to it was made."""
 
 
 @dataclass

@@ -50,7 +50,7 @@ _REMEDIES = {
     "training.dtype": "set it to 'float32' (and mixed_precision_param to 'bfloat16')",
     "checkpoint.load_step": "set it to -1; a branch would share this folder's ledger",
     "checkpoint.last_save_model_only": "set it to false: a checkpoint of weights alone lacks the "
-    "ledger of their spending; python -m torchtitan_dp.release publishes them with it",
+    "ledger of their spending; torchtitan-dp release publishes them with it",
     "checkpoint.initial_load_model_only": "set it to true; to go on, copy a whole job.dump_folder",
 }
 

@@ -3,6 +3,7 @@
 import fnmatch
 import glob
 import heapq
+import importlib.util
 import json
 import os
 import struct
@@ -16,6 +17,9 @@ MOST_ROW_BYTES = 64 * 2**20  # that are read of a row, of each column, decoded
 BROKEN = b""  # a value that cannot be read: neither a text nor a list
 MOST_ITEMS = 256  # that are read of a list: messages of a chat
 PYTHON_STDLIB = "python-stdlib"  # as a path: the source files of the running Python's library
+PYTHON_PACKAGES = "python-packages"  # those of packages that every installation has
+_PACKAGES = ("transformers", "huggingface_hub", "datasets")
+_EMPTY = 300  # bytes: below it most of their files are an empty __init__.py
 
 
 class Files(NamedTuple):
@@ -50,11 +54,16 @@ def locate(
     path: str, below: Sequence[str] = ("**",), *, has_stdlib: bool = True
 ) -> tuple[str, list[str], list[str]]:
     """Find the files that a path names (a file, a glob, a folder's files that match a pattern of
-    `below` or, with `has_stdlib`, Python's own sources): a root, their sorted names below it, and
-    the names of the others in a folder; ValueError, one line, if there is no such path."""
+    `below` or, with `has_stdlib`, installed sources): a root, their sorted names below it, and the
+    names of the others in a folder; ValueError, one line, if there is no such path."""
     if has_stdlib and path == PYTHON_STDLIB:
         root = sysconfig.get_path("stdlib")
         return root, _walk(root, ("**/*.py",), skipped=("site-packages", "dist-packages"))[0], []
+    if has_stdlib and path == PYTHON_PACKAGES:
+        origin = getattr(importlib.util.find_spec(_PACKAGES[0]), "origin", None)
+        root = os.path.dirname(os.path.dirname(str(origin)))
+        names, _ = _walk(root, [f"{name}/**/*.py" for name in _PACKAGES])
+        return root, [n for n in names if os.path.getsize(os.path.join(root, n)) >= _EMPTY], []
     full = os.path.abspath(os.path.expanduser(path)) if path else ""
     if os.path.isfile(full):
         return os.path.dirname(full), [os.path.basename(full)], []

@@ -12,7 +12,7 @@ Nouns of this room, also in the documentation:
 
 Modules, from the bottom: `lineage` (frozen values), `log` (the private files), `spending` (epsilon,
 caveats, the sum over several runs) and `schema` (`privacy.json`). Configurations are read one floor
-above, in `checkpoint`. `python -m torchtitan_dp.ledger RUN…` verifies runs and adds them up.
+above, in `checkpoint`. `torchtitan-dp ledger RUN…` verifies runs and adds them up.
 """
 
 from torchtitan_dp.ledger.lineage import Lineage as Lineage

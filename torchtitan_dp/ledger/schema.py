@@ -29,6 +29,7 @@ from torchtitan_dp.ledger.spending import (
     heldout_epsilon,
     recorded,
     spent,
+    to_act_on,
 )
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.meaning import Meaning, meaning
@@ -352,12 +353,15 @@ def summary(content: dict[str, Any]) -> list[str]:
     loss = content["heldout_loss"]
     how = "".join(f"{words}, " for words in in_words(Mechanism.from_fields(content)))
     lines = [
-        f"done: {content['steps']} steps",
         f"privacy: {stated}, delta = {content['delta']:g} "
         f"(sigma = {content['noise_multiplier']:.4f}, q = {content['sample_rate']:.5f}, "
         f"C = {content['max_grad_norm']:g}, {how}{content['accountant']}; unit: one "
-        f"{content['privacy_unit']}; neighbours: {content['neighbouring_relation']})",
+        f"{content['privacy_unit']}; neighbours: {content['neighbouring_relation']})"
     ]
+    if content["private"] and content["meaning"] is not None:
+        meant = Meaning.from_json(content["meaning"])
+        unit = content["privacy_unit"].split()[0]
+        lines.append(meant.sentences(unit, content["epsilon"], content["delta"])[0])
     if content["private"] and content["steps_executed"] > content["steps"]:
         lines.append(
             f"with steps lost in crashes: epsilon = {rounded_up(content['epsilon_executed'])}, "
@@ -370,7 +374,7 @@ def summary(content: dict[str, Any]) -> list[str]:
             f"deviation {deviation:.2g}; epsilon = {rounded_up(content['heldout_epsilon'])}, "
             f"delta = {loss['delta']:g} for a held-out unit"
         )
-    return [*lines, *(f"caveat: {caveat}" for caveat in content["caveats"])]
+    return [*lines, *(f"caveat: {caveat}" for caveat in to_act_on(content["caveats"]))]
 
 
 # Reading.

@@ -73,7 +73,7 @@ _ASSUMPTIONS = (
     "operating system, are indistinguishable from random",
     "the program is correct: it is tested, not proven",
     "the model, the terms of each step and the numbers of steps and runs were not chosen by "
-    "earlier results on the same records; several runs compose (python -m torchtitan_dp.ledger)",
+    "earlier results on the same records; several runs compose (torchtitan-dp ledger)",
 )
 
 
@@ -85,6 +85,8 @@ def assumptions(lineage: Lineage) -> list[str]:
 _EARLY = "not all planned steps were taken: "
 _LOST = "steps were lost: "
 _ROUNDED = "the clipped sum is rounded: "
+_LESS = ": train on more ranks, or lower training.global_batch_size"
+_SMALL = 0.01  # of C: such a rounding nobody needs to act on
 _ESTIMATED = (
     "norms were estimated from random projections: the estimates' errors, which epsilon counts, "
     "are taken to be those of real numbers"
@@ -93,6 +95,11 @@ BY_RDP = (
     "RDP counts in the place of privacy.accountant = 'pld', whose numbers float64 cannot hold here "
     "or are larger: epsilon holds, but may be above the least one"
 )
+
+
+def to_act_on(caveats: Sequence[str]) -> list[str]:
+    """Leave out a small rounding, which `privacy.json` alone states."""
+    return [one for one in caveats if not one.startswith(_ROUNDED) or one.endswith(_LESS)]
 
 
 def caveats(lineage: Lineage, epsilon: float, epsilon_planned: float) -> list[str]:
@@ -128,7 +135,7 @@ def caveats(lineage: Lineage, epsilon: float, epsilon_planned: float) -> list[st
         moved = f"{rounded_up(excess, digits=2)} C more than epsilon counts"
     found.append(
         f"{_ROUNDED}each rank adds up to {worst.summands} {worst.unit}s per step in fp32; "
-        f"adversarial gradients could move the sum by {moved}"
+        f"adversarial gradients could move the sum by {moved}{_LESS if excess > _SMALL else ''}"
     )
     if any(settings.mechanism.projections for settings in taken):
         found.append(_ESTIMATED)

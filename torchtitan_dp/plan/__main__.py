@@ -31,7 +31,7 @@ if __name__ == "__main__":  # before PyTorch, which takes seconds to import
 # isort: split
 import torch
 
-from torchtitan_dp.base.process import lock_folder, typed
+from torchtitan_dp.base.process import VERBOSE, lock_folder, progress, typed
 from torchtitan_dp.checkpoint.plan import Plan
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import (
@@ -47,7 +47,13 @@ from torchtitan_dp.distributed.host_memory import available_bytes
 from torchtitan_dp.ledger.schema import explain
 from torchtitan_dp.ledger.spending import heldout_epsilon, spent
 from torchtitan_dp.ledger.templates import templates
-from torchtitan_dp.models.hugging_face import describe, parameter_count, skeleton, trained_count
+from torchtitan_dp.models.hugging_face import (
+    describe,
+    origin,
+    parameter_count,
+    skeleton,
+    trained_count,
+)
 from torchtitan_dp.plan.choose import choose, fewest_ranks, show_choices
 from torchtitan_dp.plan.memory import DEFAULT_GIB, GIB, predict, show_memory
 from torchtitan_dp.plan.roofline import (
@@ -83,7 +89,7 @@ class Spending:
     noise: Noise
     kept_noise_gib: float  # of a rank: earlier steps', where noise is correlated
     cost: StepCost
-    meaning: tuple[str, ...]  # of epsilon, for one person: sentences
+    meaning: list[str]  # of epsilon, for one person: sentences
     if_capped: float | None  # epsilon, were estimated norms capped; None where they are
     loss: Loss | None  # None where none is published
 
@@ -105,13 +111,17 @@ def main(argv: list[str]) -> list[str]:
         overrides = [*overrides, *found]
         config = load_config(overrides, world_size)
         available = available_bytes()  # before records are indexed
+        progress("reading records, finding the noise…")
         checked = check_run(config, units=options.units)
         lock_folder(config.job.dump_folder).close()
         if options.ranks_here is not None:
             refuse_lack(config, checked.args, options.ranks_here, available)
         spending = None if checked.plan is None else _spending(config, checked, checked.plan)
+    brief = options.ranks_here is not None and not os.environ.get(VERBOSE)
+    for key in [] if brief else found:
+        print(f"      {key}: the fewest ranks that fit share a sample", file=sys.stderr)
     host = _host(config, checked, options.ranks_here or min(world_size, RANKS_A_NODE))
-    _show(config, checked, spending, host, available)
+    _show(config, checked, spending, host, available, brief=brief)
     if spending is None:
         if machine or asked:
             print("      nothing more is predicted without privacy", file=sys.stderr)
@@ -251,7 +261,7 @@ def _spending(config: JobConfig, checked: Checked, plan: Plan) -> Spending:
         noise=noise_of_run(mechanism, trained=trained, batch=batch, steps=plan.steps),
         kept_noise_gib=4 * (mechanism.period - 1) * trained / (dp_shard * cp) / GIB,
         cost=step_cost(config, args, records=count, rate=mechanism.sample_rate),
-        meaning=tuple(meaning.sentences(ledger.settings.unit)) if meaning else (),
+        meaning=meaning.sentences(settings.unit, plan.epsilon, settings.delta) if meaning else [],
         if_capped=if_capped,
         loss=_loss(config, plan, len(checked.records.heldout)),
     )
@@ -284,11 +294,17 @@ def _show(
     spending: Spending | None,
     host: dict[str, float],
     available: int | None,
+    *,
+    brief: bool,
 ) -> None:
-    show_records(config, checked)
+    progress("")
+    show_records(config, checked, brief=brief)
     text = _TEXT.render(
         **vars(checked),
+        brief=brief,
         config=config,
+        parameters=parameter_count(checked.args),
+        origin=origin(config),
         spent=spending,
         host=host,
         left=available and available / GIB,
@@ -297,7 +313,8 @@ def _show(
         unit=unit_word(config),
         method=METHODS[config.privacy.gradient_method],
         tile=feed_forward_chunk(config) if skeleton(checked.args).gated else 0,
-        notices=[*tokenizer_lines(config, checked.records.source), *notices(config)],
+        tokenizer=tokenizer_lines(config, checked.records.source),
+        notices=notices(config),
         model=describe(config, checked.args),
     )
     print(text, end="", file=sys.stderr)

@@ -156,9 +156,7 @@ def fewest_ranks(overrides: list[str], ranks: int, memory_gib: float) -> list[st
             pool.shutdown(cancel_futures=True)
     else:  # this process sees no device either, and has imported all that the plan needs
         fewest = next(filter(suffices, fewer), most)
-    key = f"{_CP}={fewest}"
-    print(f"      {key}: the fewest ranks that fit share a sample", file=sys.stderr)
-    return [f"--{key}"]
+    return [f"--{_CP}={fewest}"]
 
 
 def _fits(overrides: list[str], ranks: int, memory_gib: float, cp: int) -> bool:

@@ -1,6 +1,6 @@
 """Tokenize the records of a configuration; units, tokens, and what a sequence length cuts off.
 
-    torchtitan-dp prepare MY.toml [--section.key value …] [--json FILE]
+    torchtitan-dp prepare MY.toml [--section.key value …] [--json FILE] [--show N [--training]]
     torchtitan-dp prepare --list | --delete NAME … [--data.store FOLDER]
 
 Everything that is printed depends on private records, and is labelled so: it is for their owner.
@@ -10,11 +10,12 @@ import argparse
 import os
 import sys
 import time
+from typing import Any
 
 from torchtitan_dp.config.commands import parse_known, tool_parser
 from torchtitan_dp.config.derived import unit_word
 from torchtitan_dp.config.load import exit_on_mistake, load_config, write_json
-from torchtitan_dp.data import say, warn
+from torchtitan_dp.data import printable, say, warn
 from torchtitan_dp.data import store as stores
 
 
@@ -50,11 +51,39 @@ def _prepare(options: argparse.Namespace, overrides: list[str]) -> None:
         warn(warning)
     for line in describe(found, unit_word(config)):
         say(line)
+    if options.show:
+        _show(records, samples, options.show, of_training=options.training)
+
+
+def _show(records: Any, samples: Any, count: int, *, of_training: bool) -> None:
+    """Print samples of units as the model gets them, decoded, targets marked. NOT PRIVATE."""
+    import numpy as np
+
+    from torchtitan_dp.data.batching import FIXED_KEY, RecordLoader
+
+    units = records.train if of_training else records.heldout
+    if not len(units):
+        raise ValueError("--show: no unit is held out; add --training to see those trained on")
+    loader = RecordLoader(samples, units, ranks=1, rank=0, batch_size=1)
+    marks = ("\x1b[32m", "\x1b[0m") if sys.stdout.isatty() else ("⟦", "⟧")
+    for place, unit in enumerate(units[:count].tolist()):
+        ids = samples.ids(unit, loader.rng(FIXED_KEY, place))
+        targets, places = (ids >= 0) & (np.arange(len(ids)) > 0), samples.units.places(unit)
+        whole = int(samples.store.lengths()[samples.units.members[places]].sum())
+        say(f"sample {place + 1}: {len(ids):,} of {whole:,} tokens; {targets.sum():,} are targets")
+        for part in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(targets)) + 1):
+            found = ids[part]
+            text = records.source.tokenizer.decode(np.where(found < 0, ~found, found).tolist())
+            text = "\n".join(map(printable, text.split("\n")))
+            print(text.join(marks) if targets[part].any() else text, end="")
+        print()
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = tool_parser("torchtitan-dp prepare", __doc__)
     parser.add_argument("--json", metavar="FILE", help="write the figures there; - is stdout")
+    parser.add_argument("--show", type=int, metavar="N", help="print N held-out samples, marked")
+    parser.add_argument("--training", action="store_true", help="--show: those trained on")
     parser.add_argument("--list", action="store_true", help="list all stores of tokens")
     parser.add_argument("--delete", nargs="+", default=[], metavar="NAME", help="or `all`: erase")
     parser.add_argument("--data.store", dest="store", metavar="FOLDER", help="of all stores")

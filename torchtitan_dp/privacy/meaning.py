@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from scipy.special import expit, log_ndtr, ndtr, ndtri
 
-from torchtitan_dp.privacy.accounting import check_delta, percent
+from torchtitan_dp.privacy.accounting import check_delta, percent, rounded_up
 from torchtitan_dp.privacy.pld import gaussian_delta, is_one_gaussian, pld_profile
 from torchtitan_dp.privacy.rdp import rdp_delta, rdp_epsilon
 from torchtitan_dp.privacy.segments import GaussianSteps, Segment, composition
@@ -59,35 +59,53 @@ class Meaning:
             posterior_but_for=fields["posterior_but_for"],
         )
 
-    def sentences(self, unit: str = "record") -> list[str]:
-        """Return the bounds in plain English, each number rounded up.
+    def sentences(self, unit: str, epsilon: float, delta: float) -> list[str]:
+        """Return the bounds in plain English, each number rounded up: the attacks, a verdict on
+        `epsilon`, and last the worst case, which (epsilon, delta) alone describes.
 
         >>> from torchtitan_dp.privacy.segments import Mechanism
-        >>> for line in meaning([Segment(Mechanism(2.0, 1.0), 4)], 1e-5).sentences():
+        >>> bounds = meaning([Segment(Mechanism(2.0, 1.0), 4)], 1e-5)
+        >>> for line in bounds.sentences("record", 4.377, 1e-5):
         ...     print(line)
         A membership-inference attack with 1% false positives detects at most 9.24% of training \
-records.
+records; without the model, 1%.
         A membership-inference attack with 0.1% false positives detects at most 1.83% of training \
-records.
-        An attacker who gives the membership of a record even odds is at most 99.4% sure of it \
-after seeing the model, except with a probability of 1 in 100,000.
+records; without the model, 0.1%.
+        Verdict: a reasonable guarantee, by the scale of Ponomareva et al. (How to DP-fy ML, \
+2023): epsilon up to 1 is strong, up to 10 reasonable, above that weak.
+        Worst case, with all luck on the attacker's side: an output is at most 79.6 times \
+(e^epsilon) as likely as without the record, except with a probability of 1 in 100,000; even \
+odds that the record was used become at most 99.4%, except with a probability of 1 in 100,000. \
+If that must never happen to anyone, choose epsilon up to 1.
         """
         if self.posterior == 1.0 == min(share for _, share in self.detected):
             return [f"Nothing bounds a membership-inference attack on a {unit}: there is no noise."]
-        lines = [
-            f"A membership-inference attack with {percent(alarms)} false positives detects at most "
-            f"{percent(share)} of training {unit}s."
-            for alarms, share in self.detected
-        ]
-        but_for = ""
-        if self.posterior_but_for:
-            many = int(1 / Decimal(repr(self.posterior_but_for)))
-            but_for = f", except with a probability of 1 in {many:,}"
+        word = "strong" if epsilon <= 1 else "reasonable" if epsilon <= 10 else "weak"
+        but_for = _exception(self.posterior_but_for) if self.posterior_but_for else ""
+        choice = "If that must never happen to anyone, choose epsilon up to 1."
         return [
-            *lines,
-            f"An attacker who gives the membership of a {unit} even odds is at most "
-            f"{percent(self.posterior)} sure of it after seeing the model{but_for}.",
+            *(
+                f"A membership-inference attack with {percent(alarms)} false positives detects at "
+                f"most {percent(share)} of training {unit}s; without the model, {percent(alarms)}."
+                for alarms, share in self.detected
+            ),
+            f"Verdict: a {word} guarantee, by the scale of Ponomareva et al. (How to DP-fy ML, "
+            "2023): epsilon up to 1 is strong, up to 10 reasonable, above that weak.",
+            "Worst case, with all luck on the attacker's side: an output is at most "
+            f"{_factor(epsilon)} times (e^epsilon) as likely as without the {unit}"
+            f"{_exception(delta)}; even odds that the {unit} was used become at most "
+            f"{percent(self.posterior)}{but_for}. {choice if epsilon > 1 else ''}".rstrip(),
         ]
+
+
+def _exception(probability: float) -> str:
+    return f", except with a probability of 1 in {int(1 / Decimal(repr(probability))):,}"
+
+
+def _factor(epsilon: float) -> str:
+    if epsilon < 20:
+        return rounded_up(math.exp(epsilon), digits=3)
+    return f"10^{math.ceil(epsilon / math.log(10))}"
 
 
 def meaning(segments: Sequence[Segment], delta: float) -> Meaning:

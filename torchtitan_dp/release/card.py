@@ -11,7 +11,6 @@ Guarantee:
       consequences and q are rounded up, sigma is rounded down, and delta and C are exact.
 """
 
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,10 @@ from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
 from torchtitan_dp.ledger import PRIVACY_FILE, Lineage, RunLog
 from torchtitan_dp.ledger.lineage import Ancestor, of_weights
 from torchtitan_dp.ledger.schema import in_words, read_published_fields, released
-from torchtitan_dp.ledger.spending import recorded, spent
+from torchtitan_dp.ledger.spending import recorded, spent, to_act_on
 from torchtitan_dp.ledger.templates import templates
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.hugging_face import parameter_count, without_lora
-from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.meaning import Meaning
 from torchtitan_dp.privacy.segments import Mechanism
 
@@ -136,6 +134,7 @@ def model_card(
         adapters=args.lora is not None,
         base_model=base_model,
         **guarantee(terms, config),
+        caveats=to_act_on(terms["caveats"]),
         lost=terms["steps_executed"] - terms["steps"],
         heldout_fraction=config.data.heldout_fraction,
         earlier=[Ancestor.from_fields(fields) for fields in terms["ancestors"]],
@@ -160,15 +159,10 @@ def guarantee(terms: dict[str, Any], config: JobConfig | None) -> dict[str, Any]
     return {
         "unit": unit,
         "kind_of_unit": kind,
-        "factor": _factor(terms["epsilon"]),
-        "meaning": Meaning.from_json(terms["meaning"]).sentences(unit),
+        "meaning": Meaning.from_json(terms["meaning"]).sentences(
+            unit, terms["epsilon"], terms["delta"]
+        ),
     }
-
-
-def _factor(epsilon: float) -> str:
-    if epsilon < 20:
-        return rounded_up(math.exp(epsilon), digits=3)
-    return f"10^{math.ceil(epsilon / math.log(10))}"
 
 
 _TEMPLATES = templates(Path(__file__).parent)

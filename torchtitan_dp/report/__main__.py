@@ -30,7 +30,7 @@ from torchtitan_dp.base.process import versions, write_atomically
 from torchtitan_dp.config.load import exit_on_mistake, fail
 from torchtitan_dp.ledger import schema
 from torchtitan_dp.ledger.spending import epsilon as epsilon_of
-from torchtitan_dp.ledger.spending import spent
+from torchtitan_dp.ledger.spending import spent, to_act_on
 from torchtitan_dp.ledger.templates import templates
 from torchtitan_dp.plan.signal import DROWNS, noise_of_run
 from torchtitan_dp.privacy.accounting import rounded_down, rounded_up
@@ -81,6 +81,7 @@ def content(run: RunFolder) -> dict[str, Any]:
     charts = [*public_charts(run), *_charts_of_records(run)]
     for chart in charts:
         chart.public = chart.public and run.private
+        chart.last = max(run.total, run.ledger.steps, 1)
     return {
         "private_run": run.private,
         "title": run.path.resolve().name,
@@ -91,7 +92,7 @@ def content(run: RunFolder) -> dict[str, Any]:
         "charts": charts,
         "draws": importlib.util.find_spec("matplotlib") is not None,
         "guarantee": _guarantee(run),
-        "caveats": run.caveats,
+        "caveats": to_act_on(run.caveats),
         "assumptions": run.assumptions,
         "terms": _terms(run),
         "settings": [
@@ -118,6 +119,7 @@ class Chart:
     logarithmic: bool = False
     words: str = ""
     write: Callable[[float], str] = field(default="{:.4g}".format)
+    last: int = 1  # step of the axis that all charts of a page have
 
     @property
     def table(self) -> list[list[str]]:
@@ -146,6 +148,7 @@ class Chart:
                 name, value = self.reference
                 axes.axhline(value, color="black", linestyle="--", label=f"{name} {value:g}")
             axes.set(xlabel="step", yscale="log" if self.logarithmic else "linear")
+            axes.set_xlim(-0.02 * self.last, 1.02 * self.last)
             axes.legend(fontsize="small")
             axes.grid(alpha=0.3)
             unsaid = dict.fromkeys(("Creator", "Date", "Format", "Type"))

@@ -222,16 +222,16 @@ def check_files(config: JobConfig, args: ModelArgs, start: Start) -> None:
 
 def show_notices(config: JobConfig, checked: Checked) -> None:
     """Print warnings of the records and notices of the configuration, as a plan does."""
-    show_records(config, checked)
+    show_records(config, checked, brief=False)
     for line in tokenizer_lines(config, checked.records.source) + notices(config):
         print(f"      {line}", file=sys.stderr)
 
 
-def show_records(config: JobConfig, checked: Checked) -> None:
-    """Print what is known of the records, labelled not private."""
+def show_records(config: JobConfig, checked: Checked, *, brief: bool) -> None:
+    """Print what is known of the records, or warnings alone, labelled not private."""
     for warning in checked.records.warnings:
         warn(warning)
-    if checked.records.fingerprint:  # else they are none, but a number
+    if checked.records.fingerprint and not brief:  # else they are none, but a number
         for line in describe(checked.records.figures(checked.samples), unit_word(config)):
             say(line)
 

@@ -122,8 +122,11 @@ def _log_seconds(trainer: Any, seconds: dict[int, float], of_update: float) -> N
     found = ", ".join(f"{took:.3g} s of {length:,} tokens" for length, took in seconds.items())
     logger.info(f"rehearsal: a microbatch takes {found}; an update {of_update:.3g} s")
     hours = step * left / 3600
-    took = f"{step:.3g} s a step, {hours:.3g} h for {left:,} steps"
-    logger.info(f"not private: expected: {took}, without validation and checkpoints")
+    took = f"{hours:.1f} h" if hours > 1 else f"{60 * hours:.1f} min"
+    logger.info(
+        f"not private: expected: {took} for {left:,} steps, {step:.3g} s each, without validation "
+        "and checkpoints"
+    )
     numbers = {"seconds_per_microbatch": seconds, "seconds_per_update": of_update}
     numbers |= {"seconds_per_step": step, "hours": hours, "steps": left}
     logger.info(f"not private: rehearsal: {json.dumps(numbers)}")

@@ -30,7 +30,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 from torchtitan.train import Trainer
 
-from torchtitan_dp.base.process import as_faults
+from torchtitan_dp.base.process import VERBOSE, as_faults
 from torchtitan_dp.checkpoint.manager import Checkpointer
 from torchtitan_dp.checkpoint.plan import baseline_ledger
 from torchtitan_dp.checkpoint.start import Start
@@ -58,6 +58,11 @@ _TORCHTITAN = str(Path(torchtitan.__file__).parent) + os.sep  # installed beside
 # without privacy leaves that to TorchTitan.
 _SHOWN = re.compile(
     r"(\x1b\[\S*?m)?(step: |Training starts|(Loading|Saving|Finished saving) the checkpoint)"
+)
+# Of our lines those that `VERBOSE` shows.
+_DETAILS = re.compile(
+    r"model: |(not private: )?rehearsal: (done|a microbatch|\{)|to watch |"
+    r"step: \S+  not private: (averaged weights' )?held-out loss at tokens"
 )
 _NOTHING_TO_DO = (
     r"ENV\[TORCH_NCCL_ASYNC_ERROR_HANDLING\]",  # set by torchrun, and overridden on purpose
@@ -88,7 +93,9 @@ def is_shown(record: logging.LogRecord) -> bool:
     message = record.getMessage()
     if record.levelno > logging.INFO:
         return not any(re.match(pattern, message) for pattern in _NOTHING_TO_DO)
-    return not record.pathname.startswith(_TORCHTITAN) or bool(_SHOWN.match(message))
+    if record.pathname.startswith(_TORCHTITAN):
+        return bool(_SHOWN.match(message))
+    return bool(os.environ.get(VERBOSE)) or not _DETAILS.match(message)
 
 
 def build_model(decide: Callable[[], Start] | None, args: Any) -> CausalLM:
@@ -196,6 +203,16 @@ class RunTrainer(Trainer):
     def train(self) -> None:
         inspect.unwrap(Trainer.train)(self)
 
+    def evaluate_start(self) -> None:
+        """Evaluate the starting weights on held-out units. Collectives: the validator's."""
+        if self.step == 0 and self.job_config.validation.enable:
+            self.validator.validate(self.model_parts, 0)
+
+    def summary(self) -> list[str]:
+        """Return the last lines of a run that is done, for the console of rank 0."""
+        compared = self.validator.comparison() if self.job_config.validation.enable else None
+        return [f"done: {self.step} steps", *([compared] if compared else [])]
+
     def exported_terms(self) -> dict[str, Any]:
         """Return the `privacy.json` of the weights as they are now."""
         raise NotImplementedError
@@ -220,6 +237,7 @@ class BaselineTrainer(RunTrainer):
         self.metrics_processor.begin(self.step, private=False)
         if self.average is not None:
             self.average.begin()
+        self.evaluate_start()
         return super().batch_generator(data_iterable)
 
     def forward_backward_step(

@@ -93,6 +93,7 @@ class DPTrainer(RunTrainer):
         self.sample_losses = SampleLosses.on(model, self.device, self.parallel_dims, job_config)
         self.feed = Feed(self.dataloader, ladder(job_config), self.device)
         self._log_last: Callable[[], None] = lambda: None  # the newest step, unless it was logged
+        self._summary: list[str] = []
 
     @property
     def ledger(self) -> Lineage:
@@ -160,7 +161,10 @@ class DPTrainer(RunTrainer):
             self._publish_loss()
             if (spent := self.books.publish()) is not None:
                 self.metrics_processor.send()
-                self.books.show_summary(spent)
+                self._summary = self.books.summary(spent)
+
+    def summary(self) -> list[str]:
+        return [*super().summary(), *self._summary]
 
     def _publish_loss(self) -> None:
         """Publish the held-out loss of the last weights, where that is asked for and was not done.
@@ -192,6 +196,7 @@ class DPTrainer(RunTrainer):
         planned = (self.books.publish() or {}).get("epsilon_planned")
         private = self.ledger.private
         self.metrics_processor.begin(self.step, private=private, epsilon_planned=planned)
+        self.evaluate_start()
         return self.feed
 
     # The state in a checkpoint besides weights, optimizer and LR schedule.
@@ -273,9 +278,13 @@ def main(argv: list[str]) -> None:
     try:
         with kept:
             trainer.train()
-        if exports and trainer.step == config.training.steps:  # not where it was stopped
-            which = " (the average of weights)" if trainer.average else ""
-            logger.info(f"Hugging Face folder: {export_weights(trainer)}/{which}")
+        if trainer.step == config.training.steps:  # not where it was stopped
+            if exports:
+                which = " of the averaged weights" if trainer.average else ""
+                folder = f"Hugging Face folder{which}, to evaluate here; what to ship is a release"
+                logger.info(f"{folder}: {export_weights(trainer)}/")
+            for line in trainer.summary():
+                logger.info(line)
     finally:
         trainer.close()
     dist.destroy_process_group()

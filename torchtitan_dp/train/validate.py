@@ -37,7 +37,8 @@ class HeldOut(NamedTuple):
 
 
 class HeldOutValidator:
-    """Evaluates the same `validation.steps` microbatches at step 1, each `freq`, and the end."""
+    """Evaluates the same `validation.steps` microbatches before step 1, each `freq` steps,
+    and at the end."""
 
     def __init__(
         self,
@@ -50,6 +51,7 @@ class HeldOutValidator:
         self._loader, self._config, self._dims = loader, job_config, parallel_dims
         self._metrics = metrics
         self._average: WeightAverage | None = None
+        self._found: dict[int, float] = {}  # the loss to compare, by step
         self._buckets = buckets(job_config.training.seq_len)
 
     def compare(self, average: WeightAverage | None) -> None:
@@ -59,7 +61,7 @@ class HeldOutValidator:
     def should_validate(self, step: int) -> bool:
         """Return whether a step is due."""
         config = self._config
-        return step in (1, config.training.steps) or step % config.validation.freq == 0
+        return step == config.training.steps or step % config.validation.freq == 0
 
     @torch.no_grad()
     def losses(self, model_parts: list[nn.Module]) -> np.ndarray:
@@ -93,7 +95,19 @@ class HeldOutValidator:
                 parts = ", ".join(f"{where}: {loss:.4f}" for where, loss in one.at.items())
                 logger.info(f"{at}  not private: {which}held-out loss at tokens {parts}")
         self._metrics.logger.log(losses, step)
+        self._found[step] = losses.get("heldout_loss_ema", losses["heldout_loss"])
         return losses["heldout_loss"]
+
+    def comparison(self) -> str | None:
+        """Compare the losses before step 1 and after the last, in one line; None without both."""
+        before, after = (self._found.get(n) for n in (0, self._config.training.steps))
+        if before is None or after is None:
+            return None
+        line = f"not private: held-out loss: {before:.4f} before the first step, {after:.4f} now"
+        if (best := self._config.validation.reference_loss) is None or best >= before:
+            return line
+        closed = (before - after) / (before - best)
+        return f"{line}; {closed:.0%} of the way to {best:g}, validation.reference_loss"
 
     def _held_out(self, model: nn.Module, *, alone: bool = False) -> HeldOut:
         """Compute losses of the held-out units, in one forward pass over each: `alone` where they

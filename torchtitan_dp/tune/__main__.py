@@ -13,7 +13,7 @@ Guarantee:
     - Trials are compared by the published losses in their `privacy.json`; nothing else of their
       outputs is read but their ledgers.
     - The noise follows from configurations and public numbers alone, before any trial begins.
-    - `Search.spent_within` composes the trials' own ledgers, as `python -m torchtitan_dp.ledger`
+    - `Search.spent_within` composes the trials' own ledgers, as `torchtitan-dp ledger`
       does, before a search begins and each time before it goes on: a unit that is trained on pays
       all steps, planned and lost ones included, and one that is held out all published losses, each
       at most `--epsilon`. Every start has root keys of its own.
@@ -185,7 +185,7 @@ class Search:
             if is_run and not marks.get(path.name):
                 raise ValueError(
                     f"'{path}' is a run, but no trial of this search: restore its {TRIAL_FILE}, or "
-                    "move it elsewhere (what it spent still counts: python -m torchtitan_dp.ledger)"
+                    "move it elsewhere (what it spent still counts: torchtitan-dp ledger)"
                 )
         if not known:
             checked = self.check(Noise([1.0] * len(self.trials), 1.0))
@@ -447,7 +447,7 @@ def _conclude(search: Search, announced: Total, json_file: str | None) -> int:
     _say(f"best: {best.name}: {' '.join(best.options)}{beside if near else ''}")
     _say(
         f"the search spent {_in_words(search, total(begun))}; a run with its result, and earlier "
-        f"searches, add theirs: python -m torchtitan_dp.ledger {search.folder}/trial_* RUN"
+        f"searches, add theirs: torchtitan-dp ledger {search.folder}/trial_* RUN"
     )
     return 1 if failed else 0
 
