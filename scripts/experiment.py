@@ -23,6 +23,7 @@ import argparse
 import ast
 import hashlib
 import importlib.metadata
+import io
 import json
 import os
 import re
@@ -348,6 +349,37 @@ def report(docs: Path, out: Path | None) -> None:
         (docs / "results" / "runs.json").write_text(text, "utf-8")
     page, made = docs / "results.md", tables(docs)
     page.write_text(filled_in(page.read_text(), {name: made[name] for name in ON_THE_PAGE}))
+    (docs / "results" / "losses.svg").write_text(picture(read(docs, "runs")), "utf-8")
+
+
+def picture(runs: list[Run]) -> str:
+    """Draw the main table's medians, all weights trained, as bars in an SVG for light and dark."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    main = [r for r in by_setting(runs) if not r["rank"] and len(r["runs"]) == 3]
+    private = sorted((r for r in main if r["kind"] == "private"), key=lambda r: r["epsilon"])
+    plain = min((r for r in main if r["kind"] == "plain"), key=lambda r: r["loss"])
+    untuned = next(r for r in by_setting(runs) if r["kind"] == "none")
+    rows = [("no tuning", untuned), *((f"ε = {r['epsilon']:g}", r) for r in private)]
+    rows.append(("without privacy", plain))
+    names, losses = [name for name, _ in rows], [row["loss"] for _, row in rows]
+    colours = ["#8b949e", *["#2f81f7"] * len(private), "#3fb950"]
+    grey = {"text.color": "#7d8590", "svg.fonttype": "none", "svg.hashsalt": "losses"}
+    buffer = io.StringIO()
+    with matplotlib.rc_context(grey):
+        figure = Figure(figsize=(6.4, 2.4), layout="constrained")
+        axes = figure.subplots()
+        drawn = axes.barh(names, losses, color=colours)
+        axes.bar_label(drawn, [f"{loss:.2f}" for loss in losses], padding=4)
+        axes.set_title("held-out loss, nats a token (less is better)", fontsize="medium")
+        axes.set_xlim(0, 1.12 * max(losses))
+        axes.invert_yaxis()
+        axes.tick_params(colors="#7d8590", length=0, labelbottom=False)
+        axes.spines[:].set_visible(False)
+        unsaid = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(buffer, format="svg", transparent=True, metadata=unsaid)
+    return buffer.getvalue()
 
 
 def filled_in(page: str, made: dict[str, str]) -> str:

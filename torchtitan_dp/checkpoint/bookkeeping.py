@@ -245,10 +245,9 @@ class Bookkeeping:
 
     def summary(self, spent: dict[str, Any]) -> list[str]:
         """Return the last lines of a run that is done, from the content of `privacy.json`."""
-        lines = [*summary(spent), f"outputs: {self._folder}/"]
-        if spent["private"] and not self.ledger.is_trial:
-            lines.append(f"to publish: {typed('release')} {self._folder} NEW_FOLDER")
-        return lines
+        is_to_ship = spent["private"] and not self.ledger.is_trial
+        ship = [f"to publish: {typed('release')} {self._folder} NEW_FOLDER"] if is_to_ship else []
+        return [*summary(spent), *ship]
 
     def _draw(self, step: int, loader: RecordLoader) -> Draw:
         mechanism = self.settings.mechanism

@@ -94,9 +94,10 @@ class LabelledMetricsProcessor(MetricsProcessor):
     def begin(self, step: int, *, private: bool) -> None:
         """Open the sinks, after loading; `step` is the last that was taken."""
         self.logger = open_outlets(self.job_config, step, private=private)
+        folder, watch = self.job_config.job.dump_folder, ""
         if self.job_config.metrics.enable_tensorboard:
-            folder = shlex.quote(self.job_config.job.dump_folder)
-            logger.info(f"to watch (not private): tensorboard --logdir {folder}")
+            watch = f"; to watch (not private): tensorboard --logdir {shlex.quote(folder)}"
+        logger.info(f"writes: {folder}/{watch}")
         self.time_last_log = time.perf_counter()  # opening may take seconds
 
     def should_log(self, step: int) -> bool:

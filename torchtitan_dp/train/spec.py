@@ -61,7 +61,7 @@ _SHOWN = re.compile(
 )
 # Of our lines those that `VERBOSE` shows.
 _DETAILS = re.compile(
-    r"model: |(not private: )?rehearsal: (done|a microbatch|\{)|to watch |"
+    r"model: |(not private: )?rehearsal: (done|a microbatch|\{)|"
     r"step: \S+  not private: (averaged weights' )?held-out loss at tokens"
 )
 _NOTHING_TO_DO = (
