@@ -149,6 +149,7 @@ class Chart:
                 axes.axhline(value, color="black", linestyle="--", label=f"{name} {value:g}")
             axes.set(xlabel="step", yscale="log" if self.logarithmic else "linear")
             axes.set_xlim(-0.02 * self.last, 1.02 * self.last)
+            axes.xaxis.get_major_locator().set_params(integer=True)
             axes.legend(fontsize="small")
             axes.grid(alpha=0.3)
             unsaid = dict.fromkeys(("Creator", "Date", "Format", "Type"))
