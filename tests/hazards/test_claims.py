@@ -146,7 +146,7 @@ def test_row53_an_audit_adds_to_what_runs_spend(tmp_path):
     spent = compose([SETTINGS.segment(80)], delta=SETTINGS.delta, accountant=SETTINGS.accountant)
     assert total(runs).epsilon == pytest.approx(spent)
     assert not any(run.faults for run in runs)
-    with pytest.raises(ValueError, match="has an audited run"):  # no place for a run
+    with pytest.raises(ValueError, match="audited, so never private"):  # no place for a run
         earlier_ledger(str(tmp_path / "audit"))
 
 

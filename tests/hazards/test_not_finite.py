@@ -121,7 +121,7 @@ def test_row69_such_weights_are_not_trained_on(monkeypatch, start, words):
     with torch.no_grad():
         model.weight[0, 0] = torch.inf
     with pytest.raises(
-        Fault, match=f"{start.key} = '{start.place}': weight is not finite.*{words}"
+        Fault, match=f"{start.key} = '{start.place}': weight is missing or not finite.*{words}"
     ):
         Checkpointer._require_finite_start(fake)
 
@@ -134,7 +134,7 @@ def test_row69_such_weights_are_not_released(tmp_path, bad):
     load_weights(str(tmp_path / "whole"), model)
     held["model.model.norm.weight"][0] = bad
     dcp.save(held, checkpoint_id=tmp_path / "broken", no_dist=True)
-    with pytest.raises(ValueError, match=r"norm\.weight is not finite there"):
+    with pytest.raises(ValueError, match=r"norm\.weight is missing or not finite there"):
         load_weights(str(tmp_path / "broken"), model)
 
 

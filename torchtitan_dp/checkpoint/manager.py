@@ -142,7 +142,7 @@ class Checkpointer(CheckpointManager):
         if start.resumes:
             remedy = "move this checkpoint away, and the run resumes from the one before"
         raise Fault(
-            f"{start.key} = '{start.place}': {name} is not finite there, or not there; {remedy}"
+            f"{start.key} = '{start.place}': {name} is missing or not finite there; {remedy}"
         )
 
     def require_finite(self, step: int) -> None:
@@ -245,9 +245,7 @@ class Checkpointer(CheckpointManager):
         if saves:
             self._report(step)
         kept = "saved" if saves else "not saved, since checkpoint.enable is false"
-        logger.info(
-            f"stopped at step {step} of {steps}, as requested, {kept}: the same command resumes"
-        )
+        logger.info(f"stopped at step {step} of {steps} as asked, {kept}: the same command resumes")
         return saves
 
     def _wait_for_background_save(self) -> None:

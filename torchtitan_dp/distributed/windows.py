@@ -175,9 +175,7 @@ def check_softcap(tokens: int, window: int | None) -> None:
     """Refuse a soft cap of scores in sequences of so many tokens, if queries see too many."""
     keys = tokens if window is None else min(window, tokens)
     if keys > CAPPED_KEYS:
-        raise ValueError(
-            f"soft caps have no kernel: a query may see {CAPPED_KEYS:,} keys, not {keys:,}"
-        )
+        raise ValueError(f"soft caps have no kernel: at most {CAPPED_KEYS:,} keys, not {keys:,}")
 
 
 def attend(

@@ -156,9 +156,7 @@ def refuse(config: JobConfig) -> None:
     """Raise ValueError, one line, if nothing can be recommended to this run."""
     privacy = config.privacy
     if not privacy.enable:
-        raise ValueError(
-            "--recommend with privacy.enable = false: there is no noise; leave one of the two out"
-        )
+        raise ValueError("--recommend with privacy.enable = false: there is no noise; omit one")
     if privacy.target_epsilon is None:
         raise ValueError(
             f"--recommend with privacy.noise_multiplier = {privacy.noise_multiplier}: give one "

@@ -115,9 +115,7 @@ class Search:
         combinations = grid(tries)
         config = load_config(shared, world_size)
         if not config.privacy.enable:
-            raise ValueError(
-                "privacy.enable = false: a search without privacy spends nothing; set it to true"
-            )
+            raise ValueError("privacy.enable = false: a search spends nothing then; set it to true")
         if config.privacy.debug_seed is not None:
             raise ValueError(
                 f"privacy.debug_seed = {config.privacy.debug_seed}: all trials would draw the same "
@@ -125,9 +123,7 @@ class Search:
             )
         delta = config.validation.publish_delta
         if delta not in (None, config.privacy.delta):
-            raise ValueError(
-                f"validation.publish_delta = {delta}: a search has one, privacy.delta; omit it"
-            )
+            raise ValueError(f"validation.publish_delta = {delta}: a search has one delta; omit it")
         folder = f"{config.job.dump_folder.rstrip('/')}_tune"
         trials = [
             Trial(f"trial_{number}", f"{folder}/trial_{number}", keys)
@@ -202,9 +198,7 @@ class Search:
                 )
         ledgers = [one for trial in self.trials if (one := read_published(trial.folder))]
         if len({one.run for one in ledgers}) < len(ledgers):
-            raise ValueError(
-                f"'{self.folder}': two of its trials are copies of one run; restore both"
-            )
+            raise ValueError(f"'{self.folder}': two trials are copies of one run; restore both")
         return noise
 
     def mark(self, trial: Trial, noise: Noise) -> dict[str, Any]:
@@ -225,9 +219,7 @@ class Search:
         of_trials = zip(self.trials, checked, strict=True)
         spent = total([Run(t.folder, p.ledger, r.fingerprint) for t, (p, r) in of_trials])
         if spent.epsilon_planned is None or spent.heldout_epsilon is None:
-            raise ValueError(
-                f"'{self.folder}': a trial there is not private; take another job.dump_folder"
-            )
+            raise ValueError(f"'{self.folder}': a trial is not private; change job.dump_folder")
         if (most := max(spent.epsilon_planned, spent.heldout_epsilon)) > epsilon:
             raise ValueError(
                 f"--epsilon = {epsilon:g}: the noise of all trials is fixed, and together, with "
