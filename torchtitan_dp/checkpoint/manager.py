@@ -141,9 +141,7 @@ class Checkpointer(CheckpointManager):
         remedy = "use an intact copy"
         if start.resumes:
             remedy = "move this checkpoint away, and the run resumes from the one before"
-        raise Fault(
-            f"{start.key} = '{start.place}': {name} is missing or not finite there; {remedy}"
-        )
+        raise Fault(f"{start.key} = '{start.place}': {name} is missing or not finite; {remedy}")
 
     def require_finite(self, step: int) -> None:
         """Raise Fault, on all ranks alike, if the trained weights after `step` are not finite.
