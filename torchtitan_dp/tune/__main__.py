@@ -26,7 +26,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -262,7 +261,7 @@ def grid(tries: Sequence[str]) -> list[dict[str, str]]:
     >>> grid(["training.global_batch_size/training.steps=64/50,128/25"])[1]
     {'training.global_batch_size': '128', 'training.steps': '25'}
     """
-    axes, names = [], []
+    found, names = [dict[str, str]()], list[str]()
     for text in tries:
         before, _, after = text.partition("=")
         keys, rows = before.split("/"), [row.split("/") for row in after.split(",")]
@@ -274,18 +273,13 @@ def grid(tries: Sequence[str]) -> list[dict[str, str]]:
         for key in keys:
             if key not in _KEYS and key.split(".")[0] not in _SECTIONS:
                 raise ValueError(
-                    f"--try = '{text}': {key} is not tried, since losses or records of its trials "
-                    f"might not compare; use {', '.join(f'{one}.…' for one in _SECTIONS)}, "
-                    f"{', '.join(_KEYS)}"
+                    f"--try = '{text}': {key} is not tried: its trials might not compare; use "
+                    f"{', '.join(f'{one}.…' for one in _SECTIONS)}, {', '.join(_KEYS)}"
                 )
         names += keys
-        axes.append([dict(zip(keys, row, strict=True)) for row in rows])
+        found = [one | dict(zip(keys, row, strict=True)) for one in found for row in rows]
     if len(set(names)) < len(names):
         raise ValueError(f"--try: {max(names, key=names.count)} is there twice; list it once")
-    found = [
-        {key: value for part in parts for key, value in part.items()}
-        for parts in itertools.product(*axes)
-    ]
     if repeated := [keys for keys in found if found.count(keys) > 1]:
         same = ", ".join(f"{key}={value}" for key, value in repeated[0].items())
         raise ValueError(f"--try: {same} is there twice, and would spend twice; list it once")
