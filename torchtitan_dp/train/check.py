@@ -200,18 +200,16 @@ def check_names(config: JobConfig, start: Start) -> None:
 
 def check_files(config: JobConfig, args: ModelArgs, start: Start) -> None:
     """Refuse, by ValueError, weights that cannot be loaded."""
-    if not start.loads:
-        return
-    if start.initial is not None:
+    if start.resumes:
+        check_start(start, skeleton(args).state_dict(), origin(config))
+        refuse_other_settings(start.place, args.settings, origin(config))
+    elif start.loads:
         check_weights(f"{start.key} = '{start.place}'", start.place, args)
         if isinstance(load_tokenizer(config.model.hf_assets_path), ByteTokenizer):
             raise ValueError(
                 f"model.hf_assets_path = '{config.model.hf_assets_path}': text would be read as "
                 f"bytes; name the folder with the tokenizer.json of {start.key} = '{start.place}'"
             )
-    else:
-        check_start(start, skeleton(args).state_dict(), origin(config))
-        refuse_other_settings(start.place, args.settings, origin(config))
 
 
 def show_notices(config: JobConfig, checked: Checked) -> None:
