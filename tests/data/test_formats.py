@@ -275,7 +275,7 @@ def test_mistakes_name_key_value_and_remedy(tmp_path: Path) -> None:
         ("jsonl", "text_field", "", "name the JSON field"),
         ("jsonl", "unit_field", "", "name the JSON field"),
         ("text", "unit_field", "who", "text files have no fields"),
-        ("text", "prompt_field", "q", "text files have none"),
-        ("csv", "messages_field", "m", "csv files have none"),
+        ("text", "prompt_field", "q", "text has none"),
+        ("csv", "messages_field", "m", "csv has none"),
     ):
         refuse(tmp_path, format, rf"data\.{key} = '{value}': {message}", **{key: value})

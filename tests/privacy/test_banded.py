@@ -209,7 +209,7 @@ def test_row62_a_steps_noise_is_added_once():
     keys, flat = NoiseChain(RootKey(bytes(32)).stream("noise"), of(4)), torch.zeros(9)
     for noise in (keys.take(1), keys.take(2)):
         add(noise, flat)
-    with pytest.raises(RuntimeError, match="w lacks noise"):
+    with pytest.raises(RuntimeError, match="w lacks the noise"):
         add(noise, flat)
 
 
