@@ -49,7 +49,7 @@ def test_a_stop_logs_its_step_and_publishes_no_loss(tmp_path: Path) -> None:
         assert run.dies()
     finally:
         run.end()
-    (stopped,) = steps_of(run.output().replace("stopped at step", "step:"), "as requested")
+    (stopped,) = steps_of(run.output().replace("stopped at step", "step:"), "as asked")
     assert steps_of(run.output(), "tps: ") == [1, stopped]
     loss = privacy(tmp_path / "out")["heldout_loss"]
     assert (loss["begun"], loss["noised"]) == (0, None)

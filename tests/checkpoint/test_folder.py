@@ -97,7 +97,7 @@ def test_another_model_is_refused(saved):
     [
         ({"eps": 1e-6}, "its eps is 1e-06, that of the checkpoint .* is 1e-05; set it back"),
         ({"rope": {"theta": 2.0}}, r'its rope is {"theta": 2\.0}, .* is {"theta": 1\.0}; set'),
-        ({"window": 8}, "its window is 8, that of the checkpoint .* is null; set it back"),
+        ({"window": 8}, "its window is 8, that of the checkpoint .* is none; set it back"),
     ],
 )
 def test_other_settings_of_the_model_are_refused(tmp_path, changed, said):

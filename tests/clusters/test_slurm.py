@@ -117,10 +117,10 @@ def test_the_debug_model_goes_on_from_what_its_time_limit_saved(cluster, tmp_pat
     )
     cluster.wait_for_log(job, "[rank0]:", 1)
     cluster.wait_for_log(job, "Training starts at step 1", 2)
-    cluster.wait_for_log(job, "as requested, saved", 2)
+    cluster.wait_for_log(job, "as asked, saved", 2)
     time.sleep(1)
     log = cluster.log(job)
-    (saved,) = {int(n) for n in re.findall(r"stopped at step (\d+) of 100000, as requested", log)}
+    (saved,) = {int(n) for n in re.findall(r"stopped at step (\d+) of 100000 as asked", log)}
     assert [path.name for path in out.glob("checkpoint/step-*")] == [f"step-{saved}"]
     cluster.wait_for_log(job, f"Training starts at step {saved + 1}", 2)
     for rank in (0, 1):  # one line each, after its rank in the job

@@ -175,7 +175,7 @@ def test_columns_that_are_missing_or_there_twice_are_refused(tmp_path: Path, for
     write(root, {"a.csv": b"text,text\na,b\n"})
     if format != "csv":
         WRITERS[format](root, pa.Table.from_arrays([pa.array(["a"])] * 2, names=["text", "text"]))
-    refuse(root, format, r"data\.text_field = 'text': .* has 2 such columns")
+    refuse(root, format, r"data\.text_field = 'text': .* has 2 of them; keep one")
 
 
 def test_rows_behind_a_damaged_page_keep_their_places(tmp_path: Path) -> None:
@@ -249,15 +249,15 @@ BAD_FILES = [
     ("arrow", "a.arrow", OTHER, f"{PATH}: .*a.arrow is no Arrow file"),
     ("parquet", "a.parquet.tmp", b"", rf"{PATH} = .* record: .*there are 1 \.tmp\)"),
     ("csv", "a.csv", b'text\na\n"b\nc\n', f"{PATH}: .*a.csv: a quote.* line 3 "),
-    ("csv", "a.csv", POINTER, f"{PATH}: .*a.csv is a Git LFS pointer.* lfs pull"),
+    ("csv", "a.csv", POINTER, f"{PATH}: .*a.csv is a pointer of Git LFS: git lfs pull"),
     ("csv", "a.csv", b"text;who\na;b\n", rf"{FIELD}: .*text;who {COMMAS}"),
     ("csv", "a.csv", "text\n".encode("utf-16"), rf"{FIELD}: .*{COMMAS}"),
     ("csv", "a.csv", b"text\n", f"{PATH} = .* holds no record: it needs .*csv"),
     ("text", ".hidden", b"x", f"{PATH} = .* holds no record"),
     ("hf", "train/data-0.arrow", b"", f"{PATH} = .* the folder of one split"),
-    ("hf", "state.json", b"{}", f"{PATH} = .* its state.json lists no files"),
+    ("hf", "state.json", b"{}", f"{PATH} = .* state.json lists no files"),
     ("hf", "state.json", state("a"), f"{PATH} = .* names .*/a, which is missing; save"),
-    ("hf", "state.json", NAMED_TWICE, ".* its state.json names a file twice"),
+    ("hf", "state.json", NAMED_TWICE, ".* state.json names a file twice"),
     ("hf", "state.json", INDICES, rf"{PATH} = .* selects rows \(flatten_indices\(\) first\)"),
     ("xml", "a.xml", b"", r"training\.dataset = 'xml' is not a known format: use one of 'te"),
 ]
@@ -275,7 +275,7 @@ def test_mistakes_name_key_value_and_remedy(tmp_path: Path) -> None:
         ("jsonl", "text_field", "", "name the JSON field"),
         ("jsonl", "unit_field", "", "name the JSON field"),
         ("text", "unit_field", "who", "text files have no fields"),
-        ("text", "prompt_field", "q", "text files have none"),
-        ("csv", "messages_field", "m", "csv files have none"),
+        ("text", "prompt_field", "q", "text has none"),
+        ("csv", "messages_field", "m", "csv has none"),
     ):
         refuse(tmp_path, format, rf"data\.{key} = '{value}': {message}", **{key: value})

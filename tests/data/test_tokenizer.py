@@ -141,5 +141,5 @@ def test_broken_files_and_no_folder(tmp_path: Path, name: str, content: str, mes
     with pytest.raises(ValueError, match=rf"^model\.hf_assets_path = .*{message}.*\Z"):
         load_tokenizer(path)
     for place in (tmp_path / "nowhere", tmp_path / name):
-        with pytest.raises(ValueError, match=r"^model\.hf_assets_path = .* is not an existing"):
+        with pytest.raises(ValueError, match=r"^model\.hf_assets_path = .* is no existing"):
             load_tokenizer(str(place))

@@ -185,7 +185,7 @@ def test_soft_caps_are_refused_above_a_length():
     longest = windows.CAPPED_KEYS
     check_softcap(longest, None)
     check_softcap(4 * longest, 4096)
-    with pytest.raises(ValueError, match=r"may see 32,768 keys, not 32,769"):
+    with pytest.raises(ValueError, match=r"at most 32,768 keys, not 32,769"):
         check_softcap(longest + 1, None)
     with pytest.raises(ValueError, match=r"not 32,769"):
         check_softcap(4 * longest, longest + 1)

@@ -121,7 +121,7 @@ def test_row69_such_weights_are_not_trained_on(monkeypatch, start, words):
     with torch.no_grad():
         model.weight[0, 0] = torch.inf
     with pytest.raises(
-        Fault, match=f"{start.key} = '{start.place}': weight is not finite.*{words}"
+        Fault, match=f"{start.key} = '{start.place}': weight is missing or not finite.*{words}"
     ):
         Checkpointer._require_finite_start(fake)
 

@@ -239,5 +239,5 @@ def test_another_checkpoint_folder_is_refused(copy, data):
 
 def test_weights_in_the_runs_own_folder_are_its_own(tmp_path):
     (tmp_path / "new" / "hf").mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"lies in job\.dump_folder"):
+    with pytest.raises(ValueError, match=r"is in job\.dump_folder"):
         starting_from(tmp_path / "new" / "hf", f"--job.dump_folder={tmp_path}/new", PUBLIC_OPTION)

@@ -135,7 +135,7 @@ def test_a_step_beyond_what_a_crash_may_lose_is_refused(tmp_path):
     of_run = RunLog(str(tmp_path))
     lineage = opened(RUN, of_run, Losable(2, 2))
     lineage = taken(lineage, of_run, 2)
-    with pytest.raises(Fault, match=r"step 3 is not taken: .* of step 0, .* lose 3 of 2"):
+    with pytest.raises(Fault, match=r"step 3 is not taken: .* checkpoint, 0, .* lose 3 of 2"):
         of_run.begin_step(3)
     assert RunLog(str(tmp_path)).count == 2
     of_run.saved(1)

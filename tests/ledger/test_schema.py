@@ -48,7 +48,7 @@ def test_every_attribute_of_a_ledger_is_told_or_known_otherwise():
     "change, said",
     [
         ({"format": ...}, "its format is None"),
-        ({"format": 2}, "its format is 2, and this version of torchtitan_dp reads format 1"),
+        ({"format": 2}, "its format is 2, and this version of torchtitan_dp reads 1"),
         ({"units": ...}, "it lacks 'units'"),
         ({"steps": "30"}, "'steps' is '30'"),
         ({"private": 1}, "'private' is 1"),
@@ -68,7 +68,7 @@ def test_another_format_or_type_is_refused_in_one_line(told, tmp_path, change, s
 def test_a_ledger_of_another_format_in_a_checkpoint_is_refused():
     kept = json.loads(Lineage(SETTINGS).to_json())
     assert kept.pop("format") == 1
-    with pytest.raises(ValueError, match="a ledger of format None, not"):
+    with pytest.raises(ValueError, match="ledger format None, not"):
         Lineage.from_json(json.dumps(kept))
 
 

@@ -24,7 +24,7 @@ def whole_and_extrapolated(overrides, mode):
     config = load_config(overrides, 2)
     args = dataclasses.replace(shape(config), n_layers=7)
     with fake_world(2):
-        whole = [max(one.values()) for one in stretches_of(config, args, mode, 7, LENGTHS)]
+        whole = [max(one.values()) for one in stretches_of(config, args, mode, LENGTHS)]
         return whole, peaks_of(config, args, mode, LENGTHS)
 
 

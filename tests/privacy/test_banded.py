@@ -200,7 +200,7 @@ def test_row62_a_chain_ends_with_a_step_that_failed(fails_at):
     for name in "uvw"["uvw".index(fails_at) :]:
         for again in (noise, later) if name == fails_at else (later,):
             flat = torch.zeros(9)
-            with pytest.raises(RuntimeError, match=f"{name} lacks noise of an earlier step"):
+            with pytest.raises(RuntimeError, match=f"{name} lacks the noise of a failed step"):
                 add(again, flat, name=name)
             assert not flat.any()
 
@@ -209,7 +209,7 @@ def test_row62_a_steps_noise_is_added_once():
     keys, flat = NoiseChain(RootKey(bytes(32)).stream("noise"), of(4)), torch.zeros(9)
     for noise in (keys.take(1), keys.take(2)):
         add(noise, flat)
-    with pytest.raises(RuntimeError, match="w lacks noise"):
+    with pytest.raises(RuntimeError, match="w lacks the noise"):
         add(noise, flat)
 
 

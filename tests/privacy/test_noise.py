@@ -322,9 +322,9 @@ def test_row39_a_generators_key_is_not_copied_from_memory_that_is_freed():
 @pytest.mark.parametrize(
     "flat, std, said",
     [
-        (torch.zeros(4, dtype=torch.bfloat16), 1.0, "pass a flat fp32 shard"),
-        (torch.zeros(4).double(), 1.0, "pass a flat fp32 shard"),
-        (torch.zeros(2, 2), 1.0, "pass a flat fp32 shard"),
+        (torch.zeros(4, dtype=torch.bfloat16), 1.0, "needs a flat fp32 shard"),
+        (torch.zeros(4).double(), 1.0, "needs a flat fp32 shard"),
+        (torch.zeros(2, 2), 1.0, "needs a flat fp32 shard"),
         *((torch.zeros(4), std, "std") for std in (-1.0, float("nan"), float("inf"))),
     ],
 )

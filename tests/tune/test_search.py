@@ -279,10 +279,10 @@ def exposed(folder):
 @pytest.mark.parametrize(
     "what, line",
     [
-        (exposed, "a trial there is not private"),
+        (exposed, "a trial is not private"),
         (gone, "is not there, and may have spent its epsilon"),
         (emptied, "is not there, and may have spent its epsilon"),
-        (copied, "two of its trials are copies of one run"),
+        (copied, "two trials are copies of one run"),
         (swapped, "another configuration or other trials"),
         (beside, "is a run, but no trial of this search"),
         (forgotten, "is a run, but no trial of this search"),

@@ -95,7 +95,7 @@ def test_a_tracker_that_cannot_be_reached_gets_all_at_the_next_start(
     assert tracker.call_args_list[0] == tracker.call_args_list[1]  # one time
     assert caplog.records[0].getMessage() == (
         "metrics.enable_wandb: not sent, after Fault: error: metrics.enable_wandb = true: no key; "
-        "the same command sends it again"
+        "a rerun sends it again"
     )
 
 
@@ -112,6 +112,6 @@ def test_rank_0_alone_has_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     config: Any = SimpleNamespace(metrics=SimpleNamespace(enable_wandb=True))
     monkeypatch.setattr(check.importlib.util, "find_spec", lambda name: None)
-    line = "metrics.enable_wandb = true: wandb is missing; pip install "
+    line = "metrics.enable_wandb = true: needs pip install "
     with pytest.raises(ValueError, match=f"^{line}'torchtitan-dp.wandb.'$"):
         check.check_packages(config)

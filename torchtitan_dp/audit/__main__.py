@@ -149,9 +149,7 @@ def check_power(mechanism: Mechanism, trials: int, confidence: float) -> None:
         enough = next((number for number in proposed if suffice(number)), None)
         other = "audit another noise (--privacy.target_epsilon None --privacy.noise_multiplier 1)"
         remedy = other if enough is None else f"{enough:,} suffice"
-        raise ValueError(
-            f"--trials = {trials}: too few to tell sigma = {sigma:.4g} from half of it; {remedy}"
-        )
+        raise ValueError(f"--trials = {trials}: too few to prove sigma = {sigma:.4g}; {remedy}")
 
 
 def prepare_run(config: JobConfig, folder: str) -> None:
@@ -162,18 +160,12 @@ def prepare_run(config: JobConfig, folder: str) -> None:
             can load the export.
     """
     if config.privacy.noise == "banded":
-        raise ValueError(
-            "privacy.noise = 'banded': canaries have no group of units; use --instrument game"
-        )
+        raise ValueError("privacy.noise = 'banded': canaries have no group; use --instrument game")
     adapts = config.lora.rank > 0 and config.lora.export == "adapter"
     if adapts and importlib.util.find_spec("peft") is None:
-        raise ValueError(
-            "lora.export = 'adapter': --instrument text needs peft; install it, or use 'merged'"
-        )
+        raise ValueError("lora.export = 'adapter': this needs peft; install it, or use 'merged'")
     if os.path.exists(os.path.join(folder, PRIVACY_FILE)) or RunLog(folder).count > 0:
-        raise ValueError(
-            f"--folder = '{folder}': it has a run, and an audited one is not private; name another"
-        )
+        raise ValueError(f"--folder = '{folder}': it has a run already; name another")
     config.job.dump_folder = folder
     config.validation.enable = False
     config.validation.publish_epsilon = config.validation.publish_delta = None

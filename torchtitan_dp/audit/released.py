@@ -105,9 +105,7 @@ def token_ids(canaries: list[TextCanary], tokenizer: Tokenizer, most: int) -> It
     for canary in canaries:
         ids = tokenizer.encode(canary.text)
         if ids is None:
-            raise ValueError(
-                "model.hf_assets_path: its tokenizer has no English text; use --instrument game"
-            )
+            raise ValueError("model.hf_assets_path: no tokenizer of English; use --instrument game")
         yield np.concatenate([bos, ids, eos]).astype(np.int64)[:most]
 
 

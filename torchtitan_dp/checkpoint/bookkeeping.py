@@ -252,13 +252,12 @@ class Bookkeeping:
     def _draw(self, step: int, loader: RecordLoader) -> Draw:
         mechanism = self.settings.mechanism
         if (t := mechanism.round_steps) > 1:
-            if (step - 1) % t == 0:
+            turn = (step - 1) % t
+            if turn == 0:
                 self._round_key = self.sampling_keys.take(step)
             assert self._round_key is not None, "no start begins inside a round"
-            drawn = np.flatnonzero(
-                allocate(self._round_key, len(loader.units), t) == (step - 1) % t
-            )
-            return Draw(drawn, self.window_keys.take(step))
+            turns = allocate(self._round_key, len(loader.units), t)
+            return Draw(np.flatnonzero(turns == turn), self.window_keys.take(step))
         group = loader.groups(mechanism.period)[step % mechanism.period]
         key, secure = self.sampling_keys.take(step), self.settings.secure_noise
         drawn = poisson_draw(key, len(group), mechanism.draw_rate, secure=secure)

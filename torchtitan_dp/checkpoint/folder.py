@@ -209,16 +209,14 @@ def refuse_another_model(step: str, state_dict: Mapping[str, torch.Tensor], orig
     """Raise ValueError, one line, if a checkpoint's parameters have other shapes than the model's,
     whose tensors may be on `meta`; `origin` names the source of its shape."""
     found = read_metadata(step).state_dict_metadata
-    saved = {n: tuple(e.size) for n, e in found.items() if isinstance(e, TensorStorageMetadata)}
-    given = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
-    layers = {name for name in saved if re.match(r"(model|layers)\.|[^.]*\.weight$", name)}
-    for name in sorted(given.keys() | layers):
-        if saved.get(name) != given.get(name):
-            here, there = (list(s[name]) if name in s else "none" for s in (given, saved))
-            raise ValueError(
-                f"{origin}: its {name} is {here}, that of the checkpoint {step} is {there}; "
-                "set it back, or start afresh in another job.dump_folder"
-            )
+    saved = {
+        name: list(entry.size)
+        for name, entry in found.items()
+        if isinstance(entry, TensorStorageMetadata)
+        and (name in state_dict or re.match(r"(model|layers)\.|[^.]*\.weight$", name))
+    }
+    given = {name: list(tensor.shape) for name, tensor in state_dict.items()}
+    _refuse_difference(step, given, saved, origin)
 
 
 def refuse_other_settings(step: str, settings: Mapping[str, Any], origin: str) -> None:
@@ -231,10 +229,15 @@ def refuse_other_settings(step: str, settings: Mapping[str, Any], origin: str) -
         saved = json.loads(state[SETTINGS])
     except (CheckpointException, Exception):  # the first is a BaseException only
         return
-    given = json.loads(json.dumps(settings))
+    _refuse_difference(step, json.loads(json.dumps(settings)), saved, origin)
+
+
+def _refuse_difference(
+    step: str, given: Mapping[str, Any], saved: Mapping[str, Any], origin: str
+) -> None:
     for name in sorted(given.keys() | saved.keys()):
         if given.get(name) != saved.get(name):
-            here, there = (json.dumps(each.get(name)) for each in (given, saved))
+            here, there = (json.dumps(s[name]) if name in s else "none" for s in (given, saved))
             raise ValueError(
                 f"{origin}: its {name} is {here}, that of the checkpoint {step} is {there}; set it "
                 "back, or start afresh in another job.dump_folder"
@@ -299,10 +302,7 @@ def check_checkpoint(run: Run, log: RunLog, step: int, folder: str) -> None:
         (kept.steps != step, f"its ledger counts {kept.steps} steps"),
         (kept.steps > log.count, f"{EXECUTED_FILE} has {log.count} steps"),
         (ledger.private and not kept.private, f"is not private, but {PRIVACY_FILE} is"),
-        (
-            kept.planned_steps > ledger.planned_steps,
-            f"was planned for more steps than {PRIVACY_FILE} has",
-        ),
+        (kept.planned_steps > ledger.planned_steps, f"has more planned steps than {PRIVACY_FILE}"),
         (is_further, f"is further than the {ledger.steps} steps of {PRIVACY_FILE}"),
         (change and not is_further, f"its terms are not those of {PRIVACY_FILE}: {change}"),
     ):

@@ -141,9 +141,7 @@ class Checkpointer(CheckpointManager):
         remedy = "use an intact copy"
         if start.resumes:
             remedy = "move this checkpoint away, and the run resumes from the one before"
-        raise Fault(
-            f"{start.key} = '{start.place}': {name} is not finite there, or not there; {remedy}"
-        )
+        raise Fault(f"{start.key} = '{start.place}': {name} is missing or not finite; {remedy}")
 
     def require_finite(self, step: int) -> None:
         """Raise Fault, on all ranks alike, if the trained weights after `step` are not finite.
@@ -245,9 +243,7 @@ class Checkpointer(CheckpointManager):
         if saves:
             self._report(step)
         kept = "saved" if saves else "not saved, since checkpoint.enable is false"
-        logger.info(
-            f"stopped at step {step} of {steps}, as requested, {kept}: the same command resumes"
-        )
+        logger.info(f"stopped at step {step} of {steps} as asked, {kept}: the same command resumes")
         return saves
 
     def _wait_for_background_save(self) -> None:

@@ -214,9 +214,7 @@ def earlier_ledger(folder: str) -> Lineage | None:
             "which records their terms, is missing; restore it, or use another folder"
         )
     if published["audit"] is not None:
-        raise ValueError(
-            f"job.dump_folder = '{folder}' has an audited run, never private; name another folder"
-        )
+        raise ValueError(f"job.dump_folder = '{folder}': audited, so never private; name another")
     stated = ledger_of(published)
     ledger = log.enter_lost(stated)
     if problem := log.lacks(stated) or log.undercounted(ledger):

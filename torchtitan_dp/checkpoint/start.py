@@ -293,9 +293,7 @@ def _refuse_unknown(config: JobConfig, path: str) -> None:
             "ledger of their spending; set it to true if they never saw private records"
         )
     if os.path.realpath(path).startswith(os.path.realpath(config.job.dump_folder) + os.sep):
-        raise ValueError(
-            f"checkpoint.initial_load_path = '{path}': it lies in job.dump_folder; move it out"
-        )
+        raise ValueError(f"checkpoint.initial_load_path = '{path}' is in job.dump_folder; move it")
 
 
 def _refuse_what_does_not_compose(config: JobConfig, earlier: Lineage, path: str) -> None:

@@ -64,9 +64,8 @@ def _steps(config: JobConfig) -> Iterator[str]:
     privacy, profiling = config.privacy, config.profiling
     if schedule is not None and schedule < steps:
         yield f"lr_scheduler.total_steps: below training.steps = {steps}; raise or remove it"
-    if config.optimizer.name == "MomentumSGD" and not (
-        privacy.enable and privacy.noise_multiplier != 0
-    ):
+    adds_noise = privacy.enable and privacy.noise_multiplier != 0
+    if config.optimizer.name == "MomentumSGD" and not adds_noise:
         yield "optimizer.name: its learning rate is in units of the noise, here 0; use 'AdamW'"
     cycle = profiling.profiler_warmup + profiling.profiler_active
     if profiling.enable_profiling and profiling.profile_freq < cycle:

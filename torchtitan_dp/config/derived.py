@@ -16,11 +16,7 @@ LLAMAS, TRANSFORMERS = "llama3", "transformers"
 """`model.name`: of Llamas by `model.flavor`, TorchTitan's default; of models by `config.json`."""
 
 # The keys of `mesh_degrees` in [parallelism].
-DEGREES = (
-    "data_parallel_replicate_degree",
-    "data_parallel_shard_degree",
-    "context_parallel_degree",
-)
+DEGREES = "data_parallel_replicate_degree", "data_parallel_shard_degree", "context_parallel_degree"
 
 # torch.compile's default limit on graphs of one function.
 MOST_LENGTHS = 8

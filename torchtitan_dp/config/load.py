@@ -94,7 +94,6 @@ def write_config(config: JobConfig) -> list[str]:
         if path := values[section][key]:
             values[section][key] = os.path.abspath(path)
     path, text = os.path.join(config.job.dump_folder, RUN_CONFIG_FILE), json.dumps(values, indent=2)
-    lines = []
     try:
         kept = Path(path).read_text(encoding="utf-8") if os.path.isfile(path) else "{}"
         earlier = dict(_flat(json.loads(kept)))

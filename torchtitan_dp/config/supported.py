@@ -31,10 +31,9 @@ _SUPPORTED = {
     "fsdp_reshard_after_forward context_parallel_degree context_parallel_load_balancer "
     "context_parallel_rotate_method",
     "checkpoint": "enable folder interval initial_load_path export_dtype async_mode keep_latest_k",
-    "activation_checkpoint": "mode selective_ac_option "
-    "per_op_sac_force_recompute_mm_shapes_by_fqns "
-    "early_stop memory_budget visualize_memory_budget_pareto preserve_rng_state determinism_check "
-    "debug",
+    "activation_checkpoint": "mode selective_ac_option early_stop memory_budget debug "
+    "per_op_sac_force_recompute_mm_shapes_by_fqns visualize_memory_budget_pareto "
+    "preserve_rng_state determinism_check",
     "compile": "enable components backend",
     "comm": "init_timeout_seconds train_timeout_seconds trace_buf_size save_traces_folder "
     "save_traces_file_prefix",
@@ -91,16 +90,12 @@ _OF_SEVERAL: dict[_Range, str] = {
     "checkpoint.interval profiling.profile_freq profiling.profiler_active metrics.log_freq "
     "validation.freq data.windows_per_draw",
     _least(0, f"from 0 to {_LARGEST}", most=_LARGEST): "debug.seed privacy.debug_seed",
-    _least(1, "from 1 to 1000000000", most=10**9): (
-        "comm.init_timeout_seconds comm.train_timeout_seconds"
-    ),
+    _least(1, "from 1 to 1e9", most=10**9): "comm.init_timeout_seconds comm.train_timeout_seconds",
     _least(1, "at least 1 (or -1 for auto)"): (
         "parallelism.data_parallel_replicate_degree parallelism.data_parallel_shard_degree"
     ),
     _least(
-        1,
-        "1: others are not supported; use context_parallel_degree or data_parallel_shard_degree",
-        most=1,
+        1, "1; use context_parallel_degree or data_parallel_shard_degree", most=1
     ): "parallelism.tensor_parallel_degree parallelism.pipeline_parallel_degree "
     "parallelism.expert_parallel_degree",
 }
@@ -109,18 +104,11 @@ _RANGES = {key: of for of, names in _OF_SEVERAL.items() for key in names.split()
     "optimizer.name": _one_of("AdamW", "Adam", "MomentumSGD"),
     "optimizer.lr": _least(0, "a positive number (1e-3, say)"),
     "training.loss_chunk_tokens": _least(0, "at least 1, or 0 for all logits at once"),
-    "training.feed_forward_chunk": _least(
-        0, "at least 1, 0 for all tokens at once, or 'auto'", "auto"
-    ),
-    "parallelism.context_parallel_degree": _least(
-        1, "at least 1, -1 for all ranks that are left, or 'auto'", "auto"
-    ),
+    "training.feed_forward_chunk": _least(0, "at least 1, 0 for all at once, or 'auto'", "auto"),
+    "parallelism.context_parallel_degree": _least(1, "at least 1, -1 (the rest) or 'auto'", "auto"),
     "parallelism.context_parallel_load_balancer": _one_of("headtail", None),
     "checkpoint.keep_latest_k": _least(2, "2 or more, or 0 to keep all", 0),
-    "checkpoint.initial_load_in_hf_quantized": (
-        operator.not_,
-        "false; start from weights in bfloat16 or float32",
-    ),
+    "checkpoint.initial_load_in_hf_quantized": (operator.not_, "false; use bfloat16 or float32"),
     "activation_checkpoint.selective_ac_option": (
         lambda option: option == "op" or (option.isdecimal() and int(option) > 0),
         "'op', or N to checkpoint every Nth layer",
@@ -135,9 +123,7 @@ _RANGES = {key: of for of, names in _OF_SEVERAL.items() for key in names.split()
     ),
     # With the largest clipping norm, fp32 still has the square of a gradient, which Adam keeps.
     "privacy.noise_multiplier": _least(0, "from 0 to 1e9", most=1e9),
-    "privacy.max_grad_norm": _least(
-        1e-9, "between 1e-9 and 1e9, where fp32 can clip to it", most=1e9
-    ),
+    "privacy.max_grad_norm": _least(1e-9, "from 1e-9 to 1e9, for fp32", most=1e9),
     "privacy.delta": (lambda delta: 0 < delta < 1, "between 0 and 1 (1e-5, say)"),
     "privacy.sample_rate": (lambda q: 0 < q <= 1, "a probability, above 0 and at most 1"),
     "privacy.bands": _least(1, "1 or more, or 'auto'", "auto"),

@@ -102,9 +102,7 @@ def saved_files(path: str) -> tuple[str, list[str], list[str]]:
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         problem = f"lists no files as datasets does ({type(error).__name__}: {error})"
     if problem:
-        raise ValueError(
-            f"training.dataset_path = {path!r}: its state.json {problem}; save the data set again"
-        )
+        raise ValueError(f"training.dataset_path = {path!r}: state.json {problem}; save it again")
     others = sorted(set(fnmatch.filter(os.listdir(root), "data-*.arrow")) - {*names})
     return root, names, others
 

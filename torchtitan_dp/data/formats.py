@@ -79,9 +79,7 @@ class Format:
         if self.columns is None:
             return
         if is_pointer(path):
-            raise ValueError(
-                f"training.dataset_path: {path} is a Git LFS pointer; fetch the file: git lfs pull"
-            )
+            raise ValueError(f"training.dataset_path: {path} is a pointer of Git LFS: git lfs pull")
         columns = self.columns(path)
         for field, key in keys.items():
             kinds = [kind for name, kind in columns if name == field]
@@ -92,9 +90,7 @@ class Format:
                     f"{key} = {field!r}: {path} has no such column; its columns are {names}{hint}"
                 )
             if len(kinds) > 1:
-                raise ValueError(
-                    f"{key} = {field!r}: {path} has {len(kinds)} such columns; write it with one"
-                )
+                raise ValueError(f"{key} = {field!r}: {path} has {len(kinds)} of them; keep one")
             if kinds[0] is not None and (needed := misfit(kinds[0], key)):
                 raise ValueError(
                     f"{key} = {field!r}: {path} has it as {kinds[0]}; name a column of {needed}"

@@ -102,9 +102,7 @@ class Source:
                 )
             lists = key == "data.messages_field" and not facts.has_lists
             if lists or (key == "data.prompt_field" and not facts.fields):
-                raise ValueError(
-                    f"{key} = {name!r}: {self.format} files have none; use jsonl, or omit it"
-                )
+                raise ValueError(f"{key} = {name!r}: {self.format} has none; use jsonl or omit it")
 
     def refuse_names_by_position(self, heldout_fraction: float, in_groups: bool) -> None:
         """Refuse units whose names depend on other records, where their number is secret."""
@@ -215,9 +213,7 @@ def prepared(source: Source, data_store: str | None = None, files: Files | None 
             is_hidden = any(part.startswith(".") for part in below)  # or "..", which leads outside
             is_file = os.path.isfile(os.path.expanduser(source.path))
             if not (source.facts.fields or is_hidden or is_file):
-                raise ValueError(
-                    f"data.store: {folder!r} is in training.dataset_path = {source.path!r}; move it"
-                )
+                raise ValueError(f"data.store: {folder!r} is in training.dataset_path; move it")
             say(f"tokenizing {sum(files.sizes) / 1e6:,.1f} MB of {source.path} into {folder}")
             stores.write(target, lambda temporary: _make(temporary, files, source))
             written = stores.load(target)
@@ -257,9 +253,7 @@ def _make(folder: str, files: Files, source: Source) -> tuple[bytes, dict[str, A
     now = list_files(files.root, files.names).stamps
     for path, before, after in zip(files.paths, files.stamps, now, strict=True):
         if before != after:
-            raise ValueError(
-                f"training.dataset_path: {path!r} changed while it was read: start again"
-            )
+            raise ValueError(f"training.dataset_path: {path!r} changed while read: start again")
     return made
 
 

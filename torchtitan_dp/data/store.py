@@ -87,9 +87,7 @@ def split(hashes: np.ndarray, heldout_fraction: float) -> tuple[np.ndarray, np.n
     """
     mask = hashes < np.uint64(int(heldout_fraction * 2**64))
     if mask.all():
-        raise ValueError(
-            f"data.heldout_fraction = {heldout_fraction!r} leaves nothing to train on: lower it"
-        )
+        raise ValueError(f"data.heldout_fraction = {heldout_fraction!r} holds all out: lower it")
     return np.flatnonzero(~mask), np.flatnonzero(mask)
 
 

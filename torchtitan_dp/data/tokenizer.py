@@ -125,9 +125,7 @@ def load_tokenizer(assets_path: str) -> Tokenizer:
         return ByteTokenizer()
     if not os.path.isdir(assets_path):
         remedy = from_hub(assets_path) or "give one with a tokenizer.json, or one without for bytes"
-        raise ValueError(
-            f"model.hf_assets_path = {assets_path!r} is not an existing folder: {remedy}"
-        )
+        raise ValueError(f"model.hf_assets_path = {assets_path!r} is no existing folder: {remedy}")
     paths = [os.path.join(assets_path, name) for name in (TOKENIZER, SETTINGS, _MAP)]
     if os.path.exists(paths[0]):
         found = [os.stat(path) for path in paths if os.path.exists(path)]

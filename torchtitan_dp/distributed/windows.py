@@ -66,12 +66,10 @@ def _cpu_backward(*, bias: Tensor | None, more: list[Tensor], **terms: Any) -> t
     return _cpu_backward_op(attn_mask=bias, dropout_p=0.0, **terms)
 
 
-def _cuda(
-    query: Tensor, *keys_values: Tensor, bias: Tensor | None, **terms: Any
-) -> tuple[Any, ...]:
+def _cuda(query: Tensor, *key_value: Tensor, bias: Tensor | None, **terms: Any) -> tuple[Any, ...]:
     """Attend by the only kernel that takes a bias and fp32. It has no grouped queries."""
-    groups = query.shape[1] // keys_values[0].shape[1]
-    key, value = (x.repeat_interleave(groups, dim=1) for x in keys_values)
+    groups = query.shape[1] // key_value[0].shape[1]
+    key, value = (x.repeat_interleave(groups, dim=1) for x in key_value)
     terms |= {"attn_bias": _expanded(bias, query), "compute_log_sumexp": True, "dropout_p": 0.0}
     return attend_unpadded(query, key, value, **terms)
 
@@ -175,9 +173,7 @@ def check_softcap(tokens: int, window: int | None) -> None:
     """Refuse a soft cap of scores in sequences of so many tokens, if queries see too many."""
     keys = tokens if window is None else min(window, tokens)
     if keys > CAPPED_KEYS:
-        raise ValueError(
-            f"soft caps have no kernel: a query may see {CAPPED_KEYS:,} keys, not {keys:,}"
-        )
+        raise ValueError(f"soft caps have no kernel: at most {CAPPED_KEYS:,} keys, not {keys:,}")
 
 
 def attend(

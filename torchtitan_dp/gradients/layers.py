@@ -127,9 +127,7 @@ def per_sample_layers(model: nn.Module) -> None:
                 "layer; freeze them, or set privacy.gradient_method = 'microbatch'"
             )
         if isinstance(layer, nn.Embedding) and (layer.scale_grad_by_freq or layer.max_norm):
-            raise ValueError(
-                f"{path}: scale_grad_by_freq and max_norm of an Embedding mix samples; unset them"
-            )
+            raise ValueError(f"{path}: scale_grad_by_freq and max_norm mix samples; unset them")
         converted: Any = layer
         converted.__class__ = type(f"PerSample{kind.__name__}", (PerSampleLayer, kind), {})
         converted.rule_type = kind

@@ -85,9 +85,7 @@ class DPOptimizer:
             for parameter in group["params"]
         }
         if counted - {steps}:
-            raise RuntimeError(
-                f"weights of step {steps} have an optimizer of steps {sorted(counted)}"
-            )
+            raise RuntimeError(f"weights are of step {steps}, the optimizer of {sorted(counted)}")
 
     def _prepare(self, clipped_sum: dict[str, Tensor], noise: StepNoise) -> None:
         """Free gathered weights, which an update makes stale, and set the noised gradients."""

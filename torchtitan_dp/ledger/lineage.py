@@ -286,9 +286,7 @@ class Lineage(History):
         """Read what `to_json` wrote; ValueError, KeyError or TypeError if it is no ledger."""
         fields = json.loads(text)
         if (found := fields.pop("format", None)) != FORMAT:
-            raise ValueError(
-                f"a ledger of format {found}, not {FORMAT}: use the version that wrote it"
-            )
+            raise ValueError(f"ledger format {found}, not {FORMAT}: use the version that wrote it")
         return cls.from_fields(fields)
 
     @classmethod

@@ -153,9 +153,8 @@ class RunLog:
         unsaved, declared = step - self._own.saved, self._own.declared
         if unsaved > declared:
             raise Fault(
-                f"step {step} is not taken: since the last whole checkpoint, of step "
-                f"{self._own.saved}, a crash would lose {unsaved} of {declared} that are counted; "
-                "start the run again"
+                f"step {step} is not taken: since the last whole checkpoint, {self._own.saved}, a "
+                f"crash would lose {unsaved} of {declared} that are counted; start the run again"
             )
         self._of_steps.append(f"{step}")
         self.count += 1

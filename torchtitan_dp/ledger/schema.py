@@ -413,9 +413,7 @@ def check(content: Any) -> None:
     if not isinstance(content, dict):
         raise ValueError("it is not a JSON object")
     if (found := content.get("format")) != FORMAT:
-        raise ValueError(
-            f"its format is {found}, and this version of torchtitan_dp reads format {FORMAT}"
-        )
+        raise ValueError(f"its format is {found}, and this version of torchtitan_dp reads {FORMAT}")
     for key in _keys_in(content):
         if key.name not in content:
             raise ValueError(f"it lacks '{key.name}'")

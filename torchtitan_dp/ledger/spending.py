@@ -217,7 +217,7 @@ def total(runs: Sequence[Run], delta: float | None = None, *, overlapping: bool 
         remedy = "a unit that is in both pays both: say --overlapping to add them up all the same"
         _require_common([run.fingerprint for run in runs], "records", remedy, runs)
     units = [run.ledger.settings.privacy_unit for run in runs]
-    _require_common(units, "privacy unit", "add up only runs that are", runs)
+    _require_common(units, "privacy units", "add up only runs that are", runs)
     ledgers = [run.ledger for run in runs]
     if delta is None:
         delta = min(one.settings.delta for one in ledgers)
@@ -278,6 +278,4 @@ def _require_common(
                 f"than the rest: restore it; {remedy}"
             )
         if value != values[0]:
-            raise ValueError(
-                f"'{run.folder}' and '{runs[0].folder}' are not on the same {what}: {remedy}"
-            )
+            raise ValueError(f"'{run.folder}' and '{runs[0].folder}' are on other {what}: {remedy}")

@@ -126,14 +126,12 @@ def shape(config: JobConfig) -> ModelArgs:
         )
     args = flavor(model.flavor) if source is None else read_args(read_settings(*source), *source)
     if source is not None and config.checkpoint.initial_load_in_hf:
-        _refuse_another_model(weights_folder(config), source, args)
+        _refuse_other_model(weights_folder(config), source, args)
     args.lora, args.seq_len = lora_of(config), config.training.seq_len
     return args
 
 
-def _refuse_another_model(
-    weights: tuple[str, str], source: tuple[str, str], args: ModelArgs
-) -> None:
+def _refuse_other_model(weights: tuple[str, str], source: tuple[str, str], args: ModelArgs) -> None:
     """Raise ValueError if the weights come with a `config.json` of another model than `args`."""
     folder, key = weights
     path = os.path.join(folder, CONFIG_FILE)

@@ -106,7 +106,7 @@ def write_folder(
         _write_adapters(model, adapters, base_model, folder)
         return
     dtype = TORCH_DTYPE_MAP[next(settings[k] for k in ("dtype", "torch_dtype") if k in settings)]
-    _write_weights(model, args, dtype, folder)
+    _save_weights(model, args, dtype, folder)
 
 
 def tokenizer_files(config: JobConfig) -> dict[str, bytes]:
@@ -164,9 +164,7 @@ def _write_adapters(model: CausalLM, lora: LoRA, base: str | None, folder: str |
 
 
 @torch.no_grad()
-def _write_weights(
-    model: CausalLM, args: ModelArgs, dtype: torch.dtype, folder: str | None
-) -> None:
+def _save_weights(model: CausalLM, args: ModelArgs, dtype: torch.dtype, folder: str | None) -> None:
     """Write shards of safetensors into `folder`, and their index; what is no parameter, and what
     transformers keeps in fp32, is not narrowed to `dtype`."""
     names = map(canonical_name, dict(model.named_parameters(remove_duplicate=False)))

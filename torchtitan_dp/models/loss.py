@@ -191,9 +191,7 @@ class LossHead(nn.Linear):
     def over(cls, output: nn.Linear, chunk_tokens: int) -> "LossHead":
         """Make a loss head that takes the place of `output`, with its weight."""
         if output.bias is not None:
-            raise ValueError(
-                "training.loss_chunk_tokens: the model's output layer has a bias; set it to 0"
-            )
+            raise ValueError("training.loss_chunk_tokens: the output layer has a bias; set it to 0")
         head = cls(output.in_features, output.out_features, bias=False, device="meta")
         head.weight = output.weight
         head.chunk_tokens = chunk_tokens

@@ -150,9 +150,7 @@ def trained_fsdp_modules(model: CausalLM) -> list[FSDPModule]:
     ]
 
 
-def _apply_fsdp(
-    model: CausalLM, mesh: DeviceMesh, dtype: torch.dtype, job_config: JobConfig
-) -> None:
+def _apply_fsdp(model: CausalLM, mesh: DeviceMesh, dtype: torch.dtype, config: JobConfig) -> None:
     kept = model.kept_in_fp32()
     # FSDP2 would compute with them in bf16. They are small: routers, their biases.
     frozen = {
@@ -160,10 +158,10 @@ def _apply_fsdp(
         for name, parameter in model.named_parameters()
         if not parameter.requires_grad and canonical_name(name) in kept
     }
-    policy = job_config.parallelism.fsdp_reshard_after_forward
+    policy = config.parallelism.fsdp_reshard_after_forward
     at_once = mesh.size() == 1 and sum(p.numel() for p in model.parameters()) <= IN_ONE_GROUP
-    keep = job_config.parallelism.keep_weights_gathered or at_once
-    reduce_dtype = TORCH_DTYPE_MAP[job_config.training.mixed_precision_reduce]
+    keep = config.parallelism.keep_weights_gathered or at_once
+    reduce_dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_reduce]
     shared: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype),

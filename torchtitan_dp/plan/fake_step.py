@@ -448,8 +448,5 @@ class _FusedRMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         x, _, weight = ctx.saved_tensors
-        x_needed, weight_needed = ctx.needs_input_grad
-        return (
-            x + grad_y if x_needed else None,
-            torch.empty_like(weight) if weight_needed else None,
-        )
+        needs_x, needs_weight = ctx.needs_input_grad
+        return (x + grad_y if needs_x else None, torch.empty_like(weight) if needs_weight else None)

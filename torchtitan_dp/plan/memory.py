@@ -139,9 +139,7 @@ def show_memory(memory: MemoryPlan, config: JobConfig, *, limited: bool) -> None
     for mode, length in memory.longest_seq_len.items():
         found = "none fits" if length is None else f"{length:,} tokens"
         more = " or more" if length == LONGEST else ""
-        lines.append(
-            f"      longest sample with activation_checkpoint.mode = '{mode}': {found}{more}"
-        )
+        lines.append(f"      longest sample, activation_checkpoint.mode = '{mode}': {found}{more}")
     print(*lines, sep="\n", file=sys.stderr)
     if not memory.fits and limited:
         raise ValueError(misfit(memory, config))

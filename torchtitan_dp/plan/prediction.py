@@ -46,15 +46,13 @@ _NICER = 5
 
 Found = int | None
 PeakOf = Callable[[int], float]
-MakeStep = Callable[[JobConfig, ModelArgs, MemoryTracker], Step]
+StepOf = Callable[[JobConfig, ModelArgs, MemoryTracker], Step]
 
 
 class Model:
     """Predicts the peaks of a model that is built once, for samples of any length."""
 
-    def __init__(
-        self, config: JobConfig, args: ModelArgs, mode: str, make: MakeStep = Step
-    ) -> None:
+    def __init__(self, config: JobConfig, args: ModelArgs, mode: str, make: StepOf = Step) -> None:
         """Build a step with this mode of activation checkpointing, and predict its update."""
         config = copy.deepcopy(config)
         config.activation_checkpoint.mode = mode
@@ -91,7 +89,7 @@ class Model:
         gc.collect()
 
 
-def step_peak(config: JobConfig, args: ModelArgs, world_size: int, make: MakeStep = Step) -> float:
+def step_peak(config: JobConfig, args: ModelArgs, world_size: int, make: StepOf = Step) -> float:
     """Predict the peak bytes of a rank's step on samples of `training.seq_len`, in a fake world of
     its own, from few layers where those stand for all."""
     config = copy.deepcopy(config)
@@ -102,14 +100,15 @@ def step_peak(config: JobConfig, args: ModelArgs, world_size: int, make: MakeSte
 
 
 def peaks_of(
-    config: JobConfig, args: ModelArgs, mode: str, lengths: Sequence[int], make: MakeStep = Step
+    config: JobConfig, args: ModelArgs, mode: str, lengths: Sequence[int], make: StepOf = Step
 ) -> list[float]:
     """Predict the peak bytes of each length, from few layers where those stand for all."""
     layers = few_layers(args)
     if args.n_layers <= layers[1] or mode not in MODES:  # others are no line in layers
-        found = stretches_of(config, args, mode, args.n_layers, lengths, make)
+        found = stretches_of(config, args, mode, lengths, make)
         return [float(max(one.values())) for one in found]
-    few, more = (stretches_of(config, args, mode, n, lengths, make) for n in layers)
+    models = (dataclasses.replace(args, n_layers=n) for n in layers)
+    few, more = (stretches_of(config, model, mode, lengths, make) for model in models)
     return [
         max(of_layers(args.n_layers, a[name], b[name], layers) for name in a.keys() & b.keys())
         for a, b in zip(few, more, strict=True)
@@ -117,15 +116,10 @@ def peaks_of(
 
 
 def stretches_of(
-    config: JobConfig,
-    args: ModelArgs,
-    mode: str,
-    n_layers: int,
-    lengths: Sequence[int],
-    make: MakeStep = Step,
+    config: JobConfig, args: ModelArgs, mode: str, lengths: Sequence[int], make: StepOf = Step
 ) -> list[dict[str, int]]:
-    """Predict each stretch of a step of so many layers, by length."""
-    model = Model(config, dataclasses.replace(args, n_layers=n_layers), mode, make)
+    """Predict each stretch of a step, by length."""
+    model = Model(config, args, mode, make)
     found = [model.stretches(length) for length in lengths]
     model.close()
     return found
@@ -134,19 +128,13 @@ def stretches_of(
 def few_layers(args: ModelArgs) -> tuple[int, int]:
     """Return how many of the first layers stand for all: two numbers, a period of the layers'
     windows apart, whose layers end as all do, and have each kind among those between."""
-    windows, n_layers, few = _windows(args), args.n_layers, FEW_LAYERS[0]
+    windows, n_layers, few = args.windows(), args.n_layers, FEW_LAYERS[0]
     period = next(p for p in range(1, n_layers + 1) if windows[p:] == windows[: n_layers - p])
     few += (n_layers - few) % period + (period if period > 1 else 0)
     return few, few + period
 
 
-def _windows(args: ModelArgs) -> list[float]:
-    return [math.inf if window is None else window for window in args.windows()]
-
-
-def of_layers(
-    n_layers: int, few: float, more: float, layers: tuple[int, int] = FEW_LAYERS
-) -> float:
+def of_layers(n_layers: int, few: float, more: float, layers: tuple[int, int]) -> float:
     """Draw a line through what two numbers of layers take, and read it at `n_layers`."""
     share = (n_layers - layers[0]) / (layers[1] - layers[0])
     return few + share * (more - few)
@@ -195,9 +183,7 @@ def longest(peak: PeakOf, guess: PeakOf, limit: int, unit: int) -> Found:
     return unit * 2**power if power >= 0 else None
 
 
-def answer(
-    overrides: list[str], world_size: int, memory_gib: float, seek_longest: bool
-) -> MemoryPlan:
+def answer(overrides: list[str], world_size: int, memory_gib: float, seek: bool) -> MemoryPlan:
     """Predict what `memory.predict` asks for, in a process that has no process group."""
     config = load_config(overrides, world_size)
     config.compile.enable = False
@@ -206,7 +192,7 @@ def answer(
     limit = limit_bytes(memory_gib, groups)
     searches = {
         mode: _beside(functools.partial(search, config, args, world_size, mode, limit))
-        for mode in (MODES if seek_longest else ())
+        for mode in (MODES if seek else ())
     }
     with fake_world(world_size):
         model = Model(config, args, own)

@@ -156,9 +156,7 @@ def refuse(config: JobConfig) -> None:
     """Raise ValueError, one line, if nothing can be recommended to this run."""
     privacy = config.privacy
     if not privacy.enable:
-        raise ValueError(
-            "--recommend with privacy.enable = false: there is no noise; leave one of the two out"
-        )
+        raise ValueError("--recommend with privacy.enable = false: there is no noise; omit one")
     if privacy.target_epsilon is None:
         raise ValueError(
             f"--recommend with privacy.noise_multiplier = {privacy.noise_multiplier}: give one "
@@ -213,9 +211,7 @@ def recommend(config: JobConfig, plan: Plan, args: ModelArgs, *, loads: bool) ->
         sizes = f"{row.global_batch_size:>13,}{row.steps:>9,}{row.sample_rate:>9.3g}"
         shown.append(f"{sizes}{row.noise_multiplier:>9.4g}{noises}{marks}")
     rank, drawn = own, f"{batch * plan.steps:,} {unit_word(config)}s in all"
-    reason = (
-        f"recommended: none: {drawn} are too few for {FEWEST_STEPS} steps; raise training.steps"
-    )
+    reason = f"recommended: none: {drawn} cannot fill {FEWEST_STEPS} steps; raise training.steps"
     if best is not None:
         rank = next((r for r, count in trained.items() if best.over_run(count) <= DROWNS), own)
         keys = f"training.global_batch_size = {best.global_batch_size}"

@@ -50,9 +50,7 @@ def _bound(
     rounds of allocation are composed."""
     check_delta(delta)
     if accountant not in get_args(Accountant):
-        raise ValueError(
-            f"privacy.accountant = {accountant!r} is unknown; choose one of {get_args(Accountant)}"
-        )
+        raise ValueError(f"privacy.accountant = {accountant!r} is none of {get_args(Accountant)}")
     merged = composition(segments)
     if not merged or merged[0].noise_multiplier == 0:  # they are sorted
         return (math.inf if merged else 0.0), accountant
@@ -86,9 +84,7 @@ def noise_for(
     """
     Segment(mechanism, steps)  # checks their number
     if not 0 < target_epsilon < math.inf:
-        raise ValueError(
-            f"privacy.target_epsilon = {target_epsilon} is not positive and finite; try 8.0"
-        )
+        raise ValueError(f"privacy.target_epsilon = {target_epsilon}: must be positive and finite")
     already = compose(before, delta=delta, accountant=accountant)
     if already > target_epsilon:
         raise ValueError(
@@ -195,9 +191,7 @@ class EpsilonCurve:
 def check_delta(delta: float) -> None:
     """Raise ValueError unless delta is a probability between 0 and 1."""
     if not 0 < delta < 1:
-        raise ValueError(
-            f"privacy.delta = {delta} is outside (0, 1); choose less than 1 / number of records"
-        )
+        raise ValueError(f"privacy.delta = {delta} is outside (0, 1); choose less than 1 / records")
 
 
 def rounded_up(value: float, digits: int = 5) -> str:

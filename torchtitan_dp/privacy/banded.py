@@ -57,9 +57,7 @@ class StepNoise(Secret):
             noise[name] = -1, [torch.empty_like(flat).zero_() for _ in column[1:]]
         row, kept = noise.pop(name, (-1, []))  # back when it is complete
         if row != self.__row - 1:
-            raise RuntimeError(
-                f"{name} lacks noise of an earlier step, which failed: its chain ends there"
-            )
+            raise RuntimeError(f"{name} lacks the noise of a failed step: its chain ends there")
         own = kept.pop()
         size = _AT_ONCE if flat.device.type == "cpu" else max(len(flat), 1)
         for part, *parts in zip(*(shard.split(size) for shard in (own, *kept)), strict=True):

@@ -52,9 +52,7 @@ class KeyStream(Secret):
         RuntimeError: its noise might repeat, and going back in time needs a fresh root key."""
         assert 0 <= step < 2**64, f"{step=} does not fit 8 bytes"
         if step <= self.__last:
-            raise RuntimeError(
-                f"the key of step {step} is spent: this stream is at step {self.__last}"
-            )
+            raise RuntimeError(f"the key of step {step} is spent: the stream is at {self.__last}")
         self.__last = step
         return hmac.digest(self.__key, step.to_bytes(8, "big"), "sha256")
 

@@ -97,9 +97,7 @@ def add_secure_gaussian_noise_(
 
 def _check_arguments(flat: Tensor, *, std: float, key: bytes, name: str, start: int) -> None:
     if flat.dtype != torch.float32 or flat.dim() != 1:
-        raise ValueError(
-            f"noise for {name}: got {flat.dtype} {tuple(flat.shape)}; pass a flat fp32 shard"
-        )
+        raise ValueError(f"{name}: {flat.dtype} {tuple(flat.shape)}; noise needs a flat fp32 shard")
     if not (math.isfinite(std) and std >= 0):
         raise ValueError(f"noise for {name}: std = {std} must be finite and not negative")
     assert len(key) == 32, "the key of a step has 32 bytes"

@@ -51,9 +51,7 @@ def poisson_draw(
         The indices drawn, rising: int64, shape (n,), n random and possibly 0.
     """
     if not 0.0 <= sample_rate <= 1.0:
-        raise ValueError(
-            f"privacy.sample_rate = {sample_rate} is not a probability; choose one between 0 and 1"
-        )
+        raise ValueError(f"privacy.sample_rate = {sample_rate} is no probability from 0 to 1")
     assert len(key) == 32, "the key of a step has 32 bytes"
     assert population >= 0
     if secure:

@@ -121,13 +121,9 @@ class Mechanism:
     def __post_init__(self) -> None:
         t, b, q = self.round_steps, self.period, self.sample_rate
         if not 0 <= q <= 1:
-            raise ValueError(
-                f"privacy.sample_rate = {q} is not a probability; choose one between 0 and 1"
-            )
+            raise ValueError(f"privacy.sample_rate = {q} is no probability; choose between 0 and 1")
         if not self.noise_multiplier >= 0:
-            raise ValueError(
-                f"privacy.noise_multiplier = {self.noise_multiplier} is negative; choose 0 or more"
-            )
+            raise ValueError(f"privacy.noise_multiplier = {self.noise_multiplier}: use 0 or more")
         if t < 1 or (t > 1 and q != 1 / t) or (t > 1 and b > 1):
             raise ValueError(f"rounds of {t} steps at the rate {q}, with {b} bands")
         if self.column[:1] != (1.0,):
@@ -138,9 +134,7 @@ class Mechanism:
                 f"every {b}th step; use at most {math.floor(1 / q)}"
             )
         if self.projections and not FEWEST <= self.projections <= MOST:
-            raise ValueError(
-                f"privacy.projections = {self.projections}: choose {FEWEST} to {MOST}; 32 is usual"
-            )
+            raise ValueError(f"privacy.projections = {self.projections}: choose {FEWEST} to {MOST}")
 
     @property
     def name(self) -> str:

@@ -142,9 +142,7 @@ def build_samples(records: Records, config: JobConfig) -> Samples:
 def check_packages(config: JobConfig) -> None:
     """Refuse, by ValueError, a service whose package is not installed."""
     if config.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
-        raise ValueError(
-            "metrics.enable_wandb = true: wandb is missing; pip install 'torchtitan-dp[wandb]'"
-        )
+        raise ValueError("metrics.enable_wandb = true: needs pip install 'torchtitan-dp[wandb]'")
 
 
 def check_model(config: JobConfig, start: Start) -> ModelArgs:
@@ -156,9 +154,7 @@ def check_model(config: JobConfig, start: Start) -> ModelArgs:
     if config.privacy.enable and METHODS[config.privacy.gradient_method].per_sample_layers:
         on_meta(args).use_per_sample_layers()  # refuses samples that meet
     if config.training.feed_forward_chunk not in ("auto", 0) and not model.gated:
-        raise ValueError(
-            "training.feed_forward_chunk: this model has no feed-forward for tiles; use 'auto'"
-        )
+        raise ValueError("training.feed_forward_chunk: this model's cannot be tiled; use 'auto'")
     check_attention(config, args)
     check_norms(config, args)
     check_files(config, args, start)
@@ -176,9 +172,7 @@ def check_names(config: JobConfig, start: Start) -> None:
     be written, before a file is read."""
     assets, at = config.model.hf_assets_path, f"{start.key} = '{start.place}'"
     if start.resumes and assets and not os.path.isdir(assets):  # the shape would be another one
-        raise ValueError(
-            f"model.hf_assets_path = '{assets}': no such folder; name the one of this run's start"
-        )
+        raise ValueError(f"model.hf_assets_path = '{assets}': no such folder; name the run's first")
     if config.checkpoint.last_save_in_hf:
         target = os.path.join(config.job.dump_folder, EXPORT_FOLDER)
         for key, used in (
@@ -206,18 +200,16 @@ def check_names(config: JobConfig, start: Start) -> None:
 
 def check_files(config: JobConfig, args: ModelArgs, start: Start) -> None:
     """Refuse, by ValueError, weights that cannot be loaded."""
-    if not start.loads:
-        return
-    if start.initial is not None:
+    if start.resumes:
+        check_start(start, skeleton(args).state_dict(), origin(config))
+        refuse_other_settings(start.place, args.settings, origin(config))
+    elif start.loads:
         check_weights(f"{start.key} = '{start.place}'", start.place, args)
         if isinstance(load_tokenizer(config.model.hf_assets_path), ByteTokenizer):
             raise ValueError(
                 f"model.hf_assets_path = '{config.model.hf_assets_path}': text would be read as "
                 f"bytes; name the folder with the tokenizer.json of {start.key} = '{start.place}'"
             )
-    else:
-        check_start(start, skeleton(args).state_dict(), origin(config))
-        refuse_other_settings(start.place, args.settings, origin(config))
 
 
 def show_notices(config: JobConfig, checked: Checked) -> None:

@@ -192,9 +192,7 @@ class PublicLines(BaseLogger):
             run.close()
         except (Exception, Fault) as error:  # of any kind: this is another's service
             words = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            logger.warning(
-                f"metrics.enable_wandb: not sent, after {words}; the same command sends it again"
-            )
+            logger.warning(f"metrics.enable_wandb: not sent, after {words}; a rerun sends it again")
         else:
             keep(self._folder, sent, max(new))
             logger.info(f"metrics.enable_wandb: sent public scalars of {len(new)} steps")

@@ -26,7 +26,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -115,9 +114,7 @@ class Search:
         combinations = grid(tries)
         config = load_config(shared, world_size)
         if not config.privacy.enable:
-            raise ValueError(
-                "privacy.enable = false: a search without privacy spends nothing; set it to true"
-            )
+            raise ValueError("privacy.enable = false: a search spends nothing then; set it to true")
         if config.privacy.debug_seed is not None:
             raise ValueError(
                 f"privacy.debug_seed = {config.privacy.debug_seed}: all trials would draw the same "
@@ -125,9 +122,7 @@ class Search:
             )
         delta = config.validation.publish_delta
         if delta not in (None, config.privacy.delta):
-            raise ValueError(
-                f"validation.publish_delta = {delta}: a search has one, privacy.delta; omit it"
-            )
+            raise ValueError(f"validation.publish_delta = {delta}: a search has one delta; omit it")
         folder = f"{config.job.dump_folder.rstrip('/')}_tune"
         trials = [
             Trial(f"trial_{number}", f"{folder}/trial_{number}", keys)
@@ -202,9 +197,7 @@ class Search:
                 )
         ledgers = [one for trial in self.trials if (one := read_published(trial.folder))]
         if len({one.run for one in ledgers}) < len(ledgers):
-            raise ValueError(
-                f"'{self.folder}': two of its trials are copies of one run; restore both"
-            )
+            raise ValueError(f"'{self.folder}': two trials are copies of one run; restore both")
         return noise
 
     def mark(self, trial: Trial, noise: Noise) -> dict[str, Any]:
@@ -225,9 +218,7 @@ class Search:
         of_trials = zip(self.trials, checked, strict=True)
         spent = total([Run(t.folder, p.ledger, r.fingerprint) for t, (p, r) in of_trials])
         if spent.epsilon_planned is None or spent.heldout_epsilon is None:
-            raise ValueError(
-                f"'{self.folder}': a trial there is not private; take another job.dump_folder"
-            )
+            raise ValueError(f"'{self.folder}': a trial is not private; change job.dump_folder")
         if (most := max(spent.epsilon_planned, spent.heldout_epsilon)) > epsilon:
             raise ValueError(
                 f"--epsilon = {epsilon:g}: the noise of all trials is fixed, and together, with "
@@ -270,7 +261,7 @@ def grid(tries: Sequence[str]) -> list[dict[str, str]]:
     >>> grid(["training.global_batch_size/training.steps=64/50,128/25"])[1]
     {'training.global_batch_size': '128', 'training.steps': '25'}
     """
-    axes, names = [], []
+    found, names = [dict[str, str]()], list[str]()
     for text in tries:
         before, _, after = text.partition("=")
         keys, rows = before.split("/"), [row.split("/") for row in after.split(",")]
@@ -282,18 +273,13 @@ def grid(tries: Sequence[str]) -> list[dict[str, str]]:
         for key in keys:
             if key not in _KEYS and key.split(".")[0] not in _SECTIONS:
                 raise ValueError(
-                    f"--try = '{text}': {key} is not tried, since losses or records of its trials "
-                    f"might not compare; use {', '.join(f'{one}.…' for one in _SECTIONS)}, "
-                    f"{', '.join(_KEYS)}"
+                    f"--try = '{text}': {key} is not tried: its trials might not compare; use "
+                    f"{', '.join(f'{one}.…' for one in _SECTIONS)}, {', '.join(_KEYS)}"
                 )
         names += keys
-        axes.append([dict(zip(keys, row, strict=True)) for row in rows])
+        found = [one | dict(zip(keys, row, strict=True)) for one in found for row in rows]
     if len(set(names)) < len(names):
         raise ValueError(f"--try: {max(names, key=names.count)} is there twice; list it once")
-    found = [
-        {key: value for part in parts for key, value in part.items()}
-        for parts in itertools.product(*axes)
-    ]
     if repeated := [keys for keys in found if found.count(keys) > 1]:
         same = ", ".join(f"{key}={value}" for key, value in repeated[0].items())
         raise ValueError(f"--try: {same} is there twice, and would spend twice; list it once")
