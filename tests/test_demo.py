@@ -1,4 +1,4 @@
-"""The demo: a first screen of at most twelve lines, a line that compares losses, the whole promise."""
+"""The demo: a first screen of at most twelve lines, and a line that compares losses at the end."""
 
 import hashlib
 import re
@@ -79,10 +79,10 @@ def test_the_demo_says_what_it_does_before_the_first_step(tmp_path: Path) -> Non
     before, _, after = (ended.stderr + ended.stdout).partition("step: 1/1  epsilon")
     first = [line for line in ended.stderr.splitlines() if "[rank0]" not in line]
     starts = ("checking", "warning: averaged", "trains:", "on:", "private:", " ")
-    assert [line.startswith(start) for line, start in zip(first, starts)] == [True] * len(starts)
+    assert all(map(str.startswith, first, starts)), first
     assert "without the model, 1%" in first[5]
     assert len([line for line in before.splitlines() if line.strip()]) <= 12
-    assert re.search(r"held-out loss: [\d.]+ before the first step, [\d.]+ now", after)
+    assert re.search(r"held-out loss [\d.]+ before the first step, [\d.]+ now", after)
     *_, meaning, publish = ended.stdout.splitlines()
     assert "without the model" in meaning
     assert "release" in publish

@@ -80,12 +80,11 @@ def test_the_fastest_that_fit_come_first(predicted):
 
 
 @pytest.mark.parametrize(("fewest", "expected"), [(1, 1), (3, 4), (9, 8)])
-def test_the_fewest_ranks_that_fit_share_a_sample(fewest, expected, monkeypatch, capsys):
+def test_the_fewest_ranks_that_fit_share_a_sample(fewest, expected, monkeypatch):
     monkeypatch.setattr(choose, "_fits", lambda *terms: terms[-1] >= fewest)
     monkeypatch.setattr(choose, "processes", lambda: ThreadPoolExecutor(1))
     key = f"parallelism.context_parallel_degree={expected}"
     assert choose.fewest_ranks([*LLAMA], 8, 80.0) == [f"--{key}"]
-    assert key in capsys.readouterr().err
     assert seeks_fewest_ranks([*LLAMA])
     assert not any(seeks_fewest_ranks([*LLAMA, f"--{CP}={given}"]) for given in (2, -1))
 

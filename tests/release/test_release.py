@@ -39,8 +39,9 @@ from torchtitan_dp.ledger.lineage import Ancestor, History, not_private
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.privacy.accounting import rounded_up
+from torchtitan_dp.privacy.meaning import e_to_the
 from torchtitan_dp.release.__main__ import empty_model, main, release
-from torchtitan_dp.release.card import LOST_STATED, OWNER_ITEMS, STOP_STATED, _factor, model_card
+from torchtitan_dp.release.card import LOST_STATED, OWNER_ITEMS, STOP_STATED, model_card
 
 FILES = [
     *("README.md", "SHA256SUMS", "config.json", "model.safetensors", "privacy.json"),
@@ -133,7 +134,7 @@ def test_the_card_and_the_terms_say_what_was_spent(released, finished):
     card = (released / "README.md").read_text()
     assert card.startswith("---\n# license: ")
     epsilon = rounded_up(spent["epsilon_executed"])
-    assert f"for one record, with ε = {epsilon}\nand δ = 0.001.**" in card
+    assert f"with ε = {epsilon} and δ = 0.001 |" in card
     for part in (
         "one record (one file)",
         "`zero_out`",
@@ -179,7 +180,7 @@ def test_what_is_claimed_does_not_depend_on_how_many_steps_a_crash_lost(run, mad
     assert (terms["steps"], terms["steps_executed"]) == (4, 6)
     before = privacy(run)["epsilon_executed"]
     assert terms["epsilon_executed"] > before
-    assert f"ε = {rounded_up(terms['epsilon_executed'])}\n" in card
+    assert f"with ε = {rounded_up(terms['epsilon_executed'])} and δ" in card
     assert rounded_up(before) not in card
 
 
@@ -192,7 +193,7 @@ def test_lost_steps_that_nobody_saw_may_be_left_out(run, made):
     assert terms["epsilon_counts"] == "kept_and_planned_steps"
     assert LOST_STATED in terms["caveats"]
     assert sum(event["count"] for event in terms["dp_event"]["events"]) == 4
-    assert f"with ε = {rounded_up(before)}\n" in card
+    assert f"with ε = {rounded_up(before)} and δ" in card
     assert "| ε covers | the 4 steps of these weights |" in card
     assert "| steps lost in crashes | 3 at most" in card
 
@@ -211,7 +212,7 @@ def test_a_run_that_stopped_early_claims_what_was_planned(run, made):
         expected = spent["epsilon_executed" if stated else "epsilon_planned"]
         assert terms["epsilon"] == pytest.approx(expected, rel=1e-6)
         assert terms["epsilon_counts"] == counts
-        assert f"with ε = {rounded_up(terms['epsilon'])}\n" in card
+        assert f"with ε = {rounded_up(terms['epsilon'])} and δ" in card
         assert (STOP_STATED in terms["caveats"]) == stated
         assert ("196 that were planned and not taken" in card) == (not stated)
         steps = [event["count"] for event in terms["dp_event"]["events"]]
@@ -274,7 +275,7 @@ def test_given_weights_are_told_though_the_last_start_did_not_name_them(card, ca
 def test_rounding_is_never_down():
     for epsilon in (1.00001, 7.96124, 0.000123456, 1e-9, 99999.5, 8.0, 1 / 3):
         assert epsilon <= float(rounded_up(epsilon)) <= epsilon * 1.0002
-    assert (_factor(0.95555), _factor(8.0), _factor(40.0)) == ("2.61", "2990", "10^18")
+    assert tuple(map(e_to_the, (0.95555, 8.0, 40.0))) == ("2.61", "2990", "10^18")
     assert doctest.testmod(templates_module).failed == 0
 
 
@@ -286,7 +287,7 @@ def test_no_claim_of_a_card_is_rounded_in_its_own_favour(card, released):
     settings = Settings.from_fields(terms)
     terms["ancestors"] = [Ancestor("before", settings, 2, 2, 0).fields()]
     found = card(terms=terms)
-    assert found.count("1.2345649e-06") == 3
+    assert found.count("1.2345649e-06") == 2
     assert "1.23456e-06" not in found
     assert "clipping | to norm C = 0.12345678, flat" in found
     assert "| sampling rate q | 0.123457, from" in found
@@ -299,7 +300,7 @@ def test_a_card_takes_the_base_models_name(card):
     unit["data_unit_field"] = "patient_id"
     named = card("org/base", lora_rank=4, **unit)
     whose = "(all records with one value of `patient_id`) |"
-    assert "private for one unit, with" in named
+    assert f"| Protected unit | one unit {whose}" in named
     assert f"| privacy unit | one unit {whose}" in named
     assert "| units in training | 24, public |" in named
     assert "data.unit_field" not in named

@@ -85,7 +85,8 @@ _OF_SEVERAL: dict[_Range, str] = {
     ),
     _least(0, "0 or more"): "optimizer.eps optimizer.weight_decay lr_scheduler.warmup_steps "
     "training.max_norm comm.trace_buf_size profiling.profiler_warmup",
-    _above(0, "a positive number"): "training.loss_scale privacy.target_epsilon",
+    _above(0, "a positive number"): "training.loss_scale privacy.target_epsilon "
+    "validation.reference_loss",
     _least(1, "at least 1"): "training.steps training.local_batch_size training.gc_freq "
     "checkpoint.interval profiling.profile_freq profiling.profiler_active metrics.log_freq "
     "validation.freq data.windows_per_draw",

@@ -51,7 +51,7 @@ def _prepare(options: argparse.Namespace, overrides: list[str]) -> None:
         warn(warning)
     for line in describe(found, unit_word(config)):
         say(line)
-    if options.show:
+    if options.show is not None:
         _show(records, samples, options.show, of_training=options.training)
 
 
@@ -62,6 +62,8 @@ def _show(records: Any, samples: Any, count: int, *, of_training: bool) -> None:
     from torchtitan_dp.data.batching import FIXED_KEY, RecordLoader
 
     units = records.train if of_training else records.heldout
+    if count < 1:
+        raise ValueError(f"--show = {count}: must be 1 or more samples")
     if not len(units):
         raise ValueError("--show: no unit is held out; add --training to see those trained on")
     loader = RecordLoader(samples, units, ranks=1, rank=0, batch_size=1)

@@ -92,7 +92,7 @@ If that must never happen to anyone, choose epsilon up to 1.
             f"Verdict: a {word} guarantee, by the scale of Ponomareva et al. (How to DP-fy ML, "
             "2023): epsilon up to 1 is strong, up to 10 reasonable, above that weak.",
             "Worst case, with all luck on the attacker's side: an output is at most "
-            f"{_factor(epsilon)} times (e^epsilon) as likely as without the {unit}"
+            f"{e_to_the(epsilon)} times (e^epsilon) as likely as without the {unit}"
             f"{_exception(delta)}; even odds that the {unit} was used become at most "
             f"{percent(self.posterior)}{but_for}. {choice if epsilon > 1 else ''}".rstrip(),
         ]
@@ -102,7 +102,8 @@ def _exception(probability: float) -> str:
     return f", except with a probability of 1 in {int(1 / Decimal(repr(probability))):,}"
 
 
-def _factor(epsilon: float) -> str:
+def e_to_the(epsilon: float) -> str:
+    """Write e^epsilon, rounded up to three digits or to a power of ten."""
     if epsilon < 20:
         return rounded_up(math.exp(epsilon), digits=3)
     return f"10^{math.ceil(epsilon / math.log(10))}"

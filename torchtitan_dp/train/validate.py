@@ -103,7 +103,7 @@ class HeldOutValidator:
         before, after = (self._found.get(n) for n in (0, self._config.training.steps))
         if before is None or after is None:
             return None
-        line = f"not private: held-out loss: {before:.4f} before the first step, {after:.4f} now"
+        line = f"not private: held-out loss {before:.4f} before the first step, {after:.4f} now"
         if (best := self._config.validation.reference_loss) is None or best >= before:
             return line
         closed = (before - after) / (before - best)
