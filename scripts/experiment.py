@@ -1,13 +1,13 @@
 """What a private model is worth: tunes a small Llama, made of public text, on private text.
 
-    python scripts/experiment.py --out FOLDER [--of runs|earlier] [--only NAME…] [--steps N]
+    python scripts/experiment.py --out FOLDER [--of runs|second|earlier] [--only NAME…] [--steps N]
                                  [--pretrain]
     python scripts/experiment.py --report docs [--out FOLDER]
     python scripts/experiment.py --show tried|splits|others
 
 Takes the runs of docs/results/runs.json again, each by the options that stand there, on one CPU
 core, from the weights of examples/pretrained, or with `--pretrain` from others, made anew; or those
-of earlier.json, whose starting weights are lost. A run that is done is not run
+of second.json or earlier.json, whose starting weights are lost. A run that is done is not run
 again: its numbers are in FOLDER/results/NAME.json. `--only` takes those whose names begin so,
 `--steps` that many steps of everything, to try this script. `--report docs` makes the tables of
 docs/results.md, and with `--out` first puts FOLDER's numbers into runs.json. `--show` prints a
@@ -77,7 +77,7 @@ TITLES = {
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, help="a folder for text, weights and numbers")
-    parser.add_argument("--of", choices=("runs", "earlier"), default="runs")
+    parser.add_argument("--of", choices=("runs", "second", "earlier"), default="runs")
     parser.add_argument("--only", nargs="+", default=[""], help="what names begin with")
     parser.add_argument("--steps", type=int, help="of pre-training and of each run")
     parser.add_argument("--pretrain", action="store_true", help="make other starting weights")

@@ -19,7 +19,8 @@ MOST_ITEMS = 256  # that are read of a list: messages of a chat
 PYTHON_STDLIB = "python-stdlib"  # as a path: the source files of the running Python's library
 PYTHON_PACKAGES = "python-packages"  # those of packages that every installation has
 _PACKAGES = ("transformers", "huggingface_hub", "datasets")
-_EMPTY = 300  # bytes: below it most of their files are an empty __init__.py
+_SIZES = range(300, 50_001)  # bytes: neither an empty __init__.py, nor what takes minutes to read
+NAMED = (PYTHON_STDLIB, PYTHON_PACKAGES)
 
 
 class Files(NamedTuple):
@@ -63,7 +64,7 @@ def locate(
         origin = getattr(importlib.util.find_spec(_PACKAGES[0]), "origin", None)
         root = os.path.dirname(os.path.dirname(str(origin)))
         names, _ = _walk(root, [f"{name}/**/*.py" for name in _PACKAGES])
-        return root, [n for n in names if os.path.getsize(os.path.join(root, n)) >= _EMPTY], []
+        return root, [n for n in names if os.path.getsize(os.path.join(root, n)) in _SIZES], []
     full = os.path.abspath(os.path.expanduser(path)) if path else ""
     if os.path.isfile(full):
         return os.path.dirname(full), [os.path.basename(full)], []

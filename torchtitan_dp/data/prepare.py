@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import re
+import sys
 import time
 from array import array
 from collections import Counter, deque
@@ -26,10 +27,10 @@ from typing import IO, Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from torchtitan_dp.base.process import private_opener
+from torchtitan_dp.base.process import private_opener, progress
 from torchtitan_dp.data import say
 from torchtitan_dp.data import store as stores
-from torchtitan_dp.data.files import Fields, Files, list_files, locate
+from torchtitan_dp.data.files import NAMED, Fields, Files, list_files, locate
 from torchtitan_dp.data.formats import FOLDER, Format, format_named, is_pointer, unit_name
 from torchtitan_dp.data.reading import EMPTY, MOST_PART, Assembler, Lack, Piece, Reading, split
 from torchtitan_dp.data.store import (
@@ -160,7 +161,8 @@ class Source:
                 f"{', '.join(self.facts.below)}, of a saved data set those of its state.json; if "
                 "they hold records, rename them, save the set again, or name files by a glob"
             )
-        words = (set(re.split(r"[^a-z]+", name.lower())) & _SPLITS.keys() for name in files.names)
+        named = () if self.path in NAMED else files.names
+        words = (set(re.split(r"[^a-z]+", name.lower())) & _SPLITS.keys() for name in named)
         splits = Counter(split for of in words for split in {_SPLITS[word] for word in of})
         if "train" in splits and len(splits) > 1:
             counted = ", ".join(f"{count:,} of '{split}'" for split, count in splits.items())
@@ -346,12 +348,13 @@ def _rows(files: Files, source: Source, hashes: list[str]) -> Iterator[_Row]:
     broken = Lack("training.dataset_path", f"are no {facts.row}s of '{source.format}'", remedy)
     unknown = Lack(f"data.unit_field = {by!r}", "have no usable one", "name each unit")
     said = time.monotonic()
+    show, every_s = (progress, 1.0) if sys.stderr.isatty() else (say, _PROGRESS_S)
     for place, (name, path) in enumerate(zip(files.names, files.paths, strict=True), 1):
         hashes.append(stores.file_hash(path, skip_unreadable=not facts.fields))
         for number, fields in enumerate(_naming_file(path, facts.rows(path, [*source.keys])), 1):
-            if time.monotonic() - said >= _PROGRESS_S:
+            if time.monotonic() - said >= every_s:
                 said = time.monotonic()
-                say(f"tokenizing file {place:,} of {len(files.names):,}, its record {number:,}")
+                show(f"tokenizing file {place:,} of {len(files.names):,}, its record {number:,}")
             record = f"{name}:{number}" if facts.fields else name
             found: list[Piece] | Lack = broken
             if fields is not None:

@@ -209,6 +209,7 @@ def ranks_a_sample(
     waits = config.privacy.noise == "banded" and config.privacy.bands == "auto"
     if world_size == 1 or not config.privacy.enable or waits or not seeks_fewest_ranks(overrides):
         return []
+    progress("predicting memory…")
     try:
         gib = memory_here_gib(ranks_here) if ranks_here else memory_gib
         return fewest_ranks(overrides, world_size, gib)
@@ -309,7 +310,7 @@ def _show(
         host=host,
         left=available and available / GIB,
         drowns=DROWNS,
-        command=typed("plan"),
+        command=typed(f"plan {config.job.config_file}"),
         unit=unit_word(config),
         method=METHODS[config.privacy.gradient_method],
         tile=feed_forward_chunk(config) if skeleton(checked.args).gated else 0,
