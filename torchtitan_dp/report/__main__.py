@@ -135,6 +135,7 @@ class Chart:
     def svg(self) -> str:
         import matplotlib
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
 
         buffer = io.StringIO()
         with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": self.title}):
@@ -149,7 +150,7 @@ class Chart:
                 axes.axhline(value, color="black", linestyle="--", label=f"{name} {value:g}")
             axes.set(xlabel="step", yscale="log" if self.logarithmic else "linear")
             axes.set_xlim(-0.02 * self.last, 1.02 * self.last)
-            axes.xaxis.get_major_locator().set_params(integer=True)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.legend(fontsize="small")
             axes.grid(alpha=0.3)
             unsaid = dict.fromkeys(("Creator", "Date", "Format", "Type"))
