@@ -20,7 +20,7 @@ _COMMANDS = {
     "train": "CONFIG [--section.key value …]: train on this machine",
     "plan": "CONFIG: epsilon, samples, noise, cost and memory of a run, before it",
     "tune": "CONFIG --epsilon E --try KEY=V,V …: compare settings by published losses",
-    "prepare": "CONFIG: tokenize the records once; their tokens, and what a length cuts off",
+    "prepare": "CONFIG (or `data`): tokenize the records once, count tokens; --show samples",
     "audit": "CONFIG: attack the mechanism or a run, for a lower bound on epsilon",
     "ledger": "RUN…: verify runs, and add up their privacy budgets",
     "release": "RUN FOLDER: write what may be published, with a model card",
@@ -33,7 +33,7 @@ Train on this machine. CONFIG is a TOML or the name of a shipped one; any key of
 is taken too (docs/configuration.md has all of them).
 
 options:
-  --verbose  print the whole plan, and what the workers know
+  --verbose  print the whole plan, and the workers' details
 
 in the environment:
   NGPU      processes; default: one for each CUDA device, or 2 on a machine without
@@ -41,7 +41,7 @@ in the environment:
   NO_COLOR  no colours, as where the output is no terminal
 
 Exit code 2: the configuration is wrong, and nothing was started; 75: stopped by Ctrl-C, SIGTERM,
-SIGUSR1 or SIGHUP after a checkpoint, and the same command goes on.
+SIGUSR1 or SIGHUP after a checkpoint; the same command resumes. Several nodes: docs/clusters.md.
 """
 _TAKE_CONFIG = ("train", "prepare", "plan", "audit", "tune")
 

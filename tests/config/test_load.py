@@ -71,7 +71,7 @@ validation.publish_epsilon=1 validation.enable data.heldout_fraction=.3 privacy.
     a public privacy.sample_rate
 validation.publish_delta=1e-6 → no held-out loss is published
 validation.publish_delta=0.5 validation.publish_epsilon=1 validation.enable \
-    data.heldout_fraction=.3 → validation.publish_delta = 0.5: at least 1 / number of held-out
+    data.heldout_fraction=.3 → validation.publish_delta = 0.5: must be below 1 / number of held-out
 data.unit_field=folder
 data.unit_sampling=random → units of one record
 data.prompt_field= → data.prompt_field = '': name the JSON field

@@ -202,12 +202,12 @@ def test_row55_a_delta_above_a_tenth_of_one_over_units_is_a_warning():
 
 
 def test_row55_a_delta_that_publishes_units_is_refused_where_their_number_is_public():
-    with pytest.raises(ValueError, match=r"^privacy\.delta = 0\.05: at least 1 / number"):
+    with pytest.raises(ValueError, match=r"^privacy\.delta = 0\.05: must be below 1 / number"):
         plan(0.05)
     public = "--privacy.sample_rate=0.4"  # of a batch of 4: one in about 10 units
     _, warning = plan(0.09, public).warnings
-    assert warning.startswith("not private: privacy.delta = 0.09: at least")
-    with pytest.raises(ValueError, match=r"^privacy\.delta = 0\.1: at least privacy\.sample_rate"):
+    assert warning.startswith("not private: privacy.delta = 0.09: must be below")
+    with pytest.raises(ValueError, match=r"^privacy\.delta = 0\.1: must be below privacy\.sample_rate"):
         plan(0.1, public)
 
 

@@ -65,7 +65,7 @@ def test_a_number_of_records_that_is_private_is_not_told(tmp_path, capsys):
         lines = [re.split(r"not private\)?: ", line)[0] for line in output.err.splitlines()]
         said.append((output.out, lines))
     assert said[0] == said[1]
-    assert "at least 1 / number of training records" in output.err
+    assert "must be below 1 / number of training records" in output.err
 
 
 @pytest.mark.thorough_cases("0.5-*")

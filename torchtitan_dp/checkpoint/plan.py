@@ -154,7 +154,7 @@ def _check_delta(config: JobConfig, units: int) -> list[str]:
         given = f"{label}privacy.delta = {delta:g}"
         less = f"use a tenth of that, {accounting.rounded_down(most / 10, digits=2)}, or less"
         if _reaches(delta, most):
-            mistake = f"at least {source}, which allows publishing a {word} outright; {less}"
+            mistake = f"must be below {source}, else one {word} may be published outright; {less}"
             if not label:
                 raise ValueError(f"{given}: {mistake}")
             warnings.append(f"{given}: {mistake}")
@@ -236,8 +236,8 @@ def refuse_delta_of_loss(config: JobConfig, heldout: int) -> None:
     if validation.publish_epsilon is not None and delta * heldout >= 1:
         word = unit_word(config)
         raise ValueError(
-            f"{key} = {delta:g}: at least 1 / number of held-out {word}s ({1 / heldout:.2g}), "
-            f"which allows publishing a {word} outright; use a tenth of that, "
+            f"{key} = {delta:g}: must be below 1 / number of held-out {word}s ({1 / heldout:.2g}), "
+            f"else one {word} may be published outright; use a tenth of that, "
             f"{accounting.rounded_down(0.1 / heldout, digits=2)}, or less"
         )
 

@@ -41,14 +41,16 @@ _JSON = _takes("--json", "FILE", "write the result there; - is stdout")
 _OPTIONS: dict[str, tuple[_Option, ...]] = {
     "plan": (
         _takes("--world_size --gpus", "N", "processes; default: NGPU, else 1", int),
-        _takes("--ranks_here", "R", "that start here: exit with 2 if the host is too small", int),
-        _takes("--units", "N", "plan for so many records or units, before there are any", int),
-        _takes("--memory_gib", "G", "of a GPU: exit with 2 if the run does not fit", float),
+        _takes(
+            "--ranks_here", "R", "ranks on this host: exit with 2 if its memory is too small", int
+        ),
+        _takes("--units", "N", "assume N units; read no records", int),
+        _takes("--memory_gib", "G", "of a GPU: exit with 2 if the run exceeds it", float),
         _JSON,
         _takes("--machine", "M", "a100, h100, h200 or b200: predict the time by a roofline"),
         _flag("--choose", "compare meshes, checkpointing and methods, the fastest first"),
         _flag("--recommend", "list batches, steps and adapters by their noise at equal compute"),
-        _flag("--no_memory", "--json without memory: quick"),
+        _flag("--no_memory", "leave memory out of --json: quick"),
     ),
     "tune": (
         _takes("--epsilon", "E", "of all trials together", float, required=True),
@@ -147,7 +149,7 @@ def help_of(command: str, words: str) -> str:
     """Return the help of a command that is described by `words`."""
     parser = parser_of(command, words.split(": ")[-1].capitalize())
     if command not in (*_OF_NO_CONFIG, "selfcheck"):
-        parser.add_argument(*_CONFIG, metavar="FILE", help="the TOML")
+        parser.prog += " CONFIG"
     return parser.format_help()
 
 

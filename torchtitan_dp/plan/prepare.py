@@ -82,13 +82,15 @@ def _show(records: Any, samples: Any, count: int, *, of_training: bool) -> None:
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = tool_parser("torchtitan-dp prepare", __doc__)
+    parser = tool_parser("torchtitan-dp prepare [CONFIG]", __doc__)
     parser.add_argument("--json", metavar="FILE", help="write the figures there; - is stdout")
-    parser.add_argument("--show", type=int, metavar="N", help="print N held-out samples, marked")
-    parser.add_argument("--training", action="store_true", help="--show: those trained on")
+    parser.add_argument(
+        "--show", type=int, metavar="N", help="print the text of N held-out samples"
+    )
+    parser.add_argument("--training", action="store_true", help="--show training samples")
     parser.add_argument("--list", action="store_true", help="list all stores of tokens")
     parser.add_argument("--delete", nargs="+", default=[], metavar="NAME", help="or `all`: erase")
-    parser.add_argument("--data.store", dest="store", metavar="FOLDER", help="of all stores")
+    parser.add_argument("--data.store", dest="store", metavar="FOLDER", help="of all token stores")
     if {"--list", "--delete"} & {*argv}:
         return parser.parse_args(argv), []
     if argv and not argv[0].startswith("-"):

@@ -73,16 +73,16 @@ records; without the model, 1%.
 records; without the model, 0.1%.
         Verdict: a reasonable guarantee, by the scale of Ponomareva et al. (How to DP-fy ML, \
 2023): epsilon up to 1 is strong, up to 10 reasonable, above that weak.
-        Worst case, with all luck on the attacker's side: an output is at most 79.6 times \
-(e^epsilon) as likely as without the record, except with a probability of 1 in 100,000; even \
-odds that the record was used become at most 99.4%, except with a probability of 1 in 100,000. \
-If that must never happen to anyone, choose epsilon up to 1.
+        Worst case, except with a probability of 1 in 100,000: an output is at most 79.6 times \
+(e^epsilon) as likely with the record as without it, and an attacker who starts at 50% that it was \
+used reaches at most 99.4% certainty. If that is too much even for an unlucky few, choose epsilon \
+up to 1.
         """
         if self.posterior == 1.0 == min(share for _, share in self.detected):
             return [f"Nothing bounds a membership-inference attack on a {unit}: there is no noise."]
         word = "strong" if epsilon <= 1 else "reasonable" if epsilon <= 10 else "weak"
-        but_for = _exception(self.posterior_but_for) if self.posterior_but_for else ""
-        choice = "If that must never happen to anyone, choose epsilon up to 1."
+        luck = max(delta, self.posterior_but_for)
+        choice = "If that is too much even for an unlucky few, choose epsilon up to 1."
         return [
             *(
                 f"A membership-inference attack with {percent(alarms)} false positives detects at "
@@ -91,15 +91,11 @@ If that must never happen to anyone, choose epsilon up to 1.
             ),
             f"Verdict: a {word} guarantee, by the scale of Ponomareva et al. (How to DP-fy ML, "
             "2023): epsilon up to 1 is strong, up to 10 reasonable, above that weak.",
-            "Worst case, with all luck on the attacker's side: an output is at most "
-            f"{e_to_the(epsilon)} times (e^epsilon) as likely as without the {unit}"
-            f"{_exception(delta)}; even odds that the {unit} was used become at most "
-            f"{percent(self.posterior)}{but_for}. {choice if epsilon > 1 else ''}".rstrip(),
+            f"Worst case, except with a probability of 1 in {int(1 / Decimal(repr(luck))):,}: an "
+            f"output is at most {e_to_the(epsilon)} times (e^epsilon) as likely with the {unit} as "
+            "without it, and an attacker who starts at 50% that it was used reaches at most "
+            f"{percent(self.posterior)} certainty. {choice if epsilon > 1 else ''}".rstrip(),
         ]
-
-
-def _exception(probability: float) -> str:
-    return f", except with a probability of 1 in {int(1 / Decimal(repr(probability))):,}"
 
 
 def e_to_the(epsilon: float) -> str:

@@ -247,9 +247,8 @@ def main(argv: list[str]) -> None:
     counts = terms["epsilon_counts"].replace("_", " ")
     print(
         f"released: {options.out}/ (epsilon = {rounded_up(terms['epsilon'])} of {counts}, delta = "
-        f"{terms['delta']})\n          read {CARD_FILE} before you publish it, and fill in what "
-        "only you know:",
-        *(f"          - {item}" for item in OWNER_ITEMS),
+        f"{terms['delta']})\n          before you publish it, fill in {CARD_FILE}:",
+        *(f"          - {item}" for item in ("Whose data", "Signed by, on", *OWNER_ITEMS)),
         sep="\n",
         file=sys.stderr,
     )
