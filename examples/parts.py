@@ -14,8 +14,9 @@ import torchtitan_dp as dp
 account = {"delta": 1e-5, "accountant": "pld"}
 sigma = dp.noise_for(dp.Mechanism(1.0, 0.01), 1_000, target_epsilon=3.0, **account)
 steps = dp.Segment(dp.Mechanism(sigma, 0.01), 1_000)
-print(f"sigma = {sigma:.3f} spends epsilon = {dp.epsilon([steps], **account):.3f}")
-for line in dp.meaning([steps], account["delta"]).sentences("patient"):
+epsilon = dp.epsilon([steps], **account)
+print(f"sigma = {sigma:.3f} spends epsilon = {epsilon:.3f}")
+for line in dp.meaning([steps], account["delta"]).sentences("patient", epsilon, account["delta"]):
     print(line)
 
 # %% Who takes part in step 1: each record by a coin of its own, from a secret key.
