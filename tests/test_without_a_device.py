@@ -17,7 +17,7 @@ from torchtitan_dp import launch
 from torchtitan_dp.plan import __main__ as plan
 
 COMMANDS = {
-    "plan": "the membership of a record",
+    "plan": "without the model, 1%",
     "prepare": "tokens to train on",
     "report": "report.html",
     "report --status": "finished",

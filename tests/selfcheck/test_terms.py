@@ -37,7 +37,7 @@ def test_shipped_configurations(config):
     assert parameter_count(args) < 2e7
     assert own.config.training.seq_len <= 64 * 4
     assert own.degrees == (1, 1, 4)
-    if "debug" in config.stem:
+    if config.stem in ("llama3_debug", "demo"):
         assert not exact
         return
     (in_fp32,) = exact
