@@ -112,9 +112,8 @@ class LabelledMetricsProcessor(MetricsProcessor):
 class PrivateMetricsProcessor(LabelledMetricsProcessor):
     """The scalars of a private run, and its progress."""
 
-    def begin(self, step: int, *, private: bool, epsilon_planned: float | None = None) -> None:
-        """Begin with the clock, too; `epsilon_planned` is that at the last step, if known."""
-        super().begin(step, private=private)
+    def count_from(self, step: int, epsilon_planned: float | None) -> None:
+        """Start the clock after `step`; `epsilon_planned` is that at the last step, if known."""
         self._planned = epsilon_planned
         training, dims = self.job_config.training, self.parallel_dims
         rows = training.global_batch_size * self.job_config.data.windows_per_draw

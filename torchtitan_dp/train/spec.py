@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import re
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -207,6 +208,7 @@ class RunTrainer(Trainer):
         """Evaluate the starting weights on held-out units. Collectives: the validator's."""
         if self.step == 0 and self.job_config.validation.enable:
             self.validator.validate(self.model_parts, 0)
+            self.metrics_processor.time_last_log = time.perf_counter()  # of no step
 
     def summary(self) -> list[str]:
         """Return the last lines of a run that is done, for the console of rank 0."""

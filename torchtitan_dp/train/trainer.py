@@ -195,8 +195,9 @@ class DPTrainer(RunTrainer):
             self.checkpointer.on_saved = self.books.saved
         planned = (self.books.publish() or {}).get("epsilon_planned")
         private = self.ledger.private
-        self.metrics_processor.begin(self.step, private=private, epsilon_planned=planned)
+        self.metrics_processor.begin(self.step, private=private)
         self.evaluate_start()
+        self.metrics_processor.count_from(self.step, planned)
         return self.feed
 
     # The state in a checkpoint besides weights, optimizer and LR schedule.
