@@ -300,7 +300,7 @@ def test_a_card_takes_the_base_models_name(card):
     unit["data_unit_field"] = "patient_id"
     named = card("org/base", lora_rank=4, **unit)
     whose = "(all records with one value of `patient_id`) |"
-    assert f"| Protected unit | one unit {whose}" in named
+    assert f"| Protected unit | one patient {whose}" in named
     assert f"| privacy unit | one unit {whose}" in named
     assert "| units in training | 24, public |" in named
     assert "data.unit_field" not in named

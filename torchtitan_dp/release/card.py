@@ -152,12 +152,14 @@ def guarantee(terms: dict[str, Any], config: JobConfig | None) -> dict[str, Any]
     """Return the values of the guarantee in words, `meaning.j2`; without the run's `config` the
     kind of unit is not described."""
     unit = str(terms["privacy_unit"]).split()[0]
-    kind = ""
+    kind, person = "", unit
     if config is not None:
         field, record = config.data.unit_field, FORMATS[config.training.dataset].record
         kind = f" (all records with one value of `{field}`)" if field else f" ({record})"
+        person = (field or unit).removesuffix("_id").replace("_", " ")  # patient_id: one patient
     return {
         "unit": unit,
+        "person": person,
         "kind_of_unit": kind,
         "meaning": Meaning.from_json(terms["meaning"]).sentences(
             unit, terms["epsilon"], terms["delta"]
