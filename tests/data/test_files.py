@@ -111,5 +111,5 @@ def test_installed_packages_are_records_without_their_empty_files() -> None:
         *("transformers", "huggingface_hub", "datasets")
     }
     assert min(files.sizes) >= 300
-    assert max(files.sizes) <= 50_000
+    assert max(files.sizes) <= 32_768
     assert len(files.names) > 1000

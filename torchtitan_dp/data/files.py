@@ -19,7 +19,7 @@ MOST_ITEMS = 256  # that are read of a list: messages of a chat
 PYTHON_STDLIB = "python-stdlib"  # as a path: the source files of the running Python's library
 PYTHON_PACKAGES = "python-packages"  # those of packages that every installation has
 _PACKAGES = ("transformers", "huggingface_hub", "datasets")
-_SIZES = range(300, 50_001)  # bytes: neither an empty __init__.py, nor what takes minutes to read
+_SIZES = range(300, 32_769)  # bytes: neither an empty __init__.py, nor what takes minutes to read
 NAMED = (PYTHON_STDLIB, PYTHON_PACKAGES)
 
 
