@@ -94,7 +94,7 @@ class Training(theirs.Training):
     dataset_path: str | None = None
     """A file, directory or glob; `python-stdlib` is the source of the running Python's standard
     library, `python-packages` that of the installed `transformers`, `huggingface_hub` and
-    `datasets`."""
+    `datasets` (files of 300 bytes to 32 KiB)."""
 
     local_batch_size: int = 1
     """Samples in a microbatch of one data-parallel rank (MBS)."""
