@@ -207,9 +207,7 @@ def test_row55_a_delta_that_publishes_units_is_refused_where_their_number_is_pub
     public = "--privacy.sample_rate=0.4"  # of a batch of 4: one in about 10 units
     _, warning = plan(0.09, public).warnings
     assert warning.startswith("not private: privacy.delta = 0.09: must be below")
-    with pytest.raises(
-        ValueError, match=r"^privacy\.delta = 0\.1: must be below privacy\."
-    ):
+    with pytest.raises(ValueError, match=r"^privacy\.delta = 0\.1: must be below privacy\."):
         plan(0.1, public)
 
 
