@@ -188,6 +188,7 @@ def test_hazard_25_every_config_plans_and_has_no_rule_on_private_values(toml, tm
         *("enable", "dataset", "dataset_path", "local_batch_size", "seq_len", "freq", "steps"),
         # Noised, with an epsilon of its own: a rule on it could be counted.
         *("publish_epsilon", "publish_clip", "publish_delta"),
+        "reference_loss",  # words at the end of a run
     }
     suspects = ("early_stop", "patience", "plateau", "best", "threshold", "adaptive")
     recomputation = {"activation_checkpoint.early_stop"}  # of a block, not of training
