@@ -24,10 +24,11 @@ def place(tmp_path: Path) -> Path:
     for entry in ROOT.iterdir():
         if entry.name not in ("outputs", ".venv", ".git"):
             (tmp_path / entry.name).symlink_to(entry)
-    python = tmp_path / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
+    bin = tmp_path / ".venv" / "bin"
+    bin.mkdir(parents=True)
+    for name, module in (("python", ""), ("torchtitan-dp", "-m torchtitan_dp ")):
+        (bin / name).write_text(f'#!/bin/sh\nexec {sys.executable} {module}"$@"\n')
+        (bin / name).chmod(0o755)
     return tmp_path
 
 
