@@ -230,7 +230,7 @@ def show_records(config: JobConfig, checked: Checked, *, brief: bool) -> None:
 
 def notices(config: JobConfig) -> list[str]:
     """List the notices of the configuration, and of releases that are not tested."""
-    lines = [*untested(), *filter(None, [never_trained(config)])]
+    lines = untested()
     training, checkpoint = config.training, config.checkpoint
     if training.seq_len > (window := shape(config).max_seq_len):
         lines.append(
@@ -249,13 +249,13 @@ def notices(config: JobConfig) -> list[str]:
 
 
 def tokenizer_lines(config: JobConfig, source: Source) -> list[str]:
-    """Describe the tokenizer, and samples whose end is never learned."""
+    """Describe the tokenizer, an end that is never learned, and text that no sample has."""
     where, template = config.model.hf_assets_path, source.reading.template
     end = None if template is None else template.lacks_end
     if template is None and source.tokenizer.eos_id is None:
         end = "the tokenizer has no eos: the model never learns to stop"
     named = f"tokenizer: {source.tokenizer.describe()}" + (f", from {where}" if where else "")
-    return [named, *filter(None, [end])]
+    return [named, *filter(None, [end, never_trained(config)])]
 
 
 SMALLEST = 1e-12

@@ -58,11 +58,11 @@ _TORCHTITAN = str(Path(torchtitan.__file__).parent) + os.sep  # installed beside
 # Of TorchTitan's own lines at the level of information; our trainer logs steps itself, a run
 # without privacy leaves that to TorchTitan.
 _SHOWN = re.compile(
-    r"(\x1b\[\S*?m)?(step: |Training starts|(Loading|Saving|Finished saving) the checkpoint)"
+    r"(\x1b\[\S*?m)?(step: |Training starts|(Saving|Finished saving) the checkpoint)"
 )
-# Of our lines those that `VERBOSE` shows.
+# Lines that `VERBOSE` shows, TorchTitan's and ours.
 _DETAILS = re.compile(
-    r"model: |(not private: )?rehearsal: (done|a microbatch|\{)|"
+    r"Loading the checkpoint|model: |(not private: )?rehearsal: (done|a microbatch|\{)|"
     r"step: \S+  not private: (averaged weights' )?held-out loss at tokens"
 )
 _NOTHING_TO_DO = (
@@ -94,9 +94,9 @@ def is_shown(record: logging.LogRecord) -> bool:
     message = record.getMessage()
     if record.levelno > logging.INFO:
         return not any(re.match(pattern, message) for pattern in _NOTHING_TO_DO)
-    if record.pathname.startswith(_TORCHTITAN):
-        return bool(_SHOWN.match(message))
-    return bool(os.environ.get(VERBOSE)) or not _DETAILS.match(message)
+    if _DETAILS.match(message):
+        return bool(os.environ.get(VERBOSE))
+    return not record.pathname.startswith(_TORCHTITAN) or bool(_SHOWN.match(message))
 
 
 def build_model(decide: Callable[[], Start] | None, args: Any) -> CausalLM:
