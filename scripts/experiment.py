@@ -234,7 +234,7 @@ def prepare(out: Path, steps: int | None, *, pretrain: bool) -> None:
         out,
         "-m torchtitan_dp.train --job.config_file public.toml --job.dump_folder runs/public "
         "--training.dataset_path corpus/public.jsonl --model.hf_assets_path shape "
-        f"--training.steps {steps or 1000}",
+        + (f"--training.steps {steps}" if steps else ""),
     )
     # The weights alone: the export's privacy.json says "not private", which is right of a run
     # without privacy and would count for every run that starts from it. These saw public text only.
@@ -357,13 +357,13 @@ def picture(runs: list[Run]) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
-    main = [r for r in by_setting(runs) if not r["rank"] and len(r["runs"]) == 3]
+    rows = by_setting(runs)
+    main = [r for r in rows if not r["rank"] and len(r["runs"]) == 3]
     private = sorted((r for r in main if r["kind"] == "private"), key=lambda r: r["epsilon"])
     plain = min((r for r in main if r["kind"] == "plain"), key=lambda r: r["loss"])
-    untuned = next(r for r in by_setting(runs) if r["kind"] == "none")
-    rows = [("no tuning", untuned), *((f"ε = {r['epsilon']:g}", r) for r in private)]
-    rows.append(("without privacy", plain))
-    names, losses = [name for name, _ in rows], [row["loss"] for _, row in rows]
+    untuned = next(r for r in rows if r["kind"] == "none")
+    names = ["no tuning", *(f"ε = {r['epsilon']:g}" for r in private), "without privacy"]
+    losses = [row["loss"] for row in (untuned, *private, plain)]
     colours = ["#8b949e", *["#2f81f7"] * len(private), "#3fb950"]
     grey = {"text.color": "#7d8590", "svg.fonttype": "none", "svg.hashsalt": "losses"}
     buffer = io.StringIO()

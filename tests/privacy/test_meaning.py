@@ -188,13 +188,13 @@ def test_where_pld_fails_rdp_stands_in_and_no_number_gets_smaller(monkeypatch, w
 
 
 def test_sentences_round_up():
-    told = Meaning(((0.01, 0.12301), (0.001, 0.5)), 0.999811, 3e-7)
-    lines = told.sentences("patient", 7.9955, 1e-5)
+    bounds = Meaning(((0.01, 0.12301), (0.001, 0.5)), 0.999811, 3e-7)
+    lines = bounds.sentences("patient", 7.9955, 1e-5)
     text = " ".join(lines)
     for part in ("12.4%", "50%", "99.99%", "1 in 100,000", "2970", "patient"):
         assert part in text, part
     assert "record" not in text
-    assert "1 in 3,333,333" in told.sentences("patient", 7.9955, 1e-8)[-1]  # the larger one
+    assert "1 in 3,333,333" in bounds.sentences("patient", 7.9955, 1e-8)[-1]  # the larger one
     assert FALSE_ALARMS == (0.01, 0.001)
     # The usual attack first, beside what it is without the model; the worst case last.
     assert "without the model, 1%" in lines[0]

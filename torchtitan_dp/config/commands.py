@@ -41,9 +41,7 @@ _JSON = _takes("--json", "FILE", "write the result there; - is stdout")
 _OPTIONS: dict[str, tuple[_Option, ...]] = {
     "plan": (
         _takes("--world_size --gpus", "N", "processes; default: NGPU, else 1", int),
-        _takes(
-            "--ranks_here", "R", "ranks on this host: exit with 2 if its memory is too small", int
-        ),
+        _takes("--ranks_here", "R", "ranks on this host: exit with 2 if it lacks memory", int),
         _takes("--units", "N", "assume N units; read no records", int),
         _takes("--memory_gib", "G", "of a GPU: exit with 2 if the run exceeds it", float),
         _JSON,

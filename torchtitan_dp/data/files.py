@@ -52,15 +52,15 @@ def stamp(s: os.stat_result) -> bytes:
 
 
 def locate(
-    path: str, below: Sequence[str] = ("**",), *, has_stdlib: bool = True
+    path: str, below: Sequence[str] = ("**",), *, has_named: bool = True
 ) -> tuple[str, list[str], list[str]]:
     """Find the files that a path names (a file, a glob, a folder's files that match a pattern of
-    `below` or, with `has_stdlib`, installed sources): a root, their sorted names below it, and the
+    `below` or, with `has_named`, installed sources): a root, their sorted names below it, and the
     names of the others in a folder; ValueError, one line, if there is no such path."""
-    if has_stdlib and path == PYTHON_STDLIB:
+    if has_named and path == PYTHON_STDLIB:
         root = sysconfig.get_path("stdlib")
         return root, _walk(root, ("**/*.py",), skipped=("site-packages", "dist-packages"))[0], []
-    if has_stdlib and path == PYTHON_PACKAGES:
+    if has_named and path == PYTHON_PACKAGES:
         origin = getattr(importlib.util.find_spec(_PACKAGES[0]), "origin", None)
         root = os.path.dirname(os.path.dirname(str(origin)))
         names, _ = _walk(root, [f"{name}/**/*.py" for name in _PACKAGES])

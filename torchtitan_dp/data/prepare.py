@@ -128,7 +128,7 @@ class Source:
             if facts.listed is not None:
                 files = list_files(*facts.listed(self.path))
             else:
-                files = list_files(*locate(self.path, facts.below, has_stdlib=not facts.fields))
+                files = list_files(*locate(self.path, facts.below, has_named=not facts.fields))
         except OSError as error:
             raise ValueError(
                 f"training.dataset_path = {self.path!r}: cannot be read ({error})"

@@ -330,6 +330,12 @@ def explain(lineage: Lineage, segments: list[Segment], epsilon: float) -> Meanin
     return meaning(segments, lineage.settings.delta)
 
 
+def in_sentences(content: Mapping[str, Any]) -> list[str]:
+    """Write the meaning of a `privacy.json` in plain English."""
+    unit, meant = content["privacy_unit"].split()[0], Meaning.from_json(content["meaning"])
+    return meant.sentences(unit, content["epsilon"], content["delta"])
+
+
 def write_published(folder: str, content: Mapping[str, Any]) -> None:
     write_atomically(os.path.join(folder, PRIVACY_FILE), to_bytes(content))
 
@@ -359,9 +365,7 @@ def summary(content: dict[str, Any]) -> list[str]:
         f"{content['privacy_unit']}; neighbours: {content['neighbouring_relation']})"
     ]
     if content["private"] and content["meaning"] is not None:
-        meant = Meaning.from_json(content["meaning"])
-        unit = content["privacy_unit"].split()[0]
-        lines.append(meant.sentences(unit, content["epsilon"], content["delta"])[0])
+        lines.append(in_sentences(content)[0])
     if content["private"] and content["steps_executed"] > content["steps"]:
         lines.append(
             f"with steps lost in crashes: epsilon = {rounded_up(content['epsilon_executed'])}, "

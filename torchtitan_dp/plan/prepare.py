@@ -67,11 +67,12 @@ def _show(records: Any, samples: Any, count: int, *, of_training: bool) -> None:
     if not len(units):
         raise ValueError("--show: no unit is held out; add --training to see those trained on")
     loader = RecordLoader(samples, units, ranks=1, rank=0, batch_size=1)
+    lengths = samples.store.lengths()[samples.units.members]
     marks = ("\x1b[32m", "\x1b[0m") if sys.stdout.isatty() else ("⟦", "⟧")
     for place, unit in enumerate(units[:count].tolist()):
         ids = samples.ids(unit, loader.rng(FIXED_KEY, place))
-        targets, places = (ids >= 0) & (np.arange(len(ids)) > 0), samples.units.places(unit)
-        whole = int(samples.store.lengths()[samples.units.members[places]].sum())
+        targets = (ids >= 0) & (np.arange(len(ids)) > 0)
+        whole = int(lengths[samples.units.places(unit)].sum())
         say(f"sample {place + 1}: {len(ids):,} of {whole:,} tokens; {targets.sum():,} are targets")
         for part in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(targets)) + 1):
             found = ids[part]
@@ -84,9 +85,7 @@ def _show(records: Any, samples: Any, count: int, *, of_training: bool) -> None:
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = tool_parser("torchtitan-dp prepare [CONFIG]", __doc__)
     parser.add_argument("--json", metavar="FILE", help="write the figures there; - is stdout")
-    parser.add_argument(
-        "--show", type=int, metavar="N", help="print the text of N held-out samples"
-    )
+    parser.add_argument("--show", type=int, metavar="N", help="print the text of N held-out units")
     parser.add_argument("--training", action="store_true", help="--show training samples")
     parser.add_argument("--list", action="store_true", help="list all stores of tokens")
     parser.add_argument("--delete", nargs="+", default=[], metavar="NAME", help="or `all`: erase")

@@ -22,12 +22,11 @@ from torchtitan_dp.data.formats import FORMATS
 from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
 from torchtitan_dp.ledger import PRIVACY_FILE, Lineage, RunLog
 from torchtitan_dp.ledger.lineage import Ancestor, of_weights
-from torchtitan_dp.ledger.schema import in_words, read_published_fields, released
+from torchtitan_dp.ledger.schema import in_sentences, in_words, read_published_fields, released
 from torchtitan_dp.ledger.spending import recorded, spent, to_act_on
 from torchtitan_dp.ledger.templates import templates
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.hugging_face import parameter_count, without_lora
-from torchtitan_dp.privacy.meaning import Meaning
 from torchtitan_dp.privacy.segments import Mechanism
 
 STOP_STATED = "the owner states that neither results nor a clock decided when to stop"
@@ -157,14 +156,7 @@ def guarantee(terms: dict[str, Any], config: JobConfig | None) -> dict[str, Any]
         field, record = config.data.unit_field, FORMATS[config.training.dataset].record
         kind = f" (all records with one value of `{field}`)" if field else f" ({record})"
         person = (field or unit).removesuffix("_id").replace("_", " ")  # patient_id: one patient
-    return {
-        "unit": unit,
-        "person": person,
-        "kind_of_unit": kind,
-        "meaning": Meaning.from_json(terms["meaning"]).sentences(
-            unit, terms["epsilon"], terms["delta"]
-        ),
-    }
+    return {"unit": unit, "person": person, "kind_of_unit": kind, "meaning": in_sentences(terms)}
 
 
 _TEMPLATES = templates(Path(__file__).parent)

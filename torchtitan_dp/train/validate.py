@@ -37,8 +37,7 @@ class HeldOut(NamedTuple):
 
 
 class HeldOutValidator:
-    """Evaluates the same `validation.steps` microbatches before step 1, each `freq` steps,
-    and at the end."""
+    """Evaluates the same `validation.steps` microbatches at step 0, each `freq`, and the end."""
 
     def __init__(
         self,
