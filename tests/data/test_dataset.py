@@ -1,5 +1,6 @@
 """The data of a run: what has nothing to learn is counted, and refused where all of it has not."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -100,3 +101,12 @@ def test_row48_the_fingerprint_is_of_contents_fields_and_split(tmp_path: Path) -
     again = opened(tmp_path, rows, place=tmp_path / "another").fingerprint
     assert again == found[0]
     assert len({*found, opened(tmp_path, other).fingerprint}) == 7
+
+
+def test_a_refused_store_leaves_no_thread_though_its_error_is_kept(tmp_path: Path) -> None:
+    """A pool within a generator lives as long as an error's traceback: freed by garbage collection
+    in a thread that is being started, it hangs the process (seen once, with the CUDA build)."""
+    with pytest.raises(ValueError, match="none of the 2 records") as kept:
+        opened(tmp_path, [{"other": "x"}, {"other": "y"}])
+    assert kept.value.__traceback__
+    assert not [one.name for one in threading.enumerate() if one.name.startswith("tokens")]

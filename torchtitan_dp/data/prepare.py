@@ -251,7 +251,10 @@ def _reusable_store(target: str, files: Files, source: Source) -> Store | str:
 def _make(folder: str, files: Files, source: Source) -> tuple[bytes, dict[str, Any]]:
     """Write the tokens of all records; refuse files that change meanwhile."""
     with open(os.path.join(folder, stores.TOKENS), "xb", opener=private_opener) as output:
-        made = _tokenize(output, files, source)
+        # Not in `_ids`: of one that an error's traceback keeps, garbage collection would wait for
+        # the pool, in any thread, and hang where that thread is being started.
+        with ThreadPoolExecutor(1, thread_name_prefix="tokens") as pool:
+            made = _tokenize(output, files, source, pool)
     now = list_files(files.root, files.names).stamps
     for path, before, after in zip(files.paths, files.stamps, now, strict=True):
         if before != after:
@@ -267,7 +270,9 @@ class _Row(NamedTuple):
     lack: Lack | None = None  # why it has no text
 
 
-def _tokenize(output: IO[bytes], files: Files, source: Source) -> tuple[bytes, dict[str, Any]]:
+def _tokenize(
+    output: IO[bytes], files: Files, source: Source, pool: ThreadPoolExecutor
+) -> tuple[bytes, dict[str, Any]]:
     """Tokenize all records, and return the arrays and facts of their store. Refuse those none of
     which has a text, or none a unit: of these nothing was tokenized, and no store is left."""
     assembler = Assembler(source.tokenizer, source.reading)
@@ -277,7 +282,7 @@ def _tokenize(output: IO[bytes], files: Files, source: Source) -> tuple[bytes, d
     contents: list[str] = []
     unnamed = 0
     rows, ahead = itertools.tee(_rows(files, source, contents))
-    encoded = _ids(source.tokenizer, (piece.text for row in ahead for piece in row.pieces))
+    encoded = _ids(pool, source.tokenizer, (piece.text for row in ahead for piece in row.pieces))
     for row in rows:
         ids_of = [next(encoded) for _ in row.pieces]
         found = row.lack or assembler.record(row.pieces, ids_of)
@@ -323,22 +328,23 @@ def _tokenize(output: IO[bytes], files: Files, source: Source) -> tuple[bytes, d
     }
 
 
-def _ids(tokenizer: Tokenizer, texts: Iterator[str]) -> Iterator[np.ndarray | None]:
+def _ids(
+    pool: ThreadPoolExecutor, tokenizer: Tokenizer, texts: Iterator[str]
+) -> Iterator[np.ndarray | None]:
     """Tokenize texts in batches, of which one is read while another is tokenized."""
     ahead: deque[Future[list[np.ndarray | None]]] = deque()
     batch, characters = list[str](), 0
-    with ThreadPoolExecutor(1, thread_name_prefix="tokens") as pool:
-        for text in texts:
-            batch.append(text)
-            characters += len(text)
-            if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_TEXTS:
-                ahead.append(pool.submit(tokenizer.encode_each, batch))
-                batch, characters = [], 0
-                if len(ahead) > 1:
-                    yield from ahead.popleft().result()
-        ahead.append(pool.submit(tokenizer.encode_each, batch))
-        for last in ahead:
-            yield from last.result()
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_TEXTS:
+            ahead.append(pool.submit(tokenizer.encode_each, batch))
+            batch, characters = [], 0
+            if len(ahead) > 1:
+                yield from ahead.popleft().result()
+    ahead.append(pool.submit(tokenizer.encode_each, batch))
+    for last in ahead:
+        yield from last.result()
 
 
 def _rows(files: Files, source: Source, hashes: list[str]) -> Iterator[_Row]:

@@ -106,8 +106,8 @@ def e_to_the(epsilon: float) -> str:
 
 
 def meaning(segments: Sequence[Segment], delta: float) -> Meaning:
-    """Compute what planned segments mean, composed by PLD, RDP, and the Gaussian without sampling;
-    upper bounds, 1 without noise. `delta` is the probability of the exceptions."""
+    """Compute what planned segments mean, composed by PLD (RDP where it cannot), and the Gaussian
+    without sampling; upper bounds, 1 without noise. `delta` is the probability of the exceptions."""
     check_delta(delta)
     return _meaning(composition(segments), delta)
 
@@ -128,9 +128,9 @@ def _meaning(segments: tuple[GaussianSteps, ...], delta: float) -> Meaning:
     top = rdp_epsilon(segments, 1e-3 * min(delta, 1e-3)) + 1e-12
     epsilons = np.union1d(np.linspace(0, top, _POINTS), np.geomspace(1e-6 * top, top, _POINTS))
     profile, rounding = gaussian_delta(mu, epsilons)
-    profile = np.minimum(profile + rounding, rdp_delta(segments, epsilons))
-    if (by_pld := pld_profile(segments, delta)) is not None:
-        profile = np.minimum(profile, by_pld.at(epsilons))
+    by_pld = pld_profile(segments, delta)  # where there is one, RDP adds nothing
+    other = rdp_delta(segments, epsilons) if by_pld is None else by_pld.at(epsilons)
+    profile = np.minimum(profile + rounding, other)
     profile = np.minimum.accumulate(np.clip(np.nan_to_num(profile, nan=1.0), 0.0, 1.0))
     detected = tuple((a, _detected(epsilons, profile, a)) for a in FALSE_ALARMS)
     if not (below := profile < delta).any():

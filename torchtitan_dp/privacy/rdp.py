@@ -69,12 +69,17 @@ def divergence(segments: Sequence[GaussianSteps], orders: np.ndarray = ORDERS) -
 
 
 def _least(segments: Sequence[GaussianSteps], terms: np.ndarray) -> float:
-    """Return the least sum, over `ORDERS`, of the divergence and `terms`, which has one valley: by
-    every 12th order, and then those about the best of them."""
-    some = np.arange(0, len(ORDERS), 12)
-    at = some[(divergence(segments, ORDERS[some]) + terms[some]).argmin()]
-    near = slice(max(at - 12, 0), at + 13)
-    return float((divergence(segments, ORDERS[near]) + terms[near]).min())
+    """Return the least sum, over `ORDERS`, of the divergence and `terms`, which has one valley: down
+    from the largest order, by twelves and then by one, since orders near 1 take longest."""
+
+    def total(at: int) -> float:
+        return float(divergence(segments, ORDERS[at : at + 1])[0] + terms[at])
+
+    at = len(ORDERS) - 1
+    for stride in (-12, 12, -1, 1):
+        while 0 <= at + stride < len(ORDERS) and total(at + stride) <= total(at):
+            at += stride
+    return total(at)
 
 
 def rdp_epsilon(segments: Sequence[GaussianSteps], delta: float) -> float:
