@@ -1,17 +1,15 @@
 """What a private model is worth: tunes a small Llama, made of public text, on private text.
 
-    python scripts/experiment.py --out FOLDER [--of runs|second|earlier] [--only NAME…] [--steps N]
-                                 [--pretrain]
+    python scripts/experiment.py --out FOLDER [--only NAME…] [--steps N] [--pretrain]
     python scripts/experiment.py --report docs [--out FOLDER]
-    python scripts/experiment.py --show tried|splits|others
+    python scripts/experiment.py --tried
 
 Takes the runs of docs/results/runs.json again, each by the options that stand there, on one CPU
-core, from the weights of examples/pretrained, or with `--pretrain` from others, made anew; or those
-of second.json or earlier.json, whose starting weights are lost. A run that is done is not run
-again: its numbers are in FOLDER/results/NAME.json. `--only` takes those whose names begin so,
-`--steps` that many steps of everything, to try this script. `--report docs` makes the tables of
-docs/results.md, and with `--out` first puts FOLDER's numbers into runs.json. `--show` prints a
-table that is not on the page: all of runs.json, or of earlier.json batch against steps, or others.
+core, from the weights of examples/pretrained, or with `--pretrain` from others, made anew. A run
+that is done is not run again: its numbers are in FOLDER/results/NAME.json. `--only` takes those
+whose names begin so, `--steps` that many steps of everything, to try this script. `--report docs`
+makes the tables of docs/results.md, and with `--out` first puts FOLDER's numbers into runs.json.
+`--tried` prints all of runs.json, by setting.
 
 Public text: Python's documentation and standard library. Private: the sources of one company's
 installed packages; a file is a unit. A folder is held out as a whole. Leaks are looked for by
@@ -77,20 +75,17 @@ TITLES = {
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, help="a folder for text, weights and numbers")
-    parser.add_argument("--of", choices=("runs", "second", "earlier"), default="runs")
     parser.add_argument("--only", nargs="+", default=[""], help="what names begin with")
     parser.add_argument("--steps", type=int, help="of pre-training and of each run")
     parser.add_argument("--pretrain", action="store_true", help="make other starting weights")
     parser.add_argument("--report", type=Path, metavar="DOCS", help="make the page's tables there")
-    parser.add_argument("--show", choices=("tried", "splits", "others"), help="print a table")
+    parser.add_argument("--tried", action="store_true", help="print a table of all runs")
     options = parser.parse_args(argv)
-    if options.show is not None:
-        print(tables(ROOT / "docs")[options.show])
-        return
+    if options.tried:
+        return print(tables(ROOT / "docs")["tried"])
     if options.report is not None:
-        report(options.report, options.out)
-        return
-    wanted = [r for r in read(ROOT / "docs", options.of) if r["name"].startswith((*options.only,))]
+        return report(options.report, options.out)
+    wanted = [r for r in read(ROOT / "docs") if r["name"].startswith((*options.only,))]
     if options.out is None:
         parser.error("--out: name a folder")
     out = options.out.resolve()
@@ -332,8 +327,8 @@ def token_losses(model: Any, ids_T: Any) -> Any:
 # The page.
 
 
-def read(docs: Path, name: str) -> list[Run]:
-    runs: list[Run] = json.loads((docs / "results" / f"{name}.json").read_text())["runs"]
+def read(docs: Path) -> list[Run]:
+    runs: list[Run] = json.loads((docs / "results" / "runs.json").read_text())["runs"]
     return runs
 
 
@@ -349,7 +344,7 @@ def report(docs: Path, out: Path | None) -> None:
         (docs / "results" / "runs.json").write_text(text, "utf-8")
     page, made = docs / "results.md", tables(docs)
     page.write_text(filled_in(page.read_text(), {name: made[name] for name in ON_THE_PAGE}))
-    (docs / "results" / "losses.svg").write_text(picture(read(docs, "runs")), "utf-8")
+    (docs / "results" / "losses.svg").write_text(picture(read(docs)), "utf-8")
 
 
 def picture(runs: list[Run]) -> str:
@@ -405,23 +400,18 @@ def by_setting(runs: list[Run]) -> list[Run]:
         row["loss"] = statistics.median(run["loss"] for run in row["runs"])
     untuned = max(row["loss"] for row in found.values() if row["kind"] == "none")
     plain = (row for row in found.values() if row["kind"] == "plain" and len(row["runs"]) == 3)
-    best = min(row["loss"] for row in plain if row["samples"] == 512)
+    best = min(row["loss"] for row in plain)
     for row in found.values():
         row["closed"] = (untuned - row["loss"]) / (untuned - best)
-    order = ("samples", "epsilon", "rank", "freeze_a", "part", "batch", "bands", "optimizer")
-    order += ("beta1", "warmup_steps", "decay_ratio", "max_grad_norm", "lr")
+    order = ("epsilon", "rank", "batch", "bands", "optimizer", "beta1", "max_grad_norm", "lr")
     kinds = [*TITLES]
     return sorted(found.values(), key=lambda r: [kinds.index(r["kind"]), *(r[k] for k in order)])
 
 
 def title(row: Run) -> str:
-    what = "" if row["kind"] == "none" else f", {trained(row)}"
+    weights = f"LoRA, rank {row['rank']}, B alone" if row["rank"] else "all weights"
+    what = "" if row["kind"] == "none" else f", {weights}"
     return TITLES[row["kind"]].format(row["epsilon"]) + what
-
-
-def trained(row: Run) -> str:
-    alone = ", B alone" * row["freeze_a"]
-    return f"LoRA, rank {row['rank']}{alone}" if row["rank"] else "all weights"
 
 
 def spread(row: Run) -> str:
@@ -437,25 +427,17 @@ def at(place: int) -> Callable[[Run], str]:
 
 
 ON_THE_PAGE = ("main", "positions")
-USUAL = {"bands": 1, "optimizer": "AdamW", "beta1": 0.9, "decay_ratio": 0.5, "freeze_a": False}
-USUAL |= {"part": 1, "ema": False, "windows": 0, "warmup_steps": 2}
+USUAL = {"bands": 1, "optimizer": "AdamW", "beta1": 0.9, "freeze_a": False}
 BUCKETS = {f"{i * BUCKET:,}–{(i + 1) * BUCKET - 1:,}": at(i) for i in range(SEQ_LEN // BUCKET)}
 COLUMNS: dict[str, Callable[[Run], str]] = {
     "tuning": title,
     "batch × steps": lambda r: f"{r['batch']} × {r['steps']}" if r["lr"] else "",
     "learning rate": lambda r: f"{r['lr']:.2g}" if r["lr"] else "",
     "C": lambda r: f"{r['max_grad_norm']:g}" if r["sigma"] else "",
-    "K windows": lambda r: f"{r['windows'] or ''}",
-    "`ema.enable`": lambda r: "yes" if r["ema"] else "",
-    "warm-up, decay": lambda r: f"{r['warmup_steps']}, {r['decay_ratio']}" if r["lr"] else "",
-    "records": lambda r: f"{r['part']:.0%}" if r["lr"] else "",
     "noise": lambda r: f"{r['bands']} bands" if r["bands"] > 1 else "",
     "optimizer": lambda r: f"{r['optimizer']}, β₁ = {r['beta1']:g}" if r["lr"] else "",
     "σ": lambda r: f"{r['sigma']:.3f}" if r["kind"] == "private" else "",
-    "noise over C, a step": lambda r: f"{r['noise_norm']:.2f}",
-    "averaged": lambda r: f"{r['averaged_noise_norm']:.2f}" if r["sigma"] else "",
     "held-out loss": spread,
-    "runs": lambda r: str(len(r["runs"])),
     "gap closed": lambda r: f"{r['closed']:.0%}",
     **BUCKETS,
 }
@@ -468,48 +450,16 @@ def table(rows: list[Run], *names: str) -> str:
 
 def tables(docs: Path) -> dict[str, str]:
     """Return all tables in Markdown, by name; those `ON_THE_PAGE` by the names of their marks."""
-    runs, earlier = by_setting(read(docs, "runs")), by_setting(read(docs, "earlier"))
+    runs = by_setting(read(docs))
     result, shape = ("held-out loss", "gap closed"), ("tuning", "batch × steps")
     rates = ("noise", "optimizer", "C", "learning rate", "σ", *result)
     main = [r for r in runs if len(r["runs"]) == 3 or r["kind"] == "none"]
     by_place = [r for r in main if not r["rank"] and (r["kind"] != "plain" or r["closed"] == 1)]
-    usual = [r for r in earlier if r["max_grad_norm"] == 1 and not r["windows"] and not r["ema"]]
-    chosen = [r for r in usual if len(r["runs"]) == 3 or r["kind"] in ("none", "noise")]
-    private = [r for r in chosen if r["kind"] == "private"]
-    splits = [r for r in private if r["epsilon"] == 8]
-    others = [r for r in private if r["steps"] == 16 and r["epsilon"] != 8]
-    considered = correlations([*others, *(r for r in splits if r["steps"] >= 16)])
-    ranks = (
-        "\n\nRank correlation (Spearman) of averaged noise with the median loss:\n\n"
-        f"- all splits: {correlations(splits)}\n"
-        f"- splits of 16 steps and more, with ε = 1 and 3 beside them: {considered}"
-    )
-    noise = ("noise over C, a step", "averaged")
     return {
         "main": table(main, *shape, *rates),
         "positions": table(by_place, "tuning", *BUCKETS),
-        "tried": table(runs, *shape, "records", "warm-up, decay", *rates),
-        "splits": table(splits, *shape, "learning rate", "σ", *noise, *result) + ranks,
-        "others": table(
-            [r for r in earlier if r not in chosen],
-            *(*shape, "learning rate", "C", "K windows", "`ema.enable`", *result),
-        ),
+        "tried": table(runs, *shape, *rates),
     }
-
-
-def correlations(rows: list[Run]) -> str:
-    """Write the rank correlation of averaged noise and loss, of all rows and of each rank."""
-    from scipy import stats
-
-    of, found = {"both": rows}, []
-    for row in rows:
-        of.setdefault(trained(row), []).append(row)
-    for name, mine in of.items():
-        noise, losses = ([r[key] for r in mine] for key in ("averaged_noise_norm", "loss"))
-        if len(mine) > 2:
-            rho = stats.spearmanr(noise, losses).statistic
-            found.append(f"{name} ({len(mine)}): {rho:.2f}")
-    return "; ".join(found)
 
 
 if __name__ == "__main__":

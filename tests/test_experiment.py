@@ -14,7 +14,6 @@ def test_the_page_has_the_tables_of_its_runs():
     assert experiment.filled_in(page, on_the_page) == page
     best = "| ε = 8, all weights | 32 × 16 | 16 bands | MomentumSGD, β₁ = 0.5 | 1 | 0.012 | 0.483 |"
     assert f"{best} 3.162 (3.156–3.195) |" in made["main"]
-    assert "beside them: both (10): -0.31; all weights (5): 0.90; LoRA" in made["splits"]
     cut = experiment.filled_in(page, {"main": "cut"})
     assert cut != page
     assert experiment.filled_in(cut, on_the_page) == page

@@ -1,36 +1,95 @@
-"""`scripts/gpu_report.sh` without a GPU: it says so; its own arithmetic on small sizes."""
+"""`scripts/gpu_report.sh` without a GPU: its parts, and their order where they sleep."""
 
 import json
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
+from scripts.benchmarking import gpu_parts
+from scripts.benchmarking.gpu_parts import Part, Report
 from tests.processes.runs import ROOT, said
-
-
-def run(folder, *arguments, **env):
-    return said("bash", "scripts/gpu_report.sh", *arguments, GPU_REPORT=str(folder), **env)
 
 
 @pytest.mark.slow
 def test_without_a_device_each_part_says_so(tmp_path):
-    done = run(tmp_path, "tests", "train")
+    done = said("bash", "scripts/gpu_report.sh", "--minutes", "1", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[:2] == ["tests: no CUDA device", "train: no CUDA device"]
-    assert json.loads((tmp_path / "train.json").read_text())["status"] == "no CUDA device"
-    report = (tmp_path / "report.md").read_text()
-    assert "| tests | no CUDA device | 0 |" in report
-    assert "| train | no CUDA device | 0 |" in report
+    parts = json.loads((tmp_path / "report.json").read_text())
+    assert {one["status"] for one in parts.values()} == {"no CUDA device"}
+    assert [*parts] == [part.name for part in gpu_parts.all_parts(tmp_path, small=False)]
+    assert "| kernels | no CUDA device | 0 |" in (tmp_path / "report.md").read_text()
+    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) <= 8
 
 
-@pytest.mark.slow
-def test_the_tests_parts_name_every_file_with_tests_for_cuda(tmp_path):
-    """Files by name: all tests together take most of a part's time to collect."""
-    lines = run(tmp_path, "--dry_run", "tests", "selfcheck_tests").stdout.splitlines()
+def test_the_parts_name_every_file_with_tests_for_cuda(tmp_path):
     marked = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "tests").rglob("test_*.py")
         if "pytest.mark." + "cuda" in path.read_text()
     }
-    named = {word for line in lines for word in line.split() if word.endswith(".py")}
+    parts = gpu_parts.all_parts(tmp_path, small=False)
+    commands = [part.command for part in parts if "run_tests.sh" in part.command]
+    named = {word for command in commands for word in command.split() if word.endswith(".py")}
     assert named == marked
-    assert all("-m cuda" in line and "--junitxml" in line for line in lines)
+    assert all("-m cuda" in command for command in commands)
+
+
+def test_proofs_run_beside_each_other_then_timings_alone_and_a_hang_costs_no_other(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(gpu_parts.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(gpu_parts, "_GRACE", 0.5)
+    monkeypatch.setattr(gpu_parts, "MORE", 1.0)
+    mark = f"{time.time_ns()}"  # of the sleep that a worker of its own session sleeps
+    hangs = f"bash -c 'trap \"\" TERM; setsid sleep 500.{mark} & sleep 500'"
+    parts = [
+        Part("hangs", 1, hangs),
+        Part("ok", 1, "bash -c 'sleep 1; echo said'"),
+        Part("fails", 1, "bash -c 'exit 3'"),
+        Part("row", 1, """bash -c 'sleep 1; echo {\\"tokens\\": 5}'""", proof=False),
+        Part("long", 1000, "false", proof=False),
+    ]
+    found, began = Report(tmp_path), time.monotonic()
+    gpu_parts.run(parts, found, 60, possible=True)
+    assert time.monotonic() - began < 30
+    status = {name: one["status"] for name, one in found.parts.items()}
+    assert status.pop("long").startswith("skipped: ")
+    expected = {"ok": "ok", "fails": "failed: 3", "hangs": "killed at its limit", "row": "ok"}
+    assert status == expected
+    assert found.parts["ok"]["last_line"] == "said"
+    assert found.parts["row"]["result"] == {"tokens": 5}
+    assert [*found.parts][:3] == ["ok", "fails", "hangs"]  # the row waits for the last of them
+    assert mark not in subprocess.check_output(["ps", "axo", "args"], text=True)
+
+    again = Report(tmp_path)
+    gpu_parts.run([parts[1], Part("fails", 1, "true")], again, 60, possible=True)
+    assert again.parts["fails"]["status"] == "ok"
+    assert (tmp_path / "log.txt").read_text().count("=== ok: ok") == 1
+
+
+@pytest.mark.slow
+def test_a_row_and_the_plan_beside_it(tmp_path):
+    config = "train_configs/llama3_debug.toml"
+    script = [sys.executable, "scripts/benchmarking/gpu_parts.py"]
+    report = {}
+    for arm in ("non-DP", "microbatch"):
+        done = said(*script, "--row", arm, "64", "1", config, "--model.flavor=debugmodel")
+        assert done.returncode == 0, done.stderr
+        report[arm] = {"result": json.loads(done.stdout.splitlines()[-1])}
+    assert report["microbatch"]["result"]["microbatches"] == 1024
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    done = said(*script, "--predict", str(tmp_path))
+    row = done.stdout.splitlines()[-1].split(" | ")
+    assert row[0] == "| microbatch"
+    assert float(row[6]) > 0.1  # over non-DP
+
+
+def test_the_wheels_are_pinned():
+    text = (ROOT / "scripts/gpu_wheels.sh").read_text()
+    names = text.partition("packages=(")[2].partition(")")[0].split()
+    pins = Path(ROOT / "constraints.txt").read_text().lower()
+    assert len(names) == 15
+    assert [name for name in names if f"\n{name}==" not in pins] == []

@@ -14,7 +14,7 @@ class Arm:
 
     name: str
     overrides: tuple[str, ...]
-    opacus: str | None = None  # "hooks", "fast" or "ghost": Opacus itself, on one process
+    opacus: str | None = None  # "hooks" or "ghost": Opacus itself, on one process
     checkpointed: bool = False  # full activation checkpointing
     adapted: bool = False  # adapters are trained, beside frozen weights
     stock: bool = False  # without our norms, loss head, tiles and gathered weights
@@ -76,7 +76,6 @@ _OPTIONS = [
         ),
         stock=True,
     ),
-    Arm("Opacus fast", _MICROBATCH, opacus="fast"),
     Arm("ghost", _GHOST),
     Arm("ghost two passes", (*_GHOST, "--privacy.ghost_passes=two")),
     Arm("microbatch + bands", (*_MICROBATCH, "--privacy.noise=banded", "--privacy.bands=16")),

@@ -1,16 +1,25 @@
-"""What `scripts/gpu_report.sh` measures by itself, and how it writes its report.
+"""What one GPU can show in so many minutes: proofs side by side, then timings, each alone.
 
-python scripts/benchmarking/gpu_parts.py machine|plan [--json FILE] …
-python scripts/benchmarking/gpu_parts.py report FOLDER PART STATUS SECONDS COMMAND
+    scripts/gpu_report.sh --minutes N [--out FOLDER] [--dry_run | --rehearse] [PART …]
+    scripts/gpu_report.sh --row ARM T MBS CONFIG [--section.key value …] | --predict FOLDER
+
+Parts start in the order of their value, if their estimate fits what is left of the minutes, and are
+killed at their limit with all that they started. FOLDER (outputs/gpu_report) has report.json and
+report.md, written as each part ends, and log.txt, the ends of their logs. Parts that succeeded are
+not run again. Without a CUDA device nothing runs, or with --rehearse each, on small sizes. Exit
+code 1 if a part failed.
 """
 
 import argparse
-import importlib.metadata
+import contextlib
 import json
 import os
-import shutil
+import shlex
+import signal
+import subprocess
 import sys
-from collections.abc import Callable
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,153 +27,226 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
-CONFIG = str(ROOT / "train_configs/llama3_1b_64k.toml")
-GIB = 2**30
-Row = dict[str, Any]
+_FILE = Path(__file__).resolve().relative_to(ROOT)
+PART = "GPU_REPORT_PART"  # in the environment of all that a part starts
+MORE = 30  # seconds beyond half as many again as estimated
+_LOG = 20_000  # characters of each
+_GRACE = 10  # seconds from SIGTERM to SIGKILL
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command; `seconds` are an estimate. A proof runs beside others, a timing alone."""
+
+    name: str
+    seconds: int
+    command: str
+    proof: bool = True
+
+
+def all_parts(out: Path, *, small: bool) -> list[Part]:
+    """List the parts in the order of their value."""
+    marked = sorted((ROOT / "tests").rglob("test_*.py"))  # by name: all take long to collect
+    marked = [path for path in marked if "pytest.mark." + "cuda" in path.read_text()]
+    names = [str(path.relative_to(ROOT)) for path in marked]
+    checks = [name for name in names if name.startswith("tests/selfcheck")]
+    python, runs = shlex.quote(sys.executable), shlex.quote(f"{out}/runs")
+    tests = "./scripts/run_tests.sh -m cuda -q -rfs --tb=short"
+    check = f"env TORCH_LOGS=recompiles {python} -m"
+    ranks = "torch.distributed.run --local-addr 127.0.0.1 --nproc_per_node 2 -m"
+    train = "env NGPU=1 ./run_train.sh train_configs/llama3_debug.toml --training.steps 12"
+    compiled = "--compile.enable --training.mixed_precision_param bfloat16 --data.length_buckets"
+    full = "--activation_checkpoint.mode full --activation_checkpoint.offload_inputs"
+    selfcheck = "torchtitan_dp.selfcheck"
+    commands = [
+        ("machine", 20, f"{python} -m torch.utils.collect_env"),
+        ("kernels", 150, f"{tests} {' '.join(name for name in names if name not in checks)}"),
+        ("selfcheck", 120, f"{check} {selfcheck}"),
+        # NCCL refuses two ranks on a device, gloo does not.
+        ("two_ranks", 150, f"{check} {ranks} {selfcheck} --backend cpu:gloo,cuda:gloo"),
+        ("resume", 120, f"env NGPU=1 bash scripts/benchmarking/stop_and_resume.sh {runs}/resume"),
+        (
+            *("mbs4", 100),
+            f"{train} --job.dump_folder={runs}/mbs4 {compiled} --training.seq_len 2048 "
+            "--training.local_batch_size 4",
+        ),
+        ("offload", 100, f"{train} --job.dump_folder={runs}/offload {full}"),
+        ("selfcheck_tests", 200, f"{tests} {' '.join(checks)}"),
+    ]
+    parts = [Part(name, seconds, command) for name, seconds, command in commands]
+    for seconds, arm, tokens, mbs, config, more in ROWS:
+        name = f"{arm.replace(' + ', '_')}_{tokens >> 10}k_mbs{mbs}_{config}{more.replace(' ', '')}"
+        if small:
+            tokens, config = 256, "llama3_debug"
+        given = f"'{arm}' {tokens} {mbs} train_configs/{config}.toml {more}"
+        parts.append(Part(name, seconds, f"{python} {_FILE} --row {given}", proof=False))
+    return parts
+
+
+_1B, _8B = "llama3_1b_64k", "llama3_8b_64k_lora"
+ROWS = [  # seconds, arm, T, MBS, configuration, overrides
+    (50, "non-DP", 16_384, 1, _1B, ""),
+    (50, "microbatch", 16_384, 1, _1B, ""),
+    (50, "V2 + AC", 16_384, 1, _1B, ""),
+    (50, "non-DP + AC", 16_384, 1, _1B, ""),
+    (70, "microbatch + AC", 65_536, 1, _1B, ""),
+    (70, "non-DP + AC", 65_536, 1, _1B, ""),
+    (45, "non-DP", 2_048, 4, _1B, ""),
+    (45, "V2", 2_048, 4, _1B, ""),
+    (45, "ghost", 2_048, 4, _1B, ""),
+    (150, "microbatch + AC", 65_536, 1, _8B, ""),
+    (90, "microbatch", 16_384, 1, _1B, "--compile.enable"),
+    (110, "microbatch + AC", 131_072, 1, _1B, "--activation_checkpoint.offload_inputs"),
+]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    kinds = parser.add_subparsers(dest="part", required=True)
-    for name in PARTS:
-        kinds.add_parser(name).add_argument("--json", type=Path)
-    kinds.choices["plan"].add_argument("rows", nargs="+", type=Path)
-    report_ = kinds.add_parser("report")
-    for argument in ("folder", "named", "status", "seconds", "command"):
-        report_.add_argument(argument)
-    options = parser.parse_args()
-    if options.part == "report":
-        written = {"part": options.named, "status": options.status}
-        written |= {"seconds": int(options.seconds), "command": options.command}
-        write_report(Path(options.folder), written)
-        return
-    text = json.dumps(PARTS[options.part](options), indent=2)
-    print(text)
-    if options.json:
-        options.json.write_text(text + "\n", encoding="utf-8")
+    kinds = parser.add_mutually_exclusive_group(required=True)
+    kinds.add_argument("--minutes", type=float)
+    kinds.add_argument("--row", nargs=4, metavar=("ARM", "T", "MBS", "CONFIG"))
+    kinds.add_argument("--predict", type=Path, metavar="FOLDER")
+    parser.add_argument("--out", type=Path, default=ROOT / "outputs/gpu_report")
+    parser.add_argument("--dry_run", action="store_true")
+    parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("parts", nargs="*", metavar="PART")
+    options, overrides = parser.parse_known_args()
+    if options.row:
+        arm, tokens, mbs, config = options.row
+        print(json.dumps(row(arm, int(tokens), int(mbs), config, [*options.parts, *overrides])))
+    elif options.predict:
+        predict_rows(options.predict)
+    elif overrides:
+        parser.error(f"unknown options: {' '.join(overrides)}")
+    else:
+        parts = all_parts(options.out.resolve(), small=options.rehearse)
+        if unknown := {*options.parts} - {part.name for part in parts}:
+            there = ", ".join(part.name for part in parts)
+            parser.error(f"no part {', '.join(sorted(unknown))}; there are: {there}")
+        parts = [part for part in parts if not options.parts or part.name in options.parts]
+        if options.dry_run:
+            for part in parts:
+                kind = "proof" if part.proof else "timing, alone"
+                print(f"{part.name}: {part.seconds} s, {kind}: {part.command}")
+            return
+        found = Report(options.out)
+        run(parts, found, 60 * options.minutes, torch.cuda.is_available() or options.rehearse)
+        bad = ("failed", "killed")
+        sys.exit(any(one["status"].startswith(bad) for one in found.parts.values()))
 
 
-def machine(_: argparse.Namespace) -> Row:
-    """Name the versions that decide which kernels run, and what Triton builds its launcher with."""
-    cuda = torch.cuda.is_available()
-    cudnn: Any = torch._C._cudnn if cuda else None  # type: ignore[attr-defined]
-    return {
-        "device": torch.cuda.get_device_name() if cuda else "cpu",
-        "free_gib, total_gib": ", ".join(f"{n / GIB:.1f}" for n in torch.cuda.mem_get_info())
-        if cuda
-        else None,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "cudnn_compiled": ".".join(map(str, cudnn.getCompileVersion())) if cuda else None,
-        "cudnn_running": ".".join(map(str, cudnn.getRuntimeVersion())) if cuda else None,
-        "triton": _version("triton"),
-        "compiler": shutil.which(os.environ.get("CC", "cc")),
-    }
+class Report:
+    """What was found, by part, in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.folder, self.parts = folder, dict[str, dict[str, Any]]()
+        if (path := folder / "report.json").exists():
+            self.parts = json.loads(path.read_text(encoding="utf-8"))
+
+    def add(self, part: Part, status: str, seconds: float = 0, log: str = "") -> None:
+        """Write down how a part ended."""
+        print(f"{part.name}: {status}, {seconds:.0f} s", flush=True)
+        lines = log.strip().splitlines() or [""]
+        result = None
+        with contextlib.suppress(ValueError):
+            result = json.loads(lines[-1])
+        one: dict[str, Any] = {"status": status, "seconds": round(seconds), "command": part.command}
+        self.parts[part.name] = one | {"last_line": lines[-1][:400], "result": result}
+        text = json.dumps(self.parts, indent=1)
+        (self.folder / "report.json").write_text(text + "\n", encoding="utf-8")
+        table = ["| part | status | seconds | last line |", "| --- | --- | --- | --- |"]
+        for name, one in self.parts.items():
+            last = one["last_line"].replace("|", "/")
+            table.append(f"| {name} | {one['status']} | {one['seconds']} | {last} |")
+        (self.folder / "report.md").write_text("\n".join(table) + "\n", encoding="utf-8")
+        with (self.folder / "log.txt").open("a", encoding="utf-8") as file:
+            file.write(f"\n=== {part.name}: {status}\n{log[-_LOG:]}\n")
 
 
-def predictions(options: argparse.Namespace) -> Row:
-    """Hold the plan's predictions against what the benchmark measured: what tensors took, what the
-    allocator reserved, and what the device had in use with all that lies beside its pool. The
-    plan's headroom must cover what is in use beyond the prediction.
-    """
+def run(parts: list[Part], found: Report, seconds: float, possible: bool) -> None:
+    """Run the parts that fit into so many seconds: proofs beside each other, timings alone."""
+    waiting = [p for p in parts if found.parts.get(p.name, {}).get("status") != "ok"]
+    jobs, deadline = max(1, (os.cpu_count() or 1) // 2), time.monotonic() + seconds
+    running: list[tuple[Part, subprocess.Popen[bytes], float, float, Path]] = []
+    logs = found.folder / "runs"
+    logs.mkdir(exist_ok=True)
+    while waiting or running:
+        now, part = time.monotonic(), waiting[0] if waiting else None
+        if part is not None and not possible:
+            found.add(waiting.pop(0), "no CUDA device")
+        elif part is not None and part.seconds > deadline - now:
+            found.add(waiting.pop(0), f"skipped: {deadline - now:.0f} s left of {part.seconds}")
+        elif part is not None and len(running) < (jobs if part.proof else 1):
+            path = logs / f"{part.name}.log"
+            with path.open("wb") as log:
+                how: dict[str, Any] = {"cwd": ROOT, "stdout": log, "stderr": subprocess.STDOUT}
+                environment = {**os.environ, PART: part.name}
+                command = shlex.split(part.command)
+                process = subprocess.Popen(command, env=environment, start_new_session=True, **how)
+            limit = min(deadline, now + MORE + 1.5 * part.seconds)
+            running.append((waiting.pop(0), process, now, limit, path))
+        else:
+            time.sleep(0.2)
+        for one in [*running]:
+            part, process, began, limit, path = one
+            code, late = process.poll(), time.monotonic() > limit
+            if code is None and not late:
+                continue
+            if code is None:
+                kill(part, process)
+            running.remove(one)
+            log_text = path.read_text(encoding="utf-8", errors="replace")
+            status = "killed at its limit" if late else "ok" if code == 0 else f"failed: {code}"
+            found.add(part, status, time.monotonic() - began, log_text)
+
+
+def kill(part: Part, process: subprocess.Popen[bytes]) -> None:
+    """End a part: launchers end their workers; after some seconds all that it started dies."""
+    os.killpg(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_GRACE)
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"{PART}={part.name}".encode() in path.read_bytes().split(b"\0"):
+                os.kill(int(path.parent.name), signal.SIGKILL)
+    process.wait()
+
+
+def row(arm: str, tokens: int, mbs: int, config: str, overrides: list[str]) -> dict[str, Any]:
+    """Time three steps of one arm on one device, and weigh it: about 64k tokens a step."""
+    from benchmarking import measure, processes, worker
+    from benchmarking.arms import ARMS
+
+    batch = {"local_batch_size": mbs, "microbatches": max(1, 65_536 // (tokens * mbs))}
+    overrides = [*overrides, f"--training.seq_len={tokens}"]
+    setting = measure.make_setting(config, overrides, 1, **batch)
+    (found,) = processes.on_processes(1, worker.time_alone, ARMS[arm], setting, steps=3)
+    terms = {"arm": arm, "config": config, "overrides": overrides, **batch, **found}
+    return terms | {"tokens_per_second": round(setting.tokens / found["seconds"], 1)}
+
+
+def predict_rows(folder: Path) -> None:
+    """Print each row, its speed over that without privacy, and its memory beside the plan's."""
+    from benchmarking import measure
+    from benchmarking.arms import ARMS
     from torchtitan_dp.plan.memory import predict
 
-    rows = []
-    for path in options.rows:
-        for row in json.loads(path.read_text(encoding="utf-8"))["arms"]:
-            if row["name"].startswith("non-DP") or row["peak_memory_gib"] is None:
-                continue
-            overrides = ["--job.config_file", CONFIG, f"--training.seq_len={row['seq_len']}"]
-            overrides.append(f"--activation_checkpoint.mode={row['activation_checkpoint']}")
-            plan = predict(overrides, 1, 80.0, longest=False)
-            predicted, reserved = plan.peak_bytes / GIB, row["peak_reserved_gib"]
-            beside = row["beside_the_pool_gib"]
-            in_use = None if reserved is None or beside is None else reserved + beside
-            rows.append(
-                {
-                    "seq_len": row["seq_len"],
-                    "activation_checkpoint": row["activation_checkpoint"],
-                    "predicted_gib": predicted,
-                    "allocated_gib": row["peak_memory_gib"],
-                    "reserved_gib": reserved,
-                    "in_use_gib": in_use,
-                    "predicted_vs_allocated": predicted / row["peak_memory_gib"],
-                    "predicted_vs_reserved": None if reserved is None else predicted / reserved,
-                    "headroom_gib": plan.headroom_gib,
-                    "headroom_needed_gib": None if in_use is None else in_use - predicted,
-                }
-            )
-    return {"predictions": rows}
+    rows = [one["result"] for one in Report(folder).parts.values() if one["result"]]
+    speed = {str([one["arm"], *map(one.get, _ALIKE)]): one["tokens_per_second"] for one in rows}
+    head = ["arm", *_ALIKE, "tokens_per_second", "over non-DP", "allocated_gib", "reserved_gib"]
+    print(f"| {' | '.join([*head, 'predicted_gib'])} |\n|{' --- |' * (len(head) + 1)}")
+    for one in rows:
+        arm, batch = ARMS[one["arm"]], {name: one[name] for name in _ALIKE[2:]}
+        setting = measure.make_setting(one["config"], one["overrides"], 1, **batch)
+        memory = predict(setting.arguments(arm, str(folder)), 1, 139.0, longest=False)
+        plain = speed.get(str([arm.baseline, *map(one.get, _ALIKE)]))
+        one["over non-DP"] = plain and round(one["tokens_per_second"] / plain, 3)
+        cells = [*map(one.get, head), round(memory.peak_bytes / 2**30, 1)]
+        print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-PARTS: dict[str, Callable[[argparse.Namespace], Row]] = {"machine": machine, "plan": predictions}
-
-
-# The report.
-
-COLUMNS = ("tokens_per_second", "throughput_vs_non_dp", "peak_memory_gib", "memory_vs_non_dp")
-
-
-def write_report(folder: Path, written: Row) -> None:
-    """Write down how a part ended, and the report of all parts so far."""
-    text = json.dumps(written, indent=2) + "\n"
-    (folder / f"{written['part']}.json").write_text(text, encoding="utf-8")
-    (folder / "report.md").write_text(report(folder), encoding="utf-8")
-
-
-def report(folder: Path) -> str:
-    """All parts that were tried, in the order of their names' files, and what they measured."""
-    results = {path.name.removesuffix(".result.json") for path in folder.glob("*.result.json")}
-    paths = [p for p in folder.glob("*.json") if not p.name.endswith(".result.json")]
-    lines = ["# One GPU's report", "", "| part | status | seconds |", "| --- | --- | --- |"]
-    details = []
-    for path in sorted(paths, key=lambda p: p.stat().st_mtime_ns):
-        one = json.loads(path.read_text(encoding="utf-8"))
-        lines.append(f"| {one['part']} | {one['status']} | {one['seconds']} |")
-        if one["part"] in results:
-            content = (folder / f"{one['part']}.result.json").read_text(encoding="utf-8")
-            details += ["", f"## {one['part']}", "", *figures(json.loads(content))]
-    return "\n".join([*lines, *details]) + "\n"
-
-
-def figures(result: Row) -> list[str]:
-    """A Markdown table of each list of rows, and a line for each other value."""
-    lines = []
-    for name, value in result.items():
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            rows = value if name != "arms" else [_brief(row) for row in value]
-            lines += ["", *_table(rows), ""]
-        elif not isinstance(value, list | dict):
-            lines.append(f"- {name.replace('_', ' ')}: {_shown(value)}")
-    return lines
-
-
-def _brief(row: Row) -> Row:
-    """What a row of the benchmark says in one line."""
-    return {key: row[key] for key in ("name", "seq_len", "status", *COLUMNS) if key in row}
-
-
-def _table(rows: list[Row]) -> list[str]:
-    head = list(rows[0])
-    cells = [[_shown(row.get(key)) for key in head] for row in rows]
-    return [
-        f"| {' | '.join(head)} |",
-        "|" + " --- |" * len(head),
-        *(f"| {' | '.join(row)} |" for row in cells),
-    ]
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return ""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+_ALIKE = ("config", "overrides", "local_batch_size", "microbatches")  # of rows to compare
 
 
 if __name__ == "__main__":

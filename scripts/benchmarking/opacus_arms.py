@@ -1,8 +1,7 @@
 """Opacus itself on one process: the same Llama, records and AdamW, its own gradients and noise.
 
-`hooks` is GradSampleModule with DPOptimizer, `fast` fast gradient clipping (norms from per-sample
-gradients, a layer at a time), `ghost` the same with ghost norms: two backward passes each. Neither
-FSDP2 nor context parallelism; fp32.
+`hooks` is GradSampleModule with DPOptimizer, `ghost` fast gradient clipping with ghost norms: two
+backward passes. Neither FSDP2 nor context parallelism; fp32.
 """
 
 import warnings
@@ -34,7 +33,7 @@ from torchtitan_dp.train.spec import build_loader
 class OpacusTrainer:
     """Steps a Llama as Opacus' users do: virtual steps over microbatches, noise at the last."""
 
-    def __init__(self, config: JobConfig, kind: Literal["hooks", "fast", "ghost"]) -> None:
+    def __init__(self, config: JobConfig, kind: Literal["hooks", "ghost"]) -> None:
         """
         Raises:
             NotImplementedError: what Opacus cannot do with this model.
@@ -58,7 +57,7 @@ class OpacusTrainer:
             GradSampleModule(model, strict=False)
             if kind == "hooks"
             else GradSampleModuleFastGradientClipping(
-                model, strict=False, max_grad_norm=max_grad_norm, use_ghost_clipping=kind == "ghost"
+                model, strict=False, max_grad_norm=max_grad_norm
             )
         )
         wrapper = DPOptimizer if kind == "hooks" else DPOptimizerFastGradientClipping

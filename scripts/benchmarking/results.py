@@ -17,13 +17,7 @@ _TIMED = (
     "gap_to_non_dp",
     "throughput_vs_non_dp_without_ac",
 )
-_WEIGHED = (
-    "peak_memory_gib",
-    "peak_reserved_gib",
-    "beside_the_pool_gib",
-    "memory_vs_non_dp",
-    "peak_allocated_gib",
-)
+_WEIGHED = ("peak_memory_gib", "peak_reserved_gib", "memory_vs_non_dp", "peak_allocated_gib")
 
 
 def arm_rows(found: Measured) -> list[Row]:
@@ -88,11 +82,9 @@ def _memory_columns(name: str, baseline: str, found: Measured) -> Row:
     if weighed is None:
         return dict.fromkeys(_WEIGHED)
     peak, reserved = weighed["peak_bytes"], weighed["peak_reserved_bytes"]
-    beside = weighed["bytes_beside_the_pool"]
     return {
         "peak_memory_gib": peak / GIB,
         "peak_reserved_gib": None if reserved is None else reserved / GIB,
-        "beside_the_pool_gib": None if beside is None else beside / GIB,
         "memory_vs_non_dp": None if against is None else peak / against["peak_bytes"],
         "peak_allocated_gib": weighed["peak_allocated_bytes"] / GIB,
     }

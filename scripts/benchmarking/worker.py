@@ -6,6 +6,7 @@ import functools
 import gc
 import itertools
 import os
+import statistics
 import time
 import unittest.mock
 from collections.abc import Callable, Iterator
@@ -64,13 +65,22 @@ def weigh(arm: Arm, setting: Setting, folder: str) -> dict[str, Any]:
         step()  # creates lazily what later steps keep
         step()
         peak, reserved = peak_bytes(), peak_reserved_bytes()
-        beside = bytes_beside_the_pool()
         allocated = allocated_peak_bytes(step)
+    return {"peak_bytes": peak, "peak_reserved_bytes": reserved, "peak_allocated_bytes": allocated}
+
+
+def time_alone(arm: Arm, setting: Setting, folder: str, *, steps: int) -> dict[str, Any]:
+    """One arm alone, timed and weighed in one process: for a device that is lent for minutes."""
+    with draws_of_fixed_size(setting.records):
+        step = build(arm, setting, folder)
+        seconds_of(step, 2)
+        seconds = statistics.median(seconds_of(step, 1) for _ in range(steps))
+    reserved, gib = peak_reserved_bytes(), 2**30
     return {
-        "peak_bytes": peak,
-        "peak_reserved_bytes": reserved,
-        "bytes_beside_the_pool": beside,
-        "peak_allocated_bytes": allocated,
+        "seconds": seconds,
+        "allocated_gib": round(peak_bytes() / gib, 2),
+        "reserved_gib": reserved and round(reserved / gib, 2),
+        "retries": torch.cuda.memory_stats()["num_alloc_retries"] if reserved else 0,
     }
 
 
@@ -179,16 +189,6 @@ def peak_bytes() -> float:
 def peak_reserved_bytes() -> float | None:
     """The most that the CUDA allocator reserved; None on CPU, where there is no such pool."""
     return float(torch.cuda.max_memory_reserved()) if torch.cuda.is_available() else None
-
-
-def bytes_beside_the_pool() -> float | None:
-    """What the device has in use beside the CUDA allocator's pool, now: the context, NCCL's
-    buffers, libraries, other processes; None on CPU.
-    """
-    if not torch.cuda.is_available():
-        return None
-    free, total = torch.cuda.mem_get_info()
-    return float(total - free - torch.cuda.memory_reserved())
 
 
 def allocated_peak_bytes(step: Callable[[], None]) -> float:

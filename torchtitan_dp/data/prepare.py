@@ -250,11 +250,13 @@ def _reusable_store(target: str, files: Files, source: Source) -> Store | str:
 
 def _make(folder: str, files: Files, source: Source) -> tuple[bytes, dict[str, Any]]:
     """Write the tokens of all records; refuse files that change meanwhile."""
-    with open(os.path.join(folder, stores.TOKENS), "xb", opener=private_opener) as output:
-        # Not in `_ids`: of one that an error's traceback keeps, garbage collection would wait for
-        # the pool, in any thread, and hang where that thread is being started.
-        with ThreadPoolExecutor(1, thread_name_prefix="tokens") as pool:
-            made = _tokenize(output, files, source, pool)
+    # The pool is not the generator's, `_ids`: garbage collection of one that an error's traceback
+    # kept would wait for its thread, in any thread, and hang where that one is being started.
+    with (
+        open(os.path.join(folder, stores.TOKENS), "xb", opener=private_opener) as output,
+        ThreadPoolExecutor(1, thread_name_prefix="tokens") as pool,
+    ):
+        made = _tokenize(output, files, source, pool)
     now = list_files(files.root, files.names).stamps
     for path, before, after in zip(files.paths, files.stamps, now, strict=True):
         if before != after:

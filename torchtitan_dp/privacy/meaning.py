@@ -106,8 +106,8 @@ def e_to_the(epsilon: float) -> str:
 
 
 def meaning(segments: Sequence[Segment], delta: float) -> Meaning:
-    """Compute what planned segments mean, composed by PLD (RDP where it cannot), and the Gaussian
-    without sampling; upper bounds, 1 without noise. `delta` is the probability of the exceptions."""
+    """Compute what planned segments mean, composed by PLD (RDP where it cannot) and the Gaussian
+    without sampling; upper bounds, 1 without noise. `delta` is that of the exceptions."""
     check_delta(delta)
     return _meaning(composition(segments), delta)
 

@@ -69,8 +69,8 @@ def divergence(segments: Sequence[GaussianSteps], orders: np.ndarray = ORDERS) -
 
 
 def _least(segments: Sequence[GaussianSteps], terms: np.ndarray) -> float:
-    """Return the least sum, over `ORDERS`, of the divergence and `terms`, which has one valley: down
-    from the largest order, by twelves and then by one, since orders near 1 take longest."""
+    """Return the least sum, over `ORDERS`, of the divergence and `terms`, which has one valley:
+    down from the largest order, by twelves and then by one, since orders near 1 take longest."""
 
     def total(at: int) -> float:
         return float(divergence(segments, ORDERS[at : at + 1])[0] + terms[at])

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Fetches into .whl/ what a machine with PyTorch and its usual company lacks to run
+# scripts/gpu_report.sh without a network: the pinned versions, for Python 3.12 on x86-64.
+#
+#   ./scripts/gpu_wheels.sh [PACKAGE …]     default: the packages below; more where it lacks more
+#
+#   PYTHON_VERSION  default: 3.12
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+packages=(torchtitan opacus dp-accounting pld-accounting transformers tomli torchdata datasets tyro
+    docstring-parser typeguard dm-tree multiprocess dill pytest)
+platforms=()
+for glibc in 1 2014 2_17 2_24 2_27 2_28 2_31 2_34 2_35; do
+    platforms+=(--platform "manylinux${glibc/#2_/_2_}_x86_64")
+done
+for package in "${packages[@]}" "$@"; do
+    pin="$(grep -i "^$package==" constraints.txt | grep -v "python_full_version <" | head -n 1)"
+    [[ -n "$pin" ]] || { echo "gpu_wheels.sh: $package: constraints.txt has none" >&2 && exit 2; }
+    python3 -m pip download -q --no-deps --only-binary=:all: --implementation cp \
+        --python-version "${PYTHON_VERSION:-3.12}" "${platforms[@]}" -d .whl "${pin%% *}"
+done
+du -sh .whl
