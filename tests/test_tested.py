@@ -20,19 +20,24 @@ def test_the_table_has_exactly_the_tested_releases_and_no_failure() -> None:
     quick = [row for row in rows if row[3] == "quick"]
     assert sorted({minor(row[0]) for row in quick}) == sorted(RELEASES["torch"])
     assert sorted({minor(row[1]) for row in quick}) == sorted(RELEASES["Python"])
+    assert {minor(row[2]) for row in rows} <= {*RELEASES["transformers"]}
     assert {row[-1] for row in rows} == {"0"}
 
 
 def test_an_untested_release_is_a_warning_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", {"torch": "2.13.0+cpu"}.__getitem__)
+    monkeypatch.setattr(
+        importlib.metadata, "version", {"torch": "2.13.0+cpu", "transformers": "5.23.0"}.__getitem__
+    )
     monkeypatch.setattr(platform, "python_version", lambda: "3.11.7")
     assert untested() == []
-    monkeypatch.setattr(importlib.metadata, "version", {"torch": "2.1.0a0+git"}.__getitem__)
+    other = {"torch": "2.1.0a0+git", "transformers": "5.17.0"}
+    monkeypatch.setattr(importlib.metadata, "version", other.__getitem__)
     monkeypatch.setattr(platform, "python_version", lambda: "3.15.0")
-    python, torch = untested()
+    python, torch, transformers = untested()
     assert python.startswith("warning: Python 3.15.0 was not tested (3.10, 3.11")
     assert torch.startswith("warning: torch 2.1.0a0+git was not tested (2.11, ")
     assert torch.endswith(" selfcheck passes")
+    assert transformers.startswith("warning: transformers 5.17.0 was not tested (5.20, 5.23")
 
 
 def test_a_plan_and_a_start_show_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,7 +175,7 @@ def test_columns_that_are_missing_or_there_twice_are_refused(tmp_path: Path, for
     write(root, {"a.csv": b"text,text\na,b\n"})
     if format != "csv":
         WRITERS[format](root, pa.Table.from_arrays([pa.array(["a"])] * 2, names=["text", "text"]))
-    refuse(root, format, r"data\.text_field = 'text': .* has 2 of them; keep one")
+    refuse(root, format, r"data\.text_field = 'text': .* has 2 columns of that name; keep one")
 
 
 def test_rows_behind_a_damaged_page_keep_their_places(tmp_path: Path) -> None:

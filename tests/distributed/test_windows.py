@@ -15,6 +15,7 @@ from torchtitan_dp.distributed.ring import Shard
 from torchtitan_dp.distributed.windows import attend, check_softcap
 from torchtitan_dp.plan.fake_step import fake_world
 
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 SCALE = 0.3
 CASES = {  # options of attention
     "window 1": {"window": 1},
@@ -88,14 +89,16 @@ def on_shard(balanced, tokens, terms, options):
         return attended(mine, own(gradient, balanced), shard, **options)
 
 
-def errors(ranks, balanced, tokens, options, **terms):
+def errors(ranks, balanced, tokens, options, *, device="cpu", **terms):
     """The largest differences of output and gradients from fp64, over the largest value or 1."""
     options = dict(options)
     terms["sinks"] = options.pop("sinks", False)
     inputs, gradient = problem(tokens, **terms)
     if ranks is None:
+        there = [x.to(device) for x in (*inputs, gradient)]
         with mock.patch.object(windows, "_TILE", TILE):
-            found = attended(inputs, gradient, Shard(None, balanced), **options)
+            found = attended(there[:-1], there[-1], Shard(None, balanced), **options)
+        found = [x.cpu() for x in found]
     else:
         by_rank = on_ranks(ranks, on_shard, balanced, tokens, terms, options)
         found = [
@@ -118,6 +121,15 @@ def errors(ranks, balanced, tokens, options, **terms):
 @pytest.mark.parametrize("case", CASES)
 def test_attention_is_exact(case, ranks, balanced):
     assert max(errors(ranks, balanced, TOKENS, CASES[case])) < 2e-6
+
+
+@pytest.mark.parametrize("bound, dtype", [(1e-5, torch.float32), (0.02, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, CUDA])])
+@pytest.mark.parametrize("case", CASES)
+def test_on_a_device(case, device, bound, dtype):
+    """Lengths that no kernel's alignment divides, and 200 tokens in tiles."""
+    for tokens in (TOKENS, 200):
+        assert max(errors(None, True, tokens, CASES[case], device=device, dtype=dtype)) < bound
 
 
 @pytest.mark.parametrize("case", CASES)

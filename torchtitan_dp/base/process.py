@@ -35,6 +35,7 @@ launcher: the request may have reached another node's."""
 RELEASES = {
     "Python": ("3.10", "3.11", "3.12", "3.13", "3.14"),
     "torch": ("2.11", "2.12", "2.13", "2.14", "2.15"),
+    "transformers": ("5.20", "5.23", "5.24"),  # their modules are the models
 }
 """The tested ones. Each has a row in docs/install.md, made by `scripts/versions.py`."""
 _PR_SET_PDEATHSIG = 1
@@ -115,8 +116,10 @@ def processes_asked() -> str:
 
 
 def untested() -> list[str]:
-    """Return a warning, one line, if Python is not of a tested release, and another for torch."""
-    found = {"Python": platform.python_version(), "torch": importlib.metadata.version("torch")}
+    """Return a warning, one line, for each of Python, torch and transformers whose release was not
+    tested."""
+    found = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+    found["Python"] = platform.python_version()
     return [
         f"warning: {name} {found[name]} was not tested ({', '.join(releases)} were): train with it "
         f"only if {typed('selfcheck')} passes"
@@ -137,7 +140,7 @@ def minor(version: str) -> str:
 _NAME = "torchtitan-dp"
 _LIBRARIES = (
     *(_NAME, "torch", "torchtitan", "opacus", "dp-accounting", "PLD_accounting"),
-    *("numpy", "scipy", "jinja2"),
+    *("transformers", "numpy", "scipy", "jinja2"),
 )
 
 

@@ -197,9 +197,10 @@ def describe(figures: Mapping[str, Any], word: str) -> list[str]:
         length = row["seq_len"]
         if length in (max(seq_len // 2, 1), seq_len, 2 * seq_len):
             lines.append(
-                f"at {'training.seq_len = ' if length == seq_len else ''}{length:,}, one pass "
-                f"reads {row['share_in_one_sample']:.0%} of all tokens, and all draws reach "
-                f"{row['share_in_reach']:.0%}: {row['longer']:.0%} of {drawn}s are longer than "
-                f"{length:,}; a sample averages {row['tokens_per_sample']:,.0f} tokens"
+                f"at {'training.seq_len = ' if length == seq_len else ''}{length:,}: "
+                f"{row['longer']:.0%} of {drawn}s are longer, and are cut; a sample averages "
+                f"{row['tokens_per_sample']:,.0f} tokens; one pass trains on "
+                f"{row['share_in_one_sample']:.0%} of all tokens, all draws can reach "
+                f"{row['share_in_reach']:.0%}"
             )
     return lines

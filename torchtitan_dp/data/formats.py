@@ -90,7 +90,8 @@ class Format:
                     f"{key} = {field!r}: {path} has no such column; its columns are {names}{hint}"
                 )
             if len(kinds) > 1:
-                raise ValueError(f"{key} = {field!r}: {path} has {len(kinds)} of them; keep one")
+                count = f"{len(kinds)} columns of that name"
+                raise ValueError(f"{key} = {field!r}: {path} has {count}; keep one")
             if kinds[0] is not None and (needed := misfit(kinds[0], key)):
                 raise ValueError(
                     f"{key} = {field!r}: {path} has it as {kinds[0]}; name a column of {needed}"

@@ -42,7 +42,7 @@ from torchtitan_dp.distributed.ring import HEADS_APART_FROM
 from torchtitan_dp.gradients.fsdp import ReductionGroups
 from torchtitan_dp.gradients.optimizer import as_gradient_of
 from torchtitan_dp.gradients.step import build_step
-from torchtitan_dp.models.causal_lm.settings import ModelArgs
+from torchtitan_dp.models.causal_lm.settings import ModelArgs, read_args
 from torchtitan_dp.models.hugging_face import flavor, on_meta, shape
 from torchtitan_dp.models.lora import fill_adapters
 from torchtitan_dp.models.loss import SampleLosses
@@ -62,6 +62,15 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "ghost": {"two passes": {"ghost_passes": "two"}},
 }
 """Variants of a gradient method: its name -> the variant's -> its settings (`Terms.but`)."""
+
+_SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
+_SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": _VOCABULARY}
+_FAMILIES: tuple[dict[str, Any], ...] = (
+    {"model_type": "gemma2"},  # soft caps, and windows in each second layer
+    {"model_type": "mistral", "sliding_window": 512},
+    {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2},  # sinks
+)
+"""What attends, or sums, by kernels that a Llama does not run."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +98,9 @@ class Terms:
         """Dtype and mesh, for people."""
         mesh = " x ".join(map(str, self.degrees))
         compiled = " compiled" if self.config.compile.enable else ""
-        return f"{self.config.training.mixed_precision_param}{compiled}, mesh {mesh}"
+        kind = self.args.settings["model_type"]
+        family = "" if kind == "llama" else f"{kind}, "
+        return f"{family}{self.config.training.mixed_precision_param}{compiled}, mesh {mesh}"
 
     def reference(self) -> Reference:
         """Return samples for these terms, and the plain loop's results on them."""
@@ -127,8 +138,9 @@ def given_terms(overrides: list[str], world_size: int) -> list[Terms]:
 def default_terms(world_size: int) -> list[Terms]:
     """Return terms for every gradient method, on a mesh of all ranks as cp; from 4 ranks on, an
     even number, also of dp_shard 2 x cp. Weights are tied, the loss is in chunks; per-sample layers
-    have whole logits in fp32, where two layers of one weight are summed over cp at once."""
-    found = []
+    have whole logits in fp32, where two layers of one weight are summed over cp at once. Other
+    families than Llama come last."""
+    found, families = [], []
     meshes = (1, 2) if world_size >= 4 and world_size % 2 == 0 else (1,)
     for shards, dtype, method in itertools.product(meshes, ("float32", "bfloat16"), METHODS):
         cp = world_size // shards
@@ -147,7 +159,10 @@ def default_terms(world_size: int) -> list[Terms]:
         args = flavor("1B" if dtype == "bfloat16" else "debug")
         args.tie_embeddings = True
         found.append(scaled(config, args))
-    return found
+        if (dtype, method) == ("float32", "microbatch"):
+            of_each = (read_args(_SIZES | one, "selfcheck", "a family") for one in _FAMILIES)
+            families += [scaled(config, of_one) for of_one in of_each]
+    return found + families
 
 
 def scaled(config: JobConfig, args: ModelArgs, tokens: int = 0) -> Terms:

@@ -14,6 +14,8 @@ from torchtitan_dp.models.causal_lm.formulas import (
     use_our_norms,
 )
 
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
 
 class Norm(nn.Module):
     def __init__(self):
@@ -110,9 +112,10 @@ def inputs(dtype=torch.float32):
     return x, weight, torch.randn(2, 5, 24, generator=generator).to(dtype)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, CUDA])])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_output_and_gradients_are_pytorchs(dtype):
-    x, weight, grad_y = inputs(dtype)
+def test_output_and_gradients_are_pytorchs(dtype, device):
+    x, weight, grad_y = (x.detach().to(device).requires_grad_() for x in inputs(dtype))
     results = []
     for function in (rms_norm, F.rms_norm):
         y = function(x, (24,), weight, 1e-5)
