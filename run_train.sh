@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Trains on one machine: ./run_train.sh [--section.key value …]
+# Trains on one machine: ./run_train.sh [CONFIG.toml] [--section.key value …]
 #
 #   NGPU         processes; default: one for each CUDA device, or 2 on a machine without
-#   CONFIG_FILE  the TOML; default: the demo, train_configs/demo.toml (--job.config_file wins)
+#   CONFIG_FILE  the TOML, where none is given; default: the demo, train_configs/demo.toml
 #   LOG_RANK     ranks whose output is shown, as "0,1"; default: 0
 #   NO_COLOR     no colours, as where the output is no terminal
 #
@@ -19,6 +19,10 @@ if [[ -n "${TORCHTITAN_DP_PYTHON:-}" ]]; then # the package is not installed the
     export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 fi
 
+if [[ "${1:-}" == *.toml && "$1" != -* ]]; then
+    CONFIG_FILE="$1"
+    shift
+fi
 if [[ -n "${CONFIG_FILE:-}" ]]; then
     config=(--job.config_file "$CONFIG_FILE")
 else # from any folder

@@ -79,7 +79,7 @@ def test_a_row_and_the_plan_beside_it(tmp_path):
         done = said(*script, "--row", arm, "64", "1", config, "--model.flavor=debugmodel")
         assert done.returncode == 0, done.stderr
         report[arm] = {"result": json.loads(done.stdout.splitlines()[-1])}
-    assert report["microbatch"]["result"]["microbatches"] == 1024
+    assert report["microbatch"]["result"]["microbatches"] == 8
     (tmp_path / "report.json").write_text(json.dumps(report))
     done = said(*script, "--predict", str(tmp_path))
     row = done.stdout.splitlines()[-1].split(" | ")

@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -46,9 +47,9 @@ class Part:
 
 def all_parts(out: Path, *, small: bool) -> list[Part]:
     """List the parts in the order of their value."""
-    marked = sorted((ROOT / "tests").rglob("test_*.py"))  # by name: all take long to collect
-    marked = [path for path in marked if "pytest.mark." + "cuda" in path.read_text()]
-    names = [str(path.relative_to(ROOT)) for path in marked]
+    found = sorted((ROOT / "tests").rglob("test_*.py"))  # by name: all take long to collect
+    found = [path for path in found if "pytest.mark." + "cuda" in path.read_text()]
+    names = [str(path.relative_to(ROOT)) for path in found]
     checks = [name for name in names if name.startswith("tests/selfcheck")]
     python, runs = shlex.quote(sys.executable), shlex.quote(f"{out}/runs")
     tests = "./scripts/run_tests.sh -m cuda -q -rfs --tb=short"
@@ -56,21 +57,22 @@ def all_parts(out: Path, *, small: bool) -> list[Part]:
     ranks = "torch.distributed.run --local-addr 127.0.0.1 --nproc_per_node 2 -m"
     train = "env NGPU=1 ./run_train.sh train_configs/llama3_debug.toml --training.steps 12"
     compiled = "--compile.enable --training.mixed_precision_param bfloat16 --data.length_buckets"
-    full = "--activation_checkpoint.mode full --activation_checkpoint.offload_inputs"
-    selfcheck = "torchtitan_dp.selfcheck"
+    more = [
+        ("compile", f"--training.seq_len 2048 {compiled}"),
+        ("mbs4", "--training.seq_len 2048 --training.local_batch_size 4"),
+        ("offload", "--activation_checkpoint.mode full --activation_checkpoint.offload_inputs"),
+    ]
     commands = [
         ("machine", 20, f"{python} -m torch.utils.collect_env"),
         ("kernels", 150, f"{tests} {' '.join(name for name in names if name not in checks)}"),
-        ("selfcheck", 120, f"{check} {selfcheck}"),
+        ("selfcheck", 120, f"{check} torchtitan_dp.selfcheck"),
         # NCCL refuses two ranks on a device, gloo does not.
-        ("two_ranks", 150, f"{check} {ranks} {selfcheck} --backend cpu:gloo,cuda:gloo"),
+        ("two_ranks", 150, f"{check} {ranks} torchtitan_dp.selfcheck --backend cpu:gloo,cuda:gloo"),
         ("resume", 120, f"env NGPU=1 bash scripts/benchmarking/stop_and_resume.sh {runs}/resume"),
-        (
-            *("mbs4", 100),
-            f"{train} --job.dump_folder={runs}/mbs4 {compiled} --training.seq_len 2048 "
-            "--training.local_batch_size 4",
+        *(
+            (name, 100, f"{train} --job.dump_folder={runs}/{name} {of}")
+            for name, of in more.items()
         ),
-        ("offload", 100, f"{train} --job.dump_folder={runs}/offload {full}"),
         ("selfcheck_tests", 200, f"{tests} {' '.join(checks)}"),
     ]
     parts = [Part(name, seconds, command) for name, seconds, command in commands]
@@ -131,8 +133,7 @@ def main() -> None:
             return
         found = Report(options.out)
         run(parts, found, 60 * options.minutes, torch.cuda.is_available() or options.rehearse)
-        bad = ("failed", "killed")
-        sys.exit(any(one["status"].startswith(bad) for one in found.parts.values()))
+        sys.exit(any(one["status"][:6] in ("failed", "killed") for one in found.parts.values()))
 
 
 class Report:
@@ -178,6 +179,7 @@ def run(parts: list[Part], found: Report, seconds: float, possible: bool) -> Non
         elif part is not None and part.seconds > deadline - now:
             found.add(waiting.pop(0), f"skipped: {deadline - now:.0f} s left of {part.seconds}")
         elif part is not None and len(running) < (jobs if part.proof else 1):
+            shutil.rmtree(logs / part.name, ignore_errors=True)  # of one that failed
             path = logs / f"{part.name}.log"
             with path.open("wb") as log:
                 how: dict[str, Any] = {"cwd": ROOT, "stdout": log, "stderr": subprocess.STDOUT}
@@ -214,11 +216,11 @@ def kill(part: Part, process: subprocess.Popen[bytes]) -> None:
 
 
 def row(arm: str, tokens: int, mbs: int, config: str, overrides: list[str]) -> dict[str, Any]:
-    """Time three steps of one arm on one device, and weigh it: about 64k tokens a step."""
+    """Time three steps of one arm on one device, and weigh it: of 8 microbatches or 64k tokens."""
     from benchmarking import measure, processes, worker
     from benchmarking.arms import ARMS
 
-    batch = {"local_batch_size": mbs, "microbatches": max(1, 65_536 // (tokens * mbs))}
+    batch = {"local_batch_size": mbs, "microbatches": min(8, max(1, 65_536 // (tokens * mbs)))}
     overrides = [*overrides, f"--training.seq_len={tokens}"]
     setting = measure.make_setting(config, overrides, 1, **batch)
     (found,) = processes.on_processes(1, worker.time_alone, ARMS[arm], setting, steps=3)

@@ -75,13 +75,8 @@ def time_alone(arm: Arm, setting: Setting, folder: str, *, steps: int) -> dict[s
         step = build(arm, setting, folder)
         seconds_of(step, 2)
         seconds = statistics.median(seconds_of(step, 1) for _ in range(steps))
-    reserved, gib = peak_reserved_bytes(), 2**30
-    return {
-        "seconds": seconds,
-        "allocated_gib": round(peak_bytes() / gib, 2),
-        "reserved_gib": reserved and round(reserved / gib, 2),
-        "retries": torch.cuda.memory_stats()["num_alloc_retries"] if reserved else 0,
-    }
+    gib = {"allocated": peak_bytes(), "reserved": peak_reserved_bytes() or 0.0}
+    return {"seconds": seconds} | {f"{of}_gib": round(n / 2**30, 2) for of, n in gib.items()}
 
 
 def build(arm: Arm, setting: Setting, folder: str) -> Step:
