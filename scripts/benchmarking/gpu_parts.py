@@ -69,10 +69,7 @@ def all_parts(out: Path, *, small: bool) -> list[Part]:
         # NCCL refuses two ranks on a device, gloo does not.
         ("two_ranks", 150, f"{check} {ranks} torchtitan_dp.selfcheck --backend cpu:gloo,cuda:gloo"),
         ("resume", 120, f"env NGPU=1 bash scripts/benchmarking/stop_and_resume.sh {runs}/resume"),
-        *(
-            (name, 100, f"{train} --job.dump_folder={runs}/{name} {of}")
-            for name, of in more.items()
-        ),
+        *((name, 100, f"{train} --job.dump_folder={runs}/{name} {of}") for name, of in more),
         ("selfcheck_tests", 200, f"{tests} {' '.join(checks)}"),
     ]
     parts = [Part(name, seconds, command) for name, seconds, command in commands]
