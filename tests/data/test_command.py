@@ -60,7 +60,7 @@ def test_figures_of_records_that_are_drawn_one_by_one(command: list[str], capsys
     own = next(row for row in found["by_length"] if row["seq_len"] == 64)
     assert (own["longer"], own["tokens_per_sample"]) == (0, sum((0, 12, 22, 32, 42, 0)) / 6)
     assert "tokens per record (a draw of a unit takes one): least 0" in err
-    assert "0% of records are longer than 64; a sample averages 18 tokens" in err
+    assert "0% of records are longer, and are cut; a sample averages 18 tokens" in err
 
 
 @pytest.mark.parametrize("place", [[], ["--data.store", "STORES"]], ids=["default", "elsewhere"])
