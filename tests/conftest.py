@@ -11,17 +11,10 @@ from torchtitan_dp.base.process import VERBOSE
 
 # The longest first, so that the workers end together; the fixtures of a file are made once.
 LONGEST = (
-    "tests/test_examples.py",
-    "tests/hazards/test_clocks.py",
-    "tests/hazards/test_mutants.py",
-    "tests/test_meshes.py",
-    "tests/hazards/test_run.py",
-    "tests/models/test_hugging_face_run.py",
-    "tests/plan/test_memory.py",
-    "tests/hazards/test_clipping.py",
-    "tests/hazards/test_audit.py",
-    "tests/checkpoint/test_resume.py",
-    "tests/hazards/test_crashes.py",
+    *("tests/test_examples.py", "tests/hazards/test_clocks.py", "tests/hazards/test_mutants.py"),
+    *("tests/test_meshes.py", "tests/hazards/test_run.py", "tests/models/test_hugging_face_run.py"),
+    *("tests/plan/test_memory.py", "tests/hazards/test_clipping.py", "tests/hazards/test_audit.py"),
+    *("tests/checkpoint/test_resume.py", "tests/hazards/test_crashes.py"),
 )
 CAMPAIGNS = ("mutants", "thorough")
 """Markers of what runs only if `-m` names it, or its id."""

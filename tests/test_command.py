@@ -82,16 +82,7 @@ def test_one_machine_needs_no_name_that_resolves(tmp_path: Path) -> None:
     host = 'ip link set lo up; hostname no-such-host; exec "$@"'
     ended = subprocess.run(
         [
-            "unshare",
-            "--net",
-            "--uts",
-            "--pid",
-            "--fork",
-            "--kill-child",
-            "sh",
-            "-c",
-            host,
-            "",
+            *("unshare", "--net", "--uts", "--pid", "--fork", "--kill-child", "sh", "-c", host, ""),
             *train,
         ],
         capture_output=True,

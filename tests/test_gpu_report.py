@@ -91,5 +91,4 @@ def test_the_wheels_are_pinned():
     text = (ROOT / "scripts/gpu_wheels.sh").read_text()
     names = text.partition("packages=(")[2].partition(")")[0].split()
     pins = Path(ROOT / "constraints.txt").read_text().lower()
-    assert len(names) == 15
     assert [name for name in names if f"\n{name}==" not in pins] == []

@@ -31,12 +31,8 @@ K = 8
 
 def randomized(samples=2, passes="one", estimator="hutchinson", k=K, errors=ACCOUNTED):
     return [
-        METHOD,
-        errors,
-        f"--privacy.projections={k}",
-        f"--privacy.norm_estimator={estimator}",
-        f"--privacy.ghost_passes={passes}",
-        f"--training.local_batch_size={samples}",
+        *(METHOD, errors, f"--privacy.projections={k}", f"--privacy.norm_estimator={estimator}"),
+        *(f"--privacy.ghost_passes={passes}", f"--training.local_batch_size={samples}"),
         "--training.seq_len=64",
     ]
 

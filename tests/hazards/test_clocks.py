@@ -26,15 +26,9 @@ def trained(root: Path, name: str, last: str) -> tuple[Path, int]:
     """The folder of a run that took all of its steps, and the number of jobs that this took."""
     data, out = records(root / name, last), root / f"out_{name}"
     argv = arguments(
-        out,
-        data,
-        "--training.seq_len=2048",
-        "--training.global_batch_size=19",
-        f"--training.steps={STEPS}",
-        "--checkpoint.interval=4",
-        "--metrics.no-enable_tensorboard",
-        "--metrics.enable_wandb",
-        "--metrics.log_freq=5",
+        *(out, data, "--training.seq_len=2048", "--training.global_batch_size=19"),
+        *(f"--training.steps={STEPS}", "--checkpoint.interval=4"),
+        *("--metrics.no-enable_tensorboard", "--metrics.enable_wandb", "--metrics.log_freq=5"),
         "--parallelism.context_parallel_degree=1",
     )
     for job in range(1, 2 * STEPS):

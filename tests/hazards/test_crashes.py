@@ -58,13 +58,8 @@ def task(
     threads: bool = True,
 ) -> dict[str, Any]:
     argv = arguments(
-        out,
-        data,
-        "--training.seq_len=2048",
-        "--training.global_batch_size=6",
-        f"--training.steps={STEPS}",
-        "--checkpoint.no-enable",
-        "--metrics.no-enable_tensorboard",
+        *(out, data, "--training.seq_len=2048", "--training.global_batch_size=6"),
+        *(f"--training.steps={STEPS}", "--checkpoint.no-enable", "--metrics.no-enable_tensorboard"),
         "--parallelism.context_parallel_degree=1",
         *with_sigma(1),
         *overrides,

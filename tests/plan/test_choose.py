@@ -17,13 +17,9 @@ from torchtitan_dp.plan.roofline import MACHINES
 CP, H100 = "parallelism.context_parallel_degree", MACHINES["h100"]
 DEBUG = "train_configs/llama3_debug.toml"
 LLAMA = (
-    "--model.name=llama3",
-    "--model.flavor=debug",
-    "--training.seq_len=512",
-    "--activation_checkpoint.mode=none",
-    "--training.global_batch_size=8",
-    "--training.dataset_path=python-stdlib",
-    "--privacy.noise_multiplier=1",
+    *("--model.name=llama3", "--model.flavor=debug", "--training.seq_len=512"),
+    *("--activation_checkpoint.mode=none", "--training.global_batch_size=8"),
+    *("--training.dataset_path=python-stdlib", "--privacy.noise_multiplier=1"),
     "--privacy.delta=1e-5",
 )
 

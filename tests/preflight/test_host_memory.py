@@ -19,13 +19,9 @@ OFFLOAD = ("--activation_checkpoint.mode=full", "--activation_checkpoint.offload
 
 def config_of(flavor: str, world_size: int, *overrides: str) -> JobConfig:
     basics = [
-        f"--model.flavor={flavor}",
-        "--privacy.noise_multiplier=1",
-        "--privacy.delta=1e-5",
-        "--training.global_batch_size=4",
-        "--training.mixed_precision_param=bfloat16",
-        "--parallelism.context_parallel_degree=-1",
-        "--parallelism.data_parallel_shard_degree=1",
+        *(f"--model.flavor={flavor}", "--privacy.noise_multiplier=1", "--privacy.delta=1e-5"),
+        *("--training.global_batch_size=4", "--training.mixed_precision_param=bfloat16"),
+        *("--parallelism.context_parallel_degree=-1", "--parallelism.data_parallel_shard_degree=1"),
         "--checkpoint.enable",
     ]
     return load_config([*basics, *overrides], world_size)

@@ -51,12 +51,8 @@ def command(root: Path, *overrides: str) -> list[str]:
         write_records(data)
     return arguments(
         root / "run",
-        data,
-        "--model.flavor=debug",
-        f"--training.steps={STEPS}",
-        "--privacy.debug_seed=5",
-        "--checkpoint.interval=100",
-        "--metrics.no-enable_tensorboard",
+        *(data, "--model.flavor=debug", f"--training.steps={STEPS}", "--privacy.debug_seed=5"),
+        *("--checkpoint.interval=100", "--metrics.no-enable_tensorboard"),
         "--parallelism.context_parallel_degree=1",
         *with_sigma(1),
         *overrides,

@@ -115,12 +115,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", _EXPERTS | _HEADS | dict(moe_intermediate_size=48)),
 }
 KINDS = (
-    "qwen2, biases, tied",
-    "phi3, longrope",
-    "gemma3",
-    "granite",
-    "qwen2_moe, whose window only the mask has",
-    "gpt_oss",
+    *("qwen2, biases, tied", "phi3, longrope", "gemma3", "granite"),
+    *("qwen2_moe, whose window only the mask has", "gpt_oss"),
     "deepseek_v3, whose keys are longer than values",
 )
 """For each that a family may ask for beside Llama, one: what is tried by default."""

@@ -35,18 +35,8 @@ WAYS: dict[str, tuple[str, ...]] = {
 EXACT = [way for way in WAYS if way != "randomized"]
 MESHES = {"one": (1, 1, 1), "cp 2": (1, 1, 2), "dp_shard 2 x cp 2": (1, 2, 2)}
 MODELS = (
-    "llama",
-    "llama, tied",
-    "qwen2, biases, tied",
-    "qwen3",
-    "phi3",
-    "gemma2",
-    "gemma3",
-    "smollm3",
-    "olmo2",
-    "mistral",
-    "granite",
-    "cohere2",
+    *("llama", "llama, tied", "qwen2, biases, tied", "qwen3", "phi3", "gemma2", "gemma3"),
+    *("smollm3", "olmo2", "mistral", "granite", "cohere2"),
 )
 
 
