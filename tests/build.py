@@ -44,11 +44,8 @@ def config(*overrides: str, degrees: tuple[int, int, int] = (1, 1, 1)) -> JobCon
     names = ("data_parallel_replicate", "data_parallel_shard", "context_parallel")
     mesh = [f"--parallelism.{n}_degree={d}" for n, d in zip(names, degrees, strict=True)]
     basics = [
-        "--privacy.noise_multiplier=1",
-        "--privacy.delta=1e-5",
-        "--training.global_batch_size=4",
-        "--training.mixed_precision_param=float32",
-        f"--training.seq_len={T}",
+        *("--privacy.noise_multiplier=1", "--privacy.delta=1e-5", "--training.global_batch_size=4"),
+        *("--training.mixed_precision_param=float32", f"--training.seq_len={T}"),
         "--activation_checkpoint.mode=none",
     ]
     return load_config([*basics, *mesh, *overrides], int(np.prod(degrees)))

@@ -64,6 +64,13 @@ def test_the_committed_weights_are_those_of_their_page() -> None:
     assert sum(path.stat().st_size for path in PRETRAINED.iterdir()) < 1.5e6
 
 
+def test_the_script_takes_the_name_of_a_configuration_as_the_command_does(tmp_path: Path) -> None:
+    given = ("train_configs/llama3_debug.toml", "--privacy.delta=2")
+    ended = said(ROOT / "run_train.sh", *given, TORCHTITAN_DP_PYTHON=sys.executable)
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines()[-1].startswith("error: privacy.delta = 2"), ended.stderr
+
+
 @pytest.mark.slow
 def test_the_demo_says_what_it_does_before_the_first_step(tmp_path: Path) -> None:
     forks.need()

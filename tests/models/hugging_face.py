@@ -121,11 +121,8 @@ def transformers_logits(folder: Path, **more: Any) -> torch.Tensor:
 def given(folder: Path, *overrides: str) -> JobConfig:
     """The configuration of a run that starts from the folder, and ends in one."""
     return build.config(
-        f"--model.hf_assets_path={folder}",
-        f"--job.dump_folder={folder.parent / 'out'}",
-        "--checkpoint.enable",
-        "--checkpoint.initial_load_in_hf",
-        "--checkpoint.last_save_in_hf",
+        *(f"--model.hf_assets_path={folder}", f"--job.dump_folder={folder.parent / 'out'}"),
+        *("--checkpoint.enable", "--checkpoint.initial_load_in_hf", "--checkpoint.last_save_in_hf"),
         *overrides,
     )
 
