@@ -194,9 +194,9 @@ def test_one_block_of_cudas_efficient_kernel(rows, causal):
             **terms,
             grad_input_mask=[True, True, True, False],
         )
-    torch.testing.assert_close(logsumexp, scores.logsumexp(-1))
-    torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(actual[:3], grads, atol=1e-4, rtol=1e-4)
+    found = logsumexp, out, *actual[:3]
+    exact = scores.logsumexp(-1), expected, *grads  # a kernel's products may be three in TF32
+    torch.testing.assert_close(found, exact, atol=1e-4, rtol=1e-4)
 
 
 def of_pytorch(op, args, kwargs):

@@ -123,7 +123,7 @@ def test_attention_is_exact(case, ranks, balanced):
     assert max(errors(ranks, balanced, TOKENS, CASES[case])) < 2e-6
 
 
-@pytest.mark.parametrize("bound, dtype", [(1e-5, torch.float32), (0.02, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("bound, dtype", [(1e-4, torch.float32), (0.02, torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, CUDA])])
 @pytest.mark.parametrize("case", CASES)
 def test_on_a_device(case, device, bound, dtype):
