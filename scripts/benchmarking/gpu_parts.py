@@ -4,8 +4,8 @@
     scripts/gpu_report.sh --row ARM T MBS CONFIG [--section.key value …] | --predict FOLDER
 
 Parts start in the order of their value, if their estimate fits what is left of the minutes, and are
-killed at their limit with all that they started. FOLDER (outputs/gpu_report) has report.json and
-report.md, written as each part ends, and log.txt, the ends of their logs. Parts that succeeded are
+killed at their limit with all that they started. FOLDER (outputs/gpu_report) gets three files as
+each part ends: report.json, report.md and log.txt, the ends of all logs. Parts that succeeded are
 not run again. Without a CUDA device nothing runs, or with --rehearse each, on small sizes. Exit
 code 1 if a part failed.
 """
@@ -29,6 +29,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 _FILE = Path(__file__).resolve().relative_to(ROOT)
+RUNS = ROOT / "outputs/gpu_report"  # folders of runs, and whole logs
 PART = "GPU_REPORT_PART"  # in the environment of all that a part starts
 MORE = 30  # seconds beyond half as many again as estimated
 _LOG = 20_000  # characters of each
@@ -45,13 +46,13 @@ class Part:
     proof: bool = True
 
 
-def all_parts(out: Path, *, small: bool) -> list[Part]:
+def all_parts(*, small: bool) -> list[Part]:
     """List the parts in the order of their value."""
     found = sorted((ROOT / "tests").rglob("test_*.py"))  # by name: all take long to collect
     found = [path for path in found if "pytest.mark." + "cuda" in path.read_text()]
     names = [str(path.relative_to(ROOT)) for path in found]
     checks = [name for name in names if name.startswith("tests/selfcheck")]
-    python, runs = shlex.quote(sys.executable), shlex.quote(f"{out}/runs")
+    python, runs = shlex.quote(sys.executable), shlex.quote(str(RUNS))
     tests = "./scripts/run_tests.sh -m cuda -q -rfs --tb=short"
     check = f"env TORCH_LOGS=recompiles {python} -m"
     ranks = "torch.distributed.run --local-addr 127.0.0.1 --nproc_per_node 2 -m"
@@ -105,7 +106,7 @@ def main() -> None:
     kinds.add_argument("--minutes", type=float)
     kinds.add_argument("--row", nargs=4, metavar=("ARM", "T", "MBS", "CONFIG"))
     kinds.add_argument("--predict", type=Path, metavar="FOLDER")
-    parser.add_argument("--out", type=Path, default=ROOT / "outputs/gpu_report")
+    parser.add_argument("--out", type=Path, default=RUNS)
     parser.add_argument("--dry_run", action="store_true")
     parser.add_argument("--rehearse", action="store_true")
     parser.add_argument("parts", nargs="*", metavar="PART")
@@ -118,7 +119,7 @@ def main() -> None:
     elif overrides:
         parser.error(f"unknown options: {' '.join(overrides)}")
     else:
-        parts = all_parts(options.out.resolve(), small=options.rehearse)
+        parts = all_parts(small=options.rehearse)
         if unknown := {*options.parts} - {part.name for part in parts}:
             there = ", ".join(part.name for part in parts)
             parser.error(f"no part {', '.join(sorted(unknown))}; there are: {there}")
@@ -167,8 +168,7 @@ def run(parts: list[Part], found: Report, seconds: float, possible: bool) -> Non
     waiting = [p for p in parts if found.parts.get(p.name, {}).get("status") != "ok"]
     jobs, deadline = max(1, (os.cpu_count() or 1) // 2), time.monotonic() + seconds
     running: list[tuple[Part, subprocess.Popen[bytes], float, float, Path]] = []
-    logs = found.folder / "runs"
-    logs.mkdir(exist_ok=True)
+    RUNS.mkdir(parents=True, exist_ok=True)
     while waiting or running:
         now, part = time.monotonic(), waiting[0] if waiting else None
         if part is not None and not possible:
@@ -176,8 +176,8 @@ def run(parts: list[Part], found: Report, seconds: float, possible: bool) -> Non
         elif part is not None and part.seconds > deadline - now:
             found.add(waiting.pop(0), f"skipped: {deadline - now:.0f} s left of {part.seconds}")
         elif part is not None and len(running) < (jobs if part.proof else 1):
-            shutil.rmtree(logs / part.name, ignore_errors=True)  # of one that failed
-            path = logs / f"{part.name}.log"
+            shutil.rmtree(RUNS / part.name, ignore_errors=True)  # of one that failed
+            path = RUNS / f"{part.name}.log"
             with path.open("wb") as log:
                 how: dict[str, Any] = {"cwd": ROOT, "stdout": log, "stderr": subprocess.STDOUT}
                 environment = {**os.environ, PART: part.name}
