@@ -5,6 +5,7 @@
 #   ./scripts/gpu_report.sh --row ARM T MBS CONFIG [--section.key value …]
 #   ./scripts/gpu_report.sh --predict FOLDER
 #
+# A second call of --minutes goes on where the first ended, if outputs/ was kept.
 # On a bare machine without network: wheels that scripts/gpu_wheels.sh left in .whl/ are installed
 # aside, in TMPDIR, and its own python3 is used.
 set -euo pipefail
@@ -22,5 +23,7 @@ fi
 ./scripts/setup.sh
 # One machine: names need not resolve, and only the loopback interface may be there.
 export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}" NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-lo}"
+# Several parts share its cores.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}" TORCHINDUCTOR_COMPILE_THREADS=2
 export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}" PYTHONUNBUFFERED=1
 exec "${TORCHTITAN_DP_PYTHON:-$ROOT/.venv/bin/python}" scripts/benchmarking/gpu_parts.py "$@"
