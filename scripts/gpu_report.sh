@@ -6,14 +6,14 @@
 #   ./scripts/gpu_report.sh --predict FOLDER
 #
 # A second call of --minutes goes on where the first ended, if outputs/ was kept.
-# On a bare machine without network: wheels that scripts/gpu_wheels.sh left in .whl/ are installed
-# aside, in TMPDIR, and its own python3 is used.
+# On a bare machine without network and .venv, wheels that scripts/gpu_wheels.sh left in .whl/ are
+# installed aside, in TMPDIR, and its own python3 is used.
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 cd "$ROOT"
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
-if compgen -G ".whl/*.whl" >/dev/null && [[ -z "${TORCHTITAN_DP_PYTHON:-}" ]]; then
+if compgen -G ".whl/*.whl" >/dev/null && [[ -z "${TORCHTITAN_DP_PYTHON:-}" && ! -e .venv ]]; then
     TORCHTITAN_DP_PYTHON="$(command -v python3)"
     site="${TMPDIR:-/tmp}/torchtitan_dp_site"
     [[ -d "$site" ]] || "$TORCHTITAN_DP_PYTHON" -m pip install -q --no-index --no-deps --no-compile \
