@@ -104,19 +104,17 @@ def _objective(rest: Vector, a: Vector) -> tuple[float, Vector]:
 
 
 def _divided(column: Sequence[float] | Vector, x: Vector) -> Vector:
-    """Return C⁻¹ x, by blocks of C: `scipy.signal.lfilter` takes 0.6 s to import."""
-    size, bands = max(len(column) - 1, 64), len(column)
-    back = np.subtract.outer(
-        np.arange(size), np.arange(-size, size)
-    )  # of a block and the one before
-    rows = np.where((back >= 0) & (back < bands), np.take(column, back, mode="clip"), 0.0)
-    before, inverse = rows[:, :size], np.linalg.inv(rows[:, size:])
-    found = np.zeros((-(-len(x) // size) + 1, size))
-    given = np.zeros_like(found)
-    given[1:].flat[: len(x)] = x
-    for block in range(1, len(found)):
-        found[block] = inverse @ (given[block] - before @ found[block - 1])
-    return found[1:].ravel()[: len(x)]
+    """Return C⁻¹ x, in blocks of steps: `scipy.signal.lfilter` takes 0.6 s to import."""
+    steps, size, earlier = len(x), 64, len(column) - 1
+    c = np.concatenate([column, np.zeros(size)])
+    before = c[np.add.outer(np.arange(size), np.arange(earlier, 0, -1))]  # of earlier results
+    inverse = np.linalg.inv(np.tril(c[abs(np.subtract.outer(np.arange(size), np.arange(size)))]))
+    given = np.concatenate([x, np.zeros(-steps % size)])
+    found = np.zeros(earlier + len(given))
+    for at in range(0, steps, size):
+        rest = given[at : at + size] - before @ found[at : at + earlier]
+        found[at + earlier : at + earlier + size] = inverse @ rest
+    return found[earlier : earlier + steps]
 
 
 def _transposed(column: Sequence[float] | Vector, x: Vector) -> Vector:
@@ -132,4 +130,6 @@ def _first_column(column: Sequence[float] | Vector, steps: int) -> tuple[Vector,
 
 def _products(x: Vector, y: Vector, column: Vector) -> Vector:
     """Return Σ_t x_t y_{t+k}, for each k from 1 to b - 1."""
-    return np.array([x[: len(y[k:])] @ y[k:] for k in range(1, len(column))])
+    size = 2 * max(len(x), len(column))  # enough that no lag comes round
+    of_x, of_y = np.fft.rfft(np.stack([x, y]), size)
+    return np.fft.irfft(of_x.conj() * of_y, size)[1 : len(column)]
