@@ -75,7 +75,7 @@ def test_a_row_and_the_plan_beside_it(tmp_path):
     script = [sys.executable, "scripts/benchmarking/gpu_parts.py"]
     report = {}
     for arm in ("non-DP", "microbatch"):
-        done = said(*script, "--row", arm, "64", "1", config, "--model.flavor=debugmodel")
+        done = said(*script, "--row", arm, "64", "1", config, "--model.flavor=debug")
         assert done.returncode == 0, done.stderr
         report[arm] = {"result": json.loads(done.stdout.splitlines()[-1])}
     assert report["microbatch"]["result"]["microbatches"] == 8
