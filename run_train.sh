@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains on one machine: ./run_train.sh [CONFIG.toml] [--section.key value …]
+# Trains on one machine: ./run_train.sh [CONFIG] [--section.key value …]
 #
 #   NGPU         processes; default: one for each CUDA device, or 2 on a machine without
 #   CONFIG_FILE  the TOML, where none is given; default: the demo, train_configs/demo.toml
@@ -19,11 +19,9 @@ if [[ -n "${TORCHTITAN_DP_PYTHON:-}" ]]; then # the package is not installed the
     export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 fi
 
-if [[ "${1:-}" == *.toml && "$1" != -* ]]; then
-    CONFIG_FILE="$1"
-    shift
-fi
-if [[ -n "${CONFIG_FILE:-}" ]]; then
+if [[ -n "${1:-}" && "$1" != -* ]]; then # the command takes it, also a shipped one's name
+    config=()
+elif [[ -n "${CONFIG_FILE:-}" ]]; then
     config=(--job.config_file "$CONFIG_FILE")
 else # from any folder
     config=(--job.config_file "$ROOT/train_configs/demo.toml" --model.hf_assets_path "$ROOT/examples/pretrained")

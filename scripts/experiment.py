@@ -82,9 +82,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--tried", action="store_true", help="print a table of all runs")
     options = parser.parse_args(argv)
     if options.tried:
-        return print(tables(ROOT / "docs")["tried"])
+        print(tables(ROOT / "docs")["tried"])
+        return
     if options.report is not None:
-        return report(options.report, options.out)
+        report(options.report, options.out)
+        return
     wanted = [r for r in read(ROOT / "docs") if r["name"].startswith((*options.only,))]
     if options.out is None:
         parser.error("--out: name a folder")
@@ -409,7 +411,8 @@ def by_setting(runs: list[Run]) -> list[Run]:
 
 
 def title(row: Run) -> str:
-    weights = f"LoRA, rank {row['rank']}, B alone" if row["rank"] else "all weights"
+    alone = ", B alone" * row["freeze_a"]
+    weights = f"LoRA, rank {row['rank']}{alone}" if row["rank"] else "all weights"
     what = "" if row["kind"] == "none" else f", {weights}"
     return TITLES[row["kind"]].format(row["epsilon"]) + what
 

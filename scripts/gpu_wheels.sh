@@ -10,14 +10,15 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 packages=(torchtitan opacus dp-accounting pld-accounting transformers tomli torchdata datasets tyro
     docstring-parser typeguard dm-tree multiprocess dill pytest)
-platforms=()
-for glibc in 1 2014 2_17 2_24 2_27 2_28 2_31 2_34 2_35; do
-    platforms+=(--platform "manylinux${glibc/#2_/_2_}_x86_64")
+platforms=() pins=()
+for tag in manylinux1 manylinux2014 manylinux_2_{17,24,27,28,31,34,35}; do
+    platforms+=(--platform "${tag}_x86_64")
 done
 for package in "${packages[@]}" "$@"; do
-    pin="$(grep -i "^$package==" constraints.txt | grep -v "python_full_version <" | head -n 1)"
-    [[ -n "$pin" ]] || { echo "gpu_wheels.sh: $package: constraints.txt has none" >&2 && exit 2; }
-    python3 -m pip download -q --no-deps --only-binary=:all: --implementation cp \
-        --python-version "${PYTHON_VERSION:-3.12}" "${platforms[@]}" -d .whl "${pin%% *}"
+    pin="$(grep -i "^$package==" constraints.txt | grep -v "python_full_version <" | head -n 1 || true)"
+    [[ -n "$pin" ]] || { echo "gpu_wheels.sh: $package: constraints.txt has none" >&2; exit 2; }
+    pins+=("${pin%% *}")
 done
+python3 -m pip download -q --no-deps --only-binary=:all: --implementation cp \
+    --python-version "${PYTHON_VERSION:-3.12}" "${platforms[@]}" -d .whl "${pins[@]}"
 du -sh .whl

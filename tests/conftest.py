@@ -41,7 +41,9 @@ def hides_devices(marks: str) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the longest files first, and leave the campaigns out."""
+    """Put the longest files first, leave the campaigns out, and skip what needs CUDA."""
+    import torch  # once `pytest_configure` has hidden devices
+
     named = any("::" in argument for argument in config.args)
     mark_thorough_cases(items, whole=not named)
     asked = str(config.getoption("markexpr"))
@@ -50,6 +52,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if out:
         config.hook.pytest_deselected(items=list(out))
         items[:] = [item for item in items if item not in out]
+    if not torch.cuda.is_available():
+        for item in filter(lambda item: item.get_closest_marker("cuda"), items):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     rank = {file: place for place, file in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(_file(item), len(rank)))  # the others stay as they are
 

@@ -48,9 +48,8 @@ class Part:
 
 def all_parts(*, small: bool) -> list[Part]:
     """List the parts in the order of their value."""
-    found = sorted((ROOT / "tests").rglob("test_*.py"))  # by name: all take long to collect
-    found = [path for path in found if "pytest.mark." + "cuda" in path.read_text()]
-    names = [str(path.relative_to(ROOT)) for path in found]
+    files = sorted(ROOT.glob("tests/**/test_*.py"))  # by name: all take long to collect
+    names = [str(p.relative_to(ROOT)) for p in files if "pytest.mark." + "cuda" in p.read_text()]
     checks = [name for name in names if name.startswith("tests/selfcheck")]
     python, runs = shlex.quote(sys.executable), shlex.quote(str(RUNS))
     tests = "./scripts/run_tests.sh -m cuda -q -rfs --tb=short"
@@ -58,7 +57,7 @@ def all_parts(*, small: bool) -> list[Part]:
     ranks = "torch.distributed.run --local-addr 127.0.0.1 --nproc_per_node 2 -m"
     train = "env NGPU=1 ./run_train.sh train_configs/llama3_debug.toml --training.steps 12"
     compiled = "--compile.enable --training.mixed_precision_param bfloat16 --data.length_buckets"
-    more = [
+    trained = [
         ("compile", f"--training.seq_len 2048 {compiled}"),
         ("mbs4", "--training.seq_len 2048 --training.local_batch_size 4"),
         ("offload", "--activation_checkpoint.mode full --activation_checkpoint.offload_inputs"),
@@ -70,10 +69,10 @@ def all_parts(*, small: bool) -> list[Part]:
         # NCCL refuses two ranks on a device, gloo does not.
         ("two_ranks", 150, f"{check} {ranks} torchtitan_dp.selfcheck --backend cpu:gloo,cuda:gloo"),
         ("resume", 120, f"env NGPU=1 bash scripts/benchmarking/stop_and_resume.sh {runs}/resume"),
-        *((name, 100, f"{train} --job.dump_folder={runs}/{name} {of}") for name, of in more),
+        *((name, 100, f"{train} --job.dump_folder={runs}/{name} {of}") for name, of in trained),
         ("selfcheck_tests", 200, f"{tests} {' '.join(checks)}"),
     ]
-    parts = [Part(name, seconds, command) for name, seconds, command in commands]
+    parts = [Part(*one) for one in commands]
     for seconds, arm, tokens, mbs, config, more in ROWS:
         name = f"{arm.replace(' + ', '_')}_{tokens >> 10}k_mbs{mbs}_{config}{more.replace(' ', '')}"
         if small:
@@ -120,9 +119,9 @@ def main() -> None:
         parser.error(f"unknown options: {' '.join(overrides)}")
     else:
         parts = all_parts(small=options.rehearse)
-        if unknown := {*options.parts} - {part.name for part in parts}:
-            there = ", ".join(part.name for part in parts)
-            parser.error(f"no part {', '.join(sorted(unknown))}; there are: {there}")
+        there = [part.name for part in parts]
+        if unknown := {*options.parts} - {*there}:
+            parser.error(f"no part {', '.join(sorted(unknown))}; there are: {', '.join(there)}")
         parts = [part for part in parts if not options.parts or part.name in options.parts]
         if options.dry_run:
             for part in parts:
@@ -179,25 +178,29 @@ def run(parts: list[Part], found: Report, seconds: float, possible: bool) -> Non
             shutil.rmtree(RUNS / part.name, ignore_errors=True)  # of one that failed
             path = RUNS / f"{part.name}.log"
             with path.open("wb") as log:
-                how: dict[str, Any] = {"cwd": ROOT, "stdout": log, "stderr": subprocess.STDOUT}
-                environment = {**os.environ, PART: part.name}
-                command = shlex.split(part.command)
-                process = subprocess.Popen(command, env=environment, start_new_session=True, **how)
+                process = subprocess.Popen(
+                    shlex.split(part.command),
+                    cwd=ROOT,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, PART: part.name},
+                    start_new_session=True,
+                )
             limit = min(deadline, now + MORE + 1.5 * part.seconds)
             running.append((waiting.pop(0), process, now, limit, path))
         else:
             time.sleep(0.2)
         for one in [*running]:
             part, process, began, limit, path = one
-            code, late = process.poll(), time.monotonic() > limit
-            if code is None and not late:
-                continue
+            code = process.poll()
+            status = "ok" if code == 0 else f"failed: {code}"
             if code is None:
+                if time.monotonic() <= limit:
+                    continue
                 kill(part, process)
+                status = "killed at its limit"
             running.remove(one)
-            log_text = path.read_text(encoding="utf-8", errors="replace")
-            status = "killed at its limit" if late else "ok" if code == 0 else f"failed: {code}"
-            found.add(part, status, time.monotonic() - began, log_text)
+            found.add(part, status, time.monotonic() - began, path.read_text(errors="replace"))
 
 
 def kill(part: Part, process: subprocess.Popen[bytes]) -> None:
@@ -241,8 +244,8 @@ def predict_rows(folder: Path) -> None:
         memory = predict(setting.arguments(arm, str(folder)), 1, 139.0, longest=False)
         plain = speed.get(str([arm.baseline, *map(one.get, _ALIKE)]))
         one["over non-DP"] = plain and round(one["tokens_per_second"] / plain, 3)
-        cells = [*map(one.get, head), round(memory.peak_bytes / 2**30, 1)]
-        print(f"| {' | '.join(map(str, cells))} |", flush=True)
+        cells = *map(one.get, head), round(memory.peak_bytes / 2**30, 1)
+        print("|", *(f"{cell} |" for cell in cells), flush=True)
 
 
 _ALIKE = ("config", "overrides", "local_batch_size", "microbatches")  # of rows to compare

@@ -7,7 +7,8 @@
 set -euo pipefail
 
 folder="$1"
-run=(./run_train.sh train_configs/llama3_debug.toml --job.dump_folder "$folder" --training.steps 40 --checkpoint.interval 5)
+run=(./run_train.sh train_configs/llama3_debug.toml --job.dump_folder "$folder")
+run+=(--training.steps 40 --checkpoint.interval 5)
 "${run[@]}" &
 launcher=$!
 until [[ -d "$folder/checkpoint/step-5" ]]; do

@@ -131,7 +131,6 @@ def imitated_ring_errors(balancer, name, terms, apart):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("keys", [32, 64, 128, 192, 256, 320])
 @pytest.mark.parametrize("name", ["flash", "cudnn"])
 def test_one_block_of_very_negative_scores(name, keys):
@@ -168,7 +167,6 @@ def test_one_block_of_very_negative_scores(name, keys):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("rows", [1, 16, 32, 50])
 @pytest.mark.parametrize("causal", [True, False])
 def test_one_block_of_cudas_efficient_kernel(rows, causal):

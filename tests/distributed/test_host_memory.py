@@ -156,7 +156,6 @@ def test_a_page_locked_buffer_takes_a_power_of_two(size: int, taken: int) -> Non
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_cuda_pages_are_locked() -> None:
     """Not run on a device yet. `is_pinned` asks the driver."""
     assert page_locked(1000, torch.uint8, torch.device("cuda")).is_pinned()

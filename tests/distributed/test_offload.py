@@ -98,7 +98,6 @@ def test_a_graph_that_is_alive_keeps_its_inputs():
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_cuda_gradients_are_those_without_offloading():
     """Where inputs' memory is reused at once."""
     blocks = [torch.nn.Linear(512, 512, device="cuda") for _ in range(8)]

@@ -15,7 +15,6 @@ from torchtitan_dp.distributed.ring import Shard
 from torchtitan_dp.distributed.windows import attend, check_softcap
 from torchtitan_dp.plan.fake_step import fake_world
 
-CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 SCALE = 0.3
 CASES = {  # options of attention
     "window 1": {"window": 1},
@@ -124,7 +123,7 @@ def test_attention_is_exact(case, ranks, balanced):
 
 
 @pytest.mark.parametrize("bound, dtype", [(1e-4, torch.float32), (0.02, torch.bfloat16)], ids=str)
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, CUDA])])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("case", CASES)
 def test_on_a_device(case, device, bound, dtype):
     """Lengths that no kernel's alignment divides, and 200 tokens in tiles."""

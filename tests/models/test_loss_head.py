@@ -92,7 +92,6 @@ def test_both_ways_to_losses_and_gradients(dtype, vocabulary):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocabulary", [264, 128_256])
 def test_on_cuda_losses_and_gradients_are_the_cpus(dtype, vocabulary):

@@ -150,7 +150,6 @@ def test_views_are_added_to_with_one_rounding(threads, rejected):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("offset", [0, 1])
 def test_clip_and_add_on_cuda(offset):
     """The sum that the CPU has, in memory that is not aligned as well; NaN is left out."""

@@ -342,7 +342,6 @@ def test_no_noise_and_empty_shards(add):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_cuda_equals_the_cipher_on_cpu():
     on_cpu = threefry(KEY, "w", 2**32 - 5, 100_001)
     on_cuda = noise.standard_normal(KEY, "w", 2**32 - 5, 100_001, "cuda")

@@ -15,11 +15,7 @@ import torch
 
 from tests.processes.runs import CONFIG, ROOT
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.cuda, pytest.mark.slow]
 SHARED = ("--backend", "cpu:gloo,cuda:gloo")
 BF16 = "--training.mixed_precision_param=bfloat16"
 GRAD_SAMPLE = ("--privacy.gradient_method=grad_sample", "--training.local_batch_size=4")

@@ -20,7 +20,7 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Literal, get_args
 
 from torchtitan_dp.privacy.pld import pld_epsilon
-from torchtitan_dp.privacy.rdp import rdp_epsilon
+from torchtitan_dp.privacy.rdp import may_be_smaller, rdp_epsilon
 from torchtitan_dp.privacy.segments import Mechanism, Segment, composition
 
 Accountant = Literal["rdp", "pld"]
@@ -46,8 +46,7 @@ def counted_by(segments: Sequence[Segment], *, delta: float, accountant: Account
 def _bound(
     segments: Sequence[Segment], delta: float, accountant: Accountant
 ) -> tuple[float, Accountant]:
-    """Return the bound that counts, and its accountant. RDP's is the smaller one only where many
-    rounds of allocation are composed."""
+    """Return the bound that counts, and its accountant."""
     check_delta(delta)
     if accountant not in get_args(Accountant):
         raise ValueError(f"privacy.accountant = {accountant!r} is none of {get_args(Accountant)}")
@@ -55,7 +54,7 @@ def _bound(
     if not merged or merged[0].noise_multiplier == 0:  # they are sorted
         return (math.inf if merged else 0.0), accountant
     bound = pld_epsilon(merged, delta) if accountant == "pld" else math.inf
-    if bound < math.inf and all(part.round_steps == 1 for part in merged):
+    if bound < math.inf and not may_be_smaller(merged):
         return bound, "pld"
     loose = rdp_epsilon(merged, delta)
     return (bound, "pld") if bound <= loose else (loose, "rdp")

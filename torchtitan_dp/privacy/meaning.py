@@ -20,7 +20,7 @@ from scipy.special import expit, log_ndtr, ndtr, ndtri
 
 from torchtitan_dp.privacy.accounting import check_delta, percent, rounded_up
 from torchtitan_dp.privacy.pld import gaussian_delta, is_one_gaussian, pld_profile
-from torchtitan_dp.privacy.rdp import rdp_delta, rdp_epsilon
+from torchtitan_dp.privacy.rdp import may_be_smaller, rdp_delta, rdp_epsilon
 from torchtitan_dp.privacy.segments import GaussianSteps, Segment, composition
 
 FALSE_ALARMS = (0.01, 0.001)
@@ -106,8 +106,8 @@ def e_to_the(epsilon: float) -> str:
 
 
 def meaning(segments: Sequence[Segment], delta: float) -> Meaning:
-    """Compute what planned segments mean, composed by PLD (RDP where it cannot) and the Gaussian
-    without sampling; upper bounds, 1 without noise. `delta` is that of the exceptions."""
+    """Compute what planned segments mean, composed by PLD, by RDP as `accounting`, and the
+    Gaussian without sampling; upper bounds, 1 without noise. `delta` is that of the exceptions."""
     check_delta(delta)
     return _meaning(composition(segments), delta)
 
@@ -128,9 +128,11 @@ def _meaning(segments: tuple[GaussianSteps, ...], delta: float) -> Meaning:
     top = rdp_epsilon(segments, 1e-3 * min(delta, 1e-3)) + 1e-12
     epsilons = np.union1d(np.linspace(0, top, _POINTS), np.geomspace(1e-6 * top, top, _POINTS))
     profile, rounding = gaussian_delta(mu, epsilons)
-    by_pld = pld_profile(segments, delta)  # where there is one, RDP adds nothing
-    other = rdp_delta(segments, epsilons) if by_pld is None else by_pld.at(epsilons)
-    profile = np.minimum(profile + rounding, other)
+    profile += rounding
+    if (by_pld := pld_profile(segments, delta)) is not None:
+        profile = np.minimum(profile, by_pld.at(epsilons))
+    if by_pld is None or may_be_smaller(segments):
+        profile = np.minimum(profile, rdp_delta(segments, epsilons))
     profile = np.minimum.accumulate(np.clip(np.nan_to_num(profile, nan=1.0), 0.0, 1.0))
     detected = tuple((a, _detected(epsilons, profile, a)) for a in FALSE_ALARMS)
     if not (below := profile < delta).any():

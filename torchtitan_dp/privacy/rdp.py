@@ -76,10 +76,15 @@ def _least(segments: Sequence[GaussianSteps], terms: np.ndarray) -> float:
         return float(divergence(segments, ORDERS[at : at + 1])[0] + terms[at])
 
     at = len(ORDERS) - 1
-    for stride in (-12, 12, -1, 1):
+    for stride in (-12, -1, 1):
         while 0 <= at + stride < len(ORDERS) and total(at + stride) <= total(at):
             at += stride
     return total(at)
+
+
+def may_be_smaller(segments: Sequence[GaussianSteps]) -> bool:
+    """Return whether RDP's bound may be below PLD's: where rounds of allocation are composed."""
+    return any(part.round_steps > 1 for part in segments)
 
 
 def rdp_epsilon(segments: Sequence[GaussianSteps], delta: float) -> float:

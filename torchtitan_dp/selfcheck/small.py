@@ -139,8 +139,8 @@ def default_terms(world_size: int) -> list[Terms]:
     """Return terms for every gradient method, on a mesh of all ranks as cp; from 4 ranks on, an
     even number, also of dp_shard 2 x cp. Weights are tied, the loss is in chunks; per-sample layers
     have whole logits in fp32, where two layers of one weight are summed over cp at once. Other
-    families than Llama come last."""
-    found, families = [], []
+    families than Llama take `microbatch` in fp32."""
+    found = []
     meshes = (1, 2) if world_size >= 4 and world_size % 2 == 0 else (1,)
     for shards, dtype, method in itertools.product(meshes, ("float32", "bfloat16"), METHODS):
         cp = world_size // shards
@@ -161,8 +161,8 @@ def default_terms(world_size: int) -> list[Terms]:
         found.append(scaled(config, args))
         if (dtype, method) == ("float32", "microbatch"):
             of_each = (read_args(_SIZES | one, "selfcheck", "a family") for one in _FAMILIES)
-            families += [scaled(config, of_one) for of_one in of_each]
-    return found + families
+            found += [scaled(config, of_one) for of_one in of_each]
+    return found
 
 
 def scaled(config: JobConfig, args: ModelArgs, tokens: int = 0) -> Terms:

@@ -14,8 +14,6 @@ from torchtitan_dp.models.causal_lm.formulas import (
     use_our_norms,
 )
 
-CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-
 
 class Norm(nn.Module):
     def __init__(self):
@@ -112,7 +110,7 @@ def inputs(dtype=torch.float32):
     return x, weight, torch.randn(2, 5, 24, generator=generator).to(dtype)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, CUDA])])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_output_and_gradients_are_pytorchs(dtype, device):
     x, weight, grad_y = (x.detach().to(device).requires_grad_() for x in inputs(dtype))
