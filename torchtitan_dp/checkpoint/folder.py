@@ -248,10 +248,14 @@ _SLACK = 1e-6  # relative: of the accountants' arithmetic on another machine
 
 
 def verify(folder: str) -> Run:
-    """Read a run's folder and compare its files with each other.
+    """Read a run's folder, and compare its logs and checkpoints with `privacy.json`.
+
+    Returns:
+        The run: its ledger, the epsilon found again from it, `faults` (one line for each
+        contradiction; empty if the files agree) and `notes`.
 
     Raises:
-        ValueError: one line, if there is no run, or a file of it cannot be read.
+        ValueError: one line, if the folder holds no private run, or a file cannot be read.
     """
     published = read_published_fields(folder)  # before the log, which a live run lengthens
     if published is None:

@@ -210,9 +210,17 @@ class Total:
 
 
 def total(runs: Sequence[Run], delta: float | None = None, *, overlapping: bool = False) -> Total:
-    """Return the spending of all runs together, at the smallest `delta` of theirs by default.
-    `overlapping`: they may be on different records, and the sum is that of a unit in all.
-    ValueError: they are on other records all the same, or not of the same unit."""
+    """Add up the budget that runs on the same records spend together.
+
+    Args:
+        delta: of the sum; by default the smallest of the runs' own.
+        overlapping: the runs may be on different records; the sum then holds for a unit that is in
+            all of them.
+
+    Raises:
+        ValueError: the runs protect different units, or are on different records without
+            `overlapping`.
+    """
     if not overlapping:
         remedy = "a unit that is in both pays both: say --overlapping to add them up all the same"
         _require_common([run.fingerprint for run in runs], "records", remedy, runs)

@@ -44,9 +44,17 @@ from torchtitan_dp.models.parameters import canonical_name
 def parallelize(model: CausalLM, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
     """Apply CP, `torch.compile`, AC and FSDP2 to a model on the meta device, in place.
 
-    Parameters are fp32 shards over `fsdp`, also of one rank, so that bf16 and fp32 mean the same on
-    every mesh. With privacy, gradients are reduced within the `fsdp` mesh only, by the later
-    `set_custom_reduce_scatter`, or layers form per-sample gradients instead.
+    FSDP2 shards fp32 parameters over the `fsdp` mesh, also where that is one rank, so that bf16 and
+    fp32 mean the same on every mesh. Attention is a ring over the `cp` mesh.
+
+    Guarantee:
+        - With privacy, no gradient crosses data-parallel ranks: backward reduces a sample's
+          gradient over the `cp` mesh alone, by the `set_custom_reduce_scatter` that
+          `gradients.microbatch` sets later, or by layers that form per-sample gradients. Samples
+          meet only after `clipped_sum` clipped each.
+
+    Returns:
+        `model` itself, still without values: `to_empty` and weights come next.
     """
     training, privacy = job_config.training, job_config.privacy
     if training.mixed_precision_param == "float16":

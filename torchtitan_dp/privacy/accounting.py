@@ -33,8 +33,21 @@ _POINTS: dict[Accountant, int] = {"pld": 20, "rdp": 100}  # of a curve, evenly s
 
 
 def compose(segments: Sequence[Segment], *, delta: float, accountant: Accountant) -> float:
-    """Compute the epsilon of planned segments, one after the other on the same data: 0 without any,
-    inf if a step has no noise."""
+    """Compute the epsilon that segments spend, one after the other on the same data.
+
+    Args:
+        delta: in (0, 1); epsilon holds except with this probability.
+        accountant: "pld" composes the privacy-loss distribution (Koskela et al. 2020; Doroshenko et
+            al. 2022), "rdp" Rényi divergences (Mironov 2017). With "pld", RDP's bound counts where
+            it is the smaller one or PLD has none; `counted_by` says which counted.
+
+    Returns:
+        An upper bound, rounding included (docs/proofs.md): 0.0 without steps, inf if one has no
+        noise.
+
+    Raises:
+        ValueError: `delta` is not in (0, 1), or the accountant is unknown.
+    """
     return _bound(segments, delta, accountant)[0]
 
 
@@ -72,7 +85,7 @@ def noise_for(
     """Find the sigma that spends at least 99.9% of `target_epsilon` in `steps` steps, never more.
 
     Args:
-        mechanism: of the steps to come, whatever its noise.
+        mechanism: of the steps to come; its own `noise_multiplier` does not count.
         before: planned segments that ran on the same data; the target includes them.
 
     Returns:

@@ -92,8 +92,12 @@ def clip(
 ) -> Clip:
     """Compute the factor that each sample's gradient is multiplied by.
 
-    Any function f has f(n) <= C / n for every n > 0: a gradient of exact norm then counts at most
-    C. Nothing is read back from the device, so no control flow depends on a norm.
+    Guarantee:
+        - factor x |g| <= C for every sample, if `squared_norm_B` is the exact |g|^2 or above it: an
+          error of 1.6e-5 below (`squared_norm`) is inside the factor's own margin.
+        - A sample that is padding, or whose norm is NaN, Inf or overflows, has factor 0 and is in
+          `rejected`.
+        - No control flow depends on a norm: nothing is read back from the device.
 
     Args:
         squared_norm_B: fp64, over all shards (already all-reduced): (B,), or (G, B) for groups.
@@ -101,6 +105,10 @@ def clip(
         max_grad_norm: C > 0; of groups, the bound of each: fp64 (G, 1).
         clip_function: "vanilla" is min(1, C / |g|) (Abadi et al. 2016; LongShield, Algorithm 1),
             "automatic" is C / (|g| + 0.01) (Bu et al. 2023).
+
+    Returns:
+        factor fp32, rejected bool, norm fp64, and whether the norm exceeds C; each of the shape of
+        `squared_norm_B`.
     """
     norm_B = squared_norm_B.sqrt()
     bound = max_grad_norm * _SAFETY
@@ -184,11 +192,16 @@ def clip_policy(
 
 
 def add_clipped_(accumulator: Tensor, gradient: Tensor, factor: Tensor, rejected: Tensor) -> None:
-    """Add one sample's scaled gradient to the fp32 `accumulator`, (N,) or (D, N), in place.
+    """Add one sample's scaled gradient to `accumulator` in place.
 
-    A rejected sample is left out by selection, not by a factor of 0, since 0 x NaN is NaN. Both are
-    read once, and the sum is written once: 12 bytes a value. On CUDA a row of `gradient` that is
-    not contiguous is copied first.
+    A rejected sample is left out by selection, not by a factor of 0, since 0 x NaN is NaN. The
+    kernel reads both tensors once and writes the sum once: 12 bytes a value. On CUDA it copies a
+    row of `gradient` that is not contiguous first.
+
+    Args:
+        accumulator, gradient: fp32, of one shape: (N,), or (D, N) for D rows.
+        factor: fp32, one value, from `clip`.
+        rejected: bool, one value, from `clip`.
     """
     assert accumulator.dtype == gradient.dtype == torch.float32, (accumulator.dtype, gradient.dtype)
     assert accumulator.shape == gradient.shape, (accumulator.shape, gradient.shape)

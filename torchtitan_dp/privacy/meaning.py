@@ -106,8 +106,15 @@ def e_to_the(epsilon: float) -> str:
 
 
 def meaning(segments: Sequence[Segment], delta: float) -> Meaning:
-    """Compute what planned segments mean, composed by PLD, by RDP as `accounting`, and the
-    Gaussian without sampling; upper bounds, 1 without noise. `delta` is that of the exceptions."""
+    """Compute what an attacker can learn from a model after these segments.
+
+    The smallest of three upper bounds: PLD, RDP where `accounting.compose` asks it, and the
+    Gaussian trade-off as if every unit were in every draw (Dong et al. 2022). `delta` is the
+    probability of the exceptions to the worst case. Without noise every rate is 1.
+
+    Raises:
+        ValueError: `delta` is not in (0, 1).
+    """
     check_delta(delta)
     return _meaning(composition(segments), delta)
 

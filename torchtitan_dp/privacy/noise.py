@@ -70,6 +70,8 @@ def add_gaussian_noise_(flat: Tensor, *, std: float, key: bytes, name: str, star
         flat: fp32, shape (n,): positions [start, start + n) of the whole flattened parameter.
         key: the 32 bytes of this step, from `keys.KeyStream.take`.
         name: the parameter's canonical name, without wrappers' prefixes.
+        std: sigma x C, in units of the gradient; 0 adds nothing.
+        start: the shard's first position in the whole flattened parameter.
 
     Raises:
         ValueError: `flat` is not a vector of fp32, or `std` is negative or not finite.

@@ -196,6 +196,7 @@ class Mechanism:
         return self.noise_multiplier * noise_in_weights(self.column, shares)
 
     def with_noise(self, noise_multiplier: float) -> "Mechanism":
+        """Return this mechanism with another sigma."""
         return dataclasses.replace(self, noise_multiplier=noise_multiplier)
 
     def fields(self) -> dict[str, Any]:
