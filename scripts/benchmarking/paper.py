@@ -361,7 +361,8 @@ def _figures(table: str, entries: dict[str, Row]) -> dict[tuple[Any, ...], dict[
     """Return figures as `paper_figures` does, of rows that were measured or predicted."""
     found = {}
     for model, entry in entries.items():
-        by_line = {(model, *_place(row), row["name"]): dict(row) for row in entry["rows"]}
+        keys = ("world_size", "local_batch_size", "seq_len", "name")
+        by_line = {(model, *map(row.get, keys)): row for row in entry["rows"]}
         kind = MEASURED if "machine" in entry else PREDICTED
         for (*line, arm), row in by_line.items():
             if table == "2":
@@ -379,10 +380,6 @@ def _figures(table: str, entries: dict[str, Row]) -> dict[tuple[Any, ...], dict[
                 figures["GiB"] += " OOM"
             found[(*line, arm)] = figures
     return found
-
-
-def _place(row: Row) -> tuple[Any, ...]:
-    return row["world_size"], row["local_batch_size"], row.get("seq_len")
 
 
 def _table(sources: dict[str, dict[tuple[Any, ...], dict[str, str]]]) -> str:
