@@ -186,7 +186,7 @@ def hung_up(connection, log, nohup):
     launched(workers)
 
 
-ASKED = "Ctrl-C: finishing the step and saving; press it again to stop at once"
+ASKED = "Ctrl-C: finishing the step and saving; again: at once, and epsilon counts lost steps"
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,8 @@ def main(argv: list[str] | None = None) -> None:
         print(_TRAIN_HELP if command == "train" else help_of(command, _COMMANDS[command]), end="")
         return
     if command == "train":
+        if not rest:
+            fail("CONFIG is missing: torchtitan-dp train CONFIG, the TOML of the run")
         module, rest = _training(rest)
     sys.argv = [f"torchtitan_dp.{module}", *rest]
     runpy.run_module(f"torchtitan_dp.{module}", run_name="__main__", alter_sys=True)

@@ -53,12 +53,12 @@ experimental.custom_import=antigravity → runs no code here
 privacy.delta=None → privacy.delta is not set: set
 privacy.delta=1
 privacy.noise_multiplier=1 → privacy.target_epsilon = 8.0: privacy.noise_multiplier = 1.0 is set as
-privacy.target_epsilon=None → privacy.target_epsilon is not set: nor is privacy.noise_multiplier
+privacy.target_epsilon=None → privacy.target_epsilon is not set: give one (8.0, say), or
 training.global_batch_size=25 → training.global_batch_size = 25
 privacy.sample_rate=1.5
 training.global_batch_size=-1 → set the expected number of records
 training.seq_len=30
-training.seq_len=0 → try 4 or 4
+training.seq_len=0 → = 4; try 4
 training.dataset_path=/nowhere
 training.dataset_path= → training.dataset_path is not set
 training.dataset=jsonl → training.dataset_path =
@@ -83,6 +83,7 @@ data.windows_per_draw=2 data.long_records=window privacy.no-enable → without p
 data.windows_per_draw=2 data.long_records=window training.local_batch_size=2 → \
     data.windows_per_draw = 2: needs privacy.gradient_method = 'microbatch'
 data.store=OUT/store → lies within job.dump_folder
+training.dataset_path=/ → job.dump_folder = 
 model.hf_assets_path=/nowhere
 model.flavor=9B → 9B
 model.name=llama9 → llama9

@@ -126,7 +126,7 @@ def test_samples_are_shown_as_the_model_gets_them(tmp_path: Path, capsys: Any) -
     out, err = capsys.readouterr()
     # The prompt and the mark of begin are read, the answer and the mark of end learned; a control
     # character is written out.
-    assert out.startswith("2 + 2?⟦4\\x07.⟧\n")
+    assert out.startswith("<bos>2 + 2?⟦4\\x07.<eos>⟧\n")
     assert "sample 1: 11 of 11 tokens; 4 are targets" in err
     assert out.count("x") - 1 == 64 // 4
     with pytest.raises(SystemExit) as ended:

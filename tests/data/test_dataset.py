@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from tests.data.chats import chat
 from tests.data.stores import as_jsonl, as_lines, records_in, source, write
 from torchtitan_dp.data.batching import Samples
 from torchtitan_dp.data.dataset import Records
+from torchtitan_dp.data.tokenizer import ByteTokenizer, HFTokenizer
 
 NOTES = [{"patient_id": f"p{i % 5}", "date": "2020", "note": f"note {i}"} for i in range(20)]
 
@@ -53,6 +55,16 @@ def test_what_was_left_out_or_may_not_belong_is_one_line_each(tmp_path: Path) ->
     assert "trained on together: 1 of 'train', 1 of 'test'; name those to train on" in splits
     assert pointers.startswith("1 of 4 files of training.dataset_path are Git LFS pointers")
     assert spellings.startswith("2 units may be 1: names differ only by case, blanks")
+
+
+def test_another_tokenizer_is_another_setting_on_the_same_records(tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({"n": 0, "o": 1}, []))
+    first, *others = (
+        opened(tmp_path, NOTES, place=tmp_path / str(i), tokenizer=tokenizer)
+        for i, tokenizer in enumerate((ByteTokenizer(), HFTokenizer(backend, None, None)))
+    )
+    assert [one.fingerprint for one in others] == [first.fingerprint]
+    assert all(one.settings != first.settings for one in others)
 
 
 def test_row43_records_of_no_unit_are_counted_and_contribute_nothing(tmp_path: Path) -> None:

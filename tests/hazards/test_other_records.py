@@ -395,3 +395,16 @@ def test_messages_whose_texts_are_codes_are_refused(tmp_path):
     path = _arrow(tmp_path / "a.arrow", pa.ListArray.from_arrays(pa.array([0, 2]), turns))
     with pytest.raises(ValueError, match=r"data\.messages_field = 'text': .*dictionary"):
         formats.FORMATS["arrow"].check(str(path), {"text": "data.messages_field"})
+
+
+@pytest.mark.usefixtures("small_limits")
+def test_row68_a_broken_row_decides_for_no_other_how_its_list_is_cut(tmp_path):
+    """A chat that is too large as a whole, and whose first messages are not."""
+    count, found = 2 * formats.MOST_ITEMS, []
+    for name, worst in (("a.arrow", b"fine"), ("b.arrow", b"\xff")):
+        raw = pa.array([b"x" * 200] * count + [worst], pa.binary())
+        content = pa.Array.from_buffers(pa.string(), len(raw), raw.buffers())
+        turns = pa.StructArray.from_arrays([pa.array(["user"] * len(raw)), content], list("rc"))
+        path = _arrow(tmp_path / name, pa.ListArray.from_arrays([0, count, count + 1], turns))
+        found += [next(formats.FORMATS["arrow"].rows(str(path), ["text"]))]
+    assert found[0] == found[1] != {"text": BROKEN}

@@ -305,7 +305,7 @@ def test_other_data_is_refused(tmp_path):
     for key, value, before in (("data.unit_field", "who", None), ("data.text_field", "t", "note")):
         said = f"{key} = {value!r}: this run was started with {before!r}, on which"
         with pytest.raises(ValueError, match=re.escape(said)):
-            log.check_fingerprint(str(tmp_path), "b" * 64, {**SET, key: value})
+            log.check_fingerprint(str(tmp_path), "a" * 64, {**SET, key: value})
     (tmp_path / "data_fingerprint.private").write_text("a" * 64 + "\n[1\n")
     with pytest.raises(ValueError, match="line 2: no settings; restore the file"):
         log.check_fingerprint(str(tmp_path), "b" * 64, SET)

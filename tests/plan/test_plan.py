@@ -206,7 +206,7 @@ def test_steps_that_a_crash_lost_are_said_with_what_keeps_the_target(tmp_path, c
     begun(ledger, tmp_path / "out", 1, loses=2)
     plan.main(command)
     said = capsys.readouterr().err
-    assert "steps lost in crashes, counted as 2: a release will state epsilon = " in said
+    assert "counted as 2: a release will state epsilon = " in said
     stated = float(re.search(r"will state epsilon = ([0-9.]+)", said)[1])
     assert stated > 8
     assert "above privacy.target_epsilon = 8; to keep that: fewer training.steps and" in said

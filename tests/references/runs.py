@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import platform
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -111,11 +112,15 @@ def mechanism_of(kind: str, sigma: float, rate: float, *more: int) -> Mechanism:
 
 
 def machine() -> str:
-    """The machine and the packages, as far as the last bit of a result depends on them."""
-    cpu = torch.backends.cpu.get_cpu_capability()
+    """The CPU and the packages, as far as the last bit of a result depends on them.
+
+    Matrix products and FFTs choose kernels by the CPU's model, not by AVX-512 alone.
+    """
+    known = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    cpu = "-".join(re.findall(r"(?:vendor_id|cpu family|model)\s+: (.*)", known)[:3])
     packages = {"torch": torch, "numpy": numpy, "scipy": scipy}
     versions = ", ".join(f"{n} {p.__version__.split('+')[0]}" for n, p in packages.items())
-    return f"{platform.machine()}, {cpu}, {versions}"
+    return f"{platform.machine()}, {cpu or platform.processor()}, {versions}"
 
 
 def write_lines(path: Path) -> Path:

@@ -1,9 +1,10 @@
 """Three noisy steps, as commit 82bacc4 computed them; 42 epsilons and four sigmas of the version
 that composes losses by tilted transforms.
 
-The references are of PyTorch 2.13, numpy 2.4 and scipy 1.17 on a CPU with AVX-512:
-`python -m tests.references.runs`, with PYTHONPATH at that commit. With others weights are compared
-in a few digits, and epsilons in seven: other Fourier transforms move them. Weights with
+The references are of the CPU and the packages that the file names as its machine, made by
+`python -m tests.references.runs`. Elsewhere weights and epsilons are compared in
+four digits: other matrix products and Fourier transforms move the last ones. Before you change
+arithmetic on another CPU, make them anew at the commit before. Weights with
 `secure_noise` are of the version that began to draw units from SHAKE-256; with draws from Philox
 its weights were those of 82bacc4. All weights are of the version that took transformers' Llama in
 the place of TorchTitan's: cases that were equal before it were equal after it.
@@ -50,11 +51,12 @@ def test_weights_after_three_noisy_steps(case: str, tmp_path: Path) -> None:
 def test_epsilon_to_the_last_digit(case: str) -> None:
     found, expected = epsilon_of(case), REFERENCE["epsilons"][case]
     is_exact = machine() == REFERENCE["machine"]
-    assert float(found) == pytest.approx(float(expected), rel=1e-14 if is_exact else 1e-7)
+    assert float(found) == pytest.approx(float(expected), rel=1e-14 if is_exact else 1e-4)
     assert found == expected or not is_exact
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", TARGETS)
 def test_the_noise_of_a_target(kind: str) -> None:
-    assert float(sigma_of(kind)) == pytest.approx(float(REFERENCE["sigmas"][kind]), rel=1e-7)
+    # The search ends at 99.9% of epsilon: the last digits of an epsilon decide at which step.
+    assert float(sigma_of(kind)) == pytest.approx(float(REFERENCE["sigmas"][kind]), rel=1e-5)

@@ -78,7 +78,7 @@ def _length(config: JobConfig) -> Iterator[str]:
     if seq_len < 1 or seq_len != below:
         yield (
             f"training.seq_len: must be a multiple of 2 x context_parallel_degree = {multiple}; "
-            f"try {max(below, multiple)} or {max(below, 0) + multiple}"
+            f"try {' or '.join(sorted({str(max(below, multiple)), str(max(below, 0) + multiple)}))}"
         )
 
 
@@ -106,6 +106,12 @@ def _memory(config: JobConfig) -> Iterator[str]:
     place = os.path.realpath(os.path.expanduser(store or "/")) + os.sep
     if place.startswith(outputs):
         yield f"data.store: lies within job.dump_folder = '{config.job.dump_folder}'; move it"
+    records = config.training.dataset_path or ""
+    if os.path.isdir(records) and outputs.startswith(os.path.join(os.path.realpath(records), "")):
+        yield (
+            f"job.dump_folder: lies within training.dataset_path = '{records}', so its files would "
+            "become records; name another folder"
+        )
 
 
 def _heldout(config: JobConfig) -> Iterator[str]:
@@ -175,7 +181,7 @@ def _privacy(config: JobConfig) -> Iterator[str]:
     privacy = config.privacy
     epsilon, sigma = privacy.target_epsilon, privacy.noise_multiplier
     if epsilon is None and sigma is None:
-        yield "privacy.target_epsilon: nor is privacy.noise_multiplier; set one (epsilon 8.0, say)"
+        yield "privacy.target_epsilon: give one (8.0, say), or privacy.noise_multiplier"
     if epsilon is not None and sigma is not None:
         yield (
             f"privacy.target_epsilon: privacy.noise_multiplier = {sigma} is set as well; set "

@@ -22,6 +22,7 @@ from torchtitan_dp.data.reading import Lack
 from torchtitan_dp.data.store import Store, Units, split
 from torchtitan_dp.privacy.settings import unit_word
 
+TOKENS_BY = "model.hf_assets_path (tokenizer, chat template)"  # in `Records.settings`
 _QUANTILES = (0, 1, 10, 25, 50, 75, 90, 99, 100)
 _WORDS = {"0": "least", "50": "median", "100": "most"}
 
@@ -33,7 +34,7 @@ class Records:
     train: np.ndarray
     heldout: np.ndarray
     fingerprint: str  # of the records and their split; private
-    settings: Mapping[str, object]  # by key; the fingerprint depends on them
+    settings: Mapping[str, object]  # by key: samples depend on them
     warnings: tuple[str, ...]  # about records that contribute nothing; private
 
     @classmethod
@@ -79,7 +80,9 @@ class Records:
             warnings.append(f"{none}, so held-out losses are nan; raise it")
         settings = settings_of(source, heldout_fraction)
         named = hashlib.sha256(store.units.hashes.tobytes()).hexdigest()
-        terms = source.format, store.contents, named, sorted(settings.items())
+        # Runs with different tokenizers are on the same records.
+        of_records = sorted(item for item in settings.items() if item[0] != TOKENS_BY)
+        terms = source.format, store.contents, named, of_records
         fingerprint = hashlib.sha256(repr(terms).encode()).hexdigest()
         return cls(source, store, train, heldout, fingerprint, settings, tuple(warnings))
 
@@ -166,11 +169,13 @@ class Records:
 
 def settings_of(source: Source, heldout_fraction: float) -> dict[str, object]:
     """Return the settings on which samples depend, by their keys: a resume must have them alike."""
+    tokens_by = source.terms["tokenizer"], source.terms["template"]
     return {
         "data.unit_field": source.unit_field,
         "data.heldout_fraction": heldout_fraction,
         **dict.fromkeys(("data.text_field", "data.prompt_field", "data.messages_field")),
         **{key: field for field, key in source.reading.keys.items()},
+        TOKENS_BY: f"sha256 {hashlib.sha256(repr(tokens_by).encode()).hexdigest()[:12]}",
     }
 
 

@@ -14,6 +14,7 @@ Guarantee:
       damaged page of a row group read as None.
 """
 
+import contextlib
 import csv
 import io
 import json
@@ -256,16 +257,18 @@ def _rows(batch: Any) -> Iterator[Fields]:
 
 
 def _values(column: Any) -> list[object]:
-    """Decode a column: at once where all of it is whole, else value by value."""
+    """Decode a column: at once where all of it is whole, else value by value; lists, of which the
+    first items alone are decoded, always so: a broken row must not decide how another is cut."""
     pa = _pyarrow()
     if isinstance(column, pa.ExtensionArray):
         return _values(column.storage)
-    try:
-        if pa.types.is_dictionary(column.type):  # whose words may be large, and are all rows'
-            raise ValueError
-        column.validate(full=True)
-        found = column.to_pylist()
-    except _errors():
+    found = None
+    # A dictionary's words may be large, and are all rows'.
+    if not (pa.types.is_nested(column.type) or pa.types.is_dictionary(column.type)):
+        with contextlib.suppress(*_errors()):
+            column.validate(full=True)
+            found = column.to_pylist()
+    if found is None:
         found = [_value(column.slice(i, 1)) for i in range(len(column))]
     return [value if _size(value) <= MOST_ROW_BYTES else BROKEN for value in found]
 

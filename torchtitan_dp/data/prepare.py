@@ -315,6 +315,7 @@ def _tokenize(
     _, times = np.unique(np.frombuffer(spellings, "<u8")[firsts_of_units], return_counts=True)
     columns = np.array(ends)[1:], np.array(firsts), np.array(reasons)
     return stores.pack(*columns, units), {
+        "version": stores.VERSION,
         "terms": source.terms,
         "path": source.path,
         "tokenizer": source.tokenizer.describe(),
@@ -373,7 +374,7 @@ def _rows(files: Files, source: Source, hashes: list[str]) -> Iterator[_Row]:
             else:
                 unit = unit_name((fields or {}).get(by)) if facts.fields else folder_of(name)
                 hashed = record_hash(record) if unit is None else unit_hash(unit)
-                spelling = hashed[:8] if unit is None else spelling_hash(unit)
+                spelling = hashed[:8] if unit is None or len(unit) > 256 else spelling_hash(unit)
                 row = _Row(hashed, spelling, unit is not None)
                 if unit is None and fields is not None:
                     found = unknown

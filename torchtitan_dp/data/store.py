@@ -115,12 +115,12 @@ def spelling_hash(name: str) -> bytes:
     zeros before and behind a whole number."""
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
     kept = "".join(c for c in folded if unicodedata.category(c) not in _BLANK)
-    if number := re.fullmatch(r"0*(\d+)(\.0*)?", kept):
-        kept = number[1]
+    if number := re.fullmatch(r"(\d+)(\.0*)?", kept):  # in linear time
+        kept = number[1].lstrip("0") or "0"
     return unit_hash(kept)[:8]
 
 
-VERSION = 4  # of the form of the files and of how rows become ids: another is another store
+VERSION = 5  # of the form of the files and of how rows become ids: another is another store
 TOKENS, ARRAYS, FACTS, COMPARED = "tokens", "arrays", "facts.json", "compared"
 WAIT_S = 5.0  # for another process, before a line says so
 
@@ -190,7 +190,8 @@ def private_folder(data_store: str | None) -> str:
 
 
 def load(folder: str) -> Store | None:
-    """Open a store, unless there is none, its arrays or facts are damaged, or somebody else's."""
+    """Open a store, unless there is none, its arrays or facts are damaged, of another
+    version, or somebody else's."""
     with contextlib.ExitStack() as stack:
         try:
             names = TOKENS, ARRAYS, FACTS
@@ -200,7 +201,8 @@ def load(folder: str) -> Store | None:
             owners = {os.fstat(file.fileno()).st_uid for file in (tokens, arrays, described)}
             data, facts = arrays.read(), json.load(described)
             digest, is_ours = facts.pop("digest"), owners <= {os.geteuid(), 0}
-            if not is_ours or (digest, facts["arrays"]) != (_digest(facts), _hash([data])):
+            known = VERSION, _digest(facts), _hash([data])
+            if not is_ours or (facts["version"], digest, facts["arrays"]) != known:
                 return None
             records, units = facts["records"], facts["units"]
             whole = np.frombuffer(data, "<i8", 3 * records + 2 * units + 1)

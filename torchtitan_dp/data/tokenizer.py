@@ -30,9 +30,11 @@ class ByteTokenizer:
     def encode_each(self, texts: Sequence[str]) -> list[np.ndarray | None]:
         return [self.encode(text) for text in texts]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Turn ids into text, with marks left out and broken UTF-8 replaced by U+FFFD."""
-        return bytes(i for i in map(int, ids) if i < 256).decode("utf-8", "replace")
+    def decode(self, ids: Iterable[int], *, marked: bool = False) -> str:
+        """Turn ids into text, broken UTF-8 replaced by U+FFFD; `marked`: bos and eos too."""
+        marks = {256: b"<bos>" * marked, 257: b"<eos>" * marked}
+        text = b"".join(marks[i] if i in marks else bytes([i]) for i in map(int, ids))
+        return text.decode("utf-8", "replace")
 
     def get_vocab_size(self) -> int:
         return 258
@@ -76,9 +78,9 @@ class HFTokenizer:
             return self.encode_each(texts[:half]) + self.encode_each(texts[half:])
         return [np.array(encoded.ids, dtype=np.int64) for encoded in found]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Turn ids into text, special tokens left out."""
-        return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
+    def decode(self, ids: Iterable[int], *, marked: bool = False) -> str:
+        """Turn ids into text; `marked`: special tokens too."""
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=not marked)
 
     def get_vocab_size(self) -> int:
         """Return the largest id plus one; holes are possible."""

@@ -228,9 +228,8 @@ def read_fingerprint(folder: str) -> str | None:
 
 def check_fingerprint(folder: str, fingerprint: str | None, settings: Mapping[str, object]) -> None:
     """Refuse, by ValueError, other data than the run was started with, or other settings on which
-    its fingerprint depends; None compares these alone, before the records are read."""
-    lines = _lines(folder)
-    if not lines or lines[0] == fingerprint:
+    its samples depend; None compares these alone, before the records are read."""
+    if not (lines := _lines(folder)):
         return
     try:
         earlier = dict(json.loads(lines[1]))
@@ -244,7 +243,7 @@ def check_fingerprint(folder: str, fingerprint: str | None, settings: Mapping[st
                 f"{key} = {value!r}: this run was started with {earlier[key]!r}, on which its "
                 "samples depend; set it back, or start afresh in another job.dump_folder"
             )
-    if fingerprint is not None:
+    if fingerprint not in (None, lines[0]):
         raise ValueError(
             "training.dataset_path: the records are not those that this run was started with: a "
             "file was added, removed, renamed or changed; restore it, or take another folder"

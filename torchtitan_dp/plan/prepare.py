@@ -69,6 +69,7 @@ def _show(records: Any, samples: Any, count: int, *, of_training: bool) -> None:
     loader = RecordLoader(samples, units, ranks=1, rank=0, batch_size=1)
     lengths = samples.store.lengths()[samples.units.members]
     marks = ("\x1b[32m", "\x1b[0m") if sys.stdout.isatty() else ("⟦", "⟧")
+    say(f"{min(count, len(units)):,} of {len(units):,} units; {''.join(marks)} marks targets")
     for place, unit in enumerate(units[:count].tolist()):
         ids = samples.ids(unit, loader.rng(FIXED_KEY, place))
         targets = (ids >= 0) & (np.arange(len(ids)) > 0)
@@ -76,7 +77,8 @@ def _show(records: Any, samples: Any, count: int, *, of_training: bool) -> None:
         say(f"sample {place + 1}: {len(ids):,} of {whole:,} tokens; {targets.sum():,} are targets")
         for part in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(targets)) + 1):
             found = ids[part]
-            text = records.source.tokenizer.decode(np.where(found < 0, ~found, found).tolist())
+            ids_of = np.where(found < 0, ~found, found).tolist()
+            text = records.source.tokenizer.decode(ids_of, marked=True)
             text = "\n".join(map(printable, text.split("\n")))
             print(text.join(marks) if targets[part].any() else text, end="")
         print()
@@ -112,7 +114,8 @@ def _manage(options: argparse.Namespace) -> None:
     names = stores.names(folder)
     for name in names:
         store = stores.load(os.path.join(folder, name))
-        say(f"{name}: {'not whole, or damaged' if store is None else _described(store)}")
+        known = "damaged, or of another version" if store is None else _described(store)
+        say(f"{name}: {known}")
     say(f"{len(names)} stores in {folder}; --delete NAME erases one")
 
 

@@ -219,9 +219,9 @@ def recommend(config: JobConfig, plan: Plan, args: ModelArgs, *, loads: bool) ->
         if config.privacy.sample_rate is not None:
             keys += f", privacy.sample_rate = {best.sample_rate:.6g}"
         keys += f", lora.rank = {rank}" if rank != own else ""
-        noise, cure = best.over_run(trained[rank]), ""
+        noise, cure = best.over_run(trained[rank]), "" if asked.within_bounds else ", out of bounds"
         if noise > DROWNS:
-            cure = f", still above {DROWNS:g} C: more records or a larger epsilon have less"
+            cure += f", still above {DROWNS:g} C: more records or a larger epsilon have less"
             cure += "" if own else ", and so have adapters ([lora]) beside loaded weights"
         reason = (
             f"recommended: {keys}: noise {noise:.3g} C averaged over the run, where the settings "

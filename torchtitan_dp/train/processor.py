@@ -69,7 +69,8 @@ class SampleStatistics:
             "rejected": float(len(drawn) - len(used)),
         }
         if len(used):
-            found["loss"] = used[:, 0].mean().item()
+            learned = used[used[:, 1] > 0]  # a sample without targets has loss and gradient 0
+            found["loss"] = (learned if len(learned) else used)[:, 0].mean().item()
             found["clipped_fraction"] = used[:, 4].mean().item()
             found |= {name: used[:, 1].quantile(at).item() for name, at in _QUANTILES.items()}
         return found
