@@ -29,6 +29,7 @@ from tests.models.hugging_face import (
 )
 from tests.processes.runs import arguments, privacy, train, weights, with_sigma, write_records
 from torchtitan_dp.base.process import lock_folder
+from torchtitan_dp.checkpoint.folder import verify
 from torchtitan_dp.checkpoint.plan import earlier_ledger
 from torchtitan_dp.checkpoint.start import PUBLIC, with_initial
 from torchtitan_dp.checkpoint.terms import settings_of
@@ -442,8 +443,11 @@ def test_a_place_is_refused(prepare, where, said, run, tmp_path):
 
 
 def test_a_run_that_goes_on_is_refused(run, tmp_path):
-    with lock_folder(str(run)), pytest.raises(ValueError, match="another run uses it"):
-        release(str(run), str(tmp_path / "out"))
+    with lock_folder(str(run)):
+        assert "a run is training in it: until it ends" in verify(str(run)).notes[-1]
+        with pytest.raises(ValueError, match="another run uses it"):
+            release(str(run), str(tmp_path / "out"))
+    assert not verify(str(run)).notes
 
 
 def test_nothing_is_left_when_writing_fails(run, tmp_path, monkeypatch):

@@ -295,3 +295,15 @@ def write_atomically(path: str, content: bytes) -> None:
 def private_opener(path: str, flags: int) -> int:
     """Open a file that its owner alone can read: an `opener` for `open`."""
     return os.open(path, flags, 0o600)
+
+
+def is_locked(folder: str) -> bool:
+    """Return whether another process has the lock of a run's folder."""
+    path = os.path.join(folder, LOCK_FILE)
+    if os.path.exists(path):
+        with open(path, encoding="ascii") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError as error:  # else one without locks holds a copy
+                return isinstance(error, BlockingIOError)
+    return False

@@ -28,6 +28,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from torchtitan_dp.base.process import is_locked
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.ledger.lineage import Lineage
 from torchtitan_dp.ledger.log import EXECUTED_FILE, STARTS_FILE, RunLog, read_fingerprint
@@ -287,6 +288,8 @@ def verify(folder: str) -> Run:
             run.faults.append(f"{key} = {least}, but the ledger gives {found}")
         elif found is not None and least < found * (1 - _SLACK):  # a curve's next point is above
             run.faults.append(f"{key} = {least:.6g}, but its steps spend {found:.6g}")
+    if is_locked(folder):
+        run.notes.append("a run is training in it: until it ends, unsaved steps count as lost")
     return run
 
 

@@ -206,7 +206,8 @@ def is_pointer(path: str) -> bool:
 
 def parquet_rows(path: str, columns: Sequence[str]) -> Iterator[Fields | None]:
     """Yield the rows of a Parquet file. As many are decoded at once as fit if each has the largest
-    value: a page may hold it once and repeat its number, but each row takes its whole size."""
+    value: a page may hold it once and repeat its number, but each row takes its whole size. Lists
+    are decoded one at a time."""
     pa = _pyarrow()
     footer, starts = _read_footer(path), tuple(f"{name}." for name in columns)
     how: dict[str, Any] = {"binary_type": pa.large_binary(), "list_type": pa.LargeListType}
@@ -216,6 +217,8 @@ def parquet_rows(path: str, columns: Sequence[str]) -> Iterator[Fields | None]:
             chunks = [group.column(i) for i in range(group.num_columns)]
             read = [c for c in chunks if f"{c.path_in_schema}.".startswith(starts)]
             largest = sum(chunk.total_uncompressed_size for chunk in read)
+            if any(chunk.num_values > group.num_rows for chunk in read):  # a list repeats a text
+                largest = MOST_ROW_BYTES
             for step in (_rows_at_once(largest), 1):  # a row that fails takes none before it along
                 seen, how = 0, {"batch_size": step, "columns": list(columns)}
                 try:

@@ -5,7 +5,6 @@ refused; what else is missing becomes a note.
 """
 
 import datetime
-import fcntl
 import itertools
 import json
 import math
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from torchtitan_dp.base.process import FAULT_FILE, LOCK_FILE
+from torchtitan_dp.base.process import FAULT_FILE, is_locked
 from torchtitan_dp.checkpoint.folder import newest_finished_checkpoint, step_folder, verify
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import RUN_CONFIG_FILE, read_config
@@ -116,7 +115,7 @@ def open_run(folder: str) -> RunFolder:
         path=path,
         published=published,
         ledger=ledger_of(published),
-        alive=_is_locked(path / LOCK_FILE),
+        alive=is_locked(str(path)),
         begun=begun,
         checkpoint=checkpoint,
         scalars=scalars,
@@ -155,16 +154,6 @@ def _set_epsilons(run: RunFolder) -> None:
         setattr(run, name, found if None in (stated, found) else max(stated, found))
     run.caveats = verified.caveats()
     run.assumptions = assumptions(run.ledger)
-
-
-def _is_locked(path: Path) -> bool:
-    if path.exists():
-        with open(path, encoding="ascii") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except OSError as error:  # else one without locks holds a copy
-                return isinstance(error, BlockingIOError)
-    return False
 
 
 def read_scalars(folder: Path) -> dict[str, Points]:
