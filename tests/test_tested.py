@@ -42,5 +42,5 @@ def test_an_untested_release_is_a_warning_that_names_it(monkeypatch: pytest.Monk
 
 def test_a_plan_and_a_start_show_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RELEASES, "torch", ("1.0",))
-    lines = notices(load_config(arguments(tmp_path / "out", tmp_path), 1))
+    lines = notices(load_config(arguments(tmp_path / "out", tmp_path / "data"), 1))
     assert any(" was not tested (1.0 were)" in line for line in lines)
