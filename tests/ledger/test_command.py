@@ -141,8 +141,8 @@ def plan_of(command, folder):
 
 def starting_from(path, *overrides):
     load = f"--checkpoint.initial_load_path={path}", "--checkpoint.initial_load_in_hf"
-    command = arguments(path / "new", path, *with_sigma(1.0), *load, *overrides)
-    return plan_of(command, path / "new").ledger
+    new = path.with_name("new")
+    return plan_of(arguments(new, path, *with_sigma(1.0), *load, *overrides), new).ledger
 
 
 @pytest.mark.parametrize(

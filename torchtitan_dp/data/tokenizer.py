@@ -33,7 +33,7 @@ class ByteTokenizer:
     def decode(self, ids: Iterable[int], *, marked: bool = False) -> str:
         """Turn ids into text, broken UTF-8 replaced by U+FFFD; `marked`: bos and eos too."""
         marks = {256: b"<bos>" * marked, 257: b"<eos>" * marked}
-        text = b"".join(marks[i] if i in marks else bytes([i]) for i in map(int, ids))
+        text = b"".join(bytes([i]) if i < 256 else marks.get(i, b"") for i in map(int, ids))
         return text.decode("utf-8", "replace")
 
     def get_vocab_size(self) -> int:
