@@ -8,6 +8,7 @@ shown, and a row may rely on those before it. `supported` has the rows of single
 import os
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import (
@@ -107,7 +108,7 @@ def _memory(config: JobConfig) -> Iterator[str]:
     if place.startswith(outputs):
         yield f"data.store: lies within job.dump_folder = '{config.job.dump_folder}'; move it"
     records = config.training.dataset_path or ""
-    if os.path.isdir(records) and outputs.startswith(os.path.join(os.path.realpath(records), "")):
+    if os.path.isdir(records) and Path(outputs).is_relative_to(os.path.realpath(records)):
         yield (
             f"job.dump_folder: lies within training.dataset_path = '{records}', so its files would "
             "become records; name another folder"

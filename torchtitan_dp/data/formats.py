@@ -14,7 +14,6 @@ Guarantee:
       damaged page of a row group read as None.
 """
 
-import contextlib
 import csv
 import io
 import json
@@ -265,13 +264,13 @@ def _values(column: Any) -> list[object]:
     pa = _pyarrow()
     if isinstance(column, pa.ExtensionArray):
         return _values(column.storage)
-    found = None
-    # A dictionary's words may be large, and are all rows'.
-    if not (pa.types.is_nested(column.type) or pa.types.is_dictionary(column.type)):
-        with contextlib.suppress(*_errors()):
-            column.validate(full=True)
-            found = column.to_pylist()
-    if found is None:
+    try:
+        # A dictionary's words may be large, and are all rows'.
+        if pa.types.is_nested(column.type) or pa.types.is_dictionary(column.type):
+            raise ValueError
+        column.validate(full=True)
+        found = column.to_pylist()
+    except _errors():
         found = [_value(column.slice(i, 1)) for i in range(len(column))]
     return [value if _size(value) <= MOST_ROW_BYTES else BROKEN for value in found]
 

@@ -114,7 +114,7 @@ def _manage(options: argparse.Namespace) -> None:
     names = stores.names(folder)
     for name in names:
         store = stores.load(os.path.join(folder, name))
-        known = "damaged, or of another version" if store is None else _described(store)
+        known = "unfinished, damaged, or of another version" if store is None else _described(store)
         say(f"{name}: {known}")
     say(f"{len(names)} stores in {folder}; --delete NAME erases one")
 
