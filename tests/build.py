@@ -12,9 +12,8 @@ import torch.nn as nn
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.models.causal_lm.settings import ModelArgs, configuration
+from torchtitan_dp.models.causal_lm.settings import LoRA, ModelArgs, configuration
 from torchtitan_dp.models.hugging_face import on_meta
-from torchtitan_dp.models.lora import LoRA
 from torchtitan_dp.selfcheck import reference, small
 from torchtitan_dp.selfcheck.reference import norm as norm
 from torchtitan_dp.selfcheck.reference import reference_sum as reference_sum

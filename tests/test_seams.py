@@ -19,8 +19,8 @@ import pytest
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 from tests.test_imports import modules
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.checks import keys
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.config.supported import keys
 
 DOORS = {
     "base.torch_private": """
@@ -63,7 +63,7 @@ DOORS = {
         torchtitan.components.checkpoint.CheckpointManager._should_save
         torchtitan.models.llama3.infra.parallelize._op_sac_save_list
     """,
-    "models.causal_lm.transformers_private": """
+    "models.causal_lm.attention": """
         transformers.PreTrainedModel._init_weights
         transformers.PreTrainedModel._tied_weights_keys
         transformers.PreTrainedModel._get_dtype_plan
@@ -226,7 +226,7 @@ def test_the_schema_that_is_read_alone_is_torchtitans() -> None:
 
 
 def test_what_torchtitans_sections_assert_is_refused_by_key() -> None:
-    """These would be tracebacks; a new one is listed here, and in `config.supported`."""
+    """These would be tracebacks; a new one is listed here, and in `config.checks`."""
     source = inspect.getsource(importlib.import_module("torchtitan.config.job_config"))
     assert source.count("__post_init__") == source.count("assert (") + 1 == 2
     for given in ("--validation.steps=0", "--parallelism.context_parallel_load_balancer="):

@@ -12,9 +12,8 @@ from tests import build
 from tests.accounts import ended
 from tests.checkpoint import test_folder
 from tests.processes.ranks import on_ranks
-from torchtitan_dp.checkpoint.plan import choose_loss, settle
+from torchtitan_dp.checkpoint.plan import choose_loss, settings_of, settle
 from torchtitan_dp.checkpoint.start import Start, check_start, confirmed, decide_start, plan_start
-from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.ledger import Lineage
 from torchtitan_dp.ledger.lineage import History, NoisedLoss
 from torchtitan_dp.privacy import published_loss

@@ -5,7 +5,7 @@ import pytest
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import ladder, ring_is_aligned
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.distributed import cpu
+from torchtitan_dp.distributed import devices
 
 T = 32
 
@@ -31,7 +31,7 @@ def test_rungs_on_an_accelerator_fill_the_tiles_of_attention(
     """A ring's parts have 128 tokens at least; without a ring, and on CPU, nothing changes."""
     on_cpu = ladder(configured(seq_len=1024, cp=2))
     alone = ladder(configured(seq_len=1024))
-    monkeypatch.setattr(cpu, "has_accelerator", lambda: True)
+    monkeypatch.setattr(devices, "has_accelerator", lambda: True)
     for seq_len, cp in [(1024, 2), (1000, 2), (131072, 8), (64, 2), (96, 3)]:
         rungs = ladder(configured(seq_len=seq_len, cp=cp))
         assert rungs[-1] == seq_len

@@ -12,8 +12,8 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 
 # isort: split
 
+from torchtitan_dp.config.checks import keys, refusals, supported_keys, unsupported, values
 from torchtitan_dp.config.load import load_config, schema
-from torchtitan_dp.config.supported import keys, refusals, supported_keys, unsupported, values
 
 ROOT = Path(__file__).parents[2]
 TOMLS = sorted([*ROOT.glob("train_configs/*.toml"), *ROOT.glob("examples/**/*.toml")])

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from tests.data.stores import records_of, store_of
-from torchtitan_dp.data.batching import IGNORE_INDEX, Draw, Microbatch, RecordLoader, Samples
+from torchtitan_dp.data.batching import Draw, Microbatch, RecordLoader
+from torchtitan_dp.data.dataset import IGNORE_INDEX, Samples
 from torchtitan_dp.data.tokenizer import ByteTokenizer, Tokenizer
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.sampling import Choices, choices, poisson_draw

@@ -11,7 +11,8 @@ from tests.data.drawn import HOW, UNITS, dealt, draws, ids, loader, sample, samp
 from tests.data.stores import store_of, write
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.config.derived import ladder
-from torchtitan_dp.data.batching import Draw, Samples
+from torchtitan_dp.data.batching import Draw
+from torchtitan_dp.data.dataset import Samples
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 
 T = 32

@@ -9,8 +9,7 @@ import tokenizers
 
 from tests.data.chats import chat
 from tests.data.stores import as_jsonl, as_lines, records_in, source, write
-from torchtitan_dp.data.batching import Samples
-from torchtitan_dp.data.dataset import Records
+from torchtitan_dp.data.dataset import Records, Samples
 from torchtitan_dp.data.tokenizer import ByteTokenizer, HFTokenizer
 
 NOTES = [{"patient_id": f"p{i % 5}", "date": "2020", "note": f"note {i}"} for i in range(20)]

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from tests.data.drawn import HOW, UNITS, T, dealt, draws, loader, same, samples_of
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.base.process import Fault
-from torchtitan_dp.data.batching import Draw, Feed, Samples, require_same_step
+from torchtitan_dp.data.batching import Draw, Feed, require_same_step
+from torchtitan_dp.data.dataset import Samples
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,8 @@ import pytest
 from tests.data.chats import END, MARKED, PLAIN, START, chat, folder
 from tests.data.drawn import BOS, EOS, IGNORED, T, dealt, loader, sample
 from tests.data.stores import store_of, stored
-from torchtitan_dp.data.batching import Draw, Samples
+from torchtitan_dp.data.batching import Draw
+from torchtitan_dp.data.dataset import Samples
 from torchtitan_dp.data.files import MOST_ITEMS
 from torchtitan_dp.data.reading import REFUSED, reading
 from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer

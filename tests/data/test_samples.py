@@ -11,7 +11,7 @@ import torch
 
 from tests.data.drawn import HOW, IGNORED, UNITS, T, Words, ids, marked, rng, sample, samples_of
 from tests.data.stores import store_of
-from torchtitan_dp.data.batching import Samples
+from torchtitan_dp.data.dataset import Samples
 
 
 def made(root: Path, text: str, seq_len: int, tokenizer: Any = None) -> tuple[Any, Any]:

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests.data.drawn import IGNORED, T, Words, ids, rng, sample, samples_of
-from torchtitan_dp.data.batching import Microbatch, Samples
+from torchtitan_dp.data.batching import Microbatch
+from torchtitan_dp.data.dataset import Samples
 
 K = 3
 

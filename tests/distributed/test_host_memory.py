@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchtitan_dp.distributed.host_memory import available_bytes, page_locked, page_locked_bytes
+from torchtitan_dp.distributed.devices import available_bytes
+from torchtitan_dp.distributed.host_memory import page_locked, page_locked_bytes
 
 GIB = 2**30
 UNLIMITED = 2**63 - 4096

@@ -21,7 +21,7 @@ from tests import build
 from tests.models.causal_lm.families import arguments
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.config import ALL_LINEAR
-from torchtitan_dp.models.lora import LoRA
+from torchtitan_dp.models.causal_lm.settings import LoRA
 from torchtitan_dp.selfcheck.small import VARIANTS, Terms
 from torchtitan_dp.selfcheck.steps import Ranks, clipped_sum
 

@@ -18,7 +18,8 @@ from tests import build
 from tests.data.drawn import dealt, sample, samples_of
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.config.derived import ladder
-from torchtitan_dp.data.batching import IGNORE_INDEX, Draw, RecordLoader, Samples
+from torchtitan_dp.data.batching import Draw, RecordLoader
+from torchtitan_dp.data.dataset import IGNORE_INDEX, Samples
 from torchtitan_dp.privacy.sampling import choices
 from torchtitan_dp.train.processor import SampleStatistics
 from torchtitan_dp.train.trainer import DPTrainer

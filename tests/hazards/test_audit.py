@@ -23,7 +23,7 @@ from torchtitan_dp.gradients import optimizer
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import ReduceScatterOverCP
 from torchtitan_dp.gradients.norms import RandomizedNorms
-from torchtitan_dp.models.lora import LoRA
+from torchtitan_dp.models.causal_lm.settings import LoRA
 from torchtitan_dp.privacy.accounting import compose
 from torchtitan_dp.privacy.clipping import clip
 from torchtitan_dp.privacy.coefficients import found_for

@@ -14,9 +14,8 @@ from tests.accounts import begun
 from tests.hazards.test_trainer import SETTINGS
 from tests.processes.runs import arguments, privacy, train, with_sigma, write_records
 from torchtitan_dp.checkpoint.folder import read_ledger, verify
-from torchtitan_dp.checkpoint.plan import earlier_ledger, refuse_private_folder
+from torchtitan_dp.checkpoint.plan import earlier_ledger, refuse_private_folder, settings_of
 from torchtitan_dp.checkpoint.start import Start, decide_start, plan_start, with_initial
-from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.ledger import Lineage, schema, write_fingerprint
 from torchtitan_dp.ledger.lineage import History, audited, not_private

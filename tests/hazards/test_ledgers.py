@@ -17,8 +17,8 @@ from tests.hazards.test_trainer import SETTINGS, STEP, bookkeeping
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.checkpoint import bookkeeping as bookkeeping_module
 from torchtitan_dp.checkpoint.bookkeeping import Bookkeeping
+from torchtitan_dp.checkpoint.plan import settings_of
 from torchtitan_dp.checkpoint.start import decide_start, with_initial
-from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.gradients.optimizer import DPOptimizer
 from torchtitan_dp.ledger import Lineage
 from torchtitan_dp.ledger.lineage import Ancestor, History, not_private

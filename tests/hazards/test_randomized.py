@@ -12,7 +12,7 @@ from tests.accounts import publish, steps_of
 from tests.hazards.test_trainer import ROOT, SETTINGS, STEP, Step
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.checkpoint.folder import verify
-from torchtitan_dp.checkpoint.terms import settings_of
+from torchtitan_dp.checkpoint.plan import settings_of
 from torchtitan_dp.ledger import Lineage, summary
 from torchtitan_dp.ledger.lineage import Ancestor
 from torchtitan_dp.ledger.schema import read_published

@@ -12,9 +12,10 @@ import pytest
 from tests.data.drawn import dealt, sample
 from tests.data.stores import records_in, records_of, source, store_of, texts, write
 from tests.processes.runs import arguments
-from torchtitan_dp.checkpoint.terms import settings_of
+from torchtitan_dp.checkpoint.plan import settings_of
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.data.batching import Draw, RecordLoader, Samples
+from torchtitan_dp.data.batching import Draw, RecordLoader
+from torchtitan_dp.data.dataset import Samples
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.sampling import poisson_draw
 from torchtitan_dp.train.check import build_samples, open_records

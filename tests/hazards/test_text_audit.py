@@ -20,7 +20,7 @@ from tests.processes import forks
 from tests.processes.runs import CONFIG, write_records
 from torchtitan_dp.audit import released
 from torchtitan_dp.audit.released import PlantedSamples, token_ids, write_canaries
-from torchtitan_dp.data.batching import Samples
+from torchtitan_dp.data.dataset import Samples
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 
 _MODEL = dict(

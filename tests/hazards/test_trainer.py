@@ -29,7 +29,8 @@ from torchtitan_dp.base.process import Fault
 from torchtitan_dp.checkpoint import bookkeeping as module
 from torchtitan_dp.checkpoint.start import Start, plan_start
 from torchtitan_dp.data import batching
-from torchtitan_dp.data.batching import Feed, RecordLoader, Samples
+from torchtitan_dp.data.batching import Feed, RecordLoader
+from torchtitan_dp.data.dataset import Samples
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 from torchtitan_dp.distributed import agreement
 from torchtitan_dp.gradients import step as builder

@@ -16,8 +16,9 @@ from tests.build import ARGS
 from torchtitan_dp.config.derived import FEED_FORWARD_CHUNK, feed_forward_chunk
 from torchtitan_dp.models.causal_lm.formulas import use_lean_norms
 from torchtitan_dp.models.causal_lm.model import CausalLM
+from torchtitan_dp.models.causal_lm.settings import LoRA
 from torchtitan_dp.models.feed_forward import Tiling
-from torchtitan_dp.models.lora import LoRA, fill_adapters
+from torchtitan_dp.models.lora import fill_adapters
 
 FULL, LONG = "--activation_checkpoint.mode=full", "--training.seq_len=65536"
 PLAIN, TWO = "--privacy.no-enable", "--training.local_batch_size=2"

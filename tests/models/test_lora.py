@@ -17,8 +17,9 @@ from tests.processes.runs import CONFIG
 from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.causal_lm.model import CausalLM
+from torchtitan_dp.models.causal_lm.settings import LoRA
 from torchtitan_dp.models.hugging_face_weights import write_folder
-from torchtitan_dp.models.lora import LoRA, fill_adapters, is_adapter
+from torchtitan_dp.models.lora import fill_adapters, is_adapter
 from torchtitan_dp.models.parallelize import parallelize
 from torchtitan_dp.models.parameters import canonical_name, trainable_parameters
 from torchtitan_dp.privacy.banded import StepNoise

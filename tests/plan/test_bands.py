@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests import build
-from torchtitan_dp.checkpoint.terms import (
+from torchtitan_dp.checkpoint.plan import (
     best_of,
     choose_noise,
     noise_by_bands,

@@ -22,7 +22,7 @@ from torchtitan_dp.plan.memory import CATEGORIES, GIB, MemoryPlan
 from torchtitan_dp.plan.prediction import answer
 from torchtitan_dp.privacy.banded import NoiseChain
 from torchtitan_dp.privacy.coefficients import cut_off
-from torchtitan_dp.train.machine import host_memory
+from torchtitan_dp.train.check import host_memory
 
 TWO = ("--training.local_batch_size=2",)
 SHARDED = "--parallelism.data_parallel_shard_degree=2"

@@ -7,7 +7,7 @@ import pytest
 from tests import build
 from torchtitan_dp.checkpoint.start import own_checkpoint
 from torchtitan_dp.models import hugging_face
-from torchtitan_dp.train import machine
+from torchtitan_dp.train import check as module
 from torchtitan_dp.train.check import check_names
 
 FP32 = "--training.mixed_precision_param=float32"
@@ -40,8 +40,8 @@ def test_a_run_that_resumes_needs_its_models_folder(tmp_path):
 def test_what_cudas_kernels_cannot_compute_is_refused(
     monkeypatch, check, flavor, options, cp, accelerator, refused
 ):
-    monkeypatch.setattr(machine, "has_accelerator", lambda: accelerator)
+    monkeypatch.setattr(module, "has_accelerator", lambda: accelerator)
     config = build.config(*options, degrees=(1, 1, cp))
     ends = pytest.raises(ValueError, match=rf"^[^\n]*{refused}[^\n]*\Z")
     with ends if refused else contextlib.nullcontext():
-        getattr(machine, check)(config, hugging_face.flavor(flavor))
+        getattr(module, check)(config, hugging_face.flavor(flavor))

@@ -10,8 +10,8 @@ from tests.processes.ranks import on_ranks
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.hugging_face import shape
-from torchtitan_dp.train import machine as module
-from torchtitan_dp.train.machine import HostMemory, host_memory, refuse_lack
+from torchtitan_dp.train import check as module
+from torchtitan_dp.train.check import HostMemory, host_memory, refuse_lack
 
 GIB = 2**30
 OFFLOAD = ("--activation_checkpoint.mode=full", "--activation_checkpoint.offload_inputs")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests import build
-from torchtitan_dp.checkpoint.terms import shares_of_steps
+from torchtitan_dp.checkpoint.plan import shares_of_steps
 from torchtitan_dp.gradients.optimizer import MomentumSGD
 from torchtitan_dp.models.ema import WeightAverage
 from torchtitan_dp.privacy.banded import NoiseChain

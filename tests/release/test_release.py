@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import torchtitan_dp.ledger.templates as templates_module
+import torchtitan_dp.ledger.schema as templates_module
 import torchtitan_dp.release.__main__ as release_module
 from tests.accounts import begun, edit, ended, publish
 from tests.build import config as small_config
@@ -30,9 +30,8 @@ from tests.models.hugging_face import (
 from tests.processes.runs import arguments, privacy, train, weights, with_sigma, write_records
 from torchtitan_dp.base.process import lock_folder
 from torchtitan_dp.checkpoint.folder import verify
-from torchtitan_dp.checkpoint.plan import earlier_ledger
+from torchtitan_dp.checkpoint.plan import earlier_ledger, settings_of
 from torchtitan_dp.checkpoint.start import PUBLIC, with_initial
-from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.config.load import read_config, write_config
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 from torchtitan_dp.ledger import Lineage, Settings, schema

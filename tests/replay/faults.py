@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.replay import records
 from torchtitan_dp.checkpoint import bookkeeping
 from torchtitan_dp.checkpoint.bookkeeping import Bookkeeping
-from torchtitan_dp.data.batching import Samples
+from torchtitan_dp.data.dataset import Samples
 from torchtitan_dp.gradients.optimizer import DPOptimizer, inner_optimizers
 from torchtitan_dp.ledger import Lineage, RunLog
 from torchtitan_dp.privacy.clipping import ClipPolicy

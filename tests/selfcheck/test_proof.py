@@ -19,8 +19,8 @@ from torchtitan_dp.base.torch_private import context_parallel_handlers
 from torchtitan_dp.distributed.attention import configure_ring
 from torchtitan_dp.models.causal_lm import attention
 from torchtitan_dp.models.causal_lm import model as causal_lm
+from torchtitan_dp.models.causal_lm.settings import LoRA
 from torchtitan_dp.models.hugging_face import on_meta
-from torchtitan_dp.models.lora import LoRA
 from torchtitan_dp.models.loss import shard_of
 from torchtitan_dp.selfcheck import proof
 

@@ -25,10 +25,11 @@ from tests.data.stores import store_of
 from tests.hazards.test_trainer import SETTINGS, bookkeeping
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.checkpoint import bookkeeping as books_module
-from torchtitan_dp.data.batching import Draw, RecordLoader, Samples
+from torchtitan_dp.data.batching import Draw, RecordLoader
+from torchtitan_dp.data.dataset import Samples
 from torchtitan_dp.ledger import Lineage, RunLog
 from torchtitan_dp.ledger.lineage import HeldOutLoss, NoisedLoss
-from torchtitan_dp.models.lora import LoRA
+from torchtitan_dp.models.causal_lm.settings import LoRA
 from torchtitan_dp.train import trainer as train
 from torchtitan_dp.train.validate import HeldOutValidator
 

@@ -43,10 +43,10 @@ from torchtitan_dp.config.load import exit_on_mistake, load_config, write_json
 from torchtitan_dp.distributed.agreement import shared_root_key
 from torchtitan_dp.ledger import PRIVACY_FILE, RunLog
 from torchtitan_dp.ledger.schema import read_published_fields
-from torchtitan_dp.ledger.templates import templates
-from torchtitan_dp.models.lora import lora_of
+from torchtitan_dp.models.causal_lm.settings import lora_of
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.lower_bounds import claimed_mu, expected_mu
+from torchtitan_dp.privacy.meaning import templates
 from torchtitan_dp.privacy.segments import Mechanism
 from torchtitan_dp.train.check import check_model, open_records
 from torchtitan_dp.train.spec import quiet, register

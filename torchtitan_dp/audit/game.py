@@ -34,7 +34,8 @@ from torchtitan_dp.config.derived import METHODS
 from torchtitan_dp.gradients.fsdp import ReductionGroups
 from torchtitan_dp.gradients.layers import per_sample_layers
 from torchtitan_dp.gradients.step import build_step
-from torchtitan_dp.models.lora import LoRA, add_adapters
+from torchtitan_dp.models.causal_lm.settings import LoRA
+from torchtitan_dp.models.lora import add_adapters
 from torchtitan_dp.models.parallelize import fsdp_mesh
 from torchtitan_dp.models.parameters import copy_slice_, trainable_parameters
 from torchtitan_dp.privacy.banded import NoiseChain

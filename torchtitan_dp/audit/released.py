@@ -29,7 +29,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torchtitan_dp.base.process import write_atomically
 from torchtitan_dp.checkpoint.start import Start
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.data.batching import NOTHING, Feed, Samples
+from torchtitan_dp.data.batching import Feed
+from torchtitan_dp.data.dataset import NOTHING, Samples
 from torchtitan_dp.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_dp.distributed.agreement import broadcast_from_rank0, shared_root_key
 from torchtitan_dp.models.hugging_face_weights import ADAPTER_CONFIG_FILE

@@ -307,3 +307,23 @@ def is_locked(folder: str) -> bool:
             except OSError as error:  # else one without locks holds a copy
                 return isinstance(error, BlockingIOError)
     return False
+
+
+def say(text: str, label: str = "not private") -> None:
+    """Write a labelled line that depends on private records, without noise: for their owner, who
+    runs the program. No file that may be published contains any of them."""
+    print(f"{label}: {printable(text)}", file=sys.stderr, flush=True)
+
+
+def warn(text: str) -> None:
+    """Write a warning that depends on private records."""
+    say(text, "warning (not private)")
+
+
+def printable(text: str) -> str:
+    """Escape what would move a cursor or begin another line, as a name in a record may.
+
+    >>> printable("a\\nb é")
+    'a\\\\nb é'
+    """
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

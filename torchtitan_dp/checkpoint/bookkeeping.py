@@ -31,9 +31,8 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 from torchtitan.tools.logging import logger
 
 from torchtitan_dp.base.process import typed, versions
-from torchtitan_dp.checkpoint.plan import Plan, earlier_ledger, losable, settle
+from torchtitan_dp.checkpoint.plan import Plan, config_hash, earlier_ledger, losable, settle
 from torchtitan_dp.checkpoint.start import Start, check_records, plan_start, resumed
-from torchtitan_dp.checkpoint.terms import config_hash
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import write_config
 from torchtitan_dp.data.batching import Draw, RecordLoader

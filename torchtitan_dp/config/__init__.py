@@ -5,7 +5,7 @@ documents. `JobConfig` is merged into TorchTitan's, so a section here needs only
 new or whose default differs.
 
 `load` reads a TOML and the command line, by the `keys` of the schema, and keeps a run's
-configuration in its folder; `supported` and `checks` refuse settings; `derived` are facts that
+configuration in its folder; `checks` refuses settings; `derived` are facts that
 follow from them.
 """
 
@@ -212,7 +212,7 @@ class LoRA:
     alpha: float = 16.0
     """The adapters' output is multiplied by alpha / r."""
 
-    targets: list[str] = field(default_factory=lambda: [ALL_LINEAR])
+    targets: list[str] = field(default_factory=[ALL_LINEAR].copy)
     """The linear layers of each block that have adapters, by the last part of their names in
     transformers (`q_proj`, `v_proj`), or `all-linear`. The output layer and the embedding have
     none."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torchtitan_dp.config import ALL_LINEAR, JobConfig
-from torchtitan_dp.privacy import settings
 from torchtitan_dp.privacy.settings import Privacy
 
 ALL, AUTO = "all weights", "auto"
@@ -77,8 +76,8 @@ def _has_answers(config: JobConfig) -> bool:
 
 
 def unit_word(config: JobConfig) -> str:
-    """Return the one-word name of the privacy unit: record, patient, …"""
-    return settings.unit_word(config.data.unit_field)
+    """Return the one-word name of the privacy unit, which is drawn, clipped and protected."""
+    return "record" if config.data.unit_field is None else "unit"
 
 
 def never_trained(config: JobConfig) -> str | None:
@@ -170,7 +169,7 @@ def ladder(config: JobConfig) -> tuple[int, ...]:
     seq_len, cp = config.training.seq_len, config.parallelism.context_parallel_degree
     rung, shortest = 2 * cp, 2 * cp
     if cp > 1:
-        from torchtitan_dp.distributed.cpu import has_accelerator  # PyTorch: seconds to import
+        from torchtitan_dp.distributed.devices import has_accelerator
 
         shortest = 2 * cp * ALIGNED_TOKENS if has_accelerator() else shortest
     lengths = [seq_len]

@@ -23,9 +23,8 @@ from typing import Any, NoReturn
 
 from torchtitan_dp.base.process import has_type, write_atomically
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.checks import check
+from torchtitan_dp.config.checks import Mistakes, check, keys, out_of_range, refusals
 from torchtitan_dp.config.derived import AUTO, DEGREES, resolve
-from torchtitan_dp.config.supported import Mistakes, keys, out_of_range, refusals
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -202,7 +201,7 @@ def _theirs() -> Any:
 def _merged(theirs: Any, ours: Any, bases: tuple[type, ...] = ()) -> Any:
     """Return a dataclass of the fields of both, sections merged; those of `ours` come first.
 
-    Sections have no bases: assertions of TorchTitan's would be tracebacks, and `supported` refuses
+    Sections have no bases: assertions of TorchTitan's would be tracebacks, and `checks` refuses
     the same values by their keys.
     """
     mine = {field.name: field for field in dataclasses.fields(ours)}

@@ -27,8 +27,7 @@ from typing import IO, Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from torchtitan_dp.base.process import private_opener, progress
-from torchtitan_dp.data import say
+from torchtitan_dp.base.process import private_opener, progress, say
 from torchtitan_dp.data import store as stores
 from torchtitan_dp.data.files import NAMED, Fields, Files, list_files, locate
 from torchtitan_dp.data.formats import FOLDER, Format, format_named, is_pointer, unit_name
@@ -71,6 +70,11 @@ class Source:
     @property
     def facts(self) -> Format:
         return format_named(self.format)
+
+    @property
+    def unit_word(self) -> str:
+        """The one-word name of the privacy unit, which is drawn, clipped and protected."""
+        return "record" if self.unit_field is None else "unit"
 
     @property
     def keys(self) -> dict[str, str]:

@@ -37,8 +37,7 @@ from typing import IO, Any
 import filelock
 import numpy as np
 
-from torchtitan_dp.base.process import private_opener, write_atomically
-from torchtitan_dp.data import say
+from torchtitan_dp.base.process import private_opener, say, write_atomically
 from torchtitan_dp.data.files import Files, stamp
 
 HASH_BYTES = 16

@@ -26,13 +26,9 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_dp.base import torch_private
+from torchtitan_dp.distributed.devices import has_accelerator
 
 _QUANTIZATION = "torchtitan.components.quantization"  # it loads Inductor; `train.spec` asks for it
-
-
-def has_accelerator() -> bool:
-    """Check for a device other than the CPU."""
-    return torch.accelerator.is_available()
 
 
 def install() -> None:

@@ -1,13 +1,19 @@
-"""The devices of this machine: which there are, whether they are usable, and what they are.
+"""The devices of this machine: which there are, whether they are usable, and what they are; and how
+much of the host's memory a process may take.
 
 PyTorch's CUDA build also runs where no device is in sight: on a login node, in CI, with hidden
 devices. There most questions about a device raise, so that each is asked here.
+
+A process may take the least of the kernel's `MemAvailable` and of the rest that each cgroup around
+it leaves, in both versions of cgroups (Linux). Memory that only caches files counts as free. For
+ancestors that a container does not see, version 1 reports the limit; version 2 does not.
 """
 
 import os
 import platform
 import re
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -122,3 +128,73 @@ def driver_version(path: Path = _DRIVER) -> str:
     except OSError:
         found = None
     return found.group() if found else "of unknown version"
+
+
+def has_accelerator() -> bool:
+    """Check for a device other than the CPU."""
+    return torch.accelerator.is_available()
+
+
+def available_bytes(proc: Path = Path("/proc")) -> int | None:
+    """Return how many bytes this process may still take; None if it is unknown."""
+    of_kernel = (kib * 1024 for kib in _numbers(proc / "meminfo", "MemAvailable:"))
+    return min([*of_kernel, *_of_cgroups(proc)], default=None)
+
+
+def _of_cgroups(proc: Path) -> Iterator[int]:
+    """Yield what each limit of a cgroup around this process leaves, in bytes."""
+    own = {}
+    for line in _lines(proc / "self" / "cgroup"):
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" and not controllers:
+            own["cgroup2"] = path
+        elif "memory" in controllers.split(","):
+            own["cgroup"] = path
+    for line in _lines(proc / "self" / "mountinfo"):
+        before, _, after = line.partition(" - ")
+        fields, kind = before.split(), after.partition(" ")[0]
+        if kind not in own or len(fields) < 5:
+            continue
+        # mountinfo escapes blanks.
+        root, mount = (
+            re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), field)
+            for field in fields[3:5]
+        )
+        below = Path(os.path.relpath(own[kind], root)).parts
+        if ".." in below:  # the process's cgroup is out of sight
+            below = ()
+        for count in range(len(below) + 1):
+            yield from _left(Path(mount, *below[:count]), *_CGROUPS[kind])
+
+
+# By version of cgroups: the file of memory held, those of limits, and the prefix of what is counted
+# over all descendants. Above `high` processes crawl. A limit may be "max".
+_CGROUPS = {
+    "cgroup2": ("memory.current", ("memory.max", "memory.high"), ""),
+    "cgroup": ("memory.usage_in_bytes", ("memory.limit_in_bytes",), "total_"),
+}
+
+
+def _left(folder: Path, held_in: str, limited_by: tuple[str, ...], prefix: str) -> Iterator[int]:
+    """Yield what each limit of a cgroup leaves; other controllers' folders have none."""
+    stat, cached = folder / "memory.stat", (f"{prefix}inactive_file", f"{prefix}active_file")
+    held = sum(_numbers(folder / held_in)) - sum(_numbers(stat, *cached))
+    limits = [limit for name in limited_by for limit in _numbers(folder / name)]
+    for limit in (*limits, *_numbers(stat, "hierarchical_memory_limit")):
+        yield max(limit - held, 0)
+
+
+def _numbers(path: Path, *names: str) -> list[int]:
+    """Return the number that a file holds, or those of `names` in a file of names and numbers."""
+    rows = [line.split() for line in _lines(path)]
+    texts = [row[1] for row in rows if row[0] in names] if names else [row[0] for row in rows]
+    return [int(text) for text in texts if text.isdigit()]
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    return [line for line in lines if line.strip()]

@@ -26,8 +26,7 @@ from torchtitan_dp.config.derived import (
 )
 from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.models.causal_lm.model import CausalLM, HuggingFaceAdapter
-from torchtitan_dp.models.causal_lm.settings import ModelArgs, configuration, read_args
-from torchtitan_dp.models.lora import lora_of
+from torchtitan_dp.models.causal_lm.settings import ModelArgs, configuration, lora_of, read_args
 from torchtitan_dp.models.weight_files import REMEDY, tensors
 
 _TRAINED_DTYPES = ("F32", "BF16", "F16")

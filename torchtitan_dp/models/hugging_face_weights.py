@@ -22,14 +22,14 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan_dp.base.process import write_atomically
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.models.causal_lm.model import CausalLM, HuggingFaceAdapter
-from torchtitan_dp.models.causal_lm.settings import PREFIX, ModelArgs
+from torchtitan_dp.models.causal_lm.settings import PREFIX, LoRA, ModelArgs
 from torchtitan_dp.models.hugging_face import (
     CONFIG_FILE,
     export_settings,
     shape,
     without_local_paths,
 )
-from torchtitan_dp.models.lora import FACTORS, LoRA, is_adapter, merged, without_adapters
+from torchtitan_dp.models.lora import FACTORS, is_adapter, merged, without_adapters
 from torchtitan_dp.models.parameters import canonical_name
 from torchtitan_dp.models.weight_files import ADAPTER_FILE, INDEX_FILE
 

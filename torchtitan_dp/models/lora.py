@@ -11,14 +11,14 @@ Guarantee:
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from torchtitan_dp.config import ALL_LINEAR, JobConfig
+from torchtitan_dp.config import ALL_LINEAR
+from torchtitan_dp.models.causal_lm.settings import LoRA
 from torchtitan_dp.models.parameters import copy_slice_, normal_of_name
 
 FACTORS = ("lora_a", "lora_b")
@@ -36,28 +36,6 @@ def without_adapters(state_dict: Mapping[str, _Value], *others: str) -> dict[str
     """Return a state dict without LoRA's factors, and without parameters of other names."""
     left_out = {*filter(is_adapter, state_dict), *others}
     return {name: value for name, value in state_dict.items() if name not in left_out}
-
-
-@dataclass(frozen=True)
-class LoRA:
-    """The layers of a model that have factors, and these factors' size."""
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]  # the last parts of linear layers' names, or `ALL_LINEAR`
-    freeze_a: bool = False  # B alone is trained
-
-    @property
-    def scaling(self) -> float:
-        """The factor of the factors' product."""
-        return self.alpha / self.rank
-
-
-def lora_of(config: JobConfig, rank: int | None = None) -> LoRA | None:
-    """Return the adapters of `[lora]`, or those of another rank; None for rank 0."""
-    lora = config.lora
-    rank = lora.rank if rank is None else rank
-    return LoRA(rank, lora.alpha, tuple(lora.targets), lora.freeze_a) if rank else None
 
 
 class LoRALinear(nn.Linear):

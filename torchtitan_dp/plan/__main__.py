@@ -42,11 +42,9 @@ from torchtitan_dp.config.derived import (
     unit_word,
 )
 from torchtitan_dp.config.load import exit_on_mistake, load_config, seeks_fewest_ranks, write_json
-from torchtitan_dp.distributed.devices import cuda_devices, memory_bytes
-from torchtitan_dp.distributed.host_memory import available_bytes
+from torchtitan_dp.distributed.devices import available_bytes, cuda_devices, memory_bytes
 from torchtitan_dp.ledger.schema import explain
 from torchtitan_dp.ledger.spending import heldout_epsilon, spent
-from torchtitan_dp.ledger.templates import templates
 from torchtitan_dp.models.hugging_face import (
     describe,
     origin,
@@ -65,9 +63,17 @@ from torchtitan_dp.plan.roofline import (
     step_seconds,
 )
 from torchtitan_dp.plan.signal import DROWNS, Noise, noise_of_run, recommend, refuse
+from torchtitan_dp.privacy.meaning import templates
 from torchtitan_dp.privacy.segments import Mechanism
-from torchtitan_dp.train.check import Checked, check_run, notices, show_records, tokenizer_lines
-from torchtitan_dp.train.machine import host_memory, refuse_lack
+from torchtitan_dp.train.check import (
+    Checked,
+    check_run,
+    host_memory,
+    notices,
+    refuse_lack,
+    show_records,
+    tokenizer_lines,
+)
 
 _TEXT = templates(Path(__file__).parent).get_template("plan.txt.j2")
 

@@ -18,15 +18,15 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+from torchtitan_dp.checkpoint.plan import expected_rounds
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import DEGREES, mesh_degrees
 from torchtitan_dp.config.load import Keys, command_line, load_config
-from torchtitan_dp.distributed.cpu import has_accelerator
+from torchtitan_dp.distributed.devices import has_accelerator
 from torchtitan_dp.models.hugging_face import parameter_count, shape
 from torchtitan_dp.plan.memory import GIB, WITHOUT_DEVICES, communicators, limit_bytes
 from torchtitan_dp.plan.prediction import step_peak
 from torchtitan_dp.plan.roofline import RANKS_A_NODE, Machine, StepSeconds, step_seconds
-from torchtitan_dp.train.rehearsal import expected_rounds
 
 SHOWN = 5
 WAVE = 2  # settings whose memory is predicted side by side

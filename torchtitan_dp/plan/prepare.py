@@ -12,10 +12,10 @@ import sys
 import time
 from typing import Any
 
+from torchtitan_dp.base.process import printable, say, warn
 from torchtitan_dp.config.commands import parse_known, tool_parser
 from torchtitan_dp.config.derived import unit_word
 from torchtitan_dp.config.load import exit_on_mistake, load_config, write_json
-from torchtitan_dp.data import printable, say, warn
 from torchtitan_dp.data import store as stores
 
 

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import torch.nn as nn
 
+from torchtitan_dp.checkpoint.plan import expected_rounds
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import mesh_degrees, trains_one_sample
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.hugging_face import skeleton
-from torchtitan_dp.train.rehearsal import expected_rounds
 
 RANKS_A_NODE = 8
 BETWEEN = 50e9  # bytes a second of a rank's own link between nodes: 400 Gbit/s, NDR InfiniBand

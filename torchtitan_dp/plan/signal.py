@@ -25,9 +25,8 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import unit_word
 from torchtitan_dp.ledger import RunLog
 from torchtitan_dp.ledger.spending import inherited
-from torchtitan_dp.models.causal_lm.settings import ModelArgs
+from torchtitan_dp.models.causal_lm.settings import ModelArgs, lora_of
 from torchtitan_dp.models.hugging_face import trained_count
-from torchtitan_dp.models.lora import lora_of
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.segments import Mechanism
 

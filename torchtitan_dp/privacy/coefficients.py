@@ -1,7 +1,7 @@
 """The column c_0, …, c_{b-1} of noise that is correlated over steps (`banded`), found for a run.
 
 Where z_t has unit variance, a step adds ‖c‖ (C⁻¹ z)_t, and weights that follow from the steps'
-noise with the shares a_t (`checkpoint.terms`) have that of standard deviation ‖c‖ ‖C⁻ᵀ a‖. The
+noise with the shares a_t (`checkpoint.plan`) have that of standard deviation ‖c‖ ‖C⁻ᵀ a‖. The
 column minimises it, times a small power of a step's noise, by L-BFGS from the coefficients of
 (1 - x)^(-1/2), cut off after b of them (Fichtenberger, Henzinger and Upadhyay 2023).
 

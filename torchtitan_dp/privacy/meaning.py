@@ -1,4 +1,5 @@
-"""The meaning of a run's epsilon for one person: bounds on membership inference.
+"""The meaning of a run's epsilon for one person, as bounds on membership inference; and the
+templates of what is written for people: a plan, an audit's result, a model card, a page.
 
 Guarantee:
     An attacker who sees all outputs of the run, with any side knowledge and computing power, does
@@ -6,6 +7,8 @@ Guarantee:
     float64's rounding allowed for, under the assumptions and for the neighbours of `accounting`'s
     epsilon. They follow from the privacy profile delta(epsilon) alone (proof: docs/proofs.md,
     "Membership from the profile"; Dong, Roth & Su 2022; Kairouz, Oh & Viswanath 2015).
+    No filter of a template rounds a claim in its own favour: `up` is for epsilon, its consequences
+    and q, `down` for sigma, and `exact` for delta and C.
 """
 
 import functools
@@ -13,12 +16,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
 from scipy.special import expit, log_ndtr, ndtr, ndtri
 
-from torchtitan_dp.privacy.accounting import check_delta, percent, rounded_up
+from torchtitan_dp.privacy.accounting import check_delta, percent, rounded_down, rounded_up
 from torchtitan_dp.privacy.pld import gaussian_delta, is_one_gaussian, pld_profile
 from torchtitan_dp.privacy.rdp import may_be_smaller, rdp_delta, rdp_epsilon
 from torchtitan_dp.privacy.segments import GaussianSteps, Segment, composition
@@ -162,3 +167,34 @@ def _from_odds(log_odds: float) -> float:
 
 def _up(value: float) -> float:
     return value * (1 + _ROUNDING)
+
+
+def templates(*folders: Path, html: bool = False) -> jinja2.Environment:
+    """Load the templates of these folders; HTML is escaped."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folders),
+        undefined=jinja2.StrictUndefined,
+        autoescape=html,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=not html,
+    )
+    environment.filters |= {
+        "up": rounded_up,
+        "down": rounded_down,
+        "exact": exact,
+        "grouped": "{:,}".format,
+        "percent": "{:.1%}".format,
+        "sentence": lambda text: f"{text[:1].upper()}{text[1:]}.",
+    }
+    return environment
+
+
+def exact(value: float) -> str:
+    """Write a number with as many digits as it has.
+
+    >>> exact(1e-5), exact(1.2345649e-06), exact(1.0), exact(0.1)
+    ('1e-05', '1.2345649e-06', '1', '0.1')
+    """
+    short = f"{value:g}"
+    return short if float(short) == value else repr(value)

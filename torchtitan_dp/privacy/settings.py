@@ -106,8 +106,3 @@ class Privacy:
     debug_seed: int | None = None
     """Derive the run's secrets from this number, so that it can be repeated. Such a run is NOT
     private, and its outputs say so for good."""
-
-
-def unit_word(unit_field: str | None) -> str:
-    """Return the word for the privacy unit, which is drawn, clipped and protected."""
-    return "record" if unit_field is None else "unit"

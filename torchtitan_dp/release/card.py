@@ -24,9 +24,9 @@ from torchtitan_dp.ledger import PRIVACY_FILE, Lineage, RunLog
 from torchtitan_dp.ledger.lineage import Ancestor, of_weights
 from torchtitan_dp.ledger.schema import in_sentences, in_words, read_published_fields, released
 from torchtitan_dp.ledger.spending import recorded, spent, to_act_on
-from torchtitan_dp.ledger.templates import templates
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.hugging_face import parameter_count, without_lora
+from torchtitan_dp.privacy.meaning import templates
 from torchtitan_dp.privacy.segments import Mechanism
 
 STOP_STATED = "the owner states that neither results nor a clock decided when to stop"

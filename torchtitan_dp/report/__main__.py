@@ -31,9 +31,9 @@ from torchtitan_dp.config.load import exit_on_mistake, fail
 from torchtitan_dp.ledger import schema
 from torchtitan_dp.ledger.spending import epsilon as epsilon_of
 from torchtitan_dp.ledger.spending import spent, to_act_on
-from torchtitan_dp.ledger.templates import templates
 from torchtitan_dp.plan.signal import DROWNS, noise_of_run
 from torchtitan_dp.privacy.accounting import rounded_down, rounded_up
+from torchtitan_dp.privacy.meaning import templates
 from torchtitan_dp.release.card import guarantee
 from torchtitan_dp.report.run_folder import (
     SECONDS,

@@ -43,8 +43,7 @@ from torchtitan_dp.config.derived import METHODS
 from torchtitan_dp.config.load import exit_on_mistake, write_json
 from torchtitan_dp.distributed import devices
 from torchtitan_dp.distributed.agreement import shared_root_key
-from torchtitan_dp.distributed.cpu import has_accelerator
-from torchtitan_dp.distributed.host_memory import available_bytes
+from torchtitan_dp.distributed.devices import available_bytes, has_accelerator
 from torchtitan_dp.selfcheck import proof, steps
 from torchtitan_dp.selfcheck.small import VARIANTS, Terms, default_terms, given_terms
 from torchtitan_dp.selfcheck.steps import Measured, Ranks, worst

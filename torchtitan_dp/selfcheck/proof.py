@@ -32,7 +32,7 @@ from torchtitan.tools.logging import logger
 from torchtitan_dp.base.process import Fault
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.distributed.agreement import is_lost_rank
-from torchtitan_dp.distributed.cpu import has_accelerator
+from torchtitan_dp.distributed.devices import has_accelerator
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.parameters import copy_slice_, normal_of_name
 from torchtitan_dp.selfcheck.reference import (

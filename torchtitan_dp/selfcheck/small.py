@@ -37,7 +37,7 @@ from torchtitan_dp.config.derived import (
     mesh_degrees,
 )
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.distributed.cpu import has_accelerator
+from torchtitan_dp.distributed.devices import has_accelerator
 from torchtitan_dp.distributed.ring import HEADS_APART_FROM
 from torchtitan_dp.gradients.fsdp import ReductionGroups
 from torchtitan_dp.gradients.optimizer import as_gradient_of

@@ -3,7 +3,16 @@ every worker of a run: a mistake that a record brings to light after some steps 
 record (hazard row 47).
 
 Among them are settings by which steps spend epsilon and cannot change a weight (row 69), and models
-whose modules mix the samples of a microbatch (row 79).
+whose modules mix the samples of a microbatch (row 79); kernels for the model, and enough memory on
+the machine's hosts: that of blocks' inputs that `activation_checkpoint.offload_inputs` keeps there,
+and of the copy of the state that a save beside the run makes (`checkpoint.async_mode`). Not counted
+are each process's own (libraries, the CUDA context, communication: some GiB a rank), samples, and
+the state of a run that trains on CPUs.
+
+Guarantee:
+    Whether a run is refused for its memory depends on its configuration and on the memory that its
+    machine has left, and is the same on all ranks. This assumes that the index of the records, some
+    MiB, does not tip the balance.
 """
 
 import dataclasses
@@ -11,12 +20,18 @@ import glob
 import importlib.util
 import os
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_dp.base.process import untested
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+# isort: split
+from torchtitan.config import TORCH_DTYPE_MAP
+
+from torchtitan_dp.base.process import Fault, say, untested, warn
 from torchtitan_dp.base.torch_private import DispatchMode
 from torchtitan_dp.checkpoint.folder import refuse_other_settings
 from torchtitan_dp.checkpoint.plan import (
@@ -24,6 +39,7 @@ from torchtitan_dp.checkpoint.plan import (
     earlier_ledger,
     refuse_delta_of_loss,
     refuse_private_folder,
+    schedule,
 )
 from torchtitan_dp.checkpoint.start import (
     Start,
@@ -33,22 +49,36 @@ from torchtitan_dp.checkpoint.start import (
     plan_start,
     refuse_another_optimizer,
 )
-from torchtitan_dp.checkpoint.terms import schedule
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.derived import METHODS, never_trained, unit_word
-from torchtitan_dp.data import say, warn
-from torchtitan_dp.data.batching import Samples
-from torchtitan_dp.data.dataset import Records, describe, settings_of
+from torchtitan_dp.config.derived import (
+    METHODS,
+    mesh_degrees,
+    most_tokens,
+    never_trained,
+    trains_one_sample,
+    unit_word,
+)
+from torchtitan_dp.data.dataset import Records, Samples, describe, settings_of
 from torchtitan_dp.data.prepare import Source, prepared
 from torchtitan_dp.data.reading import reading
 from torchtitan_dp.data.tokenizer import ByteTokenizer, from_hub, load_tokenizer
+from torchtitan_dp.distributed.devices import available_bytes, has_accelerator
+from torchtitan_dp.distributed.host_memory import page_locked_bytes
+from torchtitan_dp.distributed.windows import check_softcap
 from torchtitan_dp.gradients.optimizer import MomentumSGD
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
-from torchtitan_dp.models.hugging_face import check_weights, on_meta, origin, shape, skeleton
+from torchtitan_dp.models.hugging_face import (
+    check_weights,
+    on_meta,
+    origin,
+    parameter_count,
+    shape,
+    skeleton,
+    trained_count,
+)
 from torchtitan_dp.models.hugging_face_weights import EXPORT_FOLDER, tokenizer_files
 from torchtitan_dp.models.weight_files import weight_files
-from torchtitan_dp.train.machine import check_attention, check_norms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -354,3 +384,93 @@ class _ScaledByPlace(DispatchMode):
             places = torch.arange(rows, dtype=result.dtype).mul_(1.7).add_(rows).sin_()
             result.mul_(places.mul_(0.01).add_(1).view(*result.shape[:-1], 1))
         return result
+
+
+GIB = 2**30
+
+
+def check_attention(config: JobConfig, args: ModelArgs) -> None:
+    """Refuse a ring of fp32 with grouped queries on an accelerator: flash and cuDNN take 16 bits
+    only, and the memory-efficient kernel no grouped queries."""
+    cp, dtype = (config.parallelism.context_parallel_degree, config.training.mixed_precision_param)
+    grouped = args.n_kv_heads != args.n_heads
+    if cp > 1 and dtype == "float32" and grouped and has_accelerator():
+        raise ValueError(
+            f"training.mixed_precision_param = '{dtype}': with context_parallel_degree = {cp} and "
+            f"{args.n_heads} heads that share {args.n_kv_heads} keys no kernel for this device "
+            "attends in 32 bits; set it to 'bfloat16', or parallelism.context_parallel_degree to 1"
+        )
+    if args.settings.get("attn_logit_softcapping"):
+        for window in set(args.windows()):
+            check_softcap(config.training.seq_len, window)
+
+
+def check_norms(config: JobConfig, args: ModelArgs) -> None:
+    """Refuse more values a rank than the 32-bit indices of PyTorch's RMSNorm on CUDA can reach:
+    beyond 2^32 it would read other rows, in silence."""
+    tokens = most_tokens(config)
+    width = max(args.dim, args.n_heads * args.head_dim)
+    if has_accelerator() and tokens * width > 2**32:
+        raise ValueError(
+            f"training.seq_len = {config.training.seq_len}: {tokens:,} tokens a rank of "
+            f"{width:,} values exceed the 2^32 that RMSNorm on CUDA can index; raise "
+            f"parallelism.context_parallel_degree = {config.parallelism.context_parallel_degree}"
+        )
+
+
+class HostMemory(NamedTuple):
+    """The memory of one rank on its host, in bytes."""
+
+    inputs: int  # page-locked, of all blocks, where they are offloaded: of the longest samples
+    copy: int  # of the state, while it is saved beside the run
+
+
+def host_memory(config: JobConfig, args: ModelArgs) -> HostMemory:
+    """Predict a rank's memory on its host, for a checked configuration; it needs no device."""
+    training, checkpoint = config.training, config.checkpoint
+    _, dp_shard, cp = mesh_degrees(config)
+    size = TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize
+    inputs = copy = 0
+    if config.activation_checkpoint.offload_inputs:
+        at_once = 1 if trains_one_sample(config) else training.local_batch_size
+        values = at_once * training.seq_len // cp * args.dim
+        inputs = args.n_layers * page_locked_bytes(values * size)
+    if checkpoint.enable and checkpoint.async_mode.lower() != "disabled":
+        trained = trained_count(args)
+        frozen = parameter_count(args) - trained  # kept in the dtype of compute
+        moments = 1 if config.optimizer.name == MomentumSGD.__name__ else 2
+        values = 1 + moments + config.ema.enable
+        copy = (4 * values * trained + size * frozen) // (dp_shard * cp)
+    return HostMemory(inputs, copy)
+
+
+def refuse_lack(config: JobConfig, args: ModelArgs, ranks: int, available: int | None) -> None:
+    """Refuse, by ValueError, a node that does not hold what its ranks offload; `available` are the
+    bytes that they may still take together, None if that is not known."""
+    if not config.activation_checkpoint.offload_inputs or available is None:
+        return
+    inputs, copy = host_memory(config, args)
+    needed = ranks * (inputs + copy)
+    if needed > available:
+        saved = "checkpoint.async_mode = 'disabled', " if copy else ""
+        raise ValueError(
+            f"activation_checkpoint.offload_inputs = true: {ranks} ranks of a node need "
+            f"{needed / GIB:,.2f} GiB of its memory (a rank {inputs / GIB:,.2f} for inputs and "
+            f"{copy / GIB:,.2f} to save beside the run), of {available / GIB:,.2f} GiB; lower "
+            f"training.seq_len, raise context_parallel_degree, {saved}or set it to false"
+        )
+
+
+def require_host_memory(config: JobConfig) -> None:
+    """Refuse to train, by Fault on all ranks, where a node does not hold what its ranks offload.
+    Collective under any configuration: an all-gather over the world of one line or nothing."""
+    refusals, refusal = [""] * dist.get_world_size(), ""
+    try:
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        refuse_lack(config, shape(config), ranks, available_bytes())
+    except ValueError as error:
+        refusal = str(error)
+    dist.all_gather_object(refusals, refusal)
+    for rank, line in enumerate(refusals):
+        if line:
+            raise Fault(f"{line} (found on rank {rank})")

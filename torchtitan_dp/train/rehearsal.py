@@ -14,7 +14,7 @@ Guarantee:
 Assumed, as crashes that do not depend on records:
     - this process's free memory stays the same, and a device's allocator finds room again for
       earlier allocations (the orders of lengths differ);
-    - the host has room, beside `machine.host_memory`, for some 60 bytes a record (read before), 24
+    - the host has room, beside `check.host_memory`, for some 60 bytes a record (read before), 24
       a token of two microbatches, padding included, and 32 a sample for a step's statistics;
     - checkpoints, validation and `privacy.json`, whose shapes are public, take the same memory;
     - time: the longest microbatch on an accelerator is compared here with
@@ -32,7 +32,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy import special
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 
@@ -40,6 +39,7 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 from torchtitan.tools.logging import logger
 
 from torchtitan_dp.base.process import Fault
+from torchtitan_dp.checkpoint.plan import expected_rounds
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import ladder
 from torchtitan_dp.data.batching import Draw, Microbatch
@@ -130,19 +130,6 @@ def _log_seconds(trainer: Any, seconds: dict[int, float], of_update: float) -> N
     numbers = {"seconds_per_microbatch": seconds, "seconds_per_update": of_update}
     numbers |= {"seconds_per_step": step, "hours": hours, "steps": left}
     logger.info(f"not private: rehearsal: {json.dumps(numbers)}")
-
-
-def expected_rounds(records: int, rate: float, slots: int) -> float:
-    """Compute E ceil(n / slots) for n ~ Binomial(records, rate).
-
-    >>> expected_rounds(10, 1.0, 4)
-    3.0
-    """
-    mean, deviation = records * rate, math.sqrt(records * rate * (1 - rate))
-    first, last = int(mean - 12 * deviation - 1), int(mean + 12 * deviation + 1)
-    certain = max(first, 0) // slots  # rounds; another one follows where n exceeds what they hold
-    full = np.arange(certain, min(last, records) // slots + 1) * slots
-    return certain + float(special.bdtrc(full, records, rate).sum())
 
 
 def _padding(trainer: Any, length: int) -> Microbatch:

@@ -49,8 +49,7 @@ from torchtitan_dp.models.ema import ema_of
 from torchtitan_dp.models.hugging_face import origin, shape
 from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.parallelize import build_optimizers, parallelize
-from torchtitan_dp.train.check import build_samples, open_records
-from torchtitan_dp.train.machine import require_host_memory
+from torchtitan_dp.train.check import build_samples, open_records, require_host_memory
 from torchtitan_dp.train.processor import LabelledMetricsProcessor, PrivateMetricsProcessor
 from torchtitan_dp.train.validate import HeldOutValidator
 

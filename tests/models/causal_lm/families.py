@@ -8,8 +8,7 @@ from transformers import CONFIG_MAPPING
 
 from tests import build
 from torchtitan_dp.models.causal_lm.model import Eager
-from torchtitan_dp.models.causal_lm.settings import ModelArgs
-from torchtitan_dp.models.lora import LoRA
+from torchtitan_dp.models.causal_lm.settings import LoRA, ModelArgs
 from torchtitan_dp.models.parameters import copy_slice_, normal_of_name
 from torchtitan_dp.selfcheck.small import Small, Terms
 

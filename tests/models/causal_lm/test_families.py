@@ -9,7 +9,7 @@ from tests.build import clipped_sum, data, reference_gradients, reference_sum, r
 from tests.models.causal_lm.families import FAMILIES, KINDS, OTHERS, T, arguments, eager, small
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.config import ALL_LINEAR
-from torchtitan_dp.models.lora import LoRA
+from torchtitan_dp.models.causal_lm.settings import LoRA
 
 BOUND = 1e-5
 CHECKPOINTED = ("--activation_checkpoint.mode=full", "--activation_checkpoint.offload_inputs")

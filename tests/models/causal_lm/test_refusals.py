@@ -12,10 +12,9 @@ from transformers.models.llama import modeling_llama
 from tests.build import config
 from tests.models.causal_lm.families import FAMILIES, arguments, configuration
 from torchtitan_dp.models.causal_lm.attention import Band, Sample, attention
-from torchtitan_dp.models.causal_lm.settings import read_args
+from torchtitan_dp.models.causal_lm.settings import LoRA, read_args
 from torchtitan_dp.models.hugging_face import check_weights, on_meta
-from torchtitan_dp.models.lora import LoRA
-from torchtitan_dp.train.machine import check_attention
+from torchtitan_dp.train.check import check_attention
 
 
 def settings(kind="llama", **changes):

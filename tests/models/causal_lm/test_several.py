@@ -18,8 +18,8 @@ from tests.models.causal_lm.families import EXPERTS, FAMILIES, T, arguments, eag
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.gradients.layers import per_sample_layers
+from torchtitan_dp.models.causal_lm.settings import LoRA
 from torchtitan_dp.models.hugging_face import on_meta
-from torchtitan_dp.models.lora import LoRA
 from torchtitan_dp.train.check import check_model
 
 BOUND = 1e-5

@@ -30,14 +30,16 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan_dp.base.torch_private import NormOverSamples, with_parameters
 from torchtitan_dp.distributed.ring import Shard
 from torchtitan_dp.gradients.layers import per_sample_layers
-from torchtitan_dp.models.causal_lm.attention import NAME, Sample, register
-from torchtitan_dp.models.causal_lm.formulas import gated_feed_forwards, use_our_norms
-from torchtitan_dp.models.causal_lm.settings import LONGER, PREFIX, ModelArgs, in_one_line
-from torchtitan_dp.models.causal_lm.transformers_private import (
+from torchtitan_dp.models.causal_lm.attention import (
+    NAME,
+    Sample,
     draw_weights_,
     kept_in_fp32,
     one_sequence,
+    register,
 )
+from torchtitan_dp.models.causal_lm.formulas import gated_feed_forwards, use_our_norms
+from torchtitan_dp.models.causal_lm.settings import LONGER, PREFIX, ModelArgs, in_one_line
 from torchtitan_dp.models.feed_forward import Tiling, use_tiles
 from torchtitan_dp.models.lora import add_adapters, draw_factor_, is_adapter, without_adapters
 from torchtitan_dp.models.loss import LossHead, per_sample_loss, token_losses

@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 import torch.nn as nn
 from torchtitan.protocols.model import BaseModelArgs
 
+from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.tokenizer import Tokenizer
-from torchtitan_dp.models.causal_lm.transformers_private import attends_by_name, tied_names
-from torchtitan_dp.models.lora import LoRA, lora_of
+from torchtitan_dp.models.causal_lm.attention import attends_by_name, tied_names
 
 _SIZES = {
     "dim": "hidden_size",
@@ -46,6 +46,28 @@ _SUPPORTED = (
     ("text_config", (None,), "only models of text alone are built"),
     ("vision_config", (None,), "only models of text alone are built"),
 )
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """The layers of a model that have factors, and these factors' size."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]  # the last parts of linear layers' names, or `ALL_LINEAR`
+    freeze_a: bool = False  # B alone is trained
+
+    @property
+    def scaling(self) -> float:
+        """The factor of the factors' product."""
+        return self.alpha / self.rank
+
+
+def lora_of(config: JobConfig, rank: int | None = None) -> LoRA | None:
+    """Return the adapters of `[lora]`, or those of another rank; None for rank 0."""
+    lora = config.lora
+    rank = lora.rank if rank is None else rank
+    return LoRA(rank, lora.alpha, tuple(lora.targets), lora.freeze_a) if rank else None
 
 
 @dataclass
