@@ -5,7 +5,7 @@ from pathlib import Path
 
 import tokenizers
 
-from torchtitan_dp.release.__main__ import byte_tokenizer_files
+from torchtitan_dp.release.__main__ import BYTE_TOKENIZER
 
 START, END = "<|start|>", "<|end|>"
 # As the templates of Llama 3 and ChatML are made: an end mark, trimmed contents, roles.
@@ -30,11 +30,10 @@ REWRITES = EACH + ROLE + SHOWN + LAST
 def folder(path: Path, template: str | None = PLAIN) -> str:
     """A folder with a tokenizer of 260 ids, and the template in its settings, if any."""
     path.mkdir(parents=True, exist_ok=True)
-    files = byte_tokenizer_files()
-    settings = json.loads(files["tokenizer_config.json"])
+    settings = json.loads((BYTE_TOKENIZER / "tokenizer_config.json").read_text())
     if template is not None:
         settings["chat_template"] = template
-    backend = tokenizers.Tokenizer.from_str(files["tokenizer.json"])
+    backend = tokenizers.Tokenizer.from_file(str(BYTE_TOKENIZER / "tokenizer.json"))
     backend.add_special_tokens([START, END])
     backend.save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps(settings))

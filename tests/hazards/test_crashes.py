@@ -6,6 +6,7 @@ ends well under a memory limit at which the other dies when it draws the long re
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,9 @@ def tokenizer(folder: Path) -> Path:
     import tokenizers
 
     from torchtitan_dp.models.hugging_face import FLAVORS
-    from torchtitan_dp.release.__main__ import byte_tokenizer_files
+    from torchtitan_dp.release.__main__ import BYTE_TOKENIZER
 
-    folder.mkdir()
-    for name, text in byte_tokenizer_files().items():
-        (folder / name).write_text(text)
+    shutil.copytree(BYTE_TOKENIZER, folder)
     path = str(folder / "tokenizer.json")
     backend = tokenizers.Tokenizer.from_file(path)
     missing = FLAVORS["debug"]["vocab_size"] - backend.get_vocab_size()

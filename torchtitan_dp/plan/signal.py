@@ -56,23 +56,15 @@ class Noise:
         """Whether little can be learned, judged by this number alone."""
         return self.over_run > DROWNS
 
-    def describe(self, trained: int, clipping: str) -> str:
-        """Put the noise beside the largest signal that there can be."""
-        layers = "" if clipping == "flat" else ", with every group of layers at its bound"
-        return (
-            f"noise: norm {self.in_step:.3g} C per step, {self.over_run:.3g} C averaged over the "
-            f"run, over {trained:,} trained values; a clipped gradient's norm is at most C{layers}"
-        )
-
     def for_programs(self) -> dict[str, float | bool]:
         numbers = {"noise_in_step": self.in_step, "noise_over_run": self.over_run}
         return {**numbers, "drowns": self.drowns}
 
 
-def noise_of(*, noise_multiplier: float, trained: int, batch: float, steps: int) -> Noise:
+def noise_of(noise_multiplier: float, trained: int, batch: float, steps: int) -> Noise:
     """Compute the noise's norm over C, of d = `trained` parameters.
 
-    >>> noise = noise_of(noise_multiplier=0.485, trained=10**9, batch=64, steps=200)
+    >>> noise = noise_of(0.485, trained=10**9, batch=64, steps=200)
     >>> round(noise.in_step), round(noise.over_run, 1)
     (240, 16.9)
     """
@@ -83,14 +75,9 @@ def noise_of(*, noise_multiplier: float, trained: int, batch: float, steps: int)
 def noise_of_run(mechanism: Mechanism, *, trained: int, batch: float, steps: int) -> Noise:
     """Compute the same of a mechanism, whose noise may be correlated over steps."""
     in_step, in_sum = (
-        noise_of(noise_multiplier=noise, trained=trained, batch=batch, steps=steps)
-        for noise in mechanism.noise_of_run(max(steps, 1))
+        noise_of(noise, trained, batch, steps) for noise in mechanism.noise_of_run(max(steps, 1))
     )
     return Noise(in_step.in_step, in_sum.over_run)
-
-
-SigmaOf = Callable[[int, int], float]
-"""Finds the noise multiplier of a batch and steps; ValueError, one line, if there is none."""
 
 
 @dataclass(frozen=True)
@@ -108,18 +95,19 @@ class Row:
 
     def over_run(self, trained: int) -> float:
         sigma, batch = self.noise_multiplier, self.global_batch_size
-        return noise_of(
-            noise_multiplier=sigma, trained=trained, batch=batch, steps=self.steps
-        ).over_run
+        return noise_of(sigma, trained, batch, self.steps).over_run
 
 
-def rows_of(sigma_of: SigmaOf, asked: Row, units: int) -> tuple[list[Row], Row | None]:
+def rows_of(
+    sigma_of: Callable[[int, int], float], asked: Row, units: int
+) -> tuple[list[Row], Row | None]:
     """Work out batches of powers of two times the one asked for, batch x steps staying the same:
     the rows by rising batch, and the best of them, None where no batch is within bounds.
 
     The best row has the largest batch that is within bounds, and that is worth doubling to. A
     smaller batch than the one asked for is best only where that is out of bounds.
 
+    `sigma_of` finds the noise multiplier of a batch and steps; ValueError if there is none.
     `units` is public, or batch / sample rate. Where estimated norms need a larger noise multiplier
     than `sigma_of` finds, that of other rows is scaled alike, which is quick, and close. Raises
     ValueError, one line, if the target is out of the accountant's range.

@@ -20,10 +20,10 @@ Guarantee:
 """
 
 import hashlib
-import json
 import os
 import shutil
 import sys
+from pathlib import Path
 from typing import Any
 
 from torchtitan_dp.config.commands import first, parsed
@@ -32,7 +32,6 @@ if __name__ == "__main__":  # before PyTorch, which takes seconds to import
     first("release", __doc__)
 
 # isort: split
-import tokenizers
 import torch
 import torch.nn as nn
 
@@ -66,6 +65,9 @@ from torchtitan_dp.train.check import check_model
 
 CARD_FILE = "README.md"
 SUMS_FILE = "SHA256SUMS"
+BYTE_TOKENIZER = Path(__file__).parent / "byte_tokenizer"
+"""`ByteTokenizer` as the files that transformers reads: the same ids, and a beginning mark comes
+first, as in training. A text that spells out one of its two marks is read as that mark."""
 
 
 def release(
@@ -181,45 +183,12 @@ def load_weights(folder: str, model: nn.Module, *, average: bool = False) -> Non
 def _complete(folder: str, terms: dict[str, Any], card: str) -> None:
     """Write the files beside the model, all synced, the sums last."""
     if not os.path.exists(os.path.join(folder, "tokenizer.json")):
-        for name, text in byte_tokenizer_files().items():
-            write_atomically(os.path.join(folder, name), text.encode())
+        for file in BYTE_TOKENIZER.iterdir():
+            write_atomically(os.path.join(folder, file.name), file.read_bytes())
     write_atomically(os.path.join(folder, CARD_FILE), card.encode())
     write_published(folder, terms)
     sums = [f"{_sha256(os.path.join(folder, n))}  {n}\n" for n in sorted(os.listdir(folder))]
     write_atomically(os.path.join(folder, SUMS_FILE), "".join(sums).encode())
-
-
-def byte_tokenizer_files() -> dict[str, str]:
-    """Write `ByteTokenizer` as the files that `transformers` reads it from: name -> text.
-
-    The ids are the same, and a beginning mark comes first, as in training. A text that spells out
-    one of the two marks is read as that mark.
-    """
-    bos, eos = "<|begin_of_text|>", "<|end_of_text|>"
-    # The characters that tokenizers' ByteLevel writes bytes as: GPT-2's table.
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    characters = {chr(byte): byte for byte in printable}
-    characters |= {chr(256 + i): byte for i, byte in enumerate(others)}
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(characters, []))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
-        add_prefix_space=False, use_regex=False
-    )
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    backend.add_special_tokens([bos, eos])
-    backend.post_processor = tokenizers.processors.TemplateProcessing(
-        single=f"{bos} $A", special_tokens=[(bos, 256), (eos, 257)]
-    )
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": bos,
-        "eos_token": eos,
-        "clean_up_tokenization_spaces": False,
-    }
-    return {
-        "tokenizer.json": backend.to_str(pretty=True) + "\n",
-        "tokenizer_config.json": json.dumps(settings, indent=2) + "\n",
-    }
 
 
 def _sha256(path: str) -> str:
