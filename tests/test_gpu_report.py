@@ -9,8 +9,11 @@ import time
 import pytest
 
 from scripts.benchmarking import gpu_parts
+from scripts.benchmarking.arms import ARMS
 from scripts.benchmarking.gpu_parts import Part, Report
-from tests.processes.runs import ROOT, said
+from tests.processes.runs import CONFIG, ROOT, said
+from tests.selfcheck.test_cuda import CASES, SHARED
+from torchtitan_dp.config.load import load_config
 
 
 @pytest.mark.slow
@@ -69,21 +72,33 @@ def test_proofs_run_beside_each_other_then_timings_alone_and_a_hang_costs_no_oth
     assert (tmp_path / "log.txt").read_text().count("=== ok: ok") == 1
 
 
+@pytest.mark.parametrize("row", gpu_parts.ROWS, ids=str)
+def test_no_row_is_refused(row):
+    _, arm, tokens, mbs, config, more = row
+    setting = gpu_parts.setting_of(tokens, mbs, f"train_configs/{config}.toml", more.split())
+    load_config(setting.arguments(ARMS[arm], "out"), 1)
+
+
+@pytest.mark.parametrize(("processes", "overrides"), CASES.values(), ids=CASES)
+def test_no_selfcheck_is_refused(processes, overrides):
+    mine = [option for option in overrides if option not in SHARED]
+    load_config(["--job.config_file", str(CONFIG), *mine], processes)
+
+
 @pytest.mark.slow
 def test_a_row_and_the_plan_beside_it(tmp_path):
     config = "train_configs/llama3_debug.toml"
     script = [sys.executable, "scripts/benchmarking/gpu_parts.py"]
-    report = {}
-    for arm in ("non-DP", "microbatch"):
-        done = said(*script, "--row", arm, "64", "1", config, "--model.flavor=debug")
-        assert done.returncode == 0, done.stderr
-        report[arm] = {"result": json.loads(done.stdout.splitlines()[-1])}
-    assert report["microbatch"]["result"]["microbatches"] == 8
+    done = said(*script, "--row", "microbatch", "64", "1", config, "--model.flavor=debug")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["microbatches"] == 8
+    report = {arm: {"result": found | {"arm": arm}} for arm in ("non-DP", "microbatch")}
     (tmp_path / "report.json").write_text(json.dumps(report))
     done = said(*script, "--predict", str(tmp_path))
     row = done.stdout.splitlines()[-1].split(" | ")
     assert row[0] == "| microbatch"
-    assert float(row[6]) > 0.1  # over non-DP
+    assert float(row[6]) == 1.0  # over non-DP
 
 
 def test_the_wheels_are_pinned():

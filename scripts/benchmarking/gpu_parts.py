@@ -83,6 +83,7 @@ def all_parts(*, small: bool) -> list[Part]:
 
 
 _1B, _8B = "llama3_1b_64k", "llama3_8b_64k_lora"
+_OFFLOAD = "--activation_checkpoint.mode=full --activation_checkpoint.offload_inputs"
 ROWS = [  # seconds, arm, T, MBS, configuration, overrides
     (50, "non-DP", 16_384, 1, _1B, ""),
     (50, "microbatch", 16_384, 1, _1B, ""),
@@ -95,7 +96,7 @@ ROWS = [  # seconds, arm, T, MBS, configuration, overrides
     (45, "ghost", 2_048, 4, _1B, ""),
     (150, "microbatch + AC", 65_536, 1, _8B, ""),
     (90, "microbatch", 16_384, 1, _1B, "--compile.enable"),
-    (110, "microbatch + AC", 131_072, 1, _1B, "--activation_checkpoint.offload_inputs"),
+    (110, "microbatch + AC", 131_072, 1, _1B, _OFFLOAD),
 ]
 
 
@@ -215,16 +216,25 @@ def kill(part: Part, process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def setting_of(tokens: int, mbs: int, config: str, overrides: list[str]) -> Any:
+    from benchmarking import measure
+
+    microbatches = min(8, max(1, 65_536 // (tokens * mbs)))
+    overrides = [*overrides, f"--training.seq_len={tokens}"]
+    return measure.make_setting(
+        config, overrides, 1, local_batch_size=mbs, microbatches=microbatches
+    )
+
+
 def row(arm: str, tokens: int, mbs: int, config: str, overrides: list[str]) -> dict[str, Any]:
     """Time three steps of one arm on one device, and weigh it: of 8 microbatches or 64k tokens."""
-    from benchmarking import measure, processes, worker
+    from benchmarking import processes, worker
     from benchmarking.arms import ARMS
 
-    batch = {"local_batch_size": mbs, "microbatches": min(8, max(1, 65_536 // (tokens * mbs)))}
-    overrides = [*overrides, f"--training.seq_len={tokens}"]
-    setting = measure.make_setting(config, overrides, 1, **batch)
+    setting = setting_of(tokens, mbs, config, overrides)
     (found,) = processes.on_processes(1, worker.time_alone, ARMS[arm], setting, steps=3)
-    terms = {"arm": arm, "config": config, "overrides": overrides, **batch, **found}
+    batch = {name: getattr(setting, name) for name in _ALIKE[2:]}
+    terms = {"arm": arm, "config": config, "overrides": setting.overrides, **batch, **found}
     return terms | {"tokens_per_second": round(setting.tokens / found["seconds"], 1)}
 
 

@@ -31,10 +31,6 @@ def planned(plan_tiny):
     return functools.partial(plan_tiny, 1)
 
 
-def noise(sigma, trained, batch, steps):
-    return noise_of(noise_multiplier=sigma, trained=trained, batch=batch, steps=steps)
-
-
 def promise(units, delta):
     """The sigma of a batch and steps at epsilon = 8, and the units."""
 
@@ -53,11 +49,11 @@ def test_noise_of_published_runs():
     settings in the code of Li et al., known to be good."""
     for batch, steps, in_step, over_run in ((64, 200, 267, 18.9), (1024, 12, 23.6, 6.8)):
         sigma = TEN_THOUSAND[0](batch, steps)
-        full = noise(sigma, FULL_1B, batch, steps)
+        full = noise_of(sigma, FULL_1B, batch, steps)
         assert full.in_step == pytest.approx(in_step, rel=0.015)
         assert full.over_run == pytest.approx(over_run, rel=0.01)
     sigma = promise(42_061, 8e-6)[0](1024, 411)
-    gpt2 = noise(sigma, 124_000_000, 1024, 411)
+    gpt2 = noise_of(sigma, 124_000_000, 1024, 411)
     assert (gpt2.in_step, gpt2.over_run) == pytest.approx((7.4, 0.37), rel=0.01)
     assert not gpt2.drowns
 

@@ -50,14 +50,12 @@ CASES = {
     "grad_sample": (1, (BF16, *GRAD_SAMPLE)),
     "compile": (1, (COMPILE,)),
     "compile, offload": (1, (BF16, COMPILE, *OFFLOAD)),
-    "compile, offload, grad_sample": (1, (BF16, COMPILE, *OFFLOAD, *GRAD_SAMPLE)),
     "offload": (1, (BF16, *OFFLOAD, *GRAD_SAMPLE)),
     "cp": (2, SHARED),
     "cp, grad_sample": (2, (BF16, *GRAD_SAMPLE, *SHARED)),
     "dp_shard": (2, (*DP_SHARD, *SHARED)),
     "dp_shard, grad_sample": (2, (BF16, *GRAD_SAMPLE, *DP_SHARD, *SHARED)),
     "cp, compile": (2, (BF16, COMPILE, *SHARED)),
-    "cp, compile, grad_sample": (2, (BF16, COMPILE, *GRAD_SAMPLE, *SHARED)),
 }
 
 
