@@ -1,7 +1,5 @@
-"""The selfcheck's model and plain loop on the tests' own small shapes and configurations.
-
-Import it in worker processes only (it builds process groups), except for `reference_*`.
-"""
+"""The selfcheck's model and plain loop on the tests' own small shapes and configurations; import it
+in worker processes only (it builds process groups), except for `reference_*`."""
 
 from typing import Any
 from unittest import mock
@@ -57,11 +55,7 @@ def build(
     frozen: str | None = None,
     max_grad_norm: float = 1.0,
 ) -> Small:
-    """What `DPTrainer` builds, for a small model.
-
-    Args:
-        frozen: parameters whose name contains this are not trained.
-    """
+    """What `DPTrainer` builds, for a small model; names with `frozen` in them are not trained."""
 
     def partly_frozen(args: ModelArgs) -> nn.Module:
         model: nn.Module = on_meta(args)

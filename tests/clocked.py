@@ -1,7 +1,4 @@
-"""Runs one job of a scheduler under a fake clock, which advances by the tokens that are trained on.
-
-In a process that `tests.processes.forks` has forked for it, as `tests.neighbours` does.
-"""
+"""Runs one job of a scheduler in a process forked for it, by a clock of the tokens trained on."""
 
 import json
 import os

@@ -60,11 +60,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def mark_thorough_cases(items: list[pytest.Item], whole: bool) -> None:
-    """Add `thorough` to the cases, of a test with several parameters, that `thorough_cases` names.
-
-    Args:
-        whole: all cases of each test were collected, so that a pattern without a case is a mistake.
-    """
+    """Add `thorough` to the cases that `thorough_cases` names. If tests are `whole`, all their cases
+    were collected, so that a pattern without a case is a mistake."""
     named: set[tuple[str, str]] = set()
     used: set[tuple[str, str]] = set()
     for item in items:

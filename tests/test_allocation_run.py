@@ -1,7 +1,5 @@
-"""Whole runs with random allocation: a resume, its files, and terms that no resume changes.
-
-Row 74 of the hazards; draws over resumes are in hazards/test_trainer.py, crashes in replay.
-"""
+"""Whole runs with random allocation (row 74): a resume, its files, and terms that no resume
+changes; draws over resumes are in hazards/test_trainer.py, crashes in replay."""
 
 import pytest
 

@@ -11,16 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.privacy.test_banded import matrix
 from tests.processes.runs import arguments, privacy, train, weights, with_sigma, write_records
 from torchtitan_dp.checkpoint.folder import verify
 
 pytestmark = pytest.mark.slow
 
 BANDS, STOP, STEPS, LR = 4, 5, 10, 0.125
-
-
-def inverted(column, steps):
-    return np.linalg.inv(sum(np.diag([c] * (steps - k), -k) for k, c in enumerate(column)))
 
 
 def test_row62_and_63_the_noise_of_two_starts_has_the_covariance_of_two_chains(tmp_path):
@@ -47,7 +44,7 @@ def test_row62_and_63_the_noise_of_two_starts_has_the_covariance_of_two_chains(t
     noise = torch.stack(flat).diff(dim=0).numpy() / LR  # of steps 2, 3, …
     expected = np.zeros((STEPS, STEPS))
     for rows in (slice(0, STOP), slice(STOP, STEPS)):
-        square = inverted(column, rows.stop - rows.start)
+        square = np.linalg.inv(matrix(column, rows.stop - rows.start))
         expected[rows, rows] = sum(c**2 for c in column) * square @ square.T
     expected = expected[1:, 1:]
     found = noise @ noise.T / noise.shape[1]
@@ -55,8 +52,7 @@ def test_row62_and_63_the_noise_of_two_starts_has_the_covariance_of_two_chains(t
     spread = np.sqrt((np.outer(variances, variances) + expected**2) / noise.shape[1])
     assert (np.abs(found - expected) < 5 * spread + 1e-4).all(), (found / expected, spread)
     assert verify(str(out)).faults == []
-    spent = privacy(out)
-    (event,) = spent["dp_event"]["events"]
+    (event,) = privacy(out)["dp_event"]["events"]
     assert event["count"] == math.ceil(STEPS / BANDS)
     assert event["event"]["sampling_probability"] == pytest.approx(BANDS * 3 / 24)
 

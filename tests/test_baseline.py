@@ -1,5 +1,4 @@
-"""The baseline without privacy: the modules of a private run, and the ordinary gradient of the mean
-loss of a step's tokens."""
+"""The baseline: a private run's modules, and the ordinary gradient of a step's mean token loss."""
 
 from types import SimpleNamespace
 

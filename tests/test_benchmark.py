@@ -29,8 +29,7 @@ def test_chosen_arms_bring_their_baselines():
     def names(*chosen):
         return [arm.name for arm in choose(*chosen)]
 
-    plain = ["non-DP", "microbatch", "non-DP + AC", "V2 + AC"]
-    assert names("V3,microbatch", 2) == plain
+    assert names("V3,microbatch", 2) == ["non-DP", "microbatch", "non-DP + AC", "V2 + AC"]
     adapted = ["non-DP + LoRA", "microbatch + LoRA", "V2 + LoRA"]
     assert names("V2 + LoRA,microbatch + LoRA", 2) == adapted
     assert not set(adapted) & set(names(None, 2))

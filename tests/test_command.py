@@ -46,6 +46,8 @@ def test_a_configuration_is_a_path_or_a_name(
     [
         (["trian"], ""),
         (["train", "no_such_config"], ""),
+        (["train", "/tmp"], "'/tmp' is a folder: name the TOML of the run\n"),
+        (["release", "RUN"], "the following arguments are required: OUT; torchtitan-dp release"),
         (["train", "llama3_debug"], "NGPU = 'two': must be 1 or more, or auto\n"),
     ],
 )

@@ -45,8 +45,7 @@ def test_one_python_that_ci_tests(file: str) -> None:
 
 @pytest.mark.parametrize("file", ["Dockerfile", "apptainer.def", "kubernetes.yaml"])
 def test_the_version_is_the_package_s(file: str) -> None:
-    text = (DEPLOY / file).read_text()
-    assert set(re.findall(r"\b\d+\.\d+\.\d+\b", text)) == {VERSION}
+    assert set(re.findall(r"\b\d+\.\d+\.\d+\b", (DEPLOY / file).read_text())) == {VERSION}
 
 
 def test_the_image_copies_only_what_the_wheel_is_built_from() -> None:

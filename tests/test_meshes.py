@@ -1,8 +1,5 @@
-"""With `privacy.debug_seed`, a private run is the same run on every mesh (hazard row 12).
-
-Whole runs of three noisy steps in fp32: the same records are drawn and the same noise
-is added, so the weights' change agrees.
-"""
+"""With `privacy.debug_seed`, a private run is the same run on every mesh (row 12): whole runs of
+three noisy steps in fp32 have the same draws and noise, so that the weights' change agrees."""
 
 from pathlib import Path
 

@@ -1,7 +1,5 @@
-"""The sdist has every file of the repository, and the wheel made from it all that a run needs.
-
-`scripts/try_wheel.sh` installs the wheel in an empty environment, and runs it.
-"""
+"""The sdist has every file of the repository, and the wheel made from it all that a run needs;
+`scripts/try_wheel.sh` installs it in an empty environment, and runs it."""
 
 import sys
 import tarfile

@@ -13,12 +13,10 @@ from scripts.benchmarking import paper
 from scripts.benchmarking.paper import CP, FSDP, Task
 from scripts.benchmarking.plain_step import PlainStep
 from scripts.benchmarking.processes import Journal
-from tests.plan.test_memory import allocated_peak, assert_predicted, small
+from tests.plan.test_memory import assert_predicted, small, with_fake_tensors, with_real_tensors
 from tests.processes import forks
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.models.hugging_face import shape
-from torchtitan_dp.plan.fake_step import fake_world, tracking
 
 
 def test_predictions_are_not_made_twice_and_go_to_what_is_there(tmp_path, monkeypatch):
@@ -39,29 +37,6 @@ def test_predictions_are_not_made_twice_and_go_to_what_is_there(tmp_path, monkey
         next(paper.run(options, [], Journal()))
 
 
-def run_plain_step(tracker, overrides, world_size):
-    """Two microbatches around an update; the tracker's peak in the last two."""
-    config = load_config([*overrides, "--privacy.no-enable"], world_size)
-    step = PlainStep(config, shape(config), tracker)
-    step.microbatch(config.training.seq_len)
-    tracker.start_over()
-    step.update()
-    step.microbatch(config.training.seq_len)
-    return step, tracker.peak_bytes
-
-
-def with_fake_tensors(overrides, world_size):
-    with fake_world(world_size, like_cuda=False), tracking(like_cuda=False) as tracker:
-        return run_plain_step(tracker, overrides, world_size)[1]
-
-
-def with_real_tensors(overrides, world_size):
-    with tracking(like_cuda=False) as tracker:
-        step, tracked = run_plain_step(tracker, overrides, world_size)
-        before = sum(tracker.current.values())
-    return tracked, [before + bytes for bytes in allocated_peak(step)]
-
-
 @pytest.mark.thorough_cases("FSDP", "one rank")
 @pytest.mark.parametrize(
     ("world_size", "overrides"),
@@ -73,8 +48,9 @@ def with_real_tensors(overrides, world_size):
     ids=["one rank", "ring, recomputed", "FSDP"],
 )
 def test_predicted_is_what_a_plain_step_takes(world_size, overrides):
-    predicted = forks.call(with_fake_tensors, small(*overrides), world_size)
-    tracked, allocated = on_ranks(world_size, with_real_tensors, small(*overrides), world_size)[0]
+    given = small(*overrides, "--privacy.no-enable"), world_size, PlainStep
+    predicted, _ = forks.call(with_fake_tensors, *given)
+    tracked, allocated = on_ranks(world_size, with_real_tensors, *given)[0]
     assert_predicted(predicted, tracked, allocated)
 
 

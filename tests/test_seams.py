@@ -1,7 +1,5 @@
-"""The seams to other libraries: private names are behind doors, and TorchTitan's are listed.
-
-A release that moves one fails here, by that name.
-"""
+"""The seams to other libraries: private names are behind doors, and TorchTitan's are listed. A
+release that moves one fails here, by that name."""
 
 import ast
 import dataclasses

@@ -5,8 +5,6 @@ import torch
 
 from tests.streams import watched
 
-HERE = "a test"
-
 
 def use(stream, tensor):
     with torch.cpu.stream(stream):
@@ -47,7 +45,7 @@ def an_event_too_early(current, side, x):
     ],
 )
 def test_what_streams_leave_open_is_found(case, found):
-    with watched(HERE) as watch:
+    with watched("a test") as watch:
         current, side = torch.cpu.current_stream(), torch.cpu.Stream()
         x = torch.zeros(4)
         case(current, side, x)

@@ -1,7 +1,5 @@
-"""A run whose unit is a user with several records: two ranks, one account, the same choices.
-
-This file is also the program that torchrun starts: training, with the samples written down.
-"""
+"""A run whose unit is a user with several records: two ranks, one account, the same choices. This
+file is also the program that torchrun starts: training, with the samples written down."""
 
 import hashlib
 import itertools
@@ -40,10 +38,8 @@ def main(argv):
 
 
 def write_notes(path: Path) -> Path:
-    """Each record of a user is far longer than a sample, and one record is nobody's.
-
-    No two places of all this read alike: a window tells whose it is, of which record, from where.
-    """
+    """Each record of a user is far longer than a sample, and one record is nobody's. No two places
+    of all this read alike: a window tells whose it is, of which record, from where."""
     lines = [
         {"patient": user, "note": " ".join(f"{user}.{i}.{k}" for k in range(200))}
         for i in range(NOTES)

@@ -1,7 +1,5 @@
-"""The commands of a login node: PyTorch's CUDA build, which most users have, and no device.
-
-There most questions about a device raise. With the CPU build, its CUDA parts are imitated.
-"""
+"""The commands of a login node: PyTorch's CUDA build, which most users have, and no device. There
+most questions about a device raise. With the CPU build, its CUDA parts are imitated."""
 
 import functools
 import sys
@@ -79,8 +77,7 @@ def test_a_start_is_checked_without_a_device(host, tmp_path, monkeypatch, capsys
     run = arguments(tmp_path / "out", write_records(tmp_path / "data"))
     code = exit_code(launch._checked, "auto", ["-m", "torchtitan_dp.train", *run])
     assert code == (2 if host == "old driver" else 0)
-    said = capsys.readouterr()
-    assert ("error: NVIDIA driver" in said.err) == (host == "old driver")
+    assert ("error: NVIDIA driver" in capsys.readouterr().err) == (host == "old driver")
 
 
 @pytest.mark.slow

@@ -96,6 +96,8 @@ def config_path(name: str) -> Path:
     code 2 after one line."""
     if (path := Path(name)).is_file():
         return path
+    if path.is_dir():
+        fail(f"'{name}' is a folder: name the TOML of the run")
     configs = shipped()
     if name.removesuffix(".toml") not in configs:
         close = difflib.get_close_matches(name.removesuffix(".toml"), configs, n=1)

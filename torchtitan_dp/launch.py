@@ -28,7 +28,7 @@ import termios
 from pathlib import Path
 
 from torchtitan_dp.base.process import PLANNED, STOP_SIGNAL, STOPPED_FILE, Fault, progress
-from torchtitan_dp.config.load import exit_on_mistake, fail, load_config
+from torchtitan_dp.config.load import check_paths, exit_on_mistake, fail, load_config
 
 EXIT_STOPPED = 75
 _GOES_ON = "the same command resumes from the newest checkpoint"
@@ -145,17 +145,20 @@ def _checked(processes: str, argv: list[str]) -> list[str]:
     SystemExit if it found and printed a mistake, or the devices cannot be used."""
     module = argv.index("-m")
     with exit_on_mistake():  # before PyTorch, which takes seconds to import
-        load_config(argv[module + 2 :], None if processes == "auto" else int(processes))
+        check_paths(
+            load_config(argv[module + 2 :], None if processes == "auto" else int(processes))
+        )
 
     progress("importing PyTorch and Transformers…")
     gc.disable()  # a fifth of the seconds in which PyTorch and transformers are imported
     from torchtitan_dp.distributed import devices
 
+    workers = devices.default_processes() if processes == "auto" else int(processes)
     with exit_on_mistake():
         devices.require_usable_devices()
+        devices.require_so_many(workers)
     if (warning := devices.missing_devices()) is not None:
         _say(warning)
-    workers = devices.default_processes() if processes == "auto" else int(processes)
     here = ["--world_size", str(workers), "--ranks_here", str(workers)]
     argv = [*argv, *_run_plan([*here, *argv[module + 2 :]])]
     gc.enable()

@@ -1,7 +1,5 @@
 """Killed at any moment, then the same command: no worker lives on, no step is lost or unaccounted.
-
-Real runs of two processes at cp 2. Hazard rows 11, 31, 45 and 46, where they need a restart.
-"""
+Real runs of two processes at cp 2; rows 11, 31, 45 and 46, where they need a restart."""
 
 import json
 import shutil
@@ -52,8 +50,7 @@ class Folder:
 def finished(tmp_path_factory):
     """A run to the end, and what it published."""
     folder = Folder(tmp_path_factory.mktemp("finished"))
-    output = folder.train()
-    assert f"done: {STEPS} steps" in output
+    assert f"done: {STEPS} steps" in folder.train()
     return folder, privacy(folder.out)
 
 
@@ -73,8 +70,7 @@ def test_two_starts_from_one_checkpoint_differ(finished, tmp_path):
     folder = Folder(tmp_path, copy_of=original)
     first = weights(folder.checkpoint(STEPS))
     shutil.rmtree(folder.checkpoint(STEPS))
-    output = folder.train()
-    assert "Training starts at step 3" in output
+    assert "Training starts at step 3" in folder.train()
     second = weights(folder.checkpoint(STEPS))
     assert all(not torch.equal(first[name], second[name]) for name in first)
     again = privacy(folder.out)
@@ -118,8 +114,7 @@ def test_killed_and_resumed(tmp_path, capsys):
     last = at + 2
     # Noise was given, not a target: going on is the user's choice, and the plan says what it costs.
     assert folder.planned_epsilon(capsys, at) < folder.planned_epsilon(capsys, last)
-    output = folder.train(f"--training.steps={last}")
-    assert f"Training starts at step {at + 1}" in output
+    assert f"Training starts at step {at + 1}" in folder.train(f"--training.steps={last}")
     spent = privacy(folder.out)
     assert spent["private"] is True
     assert spent["steps"] == last

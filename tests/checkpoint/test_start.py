@@ -20,7 +20,6 @@ from torchtitan_dp.privacy import published_loss
 
 META = {"weight": torch.empty(2, 3, device="meta")}
 UNITS = 40
-HF = "--checkpoint.initial_load_in_hf"
 
 
 def config(folder, *overrides):
@@ -52,7 +51,11 @@ def truncate(place):
 
 def test_a_checkpoint_of_its_own_comes_before_initial_weights(tmp_path):
     own(tmp_path, 2, 4)
-    start = decide_start(config(tmp_path, "--checkpoint.initial_load_path=/nowhere", HF))
+    start = decide_start(
+        config(
+            tmp_path, "--checkpoint.initial_load_path=/nowhere", "--checkpoint.initial_load_in_hf"
+        )
+    )
     assert (start.resumes, start.step) == (True, 4)
     assert start.own_ledger == ledger(tmp_path, 4)
     check_start(start, META, "here")
@@ -125,8 +128,7 @@ def with_loss(folder, earlier, *overrides):
     """The terms of the loss that a start publishes at its end; `earlier` as of an earlier start."""
     options = "--validation.enable", "--data.heldout_fraction=0.3", "--privacy.delta=1e-4"
     asked = config(folder, *options, "--validation.publish_epsilon=1", *overrides)
-    history = None if earlier is None else History(heldout_loss=earlier, steps=5)
-    return choose_loss(asked, history)
+    return choose_loss(asked, None if earlier is None else History(heldout_loss=earlier, steps=5))
 
 
 def test_row66_the_terms_of_a_published_loss_are_fixed_at_the_first_start(tmp_path):

@@ -17,7 +17,6 @@ from pathlib import Path
 from tests.clusters.namespaces import APART, below, need
 from tests.processes.runs import ROOT
 
-PORT = 29400
 WAIT_S = 300  # for failing only: less than a test has
 
 
@@ -95,7 +94,7 @@ class TwoHosts:
         log = self._folder / f"host{number}.log"
         mounts = [f"mount --bind {own} {path}" for path, own in (in_place_of or {}).items()]
         node = (str(ROOT / "scripts/slurm/node.sh"), "0,1", "--nnodes=2", "--nproc_per_node=1")
-        torchrun = (f"--rdzv_endpoint=10.77.0.1:{PORT}", "--rdzv_id=tests")
+        torchrun = ("--rdzv_endpoint=10.77.0.1:29400", "--rdzv_id=tests")
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [

@@ -18,8 +18,6 @@ from pathlib import Path
 from tests.clusters.namespaces import APART, below, need
 from tests.processes.runs import ROOT
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
-KILL_WAIT_S = 30
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 WAIT_S = 200  # for failing only
 _CONFIGURATION = """
@@ -72,7 +70,7 @@ class Cluster:
     """Two nodes, partitions `main` (jobs are preempted) and `urgent` (which preempts)."""
 
     def __init__(self, folder: Path, *, grace_s: int = 60) -> None:
-        need("a SLURM", PROGRAMS, "slurm-wlm munge")
+        need("a SLURM", ("munged", "slurmctld", "slurmd", "sbatch"), "slurm-wlm munge")
         self.folder, host = folder, socket.gethostname()
         (folder / "state").mkdir(parents=True)
         (folder / "hosts").write_text(f"127.0.0.1 localhost {host} node1 node2\n")
@@ -81,9 +79,7 @@ class Cluster:
         (folder / "cgroup.conf").touch()
         ports = dict(zip(("controller", "node1", "node2"), _free_ports(3), strict=True))
         (folder / "slurm.conf").write_text(
-            _CONFIGURATION.format(
-                folder=folder, host=host, kill_wait=KILL_WAIT_S, grace=grace_s, **ports
-            )
+            _CONFIGURATION.format(folder=folder, host=host, kill_wait=30, grace=grace_s, **ports)
         )
         (folder / "start.sh").write_text(_START.format(folder=folder))
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}

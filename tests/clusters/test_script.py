@@ -1,8 +1,5 @@
-"""scripts/slurm/train.sbatch and node.sh without SLURM: stubs of srun and scontrol, and of Python.
-
-The stubs do what `test_slurm.py` sees the real ones do: srun hands SIGUSR1 to each node's task, and
-ends its tasks by SIGKILL at SIGTERM.
-"""
+"""scripts/slurm/train.sbatch and node.sh with stubs of Python, scontrol and srun: as test_slurm.py
+sees the real one do, it hands SIGUSR1 to each node's task, and ends them by SIGKILL at SIGTERM."""
 
 import os
 import signal
@@ -87,8 +84,7 @@ class Job:
 
     def ends(self) -> tuple[int, bool]:
         """Wait for the script; its exit code, and whether it queued the job again."""
-        code = self.process.wait(WAIT_S)
-        return code, (self._folder / "requeued").exists()
+        return self.process.wait(WAIT_S), (self._folder / "requeued").exists()
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
-"""scripts/slurm/train.sbatch under a real SLURM of two nodes, with a stub and with the debug model.
-
-Thorough, and skipped where there is no SLURM to start (tests/clusters/slurm.py).
-"""
+"""scripts/slurm/train.sbatch under a real SLURM of two nodes, with a stub and with the debug model;
+thorough, and skipped where there is no SLURM to start (tests/clusters/slurm.py)."""
 
 import os
 import re

@@ -1,7 +1,5 @@
-"""A run on two hosts: one is killed, their link goes down, their records differ.
-
-Thorough, and skipped where there can be no network namespaces (tests/clusters/hosts.py).
-"""
+"""A run on two hosts: one is killed, their link goes down, their records differ. Thorough, and
+skipped where there can be no network namespaces (tests/clusters/hosts.py)."""
 
 from collections.abc import Iterator
 from pathlib import Path

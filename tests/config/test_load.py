@@ -10,8 +10,6 @@ from tests.processes import forks
 from tests.processes.runs import CONFIG, ROOT, arguments, said, write_records
 from torchtitan_dp.config.load import RUN_CONFIG_FILE, load_config, write_config
 
-RECORDS = 24
-
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path, monkeypatch):
@@ -20,7 +18,7 @@ def _cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def data(tmp_path):
-    return write_records(tmp_path / "data", RECORDS)
+    return write_records(tmp_path / "data")
 
 
 def plan_of(tmp_path, data, overrides, world_size=2):
@@ -178,8 +176,24 @@ def test_a_configuration_is_judged_without_pytorch(tmp_path, data):
     assert not {"torch", "torchtitan"} & {*done.stdout.split()}
 
 
-@pytest.mark.parametrize("room", ["plan", "tune", "audit", "selfcheck"])
-def test_a_command_answers_before_it_imports_pytorch(room):
+NO_RECORDS = (
+    "--training.dataset_path=gone",
+    "training.dataset_path = 'gone' does not exist: give a file, a folder or a glob",
+)
+NO_MODEL = (
+    "--model.hf_assets_path=gone",
+    "model.hf_assets_path = 'gone' is no existing folder: give one with a tokenizer.json, or one "
+    "without for bytes",
+)
+OUT_OF_RANGE = "--training.steps=0", "training.steps = 0: must be at least 1"
+
+
+@pytest.mark.parametrize(
+    ("room", "wrong", "line"),
+    [(room, *OUT_OF_RANGE) for room in ("plan", "tune", "audit", "selfcheck")]
+    + [("plan", *NO_RECORDS), ("plan", *NO_MODEL)],
+)
+def test_a_command_answers_before_it_imports_pytorch(room, wrong, line):
     forks.need()
     code = (
         "import runpy, sys; sys.modules['torch'] = None; sys.argv[0] = 'x'; "  # an import fails
@@ -187,8 +201,8 @@ def test_a_command_answers_before_it_imports_pytorch(room):
     )
     needs = ["--epsilon=1", "--try=optimizer.lr=1,2"] if room == "tune" else []
     toml = ["--config" if room == "selfcheck" else "--job.config_file", CONFIG]
-    done = said(sys.executable, "-c", code, *map(str, toml), *needs, "--training.steps=0")
-    assert (done.returncode, done.stderr) == (2, "error: training.steps = 0: must be at least 1\n")
+    done = said(sys.executable, "-c", code, *map(str, toml), *needs, wrong)
+    assert (done.returncode, done.stderr) == (2, f"error: {line}\n")
 
 
 @pytest.mark.parametrize(
@@ -288,8 +302,7 @@ def test_keys_that_changed_since_the_last_start_are_named(tmp_path, data):
         "optimizer.lr = 7e-05 from here on: 0.012 at the last start"
     ]
     assert lines("--optimizer.lr=7e-5") == []
-    kept = tmp_path / RUN_CONFIG_FILE
-    kept.write_text("{")
+    (tmp_path / RUN_CONFIG_FILE).write_text("{")
     (line,) = lines()
     assert "which keys changed is not known" in line
     assert lines() == []

@@ -54,8 +54,7 @@ def samples_of(
     tokenizer: Tokenizer | None = None,
     **how: bool,
 ) -> tuple[Samples, list[int]]:
-    """Make samples of units whose records, None without a text, alternate in one file; list them
-    as given."""
+    """Samples of units whose records, None without a text, alternate in a file; units as given."""
     rows = sorted((i, name, text) for name, texts in units.items() for i, text in enumerate(texts))
     lines = [{"who": name, "text": text} for _, name, text in rows]
     store = store_of(lines, root, unit_field="who", tokenizer=tokenizer)

@@ -136,8 +136,7 @@ def as_csv(root: Path, rows: Sequence[dict[str, Any]]) -> Path:
 
 def as_parquet(root: Path, rows: Any, **options: Any) -> Path:
     """Write `a.parquet`, of rows or a table, in row groups of seven."""
-    how = {"row_group_size": 7, **options}
-    pq.write_table(_table(root, rows), root / "a.parquet", **how)
+    pq.write_table(_table(root, rows), root / "a.parquet", **{"row_group_size": 7, **options})
     return root
 
 

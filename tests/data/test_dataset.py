@@ -19,8 +19,7 @@ def opened(root: Path, rows: list[Any], *, place: Path | None = None, **how: Any
     """Open rows as JSON Lines; `how` is for `source` and `records_in`."""
     known = {"heldout_fraction", "needs_heldout", "number_is_secret", "in_groups"}
     terms = {key: how.pop(key) for key in known & how.keys()}
-    path = as_jsonl(root / "d", rows)
-    files = source(path, "jsonl", **{"text_field": "note", **how})
+    files = source(as_jsonl(root / "d", rows), "jsonl", **{"text_field": "note", **how})
     return records_in(files, str(place or root / "store"), **terms)
 
 
@@ -109,8 +108,7 @@ def test_row48_the_fingerprint_is_of_contents_fields_and_split(tmp_path: Path) -
     hows: list[dict[str, Any]] = [{}, {"prompt_field": "ask"}, {"prompt_field": "other"}]
     hows += [{"messages_field": "chat"}, {"unit_field": "note"}, {"heldout_fraction": 0.01}]
     found = [opened(tmp_path, rows, **how).fingerprint for how in hows]
-    again = opened(tmp_path, rows, place=tmp_path / "another").fingerprint
-    assert again == found[0]
+    assert opened(tmp_path, rows, place=tmp_path / "another").fingerprint == found[0]
     assert len({*found, opened(tmp_path, other).fingerprint}) == 7
 
 

@@ -32,8 +32,7 @@ def test_row19_a_step_is_fed_what_the_loader_makes(
     for ahead in (True, False):
         it = Feed(one, (T,), CPU)
         for draw, following in zip(steps, [*steps[1:], None], strict=True):
-            found = list(it.microbatches(draw, following if ahead else None))
-            assert same(found, dealt(one, draw))
+            assert same(list(it.microbatches(draw, following if ahead else None)), dealt(one, draw))
 
 
 def test_a_step_makes_one_collective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

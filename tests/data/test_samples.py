@@ -30,8 +30,7 @@ def test_row06_labels_are_the_next_tokens_and_padding_is_ignored(tmp_path: Path)
 
 def test_one_record_is_each_equally_often_whole_and_alone(tmp_path: Path) -> None:
     texts = ["a", "bb", "", "dddd"]
-    units = {"ann": texts, "bob": ["b"]}
-    samples, (ann, bob) = samples_of(tmp_path, units, one_record=True)
+    samples, (ann, bob) = samples_of(tmp_path, {"ann": texts, "bob": ["b"]}, one_record=True)
     taken = Counter(tuple(ids(sample(samples, ann, rng=rng(seed)))) for seed in range(800))
     assert set(taken) == {tuple(marked(text)) if text else () for text in texts}
     assert all(abs(count - 200) < 5 * np.sqrt(150) for count in taken.values())
@@ -49,8 +48,7 @@ def test_counts_are_those_of_samples(tmp_path: Path, how: Any, tokenizer: Words 
     for unit in every.tolist():
         counts = []
         for seed in range(30):
-            found = ids(sample(samples, unit, rng=rng(seed)))
-            counts.append(max(len(found) - 1, 0))
+            counts.append(max(len(ids(sample(samples, unit, rng=rng(seed)))) - 1, 0))
             assert samples.tokens(unit, rng(seed)) == counts[-1]
         assert learned[unit] == (max(counts) > 0)
 

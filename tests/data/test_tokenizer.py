@@ -12,12 +12,11 @@ from tokenizers import models, pre_tokenizers, processors
 
 from torchtitan_dp.data.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer, load_tokenizer
 
-VOCABULARY = {"<unk>": 0, "one": 1, "two": 2, "<s>": 3, "</s>": 4}
-
 
 def save_tokenizer(folder: Path, **files: Any) -> str:
     """A word tokenizer that, left to itself, adds <s>, cuts to 3 tokens and pads to 3."""
-    backend = tokenizers.Tokenizer(models.WordLevel(VOCABULARY, unk_token="<unk>"))
+    vocabulary = {"<unk>": 0, "one": 1, "two": 2, "<s>": 3, "</s>": 4}
+    backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.add_special_tokens(["<s>", "</s>"])
     backend.add_tokens(["added"])  # id 5
@@ -32,16 +31,14 @@ def save_tokenizer(folder: Path, **files: Any) -> str:
 
 
 def encoded(tokenizer: Tokenizer, *texts: str) -> list[list[int] | None]:
-    found = tokenizer.encode_each(texts)
-    return [None if ids is None else ids.tolist() for ids in found]
+    return [None if ids is None else ids.tolist() for ids in tokenizer.encode_each(texts)]
 
 
 def test_a_text_has_the_same_tokens_each_time(tmp_path: Path) -> None:
     """BPE dropout draws merges anew."""
     model = models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")], dropout=0.5)
     tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
-    tokenizer = load_tokenizer(str(tmp_path))
-    assert encoded(tokenizer, *["ab" * 10] * 20) == [[2] * 10] * 20
+    assert encoded(load_tokenizer(str(tmp_path)), *["ab" * 10] * 20) == [[2] * 10] * 20
 
 
 class Backend:

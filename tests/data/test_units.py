@@ -28,8 +28,7 @@ def members(store: Store) -> set[tuple[int, ...]]:
 
 def digest(name: bytes, size: int = 16, **options: Any) -> int:
     """Compute the hash that the split and the order are by once more."""
-    data = hashlib.blake2b(name, digest_size=size, **options).digest()
-    return int.from_bytes(data[:8], "little")
+    return int.from_bytes(hashlib.blake2b(name, digest_size=size, **options).digest()[:8], "little")
 
 
 def test_records_of_one_name_are_a_unit_wherever_they_lie(tmp_path: Path) -> None:
@@ -121,6 +120,5 @@ def test_a_name_is_its_bytes_whatever_the_locale() -> None:
         assert {record_hash(one) for one in known} == {
             hashlib.blake2b(name, digest_size=16).digest()
         }
-        folders = {folder_of(one) for one in known}
-        assert folders == {"\udcff" if b"/" in name else None}
+        assert {folder_of(one) for one in known} == {"\udcff" if b"/" in name else None}
     assert unit_hash("\udcff") == hashlib.blake2b(b"\xff", digest_size=16, person=b"unit").digest()

@@ -19,8 +19,7 @@ def several(samples: Samples, unit: int, seed: int) -> list[list[int]]:
 
 def test_row57_records_are_taken_without_replacement(tmp_path: Path) -> None:
     texts = [chr(97 + i) for i in range(6)]
-    units = {"ann": texts, "bob": ["x", "y"]}
-    samples, (ann, bob) = samples_of(tmp_path, units, one_record=True)
+    samples, (ann, bob) = samples_of(tmp_path, {"ann": texts, "bob": ["x", "y"]}, one_record=True)
     counts = np.zeros(6)
     for seed in range(300):
         found = [chr(window[1]) for window in several(samples, ann, seed)]
@@ -35,8 +34,7 @@ def test_row57_records_are_taken_without_replacement(tmp_path: Path) -> None:
 def test_row57_windows_of_a_text_come_from_its_parts(tmp_path: Path) -> None:
     """No two begin alike, and a text that one sample holds has one."""
     words = list(range(1, 1001))
-    text = " ".join("w" * n for n in words)
-    units = {"ann": [text], "bob": ["b " * 9]}
+    units = {"ann": [" ".join("w" * n for n in words)], "bob": ["b " * 9]}
     samples, (ann, bob) = samples_of(tmp_path, units, tokenizer=Words(), window=True)
     width = (len(words) + T + 1) / K
     for seed in range(100):

@@ -83,8 +83,7 @@ class Problem:
         """This rank's parts, which are TorchTitan's."""
         parts = cp_shard(self.mesh, tensors, None, self.balancer, input_seq_dim=2)[0]
         shard = Shard(self.mesh.get_group(), self.balancer == "headtail")
-        ours = [shard.of(x, dim=2) for x in tensors]
-        assert all(map(torch.equal, ours, parts))
+        assert all(map(torch.equal, [shard.of(x, dim=2) for x in tensors], parts))
         return parts
 
     def ring(self, attend):
@@ -135,8 +134,7 @@ def imitated_ring_errors(balancer, name, terms, apart):
 @pytest.mark.parametrize("name", ["flash", "cudnn"])
 def test_one_block_of_very_negative_scores(name, keys):
     """exp(-logsumexp) is infinite where a kernel takes a padded key's score for 0."""
-    aligned = keys % 128 == 0
-    backends = attention._safe(attention._RING_BACKENDS, aligned)
+    backends = attention._safe(attention._RING_BACKENDS, keys % 128 == 0)
     if name == "cudnn" and attention.SDPBackend.CUDNN_ATTENTION not in backends:
         pytest.skip("cuDNN is not used here")
     torch.manual_seed(0)

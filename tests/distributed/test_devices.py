@@ -112,8 +112,16 @@ def test_devices_that_are_named_and_not_there_are_a_warning(
     monkeypatch.setattr(launch, "_run_plan", lambda argv: sys.exit(2))
     with pytest.raises(SystemExit):
         launch._checked("2", ["-m", "torchtitan_dp.train", f"--job.config_file={DEBUG}"])
-    said = capsys.readouterr().err
-    assert ("warning: CUDA_VISIBLE_DEVICES = 5, but " in said) is warned
+    assert ("warning: CUDA_VISIBLE_DEVICES = 5, but " in capsys.readouterr().err) is warned
+
+
+def test_more_processes_than_devices_or_than_a_cpu_serves_are_refused(monkeypatch, in_sight):
+    monkeypatch.setattr(devices.os, "sched_getaffinity", lambda _: {0, 1})
+    for count, most, there in ((0, 16, "no CUDA device and 2 cores"), (2, 2, "2 CUDA devices")):
+        in_sight(count)
+        devices.require_so_many(most)
+        with pytest.raises(ValueError, match=rf"^NGPU = 17: .*{there}; use at most {most}$"):
+            devices.require_so_many(17)
 
 
 """What acts on a device that the caller has, instead of asking about one."""

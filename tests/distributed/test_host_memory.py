@@ -1,5 +1,4 @@
-"""The host's memory: what is left of it, by `/proc/meminfo` and the limits of cgroups of both
-versions; page-locked buffers."""
+"""The host's memory that is left, by `/proc/meminfo` and cgroups of both versions; locked pages."""
 
 from pathlib import Path
 

@@ -49,8 +49,7 @@ def test_one_input_is_on_the_device():
     assert seen == [1, 1, 1, 1, 1]
     assert not any(alive())
     expected = torch.autograd.grad(forward(blocks, plain, h).sum(), h)
-    found = torch.autograd.grad(y.sum(), h)
-    assert torch.equal(found[0], expected[0])
+    assert torch.equal(torch.autograd.grad(y.sum(), h)[0], expected[0])
     assert not any(alive())
 
 

@@ -159,8 +159,7 @@ def excess_on_this_rank(
     family: str = "llama",  # of `build.ARGS`, or one of the tests' others
 ) -> dict[str, float]:
     """The errors of the sum and of the norms, by the selfcheck, that are above their bounds."""
-    ours = family == "llama"
-    args = build.llama(**changes) if ours else arguments(family, build.T, **changes)
+    args = build.llama(**changes) if family == "llama" else arguments(family, build.T, **changes)
     terms = Terms(build.config(*overrides, degrees=degrees), args)
     return {
         what: value

@@ -16,7 +16,6 @@ from tests import build
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.privacy.banded import StepNoise
 
-KEEP = "--parallelism.keep_weights_gathered"
 MICROBATCH = ("--privacy.gradient_method=microbatch",)
 GRAD_SAMPLE = ("--privacy.gradient_method=grad_sample", "--training.local_batch_size=2")
 BF16 = "--training.mixed_precision_param=bfloat16"
@@ -95,7 +94,7 @@ def steps(degrees, overrides, changes, reshard=False):
 
 def with_and_without(degrees, overrides, changes):
     """Of steps with the key and without: whether they are the same, and the rest of `steps`."""
-    kept = steps(degrees, (*overrides, KEEP), changes)
+    kept = steps(degrees, (*overrides, "--parallelism.keep_weights_gathered"), changes)
     stock = steps(degrees, overrides, changes, reshard=True)
     same = len(kept[0]) == len(stock[0]) and all(map(torch.equal, kept[0], stock[0]))
     return same, kept[1:], stock[1:]

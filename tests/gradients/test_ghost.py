@@ -1,7 +1,4 @@
-"""Ghost norms against the gradients that the same factors write, and what becomes of their errors.
-
-Hazard rows 1, 13, 22 and 28.
-"""
+"""Ghost norms against the gradients of the same factors, and their errors (rows 1, 13, 22, 28)."""
 
 import math
 from unittest import mock

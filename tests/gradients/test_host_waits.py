@@ -72,8 +72,7 @@ def waits_of_a_step(degrees, overrides, fault=None):
     def microbatch(start):
         part = slice(start, start + size)
         loss_B = built.losses(tokens_NT[part], labels_NT[part])
-        valid_B = torch.ones(size, dtype=torch.bool)
-        return built.gradients.accumulate_clipped(loss_B, valid_B)
+        return built.gradients.accumulate_clipped(loss_B, torch.ones(size, dtype=torch.bool))
 
     microbatch(0)
     clip = ClipPolicy.clip

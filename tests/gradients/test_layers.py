@@ -1,8 +1,5 @@
-"""`per_sample_layers` on small modules: a loop of single samples gives the same.
-
-One process and no process group: a sink here lays the gradients out as a mesh would, and reads
-them back by FSDP2's definition of who owns which row.
-"""
+"""`per_sample_layers` on small modules equals a loop of single samples; in one process, where a
+sink lays gradients out as a mesh would, and reads them by FSDP2's definition of who owns a row."""
 
 import copy
 

@@ -1,7 +1,5 @@
-"""What the methods are for: how much of per-sample gradients is held, and when they are reduced.
-
-Counted from the tensors that are alive and read from a profiler's trace, not from formulas.
-"""
+"""What the methods are for: how much of per-sample gradients is held, and when they are reduced;
+counted from tensors that are alive and a profiler's trace, not from formulas."""
 
 import math
 import weakref
@@ -101,8 +99,7 @@ def test_no_whole_gradient_is_kept_where_layers_are_clipped_apart(degrees):
 
 
 def gradients_at_a_time(overrides, changes):
-    """The most samples whose gradients of one layer are written at once, what is held, and the
-    clipped sum's error."""
+    """The most samples of a layer's gradients written at once, what is held, and the error."""
     built = built_for((1, 1, 1), overrides, changes)
     gradients, expected = built.gradients, clipped_sum(built, 3)
     gradients._transient_bytes = 1

@@ -1,8 +1,5 @@
-"""Estimated norms: a reference with the same projections, their mean, and whose they are.
-
-Rows 1, 11, 28 and 59: at 32 tokens and 8 projections a Llama of width 96 has estimates of most of
-its matrices (WIDE).
-"""
+"""Estimated norms (rows 1, 11, 28, 59): a reference with the same projections, their mean, and
+whose they are. At 32 tokens and 8 projections WIDE has estimates of most of its matrices."""
 
 import dataclasses
 import math
@@ -39,8 +36,7 @@ def randomized(samples=2, passes="one", estimator="hutchinson", k=K, errors=ACCO
 
 def built_for(degrees, method, changes=(), C=1.0):
     """The step, and as many samples of 64 tokens as asked for."""
-    args = build.llama(**WIDE, **dict(changes))
-    return build.build(degrees, *method, args=args, max_grad_norm=C)
+    return build.build(degrees, *method, args=build.llama(**WIDE, **dict(changes)), max_grad_norm=C)
 
 
 def reference_squares(norms, gradient, layers, tokens, position, key):
@@ -221,8 +217,7 @@ def test_row11_and_40_no_two_units_parameters_or_steps_share_projections(rows):
                     drawn += list(draw(norms, positions, name, purpose, rows))
     whole = torch.stack(drawn)
     assert len(torch.unique(whole[:, :4], dim=0)) == len(whole) == 2 * 2 * 2 * 6
-    correlations = torch.corrcoef(whole).fill_diagonal_(0).abs()
-    assert correlations.max() < 6 / math.sqrt(rows * K)
+    assert torch.corrcoef(whole).fill_diagonal_(0).abs().max() < 6 / math.sqrt(rows * K)
     assert whole.var().item() == pytest.approx(1 / K, rel=0.02)
 
 
@@ -338,8 +333,7 @@ def test_row13_a_part_whose_capped_factor_is_no_normal_number_is_left_out():
 def shrunk(k, estimator):
     """Of eight samples: the length of what is added over C, and its cosine with the gradient."""
     args = build.llama(256, vocab_size=512, max_position_embeddings=256)
-    generator = torch.Generator().manual_seed(0)
-    tokens_NT = torch.randint(0, 512, (8, 256), generator=generator)
+    tokens_NT = torch.randint(0, 512, (8, 256), generator=torch.Generator().manual_seed(0))
     ghost = ["--privacy.gradient_method=ghost", "--training.local_batch_size=1"]
     capped = randomized(1, "one", estimator, k, CAPPED)
     added, true = [], []

@@ -1,7 +1,5 @@
-"""Several windows of a unit: their mean gradient is clipped once, on every mesh. Row 57.
-
-What is held against the loop is the trainer's own `accumulate`, fed by the loader.
-"""
+"""Several windows of a unit: their mean gradient is clipped once, on every mesh (row 57). What is
+held against the loop is the trainer's own `accumulate`, fed by the loader."""
 
 import dataclasses
 import math
@@ -81,9 +79,6 @@ def accumulated(degrees, options, C, drawn) -> tuple[float, float, list[float]]:
     return error, build.norm(whole), [build.norm(one) for one in wanted]
 
 
-EVERYBODY = tuple(UNITS)
-
-
 @pytest.mark.parametrize(
     "degrees, options",
     [
@@ -94,7 +89,7 @@ EVERYBODY = tuple(UNITS)
     ids=str,
 )
 def test_row57_the_mean_is_clipped_once(degrees, options):
-    arguments = (degrees, options, 0.5, EVERYBODY)
+    arguments = (degrees, options, 0.5, tuple(UNITS))
     for error, _, norms in on_ranks(math.prod(degrees), accumulated, *arguments):
         assert error < 2e-5
         assert norms[-1] == 0

@@ -1,7 +1,5 @@
-"""Row 35: the whole step, attacked. Each planted fault is flagged; the clean build is not.
-
-Keys are fixed, so that few trials suffice; the campaign marked `thorough` plays more cases.
-"""
+"""Row 35: the whole step, attacked: each planted fault is flagged, the clean build is not. Keys are
+fixed, so that few trials suffice; the campaign marked `thorough` plays more cases."""
 
 import contextlib
 import dataclasses
@@ -297,8 +295,7 @@ def bounds_on_a_round(trials):
         return math.log(max(1 - missed - DELTA, 1e-9) / alarms)
 
     hidden = proven(*(logsumexp(x, 1) - math.log(ROUND) for x in (losses, losses_with)))
-    known = proven(losses[:, 0], losses_with[np.arange(trials), secret])
-    return hidden, known, claim
+    return hidden, proven(losses[:, 0], losses_with[np.arange(trials), secret]), claim
 
 
 def test_row35_and_74_a_hidden_step_of_a_round_proves_less_than_the_claim():

@@ -52,8 +52,7 @@ def published(name: str, seed: int) -> tuple[list[float], set[int]]:
     sink = SimpleNamespace(logger=SimpleNamespace(log=lambda *_: None))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(validate, "Feed", Feed)
-        validator = validate.HeldOutValidator(loader, config, dims, sink)
-        losses.extend(validator.losses([model]))
+        losses.extend(validate.HeldOutValidator(loader, config, dims, sink).losses([model]))
     return losses, sizes
 
 

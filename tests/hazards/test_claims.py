@@ -1,7 +1,5 @@
-"""Hazards of what is claimed: stops, choices, runs without privacy, audits, overlaps (rows 50-55).
-
-../test_release.py shows what a release makes of them.
-"""
+"""Hazards of what is claimed: stops, choices, runs without privacy, audits, overlaps (rows 50-55);
+../release/test_release.py shows what a release makes of them."""
 
 import dataclasses
 from pathlib import Path
@@ -63,8 +61,7 @@ def stopped(folder, **changes):
 
 
 def test_row50_a_stop_is_not_forgotten_in_another_folder(tmp_path):
-    child = stopped(tmp_path / "first")
-    told = publish(tmp_path / "second", child)
+    told = publish(tmp_path / "second", stopped(tmp_path / "first"))
     assert told["epsilon_planned"] == told["epsilon"] >= SETTINGS.epsilon(2_001)
     (caveat,) = [c for c in told["caveats"] if "2 of 2000 by run" in c]
     assert "applies if weights alone did; no epsilon applies if losses" in caveat
@@ -184,8 +181,7 @@ def test_row54_runs_on_overlapping_records_can_be_added_up(tmp_path, capsys):
 
 
 def plan(delta, *overrides, units=20):
-    config = build.config(f"--privacy.delta={delta}", *overrides)
-    return plan_start(config, units, Start(), None)
+    return plan_start(build.config(f"--privacy.delta={delta}", *overrides), units, Start(), None)
 
 
 def test_row55_a_delta_above_a_tenth_of_one_over_units_is_a_warning():

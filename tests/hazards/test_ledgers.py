@@ -1,7 +1,5 @@
-"""Hazards of what is saved, loaded and taken up again at a start, by row: the trainer's methods.
-
-Called on stand-ins; ../test_resume.py shows the same on whole runs.
-"""
+"""Hazards of what is saved, loaded and taken up again at a start, by row: the trainer's methods, on
+stand-ins; ../checkpoint/test_resume.py shows the same on whole runs."""
 
 import json
 from types import SimpleNamespace
@@ -67,8 +65,7 @@ def test_row44_a_sum_says_that_it_is_accumulating():
 
 def loading(folder, sigma=1.0, private=True):
     """What a load does, in a trainer whose configuration has this noise, and the state to load."""
-    given = "--privacy.noise_multiplier"
-    config = build.config(f"--job.dump_folder={folder}", f"{given}={sigma}")
+    config = build.config(f"--job.dump_folder={folder}", f"--privacy.noise_multiplier={sigma}")
     terms = settings_of(build.config(), 10, 1.0)
     loaded = ended(Lineage(terms, private=private, caveats=("a seed",), run="r"), folder, STEP)
     did, books = [], bookkeeping(Lineage(terms, run="r"), config)

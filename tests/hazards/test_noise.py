@@ -1,8 +1,5 @@
-"""Hazards of noise and of the update, by row, on real meshes: rows 8, 9, 10, 12, 14, 16, 36,
-64.
-
-What noise is at a position, and rows 11, 39 and 40, are held by tests/privacy.
-"""
+"""Hazards of noise and of the update, on real meshes: rows 8, 9, 10, 12, 14, 16, 36 and 64. What
+noise is at a position, and rows 11, 39 and 40, are held by tests/privacy."""
 
 import math
 
@@ -64,8 +61,7 @@ def test_row08_variance_is_sigma_C_over_batch(degrees, microbatches):
 def test_row09_no_run_of_noise_occurs_twice():
     other = bytes(reversed(KEY))
     gradients = [flat(on_ranks(4, noise_of, (1, 2, 2), 0, key)[0]) for key in (KEY, other)]
-    values = torch.cat(gradients)
-    runs = values.unfold(0, 4, 1)
+    runs = torch.cat(gradients).unfold(0, 4, 1)
     assert len(torch.unique(runs, dim=0)) == len(runs)
     first, second = gradients
     correlation = torch.corrcoef(torch.stack([first, second]))[0, 1].item()

@@ -1,7 +1,5 @@
-"""Hazard 69, its second half, and 70: weights that are not finite, and a resume's own schedule.
-
-A run that learns nothing spends its epsilon on noise; one that resumes must train as its files say.
-"""
+"""Hazard 69, its second half, and 70: weights that are not finite, which spend epsilon on noise,
+and a resume's own schedule: it must train as its files say."""
 
 import copy
 import re
@@ -68,8 +66,7 @@ def test_row69_a_run_ends_at_the_step_after_which_weights_are_not_finite(
     assert status["state"].startswith("stopped: optimizer.lr = 1e+37: after step 5")
     if interval == 1:
         return
-    output = folder.train("--training.steps=5")  # the remedy works
-    assert "Training starts at step 5" in output
+    assert "Training starts at step 5" in folder.train("--training.steps=5")  # the remedy works
     assert privacy(folder.out)["epsilon_executed"] > privacy(folder.out)["epsilon"] > spent
     assert not (folder.out / "fault.txt").exists()
 

@@ -1,8 +1,5 @@
-"""Hazard 68: one record changes how other records are read.
-
-For each format, one record of a data set is replaced by the worst that it can hold: what the store
-has of every other record (its ids, its unit, the reason why it has none) must be as before.
-"""
+"""Hazard 68: one record changes how others are read. In each format one is replaced by the worst
+that it can hold: of every other one the store has the ids, unit and reason for none as before."""
 
 import contextlib
 import json
@@ -278,8 +275,7 @@ def test_row68_a_row_that_memory_does_not_hold_is_refused(store_schema, tmp_path
     """Nine messages of 250 MB in a file of some kilobytes, in a process with 3 GB of memory: no
     row behind it is lost in silence."""
     root = tmp_path / "bomb"
-    message = {"role": b"user", "content": b"a" * 250_000_000}
-    worst = {"chat": [message] * 9}
+    worst = {"chat": [{"role": b"user", "content": b"a" * 250_000_000}] * 9}
     parquet_file(root, worst, write_statistics=False, store_schema=store_schema)
     assert (root / "a.parquet").stat().st_size < 20_000
 

@@ -1,7 +1,5 @@
-"""Hazards in what is told, by row: labels, names, the tokenizer, trackers.
-
-In one process; test_run.py holds the same of a whole run's files.
-"""
+"""Hazards in what is told, by row: labels, names, the tokenizer, trackers; in one process, while
+test_run.py holds the same of a whole run's files."""
 
 import functools
 import logging
@@ -130,14 +128,12 @@ def test_row34_the_held_out_loss_is_labelled(monkeypatch, caplog):
     assert line == "step: 3/7  not private: held-out loss: nan, averaged weights: nan"
 
 
-JOBS = {"one": [(0, 9)], "several": [(0, 5), (4, 7), (4, 9)]}  # the steps loaded, and the last
-
-
 @pytest.mark.parametrize("ends", [9, 8])
 def test_row73_trackers_get_what_one_job_would_send(ends, tmp_path, monkeypatch):
     """Over a crash, a stop and resumes; and nothing of a run that has not come to its end."""
     got = {}
-    for name, jobs in JOBS.items():
+    every = {"one": [(0, 9)], "several": [(0, 5), (4, 7), (4, 9)]}  # steps loaded, and the last
+    for name, jobs in every.items():
         folder, tracker = tmp_path / name, MagicMock()
         folder.mkdir()
         monkeypatch.setattr(outlets_module, "WandB", tracker)

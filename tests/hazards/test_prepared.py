@@ -1,7 +1,5 @@
-"""Hazard 72: prepared tokens of other settings or other files are trained on.
-
-Each test compares with a store that was written elsewhere, from nothing.
-"""
+"""Hazard 72: prepared tokens of other settings or other files are trained on. Each test compares
+with a store that was written elsewhere, from nothing."""
 
 import json
 import os

@@ -127,8 +127,7 @@ def cap_of_an_estimate(options):
 
 
 def test_row75_every_epsilon_of_a_run_counts_estimates(tmp_path):
-    lineage = Lineage(ESTIMATED, steps=30, planned_steps=40)
-    told = publish(lineage, tmp_path)
+    told = publish(Lineage(ESTIMATED, steps=30, planned_steps=40), tmp_path)
     assert told["epsilon"] == pytest.approx(spent(30, 32), rel=1e-6)
     assert told["epsilon_executed"] == pytest.approx(spent(30, 32), rel=1e-6)
     assert told["epsilon_planned"] == pytest.approx(spent(40, 32), rel=1e-6)

@@ -1,8 +1,5 @@
-"""Rows of hazards.md that only a whole run shows: what its files hold, what its steps count.
-
-The tests share one run. `probed` is this file, started by torchrun as a script: training whose
-secrets are known, so that they can be searched for.
-"""
+"""Rows that only a whole run shows: what its files hold, what its steps count. The tests share one
+run, `probed`: torchrun starts this file as a script, training with secrets that can be found."""
 
 import hmac
 import json
@@ -34,8 +31,7 @@ def main(argv):
     from torchtitan_dp.privacy.keys import RootKey
     from torchtitan_dp.train import trainer as train
 
-    smaller = {"hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 1}
-    FLAVORS["debug"] |= smaller
+    FLAVORS["debug"] |= {"hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 1}
     RootKey.from_os = classmethod(lambda cls: cls(SECRET))
     train.main(argv)
 

@@ -1,7 +1,5 @@
-"""Hazards of sampling as the trainer wires it, by row: 42, 43 and 60.
-
-The draw itself (rows 20, 40 and 41) is held by tests/privacy/test_sampling.py.
-"""
+"""Hazards of sampling as the trainer wires it: rows 42, 43 and 60; the draw itself (rows 20, 40 and
+41) is held by tests/privacy/test_sampling.py."""
 
 import json
 import os

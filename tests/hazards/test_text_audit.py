@@ -146,8 +146,7 @@ def test_the_exported_model_is_attacked_and_stays_under_its_claim(tmp_path):
     assert result["extracted"]["greedy"] == {"included": 0, "excluded": 0}
     assert 0 < result["detected_at_most"] < 1
     assert "by the exported model alone" in run.log
-    guesses = json.loads((run.folder / "audit_guesses.json").read_text())
-    assert set(guesses) == {"scores", "guesses"}
+    assert set(json.loads((run.folder / "audit_guesses.json").read_text())) == {"scores", "guesses"}
     assert (run.folder / "hf" / "model.safetensors").is_file()
     told = json.loads((run.folder / "privacy.json").read_text())
     assert told["private"] is False

@@ -1,8 +1,5 @@
-"""Hazards in the trainer and its bookkeeping, by row: their methods, on stand-ins that record.
-
-What whole runs show of the same (test_run.py, ../test_resume.py) takes half a minute; here the
-order of a step, what it draws and divides by are looked at directly.
-"""
+"""Hazards in the trainer and its bookkeeping, by row: their methods, on stand-ins that record the
+order of a step, what it draws and divides by. Whole runs show the same later (test_run.py)."""
 
 import dataclasses
 import functools
@@ -232,8 +229,7 @@ def test_row11_and_41_the_next_draw_is_the_one_it_would_be_in_time(monkeypatch):
     assert (population, rate) == (len(step.feed.loader.units), 0.5)
     ahead = step.books._ahead
     assert ahead.positions.tolist() == step.draws[1].tolist()
-    window = RootKey(ROOT).stream("window")
-    assert ahead.key == window.take(STEP + 1)
+    assert ahead.key == RootKey(ROOT).stream("window").take(STEP + 1)
     assert step.did == ["sample"] * len(step.draws[0]) + [f"begin {STEP}", *UPDATE]
     for keys in (step.books.sampling_keys, step.books.window_keys):
         with pytest.raises(RuntimeError, match="spent"):

@@ -1,7 +1,4 @@
-"""Rounds of random allocation in the ledger: over starts, crashes and ancestors.
-
-Row 74 of the hazards.
-"""
+"""Row 74: rounds of random allocation in the ledger, over starts, crashes and ancestors."""
 
 from dataclasses import replace
 
@@ -71,8 +68,7 @@ def test_a_stop_inside_a_round_counts_the_round(steps, count):
 def test_rounds_compose_with_an_ancestor_that_was_poisson_sampled(allocated_first):
     poisson = replace(SETTINGS, mechanism=Mechanism(2.0, 1 / T), sampling="poisson")
     first, then = (SETTINGS, poisson) if allocated_first else (poisson, SETTINGS)
-    ancestor = Ancestor("before", first, 5, 5, 0)
-    lineage = Lineage(then, steps=6, ancestors=(ancestor,))
+    lineage = Lineage(then, steps=6, ancestors=(Ancestor("before", first, 5, 5, 0),))
     parts = [(MECHANISM, 8), (poisson.mechanism, 6 if allocated_first else 5)]
     expected = compose([Segment(*part) for part in parts], delta=1e-5, accountant="pld")
     assert epsilon(spent(lineage), then) == pytest.approx(expected, rel=1e-9)

@@ -18,12 +18,11 @@ from torchtitan_dp.release.__main__ import main as release
 from torchtitan_dp.release.ledgers import main
 
 SIGMA, DELTA = 1.0, 1e-3
-RATE = 3 / 24
 PUBLIC_OPTION = "--privacy.initial_weights_public"
 
 
 def spends(*steps_by_sigma):
-    segments = [steps_of(sigma, RATE, steps) for sigma, steps in steps_by_sigma]
+    segments = [steps_of(sigma, 3 / 24, steps) for sigma, steps in steps_by_sigma]
     return accounting.compose(segments, delta=DELTA, accountant="rdp")
 
 
@@ -165,8 +164,7 @@ def test_weights_whose_guarantee_is_of_another_kind_are_refused(tmp_path, copy, 
 
 
 def with_settings(lineage, **changes):
-    settings = dataclasses.replace(lineage.settings, **changes)
-    return dataclasses.replace(lineage, settings=settings)
+    return dataclasses.replace(lineage, settings=dataclasses.replace(lineage.settings, **changes))
 
 
 def test_weights_within_a_run_without_a_ledger_of_their_own_are_refused(first, tmp_path):

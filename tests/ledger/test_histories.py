@@ -22,8 +22,7 @@ STEPS = 40
 
 def fresh(bands: int = 1) -> Lineage:
     """A run before its first step."""
-    gaussian = Mechanism(1.0, 0.02)
-    mechanism = gaussian if bands == 1 else Mechanism(1.0, 0.02, column=cut_off(bands))
+    mechanism = Mechanism(1.0, 0.02) if bands == 1 else Mechanism(1.0, 0.02, column=cut_off(bands))
     settings = Settings(mechanism, 0.5, 1e-5, 5, "rdp", "privacy.sample_rate", "add_remove")
     loss = HeldOutLoss(3.0, 4.0, 1e-5, 1.0)
     return Lineage(settings, planned_steps=STEPS, heldout_loss=loss, run="r")

@@ -115,16 +115,14 @@ def test_a_crash_counts_as_what_it_could_lose(tmp_path, steps):
 
 
 def test_a_start_that_ended_lost_nothing_until_its_checkpoint_is_gone(tmp_path):
-    lineage = ended(RUN, tmp_path, 4)
-    assert lost(tmp_path, lineage) == 0
+    assert lost(tmp_path, ended(RUN, tmp_path, 4)) == 0
     assert lost(tmp_path) == 4
 
 
 @pytest.mark.parametrize("at, behind", [(8, 0), (7, 4), (4, 4), (3, 8), (0, 8)])
 def test_a_load_behind_a_saved_step_counts_whole_intervals(tmp_path, at, behind):
     of_run = RunLog(str(tmp_path))
-    lineage = opened(RUN, of_run, Losable(8, 4))
-    taken(lineage, of_run, 8)
+    taken(opened(RUN, of_run, Losable(8, 4)), of_run, 8)
     of_run.saved(8)
     assert lost(tmp_path, replace(RUN, steps=at)) == 8 + behind
     of_run.end_start(8)

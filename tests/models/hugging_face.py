@@ -67,10 +67,7 @@ def write_llama(
     dtype: torch.dtype = torch.float32,
     **size: Any,
 ) -> Path:
-    """A random Llama in several shards (no mesh of 4 divides its key heads), with a tokenizer.
-
-    `size` changes its size.
-    """
+    """A random Llama in several shards (no mesh of 4 divides its key heads), with a tokenizer."""
     torch.manual_seed(7)
     config = LlamaConfig(
         **(SMALL | size), tie_word_embeddings=tied, rms_norm_eps=eps, rope_parameters=rope

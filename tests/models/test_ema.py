@@ -9,12 +9,11 @@ from tests.build import config
 from torchtitan_dp.checkpoint.folder import AVERAGE, load
 from torchtitan_dp.models.ema import WeightAverage, ema_of
 
-SHAPES = {"a": (5, 3), "b": (7,)}
-
 
 def parameters(seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return {n: nn.Parameter(torch.randn(s, generator=generator)) for n, s in SHAPES.items()}
+    shapes = {"a": (5, 3), "b": (7,)}
+    return {n: nn.Parameter(torch.randn(s, generator=generator)) for n, s in shapes.items()}
 
 
 @torch.no_grad()

@@ -1,7 +1,4 @@
-"""A Hugging Face model in and out: the same in `transformers` and here, or one line why not.
-
-In one process; `test_hugging_face_run.py` trains in between.
-"""
+"""A Hugging Face model in and out, in one process: as in `transformers`, or one line why not."""
 
 import json
 import stat

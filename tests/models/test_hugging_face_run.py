@@ -33,8 +33,7 @@ def command(place, llama, *overrides):
 
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory):
-    place = tmp_path_factory.mktemp("tied")
-    return write_llama(place / "given", tied=True, rope=SCALED, eps=1e-6)
+    return write_llama(tmp_path_factory.mktemp("tied") / "given", tied=True, rope=SCALED, eps=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +60,7 @@ def test_saved_at_cp_4_resumed_at_cp_2_dp_shard_2(on_cp_4, tied, tmp_path):
     shutil.rmtree(out / "checkpoint" / "step-4")
     shutil.rmtree(out / "hf")
     resumed = [*overrides, f"--job.dump_folder={out}", *mesh(2, 2)]
-    output = train(resumed, log=tmp_path / "log", world_size=4)
-    assert "Training starts at step 3" in output
+    assert "Training starts at step 3" in train(resumed, log=tmp_path / "log", world_size=4)
 
     before, expected, found = (
         load(folder / "checkpoint" / step)

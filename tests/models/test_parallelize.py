@@ -19,5 +19,4 @@ from torchtitan_dp.models.parallelize import takes_cudnn
 )
 def test_cudnn_attends_on_a_ring_where_it_counts_and_fills_its_tiles(seq_len, cp, taken):
     options = [f"--training.seq_len={seq_len}", "--data.no-length_buckets"]
-    config = build.config(*options, degrees=(1, 1, cp))
-    assert takes_cudnn(config, flavor("8B")) == taken
+    assert takes_cudnn(build.config(*options, degrees=(1, 1, cp)), flavor("8B")) == taken

@@ -18,10 +18,9 @@ from tests.models.hugging_face import (
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.models.hugging_face_weights import export
 
-LINEAR = {"rope_type": "linear", "factor": 3.7}
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
 SCALINGS = {
-    "linear": LINEAR,
+    "linear": {"rope_type": "linear", "factor": 3.7},
     "yarn": YARN,
     "mscale": {**YARN, "mscale": 0.707, "mscale_all_dim": 1.3},
 }

@@ -50,8 +50,7 @@ def test_what_needs_more_memory_than_what_does_not_fit_is_not_tried():
 
 @pytest.fixture
 def predicted(monkeypatch):
-    """Makes up the memory of settings: GiB by cp, a tenth where activations are recomputed; the
-    settings that were asked for."""
+    """Makes up the memory of settings, GiB by cp, a tenth if recomputed; which were asked for."""
     asked = []
 
     def peak(overrides, ranks, keys):

@@ -39,10 +39,10 @@ def small(*overrides):
     ]
 
 
-def run_step(tracker, overrides, world_size):
+def run_step(kind, tracker, overrides, world_size):
     """Two microbatches around an update; the tracker's peak in the last two."""
     config = load_config(overrides, world_size)
-    step = Step(config, shape(config), tracker)
+    step = kind(config, shape(config), tracker)
     step.microbatch(config.training.seq_len)
     tracker.start_over()
     step.update()
@@ -50,16 +50,16 @@ def run_step(tracker, overrides, world_size):
     return step, tracker.peak_bytes, tracker.peak
 
 
-def with_fake_tensors(overrides, world_size):
+def with_fake_tensors(overrides, world_size, kind=Step):
     with fake_world(world_size, like_cuda=False), tracking(like_cuda=False) as tracker:
-        return run_step(tracker, overrides, world_size)[1:]
+        return run_step(kind, tracker, overrides, world_size)[1:]
 
 
-def with_real_tensors(overrides, world_size):
+def with_real_tensors(overrides, world_size, kind=Step):
     """The tracker's peak, and bounds on that of PyTorch's CPU allocator, which the tracker knows
     nothing of: what was alive before, and what the profiler saw allocated and freed since."""
     with tracking(like_cuda=False) as tracker:
-        step, tracked, _ = run_step(tracker, overrides, world_size)
+        step, tracked, _ = run_step(kind, tracker, overrides, world_size)
         before = sum(tracker.current.values())
     return tracked, [before + bytes for bytes in allocated_peak(step)]
 
@@ -143,8 +143,7 @@ def test_the_hosts_memory_needs_no_step_to_be_predicted(world_size, overrides):
     host = host_memory(config, shape(config))
     assert plan.host_bytes == host.inputs > 0
     assert plan.for_programs()["host_memory_gib"] == plan.host_bytes / GIB
-    state = plan.parts["parameters"] + plan.parts["optimizer"]
-    assert host.copy == pytest.approx(state, rel=0.02)
+    assert host.copy == pytest.approx(plan.parts["parameters"] + plan.parts["optimizer"], rel=0.02)
 
 
 def test_bytes_of_the_noise_that_is_kept():

@@ -51,6 +51,7 @@ def test_keys_of_the_json(tmp_path, planned, monkeypatch):
     command = arguments(tmp_path / "out", tmp_path / "data")
     plan.main([*command, "--world_size=2", "--json=~/plan.json", "--no_memory"])
     assert json.loads((tmp_path / "plan.json").read_text()) == content
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_number_of_records_that_is_private_is_not_told(tmp_path, capsys):
@@ -85,8 +86,7 @@ def test_hazard_38_target_is_not_overshot(planned, accountant, target):
 
 
 def test_an_account_is_left_by_steps_alone(tmp_path, planned, capsys):
-    """A plan may run as often as one likes: only a step fixes the terms, which cannot be known
-    without `privacy.json`."""
+    """A plan may run often: only a step fixes the terms, which need `privacy.json` to be known."""
     planned("--privacy.delta=1e-3")
     planned("--privacy.delta=1e-4")
     steps = tmp_path / "out" / "steps_executed.log"
@@ -207,6 +207,5 @@ def test_steps_that_a_crash_lost_are_said_with_what_keeps_the_target(tmp_path, c
     plan.main(command)
     said = capsys.readouterr().err
     assert "counted as 2: a release will state epsilon = " in said
-    stated = float(re.search(r"will state epsilon = ([0-9.]+)", said)[1])
-    assert stated > 8
+    assert float(re.search(r"will state epsilon = ([0-9.]+)", said)[1]) > 8
     assert "above privacy.target_epsilon = 8; to keep that: fewer training.steps and" in said

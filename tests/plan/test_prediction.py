@@ -15,7 +15,6 @@ from torchtitan_dp.plan.fake_step import fake_world
 from torchtitan_dp.plan.memory import GIB, LONGEST
 from torchtitan_dp.plan.prediction import Model, line, longest, peaks_of, stretches_of, two_lengths
 
-KEEP = "--parallelism.keep_weights_gathered"
 LENGTHS = (8192, 16384, 65536)  # the first two are those of the line
 
 
@@ -49,7 +48,7 @@ def peak_at_any_time(overrides):
         return [max(model.stretches(2048).values()) for _ in range(2)]
 
 
-@pytest.mark.parametrize("overrides", [(), (KEEP,)])
+@pytest.mark.parametrize("overrides", [(), ("--parallelism.keep_weights_gathered",)])
 def test_the_first_microbatch_takes_what_any_other_takes(overrides):
     first, second = forks.call(peak_at_any_time, small(*overrides))
     assert first == pytest.approx(second, abs=4096)  # of nearly 90 MB

@@ -94,8 +94,7 @@ def seconds(*overrides, degrees=(1, 1, 1), microbatches=1.0, machine=ONES):
 
 def test_a_step_is_its_microbatches_and_one_update():
     one, four = (seconds(microbatches=count) for count in (1, 4))
-    trained = 2 * BLOCK + OUTPUT
-    assert one.parts["update"] == pytest.approx(40 * trained / 1e9)
+    assert one.parts["update"] == pytest.approx(40 * (2 * BLOCK + OUTPUT) / 1e9)
     assert four.total - one.total == pytest.approx(3 * one.microbatch)
     assert one.total == pytest.approx(one.microbatch + one.parts["update"])
     assert one.hours(7200) == pytest.approx(2 * one.total)
@@ -144,12 +143,10 @@ def test_a_collective_that_leaves_a_node_takes_the_slower_link(ranks, stride, in
 
 def test_bytes_are_those_that_were_counted():
     """Elementwise kernels, copies and the loss head: within a quarter for Llamas."""
-    rows = json.loads((ROOT / "docs/benchmarks/counts.json").read_text())["counts"]
-    for row in rows:
+    for row in json.loads((ROOT / "docs/benchmarks/counts.json").read_text())["counts"]:
         if row["method"] != "microbatch" or row["seq_len"] != 65536:
             continue
-        case = counts.Case(row["model"], "microbatch", 1, 4)
-        config = load_config(case.arguments(65536), 4)
+        config = load_config(counts.Case(row["model"], "microbatch", 1, 4).arguments(65536), 4)
         found = step_seconds(config, shape(config), ONES, 1).parts["memory"] * ONES.memory
         by_part = row["bytes_by_part"]
         names = ("elementwise, norms, RoPE", "copies", "loss head", "norm", "clip and add")

@@ -1,7 +1,5 @@
-"""Accounting: right numbers, bounds that never flatter, and targets that are never overshot.
-
-Each accountant against its own library, called directly, and all against each other (row 37).
-"""
+"""Accounting: right numbers, bounds that never flatter, targets that are never overshot; of each
+accountant by its own library, called directly, and all against each other (row 37)."""
 
 import contextlib
 import logging
@@ -158,8 +156,7 @@ TARGETS = [
 def test_hazard_38_sigma_never_overshoots_the_target(target, q, steps, accountant):
     query = {"sample_rate": q, "steps": steps, "delta": 1e-6, "accountant": accountant}
     sigma = noise_multiplier(target_epsilon=target, **query)
-    spent = epsilon(noise_multiplier=sigma, **query)
-    assert 0.999 * target <= spent <= target
+    assert 0.999 * target <= epsilon(noise_multiplier=sigma, **query) <= target
 
 
 def test_no_steps_need_no_noise():

@@ -1,8 +1,5 @@
-"""Random allocation: each unit in exactly one step of a round, and an epsilon that is a bound.
-
-Held against bounds that do not know PLD_accounting: an event in closed form, and a Monte Carlo of
-the dominating pair. Row 74 of the hazards.
-"""
+"""Random allocation (row 74): each unit in exactly one step of a round, and an epsilon that is a
+bound: held against a closed form and a Monte Carlo of the dominating pair, not PLD_accounting."""
 
 import functools
 import hashlib
@@ -90,10 +87,8 @@ def coarse(monkeypatch):
 
 
 def least_delta(sigma: float, t: int, rounds: int, epsilon: float) -> float:
-    """A lower bound on delta(epsilon): the event that some step's output exceeds c, at the best c.
-
-    Of N(e_i, sigma^2) in each round, i uniform, against N(0, sigma^2); in closed form.
-    """
+    """A lower bound on delta(epsilon), in closed form: that some step's output exceeds c, at the
+    best c, of N(e_i, sigma^2) in each round, i uniform, against N(0, sigma^2)."""
     c = np.linspace(-5 * sigma, 1 + 12 * sigma, 4_000)
     below_with = rounds * (log_ndtr((c - 1) / sigma) + (t - 1) * log_ndtr(c / sigma))
     below_without = rounds * t * log_ndtr(c / sigma)
@@ -170,12 +165,10 @@ def test_rounds_compose_with_poisson_sampled_steps():
 
 
 def test_an_event_of_rounds_is_none_of_poisson_sampling():
-    event = dp_event(composition([Segment(of(1.0, 10), 25)]))
-    (rounds,) = event["events"]
+    (rounds,) = dp_event(composition([Segment(of(1.0, 10), 25)]))["events"]
     assert rounds["count"] == 3
     assert rounds["event"]["class_name"] == "UnsupportedDpEvent"
-    accountant = PLDAccountant()
-    assert not accountant.supports(dp_accounting.UnsupportedDpEvent())
+    assert not PLDAccountant().supports(dp_accounting.UnsupportedDpEvent())
 
 
 def test_what_epsilon_means_bounds_the_best_attack_on_a_round():
@@ -184,8 +177,7 @@ def test_what_epsilon_means_bounds_the_best_attack_on_a_round():
     found = meaning([Segment(of(sigma, t), t)], 1e-5)
     threshold = np.quantile(-losses(sigma, t, 1, add=True), 0.99)
     detected = (losses(sigma, t, 1, add=False) > threshold).mean()
-    bounds = dict(found.detected)
-    assert detected - 0.005 <= bounds[0.01] < 1.4 * detected
+    assert detected - 0.005 <= dict(found.detected)[0.01] < 1.4 * detected
 
 
 # --- Terms. ---------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Correlated noise: its covariance, what an attacker of a whole chain learns, chains and groups.
-
-Rows 58, 62 and 63 of the hazards; row 64, equal noise on every mesh, is in tests/hazards.
-"""
+Rows 58, 62 and 63; row 64, equal noise on every mesh, is in tests/hazards."""
 
 import itertools
 import math
@@ -141,8 +139,7 @@ def test_row63_the_best_attack_on_draws_over_a_crash_proves_what_is_stated(sigma
     epsilons = np.array([0.0, 0.3, 0.6, 1.0])
     found, spread = deltas(sigma, epsilons)
     step = dp_accounting.PoissonSampledDpEvent(0.5, dp_accounting.GaussianDpEvent(SIGMA))
-    relation = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
-    accountant = PLDAccountant(relation, 1e-4)
+    accountant = PLDAccountant(dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE, 1e-4)
     accountant.compose(dp_accounting.SelfComposedDpEvent(step, 4))
     excess = (found - [accountant.get_delta(e) for e in epsilons]) / spread
     assert (np.abs(excess) < 5).all() if sigma == SIGMA else (excess > 5).any(), excess
@@ -153,8 +150,7 @@ def test_row62_a_chain_after_a_load_has_new_noise():
     second = chain(of(4), 6, RootKey.from_os(), first=7)
     across = np.corrcoef(np.concatenate([first, second]))[:6, 6:]
     assert np.abs(across).max() < 5 / math.sqrt(POSITIONS)
-    inside = np.corrcoef(first)
-    assert np.abs(inside[0, 1]) > 0.3
+    assert np.abs(np.corrcoef(first)[0, 1]) > 0.3
 
 
 def test_one_band_is_independent_noise():

@@ -99,10 +99,8 @@ def test_row13_no_gradient_is_added_with_more_than_C(period, clip_function):
 
 
 def test_row13_any_order_of_summation_keeps_the_bound():
-    """n non-negative terms lose at most a share n u, whatever the device's order: half in a norm.
-
-    Then a square root, the factor and the product round once each.
-    """
+    """n non-negative terms lose at most a share n u, in any order: half in a norm; then a square
+    root, the factor and the product round once each."""
     u = 2.0**-24
     worst = clipping._ROW * u / 2 + 4 * u
     assert worst < 0.8 * (1 - clipping._SAFETY)
@@ -190,8 +188,7 @@ def test_row02_a_sample_that_is_large_in_every_layer_counts_at_most_C(layers, cl
     privacy = Privacy(max_grad_norm=C, clipping="per_layer", clip_function=clip_function)
     policy = clip_policy([f"{layer}.weight" for layer in range(layers)], privacy)
     squares_GB = torch.logspace(2, 12, layers, dtype=torch.float64)[:, None] * C**2
-    valid_B = torch.ones(1, dtype=torch.bool)
-    clipped = policy.clip(squares_GB, valid_B)
+    clipped = policy.clip(squares_GB, torch.ones(1, dtype=torch.bool))
     added = (clipped.factor_B.double() * squares_GB.sqrt()).norm().item()
     assert 0.99 * C < added <= C
     whole = clipped.over_groups()

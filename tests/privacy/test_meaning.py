@@ -39,11 +39,7 @@ def claim(name: str) -> Meaning:
 
 
 def check(claimed: Meaning, roc: Roc, delta: float, slack: float = 1e-7) -> None:
-    """Never below the truth in either direction, and close to it.
-
-    Args:
-        slack: what the independent computation may be off by, relative.
-    """
+    """Never below the truth, known to a share of `slack`, in either direction, and close to it."""
     directions = (roc, roc.reversed())
     for alarms, at_most in claimed.detected:
         best = max(float(one.detected(alarms)) for one in directions)

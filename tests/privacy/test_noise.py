@@ -50,7 +50,6 @@ def secure_threefry(
 
 
 both = pytest.mark.parametrize("draw", [philox, threefry])
-both_secure = pytest.mark.parametrize("draw", [secure_philox, secure_threefry])
 every = pytest.mark.parametrize("draw", [philox, threefry, secure_philox, secure_threefry])
 either = pytest.mark.parametrize(
     "add", [noise.add_gaussian_noise_, noise.add_secure_gaussian_noise_]
@@ -157,8 +156,7 @@ def test_threefry_normal_at_the_extreme_words(monkeypatch):
         value = np.sqrt(2 * minus_log) * np.sin(np.pi / 2 * ((w2 % 2**31) + 0.5) / 2**31)
         return -value if w2 < 0 else value
 
-    expected = [exact(*map(int, row)) for row in words]
-    np.testing.assert_allclose(values.numpy(), expected, rtol=1e-6)
+    np.testing.assert_allclose(values.numpy(), [exact(*map(int, row)) for row in words], rtol=1e-6)
     assert values[1] > 9.4
     assert values[0] < -9.4
     assert torch.isfinite(values).all()
@@ -172,8 +170,7 @@ def test_threefry_normal_at_the_extreme_words(monkeypatch):
 @pytest.mark.parametrize("cuts", [[1], [noise.BLOCK], [7, 8, noise.BLOCK - 1, noise.BLOCK + 333]])
 def test_shards_fit_together_bit_by_bit(draw, cuts):
     whole = draw(KEY, "w", 0, SIZE)
-    edges = [0, *cuts, SIZE]
-    parts = [draw(KEY, "w", a, b - a) for a, b in itertools.pairwise(edges)]
+    parts = [draw(KEY, "w", a, b - a) for a, b in itertools.pairwise([0, *cuts, SIZE])]
     assert torch.equal(torch.cat(parts), whole)
 
 
@@ -265,8 +262,7 @@ def test_every_bit_of_key_name_and_position_changes_the_stream(draw):
     expected += 256
     for bit in range(8 * len("weight")):
         if bit % 8 != 7:  # stays ASCII
-            name = flip(b"weight", bit).decode()
-            seen.add(draw(KEY, name, 0, 4).numpy().tobytes())
+            seen.add(draw(KEY, flip(b"weight", bit).decode(), 0, 4).numpy().tobytes())
             expected += 1
     for bit in range(45):
         seen.add(draw(KEY, "weight", 1 << bit, 4).numpy().tobytes())
@@ -288,8 +284,7 @@ def test_all_128_bits_reach_both_generators(monkeypatch):
 def test_row39_the_generators_keys_are_128_bits_of_hmac():
     """A shorter key, stretched, would pass every test that flips bits of the step's."""
     for generator in ("philox4x64", "threefry4x32"):
-        message = f"{generator}/w".encode()
-        expected = hmac.new(KEY, message, hashlib.sha256).digest()[:16]
+        expected = hmac.new(KEY, f"{generator}/w".encode(), hashlib.sha256).digest()[:16]
         assert noise.cipher_key(KEY, generator, "w") == expected
     words = noise.threefry_key(KEY, "w", "cpu")
     assert words.shape == (4,)
@@ -346,8 +341,7 @@ def test_cuda_equals_the_cipher_on_cpu():
     on_cpu = threefry(KEY, "w", 2**32 - 5, 100_001)
     on_cuda = noise.standard_normal(KEY, "w", 2**32 - 5, 100_001, "cuda")
     torch.testing.assert_close(on_cuda.cpu(), on_cpu, rtol=1e-5, atol=1e-6)
-    part = noise.standard_normal(KEY, "w", 2**32 + 2, 999, "cuda")
-    assert torch.equal(part, on_cuda[7:1_006])
+    assert torch.equal(noise.standard_normal(KEY, "w", 2**32 + 2, 999, "cuda"), on_cuda[7:1_006])
     on_cpu, secure = secure_threefry(KEY, "w", 2**32 - 5, 100_001), torch.zeros(100_001).cuda()
     noise.add_secure_gaussian_noise_(secure, std=1.0, key=KEY, name="w", start=2**32 - 5)
     torch.testing.assert_close(secure.cpu(), on_cpu, rtol=0, atol=noise.grid(1.0))
@@ -355,10 +349,8 @@ def test_cuda_equals_the_cipher_on_cpu():
 
 @either
 def test_a_chunk_waits_for_no_copy_from_the_host(add, monkeypatch):
-    """A number that becomes a tensor on a device is copied there, and the host waits for it: no
-    operation shows that, so it is asked where such tensors are made. "meta" is a device that holds
-    nothing.
-    """
+    """A number that becomes a tensor on a device is copied there, and the host waits: no operation
+    shows it, so it is asked where tensors are made, on "meta", a device that holds nothing."""
     monkeypatch.setattr(noise, "_CHUNK", 100)
     flat = torch.zeros(700, device="meta")
     copied = []
@@ -374,7 +366,7 @@ def test_a_chunk_waits_for_no_copy_from_the_host(add, monkeypatch):
 # --- secure noise: four draws, one grid -----------------------------------------------------------
 
 
-@both_secure
+@pytest.mark.parametrize("draw", [secure_philox, secure_threefry])
 @pytest.mark.parametrize("value", [0.0, 1e-7, 0.1, -4.0])
 def test_what_comes_out_lies_on_the_grid_whatever_was_there(draw, value):
     """fp32's own grid would be finer near 0: its low bits would tell of the value."""

@@ -16,8 +16,7 @@ KEYS = [i.to_bytes(32, "little") for i in range(2000)]
 
 
 def test_row66_a_unit_moves_the_mean_by_the_clip_over_n_at_most_whatever_its_loss_is():
-    """With one key the noise is the same, so that a difference is that of the means, but for the
-    rounding of both to the grid."""
+    """With one key the noise is the same: differences are those of the means, but for rounding."""
     terms, others = {"noise_multiplier": 2**-6, "clip": 4.0, "key": KEYS[0]}, np.linspace(0, 9, 49)
     found = [noised_mean(np.append(others, x), **terms) for x in HOSTILE]
     assert max(found) - min(found) == pytest.approx(4.0 / 50, abs=2**-6 * 4.0 / 50 * 2**-17)

@@ -69,8 +69,7 @@ def test_sizes_are_binomial_and_units_alike(population, rate, secure, request):
     law = stats.binom(population, rate)
     edges = np.unique(law.ppf(np.linspace(0.02, 0.98, 12)))
     sizes, _ = np.histogram([len(draw) for draw in draws], [-1, *(edges + 0.5), population + 1])
-    expected = steps * np.diff(law.cdf([-1, *edges, population]))
-    assert stats.chisquare(sizes, expected).pvalue > 1e-4
+    assert stats.chisquare(sizes, steps * np.diff(law.cdf([-1, *edges, population]))).pvalue > 1e-4
     found = np.bincount(np.concatenate(draws), minlength=population)
     statistic = ((found - steps * rate) ** 2 / (steps * rate * (1 - rate))).sum()
     assert 1e-4 < stats.chi2(population).sf(statistic) < 1 - 1e-4
@@ -146,8 +145,7 @@ def test_dealing_covers_each_drawn_record_once(ranks, batch_size):
 
 def test_words_are_shake_256_of_key_purpose_and_position():
     domain = key(0) + b"\x04coin" + (7).to_bytes(16, "little")
-    expected = hashlib.shake_256(domain).digest(24)
-    assert uint64s(key(0), "coin", 7, 3).tobytes() == expected
+    assert uint64s(key(0), "coin", 7, 3).tobytes() == hashlib.shake_256(domain).digest(24)
     others = {
         uint64s(key(k), purpose, position, 1).item()
         for k in (0, 1)
@@ -185,8 +183,8 @@ def test_a_large_population_is_the_same_whole_and_in_chunks(monkeypatch):
 
 def test_choices_have_their_laws(no_other_generator):
     each = [choices(key(1), position, secure=True) for position in range(6_000)]
-    places = np.array([one.random(3) for one in each])
-    assert stats.kstest(places.ravel(), "uniform").pvalue > 1e-4
+    places = np.concatenate([one.random(3) for one in each])
+    assert stats.kstest(places, "uniform").pvalue > 1e-4
     numbers = np.bincount([one.integers(7) for one in each], minlength=7)
     assert stats.chisquare(numbers).pvalue > 1e-4
     picks = np.array([one.choice(5, size=2, replace=False) for one in each])
@@ -237,8 +235,7 @@ def test_projections_of_units_and_layers_are_independent(no_other_generator):
     factors = [Products(left, torch.zeros(3, 5, 6))]
     drawn = [norms._draw(name, "tail", factors, 400) for name in ("a", "b")]
     rows = torch.cat(drawn).flatten(1)
-    correlation = torch.corrcoef(rows) - torch.eye(6)
-    assert correlation.abs().max() < 5 / 400**0.5 / 8**0.5
+    assert (torch.corrcoef(rows) - torch.eye(6)).abs().max() < 5 / 400**0.5 / 8**0.5
     assert rows.var().item() == pytest.approx(1 / 8, rel=0.05)
     norms.start_step(key(3))
     norms.start_microbatch([9])

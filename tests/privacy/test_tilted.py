@@ -21,8 +21,7 @@ SMALL = [(4e-5, 0.614, 100_000), (1e-3, 0.6, 10_000), (0.0141, 0.4463, 30)]
 
 
 def outputs(sigma, q, k, cells=6_000):
-    """Return P and Q of cells of a step's output. The cell is a function of the output, so its
-    divergence is a lower bound."""
+    """P and Q of cells of a step's output, which it decides: their divergence is a lower bound."""
     shares, weights = ([1.0], [1.0]) if k is None else (ratios(k).values, ratios(k).probabilities)
     x = np.linspace(-11 * sigma, shares[-1] + 11 * sigma, cells + 1)
 
@@ -56,8 +55,7 @@ def sampled_delta(parts, epsilon, present, trials=4_000, seed=0):
     for p, loss, steps in steps_of_losses:
         weights = p * np.exp(tilt * (loss - loss.max()))
         log_sum = math.log(weights.sum()) + tilt * loss.max()
-        counts = rng.multinomial(steps, weights / weights.sum(), size=trials)
-        total += counts @ loss
+        total += rng.multinomial(steps, weights / weights.sum(), size=trials) @ loss
         log_ratio += steps * log_sum
     log_ratio -= tilt * total
     each = np.where(
@@ -83,8 +81,7 @@ def test_row81_no_epsilon_is_below_an_independent_certificate(q, sigma, steps, d
 def test_row81_nor_where_unlike_segments_and_estimated_norms_compose(delta):
     parts = [((1.0, 0.01, 600), None), ((1.4, 0.02, 300), 32)]
     segments = tuple(gaussian_steps(*part, *([k] if k else [])) for part, k in parts)
-    found = pld.pld_epsilon(segments, delta)
-    mean, error = sampled_delta(parts, found, present=True)
+    mean, error = sampled_delta(parts, pld.pld_epsilon(segments, delta), present=True)
     assert mean - 4 * error <= delta
     assert mean + 4 * error >= 0.85 * delta
 
@@ -106,8 +103,7 @@ def test_row81_epsilon_is_smooth_in_delta_and_counted_by_pld(name):
     """It rises by a little more with each factor of ten, as a tail's quantile does, and never
     jumps: RDP in the place of PLD would by half."""
     segment = MECHANISMS[name]
-    found = [compose([segment], delta=delta, accountant="pld") for delta in DELTAS]
-    rises = np.diff(found)
+    rises = np.diff([compose([segment], delta=delta, accountant="pld") for delta in DELTAS])
     assert (rises > 0).all()
     assert (np.abs(np.diff(rises)) < 0.35 * rises.max()).all()
     for delta in (DELTAS[0], DELTAS[-1]):

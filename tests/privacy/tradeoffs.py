@@ -61,8 +61,7 @@ def _added(
     """The mass of all steps' losses from the least up, with the unit present or absent."""
     transform = np.ones(points // 2 + 1, dtype=complex)
     for sigma, q, steps in parts:
-        one = _one_step(sigma, q, interval, points, present)
-        transform = transform * fft.rfft(one) ** steps
+        transform = transform * fft.rfft(_one_step(sigma, q, interval, points, present)) ** steps
     return np.clip(fft.fftshift(fft.irfft(transform, points)), 0, None)
 
 

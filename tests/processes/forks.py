@@ -58,10 +58,7 @@ class Process:
     """A process that the server forked: what `subprocess.Popen` offers, and a connection to it."""
 
     def __init__(self, job: Callable[..., None], *arguments: Any) -> None:
-        """
-        Args:
-            job: a module's function of the connection and `arguments`, all of which are pickled.
-        """
+        """`job`: a module's function of the connection and `arguments`, all of them pickled."""
         need()
         try:
             self.connection: Connection[Any, Any] = Client(address())
@@ -177,13 +174,8 @@ def without_help() -> None:
 
 
 def serve(listener: Listener, modules: tuple[str, ...] = OURS) -> None:
-    """Fork a process for each job that is asked for; returns in such a process, its job done.
-
-    Each has a second one that waits for its end and reports it.
-
-    Args:
-        modules: imported before the first fork.
-    """
+    """Import `modules`, and fork a process for each job that is asked for, with a second one that
+    waits for its end and reports it; returns in such a process, its job done."""
     die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
     while True:
@@ -229,9 +221,7 @@ def die_with_parent() -> None:
 @contextlib.contextmanager
 def forked_server(folder: str) -> Iterator[None]:
     """Offer this process, which has run nothing yet, as the server: a fork of it waits for jobs.
-
-    Leaves the context by SystemExit in the processes that the server forks.
-    """
+    Leaves the context by SystemExit in the processes that the server forks."""
     path = f"{folder}/forks"
     listener = Listener(path, "AF_UNIX")
     child = os.fork()

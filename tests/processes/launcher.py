@@ -32,11 +32,7 @@ def launch(
     environment: dict[str, str],
     log: str,
 ) -> None:
-    """Start the ranks, tell their process ids, and watch them to the end.
-
-    Args:
-        program: ("-m", module with a `main`) or (file,).
-    """
+    """Start the ranks, `("-m", module)` or `(file,)`; tell their ids, and watch them to the end."""
     os.environ.clear()
     os.environ.update(environment, TORCHTITAN_DP_LAUNCHER_PID=str(os.getpid()))
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

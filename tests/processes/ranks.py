@@ -23,8 +23,6 @@ import torch.distributed as dist
 from tests.processes import forks, late
 
 TIMEOUT_S = 400  # less than a test has, more than a compilation on a busy machine takes
-ASLEEP_LIMIT_S = 60.0
-_ROUNDS = 3
 _pools: dict[int, "_Pool"] = {}
 
 
@@ -131,8 +129,8 @@ def let_go() -> None:
     tensors wait for that. While this thread sleeps, those that need the interpreter to free a
     tensor can have it.
     """
-    deadline = time.monotonic() + ASLEEP_LIMIT_S
-    for _ in range(_ROUNDS):
+    deadline = time.monotonic() + 60
+    for _ in range(3):
         awake = _others()
         while awake:
             assert time.monotonic() < deadline, f"{len(awake)} threads never sleep"

@@ -111,8 +111,7 @@ class Run:
         """Poll until the condition holds; a run that ends before, or is too slow, is a failure."""
         deadline = time.monotonic() + TIMEOUT_S
         while not condition():
-            ended = self.process.poll() is not None
-            if (ended and not condition()) or time.monotonic() > deadline:
+            if (self.process.poll() is not None and not condition()) or time.monotonic() > deadline:
                 self.end()
                 raise AssertionError(f"{what} did not happen:\n{self.output()}")
             time.sleep(0.02)

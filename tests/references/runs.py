@@ -112,10 +112,8 @@ def mechanism_of(kind: str, sigma: float, rate: float, *more: int) -> Mechanism:
 
 
 def machine() -> str:
-    """The CPU and the packages, as far as the last bit of a result depends on them.
-
-    Matrix products and FFTs choose kernels by the CPU's model, not by AVX-512 alone.
-    """
+    """The CPU and the packages, as far as the last bit of a result depends on them: matrix products
+    and FFTs choose kernels by the CPU's model, not by AVX-512 alone."""
     known = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     cpu = "-".join(re.findall(r"(?:vendor_id|cpu family|model)\s+: (.*)", known)[:3])
     packages = {"torch": torch, "numpy": numpy, "scipy": scipy}

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import torchtitan_dp.ledger.schema as templates_module
+import torchtitan_dp.privacy.meaning as templates_module
 import torchtitan_dp.release.__main__ as release_module
 from tests.accounts import begun, edit, ended, publish
 from tests.build import config as small_config
@@ -53,8 +53,7 @@ FILES = [
 def finished(tmp_path_factory):
     """A private run of 4 steps at cp 2; not to be changed."""
     place = tmp_path_factory.mktemp("SecretPlace")
-    data = write_records(place / "SecretData")
-    overrides = arguments(place / "SecretRun", data, *with_sigma(1))
+    overrides = arguments(place / "SecretRun", write_records(place / "SecretData"), *with_sigma(1))
     train([*overrides, "--parallelism.context_parallel_degree=2"], log=place / "log")
     return place / "SecretRun"
 
@@ -133,8 +132,7 @@ def test_the_card_and_the_terms_say_what_was_spent(released, finished):
     assert terms == {key: spent[key] for key in terms if key in spent} | only_there
     card = (released / "README.md").read_text()
     assert card.startswith("---\n# license: ")
-    epsilon = rounded_up(spent["epsilon_executed"])
-    assert f"with ε = {epsilon} and δ = 0.001 |" in card
+    assert f"with ε = {rounded_up(spent['epsilon_executed'])} and δ = 0.001 |" in card
     for part in (
         *("one record (one file)", "`zero_out`", "`rdp`: Opacus' Renyi accountant"),
         *("Choice among runs", "| steps lost in crashes | none |", "| program | torchtitan_dp "),
@@ -216,20 +214,20 @@ def test_a_run_that_stopped_early_claims_what_was_planned(run, made):
     assert meanings[0]["posterior_from_half"] < meanings[1]["posterior_from_half"]
 
 
-def test_older_weights_claim_what_was_begun_and_what_they_still_planned(run, made):
+def test_older_weights_claim_what_was_begun_and_what_they_still_planned(run, made, capfd):
     """The newest checkpoint was lost: going on from the one before takes its steps again."""
     (run / "checkpoint" / "step-4").unlink()
     terms, card = made()
     assert (terms["steps"], terms["planned_steps"], terms["steps_executed"]) == (2, 4, 4)
     assert sum(event["count"] for event in terms["dp_event"]["events"]) == 6
     assert terms["epsilon"] > terms["epsilon_executed"]
+    assert "of planned steps, of which 2 of 4 made these weights" in capfd.readouterr().err
     covers = "the 2 steps of these weights, 2 for steps that crashes lost, 2 that were planned"
     assert f"| ε covers | {covers} and not taken |" in card
 
 
 def test_a_release_brings_its_ledger_along_as_initial_weights(released):
-    history = with_initial(History(), small_config(), str(released))
-    (ancestor,) = history.ancestors
+    (ancestor,) = with_initial(History(), small_config(), str(released)).ancestors
     assert ancestor.run == privacy(released)["run"]
     assert sum(segment.steps for segment in ancestor.spent()) == 4
 
@@ -263,8 +261,7 @@ def test_given_weights_are_told_though_the_last_start_did_not_name_them(card, ca
     """A start that resumes loads no initial weights: its configuration may have lost them."""
     assert "random weights" in card()
     assert "random weights" not in card(terms={"caveats": [caveat]})
-    said = "The weights that training started from were given."
-    assert said in card(terms={"caveats": [caveat]})
+    assert "The weights that training started from were given." in card(terms={"caveats": [caveat]})
 
 
 def test_rounding_is_never_down():
@@ -279,8 +276,7 @@ def test_no_claim_of_a_card_is_rounded_in_its_own_favour(card, released):
     sigma, q = 0.45812367, 0.12345612
     terms = {"delta": 1.2345649e-6, "max_grad_norm": 0.12345678, "sample_rate": q}
     terms = privacy(released) | terms | {"noise_multiplier": sigma}
-    settings = Settings.from_fields(terms)
-    terms["ancestors"] = [Ancestor("before", settings, 2, 2, 0).fields()]
+    terms["ancestors"] = [Ancestor("before", Settings.from_fields(terms), 2, 2, 0).fields()]
     found = card(terms=terms)
     assert found.count("1.2345649e-06") == 2
     assert "1.23456e-06" not in found

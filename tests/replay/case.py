@@ -73,12 +73,8 @@ class Side:
 
 
 def differences(case: Case, root: Path, *, fault: str | None = None) -> list[str]:
-    """Run `case` on both neighbours; each difference that is not allowed, in a line.
-
-    Args:
-        root: an empty folder for both.
-        fault: a name of `faults.FAULTS` to plant in both runs.
-    """
+    """Run `case` on both neighbours below the empty `root`, with the `fault` of `faults.FAULTS` in
+    both; each difference that is not allowed, in a line."""
     tape = root / "tape"
     tape.mkdir()
     first = _run(case, root / _NAMES[0], tape, changed=True, fault=fault)

@@ -197,10 +197,8 @@ def _replay_losses(tape: Path, seen: Seen) -> None:
 
 
 def _fix_randomness(number: int) -> None:
-    """Draw the same keys and names on both sides; `privacy.debug_seed` would forbid a release.
-
-    All jobs have the same keys: a step that is taken again has its noise again.
-    """
+    """Draw the same keys and names on both sides, and in all jobs: a step that is taken again has
+    its noise again. `privacy.debug_seed` would forbid a release."""
     names = itertools.count()
     secrets.token_bytes = lambda size=32: hashlib.shake_256(b"replay").digest(size)
 

@@ -1,7 +1,5 @@
-"""Faults of the reviews' history, planted: a replay flags each of them without being shown where.
-
-It misses those that are equal on both sides: less noise, or a key that is used twice.
-"""
+"""Faults of the reviews' history, planted: a replay flags each of them without being shown where,
+but for those that are equal on both sides: less noise, or a key that is used twice."""
 
 import pytest
 

@@ -92,8 +92,7 @@ def test_the_owners_page_is_one_file_with_labels(run):
 
 
 def test_text_of_the_user_is_escaped(tmp_path):
-    name = "<script>alert(1)<_script>"
-    folder = tmp_path / name
+    folder = tmp_path / "<script>alert(1)<_script>"
     folder.mkdir()
     text = "<script>alert(2)</script>"
     write_config(small_config("--job.dump_folder", str(folder), f"--job.description={text}"))

@@ -1,7 +1,5 @@
-"""Faults of a machine or of the code that selfcheck must see, to be put in on every rank.
-
-Each is a context manager that a rank enters; what it patches is looked up when it is called.
-"""
+"""Faults of a machine or of the code that selfcheck must see: context managers that every rank
+enters; what one patches is looked up when it is called."""
 
 import contextlib
 import dataclasses

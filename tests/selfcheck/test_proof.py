@@ -27,7 +27,6 @@ from torchtitan_dp.selfcheck import proof
 ONE, CP, FOUR = (1, 1, 1), (1, 1, 2), (1, 2, 2)
 HOW = ("--activation_checkpoint.mode=full", "--training.loss_chunk_tokens=100")
 SIX = ("llama", "gemma2", "gemma3", "gpt_oss", "phi3, longrope", "granite")
-QWEN_MOE = "qwen2_moe, whose window only the mask has"
 
 
 def _trainer(degrees, name, overrides, lora=None, changes=None):
@@ -134,7 +133,7 @@ FAULTS = {  # of the review's table: what stands in the place of a remedy, and f
     ),
     "the window of a mask": (
         (attention, "band", lambda *_, **__: attention.Band(None)),
-        (QWEN_MOE, "mistral"),
+        ("qwen2_moe, whose window only the mask has", "mistral"),
     ),
     "the sample's length, not this rank's": (
         (causal_lm, "set_length", lambda *_: None),

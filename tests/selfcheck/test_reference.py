@@ -49,6 +49,5 @@ def test_its_groups_are_those_of_the_configuration(clipping):
     found: dict[str, list[str]] = {}
     for name in names:
         found.setdefault(group_of(name), []).append(name)
-    privacy = Privacy(clipping=clipping)
-    expected = clip_policy(names, privacy).members
+    expected = clip_policy(names, Privacy(clipping=clipping)).members
     assert {tuple(group) for group in found.values()} == set(expected)

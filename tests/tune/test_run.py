@@ -15,8 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_search_spends_by_the_ledger_what_it_announced(tmp_path):
-    """Two trials of different batches and steps; the same command again runs none; a further run
-    composes with them."""
+    """Two trials that differ in steps; again, it runs none; a further run composes with them."""
     forks.need()
     basics = arguments(
         tmp_path / "out",

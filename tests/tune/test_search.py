@@ -34,8 +34,7 @@ A_TRIAL = "is a trial of a search, or began with the weights of one"
 
 
 class Trainer:
-    """Stands in for the launcher: the files of a run, whose losses after its last step are given
-    by trial."""
+    """Stands in for the launcher: the files of a run, whose last losses are given by trial."""
 
     def __init__(self, **losses: float) -> None:
         self.losses, self.started = losses, []
@@ -322,8 +321,7 @@ def test_a_trial_is_not_released_as_if_nothing_had_chosen_it(done, tmp_path):
     for folder in (trial, link, tmp_path / "best"):
         with pytest.raises(ValueError, match=A_TRIAL):
             claims(str(folder), "step-2", read_published(str(folder)))
-    content = json.loads((trial / "privacy.json").read_text())
-    assert TRIAL in content["caveats"]
+    assert TRIAL in json.loads((trial / "privacy.json").read_text())["caveats"]
     config, weights = load_config(arguments("next", "data"), 1), tmp_path / "hf"
     export(read_published(str(trial)), weights)
     terms = read_published(str(trial)).settings

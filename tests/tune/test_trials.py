@@ -41,15 +41,12 @@ TRIALS = {
     [("two alike", 0.5), ("nine alike", 8.0), *((name, 4.0) for name in [*TRIALS][2:])],
 )
 def test_all_trials_together_spend_the_target_and_each_the_same(name, target):
-    ledgers = [planned(*trial) for trial in TRIALS[name]]
-    each, multipliers = split(ledgers, target)
+    each, multipliers = split([planned(*trial) for trial in TRIALS[name]], target)
     kinds = [kind.with_noise(s) for (kind, _), s in zip(TRIALS[name], multipliers, strict=True)]
     alone = [Segment(kind, steps) for kind, (_, steps) in zip(kinds, TRIALS[name], strict=True)]
-    together = accounting.compose(alone, delta=DELTA, accountant="pld")
-    assert 0.99 * target <= together <= target
+    assert 0.99 * target <= accounting.compose(alone, delta=DELTA, accountant="pld") <= target
     for segment in alone:
-        spent = accounting.compose([segment], delta=DELTA, accountant="pld")
-        assert 0.99 * each <= spent <= each
+        assert 0.99 * each <= accounting.compose([segment], delta=DELTA, accountant="pld") <= each
 
 
 @pytest.mark.parametrize("trials", [2, 9])

@@ -15,8 +15,6 @@ from torchtitan_dp.base.process import Fault
 from torchtitan_dp.train import check, outlets
 from torchtitan_dp.train.outlets import SCALARS, PublicLines, TensorBoard, find, tag
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "watching.md"
-
 
 def test_the_public_ones_are_these_alone() -> None:
     public = {scalar.name for scalar in SCALARS if scalar.public}
@@ -36,7 +34,8 @@ def test_sections() -> None:
 
 def test_the_document_has_the_table() -> None:
     rows = [f"| `{s.name}` | {s.words} | {'yes' if s.public else 'no'} |" for s in SCALARS]
-    assert "\n".join(rows) in DOCUMENT.read_text(encoding="utf-8")
+    document = Path(__file__).parents[2] / "docs" / "watching.md"
+    assert "\n".join(rows) in document.read_text(encoding="utf-8")
 
 
 def opened(folder: Path, patch: pytest.MonkeyPatch, rank: int, private: bool, **keys: bool) -> Any:
@@ -90,8 +89,7 @@ def test_a_tracker_that_cannot_be_reached_gets_all_at_the_next_start(
         for step in (1, 2) if start == 0 else ():
             lines.log({"private_to_publish/lr": step / 8}, step)
         lines.send()
-    sent = tracker.return_value.log.call_args_list
-    assert [call.args[1] for call in sent] == [1, 2]  # once
+    assert [call.args[1] for call in tracker.return_value.log.call_args_list] == [1, 2]  # once
     assert tracker.call_args_list[0] == tracker.call_args_list[1]  # one time
     assert caplog.records[0].getMessage() == (
         "metrics.enable_wandb: not sent, after Fault: error: metrics.enable_wandb = true: no key; "

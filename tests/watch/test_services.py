@@ -1,8 +1,5 @@
-"""What the real W&B writes: public scalars, and nothing about records or the machine.
-
-It is not in CI's environment: it brings 20 packages. Run this where it is installed:
-`pip install -e '.[wandb]'`.
-"""
+"""What the real W&B writes: public scalars, and nothing about records or the machine. CI, for its
+20 packages, is without it: run this where it is installed (`pip install -e '.[wandb]'`)."""
 
 import getpass
 import json

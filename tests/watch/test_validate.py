@@ -142,8 +142,7 @@ def test_it_takes_the_first_microbatches_alike_on_all_ranks(tmp_path: Path) -> N
             validation=SimpleNamespace(steps=steps), training=SimpleNamespace(seq_len=8)
         )
         nothing: Any = None
-        positions = HeldOutValidator(one, settings, nothing, nothing)._positions()
-        found = dealt(one, Draw(positions))
+        found = dealt(one, Draw(HeldOutValidator(one, settings, nothing, nothing)._positions()))
         assert len(found) == count
         assert same(found, dealt(one, Draw(np.arange(21)))[:count])
 

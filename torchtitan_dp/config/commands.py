@@ -1,16 +1,16 @@
 """The command lines of the commands, parsed and judged before PyTorch is imported.
 
 Each `__main__` calls `first` above its imports of PyTorch, which take seconds: help, a wrong option
-and a wrong key or value of the configuration need none of them.
+wrong keys and values of the configuration, and paths that are not there need none of them.
 """
 
 import argparse
 import gc
 import os
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
-from torchtitan_dp.config.load import exit_on_mistake, fail, load_config
+from torchtitan_dp.config.load import check_paths, exit_on_mistake, fail, load_config
 
 _CONFIG = ("--job.config_file", "--job.config-file")
 _ALL_KEYS = "Any --section.key value of the configuration is taken too."
@@ -156,7 +156,12 @@ def tool_parser(
 ) -> argparse.ArgumentParser:
     """Return the parser of a tool, described by the first line of its module's `doc`."""
     first, *_ = (doc or "").splitlines()
-    return argparse.ArgumentParser(prog, description=first, epilog=epilog, allow_abbrev=False)
+    return _Parser(prog, description=first, epilog=epilog, allow_abbrev=False)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        fail(f"{message}; {self.prog} --help lists all")
 
 
 def parsed(command: str, doc: str | None, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -188,7 +193,10 @@ def parse_known(
 def first(command: str, doc: str | None) -> None:
     """Answer this process's `--help`, wrong options, or wrong keys and values of its configuration,
     and exit; else return, without collection of garbage until `parsed` is called again."""
-    if overrides := parsed(command, doc, sys.argv[1:])[1]:
+    options, overrides = parsed(command, doc, sys.argv[1:])
+    if overrides:
         with exit_on_mistake():
-            load_config(overrides, None)
+            config = load_config(overrides, None)
+            if command != "selfcheck" and not getattr(options, "units", None):
+                check_paths(config)
     gc.disable()  # a fifth of the seconds in which PyTorch and transformers are imported

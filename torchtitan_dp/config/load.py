@@ -25,6 +25,7 @@ from torchtitan_dp.base.process import has_type, write_atomically
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import Mistakes, check, keys, out_of_range, refusals
 from torchtitan_dp.config.derived import AUTO, DEGREES, resolve
+from torchtitan_dp.data.files import require_folder, require_records
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -45,6 +46,12 @@ def load_config(argv: list[str], world_size: int | None) -> JobConfig:
     """
     mistakes = list[str]()
     return _checked(_read(argv, mistakes), world_size, mistakes)
+
+
+def check_paths(config: JobConfig) -> None:
+    """Refuse, by ValueError in one line, records and a model's folder that are not there."""
+    require_records(config.training.dataset_path or "")
+    require_folder(config.model.hf_assets_path)
 
 
 def seeks_fewest_ranks(argv: list[str]) -> bool:

@@ -6,6 +6,7 @@ import heapq
 import importlib.util
 import json
 import os
+import re
 import struct
 import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
@@ -51,6 +52,37 @@ def stamp(s: os.stat_result) -> bytes:
     return struct.pack("=qqqQQ", s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, s.st_dev)
 
 
+def from_hub(path: str) -> str | None:
+    """Describe how to download a model, if a path is spelled like one of the Hugging Face hub's."""
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path):
+        return None
+    folder = f"models/{path.partition('/')[2]}"
+    return (
+        f"if it is a model of the Hugging Face hub, run hf download {path} --local-dir {folder} "
+        f"and name {folder}"
+    )
+
+
+def require_folder(assets: str) -> None:
+    """Refuse, by ValueError in one line, a model's folder that is not there."""
+    if assets and not os.path.isdir(assets):
+        remedy = from_hub(assets) or "give one with a tokenizer.json, or one without for bytes"
+        raise ValueError(f"model.hf_assets_path = {assets!r} is no existing folder: {remedy}")
+
+
+def require_records(path: str) -> None:
+    """Refuse, by ValueError in one line, a path that cannot name a file."""
+    full = os.path.abspath(os.path.expanduser(path))
+    if path and path not in NAMED and not (glob.has_magic(path) or os.path.exists(full)):
+        raise _missing(path)
+
+
+def _missing(path: str) -> ValueError:
+    return ValueError(
+        f"training.dataset_path = {path!r} does not exist: give a file, a folder or a glob"
+    )
+
+
 def locate(
     path: str, below: Sequence[str] = ("**",), *, has_named: bool = True
 ) -> tuple[str, list[str], list[str]]:
@@ -74,9 +106,7 @@ def locate(
     magic = next((i for i, part in enumerate(parts) if glob.has_magic(part)), None)
     root = "/".join(parts[:magic]) or "/"
     if magic is None or not os.path.isdir(root):
-        raise ValueError(
-            f"training.dataset_path = {path!r} does not exist: give a file, a folder or a glob"
-        )
+        raise _missing(path)
     return root, _walk(root, ["/".join(parts[magic:])])[0], []
 
 

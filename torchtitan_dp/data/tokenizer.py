@@ -7,12 +7,13 @@ import functools
 import hashlib
 import json
 import os
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import tokenizers
+
+from torchtitan_dp.data.files import require_folder
 
 TOKENIZER, SETTINGS, _MAP = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 
@@ -108,26 +109,13 @@ def text_of(value: object) -> str | None:
         return None
 
 
-def from_hub(path: str) -> str | None:
-    """Describe how to download a model, if a path is spelled like one of the Hugging Face hub's."""
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path):
-        return None
-    folder = f"models/{path.partition('/')[2]}"
-    return (
-        f"if it is a model of the Hugging Face hub, run hf download {path} --local-dir {folder} "
-        f"and name {folder}"
-    )
-
-
 def load_tokenizer(assets_path: str) -> Tokenizer:
     """Load the tokenizer of the folder `model.hf_assets_path`: its tokenizer.json, with the marks
     that tokenizer_config.json or special_tokens_map.json names; without one, or a path, bytes.
     Raises ValueError, one line, for a folder that does not exist, or a broken file."""
     if not assets_path:
         return ByteTokenizer()
-    if not os.path.isdir(assets_path):
-        remedy = from_hub(assets_path) or "give one with a tokenizer.json, or one without for bytes"
-        raise ValueError(f"model.hf_assets_path = {assets_path!r} is no existing folder: {remedy}")
+    require_folder(assets_path)
     paths = [os.path.join(assets_path, name) for name in (TOKENIZER, SETTINGS, _MAP)]
     if os.path.exists(paths[0]):
         found = [os.stat(path) for path in paths if os.path.exists(path)]

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from torchtitan_dp.base import torch_private
 
+_A_CORE = 8  # processes without a device: a test of meshes has several, a wrong NGPU more
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -60,6 +61,16 @@ def require_usable_devices() -> None:
         f"{torch.__version__}, built for CUDA {torch.version.cuda}, cannot use; update the driver, "
         "install a torch for an older CUDA, or set CUDA_VISIBLE_DEVICES= to train on the CPU"
     )
+
+
+def require_so_many(processes: int) -> None:
+    """Refuse, by a one-line ValueError, more processes than devices, or than a CPU can serve."""
+    count, cores = cuda_devices(), len(os.sched_getaffinity(0))
+    if processes > (count or _A_CORE * cores):
+        there = f"{count} CUDA devices" if count else f"no CUDA device and {cores} cores"
+        raise ValueError(
+            f"NGPU = {processes}: this machine has {there}; use at most {count or _A_CORE * cores}"
+        )
 
 
 def kind(device: torch.device) -> tuple[object, ...]:

@@ -119,7 +119,8 @@ def main(argv: list[str]) -> list[str]:
         available = available_bytes()  # before records are indexed
         progress("reading records, finding the noise…")
         checked = check_run(config, units=options.units)
-        lock_folder(config.job.dump_folder).close()
+        if options.ranks_here is not None or os.path.isdir(config.job.dump_folder):
+            lock_folder(config.job.dump_folder).close()  # a plan alone makes no folder
         if options.ranks_here is not None:
             refuse_lack(config, checked.args, options.ranks_here, available)
         spending = None if checked.plan is None else _spending(config, checked, checked.plan)

@@ -214,6 +214,8 @@ def main(argv: list[str]) -> None:
             base_model=options.base_model,
         )
     counts = terms["epsilon_counts"].replace("_", " ")
+    if terms["steps"] < terms["planned_steps"]:
+        counts += f", of which {terms['steps']} of {terms['planned_steps']} made these weights"
     print(
         f"released: {options.out}/ (epsilon = {rounded_up(terms['epsilon'])} of {counts}, delta = "
         f"{terms['delta']})\n          before you publish it, fill in {CARD_FILE}:",

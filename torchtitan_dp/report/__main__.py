@@ -184,7 +184,7 @@ def public_charts(run: RunFolder) -> list[Chart]:
             for n in sorted({max(1, round(run.total ** (i / 40))) for i in range(41)})
         }
         points = [(n, one.over_run) for n, one in noise.items()]
-        words = noise[run.total].describe(run.trained, settings.clipping)
+        words = f"at the end {points[-1][1]:.3g} C, over {run.trained:,} trained values"
         unit = "noise's norm over C, averaged over the steps so far; the largest signal has 1"
         above = ("little is learned above (a heuristic)", DROWNS)
         lines = {"noise": points}

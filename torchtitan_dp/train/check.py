@@ -59,9 +59,10 @@ from torchtitan_dp.config.derived import (
     unit_word,
 )
 from torchtitan_dp.data.dataset import Records, Samples, describe, settings_of
+from torchtitan_dp.data.files import from_hub
 from torchtitan_dp.data.prepare import Source, prepared
 from torchtitan_dp.data.reading import reading
-from torchtitan_dp.data.tokenizer import ByteTokenizer, from_hub, load_tokenizer
+from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
 from torchtitan_dp.distributed.devices import available_bytes, has_accelerator
 from torchtitan_dp.distributed.host_memory import page_locked_bytes
 from torchtitan_dp.distributed.windows import check_softcap

@@ -31,9 +31,7 @@ PRELOADED = (
 
 def prepare() -> None:
     """Import everything once; then forget what is ours, which each child imports from its copy.
-
-    TorchTitan stays as `torchtitan_dp.distributed.cpu` has made it: no mutant changes that file.
-    """
+    TorchTitan stays as `torchtitan_dp.distributed.cpu` has made it: no mutant changes that file."""
     forks.preload(*PRELOADED)
     for name in list(sys.modules):
         if name.partition(".")[0] in OURS:

@@ -13,9 +13,7 @@ from torchtitan_dp.models.causal_lm.settings import LoRA
 
 BOUND = 1e-5
 CHECKPOINTED = ("--activation_checkpoint.mode=full", "--activation_checkpoint.offload_inputs")
-CHUNKS = "--training.loss_chunk_tokens=7"
 TILES = "--training.feed_forward_chunk=5"  # where the feed-forward is gated
-CONTIGUOUS = "--parallelism.context_parallel_load_balancer=None"
 MESHES = {"one": (1, 1, 1), "cp 2": (1, 1, 2), "dp_shard 2 x cp 2": (1, 2, 2)}
 MESHES["dp_replicate 2 x cp 2"] = (2, 1, 2)
 FOUR = "dp_shard 2 x cp 2"
@@ -56,7 +54,7 @@ def test_each_mesh(name):
 
 def checkpointed_and_in_chunks(name):
     """Without chunks where the output layer has a bias."""
-    return (*CHECKPOINTED, TILES, *([] if name == "phi" else [CHUNKS]))
+    return (*CHECKPOINTED, TILES, *([] if name == "phi" else ["--training.loss_chunk_tokens=7"]))
 
 
 @pytest.mark.thorough_cases(*OTHERS, "phi*", "*_moe*", "deep*")
@@ -64,7 +62,8 @@ def checkpointed_and_in_chunks(name):
 def test_checkpointed_and_in_chunks_on_contiguous_shards(name):
     """Also soft caps and scales of logits, which the chunks must know; tied, if it was not."""
     tied = FAMILIES[name][1].get("tie_word_embeddings", False)
-    how = (*checkpointed_and_in_chunks(name), CONTIGUOUS)
+    contiguous = "--parallelism.context_parallel_load_balancer=None"
+    how = (*checkpointed_and_in_chunks(name), contiguous)
     assert error(name, FOUR, *how, tie_word_embeddings=not tied) < BOUND
 
 
@@ -142,8 +141,7 @@ def test_frozen_weights_that_transformers_keeps_in_fp32(lora):
     for computed in on_ranks(2, _computed_with, lora):
         frozen = {"weight": lora is not None, "moe_statics.e_score_correction_bias": True}
         for name, is_frozen in frozen.items():
-            expected = torch.float32 if is_frozen else torch.bfloat16
-            assert computed[name] == expected, name
+            assert computed[name] == (torch.float32 if is_frozen else torch.bfloat16), name
 
 
 def _computed_with(lora):

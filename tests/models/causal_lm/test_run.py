@@ -97,8 +97,7 @@ def test_one_and_two_processes_train_resume_and_export_the_same_model(gemma, tmp
     )
     assert (exported / "generation_config.json").exists()
     plan.main([*overrides, "--world_size=2"])
-    said = capsys.readouterr().err
-    assert "tied embeddings, without dropout" in said
+    assert "tied embeddings, without dropout" in capsys.readouterr().err
 
 
 def released_model(base, folder):
@@ -126,8 +125,7 @@ def released_model(base, folder):
 
 def our_model(run, step):
     """Our model, on one process, with the weights of a run's checkpoint."""
-    config = read_config(str(run))
-    model = CausalLM(shape(config))
+    model = CausalLM(shape(read_config(str(run))))
     model.init_weights()
     model.load_state_dict(weights(run / "checkpoint" / f"step-{step}"))
     return model.eval()
@@ -186,8 +184,7 @@ def test_from_a_folder_to_a_release(name, how, tmp_path):
         written = greedy(own, asked_T, 8)
         for place in places:
             model = released_model(base, place)
-            found = model(sample_tokens()).logits
-            assert (found - expected).norm() < 1e-5 * expected.norm()
+            assert (model(sample_tokens()).logits - expected).norm() < 1e-5 * expected.norm()
             said = model.generate(input_ids=asked_T[None], do_sample=False, max_new_tokens=8)[0]
             assert said[len(asked) :].tolist() == written[: len(said) - len(asked)]
     assert (transformers_logits(base) - expected).norm() > 1e-3 * expected.norm()

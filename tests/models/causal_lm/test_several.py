@@ -22,7 +22,6 @@ from torchtitan_dp.models.causal_lm.settings import LoRA
 from torchtitan_dp.models.hugging_face import on_meta
 from torchtitan_dp.train.check import check_model
 
-BOUND = 1e-5
 CHUNKS = ("--training.loss_chunk_tokens=7", "--activation_checkpoint.mode=full")
 WAYS: dict[str, tuple[str, ...]] = {
     "grad_sample": ("grad_sample",),
@@ -60,7 +59,7 @@ def errors(degrees, ways, name, lora, bound):
     return found
 
 
-def check(name, mesh, ways, lora=None, bound=BOUND):
+def check(name, mesh, ways, lora=None, bound=1e-5):
     degrees = MESHES[mesh]
     for found in on_ranks(int(np.prod(degrees)), errors, degrees, ways, name, lora, bound):
         assert found == {}
@@ -109,8 +108,7 @@ def test_parameters_beside_layers():
 
 
 def test_a_layer_of_several_tensors():
-    args = arguments("cohere2")
-    model = on_meta(args)
+    model = on_meta(arguments("cohere2"))
     model.use_per_sample_layers()
     with pytest.raises(ValueError, match="PerSampleCohere2LayerNorm takes more than one tensor"):
         model.layers[0].input_layernorm(torch.ones(2, 3, 64), torch.ones(2))
