@@ -3,6 +3,7 @@
 import os
 import tempfile
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 import pytest
 
@@ -60,8 +61,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def mark_thorough_cases(items: list[pytest.Item], whole: bool) -> None:
-    """Add `thorough` to the cases that `thorough_cases` names. If tests are `whole`, all their cases
-    were collected, so that a pattern without a case is a mistake."""
+    """Add `thorough` to the cases that `thorough_cases` names. If tests are `whole`, all their
+    cases were collected, so that a pattern without a case is a mistake."""
     named: set[tuple[str, str]] = set()
     used: set[tuple[str, str]] = set()
     for item in items:
@@ -78,6 +79,12 @@ def mark_thorough_cases(items: list[pytest.Item], whole: bool) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     forks.offered = QUICK not in os.environ or item.get_closest_marker("smoke") is not None
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps what is indexed apart from what other tests keep."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def _file(item: pytest.Item) -> str:

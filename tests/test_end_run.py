@@ -41,14 +41,11 @@ def test_the_last_step_is_logged_validated_and_saved(tmp_path: Path, private: bo
 def test_a_stop_logs_its_step_and_publishes_no_loss(tmp_path: Path) -> None:
     data, more = write_records(tmp_path / "data"), "--validation.publish_epsilon=4"
     command = arguments(tmp_path / "out", data, *with_sigma(1), *HELD_OUT, *RARELY, more)
-    run = Run([*command, "--training.steps=4000"], log=tmp_path / "log")
-    try:
+    with Run([*command, "--training.steps=4000"], log=tmp_path / "log") as run:
         begun = tmp_path / "out" / "steps_executed.log"
         run.wait_for(lambda: begun.exists() and begun.read_text().count("\n") > 3, "four steps")
         run.process.send_signal(signal.SIGTERM)
         assert run.dies()
-    finally:
-        run.end()
     (stopped,) = steps_of(run.output().replace("stopped at step", "step:"), "as asked")
     assert steps_of(run.output(), "tps: ") == [1, stopped]
     loss = privacy(tmp_path / "out")["heldout_loss"]

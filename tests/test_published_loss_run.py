@@ -20,13 +20,10 @@ def test_row66_a_killed_and_resumed_run_publishes_one_loss_at_its_end(tmp_path, 
         *("--validation.enable", "--validation.freq=5", "--validation.publish_epsilon=2"),
         "--checkpoint.interval=5",
     )
-    run = Run(command, log=tmp_path / "killed.log")
-    try:
+    with Run(command, log=tmp_path / "killed.log") as run:
         run.wait_for(lambda: (out / "checkpoint" / "step-5" / ".metadata").exists(), "a checkpoint")
         run.kill(run.processes())
         assert run.dies()
-    finally:
-        run.end()
     assert privacy(out)["heldout_loss"]["begun"] == 0
     output = train(command, log=tmp_path / "resumed.log")
     told = privacy(out)

@@ -29,9 +29,8 @@ COMMANDS = {
 
 
 @pytest.fixture(params=["no driver", "hidden devices", "old driver"])
-def host(request, monkeypatch, tmp_path):
+def host(request, monkeypatch, own_cache):
     imitate(monkeypatch.setattr, devices=2 * (request.param == "old driver"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     if request.param != "hidden devices":
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")

@@ -27,22 +27,7 @@ _COMMANDS = {
     "report": "RUN: one HTML page on a run, or its --status",
     "selfcheck": "check gradients, sums and noise on this machine",
 }
-_TRAIN_HELP = """usage: torchtitan-dp train CONFIG [--section.key value …]
-
-Train on this machine. CONFIG is a TOML or the name of a shipped one; any key of the configuration
-is taken too (docs/configuration.md has all of them).
-
-options:
-  --verbose  print the whole plan, and the workers' details
-
-in the environment:
-  NGPU      processes; default: one for each CUDA device, or 2 on a machine without
-  LOG_RANK  ranks whose output is shown, as "0,1"; default: 0
-  NO_COLOR  no colours, as where the output is no terminal
-
-Exit code 2: the configuration is wrong, and nothing was started; 75: stopped by Ctrl-C, SIGTERM,
-SIGUSR1 or SIGHUP after a checkpoint; the same command resumes. Several nodes: docs/clusters.md.
-"""
+_FOLDER = Path(__file__).parent
 _TAKE_CONFIG = ("train", "prepare", "plan", "audit", "tune")
 
 
@@ -73,7 +58,8 @@ def main(argv: list[str] | None = None) -> None:
         rest[:1] = ["--job.config_file", str(config_path(rest[0]))]
     module = "data" if command == "prepare" else command
     if {"-h", "--help"} & {*rest} and command != "prepare":
-        print(_TRAIN_HELP if command == "train" else help_of(command, _COMMANDS[command]), end="")
+        text = (_FOLDER / "train/help.txt").read_text("utf-8") if command == "train" else ""
+        print(text or help_of(command, _COMMANDS[command]), end="")
         return
     if command == "train":
         if not rest:
@@ -108,7 +94,7 @@ def config_path(name: str) -> Path:
 
 def shipped() -> dict[str, Path]:
     """Find the shipped configurations, by name: in a checkout, those of its `train_configs/`."""
-    folder = (Path(__file__).parent / "train_configs").resolve()
+    folder = (_FOLDER / "train_configs").resolve()
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
 
 

@@ -84,8 +84,7 @@ def killed(place, *overrides):
     """Start a run with noise given, and kill its launcher once its first checkpoint is whole."""
     folder = Folder(place, *with_sigma(1), *overrides)
     # More steps than can be over when the signal comes.
-    run = folder.start("--training.steps=4000", "--checkpoint.keep_latest_k=2")
-    try:
+    with folder.start("--training.steps=4000", "--checkpoint.keep_latest_k=2") as run:
         # Any one: step 2's is gone again after step 6.
         run.wait_for(lambda: bool(steps_saved(folder)), "a checkpoint")
         assert len(run.workers()) == 2
@@ -95,8 +94,6 @@ def killed(place, *overrides):
         assert run.dies(), f"{run.processes()} live on:\n{run.output()}"
         lock_folder(str(folder.out), wait_s=60).close()  # free for the next
         assert "done:" not in run.output()
-    finally:
-        run.end()
     return folder
 
 

@@ -20,6 +20,7 @@ from torchtitan_dp.privacy import published_loss
 
 META = {"weight": torch.empty(2, 3, device="meta")}
 UNITS = 40
+HF = "--checkpoint.initial_load_in_hf"
 
 
 def config(folder, *overrides):
@@ -51,11 +52,7 @@ def truncate(place):
 
 def test_a_checkpoint_of_its_own_comes_before_initial_weights(tmp_path):
     own(tmp_path, 2, 4)
-    start = decide_start(
-        config(
-            tmp_path, "--checkpoint.initial_load_path=/nowhere", "--checkpoint.initial_load_in_hf"
-        )
-    )
+    start = decide_start(config(tmp_path, "--checkpoint.initial_load_path=/nowhere", HF))
     assert (start.resumes, start.step) == (True, 4)
     assert start.own_ledger == ledger(tmp_path, 4)
     check_start(start, META, "here")

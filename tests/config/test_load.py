@@ -10,10 +10,7 @@ from tests.processes import forks
 from tests.processes.runs import CONFIG, ROOT, arguments, said, write_records
 from torchtitan_dp.config.load import RUN_CONFIG_FILE, load_config, write_config
 
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture
@@ -274,9 +271,8 @@ def test_a_toml_names_no_code_to_run(tmp_path, data, monkeypatch):
     """TorchTitan imports `job.custom_config_module`; here it is always ours."""
     (tmp_path / "malicious.py").write_text("raise SystemExit('ran')")
     monkeypatch.syspath_prepend(tmp_path)
-    text = CONFIG.read_text()
     path = tmp_path / "malicious.toml"
-    path.write_text(text.replace('"torchtitan_dp.config"', '"malicious"'))
+    path.write_text(CONFIG.read_text().replace('"torchtitan_dp.config"', '"malicious"'))
     assert "malicious" in path.read_text()
     config = load_config(arguments(tmp_path, data, f"--job.config_file={path}"), 2)
     assert config.job.custom_config_module == "torchtitan_dp.config"

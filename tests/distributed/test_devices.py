@@ -156,9 +156,8 @@ def test_without_a_device_each_question_has_an_answer():
     assert attention._safe(attention._RING_BACKENDS) == attention._RING_BACKENDS
 
 
-def test_the_launchers_process_opens_no_cuda_context(monkeypatch, tmp_path, in_sight):
+def test_the_launchers_process_opens_no_cuda_context(monkeypatch, own_cache, tmp_path, in_sight):
     """With devices in sight: what `torch.cuda` would initialize for is never asked for."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which it would set for its workers
     monkeypatch.delitem(sys.modules, "torchtitan_dp.plan.__main__", raising=False)  # it runs it
     in_sight(2, available=True)

@@ -36,15 +36,12 @@ LINE = re.compile(
 def survivor(tmp_path_factory):
     """What a run printed whose rank 1 is killed while it trains: the real launcher's lines too."""
     folder = Folder(tmp_path_factory.mktemp("killed"), *with_sigma(1))
-    run = folder.start("--training.steps=4000", "--checkpoint.no-enable", real=True)
-    try:
+    with folder.start("--training.steps=4000", "--checkpoint.no-enable", real=True) as run:
         begun = folder.out / "steps_executed.log"
         run.wait_for(lambda: begun.exists() and folder.steps_begun() > 2, "the first steps")
         run.kill(run.workers()[1:])
         assert run.dies()
         return run.process.wait(), run.output()
-    finally:
-        run.end()
 
 
 def test_a_killed_rank_is_one_line_of_the_others(survivor):
@@ -61,16 +58,13 @@ def test_a_killed_rank_is_one_line_of_the_others(survivor):
 def test_a_signal_ends_ranks_that_wait_for_each_other_before_the_first_step(tmp_path):
     """At once, to be run again: one that hangs would else keep all until a timeout."""
     folder = Folder(tmp_path, *with_sigma(1))
-    run = folder.start(real=True)
-    try:
+    with folder.start(real=True) as run:
         run.wait_for(lambda: "Training starts" in run.output(), "the rehearsal")
         os.kill(run.workers()[1], signal.SIGSTOP)
         time.sleep(3)  # until the other waits in a collective
         os.kill(run.process.pid, signal.SIGTERM)
         assert run.process.wait(10) == EXIT_STOPPED
         assert run.dies()
-    finally:
-        run.end()
     assert not (folder.out / "steps_executed.log").exists()
 
 

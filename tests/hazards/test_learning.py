@@ -42,8 +42,7 @@ NOTHING = {
 
 
 @pytest.fixture
-def argv(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def argv(tmp_path, own_cache):
     (tmp_path / "d").mkdir()
     return [*arguments(tmp_path / "out", tmp_path / "d", "--training.seq_len=64"), "--world_size=1"]
 

@@ -48,15 +48,10 @@ def test_row69_a_run_ends_at_the_step_after_which_weights_are_not_finite(
 ):
     folder = Folder(tmp_path, *with_sigma(1), copy_of=finished)
     spent = privacy(folder.out)["epsilon"]
-    run = folder.start(
-        *("--training.steps=8", "--optimizer.lr=1e37", f"--checkpoint.interval={interval}")
-    )
-    try:
+    options = ("--training.steps=8", "--optimizer.lr=1e37", f"--checkpoint.interval={interval}")
+    with folder.start(*options) as run:
         assert run.process.wait(TIMEOUT_S) == 1, run.output()
-    finally:
-        run.end()
-    lines = set(re.findall(r"error: .*", run.output()))
-    (line,) = lines  # on all ranks alike
+    (line,) = set(re.findall(r"error: .*", run.output()))  # on all ranks alike
     assert line.startswith("error: optimizer.lr = 1e+37: after step 5 the weights are not finite")
     assert "goes on from step-4" in line
     assert "Traceback" not in run.output()

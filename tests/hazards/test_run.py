@@ -1,5 +1,5 @@
 """Rows that only a whole run shows: what its files hold, what its steps count. The tests share one
-run, `probed`: torchrun starts this file as a script, training with secrets that can be found."""
+run, `probed`: torchrun starts this file as a script, training with known secrets, for a search."""
 
 import hmac
 import json

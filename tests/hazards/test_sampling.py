@@ -47,9 +47,8 @@ USERS = 30
 
 
 @pytest.fixture
-def users(tmp_path, monkeypatch):
+def users(tmp_path, own_cache):
     """The file of 200 records of 30 users, in no order; a record's text is its user's letter."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     who = np.random.default_rng(0).integers(USERS, size=200).tolist()
     lines = [
         json.dumps({"user": f"u{u}", "text": chr(65 + u) * (1 + i % 9)}) for i, u in enumerate(who)

@@ -12,7 +12,7 @@ from torchtitan_dp.models import feed_forward, loss
 from torchtitan_dp.privacy import clipping, noise
 from torchtitan_dp.privacy.kernels import compile_kernel
 
-POSITIONS = 2**16
+POSITIONS = 2**14
 STARTS = (0, 2**31 - 1000, 2**33 + 7)
 KEY = noise.threefry_key(bytes(range(32)), "w", "cpu")
 
@@ -62,9 +62,9 @@ def of_clip() -> Iterator[Inputs]:
 
 
 def of_loss(dtype: torch.dtype) -> Iterator[Inputs]:
-    labels = torch.arange(64) * 15
+    labels = torch.arange(16) * 60
     labels[3:9] = -100
-    yield 4 * normal(64, 1003, dtype=dtype), labels, torch.linspace(0.1, 1, 64)
+    yield 4 * normal(16, 1003, dtype=dtype), labels, torch.linspace(0.1, 1, 16)
 
 
 def in_layers(function: Callable[..., Any], tensors: int) -> Case:

@@ -157,8 +157,7 @@ def test_weights_of_other_steps_keep_marks_and_a_loss_that_is_not_theirs_goes():
 
 def test_all_that_ancestors_began_or_planned_is_included(tmp_path):
     begun(Lineage(SETTINGS), tmp_path, loses=3)
-    loss = {"losses": 2, "noise_of_losses": 5.0}
-    ancestor = replace(behind("a", 20, planned=25, lost=4), **loss)
+    ancestor = replace(behind("a", 20, planned=25, lost=4), losses=2, noise_of_losses=5.0)
     told = publish(ended(Lineage(SETTINGS, ancestors=(ancestor,)), tmp_path, 10), tmp_path)
     for key, steps in (("epsilon", 39), ("epsilon_executed", 42), ("epsilon_planned", 42)):
         both = [SETTINGS.segment(steps), releases(5.0, 2)]

@@ -23,9 +23,3 @@ def plan_tiny(tmp_path, capsys) -> Callable[..., tuple[str, dict[str, Any]]]:
         return said.err, json.loads(said.out)
 
     return run
-
-
-@pytest.fixture
-def own_cache(tmp_path, monkeypatch):
-    """Keeps what is indexed apart from what other tests keep."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -215,8 +215,7 @@ def test_a_misfit_names_the_largest_part_and_what_fits(config):
 
 
 @pytest.mark.slow
-def test_a_run_that_does_not_fit_ends_with_its_json(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_a_run_that_does_not_fit_ends_with_its_json(tmp_path, own_cache):
     command = arguments(tmp_path / "out", write_records(tmp_path / "data"))
     command += ["--world_size=2", "--memory_gib=0.01", f"--json={tmp_path / 'plan.json'}"]
     with pytest.raises(SystemExit) as stop:

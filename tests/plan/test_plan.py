@@ -198,8 +198,7 @@ def test_hazard_25_every_config_plans_and_has_no_rule_on_private_values(toml, tm
 
 def test_steps_that_a_crash_lost_are_said_with_what_keeps_the_target(tmp_path, capsys):
     """Or the release would be the first to state an epsilon above the one that was asked for."""
-    data = write_records(tmp_path / "data")
-    command = [*arguments(tmp_path / "out", data), "--world_size=2"]
+    command = [*arguments(tmp_path / "out", write_records(tmp_path / "data")), "--world_size=2"]
     ledger = plan_start(load_config(command[:-1], 2), 24, Start(), None).ledger
     os.makedirs(tmp_path / "out")
     publish(ledger, tmp_path / "out")

@@ -63,8 +63,8 @@ def with_sigma(sigma: float) -> tuple[str, str]:
     return "--privacy.target_epsilon=None", f"--privacy.noise_multiplier={sigma}"
 
 
-class Run:
-    """A run that was started; `finish` or `wait_for` it."""
+class Run(contextlib.AbstractContextManager):
+    """A run that was started; `finish` or `wait_for` it. Its context ends it, whatever happens."""
 
     def __init__(
         self,
@@ -152,6 +152,9 @@ class Run:
             time.sleep(0.02)
         self.process.wait(60)
 
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
 
 class _Forked:
     """Processes of `launcher`: each rank and the launcher has a session of its own."""
@@ -233,11 +236,8 @@ def _environment(pid: int) -> list[bytes]:
 
 def train(overrides: list[str], *, log: Path, **options: Any) -> str:
     """Run to the end; the output."""
-    run = Run(overrides, log=log, **options)
-    try:
+    with Run(overrides, log=log, **options) as run:
         return run.finish()
-    finally:
-        run.end()
 
 
 def said(

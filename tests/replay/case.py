@@ -104,17 +104,14 @@ def _run(case: Case, root: Path, tape: Path, *, changed: bool, fault: str | None
             "fault": fault,
             "collectives": not case.buckets,
         }
-        run = Run(
+        with Run(
             case.argv(root, data),
             world_size=ranks,
             program=("-m", "tests.replay.job"),
             env={ENVIRONMENT: json.dumps(plan)},
             log=root / f"log_{number}",
-        )
-        try:
+        ) as run:
             side.codes.append(run.process.wait(300))
-        finally:
-            run.end()
         side.console.append(allowed.public_lines(run.output(), str(root)))
         side.seen.append(
             [json.loads((root / f"seen_{number}_{rank}.json").read_text()) for rank in range(ranks)]

@@ -4,7 +4,7 @@ import io
 import json
 import os
 import textwrap
-from contextlib import nullcontext, redirect_stderr
+from contextlib import ExitStack, nullcontext, redirect_stderr
 
 import pytest
 
@@ -84,16 +84,14 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(tmp_path, argv, line):
 @pytest.fixture
 def start(tmp_path):
     """Starts two ranks, and ends them with the test."""
-    runs = []
+    with ExitStack() as runs:
 
-    def begin(*program):
-        arguments = [*QUICK, "--job.dump_folder", str(tmp_path / "run")]
-        runs.append(Run(arguments, program=program, log=tmp_path / "log/log"))
-        return runs[0]
+        def begin(*program):
+            arguments = [*QUICK, "--job.dump_folder", str(tmp_path / "run")]
+            run = Run(arguments, program=program, log=tmp_path / "log/log")
+            return runs.enter_context(run)
 
-    yield begin
-    for run in runs:
-        run.end()
+        yield begin
 
 
 def test_two_ranks_pass_and_one_of_them_talks(tmp_path, start):

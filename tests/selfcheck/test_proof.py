@@ -61,7 +61,7 @@ def proved(degrees, *case):
             said.append(str(fault))
     assert _state() == before
     assert trainer.metrics_processor.time_last_log > 0
-    (line,) = (line for line in said if "model proof" in line)
+    (line,) = (line for line in said if "checked: a tiny" in line)
     print(line)
     return line
 
@@ -192,7 +192,7 @@ def test_it_refuses_a_model(way):
 def refused(*call):
     lines = on_ranks(2, *call)
     assert len({*lines}) == 1, "ranks end alike"
-    assert lines[0].startswith("error: model proof before the first step: ")
+    assert lines[0].startswith("error: check of the model before step 1: ")
 
 
 def _one_rank_wrong():

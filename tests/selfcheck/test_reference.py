@@ -30,8 +30,7 @@ def test_it_takes_nothing_from_the_code_that_it_checks():
     ids=["vanilla", "not clipped", "automatic", "two groups"],
 )
 def test_each_sample_is_clipped_and_added(options, factors):
-    terms = {"max_grad_norm": 1.0, **options}
-    total = reference.reference_sum([GRADIENT, GRADIENT], **terms)
+    total = reference.reference_sum([GRADIENT, GRADIENT], **{"max_grad_norm": 1.0, **options})
     for name, factor in zip(GRADIENT, factors, strict=True):
         assert torch.allclose(total[name], 2 * factor * GRADIENT[name].double())
 

@@ -135,7 +135,7 @@ def caveats(lineage: Lineage, epsilon: float, epsilon_planned: float) -> list[st
         moved = f"{rounded_up(excess, digits=2)} C more than epsilon counts"
     found.append(
         f"{_ROUNDED}each rank adds up to {worst.summands} {worst.unit}s per step in fp32; "
-        f"adversarial gradients could move the sum by {moved}{_LESS if excess > _SMALL else ''}"
+        f"the worst gradients could move it by {moved}{_LESS if excess > _SMALL else ''}"
     )
     if any(settings.mechanism.projections for settings in taken):
         found.append(_ESTIMATED)

@@ -217,7 +217,7 @@ def main(argv: list[str]) -> None:
     if terms["steps"] < terms["planned_steps"]:
         counts += f", of which {terms['steps']} of {terms['planned_steps']} made these weights"
     print(
-        f"released: {options.out}/ (epsilon = {rounded_up(terms['epsilon'])} of {counts}, delta = "
+        f"released: {options.out}/ (epsilon = {rounded_up(terms['epsilon'])}, of {counts}, delta = "
         f"{terms['delta']})\n          before you publish it, fill in {CARD_FILE}:",
         *(f"          - {item}" for item in ("Whose data", "Signed by, on", *OWNER_ITEMS)),
         sep="\n",

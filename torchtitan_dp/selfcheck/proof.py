@@ -84,7 +84,7 @@ def prove(trainer: Any) -> None:
     gc.collect()  # FSDP2's modules hold each other, and the rehearsal needs the memory
     seconds = time.perf_counter() - begun
     trainer.metrics_processor.time_last_log += seconds
-    kind, where = args.settings["model_type"], "model proof before the first step"
+    kind, where = args.settings["model_type"], "check of the model before step 1"
     for rank, (line, _) in enumerate(found):
         if line:
             raise Fault(f"{where}: a tiny {kind} fails on rank {rank}: {line}")
@@ -95,8 +95,8 @@ def prove(trainer: Any) -> None:
             f"are {worst:.2g} off those of transformers' own (the limit is {BOUND:g}): {REMEDY}"
         )
     logger.info(
-        f"model proof: a tiny {kind} on this mesh: per-sample gradients within {worst:.0e} of "
-        f"transformers' own, {seconds:.1f} s"
+        f"checked: a tiny {kind} on this mesh has transformers' per-sample gradients, within "
+        f"{worst:.0e}, in {seconds:.1f} s"
     )
 
 

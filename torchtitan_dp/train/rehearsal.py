@@ -66,7 +66,7 @@ def rehearse(trainer: Any) -> None:
     rungs = ladder(config)
     begun = time.perf_counter()
     lengths = ", ".join(f"{rung:,}" for rung in rungs)
-    logger.info(f"rehearsal: padding of {lengths} tokens, before any record is drawn")
+    logger.info(f"trying each length on padding, before any record is drawn: {lengths} tokens")
     statistics = SampleStatistics()
     trainer.gradients.start_step(bytes(32))  # a public key: padding contributes nothing
 

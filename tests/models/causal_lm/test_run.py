@@ -86,7 +86,10 @@ def test_one_and_two_processes_train_resume_and_export_the_same_model(gemma, tmp
             train(start, log=place / "log", world_size=1)
         output = train(overrides, log=place / "log", world_size=ranks)
         assert ("Training starts at step 3" in output) == (ranks == 2)
-        assert "model proof: a tiny gemma3_text on this mesh: per-sample gradients" in output
+        assert (
+            "checked: a tiny gemma3_text on this mesh has transformers' per-sample gradients"
+            in output
+        )
         logits[ranks] = transformers_logits(place / "out" / "hf")
     moved = (transformers_logits(gemma) - logits[1]).abs().max()
     assert moved > 0.1
@@ -156,10 +159,9 @@ def test_from_a_folder_to_a_release(name, how, tmp_path):
     base, out = write(tmp_path / "given", name), tmp_path / "out"
     steps = ("--training.steps=6", "--checkpoint.interval=3")
     overrides = command(tmp_path, base, *steps, *how, *mesh(1, 2))
-    run = Run(overrides, log=tmp_path / "log")
-    run.wait_for(lambda: RunLog(str(out)).count > 3, "a step after the checkpoint")
-    run.kill(run.processes())
-    run.end()
+    with Run(overrides, log=tmp_path / "log") as run:
+        run.wait_for(lambda: RunLog(str(out)).count > 3, "a step after the checkpoint")
+        run.kill(run.processes())
     assert "Training starts at step 4" in train(overrides, log=tmp_path / "log")
     spent = privacy(out)
     assert (spent["private"], spent["steps"]) == (True, 6)
