@@ -224,7 +224,7 @@ def test_row49_the_rounded_sum_is_a_caveat_that_grows(tmp_path):
         told = publish(tmp_path / str(place), Lineage(settings, steps=2))
         (caveat,) = [c for c in told["caveats"] if "the clipped sum is rounded" in c]
         assert f"up to {summands} records" in caveat
-        said.append(float(caveat.split("move the sum by ")[1].split(" C instead")[0]))
+        said.append(float(caveat.split("move it by ")[1].split(" C instead")[0]))
     for bound, summands in zip(said, (8, 4096), strict=True):
         assert bound - 1 == pytest.approx(fp32_sum_excess(summands), rel=0.1)
         assert bound - 1 >= fp32_sum_excess(summands)
