@@ -40,3 +40,15 @@ def test_rungs_on_an_accelerator_fill_the_tiles_of_attention(
     assert ladder(configured(seq_len=2048, cp=2)) == (512, 1024, 2048)
     assert on_cpu == (8, 16, 32, 64, 128, 256, 512, 1024)
     assert ladder(configured(seq_len=1024)) == alone
+
+
+@pytest.mark.parametrize(("ranks", "seq_len", "cp"), [(3, 256, 1), (6, 256, 2), (6, 36, 6)])
+def test_ranks_that_are_left_share_a_sample_in_equal_parts(ranks, seq_len, cp):
+    given = [
+        "--privacy.noise_multiplier=1",
+        "--privacy.delta=1e-5",
+        f"--training.seq_len={seq_len}",
+    ]
+    parallelism = load_config([*given, "--training.global_batch_size=4"], ranks).parallelism
+    assert parallelism.context_parallel_degree == cp
+    assert parallelism.data_parallel_shard_degree * cp == ranks

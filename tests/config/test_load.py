@@ -52,7 +52,7 @@ privacy.target_epsilon=None → privacy.target_epsilon is not set: give one (8.0
 training.global_batch_size=25 → training.global_batch_size = 25
 privacy.sample_rate=1.5
 training.global_batch_size=-1 → set the expected number of records
-training.seq_len=30
+training.seq_len=31
 training.seq_len=0 → = 4; try 4
 training.dataset_path=/nowhere
 training.dataset_path= → training.dataset_path is not set
@@ -156,7 +156,7 @@ def test_several_mistakes_are_one_answer(tmp_path, data, capsys):
         "optimizer.beta1 = 2.0: must be at least 0 and below 1",
         "debug.seed = 99999999999999999999: must be from 0 to 9223372036854775807",
     ]
-    asked = refused(tmp_path, data, capsys, "--validation.enable", "--training.seq_len=30")
+    asked = refused(tmp_path, data, capsys, "--validation.enable", "--training.seq_len=31")
     assert [line.split(" ")[0] for line in asked.splitlines()] == [
         "training.seq_len",
         "data.heldout_fraction",

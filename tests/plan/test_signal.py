@@ -10,7 +10,7 @@ import pytest
 
 import torchtitan_dp.plan.__main__ as plan
 from tests.processes.runs import ROOT, arguments, with_sigma, write_records
-from torchtitan_dp.plan.signal import Row, noise_of, recommend, rows_of
+from torchtitan_dp.plan.signal import Row, noise_of, rows_of
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.segments import Mechanism
 
@@ -144,29 +144,13 @@ def test_recommend(planned):
     assert (asked["global_batch_size"], asked["steps"]) == (2, 400)
     assert asked["noise_multiplier"] == content["noise_multiplier"]
     over_run = content["signal"]["noise_over_run"]
-    assert asked["noise_over_run"]["all weights"] == pytest.approx(over_run)
+    assert asked["noise_over_run"] == pytest.approx(over_run)
     best = (advice["global_batch_size"], advice["steps"])
     assert best in [(row["global_batch_size"], row["steps"]) for row in (asked, *more)]
     (line,) = (line for line in said.splitlines() if line.startswith("recommended: "))
     assert line == advice["reason"]
     assert f"training.global_batch_size = {best[0]}, training.steps = {best[1]}" in line
     assert "heuristics" in line
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_loaded", [False, True], ids=["drawn", "loaded"])
-def test_adapters_are_offered_beside_loaded_weights_alone(planned, is_loaded, monkeypatch):
-    """Beside weights drawn at random, which stay as they are, adapters have nothing to adapt. At
-    this epsilon the noise drowns all weights, and not the smaller adapters."""
-    if is_loaded:
-        monkeypatch.setattr(plan, "recommend", lambda *run, loads: recommend(*run, loads=True))
-    sizes = ("--training.global_batch_size=2", "--training.steps=40")
-    said, content = planned(*sizes, "--privacy.target_epsilon=100", "--recommend")
-    advice = content["recommendation"]
-    offered = {"all weights", "LoRA r = 16", "LoRA r = 8"} if is_loaded else {"all weights"}
-    assert all(set(row["noise_over_run"]) == offered for row in advice["rows"])
-    assert advice["lora_rank"] == (8 if is_loaded else 0)
-    assert ("LoRA" in said) == ("lora.rank" in advice["reason"]) == is_loaded
 
 
 @pytest.mark.slow

@@ -310,6 +310,7 @@ def audit(
     claimed = settings.epsilon(trainer.step)
     promised = meaning([settings.segment(trainer.step)], settings.delta)
     terms: dict[str, Any] = {"canaries": canaries, "guesses": guesses, "confidence": confidence}
+    sides = {"included": included, "excluded": ~included}
     bound = one_run_epsilon(**terms, correct=correct, delta=settings.delta)
     return {
         "instrument": "text",
@@ -319,10 +320,7 @@ def audit(
         "guesses": guesses,
         "detected": detected(scores, included, 1 - (1 - confidence) / 2),
         "extracted": {
-            how: {
-                name: int(np.sum(np.array(found[how])[which]))
-                for name, which in (("included", included), ("excluded", ~included))
-            }
+            how: {name: int(np.array(found[how])[side].sum()) for name, side in sides.items()}
             for how in ("greedy", "sampled")
         },
         "correct": correct,

@@ -19,6 +19,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ from torchtitan_dp.base.process import typed, versions
 from torchtitan_dp.checkpoint.plan import Plan, config_hash, earlier_ledger, losable, settle
 from torchtitan_dp.checkpoint.start import Start, check_records, plan_start, resumed
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.load import write_config
+from torchtitan_dp.config.load import RUN_CONFIG_FILE, write_config
 from torchtitan_dp.data.batching import Draw, RecordLoader
 from torchtitan_dp.distributed.agreement import (
     broadcast_from_rank0,
@@ -134,8 +135,10 @@ class Bookkeeping:
         )
         if dist.get_rank() == 0:  # all ranks have read the folder
             write_fingerprint(self._folder, loader.fingerprint, loader.settings, loader.describe())
-            for line in write_config(config):
-                logger.info(line)
+            # What trains no step does not describe the weights.
+            if start.step < self._total or not Path(self._folder, RUN_CONFIG_FILE).exists():
+                for line in write_config(config):
+                    logger.info(line)
 
     @property
     def settings(self) -> Settings:

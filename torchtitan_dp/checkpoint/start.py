@@ -63,8 +63,7 @@ from torchtitan_dp.ledger.schema import (
     ledger_of,
     read_published_fields,
 )
-
-PUBLIC = "the initial weights are assumed to be public"
+from torchtitan_dp.ledger.spending import PUBLIC
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ _OPTIONS: dict[str, tuple[_Option, ...]] = {
         _JSON,
         _takes("--machine", "M", "a100, h100, h200 or b200: predict the time by a roofline"),
         _flag("--choose", "compare meshes, checkpointing and methods, the fastest first"),
-        _flag("--recommend", "list batches, steps and adapters by their noise at equal compute"),
+        _flag("--recommend", "list batches and steps by their noise at equal compute"),
         _flag("--no_memory", "leave memory out of --json: quick"),
     ),
     "tune": (

@@ -48,14 +48,17 @@ def resolve(config: JobConfig, world_size: int) -> None:
     """Replace degrees of -1, `auto`, and a default name of the model, by what they stand for, in
     place.
 
-    cp takes all of `world_size` ranks that the other degrees leave, then dp_shard takes the rest.
-    The gradient method depends on MBS alone. Most units are longer than one sample, so over many
-    draws all of a unit is read: by windows, or, where samples lie around answers, by random
-    records.
+    cp takes all of `world_size` ranks that the other degrees leave (`auto`: as many as share a
+    sample in equal parts), then dp_shard takes the rest. The gradient method depends on MBS alone.
+    Most units are longer than one sample, so over many draws all of a unit is read: by windows,
+    or, where samples lie around answers, by random records.
     """
     parallelism, (replicate, shard, cp) = config.parallelism, mesh_degrees(config)
     if cp in (-1, AUTO):
-        cp = max(world_size // max(replicate * max(shard, 1), 1), 1)
+        left = max(world_size // max(replicate * max(shard, 1), 1), 1)
+        length = config.training.seq_len
+        equal = [n for n in range(1, left + 1) if left % n == length % (2 * n) == 0]
+        cp = left if cp == -1 or not equal else equal[-1]
     if shard == -1:
         shard = max(world_size // max(replicate * cp, 1), 1)
     parallelism.context_parallel_degree, parallelism.data_parallel_shard_degree = cp, shard

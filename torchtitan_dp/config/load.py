@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torchtitan_dp.base.process import has_type, write_atomically
+from torchtitan_dp.base.process import has_type, printable, write_atomically
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import Mistakes, check, keys, out_of_range, refusals
 from torchtitan_dp.config.derived import AUTO, DEGREES, resolve
@@ -153,7 +153,7 @@ def exit_on_mistake() -> Iterator[None]:
 def fail(*mistakes: str) -> NoReturn:
     """Print a user's mistakes, one line each, and exit with code 2."""
     for mistake in mistakes:
-        print("error: " + " ".join(mistake.split()), file=sys.stderr)
+        print("error: " + printable(" ".join(mistake.split())), file=sys.stderr)
     raise SystemExit(2)
 
 
@@ -172,8 +172,11 @@ def _read_toml(path: str) -> dict[str, Any]:
         raise ValueError(f"job.config_file = '{path}': no such file")
     try:  # Windows' editors begin with a mark
         return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"job.config_file = '{path}': not valid TOML: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"job.config_file = '{path}': {error}; save it as UTF-8") from error
+    except tomllib.TOMLDecodeError as error:
+        remedy = "give each key once, and text in quotes"
+        raise ValueError(f"job.config_file = '{path}': no valid TOML: {error}; {remedy}") from error
 
 
 # The schema.

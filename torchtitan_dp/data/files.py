@@ -22,6 +22,7 @@ PYTHON_PACKAGES = "python-packages"  # those of packages that every installation
 _PACKAGES = ("transformers", "huggingface_hub", "datasets")
 _SIZES = range(300, 32_769)  # bytes: neither an empty __init__.py, nor what takes minutes to read
 NAMED = (PYTHON_STDLIB, PYTHON_PACKAGES)
+_MISSING = "training.dataset_path = {!r} does not exist: give a file, a folder or a glob"
 
 
 class Files(NamedTuple):
@@ -74,13 +75,7 @@ def require_records(path: str) -> None:
     """Refuse, by ValueError in one line, a path that cannot name a file."""
     full = os.path.abspath(os.path.expanduser(path))
     if path and path not in NAMED and not (glob.has_magic(path) or os.path.exists(full)):
-        raise _missing(path)
-
-
-def _missing(path: str) -> ValueError:
-    return ValueError(
-        f"training.dataset_path = {path!r} does not exist: give a file, a folder or a glob"
-    )
+        raise ValueError(_MISSING.format(path))
 
 
 def locate(
@@ -106,7 +101,7 @@ def locate(
     magic = next((i for i, part in enumerate(parts) if glob.has_magic(part)), None)
     root = "/".join(parts[:magic]) or "/"
     if magic is None or not os.path.isdir(root):
-        raise _missing(path)
+        raise ValueError(_MISSING.format(path))
     return root, _walk(root, ["/".join(parts[magic:])])[0], []
 
 

@@ -74,6 +74,12 @@ class Format:
         file = f" of {self.below[0].rpartition('.')[2]} files" if self.fields else ""
         return f"one {self.row}{file}"
 
+    def field_names(self, path: str) -> list[str]:
+        """List the columns of a file, or the fields of its first row."""
+        if self.columns is not None:
+            return [name for name, _ in self.columns(path)]
+        return [*(next(self.rows(path, ()), None) or {})]
+
     def check(self, path: str, keys: Mapping[str, str]) -> None:
         """Refuse, by ValueError in one line, a file without a column that a key names."""
         if self.columns is None:
@@ -317,9 +323,19 @@ def columns(kind: str, path: str) -> Columns:
     except _errors() as error:
         raise ValueError(
             f"training.dataset_path: {path} is no {kind} file, or damaged "
-            f"({' '.join(str(error).split())[:200]}); write it again, or name the others by a glob"
+            f"({' '.join(str(error).split())[:200]}); "
+            f"{begins_as(path, not_as=kind.lower()) or 'write it again, or name others by a glob'}"
         ) from error
     return list(zip(schema.names, schema.types, strict=True))
+
+
+def begins_as(path: str, *, not_as: str) -> str | None:
+    """Return the remedy for a file that begins as one of another format does."""
+    with open(path, "rb") as file:
+        begin = file.read(4)
+    names = {b"PAR1": "parquet", b"ARRO": "arrow"} | ({begin: "jsonl"} if begin[:1] == b"{" else {})
+    found = names.get(begin, not_as)
+    return None if found == not_as else f"it begins as {found}: set training.dataset = '{found}'"
 
 
 def misfit(kind: Any, key: str) -> str | None:

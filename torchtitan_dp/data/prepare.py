@@ -30,7 +30,14 @@ import numpy as np
 from torchtitan_dp.base.process import private_opener, progress, say
 from torchtitan_dp.data import store as stores
 from torchtitan_dp.data.files import NAMED, Fields, Files, list_files, locate
-from torchtitan_dp.data.formats import FOLDER, Format, format_named, is_pointer, unit_name
+from torchtitan_dp.data.formats import (
+    FOLDER,
+    Format,
+    begins_as,
+    format_named,
+    is_pointer,
+    unit_name,
+)
 from torchtitan_dp.data.reading import EMPTY, MOST_PART, Assembler, Lack, Piece, Reading, split
 from torchtitan_dp.data.store import (
     Store,
@@ -165,6 +172,12 @@ class Source:
                 f"{', '.join(self.facts.below)}, of a saved data set those of its state.json; if "
                 "they hold records, rename them, save the set again, or name files by a glob"
             )
+        if self.unit_field is None and self.facts.fields:
+            for name in filter(_PERSON.fullmatch, self.facts.field_names(files.paths[0])):
+                yield (
+                    f"{self.facts.row}s have a {self.facts.fields} {name!r}, but data.unit_field "
+                    "is not set: epsilon protects one of them, not all of a person's together"
+                )
         named = () if self.path in NAMED else files.names
         words = (set(re.split(r"[^a-z]+", name.lower())) & _SPLITS.keys() for name in named)
         splits = Counter(split for of in words for split in {_SPLITS[word] for word in of})
@@ -184,6 +197,7 @@ class Source:
         )
 
 
+_PERSON = re.compile(r"(?i)(patient|person|subject|user|author|customer|member)[ _-]?(id|name)?")
 _SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"}
 _SPLITS |= dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation")
 """The words in names of files by which splits are known."""
@@ -307,8 +321,9 @@ def _tokenize(
         raise ValueError(source.no_record(files))
     if unnamed == count and any(one.setting.startswith("data.unit_field") for one in lacks):
         raise ValueError(
-            f"data.unit_field = {source.unit_field!r}: none of the {count} records has one: name "
-            "the field with the unit; of text files, give a path above the units' folders"
+            f"data.unit_field = {source.unit_field!r}: none of the {count} records has one, a "
+            "text or a whole number: name the field with the unit; of text files, give a path "
+            "above the units' folders"
         )
     if all(reasons) and EMPTY not in lacks:
         counted = [lack._replace(number=number) for lack, number in lacks.items()]
@@ -357,7 +372,8 @@ def _ids(
 def _rows(files: Files, source: Source, hashes: list[str]) -> Iterator[_Row]:
     """Yield the records of all files; hash each file before its records."""
     facts, by = source.facts, source.unit_field
-    remedy = "write them again (iconv, pdftotext, jq -c), or name others by a glob"
+    others = (begins_as(path, not_as=source.format) for path in files.paths[:1] if facts.fields)
+    remedy = next(others, None) or "write them again (iconv, jq -c), or name others by a glob"
     broken = Lack("training.dataset_path", f"are no {facts.row}s of '{source.format}'", remedy)
     unknown = Lack(f"data.unit_field = {by!r}", "have no usable one", "name each unit")
     said = time.monotonic()

@@ -82,6 +82,7 @@ def assumptions(lineage: Lineage) -> list[str]:
     return list(_ASSUMPTIONS) if lineage.composes else []
 
 
+PUBLIC = "the initial weights are assumed to be public"
 _EARLY = "not all planned steps were taken: "
 _LOST = "steps were lost: "
 _ROUNDED = "the clipped sum is rounded: "
@@ -95,6 +96,11 @@ BY_RDP = (
     "RDP counts in the place of privacy.accountant = 'pld', whose numbers float64 cannot hold here "
     "or are larger: epsilon holds, but may be above the least one"
 )
+
+
+def reasons(caveats: Iterable[str]) -> str:
+    """Return the caveats by which a run is not private, without an assumption that harms none."""
+    return "; ".join(one for one in dict.fromkeys(caveats) if not one.endswith(PUBLIC))
 
 
 def to_act_on(caveats: Sequence[str]) -> list[str]:

@@ -215,9 +215,10 @@ def check_weights(problem: str, folder: str, args: ModelArgs) -> None:
             raise ValueError(f"{problem}: {name} is in none of its files of weights; {remedy}")
         size, dtype = found[name]
         if size != tuple(tensor.shape):
+            lacks = "" if os.path.exists(os.path.join(folder, CONFIG_FILE)) else ", which has none"
             raise ValueError(
                 f"{problem}: {name} has shape {list(size)}, but the model's is "
-                f"{list(tensor.shape)}; take weights and {CONFIG_FILE} from one model"
+                f"{list(tensor.shape)}; take weights and {CONFIG_FILE} from one model{lacks}"
             )
         if dtype not in _TRAINED_DTYPES:
             raise ValueError(f"{problem}: {name} is quantized ({dtype}); take bfloat16 or float32")

@@ -44,7 +44,7 @@ from torchtitan_dp.config.derived import (
 from torchtitan_dp.config.load import exit_on_mistake, load_config, seeks_fewest_ranks, write_json
 from torchtitan_dp.distributed.devices import available_bytes, cuda_devices, memory_bytes
 from torchtitan_dp.ledger.schema import explain
-from torchtitan_dp.ledger.spending import heldout_epsilon, spent
+from torchtitan_dp.ledger.spending import heldout_epsilon, reasons, spent
 from torchtitan_dp.models.hugging_face import (
     describe,
     origin,
@@ -151,8 +151,7 @@ def main(argv: list[str]) -> list[str]:
     }
     with exit_on_mistake():
         if options.recommend:
-            loads = checked.start.loads
-            content["recommendation"] = recommend(config, plan, args, loads=loads)
+            content["recommendation"] = recommend(config, plan, args)
         if config.privacy.noise == "banded" and config.privacy.bands == "auto":
             overrides = [*overrides, f"--privacy.bands={plan.settings.bands}"]
         if options.choose and machine:
@@ -160,7 +159,12 @@ def main(argv: list[str]) -> list[str]:
         elif machine:
             rounds = spending.cost.microbatches_per_step
             seconds = step_seconds(config, args, machine, rounds)
-            print(f"      {machine.describe(seconds, plan.steps)}", file=sys.stderr)
+            print(
+                f"      predicted for {machine.name}: {seconds.microbatch:.3g} s a microbatch, "
+                f"{seconds.total:.3g} s a step, {seconds.hours(plan.steps):.3g} h in all; most of "
+                f"it: {seconds.limit} ({machine.limits()})",
+                file=sys.stderr,
+            )
             content |= seconds.for_programs(plan.steps)
     memory = predict(overrides, world_size, memory_gib) if predicts else None
     if memory is not None:
@@ -317,6 +321,7 @@ def _show(
         host=host,
         left=available and available / GIB,
         drowns=DROWNS,
+        reasons=reasons,
         command=typed(f"plan {config.job.config_file}"),
         unit=unit_word(config),
         method=METHODS[config.privacy.gradient_method],

@@ -131,7 +131,7 @@ def show_memory(memory: MemoryPlan, config: JobConfig, *, limited: bool) -> None
     lines = [
         f"peak memory per rank, of {memory.world_size} (predicted): "
         f"{memory.peak_bytes / GIB:.1f} GiB: {'fits' if memory.fits else 'does NOT fit'} "
-        f"in {memory.memory_gib:g} GiB with {memory.headroom_gib:g} GiB left free"
+        f"in {memory.memory_gib:g} GiB with {memory.headroom_gib:g} GiB kept free"
     ]
     for name, size in sorted(memory.parts.items(), key=lambda part: -part[1]):
         share = size / max(memory.peak_bytes, 1)

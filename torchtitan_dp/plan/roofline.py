@@ -40,13 +40,6 @@ class Machine:
     memory_gib: float
     share: float  # assumed
 
-    def describe(self, seconds: "StepSeconds", steps: int) -> str:
-        return (
-            f"predicted for {self.name}: {seconds.microbatch:.3g} s a microbatch, "
-            f"{seconds.total:.3g} s a step, {seconds.hours(steps):.3g} h in all; most of it: "
-            f"{seconds.limit} ({self.limits()})"
-        )
-
     def limits(self) -> str:
         return f"a roofline at {self.share:g} of public peaks (assumed); a start measures"
 

@@ -7,11 +7,9 @@ add up as S, and noise as sqrt(S): averaged over the run it is sigma sqrt(d) / (
 number decides here. All of it is a heuristic: gradients lie near a few directions and noise in all
 d of them, most of which change the loss little, so a model learns although the noise is longer.
 
-`--recommend` weighs by it, at the compute asked for: batch against steps, and all weights against
-adapters.
+`--recommend` weighs by it, at the compute asked for: batch against steps.
 """
 
-import copy
 import dataclasses
 import functools
 import math
@@ -25,7 +23,7 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import unit_word
 from torchtitan_dp.ledger import RunLog
 from torchtitan_dp.ledger.spending import inherited
-from torchtitan_dp.models.causal_lm.settings import ModelArgs, lora_of
+from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.hugging_face import trained_count
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.segments import Mechanism
@@ -40,8 +38,6 @@ LARGEST_RATE = 0.5  # of sampling: beyond it sampling hides hardly anything
 WORTH = 0.9
 """A batch is doubled where that leaves at most this share of the noise over the run: steps are
 worth something too."""
-
-_RANKS = (16, 8)  # of the adapters that a full run is compared with, the larger first
 
 
 @dataclass(frozen=True)
@@ -156,12 +152,11 @@ def refuse(config: JobConfig) -> None:
         )
 
 
-def recommend(config: JobConfig, plan: Plan, args: ModelArgs, *, loads: bool) -> dict[str, Any]:
+def recommend(config: JobConfig, plan: Plan, args: ModelArgs) -> dict[str, Any]:
     """Print what is recommended, on stderr; return it for programs.
 
-    Adapters are offered beside weights that the run `loads`, never beside drawn ones, which would
-    stay random. `refuse` has let the configuration pass. Raises ValueError, one line for the user,
-    if the target is out of the accountant's range.
+    `refuse` has let the configuration pass. Raises ValueError, one line for the user, if the target
+    is out of the accountant's range.
     """
     settings, epsilon = plan.settings, config.privacy.target_epsilon
     assert epsilon is not None
@@ -181,50 +176,37 @@ def recommend(config: JobConfig, plan: Plan, args: ModelArgs, *, loads: bool) ->
     sigma = settings.mechanism.noise_multiplier
     if settings.bands > 1 or settings.sampling == "allocation":  # rows are of Poisson sampling
         sigma = sigma_of(batch, plan.steps)
-    asked, own = Row(batch, plan.steps, batch / units, sigma), config.lora.rank
+    asked = Row(batch, plan.steps, batch / units, sigma)
     rows, best = rows_of(sigma_of, asked, units)
-    trained = {own: trained_count(args)}
-    for rank in (0,) if own else _RANKS if loads else ():
-        other = copy.deepcopy(args)
-        other.lora = lora_of(config, rank)
-        trained[rank] = trained_count(other)
-    names = {rank: f"LoRA r = {rank}" if rank else "all weights" for rank in trained}
+    trained = trained_count(args)
     shown = ["      the noise's norm over C, averaged over the run, at the compute asked for:"]
-    heads = "".join(f"{name:>13}" for name in names.values())
-    shown.append(f"{'batch':>13}{'steps':>9}{'q':>9}{'sigma':>9}{heads}")
+    shown.append(f"{'batch':>13}{'steps':>9}{'q':>9}{'sigma':>9}{'noise':>13}")
     for row in rows:
-        noises = "".join(f"{row.over_run(count):>13.3g}" for count in trained.values())
         marks = "  asked" * (row is asked) + "  recommended" * (row is best)
         sizes = f"{row.global_batch_size:>13,}{row.steps:>9,}{row.sample_rate:>9.3g}"
-        shown.append(f"{sizes}{row.noise_multiplier:>9.4g}{noises}{marks}")
-    rank, drawn = own, f"{batch * plan.steps:,} {unit_word(config)}s in all"
+        shown.append(f"{sizes}{row.noise_multiplier:>9.4g}{row.over_run(trained):>13.3g}{marks}")
+    drawn = f"{batch * plan.steps:,} {unit_word(config)}s in all"
     reason = f"recommended: none: {drawn} cannot fill {FEWEST_STEPS} steps; raise training.steps"
     if best is not None:
-        rank = next((r for r, count in trained.items() if best.over_run(count) <= DROWNS), own)
         keys = f"training.global_batch_size = {best.global_batch_size}"
         keys += f", training.steps = {best.steps}"
         if config.privacy.sample_rate is not None:
             keys += f", privacy.sample_rate = {best.sample_rate:.6g}"
-        keys += f", lora.rank = {rank}" if rank != own else ""
-        noise, cure = best.over_run(trained[rank]), "" if asked.within_bounds else ", out of bounds"
+        noise, cure = best.over_run(trained), "" if asked.within_bounds else ", out of bounds"
         if noise > DROWNS:
-            cure += f", still above {DROWNS:g} C: more records or a larger epsilon have less"
-            cure += "" if own else ", and so have adapters ([lora]) beside loaded weights"
+            cure += (
+                f", still above {DROWNS:g} C: more records, a larger epsilon or [lora] have less"
+            )
         reason = (
             f"recommended: {keys}: noise {noise:.3g} C averaged over the run, where the settings "
-            f"asked for have {asked.over_run(trained[own]):.3g} C{cure} (Poisson sampling; "
+            f"asked for have {asked.over_run(trained):.3g} C{cure} (Poisson sampling; bounds, "
             f"heuristics: {FEWEST_STEPS} steps or more, q up to {LARGEST_RATE:g})"
         )
     print(*shown, reason, sep="\n", file=sys.stderr)
-    return {
-        "global_batch_size": best and best.global_batch_size,
-        "steps": best and best.steps,
-        "sample_rate": best and best.sample_rate,
-        "lora_rank": rank,
+    found = dict.fromkeys(field.name for field in dataclasses.fields(Row))
+    return (dataclasses.asdict(best) if best else found) | {
         "reason": reason,
         "rows": [
-            dataclasses.asdict(row)
-            | {"noise_over_run": {names[r]: row.over_run(d) for r, d in trained.items()}}
-            for row in rows
+            dataclasses.asdict(row) | {"noise_over_run": row.over_run(trained)} for row in rows
         ],
     }

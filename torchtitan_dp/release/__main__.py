@@ -53,14 +53,22 @@ from torchtitan_dp.checkpoint.folder import (
 from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.config.load import exit_on_mistake, read_config
 from torchtitan_dp.ledger import PRIVACY_FILE
-from torchtitan_dp.ledger.schema import write_published
+from torchtitan_dp.ledger.schema import read_published_fields, write_published
+from torchtitan_dp.ledger.spending import recorded
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.hugging_face import on_meta, without_lora
 from torchtitan_dp.models.hugging_face_weights import write_folder
 from torchtitan_dp.models.parameters import first_overflow, saved_tensors, trainable_parameters
 from torchtitan_dp.privacy.accounting import rounded_up
-from torchtitan_dp.release.card import OWNER_ITEMS, check_base_model, claims, model_card
+from torchtitan_dp.release.card import (
+    OWNER_ITEMS,
+    check_base_model,
+    claims,
+    condition,
+    model_card,
+    refuse_not_private,
+)
 from torchtitan_dp.train.check import check_model
 
 CARD_FILE = "README.md"
@@ -90,6 +98,8 @@ def release(
     if base_model is not None:
         check_base_model(base_model)
     with lock_folder(run, wait_s=0):
+        if (published := read_published_fields(run)) and not published["private"]:
+            refuse_not_private(run, recorded(published["caveats"]))
         config = read_config(run)
         if merge and not config.lora.rank:
             raise ValueError(
@@ -214,11 +224,10 @@ def main(argv: list[str]) -> None:
             base_model=options.base_model,
         )
     counts = terms["epsilon_counts"].replace("_", " ")
-    if terms["steps"] < terms["planned_steps"]:
-        counts += f", of which {terms['steps']} of {terms['planned_steps']} made these weights"
+    only = f"\n          {stated}" if (stated := condition(terms)) else ""
     print(
         f"released: {options.out}/ (epsilon = {rounded_up(terms['epsilon'])}, of {counts}, delta = "
-        f"{terms['delta']})\n          before you publish it, fill in {CARD_FILE}:",
+        f"{terms['delta']}){only}\n          before you publish it, fill in {CARD_FILE}:",
         *(f"          - {item}" for item in ("Whose data", "Signed by, on", *OWNER_ITEMS)),
         sep="\n",
         file=sys.stderr,

@@ -12,18 +12,18 @@ Guarantee:
 """
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torchtitan_dp.checkpoint.folder import verify
-from torchtitan_dp.checkpoint.start import PUBLIC
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.formats import FORMATS
 from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
 from torchtitan_dp.ledger import PRIVACY_FILE, Lineage, RunLog
 from torchtitan_dp.ledger.lineage import Ancestor, of_weights
 from torchtitan_dp.ledger.schema import in_sentences, in_words, read_published_fields, released
-from torchtitan_dp.ledger.spending import recorded, spent, to_act_on
+from torchtitan_dp.ledger.spending import PUBLIC, reasons, recorded, spent, to_act_on
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.hugging_face import parameter_count, without_lora
 from torchtitan_dp.privacy.meaning import templates
@@ -31,6 +31,13 @@ from torchtitan_dp.privacy.segments import Mechanism
 
 STOP_STATED = "the owner states that neither results nor a clock decided when to stop"
 LOST_STATED = "the owner states that nobody saw lost steps, which epsilon therefore leaves out"
+
+
+def refuse_not_private(run: str, caveats: Iterable[str]) -> NoReturn:
+    raise ValueError(
+        f"RUN = '{run}': it is NOT private ({reasons(caveats) or PRIVACY_FILE}), permanently; "
+        "train afresh in another job.dump_folder"
+    )
 
 
 def claims(
@@ -57,11 +64,7 @@ def claims(
     if published is None:
         raise ValueError(f"RUN = '{run}': it has no {PRIVACY_FILE}; restore it")
     if not (lineage.private and published["private"] and published["epsilon"] is not None):
-        caveats = [*lineage.caveats, *recorded(published["caveats"])]
-        raise ValueError(
-            f"RUN = '{run}': it is NOT private ({'; '.join(dict.fromkeys(caveats)) or PRIVACY_FILE}"
-            "), permanently; train afresh in another job.dump_folder"
-        )
+        refuse_not_private(run, [*lineage.caveats, *recorded(published["caveats"])])
     step = int(checkpoint.rpartition("-")[2])
     if lineage.steps != step:
         raise ValueError(
@@ -135,6 +138,7 @@ def model_card(
         **guarantee(terms, config),
         caveats=to_act_on(terms["caveats"]),
         lost=terms["steps_executed"] - terms["steps"],
+        condition=condition(terms),
         heldout_fraction=config.data.heldout_fraction,
         earlier=[Ancestor.from_fields(fields) for fields in terms["ancestors"]],
         given=given or any(caveat.endswith(PUBLIC) for caveat in terms["caveats"]),
@@ -144,6 +148,17 @@ def model_card(
         dtypes=(config.training.mixed_precision_param, config.training.mixed_precision_reduce),
         optimizer=config.optimizer,
         schedule=config.lr_scheduler,
+    )
+
+
+def condition(terms: dict[str, Any]) -> str:
+    """Return the condition of a run's epsilon that stopped early; nothing where none is stated."""
+    steps, planned = terms["steps"], terms["planned_steps"]
+    if steps >= planned or "planned" not in terms["epsilon_counts"]:
+        return ""
+    return (
+        f"it holds only if neither losses or logs nor a clock made the owner stop after {steps} of "
+        f"{planned} steps"
     )
 
 

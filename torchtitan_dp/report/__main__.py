@@ -31,7 +31,6 @@ from torchtitan_dp.config.load import exit_on_mistake, fail
 from torchtitan_dp.ledger import schema
 from torchtitan_dp.ledger.spending import epsilon as epsilon_of
 from torchtitan_dp.ledger.spending import spent, to_act_on
-from torchtitan_dp.plan.signal import DROWNS, noise_of_run
 from torchtitan_dp.privacy.accounting import rounded_down, rounded_up
 from torchtitan_dp.privacy.meaning import templates
 from torchtitan_dp.release.card import guarantee
@@ -45,7 +44,7 @@ from torchtitan_dp.report.run_folder import (
 )
 
 _POINTS = 24  # of a curve of epsilon, as in torchtitan_dp.ledger
-_COLUMNS, _DRAWN = 6, 2000  # of a chart's table, besides the last; points of a line
+_DRAWN = 2000  # points of a line
 
 _TABLE = {
     "delta": "δ",
@@ -89,8 +88,7 @@ def content(run: RunFolder) -> dict[str, Any]:
         "faults": run.faults,
         "notes": run.notes,
         "records": run.records,
-        "charts": charts,
-        "draws": importlib.util.find_spec("matplotlib") is not None,
+        "charts": charts if importlib.util.find_spec("matplotlib") else [],
         "guarantee": _guarantee(run),
         "caveats": to_act_on(run.caveats),
         "assumptions": run.assumptions,
@@ -117,19 +115,8 @@ class Chart:
     public: bool
     reference: tuple[str, float] | None = None
     logarithmic: bool = False
-    words: str = ""
     write: Callable[[float], str] = field(default="{:.4g}".format)
     last: int = 1  # step of the axis that all charts of a page have
-
-    @property
-    def table(self) -> list[list[str]]:
-        """A line of steps, and one of values for each name."""
-        steps = sorted({step for points in self.lines.values() for step, _ in points})
-        shown = dict.fromkeys([*steps[:: math.ceil(len(steps) / _COLUMNS)], steps[-1]])
-        lines = [["step", *(f"{step:,}" for step in shown)]]
-        for name, values in ((name, dict(points)) for name, points in self.lines.items()):
-            lines.append([name, *(self.write(values[s]) if s in values else "" for s in shown)])
-        return lines + ([[self.reference[0], f"{self.reference[1]:g}"]] if self.reference else [])
 
     @property
     def svg(self) -> str:
@@ -176,19 +163,6 @@ def public_charts(run: RunFolder) -> list[Chart]:
         target = None if settings.target_epsilon is None else ("target", settings.target_epsilon)
         unit = f"at δ = {settings.delta:g}"
         charts.append(Chart("ε over steps", unit, lines, True, target, write=rounded_up))
-    if run.with_privacy and run.trained and run.total:
-        noise = {
-            n: noise_of_run(
-                settings.mechanism, trained=run.trained, batch=settings.expected_batch_size, steps=n
-            )
-            for n in sorted({max(1, round(run.total ** (i / 40))) for i in range(41)})
-        }
-        points = [(n, one.over_run) for n, one in noise.items()]
-        words = f"at the end {points[-1][1]:.3g} C, over {run.trained:,} trained values"
-        unit = "noise's norm over C, averaged over the steps so far; the largest signal has 1"
-        above = ("little is learned above (a heuristic)", DROWNS)
-        lines = {"noise": points}
-        charts.append(Chart("Signal against noise", unit, lines, True, above, True, words))
     rates = [(step, rate) for step, rate in run.scalars.get("lr", []) if step <= ledger.steps]
     return [*charts, *([Chart("Learning rate", "", {"lr": rates}, True)] if rates else [])]
 

@@ -23,7 +23,6 @@ from torchtitan_dp.ledger import EXECUTED_FILE, PRIVACY_FILE, Lineage, schema
 from torchtitan_dp.ledger.log import read_description
 from torchtitan_dp.ledger.schema import ledger_of, read_published_fields
 from torchtitan_dp.ledger.spending import assumptions
-from torchtitan_dp.models.hugging_face import shape, trained_count
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.segments import NONE
 
@@ -48,7 +47,6 @@ class RunFolder:
     scalars: dict[str, Points]
     config: JobConfig | None = None  # checked, for one process
     settings: dict[str, Any] = field(default_factory=dict)  # as saved
-    trained: int | None = None  # parameters
     epsilon: float | None = None
     epsilon_executed: float | None = None
     epsilon_planned: float | None = None
@@ -126,11 +124,6 @@ def open_run(folder: str) -> RunFolder:
         notes=notes,
         records=read_description(folder),
     )
-    if config is not None:
-        try:
-            run.trained = trained_count(shape(config))
-        except (OSError, ValueError) as error:
-            notes.append(f"the model's shape is not known: {error}")
     if (fault := path / FAULT_FILE).exists():
         run.ended_by = fault.read_text(encoding="utf-8").strip().removeprefix("error: ")
     if run.with_privacy:

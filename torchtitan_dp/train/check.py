@@ -127,6 +127,10 @@ def check_run(config: JobConfig, *, units: int | None = None) -> Checked:
     check_learning(config)
     start = decide_start(config)
     check_names(config, start)
+    if start.step > (steps := config.training.steps):
+        raise ValueError(
+            f"training.steps = {steps}: {start.step} were taken already; give no fewer"
+        )
     source = source_of(config)
     folder, earlier, plan = config.job.dump_folder, None, None
     if not config.privacy.enable:

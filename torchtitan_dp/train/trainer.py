@@ -282,8 +282,11 @@ def main(argv: list[str]) -> None:
         if trainer.step == config.training.steps:  # not where it was stopped
             if exports:
                 which = " of the averaged weights" if trainer.average else ""
-                folder = f"Hugging Face folder{which}, to evaluate here; what to ship is a release"
-                logger.info(f"{folder}: {export_weights(trainer)}/")
+                private = isinstance(trainer, DPTrainer) and trainer.ledger.private
+                ships = (
+                    "to evaluate here; ship a release" if private else "NOT private, not to ship"
+                )
+                logger.info(f"Hugging Face folder{which}, {ships}: {export_weights(trainer)}/")
             for line in trainer.summary():
                 logger.info(line)
     finally:

@@ -273,7 +273,7 @@ def read_args(settings: dict[str, Any], path: str, key: str) -> ModelArgs:
     def refuse(name: str, value: object, why: str) -> NoReturn:
         shown = "missing" if value is None else json.dumps(value)
         raise ValueError(
-            f"{key}: {path} has {name} = {shown}: {why}; use a model that has it so (for the "
+            f"{key}: {path} has {name} = {shown}: {why}; use another model (for the "
             "tokenizer alone, copy its files into a folder without config.json)"
         )
 
@@ -302,7 +302,7 @@ def read_args(settings: dict[str, Any], path: str, key: str) -> ModelArgs:
     if args.n_heads % args.n_kv_heads != 0:
         refuse("num_key_value_heads", args.n_kv_heads, f"must divide the {args.n_heads} heads")
     if "num_hidden_layers" not in args.settings:  # other names, of models from before Llama
-        refuse("model_type", kind, "its sizes have names that are not built")
+        refuse("model_type", kind, "families from before Llama, with other names, are not built")
     if isinstance(wide := args.settings.get("intermediate_size"), list):
         refuse("intermediate_size", wide, "only one size for all layers is built")
     if kind == "phimoe" and any(rope.get("rope_type") in LONGER for rope in _ropes(args.settings)):
