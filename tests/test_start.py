@@ -186,7 +186,7 @@ def hung_up(connection, log, nohup):
     launched(workers)
 
 
-ASKED = "Ctrl-C: finishing the step and saving; again: at once, and epsilon counts lost steps"
+ASKED = "Ctrl-C: finishing this step and saving; again: stop now, epsilon counts lost steps"
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ class Signals:
         listening = [pid for pid in workers if _listens(pid)]
         ends = again or not listening
         if number == signal.SIGINT:
-            words = "finishing the step and saving; again: at once, and epsilon counts lost steps"
+            words = "finishing this step and saving; again: stop now, epsilon counts lost steps"
             _say(f"\nCtrl-C: {f'stopped; {_GOES_ON}' if ends else words}")
         for pid in workers if ends else listening:
             with contextlib.suppress(ProcessLookupError):  # it ended meanwhile

@@ -64,6 +64,18 @@ def test_a_run_ends_at_its_step(finished):
     assert folder.checkpoint(STEPS).joinpath(".metadata").exists()
 
 
+def test_a_finished_run_is_not_described_by_a_start_that_trains_nothing(finished, capsys):
+    """Its release would state that start's settings."""
+    folder, _ = finished
+    settings = (folder.out / "run_config.json").read_bytes()
+    assert "NOT private" not in folder.train("--metrics.log_freq=2")
+    assert (folder.out / "run_config.json").read_bytes() == settings
+    with pytest.raises(SystemExit):
+        folder.planned_epsilon(capsys, STEPS - 1)
+    line = f"training.steps = {STEPS - 1}: {STEPS} were taken already; give no fewer"
+    assert line in capsys.readouterr().err
+
+
 def test_two_starts_from_one_checkpoint_differ(finished, tmp_path):
     """Hazard 11, and 46: the steps of an abandoned branch stay in `steps_executed`."""
     original, spent = finished

@@ -8,7 +8,7 @@ import tokenizers
 import torchtitan_dp.plan.__main__ as plan
 from tests.processes import forks
 from tests.processes.runs import CONFIG, ROOT, arguments, said, write_records
-from torchtitan_dp.config.load import RUN_CONFIG_FILE, load_config, write_config
+from torchtitan_dp.config.load import RUN_CONFIG_FILE, fail, load_config, write_config
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -161,6 +161,12 @@ def test_several_mistakes_are_one_answer(tmp_path, data, capsys):
         "training.seq_len",
         "data.heldout_fraction",
     ]
+
+
+def test_what_moves_a_cursor_is_escaped(capsys):
+    with pytest.raises(SystemExit):
+        fail("a\x1b[2Jb\0c")
+    assert capsys.readouterr().err == "error: a\\x1b[2Jb\\x00c\n"
 
 
 def test_a_configuration_is_judged_without_pytorch(tmp_path, data):

@@ -20,6 +20,7 @@ from torchtitan_dp.ledger.lineage import History, audited, not_private
 from torchtitan_dp.ledger.spending import assumptions, total
 from torchtitan_dp.privacy.accounting import compose
 from torchtitan_dp.privacy.clipping import fp32_sum_excess
+from torchtitan_dp.release.__main__ import release
 from torchtitan_dp.release.ledgers import main as command
 
 
@@ -91,7 +92,8 @@ def baseline(tmp_path_factory):
     place = tmp_path_factory.mktemp("baseline")
     data = write_records(place / "data")
     options = ("--privacy.no-enable", "--checkpoint.last_save_in_hf", "--training.steps=2")
-    train(arguments(place / "run", data, *options), log=place / "log", world_size=1)
+    said = train(arguments(place / "run", data, *options), log=place / "log", world_size=1)
+    assert "NOT private, not to ship: " in said
     return place / "run", data
 
 
@@ -122,6 +124,8 @@ def test_row52_its_folder_says_so_and_is_no_place_for_a_private_run(baseline):
         earlier_ledger(str(run))
     with pytest.raises(ValueError, match="is a run without privacy"):
         verify(str(run))
+    with pytest.raises(ValueError, match="it is NOT private"):
+        release(str(run), f"{run}_out")
 
 
 def test_row52_a_checkpoint_of_the_baseline_holds_its_ledger(baseline):

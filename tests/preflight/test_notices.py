@@ -108,3 +108,21 @@ def test_the_tokenizer_and_ends_that_are_not_learned_are_named(
     said = planned(tmp_path, capsys, at)
     assert f"no bos, no eos, from {assets}\n" in said
     assert "      the tokenizer has no eos: the model never learns to stop\n" in said
+
+
+def test_a_field_that_names_people_is_a_notice_where_records_are_the_unit(tmp_path, capsys) -> None:
+    write(tmp_path, {"notes.jsonl": as_lines([{"patient_id": row["who"], **row} for row in NOTES])})
+    notice = "lines have a JSON field 'patient_id', but data.unit_field is not set"
+    assert notice in planned(tmp_path, capsys, *with_sigma(1))
+    assert notice not in planned(tmp_path, capsys, *with_sigma(1), "--data.unit_field=patient_id")
+
+
+@pytest.mark.parametrize(
+    ("format", "begin", "other"), [("jsonl", b"PAR1", "parquet"), ("parquet", b'{"a": 1}', "jsonl")]
+)
+def test_a_file_of_another_format_is_told(tmp_path, capsys, format, begin, other) -> None:
+    (tmp_path / "notes.jsonl").write_bytes(begin + b"\n")
+    with pytest.raises(SystemExit):
+        planned(tmp_path, capsys, f"--training.dataset={format}")
+    told = capsys.readouterr().err
+    assert f"it begins as {other}: set training.dataset = '{other}'" in told

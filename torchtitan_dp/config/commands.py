@@ -101,7 +101,7 @@ _OPTIONS: dict[str, tuple[_Option, ...]] = {
         _flag(
             "--stop_not_from_results",
             "state, in the card too, that neither results nor a clock (a time limit, a preemption) "
-            "decided when a run stopped early: epsilon leaves out planned steps not taken",
+            "made a run stop early: epsilon then counts only the steps taken",
         ),
         _flag(
             "--lost_steps_not_seen",

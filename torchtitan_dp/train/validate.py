@@ -106,7 +106,7 @@ class HeldOutValidator:
         if (best := self._config.validation.reference_loss) is None or best >= before:
             return line
         closed = (before - after) / (before - best)
-        return f"{line}; {closed:.0%} of the way to {best:g}, validation.reference_loss"
+        return f"{line}; {closed:.0%} of the gain without privacy, to {best:g}"
 
     def _held_out(self, model: nn.Module, *, alone: bool = False) -> HeldOut:
         """Compute losses of the held-out units, in one forward pass over each: `alone` where they
