@@ -1,7 +1,7 @@
 """Test this checkout with another torch and Python; a row of docs/install.md gets the result.
 
     python scripts/versions.py TORCH PYTHON [pytest arguments]
-    python scripts/versions.py 2.15.0 3.13                # the quick tests
+    python scripts/versions.py 2.15.0 3.13                # the quick tests, and the kernels
     python scripts/versions.py 2.15.0 /usr/bin/python3.14 tests/distributed tests/gradients
 
 uv (https://docs.astral.sh/uv/) makes the environment, which is removed afterwards: constraints.txt,
@@ -21,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "install.md"
 TABLE = re.compile(r"(?<=<!-- made by scripts/versions.py -->\n)(.*\n.*\n)((?:\|.*\n)*)")
+KERNELS = ("tests/kernels",)
 WITH_TORCH = re.compile(r"(torch|triton|nvidia-.*|cuda-.*|setuptools)==")
 VERSIONS = """
 import platform, torch
@@ -33,11 +34,13 @@ def main(torch: str, python: str, *arguments: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = make_environment(Path(folder), torch, python)
         versions = subprocess.check_output([path, "-c", VERSIONS], text=True).strip()
-        counts = run_tests(path, arguments)
-    failed = counts["failed"] + counts["error"] + counts["errors"]
-    row = f"| {versions} | {' '.join(arguments) or 'quick'} | {counts['passed']:,} | {failed} |\n"
-    PAGE.write_text(with_row(PAGE.read_text(), row))
-    print(row, end="")
+        for tests in (arguments,) if arguments else ((), KERNELS):
+            counts = run_tests(path, tests)
+            failed = counts["failed"] + counts["error"] + counts["errors"]
+            named = " ".join(tests) or "quick"
+            row = f"| {versions} | {named} | {counts['passed']:,} | {failed} |\n"
+            PAGE.write_text(with_row(PAGE.read_text(), row))
+            print(row, end="")
 
 
 def make_environment(folder: Path, torch: str, python: str) -> Path:
