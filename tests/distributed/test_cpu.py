@@ -12,8 +12,9 @@ import torch
 import torchtitan_dp.distributed.cpu as cpu
 from tests.processes import forks
 from tests.processes.ranks import on_ranks
+from torchtitan_dp.distributed.devices import has_accelerator
 
-without_accelerator = pytest.mark.skipif(cpu.has_accelerator(), reason="the shim is for CPU")
+without_accelerator = pytest.mark.skipif(has_accelerator(), reason="the shim is for CPU")
 
 
 def test_torchtitan_is_the_release_the_shim_was_written_for():

@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_dp.base import torch_private
-from torchtitan_dp.distributed.devices import has_accelerator
 
 _QUANTIZATION = "torchtitan.components.quantization"  # it loads Inductor; `train.spec` asks for it
 
@@ -34,7 +33,7 @@ _QUANTIZATION = "torchtitan.components.quantization"  # it loads Inductor; `trai
 def install() -> None:
     """Make gloo safe, and TorchTitan and its Trainer work on CPU. A second call changes nothing."""
     _give_gloo_groups_one_thread()
-    if has_accelerator() or "torchtitan" in sys.modules:
+    if torch.accelerator.is_available() or "torchtitan" in sys.modules:
         return
     _import_torchtitan()
     _report_process_memory()

@@ -95,8 +95,8 @@ def prove(trainer: Any) -> None:
             f"are {worst:.2g} off those of transformers' own (the limit is {BOUND:g}): {REMEDY}"
         )
     logger.info(
-        f"checked: a tiny {kind} on this mesh has transformers' per-sample gradients, within "
-        f"{worst:.0e}, in {seconds:.1f} s"
+        f"checked: a tiny {kind} on this mesh has transformers' per-sample gradients within "
+        f"{worst:.0e} ({seconds:.1f} s)"
     )
 
 

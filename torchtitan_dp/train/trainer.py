@@ -272,21 +272,20 @@ def main(argv: list[str]) -> None:
     decide = decision(config)
     # The baseline draws all weights, whichever of them it then loads.
     register(config, checked.records, decide if config.privacy.enable else None)
-    # Not TorchTitan's: in checkpoint/ it would be taken for one to resume from.
-    exports, config.checkpoint.last_save_in_hf = config.checkpoint.last_save_in_hf, False
     trainer = build_trainer(config, decide)
+    # Not TorchTitan's: in checkpoint/ it would be taken for one to resume from.
+    trainer.checkpointer.last_save_in_hf = False
     kept = faults_kept(config.job.dump_folder) if lock else contextlib.nullcontext()
     try:
         with kept:
             trainer.train()
         if trainer.step == config.training.steps:  # not where it was stopped
-            if exports:
+            if config.checkpoint.last_save_in_hf:
                 which = " of the averaged weights" if trainer.average else ""
                 private = isinstance(trainer, DPTrainer) and trainer.ledger.private
-                ships = (
-                    "to evaluate here; ship a release" if private else "NOT private, not to ship"
-                )
-                logger.info(f"Hugging Face folder{which}, {ships}: {export_weights(trainer)}/")
+                ships = "what to ship is a release" if private else "NOT private, not to ship"
+                folder = f"Hugging Face folder{which}, to evaluate here; {ships}"
+                logger.info(f"{folder}: {export_weights(trainer)}/")
             for line in trainer.summary():
                 logger.info(line)
     finally:
