@@ -222,7 +222,7 @@ def test_older_weights_claim_what_was_begun_and_what_they_still_planned(run, mad
     assert (terms["steps"], terms["planned_steps"], terms["steps_executed"]) == (2, 4, 4)
     assert sum(event["count"] for event in terms["dp_event"]["events"]) == 6
     assert terms["epsilon"] > terms["epsilon_executed"]
-    only = "it holds only if neither losses or logs nor a clock made the owner stop after 2 of 4"
+    only = "it holds only if no loss, no log and no clock made the owner stop after 2 of 4"
     assert only in capfd.readouterr().err
     assert only in card.partition("In words")[0]
     covers = "the 2 steps of these weights, 2 for steps that crashes lost, 2 that were planned"

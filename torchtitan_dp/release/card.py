@@ -157,7 +157,7 @@ def condition(terms: dict[str, Any]) -> str:
     if steps >= planned or "planned" not in terms["epsilon_counts"]:
         return ""
     return (
-        f"it holds only if neither losses or logs nor a clock made the owner stop after {steps} of "
+        f"it holds only if no loss, no log and no clock made the owner stop after {steps} of "
         f"{planned} steps"
     )
 
