@@ -170,7 +170,9 @@ def test_a_column_of_the_wrong_type_is_refused(tmp_path: Path, format: str) -> N
 def test_columns_that_are_missing_or_there_twice_are_refused(tmp_path: Path, format: str) -> None:
     root = WRITERS[format](tmp_path / "d", [{"who": "a", "text": "b"}])
     for key in ("text_field", "unit_field", "prompt_field"):
-        match = rf"data\.{key} = 'nope': .* has no such column; its columns are who, text"
+        match = (
+            rf"data\.{key} = 'nope': .* no such column; its columns \(not private\) are who, text"
+        )
         refuse(root, format, match, **{key: "nope"})
     write(root, {"a.csv": b"text,text\na,b\n"})
     if format != "csv":

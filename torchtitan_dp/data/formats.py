@@ -91,9 +91,10 @@ class Format:
             kinds = [kind for name, kind in columns if name == field]
             if not kinds:
                 hint = " (of UTF-8, separated by commas)" if self.rows is csv_rows else ""
-                names = ", ".join(name for name, _ in columns)
+                names = ", ".join(name if len(name) <= 40 else "…" for name, _ in columns[:20])
                 raise ValueError(
-                    f"{key} = {field!r}: {path} has no such column; its columns are {names}{hint}"
+                    f"{key} = {field!r}: {path} has no such column; its columns (not private) are "
+                    f"{names}{hint}"
                 )
             if len(kinds) > 1:
                 count = f"{len(kinds)} columns of that name"

@@ -260,9 +260,9 @@ def _spending(config: JobConfig, checked: Checked, plan: Plan) -> Spending:
     args, settings, ledger = checked.args, plan.settings, plan.ledger
     count, batch = settings.implied_units, settings.expected_batch_size
     mechanism, trained = settings.mechanism, trained_count(args)
-    steps = spent(ledger, lost=False).segments(mechanism, max(plan.steps - ledger.steps, 0))
-    meaning = explain(ledger, steps, plan.epsilon)
-    if_capped = None
+    steps = spent(ledger).segments(mechanism, max(plan.steps - ledger.steps, 0))
+    if_capped, stated = None, plan.epsilon_stated  # with lost steps, as a release states it
+    meaning = explain(ledger, steps, stated)
     if mechanism.largest_share > 1:
         exact = Mechanism(mechanism.noise_multiplier, mechanism.sample_rate)
         if_capped = dataclasses.replace(settings, mechanism=exact).epsilon(plan.steps)
@@ -273,7 +273,7 @@ def _spending(config: JobConfig, checked: Checked, plan: Plan) -> Spending:
         noise=noise_of_run(mechanism, trained=trained, batch=batch, steps=plan.steps),
         kept_noise_gib=4 * (mechanism.period - 1) * trained / (dp_shard * cp) / GIB,
         cost=step_cost(config, args, records=count, rate=mechanism.sample_rate),
-        meaning=meaning.sentences(settings.unit, plan.epsilon, settings.delta) if meaning else [],
+        meaning=meaning.sentences(settings.unit, stated, settings.delta) if meaning else [],
         if_capped=if_capped,
         loss=_loss(config, plan, len(checked.records.heldout)),
     )
