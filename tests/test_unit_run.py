@@ -38,8 +38,8 @@ def main(argv):
 
 
 def write_notes(path: Path) -> Path:
-    """Each record of a user is far longer than a sample, and one record is nobody's. No two places
-    of all this read alike: a window tells whose it is, of which record, from where."""
+    """Each record of a user is far longer than a sample, and one record is nobody's. No text
+    occurs twice, so the words of a window identify its user, record and place."""
     lines = [
         {"patient": user, "note": " ".join(f"{user}.{i}.{k}" for k in range(200))}
         for i in range(NOTES)

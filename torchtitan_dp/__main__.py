@@ -58,8 +58,8 @@ def main(argv: list[str] | None = None) -> None:
         rest[:1] = ["--job.config_file", str(config_path(rest[0]))]
     module = "data" if command == "prepare" else command
     if {"-h", "--help"} & {*rest} and command != "prepare":
-        text = (_FOLDER / "train/help.txt").read_text("utf-8") if command == "train" else ""
-        print(text or help_of(command, _COMMANDS[command]), end="")
+        is_train, text = command == "train", _FOLDER / "train/help.txt"
+        print(text.read_text("utf-8") if is_train else help_of(command, _COMMANDS[command]), end="")
         return
     if command == "train":
         if not rest:

@@ -44,11 +44,7 @@ def test_rungs_on_an_accelerator_fill_the_tiles_of_attention(
 
 @pytest.mark.parametrize(("ranks", "seq_len", "cp"), [(3, 256, 1), (6, 256, 2), (6, 36, 6)])
 def test_ranks_that_are_left_share_a_sample_in_equal_parts(ranks, seq_len, cp):
-    given = [
-        "--privacy.noise_multiplier=1",
-        "--privacy.delta=1e-5",
-        f"--training.seq_len={seq_len}",
-    ]
-    parallelism = load_config([*given, "--training.global_batch_size=4"], ranks).parallelism
+    given = "--parallelism.context_parallel_degree=auto"
+    parallelism = configured(given, seq_len=seq_len, cp=ranks).parallelism
     assert parallelism.context_parallel_degree == cp
     assert parallelism.data_parallel_shard_degree * cp == ranks

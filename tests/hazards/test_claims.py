@@ -31,15 +31,15 @@ def publish(folder, ledger, *, fingerprint="f"):
     return accounts.publish(ledger, folder)
 
 
-# Row 50: who stops early publishes what was planned, or is told.
+# Row 50: who stops early publishes what was planned, or is published.
 
 
 def test_row50_a_run_that_stopped_early_tells_what_was_planned(tmp_path):
-    told = publish(tmp_path, Lineage(SETTINGS, steps=2, planned_steps=200))
-    assert told["epsilon"] == pytest.approx(SETTINGS.epsilon(2), rel=1e-3)
-    assert told["epsilon_planned"] >= SETTINGS.epsilon(200) > 2 * told["epsilon"]
-    assert (told["steps"], told["planned_steps"]) == (2, 200)
-    (caveat,) = [c for c in told["caveats"] if "2 of 200" in c]
+    published = publish(tmp_path, Lineage(SETTINGS, steps=2, planned_steps=200))
+    assert published["epsilon"] == pytest.approx(SETTINGS.epsilon(2), rel=1e-3)
+    assert published["epsilon_planned"] >= SETTINGS.epsilon(200) > 2 * published["epsilon"]
+    assert (published["steps"], published["planned_steps"]) == (2, 200)
+    (caveat,) = [c for c in published["caveats"] if "2 of 200" in c]
     assert "applies if neither results nor a clock decided when to stop" in caveat
     found = verify(str(tmp_path))
     assert found.faults == []
@@ -48,9 +48,9 @@ def test_row50_a_run_that_stopped_early_tells_what_was_planned(tmp_path):
 
 def test_row50_lost_steps_are_planned_again(tmp_path):
     begun(Lineage(SETTINGS), tmp_path, 1, loses=1)
-    told = publish(tmp_path, Lineage(SETTINGS, steps=2, planned_steps=200))
-    assert told["epsilon_planned"] >= SETTINGS.epsilon(201)
-    assert told["epsilon_planned"] == pytest.approx(SETTINGS.epsilon(201), rel=1e-6)
+    published = publish(tmp_path, Lineage(SETTINGS, steps=2, planned_steps=200))
+    assert published["epsilon_planned"] >= SETTINGS.epsilon(201)
+    assert published["epsilon_planned"] == pytest.approx(SETTINGS.epsilon(201), rel=1e-6)
 
 
 def stopped(folder, **changes):
@@ -62,18 +62,18 @@ def stopped(folder, **changes):
 
 
 def test_row50_a_stop_is_not_forgotten_in_another_folder(tmp_path):
-    told = publish(tmp_path / "second", stopped(tmp_path / "first"))
-    assert told["epsilon_planned"] == told["epsilon"] >= SETTINGS.epsilon(2_001)
-    (caveat,) = [c for c in told["caveats"] if "2 of 2000 by run" in c]
+    published = publish(tmp_path / "second", stopped(tmp_path / "first"))
+    assert published["epsilon_planned"] == published["epsilon"] >= SETTINGS.epsilon(2_001)
+    (caveat,) = [c for c in published["caveats"] if "2 of 2000 by run" in c]
     assert "applies if weights alone did; no epsilon applies if losses" in caveat
     found = verify(str(tmp_path / "second"))
     assert found.faults == []
-    assert total([found]).epsilon_planned == pytest.approx(told["epsilon_planned"])
+    assert total([found]).epsilon_planned == pytest.approx(published["epsilon_planned"])
 
 
 def test_row49_what_initial_weights_were_summed_in_is_told(tmp_path):
-    told = publish(tmp_path / "second", stopped(tmp_path / "first", samples_per_rank=8))
-    assert any("adds up to 4096 records" in caveat for caveat in told["caveats"])
+    published = publish(tmp_path / "second", stopped(tmp_path / "first", samples_per_rank=8))
+    assert any("adds up to 4096 records" in caveat for caveat in published["caveats"])
 
 
 def test_row50_no_epsilon_is_said_to_cover_a_stop_by_logs():
@@ -116,9 +116,10 @@ def test_row52_weights_of_a_run_without_privacy_are_never_private(baseline, tmp_
 
 def test_row52_its_folder_says_so_and_is_no_place_for_a_private_run(baseline):
     run, _ = baseline
-    told = privacy(run)
-    assert (told["private"], told["epsilon"], told["mechanism"]) == (False, None, "none")
-    assert privacy(run / "hf") == {**told, "steps": 2, "steps_executed": 2}
+    published = privacy(run)
+    claims = published["private"], published["epsilon"], published["mechanism"]
+    assert claims == (False, None, "none")
+    assert privacy(run / "hf") == {**published, "steps": 2, "steps_executed": 2}
     refuse_private_folder(str(run))  # it may go on there itself
     with pytest.raises(ValueError, match=r"privacy\.enable = true: .* without privacy"):
         earlier_ledger(str(run))
@@ -138,10 +139,10 @@ def test_row52_a_checkpoint_of_the_baseline_holds_its_ledger(baseline):
 
 def test_row53_an_audit_adds_to_what_runs_spend(tmp_path):
     publish(tmp_path / "run", Lineage(SETTINGS, steps=40))
-    told = publish(tmp_path / "audit", audited(Lineage(SETTINGS, steps=40), 100))
-    assert (told["private"], told["epsilon"]) == (False, None)
-    assert told["epsilon_executed"] == pytest.approx(SETTINGS.epsilon(40))
-    assert told["audit"] == {"canaries": 100, "otherwise_private": True}
+    published = publish(tmp_path / "audit", audited(Lineage(SETTINGS, steps=40), 100))
+    assert (published["private"], published["epsilon"]) == (False, None)
+    assert published["epsilon_executed"] == pytest.approx(SETTINGS.epsilon(40))
+    assert published["audit"] == {"canaries": 100, "otherwise_private": True}
     runs = [verify(str(tmp_path / name)) for name in ("run", "audit")]
     spent = compose([SETTINGS.segment(80)], delta=SETTINGS.delta, accountant=SETTINGS.accountant)
     assert total(runs).epsilon == pytest.approx(spent)
@@ -151,8 +152,8 @@ def test_row53_an_audit_adds_to_what_runs_spend(tmp_path):
 
 
 def test_row53_an_audit_that_would_not_be_private_has_no_epsilon(tmp_path):
-    told = publish(tmp_path, audited(not_private(Lineage(SETTINGS, steps=40), "a seed"), 100))
-    assert (told["epsilon_executed"], told["epsilon_planned"]) == (None, None)
+    published = publish(tmp_path, audited(not_private(Lineage(SETTINGS, steps=40), "a seed"), 100))
+    assert (published["epsilon_executed"], published["epsilon_planned"]) == (None, None)
     assert total([verify(str(tmp_path))]).epsilon is None
 
 
@@ -225,8 +226,8 @@ def test_row49_the_rounded_sum_is_a_caveat_that_grows(tmp_path):
     said = []
     for place, summands in enumerate((8, 4096)):
         settings = dataclasses.replace(SETTINGS, samples_per_rank=summands)
-        told = publish(tmp_path / str(place), Lineage(settings, steps=2))
-        (caveat,) = [c for c in told["caveats"] if "the clipped sum is rounded" in c]
+        published = publish(tmp_path / str(place), Lineage(settings, steps=2))
+        (caveat,) = [c for c in published["caveats"] if "the clipped sum is rounded" in c]
         assert f"up to {summands} records" in caveat
         said.append(float(caveat.split("move it by ")[1].split(" C instead")[0]))
     for bound, summands in zip(said, (8, 4096), strict=True):

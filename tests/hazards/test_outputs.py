@@ -1,5 +1,5 @@
-"""Hazards in what is told, by row: labels, names, the tokenizer, trackers; in one process, while
-test_run.py holds the same of a whole run's files."""
+"""Hazards of outputs, by row: labels, names, the tokenizer, trackers. These need one process;
+test_run.py reads the files of a whole run."""
 
 import functools
 import logging

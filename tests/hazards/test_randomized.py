@@ -93,14 +93,14 @@ def test_row24_and_67_people_are_told_of_capped_norms(tmp_path):
     """By which estimates, and that nothing counts more than C for all that."""
     behind = (Ancestor("a", HUTCH, 1, 1, 0), Ancestor("b", EXACT, 1, 1, 0))
     lineage = Lineage(HUTCH, steps=1, planned_steps=1, ancestors=behind)
-    told = publish(lineage, tmp_path)
-    assert (told["projections"], told["capped_projections"]) == (0, 32)
-    assert told["norm_estimator"] == "hutch++"
-    assert told["mechanism"] == EXACT.mechanism.name
-    assert told["epsilon"] == pytest.approx(spent(3, 0), rel=1e-6)
-    assert not any("norms were estimated" in caveat for caveat in told["caveats"])
-    assert "norms from 32 projections, capped, pld" in " ".join(summary(told))
-    card = card_of(told)
+    published = publish(lineage, tmp_path)
+    assert (published["projections"], published["capped_projections"]) == (0, 32)
+    assert published["norm_estimator"] == "hutch++"
+    assert published["mechanism"] == EXACT.mechanism.name
+    assert published["epsilon"] == pytest.approx(spent(3, 0), rel=1e-6)
+    assert not any("norms were estimated" in caveat for caveat in published["caveats"])
+    assert "norms from 32 projections, capped, pld" in " ".join(summary(published))
+    card = card_of(published)
     assert "random projections (hutch++, 32 of them)" in card
     assert "a unit counts at most C and ε is that of exact norms" in card
     assert "its gradient is clipped to norm C" in card
@@ -127,17 +127,17 @@ def cap_of_an_estimate(options):
 
 
 def test_row75_every_epsilon_of_a_run_counts_estimates(tmp_path):
-    told = publish(Lineage(ESTIMATED, steps=30, planned_steps=40), tmp_path)
-    assert told["epsilon"] == pytest.approx(spent(30, 32), rel=1e-6)
-    assert told["epsilon_executed"] == pytest.approx(spent(30, 32), rel=1e-6)
-    assert told["epsilon_planned"] == pytest.approx(spent(40, 32), rel=1e-6)
-    assert told["epsilon"] > 1.1 * spent(30, 0)
-    assert (told["projections"], told["norm_estimator"]) == (32, "hutchinson")
-    assert told["mechanism"] == ESTIMATED.mechanism.name
-    (event,) = told["dp_event"]["events"]
+    published = publish(Lineage(ESTIMATED, steps=30, planned_steps=40), tmp_path)
+    assert published["epsilon"] == pytest.approx(spent(30, 32), rel=1e-6)
+    assert published["epsilon_executed"] == pytest.approx(spent(30, 32), rel=1e-6)
+    assert published["epsilon_planned"] == pytest.approx(spent(40, 32), rel=1e-6)
+    assert published["epsilon"] > 1.1 * spent(30, 0)
+    assert (published["projections"], published["norm_estimator"]) == (32, "hutchinson")
+    assert published["mechanism"] == ESTIMATED.mechanism.name
+    (event,) = published["dp_event"]["events"]
     assert event["event"]["class_name"] == "MixtureOfGaussiansDpEvent"
-    assert any("norms were estimated" in caveat for caveat in told["caveats"])
-    assert not any("C instead of C" in caveat for caveat in told["caveats"])
+    assert any("norms were estimated" in caveat for caveat in published["caveats"])
+    assert not any("C instead of C" in caveat for caveat in published["caveats"])
 
 
 def test_row11_and_67_a_step_has_a_projection_key_of_its_own(monkeypatch):
@@ -156,12 +156,12 @@ def test_row75_a_step_tells_methods_by_which_number_each_unit_was_drawn(monkeypa
 
 def test_row24_and_67_people_are_told_of_estimates(tmp_path):
     """The card, the summary and the caveats do not promise a norm of at most C."""
-    told = publish(Lineage(ESTIMATED, steps=3, planned_steps=3), tmp_path)
-    card = card_of(told)
+    published = publish(Lineage(ESTIMATED, steps=3, planned_steps=3), tmp_path)
+    card = card_of(published)
     assert "random projections (hutchinson, 32 of them)" in card
     assert "at most 2.14 C" in card
-    assert "norms from 32 projections" in " ".join(summary(told))
-    exact = card_of(told | EXACT.mechanism.fields())
+    assert "norms from 32 projections" in " ".join(summary(published))
+    exact = card_of(published | EXACT.mechanism.fields())
     assert "its gradient is clipped to norm C" in exact
     assert "| clipping | to norm C = 0.5, flat, vanilla |" in exact
 

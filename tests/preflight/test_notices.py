@@ -20,9 +20,7 @@ NOTES: list[Row] = [{"who": i % 8, "note": f"note {i}"} for i in range(24)]
 JSONL = ("--training.dataset=jsonl", "--data.text_field=note")
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def command(root: Path, *overrides: str) -> list[str]:
@@ -120,9 +118,9 @@ def test_a_field_that_names_people_is_a_notice_where_records_are_the_unit(tmp_pa
 @pytest.mark.parametrize(
     ("format", "begin", "other"), [("jsonl", b"PAR1", "parquet"), ("parquet", b'{"a": 1}', "jsonl")]
 )
-def test_a_file_of_another_format_is_told(tmp_path, capsys, format, begin, other) -> None:
+def test_the_refusal_of_a_file_names_its_format(tmp_path, capsys, format, begin, other) -> None:
     (tmp_path / "notes.jsonl").write_bytes(begin + b"\n")
     with pytest.raises(SystemExit):
         planned(tmp_path, capsys, f"--training.dataset={format}")
-    told = capsys.readouterr().err
-    assert f"it begins as {other}: set training.dataset = '{other}'" in told
+    remedy = f"it begins as {other}: set training.dataset = '{other}'"
+    assert remedy in capsys.readouterr().err

@@ -64,7 +64,7 @@ def with_sigma(sigma: float) -> tuple[str, str]:
 
 
 class Run(contextlib.AbstractContextManager):
-    """A run that was started; `finish` or `wait_for` it. Its context ends it, whatever happens."""
+    """A started run. `finish` waits for its end; leaving its context kills what is left of it."""
 
     def __init__(
         self,

@@ -56,9 +56,9 @@ def resolve(config: JobConfig, world_size: int) -> None:
     parallelism, (replicate, shard, cp) = config.parallelism, mesh_degrees(config)
     if cp in (-1, AUTO):
         left = max(world_size // max(replicate * max(shard, 1), 1), 1)
-        length = config.training.seq_len
-        equal = [n for n in range(1, left + 1) if left % n == length % (2 * n) == 0]
-        cp = left if cp == -1 or not equal else equal[-1]
+        length, degrees = config.training.seq_len, [n for n in range(1, left + 1) if left % n == 0]
+        equal = [n for n in degrees if length % (2 * n) == 0]
+        cp = equal[-1] if cp == AUTO and equal else left
     if shard == -1:
         shard = max(world_size // max(replicate * cp, 1), 1)
     parallelism.context_parallel_degree, parallelism.data_parallel_shard_degree = cp, shard

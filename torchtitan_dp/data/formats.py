@@ -334,8 +334,8 @@ def begins_as(path: str, *, not_as: str) -> str | None:
     """Return the remedy for a file that begins as one of another format does."""
     with open(path, "rb") as file:
         begin = file.read(4)
-    names = {b"PAR1": "parquet", b"ARRO": "arrow"} | ({begin: "jsonl"} if begin[:1] == b"{" else {})
-    found = names.get(begin, not_as)
+    marks = {b"PAR1": "parquet", b"ARRO": "arrow", b"{": "jsonl"}
+    found = next((name for mark, name in marks.items() if begin.startswith(mark)), not_as)
     return None if found == not_as else f"it begins as {found}: set training.dataset = '{found}'"
 
 

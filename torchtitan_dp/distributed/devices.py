@@ -66,11 +66,9 @@ def require_usable_devices() -> None:
 def require_so_many(processes: int) -> None:
     """Refuse, by a one-line ValueError, more processes than devices, or than a CPU can serve."""
     count, cores = cuda_devices(), len(os.sched_getaffinity(0))
-    if processes > (count or _A_CORE * cores):
+    if processes > (most := count or _A_CORE * cores):
         there = f"{count} CUDA devices" if count else f"no CUDA device and {cores} cores"
-        raise ValueError(
-            f"NGPU = {processes}: this machine has {there}; use at most {count or _A_CORE * cores}"
-        )
+        raise ValueError(f"NGPU = {processes}: this machine has {there}; use at most {most}")
 
 
 def kind(device: torch.device) -> tuple[object, ...]:
