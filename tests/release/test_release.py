@@ -225,7 +225,7 @@ def test_older_weights_claim_what_was_begun_and_what_they_still_planned(run, mad
     only = "it holds only if no loss, no log and no clock made the owner stop after 2 of 4"
     assert only in capfd.readouterr().err
     assert only in card.partition("In words")[0]
-    covers = "the 2 steps of these weights, 2 for steps that crashes lost, 2 that were planned"
+    covers = "the 2 steps of these weights, 2 that crashes may have lost, 2 that were planned"
     assert f"| ε covers | {covers} and not taken |" in card
 
 
@@ -240,7 +240,7 @@ def test_what_only_the_owner_knows_is_listed_at_the_end(made, capfd):
     said = capfd.readouterr().err
     assert card.count("**TO FILL IN**") == len(OWNER_ITEMS)
     for title, question in OWNER_ITEMS.items():
-        assert f"- {title}\n" in said
+        assert title in said
         assert f"- **{title}.** {question}\n  **TO FILL IN**" in card
 
 

@@ -12,6 +12,7 @@ from tests.build import config as small_config
 from torchtitan_dp.config.load import RUN_CONFIG_FILE, write_config
 from torchtitan_dp.ledger import Lineage
 from torchtitan_dp.ledger.lineage import Settings, not_private
+from torchtitan_dp.ledger.schema import read_published_fields, write_published
 from torchtitan_dp.ledger.spending import epsilon, spent
 from torchtitan_dp.privacy.segments import Mechanism
 from torchtitan_dp.report import __main__ as page_of
@@ -124,6 +125,9 @@ def test_lost_steps_are_counted(run):
     assert after.epsilon_planned is not None
     assert after.epsilon_planned > (found.epsilon_planned or 0)
     assert after.epsilon == found.epsilon
+    published = read_published_fields(str(run))
+    write_published(str(run), {**published, "epsilon": 2 * published["epsilon"]})  # a curve's
+    assert open_run(str(run)).epsilon == found.epsilon  # as `ledger` finds it
     page = report(str(run))
     for words in ("with lost and planned steps", "ε of all steps begun"):
         assert words in page

@@ -205,10 +205,14 @@ class Bookkeeping:
         return {"epsilon": self.account.epsilon(self.ledger), "noise_multiplier": sigma}
 
     def beside_epsilon(self) -> str:
-        """Return the words beside epsilon in a step's line: with lost steps, and the target."""
+        """Return the words beside epsilon in a step's line: how many steps it counts at once, what
+        it is with lost steps, and the target."""
         executed, target = self.account.epsilon_executed(self.ledger), self.settings.target_epsilon
-        lost = executed > self.account.epsilon(self.ledger)
-        words = [f"with lost steps {rounded_up(executed)}"] if lost else []
+        mechanism = self.settings.mechanism
+        at_once = max(mechanism.period, mechanism.round_steps)
+        words = [f"counts {at_once} steps at once"] if at_once > 1 else []
+        if executed > self.account.epsilon(self.ledger):
+            words.append(f"with lost steps {rounded_up(executed)}")
         return ", ".join(words + ([] if target is None else [f"target {target:g}"]))
 
     def publish(self) -> dict[str, Any] | None:

@@ -356,6 +356,11 @@ def in_words(mechanism: Mechanism) -> list[str]:
 def summary(content: dict[str, Any]) -> list[str]:
     """Return the lines that end a run's console, from its `privacy.json`."""
     stated = f"epsilon = {rounded_up(content['epsilon'])}" if content["private"] else "NOT private"
+    if content["private"] and (lost := content["steps_executed"] - content["steps"]):
+        stated = (
+            f"epsilon = {rounded_up(content['epsilon_executed'])} with {lost} steps that crashes "
+            f"may have lost, {rounded_up(content['epsilon'])} without"
+        )
     loss = content["heldout_loss"]
     how = "".join(f"{words}, " for words in in_words(Mechanism.from_fields(content)))
     lines = [
@@ -366,11 +371,6 @@ def summary(content: dict[str, Any]) -> list[str]:
     ]
     if content["private"] and content["meaning"] is not None:
         lines.append(in_sentences(content)[0])
-    if content["private"] and content["steps_executed"] > content["steps"]:
-        lines.append(
-            f"with steps lost in crashes: epsilon = {rounded_up(content['epsilon_executed'])}, "
-            f"for {content['steps_executed']} steps"
-        )
     if content["private"] and loss is not None and loss["noised"]:
         step, noised, deviation = loss["noised"]
         lines.append(

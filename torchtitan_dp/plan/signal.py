@@ -192,15 +192,19 @@ def recommend(config: JobConfig, plan: Plan, args: ModelArgs) -> dict[str, Any]:
         keys += f", training.steps = {best.steps}"
         if config.privacy.sample_rate is not None:
             keys += f", privacy.sample_rate = {best.sample_rate:.6g}"
-        noise, cure = best.over_run(trained), "" if asked.within_bounds else ", out of bounds"
+        noise, cure = best.over_run(trained), ""
+        if asked.steps < FEWEST_STEPS:
+            cure = f", in only {asked.steps} steps"
+        elif not asked.within_bounds:
+            cure = f", at a sampling rate of {asked.sample_rate:.2g}"
         if noise > DROWNS:
             cure += (
                 f", still above {DROWNS:g} C: more records, a larger epsilon or [lora] have less"
             )
         reason = (
             f"recommended: {keys}: noise {noise:.3g} C averaged over the run, where the settings "
-            f"asked for have {asked.over_run(trained):.3g} C{cure} (Poisson sampling; bounds, "
-            f"heuristics: {FEWEST_STEPS} steps or more, q up to {LARGEST_RATE:g})"
+            f"asked for have {asked.over_run(trained):.3g} C{cure} (Poisson sampling; by "
+            f"heuristics, no fewer than {FEWEST_STEPS} steps and no q above {LARGEST_RATE:g})"
         )
     print(*shown, reason, sep="\n", file=sys.stderr)
     found = dict.fromkeys(field.name for field in dataclasses.fields(Row))

@@ -66,6 +66,7 @@ from torchtitan_dp.release.card import (
     check_base_model,
     claims,
     condition,
+    covered,
     model_card,
     refuse_not_private,
 )
@@ -223,13 +224,12 @@ def main(argv: list[str]) -> None:
             average=options.ema,
             base_model=options.base_model,
         )
-    counts = terms["epsilon_counts"].replace("_", " ")
     only = f"\n          {stated}" if (stated := condition(terms)) else ""
     print(
-        f"released: {options.out}/ (epsilon = {rounded_up(terms['epsilon'])}, of {counts}, delta = "
-        f"{terms['delta']}){only}\n          before you publish it, fill in {CARD_FILE}:",
-        *(f"          - {item}" for item in ("Whose data", "Signed by, on", *OWNER_ITEMS)),
-        sep="\n",
+        f"released: {options.out}/ (epsilon = {rounded_up(terms['epsilon'])}, of {covered(terms)}, "
+        f"delta = {terms['delta']}){only}\n"
+        f"          before anybody gets it: {CARD_FILE} is TO FILL IN at 'Whose data' and "
+        f"'Signed by, on'\n          before you publish it: also at {', '.join(OWNER_ITEMS)}",
         file=sys.stderr,
     )
 

@@ -138,6 +138,7 @@ def model_card(
         **guarantee(terms, config),
         caveats=to_act_on(terms["caveats"]),
         lost=terms["steps_executed"] - terms["steps"],
+        covered=covered(terms),
         condition=condition(terms),
         heldout_fraction=config.data.heldout_fraction,
         earlier=[Ancestor.from_fields(fields) for fields in terms["ancestors"]],
@@ -149,6 +150,16 @@ def model_card(
         optimizer=config.optimizer,
         schedule=config.lr_scheduler,
     )
+
+
+def covered(terms: dict[str, Any]) -> str:
+    """Return the steps that a release's epsilon counts, in words."""
+    steps, counts = terms["steps"], terms["epsilon_counts"]
+    lost, left = terms["steps_executed"] - steps, terms["planned_steps"] - steps
+    words = [f"the {steps:,} steps of these weights"]
+    words += [f"{lost:,} that crashes may have lost"] * (lost > 0 and "kept" not in counts)
+    words += [f"{left:,} that were planned and not taken"] * (left > 0 and "planned" in counts)
+    return ", ".join(words)
 
 
 def condition(terms: dict[str, Any]) -> str:
@@ -170,6 +181,11 @@ def guarantee(terms: dict[str, Any], config: JobConfig | None) -> dict[str, Any]
     if config is not None:
         field, record = config.data.unit_field, FORMATS[config.training.dataset].record
         kind = f" (all records with one value of `{field}`)" if field else f" ({record})"
+        if isinstance(field, list):
+            fields = " or ".join(f"`{name}`" for name in field)
+            kind, field = f" (all records that name the person in {fields})", "person"
+            if others := len(config.data.not_owners):
+                kind += f", but for {others} in `data.not_owners`"
         person = (field or unit).removesuffix("_id").replace("_", " ")  # patient_id: one patient
     return {"unit": unit, "person": person, "kind_of_unit": kind, "meaning": in_sentences(terms)}
 

@@ -18,7 +18,7 @@ if __name__ == "__main__":  # before PyTorch, which takes seconds to import
 # isort: split
 from torchtitan_dp.checkpoint.folder import verify
 from torchtitan_dp.config.load import exit_on_mistake, write_json
-from torchtitan_dp.ledger.spending import Run, Total, counted_twice, total
+from torchtitan_dp.ledger.spending import Run, Total, counted_twice, to_act_on, total
 from torchtitan_dp.privacy.accounting import rounded_up
 
 
@@ -47,7 +47,7 @@ def _show(runs: list[Run], spent: Total | None, *, overlapping: bool) -> None:
             f"{_word(run.epsilon_executed)}; with planned ones: {_word(run.epsilon_planned)}; "
             f"verified: {'NO' if run.faults else 'yes'}"
         )
-        words = {"FAULT": run.faults, "note": run.notes, "assumed": run.caveats()}
+        words = {"FAULT": run.faults, "note": run.notes, "assumed": to_act_on(run.caveats())}
         for kind, lines in words.items():
             for line in lines:
                 say(f"{kind}: {run.folder}: {line}")

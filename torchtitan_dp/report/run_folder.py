@@ -133,20 +133,18 @@ def open_run(folder: str) -> RunFolder:
 
 def _set_epsilons(run: RunFolder) -> None:
     """Set epsilons, caveats and faults: of a run that is training as published at its last logged
-    step; of one that ended as `verify` finds them, since steps after its checkpoint are lost."""
-    published = run.published
+    step; of one that ended as `verify` finds them, since steps after its checkpoint are lost, and
+    what was published is of the next point of a curve."""
     names = ("epsilon", "epsilon_executed", "epsilon_planned")
-    run.epsilon, run.epsilon_executed, run.epsilon_planned = (published[name] for name in names)
     verified = verify(str(run.path))
     run.faults = verified.faults
-    if run.alive or run.faults:
-        return
-    run.ledger = verified.ledger
-    for name in names[1:]:
-        stated, found = published[name], getattr(verified, name)
-        setattr(run, name, found if None in (stated, found) else max(stated, found))
-    run.caveats = verified.caveats()
-    run.assumptions = assumptions(run.ledger)
+    is_over = not run.alive and not run.faults
+    for name in names:
+        setattr(run, name, getattr(verified, name) if is_over else run.published[name])
+    if is_over:
+        run.ledger = verified.ledger
+        run.caveats = verified.caveats()
+        run.assumptions = assumptions(run.ledger)
 
 
 def read_scalars(folder: Path) -> dict[str, Points]:

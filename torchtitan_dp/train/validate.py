@@ -98,12 +98,16 @@ class HeldOutValidator:
         return losses["heldout_loss"]
 
     def comparison(self) -> str | None:
-        """Compare the losses before step 1 and after the last, in one line; None without both."""
-        before, after = (self._found.get(n) for n in (0, self._config.training.steps))
-        if before is None or after is None:
+        """Compare this start's first loss and the one after the last step, in one line; None
+        without both."""
+        after = self._found.get(last := self._config.training.steps)
+        if after is None or (first := min(self._found)) == last:
             return None
-        line = f"not private: held-out loss {before:.4f} before the first step, {after:.4f} now"
-        if (best := self._config.validation.reference_loss) is None or best >= before:
+        before = self._found[first]
+        when = f"after step {first}" if first else "before the first step"
+        line = f"not private: held-out loss {before:.4f} {when}, {after:.4f} now"
+        best = self._config.validation.reference_loss
+        if first or best is None or best >= before:
             return line
         closed = (before - after) / (before - best)
         return f"{line}; {closed:.0%} of the gain without privacy, to {best:g}"
