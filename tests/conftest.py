@@ -27,6 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if hides_devices(config.getoption("markexpr")):
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = ""
     forks.without_help()
+    os.environ["HF_HUB_OFFLINE"] = "1"  # no name leaves this machine
     os.environ[VERBOSE] = "1"  # tests read what a start prints for those who ask for all of it
     if not hasattr(config, "workerinput"):  # one cache for all workers, and not the user's
         cache = tempfile.TemporaryDirectory(prefix="cache_of_tests_")

@@ -23,10 +23,11 @@ Row = str | bytes | dict[str, Any]
 
 
 def source(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Sequence[str],
     format: str = "text",
     *,
-    unit_field: str | None = None,
+    unit_field: str | Sequence[str] | None = None,
+    not_owners: Sequence[str] = (),
     tokenizer: Tokenizer | None = None,
     template: str = PLAIN,
     **fields: str | None,
@@ -34,7 +35,9 @@ def source(
     """Describe files and how they are read: of bytes by default, chats by a Jinja template."""
     chats = ChatTemplate(template, {"bos_token": "<|begin_of_text|>"})
     how = Reading(**fields, template=chats if fields.get("messages_field") else None)
-    return Source(format, str(path), how, tokenizer or ByteTokenizer(), unit_field)
+    units = unit_field, not_owners
+    paths = [str(path)] if isinstance(path, str | os.PathLike) else path
+    return Source(format, paths, how, tokenizer or ByteTokenizer(), *units)
 
 
 def store_of(

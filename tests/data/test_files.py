@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.stores import write
-from torchtitan_dp.data.files import Files, list_files, locate
+from torchtitan_dp.data.files import Files, list_files, locate, together
 from torchtitan_dp.data.formats import FORMATS
 
 TREE = {"b.txt": b"bee", "a/x.txt": b"x", "a/deep/er/y.md": b"why", "a.txt": b""}
@@ -113,3 +113,19 @@ def test_installed_packages_are_records_without_their_empty_files() -> None:
     assert min(files.sizes) >= 300
     assert max(files.sizes) <= 32_768
     assert len(files.names) > 1000
+
+
+def test_several_paths_are_one_data_set_and_each_file_is_in_it_once(tmp_path: Path) -> None:
+    root = write(
+        tmp_path / "d", {"a/x.jsonl": b"1", "a/y.jsonl": b"2", "a/z.txt": b"", "b/x.jsonl": b"3"}
+    )
+    link(root, {"c": root / "a"})
+    paths = ["a", "a/*.jsonl", "b/x.jsonl", "c"]
+    below = FORMATS["jsonl"].below
+    found = list_files(*together([locate(str(root / path), below) for path in paths]))
+    assert [path.replace(found.root, "") for path in found.paths] == [
+        *("/a/x.jsonl", "/a/y.jsonl", "/b/x.jsonl")
+    ]
+    assert found.root == str(root)
+    assert found.passed == ("a/z.txt",)
+    assert together([locate(str(root / "a"), below)]) == locate(str(root / "a"), below)

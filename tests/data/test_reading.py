@@ -8,7 +8,7 @@ import pytest
 
 from tests.data.chats import END, MARKED, PLAIN, START, chat, folder
 from tests.data.drawn import BOS, EOS, IGNORED, T, dealt, loader, sample
-from tests.data.stores import store_of, stored
+from tests.data.stores import WRITERS, store_of, stored
 from torchtitan_dp.data.batching import Draw
 from torchtitan_dp.data.dataset import Samples
 from torchtitan_dp.data.files import MOST_ITEMS
@@ -77,8 +77,8 @@ class Picky(ByteTokenizer):
 NO_TEXT = "data.text_field = 'text': have no text there"
 NO_PROMPT = "data.prompt_field = 'prompt': have no text there"
 NO_CHAT = (
-    "data.messages_field = 'messages': have no list of messages, objects with a role and a "
-    "content there"
+    "data.messages_field = 'messages': have no list of messages, objects with role and content "
+    "(or from and value) there"
 )
 NO_TURN = "data.messages_field = 'messages': have no turn of the role 'assistant'"
 NO_OBJECT = "training.dataset_path: are no lines of 'jsonl'"
@@ -98,6 +98,10 @@ BAD: list[tuple[dict[str, str], Any, str]] = [
     (MESSAGES, {"messages": [1, 2]}, NO_CHAT),
     (MESSAGES, {"messages": [{"role": "user"}, ANSWER]}, NO_CHAT),
     (MESSAGES, {"messages": [{"role": "user", "content": "\ud800"}, ANSWER]}, NO_CHAT),
+    (MESSAGES, {"messages": [{"from": "human"}, ANSWER]}, NO_CHAT),
+    (MESSAGES, {"messages": [{"role": "user", "value": "What?"}, ANSWER]}, NO_CHAT),
+    (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]}, NO_CHAT),
+    (MESSAGES, {"messages": [{"role": "user", "content": ["a"] * MOST_ITEMS}, ANSWER]}, NO_CHAT),
     (MESSAGES, {"messages": []}, NO_TURN),
     (MESSAGES, {"messages": chat("only a prompt")}, NO_TURN),
     (MESSAGES, {"messages": chat("q")[:1] * MOST_ITEMS + chat("q", "too late")}, NO_TURN),
@@ -107,6 +111,27 @@ BAD: list[tuple[dict[str, str], Any, str]] = [
     (PROMPTS, {"prompt": "!", "text": "a"}, NO_TOKENS),
     (MESSAGES, {"messages": chat("!", "a")}, NO_TOKENS),
 ]
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+def test_chats_of_other_spellings_are_the_same(tmp_path: Path, format: str) -> None:
+    """ShareGPT's names, and contents in parts, as a list or not."""
+    plain = [("user", "What is it?"), ("assistant", "That."), ("judge", "No.")]
+    spelled = {"user": "human", "assistant": "gpt"}
+    forms = [
+        [{"role": role, "content": text} for role, text in plain],
+        [{"from": spelled.get(role, role), "value": text} for role, text in plain],
+        [
+            {"role": r, "content": [{"type": "text", "text": part} for part in (t[:2], t[2:])]}
+            for r, t in plain
+        ],
+    ]
+    found = []
+    for i, form in enumerate(forms):
+        root = WRITERS[format](tmp_path / f"{i}", [{"messages": form}])
+        store = store_of(root, tmp_path, format, **MESSAGES)
+        found.append(stored(store)[0].ids)
+    assert found[0] == found[1] == found[2] != ()
 
 
 @pytest.mark.parametrize("how, row, reason", BAD)

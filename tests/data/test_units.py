@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
-from tests.data.stores import Row, as_jsonl, records_of, store_of, texts, write
+from tests.data.stores import Row, as_jsonl, records_of, source, store_of, texts, write
+from torchtitan_dp.data.prepare import prepared
 from torchtitan_dp.data.store import Store, folder_of, record_hash, singles, split, unit_hash
 
 
@@ -122,3 +124,13 @@ def test_a_name_is_its_bytes_whatever_the_locale() -> None:
         }
         assert {folder_of(one) for one in known} == {"\udcff" if b"/" in name else None}
     assert unit_hash("\udcff") == hashlib.blake2b(b"\xff", digest_size=16, person=b"unit").digest()
+
+
+def test_a_person_in_two_data_sets_is_one_unit(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        as_jsonl(tmp_path / name, named("ann", name))
+    both = [str(tmp_path / name) for name in ("one", "two/a.jsonl")]
+    store = prepared(source(both, "jsonl", unit_field="who"), str(tmp_path / "store"))
+    assert members(store) == {(0, 2), (1,), (3,)}
+    with pytest.raises(ValueError, match="of several paths it is unclear"):
+        source(both, unit_field="folder").check()

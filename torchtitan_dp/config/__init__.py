@@ -45,11 +45,16 @@ class Data:
     ...}` with two texts. The tokenizer's own chat template formats it, and only the turns of the
     role `assistant` are targets (docs/data.md)."""
 
-    unit_field: str | None = None
+    unit_field: str | list[str] | None = None
     """The owner of a record (a patient, user or repository), whose records together are then the
     unit that is drawn, clipped and protected. A field with a string or a whole number; for `text`
     only `folder`, the first folder below `training.dataset_path`. A row without it is a unit of its
-    own that contributes nothing. Unset: every record is a unit."""
+    own that contributes nothing. Unset: every record is a unit. A list, `["sender", "recipient"]`:
+    each field names owners, or holds a list of them, all of whom are protected (docs/data.md)."""
+
+    not_owners: list[str] = field(default_factory=list)
+    """With a list as `unit_field`: names that are not protected, such as a doctor's in all letters.
+    """
 
     unit_sampling: Literal["auto", "concat", "random"] = "auto"
     """The content of a unit's sample: `concat`, its records one after the other; `random`, one of
@@ -91,8 +96,9 @@ class Training(theirs.Training):
     .zst files), or `csv`, `parquet`, `arrow` or `hf` (a folder of `datasets.save_to_disk`; one
     row)."""
 
-    dataset_path: str | None = None
-    """A file, directory or glob; `python-stdlib` is the source of the running Python's standard
+    dataset_path: str | list[str] | None = None
+    """A file, directory or glob, or a list of them; `hf://datasets/owner/name/PATH` is on the
+    Hugging Face hub; `python-stdlib` is the source of the running Python's standard
     library, `python-packages` that of the installed `transformers`, `huggingface_hub` and
     `datasets` (files of 300 bytes to 32 KiB)."""
 

@@ -27,6 +27,7 @@ from torchtitan_dp.config.derived import (
     DEGREES,
     METHODS,
     mesh_degrees,
+    record_paths,
     trains_one_sample,
     unit_word,
 )
@@ -301,12 +302,12 @@ def _memory(config: JobConfig) -> Iterator[str]:
     place = os.path.realpath(os.path.expanduser(store or "/")) + os.sep
     if place.startswith(outputs):
         yield f"data.store: lies within job.dump_folder = '{config.job.dump_folder}'; move it"
-    records = config.training.dataset_path or ""
-    if os.path.isdir(records) and Path(outputs).is_relative_to(os.path.realpath(records)):
-        yield (
-            f"job.dump_folder: lies within training.dataset_path = '{records}', so its files would "
-            "become records; name another folder"
-        )
+    for path in record_paths(config):
+        if os.path.isdir(path) and Path(outputs).is_relative_to(os.path.realpath(path)):
+            yield (
+                f"job.dump_folder: lies within training.dataset_path = '{path}', so its files "
+                "would become records; name another folder"
+            )
 
 
 def _heldout(config: JobConfig) -> Iterator[str]:
@@ -368,6 +369,16 @@ def _samples(config: JobConfig) -> Iterator[str]:
         )
     if several and not METHODS[method].averages_windows:
         yield f"{key}: needs privacy.gradient_method = 'microbatch', not '{method}'"
+    by, has_owners = data.unit_field, isinstance(data.unit_field, list)
+    if has_owners and (not by or "" in by or len(set(by)) < len(by)):
+        yield "data.unit_field: name each field of owners once, and at least one ('sender', say)"
+    if has_owners and config.privacy.enable and config.privacy.sample_rate is not None:
+        yield (
+            "data.unit_field: who owns what must be public, and with a public privacy.sample_rate "
+            "it is not; remove that, or name one field"
+        )
+    if data.not_owners and not has_owners:
+        yield "data.not_owners: needs a list of fields as data.unit_field; remove it"
     if data.unit_field is None and data.unit_sampling != "concat":
         yield "data.unit_sampling: units of one record have no choice; set data.unit_field"
 

@@ -78,6 +78,12 @@ def _has_answers(config: JobConfig) -> bool:
     return config.data.prompt_field is not None or config.data.messages_field is not None
 
 
+def record_paths(config: JobConfig) -> list[str]:
+    """Return the paths of the records, one or several."""
+    paths = config.training.dataset_path or []
+    return [paths] if isinstance(paths, str) else paths
+
+
 def unit_word(config: JobConfig) -> str:
     """Return the one-word name of the privacy unit, which is drawn, clipped and protected."""
     return "record" if config.data.unit_field is None else "unit"
@@ -106,8 +112,11 @@ def heldout_units(heldout: int, steps: int, at_once: int) -> int:
 
 def privacy_unit(config: JobConfig) -> str:
     """Return the unit's name in `privacy.json`, which follows "one"."""
-    field = config.data.unit_field
-    return "record" if field is None else f"unit of data.unit_field '{field}'"
+    field, others = config.data.unit_field, len(config.data.not_owners)
+    if field is None or isinstance(field, str):
+        return "record" if field is None else f"unit of data.unit_field '{field}'"
+    without = f" without {others} data.not_owners" if others else ""
+    return f"unit of owners by data.unit_field {', '.join(map(repr, field))}{without}"
 
 
 def targets(config: JobConfig) -> str:

@@ -17,14 +17,14 @@ import sys
 import types
 import typing
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 from torchtitan_dp.base.process import has_type, printable, write_atomically
-from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config import JobConfig, hub
 from torchtitan_dp.config.checks import Mistakes, check, keys, out_of_range, refusals
-from torchtitan_dp.config.derived import AUTO, DEGREES, resolve
+from torchtitan_dp.config.derived import AUTO, DEGREES, record_paths, resolve
 from torchtitan_dp.data.files import require_folder, require_records
 
 if sys.version_info >= (3, 11):
@@ -48,9 +48,29 @@ def load_config(argv: list[str], world_size: int | None) -> JobConfig:
     return _checked(_read(argv, mistakes), world_size, mistakes)
 
 
+def _each(change: Callable[[str], Any], value: Any) -> Any:
+    """Change a text, or each one of a list, and leave other values."""
+    if isinstance(value, list):
+        return [change(one) for one in value]
+    return change(value) if isinstance(value, str) else value
+
+
+def _fetch(config: JobConfig) -> None:
+    """Replace names on the Hugging Face hub by paths in its cache, in place; ValueError."""
+    model, checkpoint, training = config.model, config.checkpoint, config.training
+    kept = os.path.join(config.job.dump_folder, RUN_CONFIG_FILE)
+    loads, key = checkpoint.initial_load_in_hf, "model.hf_assets_path"
+    model.hf_assets_path = hub.model_folder(key, model.hf_assets_path, kept, weights=loads)
+    if loads and (path := checkpoint.initial_load_path):
+        key = "checkpoint.initial_load_path"
+        checkpoint.initial_load_path = hub.model_folder(key, path, kept, weights=True)
+    training.dataset_path = _each(lambda at: hub.records_path(at, kept), training.dataset_path)
+
+
 def check_paths(config: JobConfig) -> None:
     """Refuse, by ValueError in one line, records and a model's folder that are not there."""
-    require_records(config.training.dataset_path or "")
+    for path in record_paths(config):
+        require_records(path)
     require_folder(config.model.hf_assets_path)
 
 
@@ -83,8 +103,10 @@ def _checked(values: dict[str, Any], world_size: int | None, mistakes: list[str]
     config: JobConfig = from_values(schema(), values)
     for section in filter(dataclasses.is_dataclass, vars(config).values()):
         for key, value in vars(section).items():  # a shell replaces `~` in front of a word alone
-            if isinstance(value, str) and key.endswith(("path", "folder", "file")):
-                setattr(section, key, os.path.expanduser(value))
+            if key.endswith(("path", "folder", "file")):
+                setattr(section, key, _each(os.path.expanduser, value))
+    if not mistakes:
+        _fetch(config)
     resolve(config, world_size or 1)
     if mistakes := [*mistakes, *refusals(config, out_of_range(config))]:
         raise Mistakes(mistakes)
@@ -330,6 +352,8 @@ def _parsed(text: str, annotation: Any) -> Any:
     if origin is typing.Literal:
         return arguments[[str(argument) for argument in arguments].index(text)]
     if origin is list:
+        return text.split(",")
+    if "," in text and any(typing.get_origin(one) is list for one in arguments):  # X | list[X]
         return text.split(",")
     if types.NoneType in arguments and text == "None":
         return None

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from torchtitan_dp.data.files import Files
+from torchtitan_dp.data.owners import described
 from torchtitan_dp.data.prepare import Source
 from torchtitan_dp.data.reading import Lack
 from torchtitan_dp.data.store import Store, Units, split
@@ -204,6 +205,8 @@ class Records:
                 f"{alike:,} units may be {people:,}: names differ only by case, blanks, Unicode "
                 f"form, or zeros; write data.unit_field = {source.unit_field!r} in one way"
             )
+        if owners := store.facts.get("owners"):
+            warnings += described(owners, len(store))
         if unnamed := store.facts["unnamed"]:
             warnings.append(
                 f"{unnamed} of {len(store)} {facts.row}s have no usable data.unit_field = "
@@ -313,6 +316,7 @@ def settings_of(source: Source, heldout_fraction: float) -> dict[str, object]:
     tokens_by = source.terms["tokenizer"], source.terms["template"]
     return {
         "data.unit_field": source.unit_field,
+        **({"data.not_owners": sorted(source.not_owners)} if source.not_owners else {}),
         "data.heldout_fraction": heldout_fraction,
         **dict.fromkeys(("data.text_field", "data.prompt_field", "data.messages_field")),
         **{key: field for field, key in source.reading.keys.items()},

@@ -6,7 +6,6 @@ import heapq
 import importlib.util
 import json
 import os
-import re
 import struct
 import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
@@ -53,21 +52,10 @@ def stamp(s: os.stat_result) -> bytes:
     return struct.pack("=qqqQQ", s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, s.st_dev)
 
 
-def from_hub(path: str) -> str | None:
-    """Describe how to download a model, if a path is spelled like one of the Hugging Face hub's."""
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path):
-        return None
-    folder = f"models/{path.partition('/')[2]}"
-    return (
-        f"if it is a model of the Hugging Face hub, run hf download {path} --local-dir {folder} "
-        f"and name {folder}"
-    )
-
-
 def require_folder(assets: str) -> None:
     """Refuse, by ValueError in one line, a model's folder that is not there."""
     if assets and not os.path.isdir(assets):
-        remedy = from_hub(assets) or "give one with a tokenizer.json, or one without for bytes"
+        remedy = "give one with a tokenizer.json, or one without for bytes"
         raise ValueError(f"model.hf_assets_path = {assets!r} is no existing folder: {remedy}")
 
 
@@ -103,6 +91,22 @@ def locate(
     if magic is None or not os.path.isdir(root):
         raise ValueError(_MISSING.format(path))
     return root, _walk(root, ["/".join(parts[magic:])])[0], []
+
+
+def together(found: Sequence[tuple[str, list[str], list[str]]]) -> tuple[str, list[str], list[str]]:
+    """Join what several paths name (`locate`) below the root of all, each file once."""
+    if len(found) == 1:
+        return found[0]
+    root = os.path.commonpath([os.path.realpath(one) for one, _, _ in found])
+
+    def below(place: int) -> list[str]:
+        paths = (
+            os.path.join(os.path.realpath(one[0]), name) for one in found for name in one[place]
+        )
+        every = {os.path.realpath(path): path for path in paths}
+        return [os.path.relpath(path, root) for path in every.values()]
+
+    return root, below(1), below(2)
 
 
 def saved_files(path: str) -> tuple[str, list[str], list[str]]:

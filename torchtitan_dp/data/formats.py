@@ -37,6 +37,7 @@ from torchtitan_dp.data.tokenizer import text_of
 MOST_LINE_BYTES = 16 * 2**20  # JSON is parsed whole, in up to 30 times its size
 POINTER = b"version https://git-lfs.github.com/spec/"  # what a file of Git LFS begins with
 FOLDER = "folder"  # the unit field of records without fields
+OF_OWNERS = "data.unit_field, a field of owners,"  # the key of a field that may be a list of names
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
 # Stands for NUL, which the csv of Python 3.10 refuses; bytes other than UTF-8 are U+DC80 to U+DCFF.
 _NUL = "\udc00"
@@ -351,8 +352,12 @@ def misfit(kind: Any, key: str) -> str | None:
         if of is not None and pa.types.is_struct(of):  # and no dictionaries, whose words repeat
             fits = not any(pa.types.is_dictionary(of.field(i).type) for i in range(of.num_fields))
         return None if fits else "lists of structs with a role and a content"
-    if key == "data.unit_field":
-        return None if is_text or pa.types.is_integer(kind) else "texts or whole numbers"
+    if key in ("data.unit_field", OF_OWNERS):
+        if key == OF_OWNERS and _is_list(kind):
+            return misfit(kind.value_type, "data.unit_field")
+        owners = "; of lists of owners, name the field in a list: ['owners']" * _is_list(kind)
+        fits = is_text or pa.types.is_integer(kind)
+        return None if fits else f"texts or whole numbers{owners}"
     return None if is_text else "texts"
 
 

@@ -29,15 +29,17 @@ import numpy as np
 
 from torchtitan_dp.base.process import private_opener, progress, say
 from torchtitan_dp.data import store as stores
-from torchtitan_dp.data.files import NAMED, Fields, Files, list_files, locate
+from torchtitan_dp.data.files import NAMED, Fields, Files, list_files, locate, together
 from torchtitan_dp.data.formats import (
     FOLDER,
+    OF_OWNERS,
     Format,
     begins_as,
     format_named,
     is_pointer,
     unit_name,
 )
+from torchtitan_dp.data.owners import Owners, owners_of
 from torchtitan_dp.data.reading import EMPTY, MOST_PART, Assembler, Lack, Piece, Reading, split
 from torchtitan_dp.data.store import (
     Store,
@@ -69,10 +71,16 @@ class Source:
     """Files, and how they are read."""
 
     format: str
-    path: str
+    paths: Sequence[str]
     reading: Reading
     tokenizer: Tokenizer
-    unit_field: str | None = None
+    unit_field: str | Sequence[str] | None = None  # several: each names owners (`owners`)
+    not_owners: Sequence[str] = ()
+
+    @property
+    def path(self) -> str:
+        """The paths, in words."""
+        return ", ".join(self.paths)
 
     @property
     def facts(self) -> Format:
@@ -86,14 +94,22 @@ class Source:
     @property
     def keys(self) -> dict[str, str]:
         """The configuration's key of each field that is read."""
-        unit = {self.unit_field: "data.unit_field"} if self.unit_field and self.facts.fields else {}
-        return {**self.reading.keys, **unit}
+        by, has_fields = self.unit_field or (), self.facts.fields
+        unit = {by: "data.unit_field"} if isinstance(by, str) else dict.fromkeys(by, OF_OWNERS)
+        return {**self.reading.keys, **(unit if has_fields else {})}
+
+    @property
+    def owners(self) -> Sequence[str] | None:
+        """The fields that name owners; None where a record has one at most."""
+        return None if isinstance(self.unit_field, str) else self.unit_field
 
     @property
     def terms(self) -> dict[str, object]:
         """The terms, besides the files, that decide ids and units."""
         template = self.reading.template.identity if self.reading.template else ""
         read = {"format": self.format, "fields": self.reading.keys, "unit_field": self.unit_field}
+        if self.not_owners:
+            read["not_owners"] = sorted(self.not_owners)
         return {**read, "tokenizer": self.tokenizer.identity, "template": template}
 
     @property
@@ -104,10 +120,16 @@ class Source:
     def check(self) -> None:
         """Refuse, by ValueError in one line, fields that the format has not."""
         facts = self.facts
-        for name, key in [*self.reading.keys.items(), (self.unit_field, "data.unit_field")]:
+        by = [(self.unit_field, "data.unit_field")]
+        if self.owners is not None:
+            by = [(name, "data.unit_field") for name in self.owners]
+        for name, key in [*self.reading.keys.items(), *by]:
             if facts.fields and name == "":
                 raise ValueError(f"{key} = '': name the {facts.fields}")
-            if not facts.fields and key == "data.unit_field" and name not in (None, FOLDER):
+            if not facts.fields and name == FOLDER and len(self.paths) > 1:
+                raise ValueError(f"{key} = '{FOLDER}': of several paths it is unclear; name one")
+            is_folder = self.owners is None and name in (None, FOLDER)
+            if not facts.fields and key == "data.unit_field" and not is_folder:
                 raise ValueError(
                     f"{key} = {name!r}: {self.format} files have no fields; use '{FOLDER}', the "
                     "first folder below training.dataset_path, or remove it"
@@ -137,9 +159,11 @@ class Source:
         facts = self.facts
         try:
             if facts.listed is not None:
-                files = list_files(*facts.listed(self.path))
+                found = [facts.listed(path) for path in self.paths]
             else:
-                files = list_files(*locate(self.path, facts.below, has_named=not facts.fields))
+                named = not facts.fields
+                found = [locate(path, facts.below, has_named=named) for path in self.paths]
+            files = list_files(*together(found))
         except OSError as error:
             raise ValueError(
                 f"training.dataset_path = {self.path!r}: cannot be read ({error})"
@@ -178,7 +202,7 @@ class Source:
                     f"{self.facts.row}s have a {self.facts.fields} {name!r}, but data.unit_field "
                     "is not set: epsilon protects one of them, not all of a person's together"
                 )
-        named = () if self.path in NAMED else files.names
+        named = () if set(self.paths) & set(NAMED) else files.names
         words = (set(re.split(r"[^a-z]+", name.lower())) & _SPLITS.keys() for name in named)
         splits = Counter(split for of in words for split in {_SPLITS[word] for word in of})
         if "train" in splits and len(splits) > 1:
@@ -231,7 +255,7 @@ def prepared(source: Source, data_store: str | None = None, files: Files | None 
                 source.facts.check(path, source.keys)
             below = os.path.relpath(os.path.realpath(folder), files.root).split(os.sep)
             is_hidden = any(part.startswith(".") for part in below)  # or "..", which leads outside
-            is_file = os.path.isfile(os.path.expanduser(source.path))
+            is_file = all(map(os.path.isfile, source.paths))
             if not (source.facts.fields or is_hidden or is_file):
                 raise ValueError(f"data.store: {folder!r} is in training.dataset_path; move it")
             say(f"tokenizing {sum(files.sizes) / 1e6:,.1f} MB of {source.path} into {folder}")
@@ -301,7 +325,8 @@ def _tokenize(
     lacks: dict[Lack, int] = {}  # and how many records have it
     contents: list[str] = []
     unnamed = 0
-    rows, ahead = itertools.tee(_rows(files, source, contents))
+    owners = None if source.owners is None else Owners()
+    rows, ahead = itertools.tee(_rows(files, source, contents, owners))
     encoded = _ids(pool, source.tokenizer, (piece.text for row in ahead for piece in row.pieces))
     for row in rows:
         ids_of = [next(encoded) for _ in row.pieces]
@@ -329,9 +354,12 @@ def _tokenize(
         counted = [lack._replace(number=number) for lack, number in lacks.items()]
         source.refuse_lacks(counted, f"none of the {count:,} records has a target to learn")
     hashes_R2 = np.frombuffer(hashes, dtype="<u8").reshape(count, -1)
-    units = (singles if source.unit_field is None else group)(hashes_R2)
-    firsts_of_units = units.members[units.starts[:-1]]
-    _, times = np.unique(np.frombuffer(spellings, "<u8")[firsts_of_units], return_counts=True)
+    if owners is not None:
+        units, spelled = owners.units(hashes_R2), owners.spellings()
+    else:
+        units = (singles if source.unit_field is None else group)(hashes_R2)
+        spelled = np.frombuffer(spellings, "<u8")[units.members[units.starts[:-1]]]
+    _, times = np.unique(spelled, return_counts=True)
     columns = np.array(ends)[1:], np.array(firsts), np.array(reasons)
     return stores.pack(*columns, units), {
         "version": stores.VERSION,
@@ -340,6 +368,8 @@ def _tokenize(
         "tokenizer": source.tokenizer.describe(),
         "records": count,
         "units": len(units),
+        "members": len(units.members),
+        "owners": owners and owners.facts(units),
         "unnamed": unnamed,
         "alike": [int(times[times > 1].sum()), int((times > 1).sum())],  # units, and of how many
         "pointers": sum(map(is_pointer, files.paths)),
@@ -369,8 +399,8 @@ def _ids(
         yield from last.result()
 
 
-def _rows(files: Files, source: Source, hashes: list[str]) -> Iterator[_Row]:
-    """Yield the records of all files; hash each file before its records."""
+def _rows(files: Files, source: Source, hashes: list[str], owners: Owners | None) -> Iterator[_Row]:
+    """Yield the records of all files; hash each file before its records, and enter `owners`."""
     facts, by = source.facts, source.unit_field
     others = (begins_as(path, not_as=source.format) for path in files.paths[:1] if facts.fields)
     remedy = next(others, None) or "write them again (iconv, jq -c), or name others by a glob"
@@ -391,8 +421,13 @@ def _rows(files: Files, source: Source, hashes: list[str]) -> Iterator[_Row]:
             if by is None:
                 hashed = record_hash(record, size=8)
                 row = _Row(hashed + bytes(8), hashed, True)
+            elif owners is not None:
+                of = owners.enter(owners_of(fields or {}, by, source.not_owners))
+                row = _Row(of or record_hash(record), b"", of is not None)
+                if of is None and fields is not None:
+                    found = unknown
             else:
-                unit = unit_name((fields or {}).get(by)) if facts.fields else folder_of(name)
+                unit = unit_name((fields or {}).get(str(by))) if facts.fields else folder_of(name)
                 hashed = record_hash(record) if unit is None else unit_hash(unit)
                 spelling = hashed[:8] if unit is None or len(unit) > 256 else spelling_hash(unit)
                 row = _Row(hashed, spelling, unit is not None)

@@ -43,6 +43,7 @@ from torchtitan_dp.data.tokenizer import (
 )
 
 ASSISTANT = "assistant"
+SHAREGPT = {"human": "user", "gpt": ASSISTANT}  # roles, by its names
 # Unicode's noncharacters, which no text should have: one that has is refused.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _EITHER = re.compile(f"([{_OPEN}{_CLOSE}])")
@@ -237,7 +238,7 @@ def _misfit(key: str, field: str, fields: Fields, word: str) -> Lack:
     """Describe a record that lacks a field, or has something else than what is needed."""
     needed = "text"
     if key == "data.messages_field":
-        needed = "list of messages, objects with a role and a content"
+        needed = "list of messages, objects with role and content (or from and value)"
     what = f"have no {needed} there" if field in fields else f"have no such {word}"
     return Lack(f"{key} = {field!r}", what, f"name the {word} with the {needed}")
 
@@ -322,16 +323,37 @@ def reading(
 
 
 def _messages_of(value: object) -> list[dict[str, str]] | None:
+    """Return the messages of a chat: objects with a `role` and a `content`, or, as ShareGPT writes
+    them, `from` and `value`; None if one is none."""
     if not isinstance(value, list):
         return None
     found = []
     for one in value[:MOST_ITEMS]:  # the time to render a conversation is bounded
         if not isinstance(one, dict):
             return None
-        role, content = text_of(one.get("role")), text_of(one.get("content"))
+        role, content = text_of(one.get("role")), _content_of(one.get("content"))
+        if role is None and content is None:
+            role, content = text_of(one.get("from")), _content_of(one.get("value"))
+            role = SHAREGPT.get(role, role) if role else role
         if role is None or content is None:
             return None
         found.append({"role": role, "content": content})
+    return found
+
+
+def _content_of(value: object) -> str | None:
+    """Return a text, or those of a list of parts, `{"type": "text", "text": …}`, joined."""
+    if not isinstance(value, list):
+        return text_of(value)
+    if len(value) >= MOST_ITEMS:  # readers leave out what follows
+        return None
+    found = ""
+    for part in value:
+        if isinstance(part, dict) and part.get("type") in (None, "text"):
+            part = part.get("text")
+        if (text := text_of(part)) is None:  # an image, say
+            return None
+        found += text
     return found
 
 

@@ -11,9 +11,10 @@ Guarantee:
       compared by hash, and once more where the size, times or inode of one changed since.
     - Folders are 0700 and files 0600. A store is written under another name and renamed, by one
       process at a time.
-    - Every record belongs to exactly one unit, so that a drawn unit brings in no records of others.
-      One whose unit cannot be read (a row without the field, a file in no folder) is a unit of its
-      own, named by its place, and reads as nothing: to drop it would change who else can be drawn.
+    - Every record belongs to exactly one unit (of several owners, by their names, to one or none:
+      `owners`), so that a drawn unit brings in no records of others. One whose unit cannot be read
+      (a row without the field, a file in no folder) is a unit of its own, named by its place, and
+      reads as nothing: to drop it would change who else can be drawn.
     - Units are ordered by a 128-bit hash of their names, private like the names. Which units there
       are, and how many, is public with `zero_out`, and not with a public `privacy.sample_rate`.
 """
@@ -48,7 +49,7 @@ _BLANK = {"Zs", "Zl", "Zp", "Cc", "Cf"}  # categories of blanks, and of what nob
 class Units:
     """Units by position, 0 <= unit < len(units). Their records lie in a row, unit by unit."""
 
-    members: np.ndarray  # int64 (records,): the record at each place there, rising in a unit
+    members: np.ndarray  # int64 (records in units,): the record at each place, rising in a unit
     starts: np.ndarray  # int64 (units + 1,): where each unit begins in it
     hashes: np.ndarray  # uint64 (units,): of each unit's name
 
@@ -119,7 +120,7 @@ def spelling_hash(name: str) -> bytes:
     return unit_hash(kept)[:8]
 
 
-VERSION = 5  # of the form of the files and of how rows become ids: another is another store
+VERSION = 6  # of the form of the files and of how rows become ids: another is another store
 TOKENS, ARRAYS, FACTS, COMPARED = "tokens", "arrays", "facts.json", "compared"
 WAIT_S = 5.0  # for another process, before a line says so
 
@@ -204,8 +205,8 @@ def load(folder: str) -> Store | None:
             if not is_ours or (facts["version"], digest, facts["arrays"]) != known:
                 return None
             records, units = facts["records"], facts["units"]
-            whole = np.frombuffer(data, "<i8", 3 * records + 2 * units + 1)
-            places = np.cumsum([records, records, records, units + 1])
+            places = np.cumsum([records, records, facts["members"], units + 1])
+            whole = np.frombuffer(data, "<i8", int(places[-1]) + units)
             ends, firsts, members, starts, hashes = np.split(whole, places)
             reasons = np.frombuffer(data, np.uint8, offset=whole.nbytes)
             of = Units(members, starts, hashes.view("<u8"))

@@ -55,11 +55,11 @@ from torchtitan_dp.config.derived import (
     mesh_degrees,
     most_tokens,
     never_trained,
+    record_paths,
     trains_one_sample,
     unit_word,
 )
 from torchtitan_dp.data.dataset import Records, Samples, describe, settings_of
-from torchtitan_dp.data.files import from_hub
 from torchtitan_dp.data.prepare import Source, prepared
 from torchtitan_dp.data.reading import reading
 from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
@@ -114,10 +114,11 @@ def open_records(config: JobConfig, source: Source | None = None) -> Records:
 def source_of(config: JobConfig) -> Source:
     """Return the files that a configuration names, and how they are read."""
     data, training, assets_path = config.data, config.training, config.model.hf_assets_path
-    tokenizer, path = load_tokenizer(assets_path), training.dataset_path or ""
+    tokenizer = load_tokenizer(assets_path)
     fields = data.text_field, data.prompt_field, data.messages_field
     how = reading(*fields, assets_path, tokenizer)
-    return Source(training.dataset, path, how, tokenizer, data.unit_field)
+    units = data.unit_field, data.not_owners
+    return Source(training.dataset, record_paths(config), how, tokenizer, *units)
 
 
 def check_run(config: JobConfig, *, units: int | None = None) -> Checked:
@@ -223,8 +224,7 @@ def check_names(config: JobConfig, start: Start) -> None:
                 )
         tokenizer_files(config)
     if start.loads and not os.path.isdir(start.place):
-        remedy = from_hub(start.place) or "name the one with initial weights"
-        raise ValueError(f"{at}: no such folder; {remedy}")
+        raise ValueError(f"{at}: no such folder; name the one with initial weights")
     if start.initial is not None:
         try:
             weight_files(start.place)

@@ -1,0 +1,81 @@
+"""Names on the Hugging Face hub, in a cache that the test makes: nothing asks a network."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.build import config
+from torchtitan_dp.config.load import RUN_CONFIG_FILE
+
+OLD, NEW = "0" * 39 + "1", "0" * 39 + "2"
+MODEL = {"config.json": "{}", "tokenizer.json": "{}", "original/config.json": "{}"}
+RECORDS = {"data/train.jsonl": "{}", "data/test.jsonl": "{}", "README.md": "of no use"}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The hub's cache, with a model and a data set in two revisions, of which NEW is `main`."""
+    constants = "huggingface_hub.constants"
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        monkeypatch.setattr(f"{constants}.{name}", str(tmp_path / "hub"), raising=False)
+    monkeypatch.setattr(f"{constants}.HF_HUB_OFFLINE", True)
+    for kind, files in (("models", MODEL), ("datasets", RECORDS)):
+        place = tmp_path / "hub" / f"{kind}--of--it"
+        for revision in (OLD, NEW):
+            for name, text in files.items():
+                path = place / "snapshots" / revision / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text)
+        (place / "refs").mkdir()
+        (place / "refs" / "main").write_text(NEW)
+    return tmp_path / "hub"
+
+
+def test_names_become_folders_of_the_cache(cache: Path, tmp_path: Path) -> None:
+    found = config(
+        "--model.hf_assets_path=of/it", f"--training.dataset_path=hf://datasets/of/it@{OLD}/data"
+    )
+    assert found.model.hf_assets_path == str(cache / "models--of--it" / "snapshots" / NEW)
+    snapshots = cache / "datasets--of--it" / "snapshots"
+    assert found.training.dataset_path == str(snapshots / OLD / "data")
+    several = config("--training.dataset_path=hf://datasets/of/it/data/*.jsonl,/elsewhere")
+    assert several.training.dataset_path == [
+        str(snapshots / NEW / "data" / "*.jsonl"),
+        "/elsewhere",
+    ]
+
+
+def test_a_run_stays_at_its_first_revision(cache: Path, tmp_path: Path) -> None:
+    place = cache / "models--of--it" / "snapshots"
+    kept = {"model": {"hf_assets_path": str(place / OLD)}}
+    (tmp_path / RUN_CONFIG_FILE).write_text(json.dumps(kept))
+    here = f"--job.dump_folder={tmp_path}"
+    assert config("--model.hf_assets_path=of/it", here).model.hf_assets_path == str(place / OLD)
+    newer = config(f"--model.hf_assets_path=of/it@{NEW}", here)
+    assert newer.model.hf_assets_path == str(place / NEW)
+
+
+def test_a_path_of_this_machine_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.makedirs("of/it")
+    assert config("--model.hf_assets_path=of/it").model.hf_assets_path == "of/it"
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("model.hf_assets_path", "of/another"),
+        ("model.hf_assets_path", "of/it@gone"),
+        ("training.dataset_path", "hf://datasets/of/another"),
+        ("training.dataset_path", "hf://of/it"),
+        ("training.dataset_path", "hf://datasets/of/it/../../.."),
+    ],
+)
+def test_what_is_nowhere_is_one_line(key: str, value: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{key} = '{value}': .*") as refused:
+        config(f"--{key}={value}")
+    assert "\n" not in str(refused.value)

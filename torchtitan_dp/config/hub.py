@@ -1,0 +1,72 @@
+"""Names on the Hugging Face hub in the place of folders, fetched once into the hub's own cache.
+
+`owner/name` is a model, `hf://datasets/owner/name/PATH` files of a data set; `@REVISION` may follow
+the name. What exists on this machine is taken from there. A run stays at the revision that its
+first start found: the cache's folder, which run_config.json keeps, is named by it. HF_TOKEN,
+HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE work as everywhere.
+"""
+
+import os
+import re
+from pathlib import Path
+
+from torchtitan_dp.base.process import progress
+
+_NAME = r"([\w-][\w.-]*/[\w-][\w.-]*?)(?:@([\w.-]+))?"
+_MODEL, _RECORDS = re.compile(_NAME), re.compile(rf"hf://datasets/{_NAME}(?:/(.*))?")
+_SNAPSHOT = re.compile(r"/(model|dataset)s--([\w.-]+)/snapshots/([0-9a-f]{40})")
+_SETTINGS = ["config.json", "generation_config.json", "chat_template*", "*token*.json"]
+_WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
+
+
+def model_folder(key: str, name: str, run_config: str, *, weights: bool) -> str:
+    """Return the folder of a model, fetched if `name` is one on the hub, of the revision in the
+    file `run_config` if there is one; ValueError, one line, if it cannot be."""
+    found = None if os.path.exists(name) else _MODEL.fullmatch(name)
+    if found is None:
+        return name
+    wanted = [*_SETTINGS, *(_WEIGHTS if weights else ())]
+    return _snapshot(f"{key} = '{name}'", "model", found, wanted, run_config, others=["*/*"])
+
+
+def records_path(name: str, run_config: str) -> str:
+    """Return the path of records, fetched if `name` begins as one on the hub, as `model_folder`."""
+    if not name.startswith("hf://"):
+        return name
+    if (found := _RECORDS.fullmatch(name)) is None or ".." in name:
+        raise ValueError(
+            f"training.dataset_path = '{name}': write hf://datasets/owner/name, or "
+            "hf://datasets/owner/name/PATH"
+        )
+    path = found[3] or ""
+    wanted = [path, f"{path.rstrip('/')}/*"] if path else None
+    folder = _snapshot(f"training.dataset_path = '{name}'", "dataset", found, wanted, run_config)
+    return os.path.join(folder, path) if path else folder
+
+
+def _snapshot(
+    setting: str,
+    kind: str,
+    name: re.Match[str],
+    wanted: list[str] | None,
+    run_config: str,
+    others: list[str] | None = None,
+) -> str:
+    repo, revision, *_ = name.groups()
+    kept = Path(run_config).read_text("utf-8") if os.path.isfile(run_config) else ""
+    pinned = {(kind, of): at for kind, of, at in _SNAPSHOT.findall(kept)}
+    revision = revision or pinned.get((kind, repo.replace("/", "--")))
+    progress(f"looking for {repo} on the Hugging Face hub…")
+    import huggingface_hub  # here: a name on the hub is rare, and this takes a third of a second
+
+    try:
+        return huggingface_hub.snapshot_download(
+            repo, repo_type=kind, revision=revision, allow_patterns=wanted, ignore_patterns=others
+        )
+    except (OSError, ValueError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"{setting}: no such path here, and the Hugging Face hub does not give it "
+            f"({type(error).__name__}: {why}); name a folder, log in (hf auth login), or, where "
+            f"there is a network, run hf download {repo} --repo-type {kind}"
+        ) from error
