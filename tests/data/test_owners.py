@@ -1,11 +1,13 @@
-"""Records of several owners: whose unit they are in, and that it is one person's alone (row 84)."""
+"""Records of several owners: whose unit they are in, and that it is one person's alone (row 83)."""
 
+import contextlib
 import itertools
 import math
 import random
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,9 +20,10 @@ from tests.processes.ranks import on_ranks
 from torchtitan_dp.config.derived import privacy_unit
 from torchtitan_dp.data.batching import Draw, RecordLoader
 from torchtitan_dp.data.dataset import Samples
-from torchtitan_dp.data.owners import owners_of
+from torchtitan_dp.data.owners import Owners, owners_of
 from torchtitan_dp.data.prepare import prepared
-from torchtitan_dp.data.store import Store, unit_hash
+from torchtitan_dp.data.store import Store, group, unit_hash
+from torchtitan_dp.privacy.lower_bounds import gaussian_mu
 from torchtitan_dp.release.card import guarantee
 from torchtitan_dp.train.processor import SampleStatistics
 from torchtitan_dp.train.trainer import DPTrainer
@@ -36,7 +39,7 @@ def units(store: Store) -> set[tuple[int, ...]]:
     return {tuple(row) for row in records_of(store.units)}
 
 
-def test_row84_the_rule_by_hand(tmp_path: Path) -> None:
+def test_row83_the_rule_by_hand(tmp_path: Path) -> None:
     """The largest set of owners first; then what shares nobody with it."""
     rows = letters(
         *[["ann", "bob"]] * 3, *[["bob", "cyd"]] * 2, ["cyd"], ["ann"], ["dan", 7], ["7"]
@@ -53,7 +56,7 @@ def test_row84_the_rule_by_hand(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format", sorted(WRITERS))
-def test_row84_nobody_is_in_two_units_and_all_of_a_units_records_have_the_same_owners(
+def test_row83_nobody_is_in_two_units_and_all_of_a_units_records_have_the_same_owners(
     tmp_path: Path, format: str
 ) -> None:
     for seed in range(20):
@@ -74,7 +77,7 @@ def test_row84_nobody_is_in_two_units_and_all_of_a_units_records_have_the_same_o
         assert store.facts["owners"]["left_out"] == len(rows) - sum(map(len, found))
 
 
-def test_row84_units_follow_from_names_alone(tmp_path: Path) -> None:
+def test_row83_units_follow_from_names_alone(tmp_path: Path) -> None:
     """Neighbours whose texts differ, one of them torn or gone, have the same units."""
     rows = letters(*[[f"p{i % 7}", f"p{(i * i) % 5}"] for i in range(40)])
     emptied = [
@@ -107,11 +110,11 @@ def test_row84_units_follow_from_names_alone(tmp_path: Path) -> None:
         ({"from": "ann", "to": [f"p{i}" for i in range(256)]}, None),  # perhaps cut there
     ],
 )
-def test_row84_whoever_cannot_be_read_is_not_forgotten(fields: Any, names: Any) -> None:
+def test_row83_whoever_cannot_be_read_is_not_forgotten(fields: Any, names: Any) -> None:
     assert owners_of(fields, BOTH, ["Dr. X"]) == names
 
 
-def test_row84_a_record_without_a_readable_owner_is_alone_and_silent(tmp_path: Path) -> None:
+def test_row83_a_record_without_a_readable_owner_is_alone_and_silent(tmp_path: Path) -> None:
     rows = letters(["ann"], ["ann", 1.5], None, ["ann"])
     store = store_of(rows, tmp_path, unit_field=["who"])
     assert units(store) == {(0, 3), (1,), (2,)}
@@ -223,7 +226,31 @@ def moves(degrees: Any, format: str) -> list[float]:
     "degrees, format",
     [((1, 1, 1), "jsonl"), ((1, 1, 1), "parquet"), ((1, 1, 2), "jsonl"), ((1, 2, 1), "parquet")],
 )
-def test_row84_no_person_moves_the_sum_by_more_than_C(degrees: Any, format: str) -> None:
+def test_row83_no_person_moves_the_sum_by_more_than_C(degrees: Any, format: str) -> None:
     for moved in on_ranks(math.prod(degrees), moves, degrees, format):
         assert max(moved) <= C * (1 + 1e-5)
         assert max(moved) > 0.99 * C  # some are clipped: two of a person's would be more
+
+
+def game(fault: bool) -> float:
+    """The bound on mu that a test for all of one person's letters proves, at most."""
+    every_set = mock.patch.object(Owners, "units", lambda _, hashes_R2: group(hashes_R2))
+    rng, sigma, trials = np.random.default_rng(0), 1.0, 2000
+    with every_set if fault else contextlib.nullcontext():
+        every, *others = (summed((1, 1, 1), "jsonl", one) for one in (None, "ann", "bob", "cyd"))
+    found = []
+    for other in others:
+        apart = float((every - other).norm()) / C  # along the line through both, over C
+        with_it, without = apart + sigma * rng.normal(size=trials), sigma * rng.normal(size=trials)
+        errors = int((without >= apart / 2).sum()), int((with_it < apart / 2).sum())
+        rates = dict(zip(("false_positives", "false_negatives"), errors, strict=True))
+        terms = {"negatives": trials, "positives": trials, "confidence": 0.999}
+        found.append(gaussian_mu(**rates, **terms))
+    return max(found)
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_row83_the_game_of_a_letter_that_two_people_own(fault: bool) -> None:
+    """With a person in two units it is lost: more is proven than 1 / sigma."""
+    (found,) = on_ranks(1, game, fault)
+    assert (found > 1.0) == fault
