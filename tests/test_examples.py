@@ -83,6 +83,20 @@ def test_patients_are_trained_on_verified_and_released(place: Path) -> None:
     assert terms["neighbouring_relation"] == "zero_out"
 
 
+@pytest.mark.thorough
+def test_synthetic_records_are_written_and_judged(place: Path) -> None:
+    (command,) = commands("examples/synthetic/README.md")
+    printed = run(command, place)
+    losses = [
+        float(found) for found in re.findall(r"held-out loss of .*: ([\d.]+)$", printed, re.M)
+    ]
+    public, synthetic, release, real = losses
+    assert public > synthetic > release > real
+    assert "of passages of 16 tokens" in printed
+    lines = (place / "outputs" / "synthetic.jsonl").read_text().splitlines()
+    assert len([json.loads(line)["text"] for line in lines]) == 400
+
+
 @pytest.mark.parametrize("task", ["notes_perplexity", "notes_choice"])
 def test_tasks_for_lm_eval_name_files_and_fields_that_are_there(task: str) -> None:
     settings = yaml.safe_load((ROOT / "examples" / "evaluation" / f"{task}.yaml").read_text())

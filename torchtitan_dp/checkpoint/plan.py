@@ -261,8 +261,9 @@ def expected_rounds(records: int, rate: float, slots: int) -> float:
     mean, deviation = records * rate, math.sqrt(records * rate * (1 - rate))
     first, last = int(mean - 12 * deviation - 1), int(mean + 12 * deviation + 1)
     certain = max(first, 0) // slots  # rounds; another one follows where n exceeds what they hold
-    full = np.arange(certain, min(last, records) // slots + 1) * slots
-    return certain + float(special.bdtrc(full, records, rate).sum())
+    full = np.arange(certain, min(last, records - 1) // slots + 1) * slots
+    # P[n > full]; `bdtrc` takes fewer than 2^31 records.
+    return certain + float(special.betainc(full + 1.0, records - full, rate).sum())
 
 
 @dataclass(frozen=True)

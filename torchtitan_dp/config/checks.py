@@ -103,13 +103,12 @@ _OF_SEVERAL: dict[_Range, str] = {
     _above(0, "a positive number"): "training.loss_scale privacy.target_epsilon "
     "validation.reference_loss",
     _least(1, "at least 1"): "training.steps training.local_batch_size training.gc_freq "
+    "parallelism.data_parallel_replicate_degree "
     "checkpoint.interval profiling.profile_freq profiling.profiler_active metrics.log_freq "
     "validation.freq data.windows_per_draw",
     _least(0, f"from 0 to {_LARGEST}", most=_LARGEST): "debug.seed privacy.debug_seed",
     _least(1, "from 1 to 1e9", most=10**9): "comm.init_timeout_seconds comm.train_timeout_seconds",
-    _least(1, "at least 1 (or -1 for auto)"): (
-        "parallelism.data_parallel_replicate_degree parallelism.data_parallel_shard_degree"
-    ),
+    _least(1, "at least 1, or -1 (the rest)"): "parallelism.data_parallel_shard_degree",
     _least(
         1, "1; use context_parallel_degree or data_parallel_shard_degree", most=1
     ): "parallelism.tensor_parallel_degree parallelism.pipeline_parallel_degree "

@@ -170,7 +170,7 @@ class MemoryTracker(LocalOperators):
                 self.current[label] = self.current.get(label, 0) + size
 
     def _count(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type == "meta":
+        if tensor.device.type == "meta" or tensor.is_sparse:  # whose parts were counted before
             return
         storage = tensor.untyped_storage()
         key = id(storage)

@@ -158,7 +158,11 @@ def search(config: JobConfig, args: ModelArgs, world_size: int, mode: str, limit
                 return few(length)
             return math.inf if whole().update[0] > limit else whole().at(length)[0]
 
-        return longest(peak, few, limit, 2 * cp)
+        def guess(length: int) -> float:  # of a short length far too high, perhaps: look at its own
+            is_own = length <= config.training.seq_len < 2 * length
+            return 0.0 if is_own and length < LONG * cp else few(length)
+
+        return longest(peak, guess, limit, 2 * cp)
 
 
 def two_lengths(unit: int) -> tuple[int, int]:
