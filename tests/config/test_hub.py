@@ -1,13 +1,17 @@
 """Names on the Hugging Face hub, in a cache that the test makes: nothing asks a network."""
 
+import dataclasses
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from tests.build import config
-from torchtitan_dp.config.load import RUN_CONFIG_FILE
+from torchtitan_dp.config.hub import model_folder
+from torchtitan_dp.config.load import RUN_CONFIG_FILE, read_config
 
 OLD, NEW = "0" * 39 + "1", "0" * 39 + "2"
 MODEL = {"config.json": "{}", "tokenizer.json": "{}", "original/config.json": "{}"}
@@ -57,11 +61,36 @@ def test_a_run_stays_at_its_first_revision(cache: Path, tmp_path: Path) -> None:
     assert newer.model.hf_assets_path == str(place / NEW)
 
 
+def test_weights_come_with_their_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release on the hub: without its `privacy.json` it would count as public."""
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda _, **how: asked.update(how))
+    for loads in ("--checkpoint.initial_load_in_hf", "--checkpoint.no-initial_load_in_hf"):
+        model_folder("key", "of/it", "", weights="no" not in loads)
+        files = [
+            "privacy.json",
+            "model.safetensors",
+            "original/model.safetensors",
+            "pytorch_model.bin",
+        ]
+        patterns = {"allow_patterns": asked["allow_patterns"]}
+        kept = filter_repo_objects(files, ignore_patterns=asked["ignore_patterns"], **patterns)
+        assert list(kept) == ["privacy.json", "model.safetensors"][: 1 + ("no" not in loads)]
+
+
+def test_a_runs_own_configuration_asks_nobody(tmp_path: Path) -> None:
+    written = config("--model.hf_assets_path=of/it", f"--job.dump_folder={tmp_path}")
+    written.model.hf_assets_path = "of/it"
+    text = json.dumps(dataclasses.asdict(written))
+    (tmp_path / RUN_CONFIG_FILE).write_text(text)
+    assert read_config(str(tmp_path)).model.hf_assets_path == "of/it"
+
+
 def test_a_path_of_this_machine_comes_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    os.makedirs("of/it")
+    os.makedirs("of")  # perhaps it is misspelled, and its name nobody's business
     assert config("--model.hf_assets_path=of/it").model.hf_assets_path == "of/it"
 
 
@@ -72,6 +101,7 @@ def test_a_path_of_this_machine_comes_first(
         ("model.hf_assets_path", "of/it@gone"),
         ("training.dataset_path", "hf://datasets/of/another"),
         ("training.dataset_path", "hf://of/it"),
+        ("training.dataset_path", "hf://datasets/of/it//etc/passwd"),
         ("training.dataset_path", "hf://datasets/of/it/../../.."),
     ],
 )

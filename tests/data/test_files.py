@@ -120,7 +120,8 @@ def test_several_paths_are_one_data_set_and_each_file_is_in_it_once(tmp_path: Pa
         tmp_path / "d", {"a/x.jsonl": b"1", "a/y.jsonl": b"2", "a/z.txt": b"", "b/x.jsonl": b"3"}
     )
     link(root, {"c": root / "a"})
-    paths = ["a", "a/*.jsonl", "b/x.jsonl", "c"]
+    link(root, {"b/y.jsonl": root / "a/y.jsonl"}, hard=True)
+    paths = ["a", "a/*.jsonl", "b", "c"]
     below = FORMATS["jsonl"].below
     found = list_files(*together([locate(str(root / path), below) for path in paths]))
     assert [path.replace(found.root, "") for path in found.paths] == [

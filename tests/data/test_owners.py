@@ -50,7 +50,7 @@ def test_row83_the_rule_by_hand(tmp_path: Path) -> None:
     assert len(seven) == 1
     assert store.facts["owners"] == {
         **{"left_out": 4, "people": 5, "in_units": 5 if (7,) in seven else 4, "most_people": 2},
-        **{"largest": 3, "common": []},
+        **{"largest": 3, "common": [], "records": {"who": 9}, "joined": 0},
     }
     assert unit_hash("cyd")[:8] in store.units.hashes.astype("<u8").tobytes()  # as without a list
 
@@ -96,22 +96,55 @@ def test_row83_units_follow_from_names_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "fields, names",
     [
-        ({"from": "ann", "to": ["bob", "ann", 7]}, ("7", "ann", "bob")),
-        ({"from": None, "to": "bob"}, ("bob",)),
-        ({"to": "bob"}, ("bob",)),
-        ({"from": "", "to": ["bob", None, ""]}, ("bob",)),
-        ({"from": "Dr. X", "to": "bob"}, ("bob",)),
-        ({"from": "Dr. X", "to": ["Dr. X"]}, None),
-        ({"from": None, "to": []}, None),
+        ({"from": "ann", "to": ["bob", "ann", 7]}, "ann bob ann 7"),
+        ({"from": None, "to": "bob"}, "bob"),
+        ({"to": "bob"}, "bob"),
+        ({"from": "", "to": ["bob", None, ""]}, "bob"),
+        ({"from": None, "to": []}, ""),
         ({"from": "ann", "to": {"name": "bob"}}, None),  # somebody, who cannot be named
         ({"from": "ann", "to": ["bob", True]}, None),
         ({"from": "ann", "to": ["bob", ["cyd"]]}, None),
+        ({"from": "ann", "to": "\udcff"}, None),  # bytes that are no UTF-8
         ({"from": "ann", "to": b""}, None),  # a value that a reader could not decode
         ({"from": "ann", "to": [f"p{i}" for i in range(256)]}, None),  # perhaps cut there
     ],
 )
-def test_row83_whoever_cannot_be_read_is_not_forgotten(fields: Any, names: Any) -> None:
-    assert owners_of(fields, BOTH, ["Dr. X"]) == names
+def test_row83_whoever_cannot_be_read_is_not_forgotten(fields: Any, names: str | None) -> None:
+    found = owners_of(fields, BOTH)
+    assert (found and " ".join(itertools.chain(*found.values()))) == names
+
+
+@pytest.mark.parametrize("who", ["unit_field", "not_owners"])
+def test_row83_a_name_that_no_record_has_is_refused(tmp_path: Path, who: str) -> None:
+    """Of a misspelled field nobody would be protected, in silence."""
+    rows = [{"from": f"p{i}", "to": f"q{i}", "text": "x"} for i in range(9)]
+    how: dict[str, Any] = {
+        "unit_field": BOTH,
+        who: [*BOTH, "too"] if who == "unit_field" else ["z"],
+    }
+    with pytest.raises(ValueError, match=rf"data\.{who} = '(too|z)': no record names anybody so"):
+        store_of(rows, tmp_path, **how)
+
+
+def test_row83_an_illegible_text_moves_nobody_elses_unit(tmp_path: Path) -> None:
+    """A byte that is no UTF-8, a name twice: neighbours in one person's texts have equal units."""
+    lines = [
+        b'{"from": "p%d", "to": "p%d", "text": "%s"}' % (i % 7, i % 5, b"x") for i in range(40)
+    ]
+    others = [
+        line.replace(b'"x"', b'"\xff"' if i % 14 == 0 else b'"a", "text": "b"')
+        if i % 7 == 0
+        else line
+        for i, line in enumerate(lines)
+    ]
+    one, other = (store_of(rows, tmp_path, unit_field=BOTH) for rows in (lines, others))
+    assert one.units.members.tolist() == other.units.members.tolist()
+    assert [reason > 0 for reason in other.reasons] == [i % 7 == 0 for i in range(40)]
+
+
+def test_owners_whose_names_are_joined_are_reported(tmp_path: Path) -> None:
+    store = store_of(letters(["ann, bob"], ["cyd;dan"], ["eve"]), tmp_path, unit_field=["who"])
+    assert store.facts["owners"]["joined"] == 2
 
 
 def test_row83_a_record_without_a_readable_owner_is_alone_and_silent(tmp_path: Path) -> None:
@@ -162,8 +195,12 @@ def test_the_unit_in_words() -> None:
     config = build.config(
         "--training.dataset=jsonl", "--data.unit_field=from,to", "--data.not_owners=x"
     )
-    unit = "unit of owners by data.unit_field 'from', 'to' without 1 data.not_owners"
-    assert privacy_unit(config) == unit
+    unit = privacy_unit(config)
+    begins = "unit of owners by data.unit_field 'from', 'to' without 1 data.not_owners ("
+    assert unit.startswith(begins)
+    config.data.not_owners = ["y"]  # whom another run leaves out: they do not compose
+    assert privacy_unit(config).startswith(begins)
+    assert privacy_unit(config) != unit
     content: Any = {
         "privacy_unit": unit,
         "meaning": {"members_detected": [], "posterior_from_half": 0.5, "posterior_but_for": 1e-3},

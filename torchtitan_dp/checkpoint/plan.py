@@ -485,6 +485,17 @@ def refuse_delta_of_loss(config: JobConfig, heldout: int) -> None:
         )
 
 
+def refuse_delta_of_owners(config: JobConfig, people: int) -> None:
+    """Refuse, by ValueError, a delta at which the content of one of so many people, several of whom
+    may be in one unit, might be published."""
+    if (delta := config.privacy.delta or 0.0) * people >= 1:
+        raise ValueError(
+            f"privacy.delta = {delta:g}: must be below 1 / number of owners ({1 / people:.2g}), "
+            "else one person's records may be published outright; use a tenth of that, "
+            f"{accounting.rounded_down(0.1 / people, digits=2)}, or less"
+        )
+
+
 def baseline_ledger(config: JobConfig, units: int) -> Lineage:
     """Return the ledger of a run without privacy on so many training units."""
     batch = config.training.global_batch_size

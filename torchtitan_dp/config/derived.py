@@ -1,5 +1,6 @@
 """Facts that follow from a configuration: mesh, samples, needs of its method, terms in words."""
 
+import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -112,10 +113,12 @@ def heldout_units(heldout: int, steps: int, at_once: int) -> int:
 
 def privacy_unit(config: JobConfig) -> str:
     """Return the unit's name in `privacy.json`, which follows "one"."""
-    field, others = config.data.unit_field, len(config.data.not_owners)
+    field, others = config.data.unit_field, sorted(config.data.not_owners)
     if field is None or isinstance(field, str):
         return "record" if field is None else f"unit of data.unit_field '{field}'"
-    without = f" without {others} data.not_owners" if others else ""
+    # Runs on others compose with none of these: who is protected differs.
+    named = hashlib.sha256(repr(others).encode()).hexdigest()[:12]
+    without = f" without {len(others)} data.not_owners ({named})" if others else ""
     return f"unit of owners by data.unit_field {', '.join(map(repr, field))}{without}"
 
 

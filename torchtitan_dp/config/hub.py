@@ -1,9 +1,9 @@
 """Names on the Hugging Face hub in the place of folders, fetched once into the hub's own cache.
 
-`owner/name` is a model, `hf://datasets/owner/name/PATH` files of a data set; `@REVISION` may follow
-the name. What exists on this machine is taken from there. A run stays at the revision that its
-first start found: the cache's folder, which run_config.json keeps, is named by it. HF_TOKEN,
-HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE work as everywhere.
+`owner/name` is a model, unless this machine has a folder `owner`, whose name nobody is told;
+`hf://datasets/owner/name/PATH` are files of a data set. `@REVISION` may follow the name. Without it
+a run stays at the revision that its first start found: the cache's folder, which run_config.json
+keeps, is named by it. HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE work as everywhere.
 """
 
 import os
@@ -15,14 +15,21 @@ from torchtitan_dp.base.process import progress
 _NAME = r"([\w-][\w.-]*/[\w-][\w.-]*?)(?:@([\w.-]+))?"
 _MODEL, _RECORDS = re.compile(_NAME), re.compile(rf"hf://datasets/{_NAME}(?:/(.*))?")
 _SNAPSHOT = re.compile(r"/(model|dataset)s--([\w.-]+)/snapshots/([0-9a-f]{40})")
-_SETTINGS = ["config.json", "generation_config.json", "chat_template*", "*token*.json"]
+# `privacy.json`: weights always come with their ledger.
+_SETTINGS = [
+    "config.json",
+    "generation_config.json",
+    "chat_template*",
+    "*token*.json",
+    "privacy.json",
+]
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 
 
 def model_folder(key: str, name: str, run_config: str, *, weights: bool) -> str:
     """Return the folder of a model, fetched if `name` is one on the hub, of the revision in the
     file `run_config` if there is one; ValueError, one line, if it cannot be."""
-    found = None if os.path.exists(name) else _MODEL.fullmatch(name)
+    found = None if os.path.exists(name.partition("/")[0]) else _MODEL.fullmatch(name)
     if found is None:
         return name
     wanted = [*_SETTINGS, *(_WEIGHTS if weights else ())]
@@ -33,7 +40,8 @@ def records_path(name: str, run_config: str) -> str:
     """Return the path of records, fetched if `name` begins as one on the hub, as `model_folder`."""
     if not name.startswith("hf://"):
         return name
-    if (found := _RECORDS.fullmatch(name)) is None or ".." in name:
+    found = _RECORDS.fullmatch(name)
+    if found is None or ".." in name or (found[3] or "").startswith("/"):
         raise ValueError(
             f"training.dataset_path = '{name}': write hf://datasets/owner/name, or "
             "hf://datasets/owner/name/PATH"
@@ -59,6 +67,9 @@ def _snapshot(
     progress(f"looking for {repo} on the Hugging Face hub…")
     import huggingface_hub  # here: a name on the hub is rare, and this takes a third of a second
 
+    before = os.umask(0o077)
+    if kind == "model":  # records alone are their owner's
+        os.umask(before)
     try:
         return huggingface_hub.snapshot_download(
             repo, repo_type=kind, revision=revision, allow_patterns=wanted, ignore_patterns=others
@@ -70,3 +81,5 @@ def _snapshot(
             f"({type(error).__name__}: {why}); name a folder, log in (hf auth login), or, where "
             f"there is a network, run hf download {repo} --repo-type {kind}"
         ) from error
+    finally:
+        os.umask(before)

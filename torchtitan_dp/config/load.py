@@ -45,7 +45,7 @@ def load_config(argv: list[str], world_size: int | None) -> JobConfig:
     yet, and then the mesh is not checked. Raises ValueError: `Mistakes`, one line each.
     """
     mistakes = list[str]()
-    return _checked(_read(argv, mistakes), world_size, mistakes)
+    return _checked(_read(argv, mistakes), world_size, mistakes, fetches=True)
 
 
 def _each(change: Callable[[str], Any], value: Any) -> Any:
@@ -97,15 +97,17 @@ def _read(argv: list[str], mistakes: list[str]) -> dict[str, Any]:
     return values
 
 
-def _checked(values: dict[str, Any], world_size: int | None, mistakes: list[str]) -> JobConfig:
+def _checked(
+    values: dict[str, Any], world_size: int | None, mistakes: list[str], *, fetches: bool = False
+) -> JobConfig:
     """Return the configuration of checked values, `~`, `auto` and -1 resolved, if it can work;
-    `mistakes` are those in their keys and types."""
+    `mistakes` are those in their keys and types. It `fetches` what the hub has, or has none."""
     config: JobConfig = from_values(schema(), values)
     for section in filter(dataclasses.is_dataclass, vars(config).values()):
         for key, value in vars(section).items():  # a shell replaces `~` in front of a word alone
             if key.endswith(("path", "folder", "file")):
                 setattr(section, key, _each(os.path.expanduser, value))
-    if not mistakes:
+    if fetches and not mistakes:
         _fetch(config)
     resolve(config, world_size or 1)
     if mistakes := [*mistakes, *refusals(config, out_of_range(config))]:

@@ -316,7 +316,7 @@ def settings_of(source: Source, heldout_fraction: float) -> dict[str, object]:
     tokens_by = source.terms["tokenizer"], source.terms["template"]
     return {
         "data.unit_field": source.unit_field,
-        **({"data.not_owners": sorted(source.not_owners)} if source.not_owners else {}),
+        "data.not_owners": sorted(source.not_owners),
         "data.heldout_fraction": heldout_fraction,
         **dict.fromkeys(("data.text_field", "data.prompt_field", "data.messages_field")),
         **{key: field for field, key in source.reading.keys.items()},

@@ -103,7 +103,7 @@ def together(found: Sequence[tuple[str, list[str], list[str]]]) -> tuple[str, li
         paths = (
             os.path.join(os.path.realpath(one[0]), name) for one in found for name in one[place]
         )
-        every = {os.path.realpath(path): path for path in paths}
+        every = {_identity(os.stat(path)): path for path in paths}
         return [os.path.relpath(path, root) for path in every.values()]
 
     return root, below(1), below(2)

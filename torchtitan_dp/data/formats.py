@@ -19,6 +19,7 @@ import io
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -144,8 +145,19 @@ def jsonl_rows(path: str, fields: Sequence[str]) -> Iterator[Fields | None]:
 
 
 def _parsed(line: bytes) -> Fields | None:
+    """Read a JSON line: a byte that is not UTF-8 spoils its own value alone (`text_of`), as does a
+    name that stands twice in an object."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            counts = Counter(name for name, _ in pairs)
+            found |= {name: BROKEN for name, count in counts.items() if count > 1}
+        return found
+
     try:
-        value = json.loads(line.decode("utf-8-sig"))
+        text = line.decode("utf-8-sig", "surrogateescape")
+        value = json.loads(text, object_pairs_hook=once)
         return value if isinstance(value, dict) else None
     except (ValueError, RecursionError, MemoryError):
         return None
@@ -349,8 +361,8 @@ def misfit(kind: Any, key: str) -> str | None:
     if key == "data.messages_field":
         of = kind.value_type if _is_list(kind) else None
         fits = pa.types.is_null(kind) or (of is not None and pa.types.is_null(of))
-        if of is not None and pa.types.is_struct(of):  # and no dictionaries, whose words repeat
-            fits = not any(pa.types.is_dictionary(of.field(i).type) for i in range(of.num_fields))
+        if of is not None and pa.types.is_struct(of):
+            fits = "dictionary<" not in str(of)  # at any depth: their words repeat
         return None if fits else "lists of structs with a role and a content"
     if key in ("data.unit_field", OF_OWNERS):
         if key == OF_OWNERS and _is_list(kind):

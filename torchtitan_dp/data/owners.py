@@ -27,44 +27,56 @@ COMMON = 0.1
 """The share of records from which on an owner is reported: a doctor, perhaps, or a mailing list."""
 
 
-def owners_of(
-    fields: Fields, by: Sequence[str], not_owners: Collection[str]
-) -> tuple[str, ...] | None:
-    """Return the names in the fields `by`, texts, whole numbers or lists of them, sorted, without
-    `not_owners`; None if there is no name, or something else than a name."""
-    names = set[str]()
+def owners_of(fields: Fields, by: Sequence[str]) -> dict[str, list[str]] | None:
+    """Return the names in each of the fields `by`, a text, a whole number or a list of them; an
+    empty one names nobody. None if one holds something else."""
+    found: dict[str, list[str]] = {}
     for field in by:
         value = fields.get(field)
-        found = value if isinstance(value, list) else [value]
-        if len(found) >= MOST_ITEMS:  # readers leave out what follows
+        values = value if isinstance(value, list) else [value]
+        names = [unit_name(one) for one in values if one is not None and one != ""]
+        if len(values) >= MOST_ITEMS or None in names:  # readers leave out what follows
             return None
-        for one in found:
-            if one is None or one == "":  # nobody
-                continue
-            if (name := unit_name(one)) is None:
-                return None
-            names.add(name)
-    return tuple(sorted(names - set(not_owners))) or None
+        found[field] = [name for name in names if name is not None]
+    return found
 
 
 class Owners:
     """The owners of records, which are entered in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, by: Sequence[str], not_owners: Collection[str]) -> None:
+        self._records = dict.fromkeys(by, 0)  # that name somebody there
+        self._others = dict.fromkeys(not_owners, 0)
         self._people: dict[str, int] = {}
         self._owners, self._counts = array("q"), array("q")  # of all records in a row; of each
 
-    def enter(self, names: Sequence[str] | None) -> bytes | None:
-        """Enter a record's owners, and return a hash of their set; None of none."""
-        for name in names or ():
+    def enter(self, fields: Fields) -> bytes | None:
+        """Enter a record, and return a hash of the set of its owners; None if it has none."""
+        every = owners_of(fields, list(self._records)) or {}
+        for field, found in every.items():
+            self._records[field] += found != []
+        names = {name for found in every.values() for name in found}
+        for name in names & self._others.keys():
+            self._others[name] += 1
+        owners = sorted(names - self._others.keys())
+        for name in owners:
             self._owners.append(self._people.setdefault(name, len(self._people)))
-        self._counts.append(len(names or ()))
-        if not names:
-            return None
-        if len(names) == 1:
-            return unit_hash(names[0])
-        joined = b"".join(map(unit_hash, names))
+        self._counts.append(len(owners))
+        if len(owners) < 2:
+            return unit_hash(owners[0]) if owners else None
+        joined = b"".join(map(unit_hash, owners))
         return hashlib.blake2b(joined, digest_size=HASH_BYTES, person=b"owners").digest()
+
+    def check(self) -> None:
+        """Refuse, by ValueError in one line, fields and names that no record has."""
+        key = "data.unit_field"
+        for names in (self._records, self._others):
+            if missing := [name for name, count in names.items() if count == 0]:
+                raise ValueError(
+                    f"{key} = {missing[0]!r}: no record names anybody so; spell it as records do, "
+                    "or leave it out"
+                )
+            key = "data.not_owners"
 
     def units(self, hashes_R2: np.ndarray) -> Units:
         """Choose the units, by the hash of each record's set of owners, uint64 (records, 2)."""
@@ -93,6 +105,8 @@ class Owners:
         names, most = list(self._people), max(COMMON * len(counts_R), 10)
         common = [one for one in np.argsort(-of_each)[:5].tolist() if of_each[one] > most]
         return {
+            "records": self._records,
+            "joined": sum("," in name or ";" in name for name in names),
             "left_out": len(counts_R) - len(units.members),
             "people": len(names),
             "in_units": int(people_U.sum()),
@@ -116,6 +130,13 @@ def described(facts: Mapping[str, Any], records: int) -> list[str]:
         f"in another unit; {facts['in_units']:,} of {facts['people']:,} owners are in a unit, up "
         f"to {facts['most_people']:,} in one, of up to {facts['largest']:,} records"
     ]
+    each = ", ".join(f"{count:,} by {field!r}" for field, count in facts["records"].items())
+    lines.append(f"records that name an owner: {each}")
+    if facts["joined"]:
+        lines.append(
+            f"{facts['joined']:,} owners have a comma or semicolon in their name: if these are "
+            "several people's, write lists of names, else they are protected as one"
+        )
     for name, share in facts["common"]:
         lines.append(
             f"{name!r} owns {share:.0%} of all records: if this is nobody to protect (a doctor, a "

@@ -39,7 +39,7 @@ from torchtitan_dp.data.formats import (
     is_pointer,
     unit_name,
 )
-from torchtitan_dp.data.owners import Owners, owners_of
+from torchtitan_dp.data.owners import Owners
 from torchtitan_dp.data.reading import EMPTY, MOST_PART, Assembler, Lack, Piece, Reading, split
 from torchtitan_dp.data.store import (
     Store,
@@ -325,7 +325,7 @@ def _tokenize(
     lacks: dict[Lack, int] = {}  # and how many records have it
     contents: list[str] = []
     unnamed = 0
-    owners = None if source.owners is None else Owners()
+    owners = None if source.owners is None else Owners(source.owners, source.not_owners)
     rows, ahead = itertools.tee(_rows(files, source, contents, owners))
     encoded = _ids(pool, source.tokenizer, (piece.text for row in ahead for piece in row.pieces))
     for row in rows:
@@ -355,6 +355,7 @@ def _tokenize(
         source.refuse_lacks(counted, f"none of the {count:,} records has a target to learn")
     hashes_R2 = np.frombuffer(hashes, dtype="<u8").reshape(count, -1)
     if owners is not None:
+        owners.check()
         units, spelled = owners.units(hashes_R2), owners.spellings()
     else:
         units = (singles if source.unit_field is None else group)(hashes_R2)
@@ -422,7 +423,7 @@ def _rows(files: Files, source: Source, hashes: list[str], owners: Owners | None
                 hashed = record_hash(record, size=8)
                 row = _Row(hashed + bytes(8), hashed, True)
             elif owners is not None:
-                of = owners.enter(owners_of(fields or {}, by, source.not_owners))
+                of = owners.enter(fields or {})
                 row = _Row(of or record_hash(record), b"", of is not None)
                 if of is None and fields is not None:
                     found = unknown

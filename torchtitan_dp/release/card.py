@@ -177,17 +177,19 @@ def guarantee(terms: dict[str, Any], config: JobConfig | None) -> dict[str, Any]
     """Return the values of the guarantee in words, `meaning.j2`; without the run's `config` the
     kind of unit is not described."""
     unit = str(terms["privacy_unit"]).split()[0]
-    kind, person = "", unit
+    kind, person, field, owners = "", unit, None, False
     if config is not None:
         field, record = config.data.unit_field, FORMATS[config.training.dataset].record
         kind = f" (all records with one value of `{field}`)" if field else f" ({record})"
         if isinstance(field, list):
             fields = " or ".join(f"`{name}`" for name in field)
-            kind, field = f" (all records that name the person in {fields})", "person"
+            kind, field, owners = f" (all records that name the person in {fields})", None, True
             if others := len(config.data.not_owners):
                 kind += f", but for {others} in `data.not_owners`"
-        person = (field or unit).removesuffix("_id").replace("_", " ")  # patient_id: one patient
-    return {"unit": unit, "person": person, "kind_of_unit": kind, "meaning": in_sentences(terms)}
+        # patient_id: one patient
+        person = "person" if owners else (field or unit).removesuffix("_id").replace("_", " ")
+    named = {"unit": unit, "person": person, "field": field, "owners": owners}
+    return {**named, "kind_of_unit": kind, "meaning": in_sentences(terms)}
 
 
 _TEMPLATES = templates(Path(__file__).parent)

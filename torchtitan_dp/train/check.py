@@ -38,6 +38,7 @@ from torchtitan_dp.checkpoint.plan import (
     Plan,
     earlier_ledger,
     refuse_delta_of_loss,
+    refuse_delta_of_owners,
     refuse_private_folder,
     schedule,
 )
@@ -153,6 +154,8 @@ def check_run(config: JobConfig, *, units: int | None = None) -> Checked:
         samples = build_samples(records, config)
     if config.privacy.enable:
         refuse_delta_of_loss(config, len(records.heldout))
+        if owners := records.store.facts.get("owners"):
+            refuse_delta_of_owners(config, owners["in_units"])
         if units is None:
             check_records(folder, records.fingerprint, records.settings)
         if plan is None or plan.settings.implied_units != len(records.train):
