@@ -71,6 +71,22 @@ def units(path: Path, random: random.Random, changed: bool) -> None:
     _lines(path, lines)
 
 
+def letters(path: Path, random: random.Random, changed: bool) -> None:
+    """Letters between two people, each in several; one writes odd ones, or empty ones. An odd byte
+    stays one: a line of JSON may hold it."""
+    lines = []
+    for i in range(3 * UNITS):
+        one, other = i % UNITS, (i + 1 + i // UNITS) % UNITS
+        line = {"from": f"u{one}", "to": [f"u{other}"], "text": f"letter {i} {random.random()}"}
+        if CHANGED in (one, other):
+            odd = random.choice((_odd_text(random), "not nothing", None, ["x"], "long " * 3000))
+            line["text"] = odd if changed else ""
+        lines.append(line)
+    _lines(path, lines)
+    text = path.read_bytes()
+    path.write_bytes(text.replace(b"not nothing", b"no UTF-8 \xff"))
+
+
 def prompts(path: Path, random: random.Random, changed: bool) -> None:
     """A prompt and an answer a line, each of which may be odd; or an empty line in its place."""
     lines: list[dict[str, Any]] = []
@@ -110,6 +126,7 @@ KINDS: dict[str, tuple[str, Callable[[Path, random.Random, bool], None]]] = {
     "text": ("data", text_files),
     "one long": ("data", one_long),
     "units": ("data/units.jsonl", units),
+    "letters": ("data/letters.jsonl", letters),
     "prompts": ("data/prompts.jsonl", prompts),
     "chats": ("data/chats.jsonl", chats),
 }

@@ -36,6 +36,7 @@ CASES = (
         ("--data.unit_field=user", "--data.unit_sampling=random", "--data.windows_per_draw=2"),
         kind="units",
     ),
+    Case("owners", ("--data.unit_field=from,to",), kind="letters", dp_shard=2, seed=7),
     Case("prompts", ("--data.prompt_field=prompt",), kind="prompts"),
     Case("chats", ("--data.messages_field=chat",), kind="chats"),
     Case("per_layer", ("--privacy.clipping=per_layer",), seed=5),
