@@ -32,7 +32,7 @@ def compared(losses: dict[int, float], reference: float | None) -> str | None:
 @pytest.mark.parametrize(
     "losses, reference, ends",
     [
-        ({0: 4.0, 8: 3.5, 16: 3.25}, 3.0, "75% of the gain without privacy, to 3"),
+        ({0: 4.0, 8: 3.5, 16: 3.25}, 3.0, "75% of the gain without privacy, which reaches 3"),
         ({0: 4.0, 16: 3.25}, None, "4.0000 before the first step, 3.2500 now"),
         ({0: 4.0, 16: 3.25}, 4.5, "3.2500 now"),  # nothing to close
     ],

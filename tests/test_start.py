@@ -108,7 +108,7 @@ def signalled_in_the_plan(connection, number, log):
         launch.main(["--processes", "2", *run])
 
 
-STOPPED = "Ctrl-C: stopped; the same command resumes from the newest checkpoint"
+STOPPED = "Ctrl-C: stopped; the same command resumes from the newest checkpoint, if any"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])

@@ -73,7 +73,7 @@ class Signals:
         ends = again or not listening
         if number == signal.SIGINT:
             words = "finishing this step and saving; again: stop now, epsilon counts lost steps"
-            _say(f"\nCtrl-C: {f'stopped; {_GOES_ON}' if ends else words}")
+            _say(f"\nCtrl-C: {f'stopped; {_GOES_ON}, if any' if ends else words}")
         for pid in workers if ends else listening:
             with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
                 os.kill(pid, signal.SIGKILL if ends else STOP_SIGNAL)

@@ -185,8 +185,8 @@ NO_RECORDS = (
 )
 NO_MODEL = (
     "--model.hf_assets_path=gone",
-    "model.hf_assets_path = 'gone' is no existing folder: give one with a tokenizer.json, or one "
-    "without for bytes",
+    "model.hf_assets_path = 'gone': no such folder; name the model's (one without tokenizer.json "
+    "reads text as bytes)",
 )
 OUT_OF_RANGE = "--training.steps=0", "training.steps = 0: must be at least 1"
 

@@ -183,7 +183,7 @@ def test_a_list_of_owners_needs_a_list_of_fields(tmp_path: Path) -> None:
     [
         (["--data.unit_field=a,a"], "name each field of owners once"),
         (["--data.unit_field=a,b", "--privacy.sample_rate=0.1"], "who owns what must be public"),
-        (["--data.unit_field=a", "--data.not_owners=x"], "data.not_owners = .*: needs a list"),
+        (["--data.unit_field=a", "--data.not_owners=x"], "data.not_owners = .*: only a list"),
     ],
 )
 def test_settings_that_protect_no_owner_are_refused(overrides: list[str], words: str) -> None:

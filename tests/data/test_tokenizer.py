@@ -138,5 +138,5 @@ def test_broken_files_and_no_folder(tmp_path: Path, name: str, content: str, mes
     with pytest.raises(ValueError, match=rf"^model\.hf_assets_path = .*{message}.*\Z"):
         load_tokenizer(path)
     for place in (tmp_path / "nowhere", tmp_path / name):
-        with pytest.raises(ValueError, match=r"^model\.hf_assets_path = .* is no existing"):
+        with pytest.raises(ValueError, match=r"^model\.hf_assets_path = .*: no such folder"):
             load_tokenizer(str(place))

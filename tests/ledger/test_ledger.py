@@ -165,7 +165,7 @@ def test_all_that_ancestors_began_or_planned_is_included(tmp_path):
     assert Ancestor.from_fields(ancestor.fields()) == ancestor
     found = " ".join(told["caveats"])
     assert "20 of 25 by run a" in found
-    assert "steps were lost: 7 steps" in found
+    assert "steps were lost: 7 are counted" in found
 
 
 def test_epsilon_as_the_run_goes_on_is_never_below_what_was_spent():

@@ -67,7 +67,7 @@ def write(folder: Path) -> None:
     lines[20:20] = [
         b"",
         b'{"text": "torn',
-        b'{"text": "\xff", "user": "u1"}',
+        b'{"text": "\xff"}',  # with a user it was nobody's there, and is the user's (row 83)
         b"[1]",
         b'{"text": 7}',
     ]

@@ -210,7 +210,7 @@ class Bookkeeping:
         executed, target = self.account.epsilon_executed(self.ledger), self.settings.target_epsilon
         mechanism = self.settings.mechanism
         at_once = max(mechanism.period, mechanism.round_steps)
-        words = [f"counts {at_once} steps at once"] if at_once > 1 else []
+        words = [f"{at_once} steps are spent in one piece"] if at_once > 1 else []
         if executed > self.account.epsilon(self.ledger):
             words.append(f"with lost steps {rounded_up(executed)}")
         return ", ".join(words + ([] if target is None else [f"target {target:g}"]))

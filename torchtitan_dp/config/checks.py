@@ -377,7 +377,7 @@ def _samples(config: JobConfig) -> Iterator[str]:
             "it is not; remove that, or name one field"
         )
     if data.not_owners and not has_owners:
-        yield "data.not_owners: needs a list of fields as data.unit_field; remove it"
+        yield "data.not_owners: only a list of fields as data.unit_field has owners; remove one"
     if data.unit_field is None and data.unit_sampling != "concat":
         yield "data.unit_sampling: units of one record have no choice; set data.unit_field"
 

@@ -75,11 +75,14 @@ def _snapshot(
             repo, repo_type=kind, revision=revision, allow_patterns=wanted, ignore_patterns=others
         )
     except (OSError, ValueError) as error:
-        why = " ".join(str(error).split())[:200]
+        why = f"the Hugging Face hub refuses it ({type(error).__name__}); log in (hf auth login)"
+        if isinstance(error, huggingface_hub.errors.LocalEntryNotFoundError):
+            offline = huggingface_hub.constants.HF_HUB_OFFLINE
+            reason = "HF_HUB_OFFLINE is set" if offline else "no hub answers"
+            why = f"the Hugging Face hub's cache lacks it, and {reason}"
         raise ValueError(
-            f"{setting}: no such path here, and the Hugging Face hub does not give it "
-            f"({type(error).__name__}: {why}); name a folder, log in (hf auth login), or, where "
-            f"there is a network, run hf download {repo} --repo-type {kind}"
+            f"{setting}: no such path here, and {why}; name a folder, or run hf download {repo} "
+            f"--repo-type {kind} where there is a network"
         ) from error
     finally:
         os.umask(before)

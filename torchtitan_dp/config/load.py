@@ -354,9 +354,10 @@ def _parsed(text: str, annotation: Any) -> Any:
     if origin is typing.Literal:
         return arguments[[str(argument) for argument in arguments].index(text)]
     if origin is list:
-        return text.split(",")
-    if "," in text and any(typing.get_origin(one) is list for one in arguments):  # X | list[X]
-        return text.split(",")
+        return _listed(text)
+    if ("," in text or text.startswith("[")) and any(map(_is_list, arguments)):  # X | list[X]
+        with contextlib.suppress(ValueError):  # a glob may begin with a bracket
+            return _listed(text)
     if types.NoneType in arguments and text == "None":
         return None
     for argument in arguments:  # X | Y
@@ -366,6 +367,18 @@ def _parsed(text: str, annotation: Any) -> Any:
     if arguments:
         raise ValueError
     return annotation(text)
+
+
+def _is_list(annotation: Any) -> bool:
+    return typing.get_origin(annotation) is list
+
+
+def _listed(text: str) -> list[str]:
+    """Return the list that a text spells: a,b or, as in a TOML, ["a", "b"]; or raise ValueError."""
+    found = json.loads(text) if text.startswith("[") else text.split(",")
+    if not has_type(found, list[str]):
+        raise ValueError
+    return list(found)
 
 
 def _describe(annotation: Any) -> str:

@@ -55,8 +55,10 @@ def stamp(s: os.stat_result) -> bytes:
 def require_folder(assets: str) -> None:
     """Refuse, by ValueError in one line, a model's folder that is not there."""
     if assets and not os.path.isdir(assets):
-        remedy = "give one with a tokenizer.json, or one without for bytes"
-        raise ValueError(f"model.hf_assets_path = {assets!r} is no existing folder: {remedy}")
+        raise ValueError(
+            f"model.hf_assets_path = {assets!r}: no such folder; name the model's (one without "
+            "tokenizer.json reads text as bytes)"
+        )
 
 
 def require_records(path: str) -> None:

@@ -317,7 +317,8 @@ def reading(
         raise ValueError(
             f"data.messages_field = {messages_field!r}: the tokenizer of model.hf_assets_path = "
             f"{assets_path!r} has other tokens for a chat than for its turns one by one, so the "
-            "assistant's are unknown; use another, or prompts and answers (data.prompt_field)"
+            "assistant's are unknown; end each role's mark in the chat template with a line break "
+            "or a special token, or use prompts and answers (data.prompt_field)"
         )
     return Reading(messages_field=messages_field, template=template)
 

@@ -126,9 +126,8 @@ def caveats(lineage: Lineage, epsilon: float, epsilon_planned: float) -> list[st
         )
     if lost := lineage.lost + sum(ancestor.lost for ancestor in lineage.ancestors):
         found.append(
-            f"{_LOST}{lost} steps are counted for them, for each crash as many as it could lose, "
-            "because the number that it did lose depends on the lengths of records; the number of "
-            "crashes is assumed not to"
+            f"{_LOST}{lost} are counted, for each crash the most that it can lose, since what it "
+            "did lose depends on records; that records cause no crash is assumed"
         )
     taken = [ancestor.settings for ancestor in lineage.ancestors if ancestor.steps]
     if lineage.steps or not taken:

@@ -53,7 +53,7 @@ from torchtitan_dp.checkpoint.folder import (
 from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.config.load import exit_on_mistake, read_config
 from torchtitan_dp.ledger import PRIVACY_FILE
-from torchtitan_dp.ledger.schema import read_published_fields, write_published
+from torchtitan_dp.ledger.schema import is_release, read_published_fields, write_published
 from torchtitan_dp.ledger.spending import recorded
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
@@ -99,7 +99,10 @@ def release(
     if base_model is not None:
         check_base_model(base_model)
     with lock_folder(run, wait_s=0):
-        if (published := read_published_fields(run)) and not published["private"]:
+        published = read_published_fields(run)
+        if published and is_release(published):
+            raise ValueError(f"RUN = '{run}' is a release: name the job.dump_folder of its run")
+        if published and not published["private"]:
             refuse_not_private(run, recorded(published["caveats"]))
         config = read_config(run)
         if merge and not config.lora.rank:

@@ -53,6 +53,7 @@ from torchtitan_dp.checkpoint.start import (
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import (
     METHODS,
+    config_file,
     mesh_degrees,
     most_tokens,
     never_trained,
@@ -75,6 +76,7 @@ from torchtitan_dp.models.hugging_face import (
     on_meta,
     origin,
     parameter_count,
+    read_settings,
     shape,
     skeleton,
     trained_count,
@@ -226,6 +228,8 @@ def check_names(config: JobConfig, start: Start) -> None:
                     f"'{target}'; use another job.dump_folder, or move it"
                 )
         tokenizer_files(config)
+    if start.loads and not start.place:
+        raise ValueError(f"{start.key} is not set: name the folder, or the hub's, of the weights")
     if start.loads and not os.path.isdir(start.place):
         raise ValueError(f"{at}: no such folder; name the one with initial weights")
     if start.initial is not None:
@@ -272,8 +276,8 @@ def notices(config: JobConfig) -> list[str]:
     training, checkpoint = config.training, config.checkpoint
     if training.seq_len > (window := shape(config).max_seq_len):
         lines.append(
-            f"training.seq_len = {training.seq_len:,} is beyond the model's {window:,} positions "
-            "(max_position_embeddings); its config.json can extend them (docs/running.md)"
+            f"warning: training.seq_len = {training.seq_len:,} is beyond the model's {window:,} "
+            "positions (max_position_embeddings); its config.json can extend them (docs/running.md)"
         )
     folder = config.model.hf_assets_path
     if folder and not checkpoint.initial_load_in_hf and not checkpoint.initial_load_path:
@@ -292,6 +296,13 @@ def tokenizer_lines(config: JobConfig, source: Source) -> list[str]:
     end = None if template is None else template.lacks_end
     if template is None and source.tokenizer.eos_id is None:
         end = "the tokenizer has no eos: the model never learns to stop"
+    if template is None and end is None and (found := config_file(config)) is not None:
+        ends, own = read_settings(*found).get("eos_token_id"), source.tokenizer.eos_id
+        if ends is not None and own not in (ends if isinstance(ends, list) else [ends]):
+            end = (
+                f"warning: records end with the tokenizer's eos, {own}, and {found[0]} has "
+                f"eos_token_id = {ends}: what is released would not stop; make them equal"
+            )
     named = f"tokenizer: {source.tokenizer.describe()}" + (f", from {where}" if where else "")
     return [named, *filter(None, [end, never_trained(config)])]
 

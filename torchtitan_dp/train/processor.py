@@ -178,7 +178,7 @@ class PrivateMetricsProcessor(LabelledMetricsProcessor):
         self.logger.log({**public, **not_private} if is_due else not_private, step)
         planned = "" if self._planned is None else f"{rounded_up(self._planned)} at the end"
         beside = ", ".join(filter(None, (planned, beside_epsilon)))
-        epsilon = f"{rounded_up(public['epsilon'])}{f' ({beside})' if beside else ''}"
+        epsilon = f"at most {rounded_up(public['epsilon'])}{f' ({beside})' if beside else ''}"
         color = self.color
         logger.info(
             f"{color.red}step: {step}/{self._total}  {color.blue}epsilon: {epsilon}  "

@@ -58,6 +58,9 @@ _OUT_OF_MEMORY = re.compile(
 _NO_THREAD = ("resource temporarily unavailable", "can't start new thread")
 
 
+_SLOW_S = 20  # of one microbatch: who waits is told
+
+
 def rehearse(trainer: Any) -> None:
     """Run padding of every length on a `DPTrainer`, and an update that changes nothing; log what
     each takes. Collective over the world: three microbatches of the shortest length and two of each
@@ -92,6 +95,8 @@ def rehearse(trainer: Any) -> None:
     for number, length in enumerate((rungs[0], *rungs)):
         cold = microbatch(length, passed)
         passed = length
+        if cold > _SLOW_S:
+            logger.info(f"not private: {length:,} tokens took {cold:.0f} s, and run once more")
         if number == 0:
             update()
         else:

@@ -110,7 +110,7 @@ class HeldOutValidator:
         if first or best is None or best >= before:
             return line
         closed = (before - after) / (before - best)
-        return f"{line}; {closed:.0%} of the gain without privacy, to {best:g}"
+        return f"{line}; {closed:.0%} of the gain without privacy, which reaches {best:g}"
 
     def _held_out(self, model: nn.Module, *, alone: bool = False) -> HeldOut:
         """Compute losses of the held-out units, in one forward pass over each: `alone` where they

@@ -87,7 +87,7 @@ def test_one_and_two_processes_train_resume_and_export_the_same_model(gemma, tmp
         output = train(overrides, log=place / "log", world_size=ranks)
         assert ("Training starts at step 3" in output) == (ranks == 2)
         assert (
-            "checked: a tiny gemma3_text on this mesh has transformers' per-sample gradients"
+            "checked: per-sample gradients of a tiny gemma3_text on this mesh agree with transformers'"
             in output
         )
         logits[ranks] = transformers_logits(place / "out" / "hf")
