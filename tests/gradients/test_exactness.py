@@ -191,6 +191,7 @@ by_way_and_mesh = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.thorough_cases("microbatch, feed-forward in tiles-(1, 1, 4)")  # (1, 1, 2) stays
 @by_way_and_mesh
 def test_every_pair_of_values(way, mesh):
     check(cells_of(2)[way, mesh])

@@ -61,7 +61,7 @@ def proved(degrees, *case):
             said.append(str(fault))
     assert _state() == before
     assert trainer.metrics_processor.time_last_log > 0
-    (line,) = (line for line in said if "checked: a tiny" in line or "before step 1" in line)
+    (line,) = (line for line in said if "checked: per-sample" in line or "before step 1" in line)
     print(line)
     return line
 

@@ -41,14 +41,14 @@ _JSON = _takes("--json", "FILE", "write the result there; - is stdout")
 _OPTIONS: dict[str, tuple[_Option, ...]] = {
     "plan": (
         _takes("--world_size --gpus", "N", "processes; default: NGPU, else 1", int),
-        _takes("--ranks_here", "R", "ranks on this host: exit with 2 if it lacks memory", int),
+        _takes("--ranks_here", "R", "ranks on this host: exit with 2 if they lack memory", int),
         _takes("--units", "N", "assume N units; read no records", int),
         _takes("--memory_gib", "G", "of a GPU: exit with 2 if the run exceeds it", float),
         _JSON,
         _takes("--machine", "M", "a100, h100, h200 or b200: predict the time by a roofline"),
         _flag("--choose", "compare meshes, checkpointing and methods, the fastest first"),
         _flag("--recommend", "list batches and steps by their noise at equal compute"),
-        _flag("--no_memory", "leave memory out of --json: quick"),
+        _flag("--no_memory", "predict no memory for --json, which takes a minute"),
     ),
     "tune": (
         _takes("--epsilon", "E", "of all trials together", float, required=True),

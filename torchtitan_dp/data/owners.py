@@ -126,9 +126,9 @@ class Owners:
 def described(facts: Mapping[str, Any], records: int) -> list[str]:
     """Describe `Owners.facts`, a line each. NOT PRIVATE."""
     lines = [
-        f"{facts['left_out']:,} of {records:,} records are left out, since one of their owners is "
-        f"in another unit; {facts['in_units']:,} of {facts['people']:,} owners are in a unit, up "
-        f"to {facts['most_people']:,} in one, of up to {facts['largest']:,} records"
+        f"{records - facts['left_out']:,} of {records:,} records are used: of the others, an owner "
+        f"is in another unit; {facts['in_units']:,} of {facts['people']:,} owners are in a unit, "
+        f"up to {facts['most_people']:,} in one, of up to {facts['largest']:,} records"
     ]
     each = ", ".join(f"{count:,} by {field!r}" for field, count in facts["records"].items())
     lines.append(f"records that name an owner: {each}")

@@ -345,10 +345,14 @@ def _tokenize(
     if count == 0:
         raise ValueError(source.no_record(files))
     if unnamed == count and any(one.setting.startswith("data.unit_field") for one in lacks):
+        there = ""
+        if source.facts.fields:
+            known = ", ".join(source.facts.field_names(files.paths[0])[:20])
+            there = f" (not private: the first record has {known})"
         raise ValueError(
             f"data.unit_field = {source.unit_field!r}: none of the {count} records has one, a "
-            "text or a whole number: name the field with the unit; of text files, give a path "
-            "above the units' folders"
+            f"text or a whole number{there}: name the field with the unit; of text files, give a "
+            "path above the units' folders"
         )
     if all(reasons) and EMPTY not in lacks:
         counted = [lack._replace(number=number) for lack, number in lacks.items()]

@@ -69,7 +69,8 @@ def _show(records: Any, samples: Any, count: int, *, of_training: bool) -> None:
     loader = RecordLoader(samples, units, ranks=1, rank=0, batch_size=1)
     lengths = samples.store.lengths()[samples.units.members]
     marks = ("\x1b[32m", "\x1b[0m") if sys.stdout.isatty() else ("⟦", "⟧")
-    say(f"{min(count, len(units)):,} of {len(units):,} units; {''.join(marks)} marks targets")
+    which = f"{len(units):,} {'training' if of_training else 'held-out'} units"
+    say(f"{min(count, len(units)):,} of the {which}; {''.join(marks)} marks what is learned")
     for place, unit in enumerate(units[:count].tolist()):
         ids = samples.ids(unit, loader.rng(FIXED_KEY, place))
         targets = (ids >= 0) & (np.arange(len(ids)) > 0)

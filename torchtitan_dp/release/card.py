@@ -184,12 +184,11 @@ def guarantee(terms: dict[str, Any], config: JobConfig | None) -> dict[str, Any]
         if isinstance(field, list):
             fields = " or ".join(f"`{name}`" for name in field)
             kind, field, owners = f" (all records that name the person in {fields})", None, True
-            if others := len(config.data.not_owners):
-                kind += f", but for {others} in `data.not_owners`"
         # patient_id: one patient
         person = "person" if owners else (field or unit).removesuffix("_id").replace("_", " ")
     named = {"unit": unit, "person": person, "field": field, "owners": owners}
-    return {**named, "kind_of_unit": kind, "meaning": in_sentences(terms)}
+    others = len(config.data.not_owners) if config is not None else 0
+    return {**named, "not_owners": others, "kind_of_unit": kind, "meaning": in_sentences(terms)}
 
 
 _TEMPLATES = templates(Path(__file__).parent)

@@ -236,7 +236,7 @@ def check_names(config: JobConfig, start: Start) -> None:
         try:
             weight_files(start.place)
         except ValueError as mistake:
-            drawn = "or draw them, with checkpoint.initial_load_in_hf = false"
+            drawn = "or start from random ones, with checkpoint.initial_load_in_hf = false"
             raise ValueError(f"{at}: {mistake}, {drawn}") from None
 
 
