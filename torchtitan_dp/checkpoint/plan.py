@@ -476,23 +476,25 @@ def refuse_delta_of_loss(config: JobConfig, heldout: int) -> None:
     if delta is None:
         delta, key = config.privacy.delta, "validation.publish_delta (unset: privacy.delta)"
     assert delta is not None
-    if validation.publish_epsilon is not None and delta * heldout >= 1:
+    if validation.publish_epsilon is not None:
         word = unit_word(config)
-        raise ValueError(
-            f"{key} = {delta:g}: must be below 1 / number of held-out {word}s ({1 / heldout:.2g}), "
-            f"else one {word} may be published outright; use a tenth of that, "
-            f"{accounting.rounded_down(0.1 / heldout, digits=2)}, or less"
-        )
+        _refuse_delta(f"{key} = {delta:g}", delta, heldout, f"held-out {word}s", word)
 
 
 def refuse_delta_of_owners(config: JobConfig, people: int) -> None:
     """Refuse, by ValueError, a delta at which the content of one of so many people, several of whom
     may be in one unit, might be published."""
-    if (delta := config.privacy.delta or 0.0) * people >= 1:
+    delta = config.privacy.delta
+    assert delta is not None
+    _refuse_delta(f"privacy.delta = {delta:g}", delta, people, "owners", "person's records")
+
+
+def _refuse_delta(given: str, delta: float, count: int, of: str, one: str) -> None:
+    if delta * count >= 1:
         raise ValueError(
-            f"privacy.delta = {delta:g}: must be below 1 / number of owners ({1 / people:.2g}), "
-            "else one person's records may be published outright; use a tenth of that, "
-            f"{accounting.rounded_down(0.1 / people, digits=2)}, or less"
+            f"{given}: must be below 1 / number of {of} ({1 / count:.2g}), else one {one} may be "
+            f"published outright; use a tenth of that, "
+            f"{accounting.rounded_down(0.1 / count, digits=2)}, or less"
         )
 
 

@@ -262,7 +262,7 @@ def with_initial(history: History, config: JobConfig, folder: str | None) -> His
         history,
         f"the initial weights are of run {earlier.run}, whose steps are included",
         f"this run's noise, rate and steps are assumed not to follow from what run {earlier.run} "
-        f"showed, and its units of privacy not to be larger than that run's",
+        "showed, and its units of privacy not to be larger than that run's",
     )
     ancestors = dict.fromkeys([*history.ancestors, *earlier.ancestors, own])
     return replace(history, ancestors=tuple(ancestors))

@@ -1,9 +1,10 @@
 """Names on the Hugging Face hub in the place of folders, fetched once into the hub's own cache.
 
-`owner/name` is a model, unless this machine has a folder `owner`, whose name nobody is told;
-`hf://datasets/owner/name/PATH` are files of a data set. `@REVISION` may follow the name. Without it
-a run stays at the revision that its first start found: the cache's folder, which run_config.json
-keeps, is named by it. HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE work as everywhere.
+`owner/name` is a model, unless this machine has a folder `owner`: then the hub is not asked, and
+learns no local path. `hf://datasets/owner/name/PATH` are files of a data set. `@REVISION` may
+follow the name. Without it a run stays at the revision that its first start found: the name of the
+cache's folder, which run_config.json keeps. HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE work
+as everywhere.
 """
 
 import os

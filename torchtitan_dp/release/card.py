@@ -177,18 +177,21 @@ def guarantee(terms: dict[str, Any], config: JobConfig | None) -> dict[str, Any]
     """Return the values of the guarantee in words, `meaning.j2`; without the run's `config` the
     kind of unit is not described."""
     unit = str(terms["privacy_unit"]).split()[0]
-    kind, person, field, owners = "", unit, None, False
-    if config is not None:
-        field, record = config.data.unit_field, FORMATS[config.training.dataset].record
-        kind = f" (all records with one value of `{field}`)" if field else f" ({record})"
-        if isinstance(field, list):
-            fields = " or ".join(f"`{name}`" for name in field)
-            kind, field, owners = f" (all records that name the person in {fields})", None, True
-        # patient_id: one patient
-        person = "person" if owners else (field or unit).removesuffix("_id").replace("_", " ")
-    named = {"unit": unit, "person": person, "field": field, "owners": owners}
-    others = len(config.data.not_owners) if config is not None else 0
-    return {**named, "not_owners": others, "kind_of_unit": kind, "meaning": in_sentences(terms)}
+    found: dict[str, Any] = {"unit": unit, "person": unit, "field": None, "kind_of_unit": ""}
+    found |= {"owners": False, "not_owners": 0, "meaning": in_sentences(terms)}
+    if config is None:
+        return found
+    field, record = config.data.unit_field, FORMATS[config.training.dataset].record
+    if isinstance(field, list):
+        fields = " or ".join(f"`{name}`" for name in field)
+        named = {"kind_of_unit": f" (all records that name the person in {fields})"}
+        others = len(config.data.not_owners)
+        return found | named | {"person": "person", "owners": True, "not_owners": others}
+    if field is None:
+        return found | {"kind_of_unit": f" ({record})"}
+    person = field.removesuffix("_id").replace("_", " ")  # patient_id: one patient
+    kind = f" (all records with one value of `{field}`)"
+    return found | {"person": person, "field": field, "kind_of_unit": kind}
 
 
 _TEMPLATES = templates(Path(__file__).parent)

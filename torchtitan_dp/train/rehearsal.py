@@ -58,7 +58,7 @@ _OUT_OF_MEMORY = re.compile(
 _NO_THREAD = ("resource temporarily unavailable", "can't start new thread")
 
 
-_SLOW_S = 20  # of one microbatch: who waits is told
+_SLOW_S = 20  # seconds of one microbatch beyond which its length is logged
 
 
 def rehearse(trainer: Any) -> None:
