@@ -239,3 +239,23 @@ def test_a_launcher_without_the_first_nodes_is_one_line(rendezvous):
     assert line.startswith("error: another node's launcher is gone, or cannot be reached (")
     assert line.endswith("the same command resumes from the newest checkpoint")
     assert "while trying to connect to (localhost, 1)" in line
+
+
+@pytest.mark.slow
+def test_a_failed_worker_that_is_not_shown_has_its_last_lines_printed(tmp_path):
+    """And nothing that a worker printed stays on the disk."""
+    worker, logs = tmp_path / "worker.py", tmp_path / "logs"
+    worker.write_text("import os, time\ntime.sleep(99 * (os.environ['RANK'] == '0'))\n1 / 0\n")
+    logs.mkdir()
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-m", "torchtitan_dp.launch", "--nproc_per_node=2", "--tee=3"),
+            *("--rdzv_endpoint=localhost:0", "--local-ranks-filter=0", worker),
+        ],
+        env={**os.environ, "TMPDIR": str(logs)},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 1
+    assert "[rank1]: ZeroDivisionError: division by zero" in ended.stderr
+    assert not [*logs.iterdir()]

@@ -31,6 +31,7 @@ from torchtitan_dp.base.process import PLANNED, STOP_SIGNAL, STOPPED_FILE, Fault
 from torchtitan_dp.config.load import check_paths, exit_on_mistake, fail, load_config
 
 EXIT_STOPPED = 75
+_LAST_LINES = 20
 _GOES_ON = "the same command resumes from the newest checkpoint"
 
 
@@ -111,10 +112,20 @@ def _run(argv: list[str]) -> bool:
     from torch.distributed.elastic.rendezvous import RendezvousError
 
     try:
-        with tempfile.NamedTemporaryFile(prefix="torchtitan_dp_stopped_") as stopped:
-            os.environ[STOPPED_FILE] = stopped.name
-            run.main(["--signals-to-handle", "SIGQUIT", *argv])
-            return bool(stopped.read())
+        # torchrun would leave the workers' output, which is not private, in /tmp.
+        kept = tempfile.TemporaryDirectory(prefix="torchtitan_dp_", ignore_cleanup_errors=True)
+        with kept as logs:
+            stopped = Path(logs, "stopped")
+            os.environ[STOPPED_FILE] = str(stopped)
+            asked = run.parse_args(["--signals-to-handle", "SIGQUIT", "--log-dir", logs, *argv])
+            try:
+                run.run(asked)
+            except ChildFailedError as error:
+                rank = str(error.get_first_failure()[1].local_rank)
+                if asked.local_ranks_filter and rank not in asked.local_ranks_filter.split(","):
+                    _show_last_lines(asked.log_dir, rank)
+                raise
+            return stopped.exists()
     except ChildFailedError as error:
         _say(str(error))  # which worker failed; a traceback of torchrun's adds nothing
         if error.get_first_failure()[1].exitcode < 0:  # killed: no fault of the run's
@@ -125,6 +136,13 @@ def _run(argv: list[str]) -> bool:
             f"another node's launcher is gone, or cannot be reached ({type(error).__name__}: "
             f"{error.__cause__ or error}): its own log has the reason; {_GOES_ON}"
         ) from error
+
+
+def _show_last_lines(logs: str, local_rank: str) -> None:
+    """Print what a failed worker, whose output is hidden, wrote last."""
+    for log in sorted(Path(logs).glob(f"*/attempt_*/{local_rank}/stderr.log"))[-1:]:
+        for line in log.read_text(errors="replace").splitlines()[-_LAST_LINES:]:
+            _say(f"[rank{local_rank}]: {line}")
 
 
 def _leave_other_nodes() -> None:

@@ -39,7 +39,7 @@ def refused(tmp_path, data, capsys, *overrides, world_size=2):
 def accepted(tmp_path, data, capsys, *overrides):
     """What the plan says to a good command line."""
     plan_of(tmp_path, data, overrides)
-    return capsys.readouterr().err
+    return "".join(capsys.readouterr())
 
 
 # Overrides, and what the line must contain; by default the key of the first, and " = ".

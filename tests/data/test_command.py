@@ -77,16 +77,16 @@ def test_stores_are_listed_and_erased(
     stores.mark_used(used, str(tmp_path))
     capsys.readouterr()
     main(["--list", *place])
-    lines = capsys.readouterr().err.splitlines()
+    lines = capsys.readouterr().out.splitlines()
     assert [line.split(": ")[1] for line in lines[:-1]] == names
-    assert all("21 records of " in line for line in lines[:-1])
+    assert all(" MB: 21 records of " in line for line in lines[:-1])
     assert all(", data.text_field = 'note'" in line for line in lines[:-1])
     of_units, others = sorted(lines[:-1], key=lambda line: "data.unit_field = 'who'" not in line)
     assert "; bytes, vocabulary 258" in of_units
     assert of_units.endswith(f"; runs: {tmp_path}, {tmp_path / 'gone'} (gone)")
     assert "data.unit_field = None" in others
     assert others.endswith("; runs: none")
-    assert f", of {time.strftime('%Y-%m-%d')} " in others
+    assert f"; written {time.strftime('%Y-%m-%d')} " in others
     assert lines[-1].startswith(f"not private: 2 stores in {folder}")
     main(["--delete", second, *place])
     assert stores.names(str(folder)) == [first]
@@ -96,7 +96,7 @@ def test_stores_are_listed_and_erased(
     assert "error: --delete ../notes.jsonl: no such store in " in capsys.readouterr().err
     main(["--delete", "all", *place])
     assert stores.names(str(folder)) == []
-    assert capsys.readouterr().err == f"not private: erased {folder / first}\n"
+    assert capsys.readouterr().out == f"not private: erased {folder / first}\n"
 
 
 @pytest.mark.parametrize(
@@ -123,12 +123,12 @@ def test_samples_are_shown_as_the_model_gets_them(tmp_path: Path, capsys: Any) -
     fields = ("--data.text_field=note", "--data.prompt_field=ask", "--training.seq_len=64")
     held = ("--data.heldout_fraction=0", "--validation.no-enable", f"--data.store={tmp_path}/s")
     main([*terms, *fields, *held, "--show=5", "--training"])
-    out, err = capsys.readouterr()
+    out = capsys.readouterr().out
     # The prompt and the mark of begin are read, the answer and the mark of end learned; a control
     # character is written out.
-    assert out.startswith("<bos>2 + 2?⟦4\\x07.<eos>⟧\n")
-    assert "sample 1: 11 of 11 tokens; 4 are targets" in err
-    assert out.count("x") - 1 == 64 // 4
+    assert "\n<bos>2 + 2?⟦4\\x07.<eos>⟧\n" in out
+    assert "sample 1: 11 of 11 tokens; 4 are targets" in out
+    assert out.count("x") - out.count("\\x") == 64 // 4
     with pytest.raises(SystemExit) as ended:
         main([*terms, *fields, *held, "--show=5"])
     assert ended.value.code == 2

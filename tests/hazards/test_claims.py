@@ -179,7 +179,7 @@ def test_row54_runs_on_overlapping_records_can_be_added_up(tmp_path, capsys):
         command(folders)
     assert stop.value.code == 2
     assert command([*folders, "--overlapping"]) == 0
-    assert "the cost to a unit with records in all of them" in capsys.readouterr().err
+    assert "the cost to a unit with records in all of them" in capsys.readouterr().out
 
 
 # Row 55: delta against the number of units; terms that were toggled.

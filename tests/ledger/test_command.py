@@ -59,7 +59,7 @@ def test_a_run_that_holds_together(first, capsys):
     assert told["runs"][0]["epsilon"] == pytest.approx(spends((SIGMA, 4)))
     assert told["total"]["epsilon"] == told["runs"][0]["epsilon_executed"]
     assert privacy(first)["epsilon"] == pytest.approx(spends((SIGMA, 4)))
-    assert "the run: epsilon = " in capsys.readouterr().err
+    assert "the run: epsilon = " in capsys.readouterr().out
 
 
 def more_steps_than_the_starts_lead_to(folder):
@@ -127,7 +127,7 @@ def test_hazard_45_weights_of_a_run_on_the_same_records_spend_on(first, data, tm
     capsys.readouterr()
     both = run(out, first)[1]["total"]
     assert both["epsilon"] == pytest.approx(spends((SIGMA, 8), (2.0, 2)))
-    assert "prefix counted twice" in capsys.readouterr().err
+    assert "prefix counted twice" in capsys.readouterr().out
 
 
 def plan_of(command, folder):

@@ -49,7 +49,7 @@ def test_the_plan_of_a_start_refuses_what_this_machine_lacks(command, capsys, pr
     """16 GiB in all, of which this machine has 4; a plan for another machine refuses nothing."""
     given = [*command, private, "--world_size=4"]
     plan.main(given)
-    assert "16.00 GiB for 4 ranks of a node" in capsys.readouterr().err
+    assert "16.00 GiB for 4 ranks of a node" in capsys.readouterr().out
     plan.main([*given, "--ranks_here=1"])
     said = capsys.readouterr().err
     assert "4.00 GiB for 1 ranks of a node; this machine has 4.00 GiB left" in said

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import statistics
+import sys
 
 import pytest
 import torch
@@ -205,13 +206,13 @@ def config():
 def test_a_misfit_names_the_largest_part_and_what_fits(config):
     found = plan_of(longest_seq_len={"none": 256, "full": 4096})
     with pytest.raises(ValueError, match="largest part: activations") as error:
-        memory.show_memory(found, config, limited=True)
+        memory.show_memory(found, config, sys.stdout, limited=True)
     line = str(error.value)
     assert "\n" not in line
     assert line.endswith(
         "fit: activation_checkpoint.mode = 'full', or training.seq_len = 256, or more ranks"
     )
-    memory.show_memory(found, config, limited=False)  # a warning
+    memory.show_memory(found, config, sys.stdout, limited=False)  # a warning
 
 
 @pytest.mark.slow

@@ -119,8 +119,10 @@ def test_the_plan_says_how_large_the_noise_is(planned):
     assert content["signal"]["noise_over_run"] == pytest.approx(in_step / 2)  # 4 steps
     assert content["recommendation"] is None
     assert (
-        f"noise: norm {in_step:.3g} C per step, {in_step / 2:.3g} C averaged over the run, over "
-        f"{trained:,} trained values; a clipped gradient's norm is at most C\n" in said
+        f"noise: its norm is {in_step:.3g} C in a step and {in_step / 2:.3g} C averaged over the "
+        f"run, over "
+        f"{trained:,} trained values; the gradient of one record is clipped to a norm of C\n"
+        in said
     )
     assert content["signal"]["drowns"] is True
     (line,) = (line for line in said.splitlines() if line.startswith("warning: averaged over"))
@@ -132,7 +134,7 @@ def test_the_plan_says_how_large_the_noise_is(planned):
     adapters = ("--lora.rank=8", "--privacy.clipping=per_layer")  # they count alone
     said, content = planned(*with_sigma(0.5), *adapters)
     assert content["signal"]["noise_in_step"] == pytest.approx(0.5 * math.sqrt(116_736) / 3)
-    assert "norm is at most C, with every group of layers at its bound" in said
+    assert "a norm of C, reached with every group of layers at its bound" in said
 
 
 @pytest.mark.slow

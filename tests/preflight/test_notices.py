@@ -29,7 +29,7 @@ def command(root: Path, *overrides: str) -> list[str]:
 
 def planned(root: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
     plan.main([*command(root, *overrides), "--world_size=1"])
-    return capsys.readouterr().err
+    return "".join(capsys.readouterr())
 
 
 def begun(root: Path, *overrides: str) -> None:

@@ -46,7 +46,7 @@ def test_a_search_spends_by_the_ledger_what_it_announced(tmp_path):
     assert [one["loss"] for one in found["trials"]] == sorted(losses)
     best = found["trials"][0]
     assert best["loss"] == losses[["trial_1", "trial_2"].index(best["trial"])]
-    assert f"best: {best['trial']}: --training.global_batch_size=" in first.stderr
+    assert f"best: {best['trial']}: --training.global_batch_size=" in first.stdout
 
     before = [(folder / "steps_executed.log").read_bytes() for folder in trials]
     again = said(*tune, **environment)

@@ -66,7 +66,10 @@ class Trainer:
         writer = SummaryWriter(f"{folder}/tb")
         writer.add_scalar("not_private/heldout_loss", self.true[name], STEPS)
         writer.close()
-        print(f"step: {STEPS}/{STEPS}  not private: held-out loss: {self.true[name]:.4f}")
+        print(
+            f"step: {STEPS}/{STEPS}  not private: held-out loss: {self.true[name]:.4f}",
+            file=sys.__stdout__,
+        )
         return 0
 
 
@@ -92,10 +95,11 @@ class Search:
         patch.setattr(tune, "TELLS_APART", 100.0)  # of 14 held-out units
 
     def __call__(self, *overrides: str, epsilon: object = EPSILON, tries=RATES) -> tuple[int, str]:
-        """Run it: its exit code, and what it prints on stderr."""
+        """Run it: its exit code, and what it prints."""
         basics = arguments("out", "data", "--data.heldout_fraction=0.3", *overrides)
         asked = [option for one in tries for option in ("--try", one)]
-        with contextlib.redirect_stderr(io.StringIO()) as said:
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
             try:
                 code = tune.main([*basics, f"--epsilon={epsilon}", *asked])
             except SystemExit as end:

@@ -39,7 +39,7 @@ from torchtitan_dp.base.process import forbid_core_dumps, lock_folder, write_ato
 from torchtitan_dp.checkpoint.start import decision, plan_start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import mesh_degrees
-from torchtitan_dp.config.load import exit_on_mistake, load_config, write_json
+from torchtitan_dp.config.load import exit_on_mistake, load_config, results, write_json
 from torchtitan_dp.distributed.agreement import shared_root_key
 from torchtitan_dp.ledger import PRIVACY_FILE, RunLog
 from torchtitan_dp.ledger.schema import read_published_fields
@@ -106,7 +106,7 @@ def main(argv: list[str]) -> None:
         if not is_game:
             _publish(config.job.dump_folder, result)
         text = templates(Path(__file__).parent).get_template("result.txt.j2").render(result)
-        print(text, end="", file=sys.stderr)
+        print(text, end="", file=results(options.json))
         if options.json:
             write_json(options.json, result)
     dist.destroy_process_group()

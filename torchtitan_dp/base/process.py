@@ -19,7 +19,7 @@ import time
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NoReturn, TextIO
 
 LOCK_FILE = ".lock"
 FAULT_FILE = "fault.txt"
@@ -318,10 +318,11 @@ def is_locked(folder: str) -> bool:
     return False
 
 
-def say(text: str, label: str = "not private") -> None:
+def say(text: str, label: str = "not private", out: TextIO | None = None) -> None:
     """Write a labelled line that depends on private records, without noise: for their owner, who
-    runs the program. No file that may be published contains any of them."""
-    print(f"{label}: {printable(text)}", file=sys.stderr, flush=True)
+    runs the program; on stderr, unless `out` is given. No file that may be published contains any
+    of them."""
+    print(f"{label}: {printable(text)}", file=out or sys.stderr, flush=True)
 
 
 def warn(text: str) -> None:

@@ -5,6 +5,7 @@ wrong keys and values of the configuration, and paths that are not there need no
 """
 
 import argparse
+import difflib
 import gc
 import os
 import sys
@@ -171,12 +172,23 @@ def parsed(command: str, doc: str | None, argv: list[str]) -> tuple[argparse.Nam
     if command in _OF_NO_CONFIG:
         return parser.parse_args(argv), []
     if command != "selfcheck":
-        return parse_known(parser, argv)
+        return _proposed(command, *parse_known(parser, argv))
     options, overrides = parser.parse_known_args(argv)
     if overrides and options.config_file is None:
         fail(f"{overrides[0]}: without --config there is nothing to override; name a TOML")
     config = [] if options.config_file is None else [_CONFIG[0], options.config_file]
     return options, [*config, *overrides]
+
+
+def _proposed(
+    command: str, options: argparse.Namespace, overrides: list[str]
+) -> tuple[argparse.Namespace, list[str]]:
+    """Return what was parsed; exit with the nearest option where one is misspelled."""
+    known = [name for names, _ in _OPTIONS[command] for name in names]
+    for name in (override.partition("=")[0] for override in overrides):
+        if "." not in name and (close := difflib.get_close_matches(name, known, n=1)):
+            fail(f"{name}: no such option; did you mean {close[0]}?")
+    return options, overrides
 
 
 def parse_known(

@@ -19,7 +19,7 @@ import typing
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from torchtitan_dp.base.process import has_type, printable, write_atomically
 from torchtitan_dp.config import JobConfig, hub
@@ -68,10 +68,13 @@ def _fetch(config: JobConfig) -> None:
 
 
 def check_paths(config: JobConfig) -> None:
-    """Refuse, by ValueError in one line, records and a model's folder that are not there."""
+    """Refuse, by ValueError in one line, records and a model's folder that are not there, and a
+    file in the place of the run's folder."""
     for path in record_paths(config):
         require_records(path)
     require_folder(config.model.hf_assets_path)
+    if os.path.isfile(folder := config.job.dump_folder):
+        raise ValueError(f"job.dump_folder = '{folder}': is a file; name a folder, or a new one")
 
 
 def seeks_fewest_ranks(argv: list[str]) -> bool:
@@ -179,6 +182,11 @@ def fail(*mistakes: str) -> NoReturn:
     for mistake in mistakes:
         print("error: " + printable(" ".join(mistake.split())), file=sys.stderr)
     raise SystemExit(2)
+
+
+def results(json_file: str | None) -> TextIO:
+    """Return where a tool prints its result: stdout, unless its JSON goes there (`-`)."""
+    return sys.stderr if json_file == "-" else sys.stdout
 
 
 def write_json(path: str, content: dict[str, Any]) -> None:
@@ -397,8 +405,9 @@ def _proposal(key: str, known: Collection[str], dashes: str = "") -> str:
     """Propose a remedy for a key (`section.name`) or a section that is not among `known`."""
     section, _, name = key.rpartition(".")
     sections = sorted({one.partition(".")[0] for one in known})
-    if key in sections:
-        return f"it is a section, whose keys are written --{key}.key"
+    if (section_meant := key.lower()) in sections:
+        keys = f"it is a section, whose keys are written --{section_meant}.key"
+        return keys if dashes else f"did you mean [{section_meant}]?"
     section = _OTHER_SECTIONS.get(section or key, section)
     found = [one for one in known if one == _OTHER_KEYS.get(name)]
     found = found or [one for one in known if one.endswith(f".{name}")]

@@ -21,7 +21,7 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from torchtitan_dp.config.commands import first, parsed
 
@@ -41,7 +41,13 @@ from torchtitan_dp.config.derived import (
     mesh_degrees,
     unit_word,
 )
-from torchtitan_dp.config.load import exit_on_mistake, load_config, seeks_fewest_ranks, write_json
+from torchtitan_dp.config.load import (
+    exit_on_mistake,
+    load_config,
+    results,
+    seeks_fewest_ranks,
+    write_json,
+)
 from torchtitan_dp.distributed.devices import available_bytes, cuda_devices, memory_bytes
 from torchtitan_dp.ledger.schema import explain
 from torchtitan_dp.ledger.spending import heldout_epsilon, reasons, spent
@@ -125,13 +131,14 @@ def main(argv: list[str]) -> list[str]:
             refuse_lack(config, checked.args, options.ranks_here, available)
         spending = None if checked.plan is None else _spending(config, checked, checked.plan)
     brief = options.ranks_here is not None and not os.environ.get(VERBOSE)
+    out = results(options.json) if options.ranks_here is None else sys.stderr
     for key in [] if brief else found:
-        print(f"      {key}: the fewest ranks that fit share a sample", file=sys.stderr)
+        print(f"      {key}: the fewest ranks that fit share a sample", file=out)
     host = _host(config, checked, options.ranks_here or min(world_size, RANKS_A_NODE))
-    _show(config, checked, spending, host, available, brief=brief)
+    _show(config, checked, spending, host, available, out, brief=brief)
     if spending is None:
         if machine or asked:
-            print("      nothing more is predicted without privacy", file=sys.stderr)
+            print("      nothing more is predicted without privacy", file=out)
         return found
     plan, args = spending.plan, checked.args
     content = {
@@ -151,11 +158,11 @@ def main(argv: list[str]) -> list[str]:
     }
     with exit_on_mistake():
         if options.recommend:
-            content["recommendation"] = recommend(config, plan, args)
+            content["recommendation"] = recommend(config, plan, args, out)
         if config.privacy.noise == "banded" and config.privacy.bands == "auto":
             overrides = [*overrides, f"--privacy.bands={plan.settings.bands}"]
         if options.choose and machine:
-            content |= chosen(overrides, world_size, machine, memory_gib, plan)
+            content |= chosen(overrides, world_size, machine, memory_gib, plan, out)
         elif machine:
             rounds = spending.cost.microbatches_per_step
             seconds = step_seconds(config, args, machine, rounds)
@@ -163,7 +170,7 @@ def main(argv: list[str]) -> list[str]:
                 f"      predicted for {machine.name}: {seconds.microbatch:.3g} s a microbatch, "
                 f"{seconds.total:.3g} s a step, {seconds.hours(plan.steps):.3g} h in all; most of "
                 f"it: {seconds.limit} ({machine.limits()})",
-                file=sys.stderr,
+                file=out,
             )
             content |= seconds.for_programs(plan.steps)
     memory = predict(overrides, world_size, memory_gib) if predicts else None
@@ -173,7 +180,7 @@ def main(argv: list[str]) -> list[str]:
         write_json(options.json, content)
     if memory is not None:
         with exit_on_mistake():
-            show_memory(memory, config, limited=options.memory_gib is not None)
+            show_memory(memory, config, out, limited=options.memory_gib is not None)
     return found
 
 
@@ -245,13 +252,18 @@ def memory_here_gib(ranks: int) -> float:
 
 
 def chosen(
-    overrides: list[str], world_size: int, machine: Machine, memory_gib: float, plan: Plan
+    overrides: list[str],
+    world_size: int,
+    machine: Machine,
+    memory_gib: float,
+    plan: Plan,
+    out: TextIO,
 ) -> dict[str, Any]:
     """Choose a setting and show it; return it for programs. ValueError, one line."""
     settings, steps = plan.settings, plan.steps
     drawn = settings.implied_units, settings.mechanism.sample_rate
     choices = choose(overrides, world_size, machine, memory_gib, *drawn)
-    show_choices(choices, steps, machine)
+    show_choices(choices, steps, machine, out)
     every = [choice.for_programs(steps) for choice in choices]
     return {**choices[0].step.for_programs(steps), "choices": every}
 
@@ -306,6 +318,7 @@ def _show(
     spending: Spending | None,
     host: dict[str, float],
     available: int | None,
+    out: TextIO,
     *,
     brief: bool,
 ) -> None:
@@ -330,7 +343,7 @@ def _show(
         notices=notices(config),
         model=describe(config, checked.args),
     )
-    print(text, end="", file=sys.stderr)
+    print(text, end="", file=out)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,11 @@ import contextlib
 import itertools
 import multiprocessing
 import os
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TextIO
 from unittest import mock
 
 from torchtitan_dp.checkpoint.plan import expected_rounds
@@ -181,8 +180,8 @@ def processes() -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
-def show_choices(choices: list[Choice], steps: int, machine: Machine) -> None:
-    """Print the settings, and the keys of the first, on stderr."""
+def show_choices(choices: list[Choice], steps: int, machine: Machine, out: TextIO) -> None:
+    """Print the settings, and the keys of the first."""
     heads = "replicate x shard x cp, recomputed, weights, method, GiB, s a step, hours, most of it"
     rows = [heads.split(", ")]
     for one in choices:
@@ -203,7 +202,7 @@ def show_choices(choices: list[Choice], steps: int, machine: Machine) -> None:
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     head = f"predicted for {machine.name} ({machine.limits()}), the fastest that fit:"
     chosen = "chosen: " + " ".join(command_line(choices[0].keys))
-    print(head, *lines, chosen, sep="\n", file=sys.stderr)
+    print(head, *lines, chosen, sep="\n", file=out)
 
 
 def digits(value: float) -> str:

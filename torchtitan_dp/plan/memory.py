@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
 from torchtitan_dp.config import JobConfig
 
@@ -125,8 +125,8 @@ def predict(
     return MemoryPlan(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def show_memory(memory: MemoryPlan, config: JobConfig, *, limited: bool) -> None:
-    """Print the table on stderr, and what would fit if this does not; ValueError, one line, in
+def show_memory(memory: MemoryPlan, config: JobConfig, out: TextIO, *, limited: bool) -> None:
+    """Print the table, and what would fit if this does not; ValueError, one line, in
     that case if the user has `limited` the memory."""
     lines = [
         f"peak memory per rank, of {memory.world_size} (predicted): "
@@ -140,7 +140,7 @@ def show_memory(memory: MemoryPlan, config: JobConfig, *, limited: bool) -> None
         found = "none fits" if length is None else f"{length:,} tokens"
         more = " or more" if length == LONGEST else ""
         lines.append(f"      longest sample, activation_checkpoint.mode = '{mode}': {found}{more}")
-    print(*lines, sep="\n", file=sys.stderr)
+    print(*lines, sep="\n", file=out)
     if not memory.fits and limited:
         raise ValueError(misfit(memory, config))
     if not memory.fits:

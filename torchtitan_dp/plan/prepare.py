@@ -10,12 +10,12 @@ import argparse
 import os
 import sys
 import time
-from typing import Any
+from typing import Any, TextIO
 
 from torchtitan_dp.base.process import printable, say, warn
 from torchtitan_dp.config.commands import parse_known, tool_parser
 from torchtitan_dp.config.derived import unit_word
-from torchtitan_dp.config.load import exit_on_mistake, load_config, write_json
+from torchtitan_dp.config.load import exit_on_mistake, load_config, results, write_json
 from torchtitan_dp.data import store as stores
 
 
@@ -49,13 +49,14 @@ def _prepare(options: argparse.Namespace, overrides: list[str]) -> None:
         write_json(options.json, found)
     for warning in warnings:
         warn(warning)
+    out = results(options.json)
     for line in describe(found, unit_word(config)):
-        say(line)
+        say(line, out=out)
     if options.show is not None:
-        _show(records, samples, options.show, of_training=options.training)
+        _show(records, samples, options.show, out, of_training=options.training)
 
 
-def _show(records: Any, samples: Any, count: int, *, of_training: bool) -> None:
+def _show(records: Any, samples: Any, count: int, out: TextIO, *, of_training: bool) -> None:
     """Print samples of units as the model gets them, decoded, targets marked. NOT PRIVATE."""
     import numpy as np
 
@@ -68,21 +69,27 @@ def _show(records: Any, samples: Any, count: int, *, of_training: bool) -> None:
         raise ValueError("--show: no unit is held out; add --training to see those trained on")
     loader = RecordLoader(samples, units, ranks=1, rank=0, batch_size=1)
     lengths = samples.store.lengths()[samples.units.members]
-    marks = ("\x1b[32m", "\x1b[0m") if sys.stdout.isatty() else ("⟦", "⟧")
+    marks = ("\x1b[32m", "\x1b[0m") if out.isatty() else ("⟦", "⟧")
     which = f"{len(units):,} {'training' if of_training else 'held-out'} units"
-    say(f"{min(count, len(units)):,} of the {which}; {''.join(marks)} marks what is learned")
+    say(
+        f"{min(count, len(units)):,} of the {which}; {''.join(marks)} marks what is learned",
+        out=out,
+    )
     for place, unit in enumerate(units[:count].tolist()):
         ids = samples.ids(unit, loader.rng(FIXED_KEY, place))
         targets = (ids >= 0) & (np.arange(len(ids)) > 0)
         whole = int(lengths[samples.units.places(unit)].sum())
-        say(f"sample {place + 1}: {len(ids):,} of {whole:,} tokens; {targets.sum():,} are targets")
+        say(
+            f"sample {place + 1}: {len(ids):,} of {whole:,} tokens; {targets.sum():,} are targets",
+            out=out,
+        )
         for part in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(targets)) + 1):
             found = ids[part]
             ids_of = np.where(found < 0, ~found, found).tolist()
             text = records.source.tokenizer.decode(ids_of, marked=True)
             text = "\n".join(map(printable, text.split("\n")))
-            print(text.join(marks) if targets[part].any() else text, end="")
-        print()
+            print(text.join(marks) if targets[part].any() else text, end="", file=out)
+        print(file=out)
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -109,28 +116,28 @@ def _manage(options: argparse.Namespace) -> None:
         raise ValueError(f"--delete {unknown[0]}: no such store in {folder!r}; --list names them")
     for name in asked:
         stores.delete(os.path.join(folder, name))
-        say(f"erased {os.path.join(folder, name)}")
+        say(f"erased {os.path.join(folder, name)}", out=sys.stdout)
     if not options.list:
         return
     names = stores.names(folder)
     for name in names:
         store = stores.load(os.path.join(folder, name))
         known = "unfinished, damaged, or of another version" if store is None else _described(store)
-        say(f"{name}: {known}")
-    say(f"{len(names)} stores in {folder}; --delete NAME erases one")
+        size = sum(entry.stat().st_size for entry in os.scandir(os.path.join(folder, name))) / 1e6
+        say(f"{name}: {size:,.1f} MB: {known}", out=sys.stdout)
+    say(f"{len(names)} stores in {folder}; --delete NAME erases one", out=sys.stdout)
 
 
 def _described(store: stores.Store) -> str:
     """Describe what a store was made of. NOT PRIVATE."""
-    facts, terms, files = store.facts, store.facts["terms"], [*os.scandir(store.folder)]
+    facts, terms = store.facts, store.facts["terms"]
     read = ", ".join(f"{key} = '{field}'" for field, key in terms["fields"].items())
     written = time.localtime(os.stat(os.path.join(store.folder, "facts.json")).st_mtime)
     runs = [run if os.path.isdir(run) else f"{run} (gone)" for run in stores.runs_of(store)]
     return (
         f"{len(store):,} records of {facts['path']}, training.dataset = '{terms['format']}', "
         f"{read}, data.unit_field = {terms['unit_field']!r}; {facts['tokenizer']}; "
-        f"{sum(entry.stat().st_size for entry in files) / 1e6:,.1f} MB, of "
-        f"{time.strftime('%Y-%m-%d %H:%M', written)}; runs: {', '.join(runs) or 'none'}"
+        f"written {time.strftime('%Y-%m-%d %H:%M', written)}; runs: {', '.join(runs) or 'none'}"
     )
 
 

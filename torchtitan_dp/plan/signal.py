@@ -13,10 +13,9 @@ d of them, most of which change the loss little, so a model learns although the 
 import dataclasses
 import functools
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
 from torchtitan_dp.checkpoint.plan import Plan
 from torchtitan_dp.config import JobConfig
@@ -152,8 +151,8 @@ def refuse(config: JobConfig) -> None:
         )
 
 
-def recommend(config: JobConfig, plan: Plan, args: ModelArgs) -> dict[str, Any]:
-    """Print what is recommended, on stderr; return it for programs.
+def recommend(config: JobConfig, plan: Plan, args: ModelArgs, out: TextIO) -> dict[str, Any]:
+    """Print what is recommended; return it for programs.
 
     `refuse` has let the configuration pass. Raises ValueError, one line for the user, if the target
     is out of the accountant's range.
@@ -206,7 +205,7 @@ def recommend(config: JobConfig, plan: Plan, args: ModelArgs) -> dict[str, Any]:
             f"asked for have {asked.over_run(trained):.3g} C{cure} (Poisson sampling; by "
             f"heuristics, no fewer than {FEWEST_STEPS} steps and no q above {LARGEST_RATE:g})"
         )
-    print(*shown, reason, sep="\n", file=sys.stderr)
+    print(*shown, reason, sep="\n", file=out)
     found = dict.fromkeys(field.name for field in dataclasses.fields(Row))
     return (dataclasses.asdict(best) if best else found) | {
         "reason": reason,

@@ -78,16 +78,18 @@ records; without the model, 1%.
 records; without the model, 0.1%.
         Verdict: a reasonable guarantee, by the scale of Ponomareva et al. (How to DP-fy ML, \
 2023): epsilon up to 1 is strong, up to 10 reasonable, above that weak.
-        Worst case, except with a probability of 1 in 100,000: an output is at most 79.6 times \
-(e^epsilon) as likely with the record as without it, and an attacker who starts at 50% that it was \
-used reaches at most 99.4% certainty. If that is too much even for an unlucky few, choose epsilon \
-up to 1.
+        Worst case, except with a probability of 1 in 100,000: no output is more than 79.6 \
+times (e^epsilon) as likely with the record as without it, and an attacker who starts at 50% that \
+it was used reaches at most 99.4% certainty. Only the rarest outputs tell so much; if even they \
+must not, choose epsilon up to 1.
         """
         if self.posterior == 1.0 == min(share for _, share in self.detected):
             return [f"Nothing bounds a membership-inference attack on a {unit}: there is no noise."]
         word = "strong" if epsilon <= 1 else "reasonable" if epsilon <= 10 else "weak"
         luck = max(delta, self.posterior_but_for)
-        choice = "If that is too much even for an unlucky few, choose epsilon up to 1."
+        choice = (
+            ". Only the rarest outputs tell so much; if even they must not, choose epsilon up to 1"
+        )
         return [
             *(
                 f"A membership-inference attack with {percent(alarms)} false positives detects at "
@@ -96,10 +98,10 @@ up to 1.
             ),
             f"Verdict: a {word} guarantee, by the scale of Ponomareva et al. (How to DP-fy ML, "
             "2023): epsilon up to 1 is strong, up to 10 reasonable, above that weak.",
-            f"Worst case, except with a probability of 1 in {int(1 / Decimal(repr(luck))):,}: an "
-            f"output is at most {e_to_the(epsilon)} times (e^epsilon) as likely with the {unit} as "
-            "without it, and an attacker who starts at 50% that it was used reaches at most "
-            f"{percent(self.posterior)} certainty. {choice if epsilon > 1 else ''}".rstrip(),
+            f"Worst case, except with a probability of 1 in {int(1 / Decimal(repr(luck))):,}: no "
+            f"output is more than {e_to_the(epsilon)} times (e^epsilon) as likely with the {unit} "
+            "as without it, and an attacker who starts at 50% that it was used reaches at most "
+            f"{percent(self.posterior)} certainty{choice * (epsilon > 1)}.",
         ]
 
 

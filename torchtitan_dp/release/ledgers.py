@@ -8,7 +8,7 @@ RUN is a `job.dump_folder`. Exit code 0 if all that the runs' files say holds to
 
 import dataclasses
 import sys
-from typing import Any
+from typing import Any, TextIO
 
 from torchtitan_dp.config.commands import first, parsed
 
@@ -17,7 +17,7 @@ if __name__ == "__main__":  # before PyTorch, which takes seconds to import
 
 # isort: split
 from torchtitan_dp.checkpoint.folder import verify
-from torchtitan_dp.config.load import exit_on_mistake, write_json
+from torchtitan_dp.config.load import exit_on_mistake, results, write_json
 from torchtitan_dp.ledger.spending import Run, Total, counted_twice, to_act_on, total
 from torchtitan_dp.privacy.accounting import rounded_up
 
@@ -30,14 +30,14 @@ def main(argv: list[str]) -> int:
         spent = total(runs, options.delta, overlapping=options.overlapping) if holds else None
         if options.json:
             write_json(options.json, for_programs(runs, spent))
-    _show(runs, spent, overlapping=options.overlapping)
+    _show(runs, spent, results(options.json), overlapping=options.overlapping)
     return 0 if holds else 1
 
 
-def _show(runs: list[Run], spent: Total | None, *, overlapping: bool) -> None:
+def _show(runs: list[Run], spent: Total | None, out: TextIO, *, overlapping: bool) -> None:
 
     def say(line: str) -> None:
-        print(line, file=sys.stderr)
+        print(line, file=out)
 
     for run in runs:
         ledger = run.ledger

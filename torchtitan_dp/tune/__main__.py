@@ -48,7 +48,7 @@ from torchtitan_dp.checkpoint.folder import verify
 from torchtitan_dp.checkpoint.plan import Plan
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import unit_word
-from torchtitan_dp.config.load import exit_on_mistake, load_config, write_json
+from torchtitan_dp.config.load import exit_on_mistake, load_config, results, write_json
 from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.distributed.devices import default_processes
 from torchtitan_dp.ledger import EXECUTED_FILE, PRIVACY_FILE
@@ -407,15 +407,15 @@ def _conclude(search: Search, announced: Total, json_file: str | None) -> int:
     """Print the losses, the best trial and what the search spent; return the exit code."""
     begun = [verify(trial.folder) for trial in search.trials if read_published(trial.folder)]
     faults = [f"FAULT: {run.folder}: {fault}" for run in begun for fault in run.faults]
-    results = sorted(filter(None, map(result_of, search.trials)), key=lambda result: result.loss)
-    near = [one.trial.name for one in alike(results)] if results else []
+    found = sorted(filter(None, map(result_of, search.trials)), key=lambda result: result.loss)
+    near = [one.trial.name for one in alike(found)] if found else []
     if json_file:
         content = {
             "announced": dataclasses.asdict(announced),
             "spent": dataclasses.asdict(total(begun)) if begun else None,
             "trials": [
                 {"trial": t.name, "keys": t.keys, "loss": loss, "standard_deviation": deviation}
-                for t, loss, deviation in results
+                for t, loss, deviation in found
             ],
             "alike": near,
         }
@@ -424,16 +424,18 @@ def _conclude(search: Search, announced: Total, json_file: str | None) -> int:
     retried = "failed, and is not compared; the same command tries it again"
     for line in (*faults, *(f"{name} {retried}" for name in failed)):
         _say(line)
-    if not results or faults:
+    if not found or faults:
         return 1
-    for trial, loss, deviation in results:
-        _say(f"{trial.name}: {' '.join(trial.options)}: {loss:.4f} ± {deviation:.2g}")
-    best = results[0].trial
+    out = results(json_file)
+    for trial, loss, deviation in found:
+        print(f"{trial.name}: {' '.join(trial.options)}: {loss:.4f} ± {deviation:.2g}", file=out)
+    best = found[0].trial
     beside = f"; but noise may have put it before {', '.join(near)}: less than two deviations away"
-    _say(f"best: {best.name}: {' '.join(best.options)}{beside if near else ''}")
-    _say(
+    print(f"best: {best.name}: {' '.join(best.options)}{beside if near else ''}", file=out)
+    print(
         f"the search spent {_in_words(search, total(begun))}; a run with its result, and earlier "
-        f"searches, add theirs: torchtitan-dp ledger {search.folder}/trial_* RUN"
+        f"searches, add theirs: torchtitan-dp ledger {search.folder}/trial_* RUN",
+        file=out,
     )
     return 1 if failed else 0
 
