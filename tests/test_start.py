@@ -82,13 +82,13 @@ def launched(workers):
 
     from torchtitan_dp import launch
 
-    def checked(argv):
-        handled = argv[argv.index("--signals-to-handle") + 1]
-        assert not {"SIGINT", "SIGHUP"} & set(handled.split(","))
+    def checked(options):
+        assert not {"SIGINT", "SIGHUP"} & set(options.signals_to_handle.split(","))
+        assert os.stat(options.log_dir).st_mode & 0o077 == 0
         workers()
 
     with (
-        mock.patch.object(run, "main", checked),
+        mock.patch.object(run, "run", checked),
         mock.patch.object(launch, "_checked", lambda _, argv: argv),
     ):
         launch.main(["--processes", "2", "-m", "torchtitan_dp.train"])

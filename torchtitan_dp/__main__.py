@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchtitan_dp.base.process import VERBOSE, processes_asked
+from torchtitan_dp.base.process import VERBOSE, forbid_core_dumps, processes_asked
 from torchtitan_dp.config.commands import help_of
 from torchtitan_dp.config.load import exit_on_mistake, fail
 
@@ -47,6 +47,7 @@ def _until_the_reader_leaves() -> Iterator[None]:
 @_until_the_reader_leaves()
 def main(argv: list[str] | None = None) -> None:
     """Run a command in this process; SystemExit with its exit code."""
+    forbid_core_dumps()  # most of them read records
     command, *rest = [*(sys.argv[1:] if argv is None else argv)] or ["--help"]
     if command in ("-h", "--help"):
         print(usage())

@@ -21,13 +21,21 @@ import contextlib
 import errno
 import gc
 import os
+import shutil
 import signal
 import sys
 import tempfile
 import termios
 from pathlib import Path
 
-from torchtitan_dp.base.process import PLANNED, STOP_SIGNAL, STOPPED_FILE, Fault, progress
+from torchtitan_dp.base.process import (
+    PLANNED,
+    STOP_SIGNAL,
+    STOPPED_FILE,
+    Fault,
+    forbid_core_dumps,
+    progress,
+)
 from torchtitan_dp.config.load import check_paths, exit_on_mistake, fail, load_config
 
 EXIT_STOPPED = 75
@@ -37,6 +45,7 @@ _GOES_ON = "the same command resumes from the newest checkpoint"
 
 def main(argv: list[str]) -> None:
     """Run the workers; SystemExit with `EXIT_STOPPED` if they were asked to stop, and did."""
+    forbid_core_dumps()
     signals = Signals()
     signals.handle()
     if argv[:1] == ["--processes"] and len(argv) > 1:
@@ -46,7 +55,11 @@ def main(argv: list[str]) -> None:
     if not sys.stdout.isatty():
         os.environ.setdefault("NO_COLOR", "1")  # workers, whose output is copied, cannot see it
     signals.checked = True
-    if _run(argv) or signals.asked:
+    # torchrun would leave the workers' output, which is not private, in a folder of its own.
+    kept = tempfile.TemporaryDirectory(prefix="torchtitan_dp_", ignore_cleanup_errors=True)
+    with kept as signals.logs:
+        stopped = _run(argv, signals.logs)
+    if stopped or signals.asked:
         raise SystemExit(EXIT_STOPPED)
 
 
@@ -55,6 +68,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.asked, self.checked, self._pressed = False, False, False
+        self.logs = ""
 
     def handle(self) -> None:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
@@ -79,6 +93,7 @@ class Signals:
             with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
                 os.kill(pid, signal.SIGKILL if ends else STOP_SIGNAL)
         if ends and workers:
+            shutil.rmtree(self.logs, ignore_errors=True)
             os._exit(128 + signal.SIGINT if again else EXIT_STOPPED)
         if ends:
             raise SystemExit(EXIT_STOPPED)
@@ -104,29 +119,23 @@ def _do_without_lost_terminal() -> None:
                 os.dup2(os.open(os.devnull, os.O_RDWR), stream)
 
 
-def _run(argv: list[str]) -> bool:
-    """Run torchrun; return whether a worker, of any node, was asked to stop, and did."""
+def _run(argv: list[str], logs: str) -> bool:
+    """Run torchrun, whose workers' output goes below the folder `logs`; return whether a worker, of
+    any node, was asked to stop, and did."""
     # Imported here, after the first line is printed: importing PyTorch takes seconds.
     from torch.distributed import DistNetworkError, DistStoreError, run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
+    stopped = Path(f"{logs}_stopped")  # beside it: a cleaner of /tmp may take an old empty folder
+    os.environ[STOPPED_FILE] = str(stopped)
+    asked = run.parse_args(["--signals-to-handle", "SIGQUIT", "--log-dir", logs, *argv])
     try:
-        # torchrun would leave the workers' output, which is not private, in /tmp.
-        kept = tempfile.TemporaryDirectory(prefix="torchtitan_dp_", ignore_cleanup_errors=True)
-        with kept as logs:
-            stopped = Path(logs, "stopped")
-            os.environ[STOPPED_FILE] = str(stopped)
-            asked = run.parse_args(["--signals-to-handle", "SIGQUIT", "--log-dir", logs, *argv])
-            try:
-                run.run(asked)
-            except ChildFailedError as error:
-                rank = str(error.get_first_failure()[1].local_rank)
-                if asked.local_ranks_filter and rank not in asked.local_ranks_filter.split(","):
-                    _show_last_lines(asked.log_dir, rank)
-                raise
-            return stopped.exists()
+        run.run(asked)
     except ChildFailedError as error:
+        rank = str(error.get_first_failure()[1].local_rank)
+        if asked.local_ranks_filter and rank not in asked.local_ranks_filter.split(","):
+            _show_last_lines(asked.log_dir, rank)
         _say(str(error))  # which worker failed; a traceback of torchrun's adds nothing
         if error.get_first_failure()[1].exitcode < 0:  # killed: no fault of the run's
             _say(_GOES_ON)
@@ -136,6 +145,9 @@ def _run(argv: list[str]) -> bool:
             f"another node's launcher is gone, or cannot be reached ({type(error).__name__}: "
             f"{error.__cause__ or error}): its own log has the reason; {_GOES_ON}"
         ) from error
+    was_stopped = stopped.exists()
+    stopped.unlink(missing_ok=True)
+    return was_stopped
 
 
 def _show_last_lines(logs: str, local_rank: str) -> None:

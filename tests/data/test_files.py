@@ -79,7 +79,7 @@ def test_links_loop_no_walk_and_repeat_no_file(tmp_path: Path) -> None:
     link(root, {"a/up": root, "self": root / "self", "dangling": root / "nowhere"})
     link(root, {"again.txt": root / "a/own.txt", "linked": far / "f", "y.txt": far / "f/y.txt"})
     link(root, {"m1.txt": far / "x.txt", "m2.txt": root / "m1.txt"})
-    every = ["a/own.txt", "b/more.txt", "linked/y.txt", "m1.txt"]
+    every = ["a/own.txt", "b/more.txt", "linked/y.txt", "m1.txt", "m2.txt", "y.txt"]
     assert listed(root).names == listed(root / "**/*.txt").names == every
     assert listed(root / "m2*").names == ["m2.txt"]  # its own name is not listed
     link(tmp_path, {"also": root})
@@ -94,15 +94,20 @@ def test_a_file_in_a_linked_folder_goes_by_its_own_name(tmp_path: Path) -> None:
     assert listed(root / "a/**").names == ["old/z.txt", "own.txt", "vendor/x.txt"]
 
 
-def test_a_file_with_several_hard_links_is_taken_once(tmp_path: Path) -> None:
-    """Two units of one file would be one person drawn as two."""
-    root = write(tmp_path / "d", {"b/x.txt": b"x", "c.txt": b"x"})
-    far = write(tmp_path / "far", {"y.txt": b"y"})
-    links = {"a.txt": root / "b/x.txt", "b/z.txt": root / "b/x.txt", "far.txt": far / "y.txt"}
-    link(root, links, hard=True)
-    link(root, {"far2.txt": far / "y.txt"})
-    assert listed(root).names == ["a.txt", "c.txt", "far.txt"]
-    assert listed(root / "b").names == ["x.txt"]
+@pytest.mark.parametrize("hard", [False, True])
+def test_files_that_are_kept_once_by_their_contents_have_all_of_their_names(
+    tmp_path: Path, hard: bool
+) -> None:
+    """As the hub's cache, and tools that save space, keep equal ones: with one of them changed, or
+    emptied, the others are there as before."""
+    blobs = write(tmp_path / "blobs", {"1": b"x", "2": b"other"})
+    root = write(tmp_path / "d", {"c.txt": b"x"})
+    (root / "a").mkdir()
+    link(root, {"a/x.txt": blobs / "1", "b.txt": blobs / "1", "e.txt": blobs / "2"}, hard=hard)
+    every = ["a/x.txt", "b.txt", "c.txt", "e.txt"]
+    assert listed(root).names == every
+    paths = [locate(str(root / path)) for path in ("a", "*.txt", "b.txt")]
+    assert sorted(list_files(*together(paths)).names) == every
 
 
 def test_installed_packages_are_records_without_their_empty_files() -> None:
@@ -120,7 +125,7 @@ def test_several_paths_are_one_data_set_and_each_file_is_in_it_once(tmp_path: Pa
         tmp_path / "d", {"a/x.jsonl": b"1", "a/y.jsonl": b"2", "a/z.txt": b"", "b/x.jsonl": b"3"}
     )
     link(root, {"c": root / "a"})
-    link(root, {"b/y.jsonl": root / "a/y.jsonl"}, hard=True)
+    link(root, {"b/y.jsonl": root / "a/y.jsonl"})
     paths = ["a", "a/*.jsonl", "b", "c"]
     below = FORMATS["jsonl"].below
     found = list_files(*together([locate(str(root / path), below) for path in paths]))

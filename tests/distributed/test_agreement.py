@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -75,20 +76,32 @@ def test_digests_alone_are_sent_and_none_is_named(differ):
 
 def opening(folder: str, differ: str) -> str:
     """A start on two ranks, one of which was given another way to share out a sample's tokens."""
-    os.makedirs(folder, exist_ok=True)
+    os.makedirs(f"{folder}/out", exist_ok=True)
     balancer = "None" if differ == "the configuration" and dist.get_rank() else "headtail"
     tokens = "u" if differ == "the tokens" and dist.get_rank() else "t"
+    own = Path(folder, f"node_{dist.get_rank()}", "w")  # one path, on the disks of two nodes
+    own.mkdir(parents=True)
+    content = b"others" if differ == "the initial weights" and dist.get_rank() else b"weights"
+    (own / "model.safetensors").write_bytes(content)
     config = build.config(
-        f"--job.dump_folder={folder}", f"--parallelism.context_parallel_load_balancer={balancer}"
+        f"--job.dump_folder={folder}/out",
+        f"--parallelism.context_parallel_load_balancer={balancer}",
+        *("--checkpoint.enable", "--checkpoint.initial_load_in_hf"),
+        *("--checkpoint.initial_load_path=w", "--privacy.initial_weights_public"),
     )
+    before = os.getcwd()
+    os.chdir(own.parent)
     try:
-        Bookkeeping(config, records(tokens), decide_start(config), torch.device("cpu"))  # type: ignore[arg-type]
+        with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="1"):
+            Bookkeeping(config, records(tokens), decide_start(config), torch.device("cpu"))  # type: ignore[arg-type]
     except Fault as error:
         return str(error)
+    finally:
+        os.chdir(before)
     return "agreed"
 
 
-@pytest.mark.parametrize("differ", ["the configuration", "the tokens"])
+@pytest.mark.parametrize("differ", ["the configuration", "the tokens", "the initial weights"])
 def test_ranks_that_differ_refuse_to_train(tmp_path, differ):
     """No term of the guarantee differs, and yet tokens could be missing, or be there twice."""
     for refusal in on_ranks(2, opening, str(tmp_path / "other"), differ):

@@ -12,7 +12,7 @@ import pytest
 from tests.hazards.mutants.runner import Runner, running
 from tests.hazards.mutants.table import ROOT, Mutant, read
 
-ROWS = set(range(1, 85))
+ROWS = set(range(1, 87))
 ROOMS = read()
 MUTANTS = [mutant for room in ROOMS.values() for mutant in room]
 FIRST = [room[0] for room in ROOMS.values()]

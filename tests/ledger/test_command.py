@@ -174,7 +174,8 @@ def test_weights_within_a_run_without_a_ledger_of_their_own_are_refused(first, t
     (run / "hf" / "privacy.json").unlink()
     (run / "checkpoint" / "step-9").mkdir()
     (tmp_path / "link").symlink_to(run / "hf")
-    for place in (run, run / "hf", run / "checkpoint" / "step-9", tmp_path / "link"):
+    (deep := run / "a/b/c").mkdir(parents=True)
+    for place in (run, run / "hf", run / "checkpoint" / "step-9", tmp_path / "link", deep):
         with pytest.raises(ValueError, match="lies in the folder of a run, and its weights"):
             starting_from(place, PUBLIC_OPTION)
 

@@ -229,8 +229,15 @@ def test_older_weights_claim_what_was_begun_and_what_they_still_planned(run, mad
     assert f"| ε covers | {covers} and not taken |" in card
 
 
-def test_a_release_brings_its_ledger_along_as_initial_weights(released):
-    (ancestor,) = with_initial(History(), small_config(), str(released)).ancestors
+@pytest.mark.parametrize("how", ["itself", "linked"])
+def test_a_release_brings_its_ledger_along_as_initial_weights(released, how, tmp_path):
+    """Also where only its weights are linked into another folder."""
+    folder = released
+    if how == "linked":
+        folder = tmp_path / "base"
+        folder.mkdir()
+        (folder / "model.safetensors").symlink_to(released / "model.safetensors")
+    (ancestor,) = with_initial(History(), small_config(), str(folder)).ancestors
     assert ancestor.run == privacy(released)["run"]
     assert sum(segment.steps for segment in ancestor.spent()) == 4
 

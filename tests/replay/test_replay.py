@@ -74,7 +74,7 @@ def prepared(case: Case, root: Path) -> Case:
 
 @pytest.mark.slow
 @pytest.mark.thorough_cases("per_layer", "prompts", "full disk", "lora", "damage", "buckets")
-@pytest.mark.thorough_cases("ghost", "held out, killed")
+@pytest.mark.thorough_cases("ghost", "held out, killed", "clock")  # test_clocks.py has clocks
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_neighbours_cannot_be_told_apart(case, tmp_path):
     assert differences(prepared(case, tmp_path), tmp_path) == []

@@ -33,7 +33,13 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_dp.base.process import typed, versions
 from torchtitan_dp.checkpoint.plan import Plan, config_hash, earlier_ledger, losable, settle
-from torchtitan_dp.checkpoint.start import Start, check_records, plan_start, resumed
+from torchtitan_dp.checkpoint.start import (
+    Start,
+    check_records,
+    plan_start,
+    resumed,
+    weights_of_node,
+)
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import RUN_CONFIG_FILE, write_config
 from torchtitan_dp.data.batching import Draw, RecordLoader
@@ -127,6 +133,7 @@ class Bookkeeping:
                 "the records": (loader.fingerprint, split),
                 "the tokens": loader.samples.store.fingerprint,
                 "the configuration": config_hash(config),
+                "the initial weights": weights_of_node(start),
                 "the model": repr(shape(config)),  # its config.json is each node's own
                 "the versions of packages": versions(),
                 # Replicas' noise is compiled for it, and must be the same bit by bit.

@@ -19,6 +19,7 @@ import functools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ from torchtitan_dp.checkpoint.folder import (
 from torchtitan_dp.checkpoint.plan import Plan, settle
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import privacy_unit, weights_folder
+from torchtitan_dp.data.store import contents_hash, file_hash
 from torchtitan_dp.gradients.optimizer import MomentumSGD
 from torchtitan_dp.ledger import STARTS_FILE, Lineage, RunLog, Settings, check_fingerprint
 from torchtitan_dp.ledger.lineage import (
@@ -64,6 +66,7 @@ from torchtitan_dp.ledger.schema import (
     read_published_fields,
 )
 from torchtitan_dp.ledger.spending import PUBLIC
+from torchtitan_dp.models.weight_files import weight_files
 
 
 @dataclass(frozen=True)
@@ -269,19 +272,35 @@ def with_initial(history: History, config: JobConfig, folder: str | None) -> His
 
 
 def ledger_beside(folder: str) -> Lineage | None:
-    """Return the ledger of exported or released weights, by the `privacy.json` beside them; None
-    without one. ValueError: they lie in a run's folder, where they may be of any step."""
-    place = os.path.realpath(folder)
-    content = read_published_fields(place)
-    if content is not None and (is_release(content) or not content["private"]):
-        return ledger_of(content)
-    parents = os.path.dirname(place), os.path.dirname(os.path.dirname(place))
-    if content is not None or any(os.path.exists(os.path.join(p, PRIVACY_FILE)) for p in parents):
-        raise ValueError(
-            f"'{folder}' lies in the folder of a run, and its weights have no {PRIVACY_FILE} of "
-            "their own: start from its export (checkpoint.last_save_in_hf), or from a release"
-        )
-    return None
+    """Return the ledger of exported or released weights, by the `privacy.json` beside them, or
+    beside the files that links in `folder` lead to; None without one. ValueError: they lie in a
+    run's folder, where they may be of any step, or are of several runs."""
+    weights = Path(folder).glob("*.safetensors")
+    places = {Path(os.path.realpath(folder)), *(Path(os.path.realpath(w)).parent for w in weights)}
+    found = []
+    for place in places:
+        content = read_published_fields(str(place))
+        if content is not None and (is_release(content) or not content["private"]):
+            found.append(ledger_of(content))
+        elif content is not None or any((p / PRIVACY_FILE).exists() for p in place.parents):
+            raise ValueError(
+                f"'{folder}' lies in the folder of a run, and its weights have no {PRIVACY_FILE} "
+                "of their own: start from its export (checkpoint.last_save_in_hf), or a release"
+            )
+    if any(one != found[0] for one in found):
+        raise ValueError(f"'{folder}' has weights of several runs: start from those of one")
+    return found[0] if found else None
+
+
+def weights_of_node(start: Start) -> str:
+    """Return a hash of initial weights and their ledger where this run has several nodes, of which
+    each may have its own files under one path: a minute for 50 GB. Else, and without any, ""."""
+    on_one_node = dist.get_world_size() == int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if start.initial is None or on_one_node:
+        return ""
+    ledger = os.path.join(start.initial, PRIVACY_FILE)
+    paths = [*weight_files(start.initial), *([ledger] if os.path.exists(ledger) else ())]
+    return contents_hash(file_hash(path, skip_unreadable=False) for path in paths)
 
 
 def _refuse_unknown(config: JobConfig, path: str) -> None:

@@ -186,7 +186,11 @@ def _proposed(
     """Return what was parsed; exit with the nearest option where one is misspelled."""
     known = [name for names, _ in _OPTIONS[command] for name in names]
     for name in (override.partition("=")[0] for override in overrides):
-        if "." not in name and (close := difflib.get_close_matches(name, known, n=1)):
+        if (
+            name[:2] == "--"
+            and "." not in name
+            and (close := difflib.get_close_matches(name, known, n=1))
+        ):
             fail(f"{name}: no such option; did you mean {close[0]}?")
     return options, overrides
 

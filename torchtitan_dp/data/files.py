@@ -1,4 +1,9 @@
-"""The files that a path names: relative to a root, sorted, each file once."""
+"""The files that a path names: relative to a root, sorted, each file once.
+
+A name is a file, also where several have one inode: tools that keep equal contents once (the hub's
+cache, git-annex) link them, and what counts must not depend on what records hold. A link to another
+file below the root is left out, since it repeats that one.
+"""
 
 import fnmatch
 import glob
@@ -99,13 +104,14 @@ def together(found: Sequence[tuple[str, list[str], list[str]]]) -> tuple[str, li
     """Join what several paths name (`locate`) below the root of all, each file once."""
     if len(found) == 1:
         return found[0]
-    root = os.path.commonpath([os.path.realpath(one) for one, _, _ in found])
+    roots = [os.path.realpath(one) for one, _, _ in found]
+    root = os.path.commonpath(roots)
 
     def below(place: int) -> list[str]:
-        paths = (
-            os.path.join(os.path.realpath(one[0]), name) for one in found for name in one[place]
-        )
-        every = {_identity(os.stat(path)): path for path in paths}
+        names = [
+            (real, name) for real, one in zip(roots, found, strict=True) for name in one[place]
+        ]
+        every = {_file(os.path.join(*name), roots): os.path.join(*name) for name in names}
         return [os.path.relpath(path, root) for path in every.values()]
 
     return root, below(1), below(2)
@@ -126,8 +132,10 @@ def saved_files(path: str) -> tuple[str, list[str], list[str]]:
         names = [os.path.normpath(entry["filename"]) for entry in saved["_data_files"]]
         selects = bool(saved.get("_indices_data_files"))
         problem = "selects rows (flatten_indices() first)" if selects else ""
-        found = [_identity(os.stat(os.path.join(root, name))) for name in names]
-        if len(set(found)) < len(found):
+        for name in names:
+            os.stat(os.path.join(root, name))
+        real_root = os.path.realpath(root)
+        if len({_file(os.path.join(real_root, name), [real_root]) for name in names}) < len(names):
             problem = "names a file twice"
     except FileNotFoundError as error:
         problem = f"names {error.filename}, which is missing"
@@ -148,12 +156,14 @@ def _walk(
     ways = [pattern.split("/") for pattern in patterns]
     waiting: list[tuple[bool, bytes]] = [(False, b"")]  # whether by a link, and the folder's name
     entered: set[tuple[int, int]] = set()  # devices and inodes
-    names: dict[tuple[int, int], tuple[bool, bytes]] = {}  # of each file, its best one
+    names: dict[str, tuple[bool, bytes]] = {}  # of each file, its best one
+    real_root = os.path.realpath(root)
     passed: list[str] = []
     while waiting:
         is_linked, folder = heapq.heappop(waiting)
         path = os.path.join(os.fsencode(root), folder)
-        if (identity := _identity(os.stat(path))) in entered:
+        status = os.stat(path)
+        if (identity := (status.st_dev, status.st_ino)) in entered:
             continue
         entered.add(identity)
         for entry in os.scandir(path):
@@ -169,15 +179,18 @@ def _walk(
                     heapq.heappush(waiting, ranked)
             elif os.path.isfile(entry.path):
                 if any(_matches(parts, way) for way in ways):
-                    of = _identity(entry.stat())
+                    of = os.path.join(real_root, os.fsdecode(below))
+                    of = _file(of, [real_root]) if ranked[0] else of
                     names[of] = min(names.get(of, ranked), ranked)
                 else:
                     passed.append(os.fsdecode(below))
     return [os.fsdecode(name) for name in sorted(name for _, name in names.values())], passed
 
 
-def _identity(status: os.stat_result) -> tuple[int, int]:
-    return status.st_dev, status.st_ino
+def _file(path: str, roots: Sequence[str]) -> str:
+    """Return where a file is, if below one of these real paths, and else its name."""
+    real = os.path.realpath(path)
+    return real if any(real.startswith(os.path.join(root, "")) for root in roots) else path
 
 
 def _matches(parts: list[str], patterns: Sequence[str]) -> bool:

@@ -174,15 +174,16 @@ class Source:
                 f"training.dataset_path = {self.path!r}: {own} lists the files that count, and "
                 f"others may be left over; {remedy}, or name files by a glob"
             )
-        if not files.names:
-            raise ValueError(self.no_record(files))
+        for path, (_, names, _) in zip(self.paths, found, strict=True):
+            if not names:
+                raise ValueError(self.no_record(path, files))
         return files
 
-    def no_record(self, files: Files) -> str:
+    def no_record(self, path: str, files: Files) -> str:
         """Describe a path without a record."""
         there = f" (not private: there are {_endings(files.passed)})" if files.passed else ""
         return (
-            f"training.dataset_path = {self.path!r} holds no record: it needs at least one "
+            f"training.dataset_path = {path!r} holds no record: it needs at least one "
             f"{self.facts.row} in a file like {' or '.join(self.facts.below)}{there}"
         )
 
@@ -343,7 +344,7 @@ def _tokenize(
         unnamed += not row.has_unit
     count = len(reasons)
     if count == 0:
-        raise ValueError(source.no_record(files))
+        raise ValueError(source.no_record(source.path, files))
     if unnamed == count and any(one.setting.startswith("data.unit_field") for one in lacks):
         there = ""
         if source.facts.fields:

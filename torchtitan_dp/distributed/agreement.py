@@ -76,8 +76,8 @@ def require_agreement(terms: Mapping[str, object]) -> None:
     differing = [name for name, digests in zip(terms, by_term, strict=True) if len({*digests}) > 1]
     raise Fault(
         f"ranks disagree on {' and '.join(differing)} (rank {others[0]} is the first to differ "
-        "from rank 0): training.dataset_path, job.dump_folder, the configuration, the installed "
-        "packages and the kind of device must be the same on every node"
+        "from rank 0): training.dataset_path, initial weights, job.dump_folder, the configuration, "
+        "the installed packages and the kind of device must be the same on every node"
     )
 
 

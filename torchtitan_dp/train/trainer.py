@@ -153,10 +153,10 @@ class DPTrainer(RunTrainer):
         if not is_done:
             self._log_last()
             saved = self.checkpointer.stop_at(self.step, self.job_config.training.steps)
-            if (stopped := os.environ.get(STOPPED_FILE)) is not None:
-                Path(stopped).write_text("stopped")
         if saved:
             self.books.end_start()
+        if not is_done and (stopped := os.environ.get(STOPPED_FILE)) is not None:
+            Path(stopped).write_text("stopped")
         if is_done:
             self._publish_loss()
             if (spent := self.books.publish()) is not None:

@@ -394,7 +394,7 @@ def _train(arguments: list[str]) -> int:
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     handled = [one for one in numbers if signal.getsignal(one) != signal.SIG_IGN]
     before = {number: signal.signal(number, forward) for number in handled}
-    started.append(subprocess.Popen(command))
+    started.append(subprocess.Popen(command, stdout=2))  # stderr: stdout is for the result
     if asked:
         started[0].send_signal(signal.SIGTERM)
     code = started[0].wait()
