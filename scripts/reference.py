@@ -66,7 +66,7 @@ def field_docs(cls: Any) -> dict[str, str]:
 def _type(annotation: Any) -> str:
     arguments = typing.get_args(annotation)
     if typing.get_origin(annotation) is typing.Literal:
-        return ", ".join(f"`{_value(a)}`" for a in arguments)
+        return " or ".join(f"`{_value(a)}`" for a in arguments)
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
         return " or ".join(_type(a) for a in arguments if a is not types.NoneType)
     return str(annotation.__name__)

@@ -21,6 +21,7 @@ parallel=(-q --dist loadfile --no-loadscope-reorder)
 case "${1:-}" in
     "")
         export TORCHTITAN_DP_QUICK_TESTS=1
+        echo "Quick tests: those that start other processes are skipped ($0 all runs them)…"
         set -- "${parallel[@]}" -n "$cores" -m "not slow"
         ;;
     # One more than there are cores: tests of what hangs wait.

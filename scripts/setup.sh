@@ -120,6 +120,7 @@ install() {
         fail "pip could not install the packages (network? disk?); see $LOG, then run again"
 }
 # The build backend comes first, and is pinned as well: no build isolation.
+echo "Installing torch, transformers and what they need…"
 install setuptools
 # ${build[@]+…}: an empty array counts as unset in bash before 4.4.
 install --no-build-isolation -e "${ROOT}[test]" ${build[@]+"${build[@]}"}

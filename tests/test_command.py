@@ -48,11 +48,29 @@ def test_a_configuration_is_a_path_or_a_name(
         (["train", "no_such_config"], ""),
         (["train", "/tmp"], "'/tmp' is a folder: name the TOML of the run\n"),
         (["release", "RUN"], "the following arguments are required: OUT; torchtitan-dp release"),
+        (["train", "--training.steps=3"], "CONFIG is missing"),
+        (["ledger", "RUN", "--overlaping"], "--overlaping: no such option; did you mean --overlap"),
+        (
+            ["plan", "llama3_debug", "--memory", "8"],
+            "--memory: no such option; did you mean --memo",
+        ),
+        (["plan", "llama3_debug", "--job.dump_folder="], "job.dump_folder = '': name a folder"),
+        (
+            ["plan", "llama3_debug", "--job.dump_folder=docs", "--model.hf_assets_path=docs/"],
+            "job.dump_folder = 'docs': model.hf_assets_path is this folder; name another",
+        ),
+        (
+            ["plan", "llama3_debug", "--training.dataset", "jsonl", "--privacy.x"],
+            "--privacy.x: unk",
+        ),
         (["train", "llama3_debug"], "NGPU = 'two': must be 1 or more, or auto\n"),
     ],
 )
 def test_mistakes_exit_with_2(argv, line, monkeypatch, capsys) -> None:
     monkeypatch.setenv("NGPU", "two")
+    monkeypatch.chdir(ROOT)
+    for module in ("release.__main__", "release.ledgers", "plan.__main__"):  # it runs them
+        monkeypatch.delitem(sys.modules, f"torchtitan_dp.{module}", raising=False)
     with pytest.raises(SystemExit) as stopped:
         command.main(argv)
     assert stopped.value.code == 2

@@ -49,7 +49,7 @@ def says(folder: Path, listed: str, log: str = ".venv-setup.log", **build: str) 
     ids=["pypi", "cpu", "labelled", "not listed", "no network"],
 )
 def test_the_log_and_the_build_of_torch_are_named_before_they_are_fetched(tmp_path, listed, build):
-    first, second = says(tmp_path, listed)
+    first, second, _ = says(tmp_path, listed)
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     assert first == (
         f"Setting up .venv for Python {version} (first time, a few minutes; log: .venv-setup.log)…"
@@ -59,7 +59,7 @@ def test_the_log_and_the_build_of_torch_are_named_before_they_are_fetched(tmp_pa
 
 def test_the_cuda_build_is_taken_where_pip_prefers_another(tmp_path):
     log = ".venv-cuda-setup.log"
-    first, second = says(tmp_path, f"{PIN}+cpu, {PIN}", log, TORCH_BUILD="cuda")
+    first, second, _ = says(tmp_path, f"{PIN}+cpu, {PIN}", log, TORCH_BUILD="cuda")
     assert first.startswith("Setting up .venv-cuda for Python ")
     assert second.startswith(f"torch {PIN}: PyPI's, with CUDA")
     assert (tmp_path / log).read_text().rstrip().endswith(f"-e {tmp_path}[test] torch==={PIN}")

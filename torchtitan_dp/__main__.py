@@ -63,7 +63,9 @@ def main(argv: list[str] | None = None) -> None:
         print(text.read_text("utf-8") if is_train else help_of(command, _COMMANDS[command]), end="")
         return
     if command == "train":
-        if not rest:
+        if not any(
+            option.startswith(("--job.config_file", "--job.config-file")) for option in rest
+        ):
             fail("CONFIG is missing: torchtitan-dp train CONFIG, the TOML of the run")
         module, rest = _training(rest)
     sys.argv = [f"torchtitan_dp.{module}", *rest]

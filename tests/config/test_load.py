@@ -122,7 +122,9 @@ dp.delta=1e-5 → did you mean --privacy.delta?
 peft.r=8 → did you mean --lora.rank?
 training.lr=1 → did you mean --optimizer.lr?
 data a → it is a section, whose keys are written --data.key
-privacy.secure_noise true → 'true': neither an option (--section.key) nor the value of one; a switch
+privacy.secure_noise true → write --privacy.secure_noise or --privacy.no-secure_noise
+validation.enable False training.steps=many → write --validation.enable or --validation.no-enable
+no-privacy.enable → did you mean --privacy.no-enable?
 privacy.secure-noise=true → switch without a value
 training.steps=many → training.steps = 'many': must be a whole number
 data.unit-sampling=skip → data.unit_sampling = 'skip': must be one of 'auto', 'concat', 'random'
@@ -131,7 +133,7 @@ job.config_file=/nowhere.toml
 training.steps=4 stray → 'stray': neither an option
 lora.targets q_proj k → 'k': neither
 """
-WORDS = {"a", "512", "None", "true", "stray", "q_proj", "k"}  # not options
+WORDS = {"a", "512", "None", "true", "False", "stray", "q_proj", "k"}  # not options
 
 
 @pytest.mark.parametrize("case", BAD.strip().splitlines(), ids=lambda case: case.partition("→")[0])

@@ -48,7 +48,7 @@ def test_figures_and_labels(command: list[str], capsys: Any) -> None:
     assert all(line.startswith(("not private: ", "warning (not private): ")) for line in lines)
     (of_length,) = (line for line in lines if "at training.seq_len = 64: " in line)
     assert "50% of units are longer, and are cut; a sample averages" in of_length
-    assert of_length.endswith("one pass trains on 56% of all tokens, all draws can reach 100%")
+    assert of_length.endswith("one draw of each covers 56% of all tokens, many draws up to 100%")
 
 
 def test_figures_of_records_that_are_drawn_one_by_one(command: list[str], capsys: Any) -> None:
@@ -99,6 +99,15 @@ def test_stores_are_listed_and_erased(
     assert capsys.readouterr().out == f"not private: erased {folder / first}\n"
 
 
+def test_a_path_of_several_that_names_no_file_is_refused(
+    command: list[str], tmp_path: Path, capsys: Any
+) -> None:
+    (tmp_path / "more").mkdir()
+    with pytest.raises(SystemExit):
+        main([*command, f"--training.dataset_path={tmp_path}/notes.jsonl,{tmp_path}/more/*.json"])
+    assert f"training.dataset_path = '{tmp_path}/more/*.json' holds no" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "mistake", ["--data.text_field=other", "--data.unit_field=whom", "--data.store=/proc/none"]
 )
@@ -127,7 +136,7 @@ def test_samples_are_shown_as_the_model_gets_them(tmp_path: Path, capsys: Any) -
     # The prompt and the mark of begin are read, the answer and the mark of end learned; a control
     # character is written out.
     assert "\n<bos>2 + 2?⟦4\\x07.<eos>⟧\n" in out
-    assert "sample 1: 11 of 11 tokens; 4 are targets" in out
+    assert "sample 1: 11 of its unit's 11 tokens; 4 are targets" in out
     assert out.count("x") - out.count("\\x") == 64 // 4
     with pytest.raises(SystemExit) as ended:
         main([*terms, *fields, *held, "--show=5"])

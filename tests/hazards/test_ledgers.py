@@ -190,8 +190,8 @@ def test_row45_what_initial_weights_showed_and_their_units_are_assumptions(tmp_p
     """A line is no file, and sigma was chosen when their run had ended."""
     export(Lineage(SETTINGS, steps=STEP), tmp_path)
     assumed = starting_from(tmp_path).caveats[-1]
-    assert "rate and steps are assumed not to follow from what run" in assumed
-    assert "its units of privacy not to be larger" in assumed
+    assert "decided this run's noise, rate or steps" in assumed
+    assert "its units of privacy are not larger" in assumed
 
 
 @pytest.mark.parametrize("counted", [0, 2, 3])

@@ -301,8 +301,11 @@ def test_other_data_is_refused(tmp_path):
         log.check_fingerprint(str(tmp_path), "b" * 64, SET)
     assert not re.search("aaaa|bbbb", str(refused.value))  # fingerprints are private
     assert stat.S_IMODE((tmp_path / "data_fingerprint.private").stat().st_mode) == 0o600
-    for key, value, before in (("data.unit_field", "who", None), ("data.text_field", "t", "note")):
-        said = f"{key} = {value!r}: this run was started with {before!r}, on which"
+    for key, value, before in (
+        ("data.unit_field", "who", "it unset"),
+        ("data.text_field", "t", "'note'"),
+    ):
+        said = f"{key} = {value!r}: this run was started with {before}, on which"
         with pytest.raises(ValueError, match=re.escape(said)):
             log.check_fingerprint(str(tmp_path), "a" * 64, {**SET, key: value})
     (tmp_path / "data_fingerprint.private").write_text("a" * 64 + "\n[1\n")

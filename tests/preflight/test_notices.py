@@ -12,6 +12,7 @@ from tests.data.stores import Row, as_lines, write
 from tests.processes.runs import arguments, with_sigma
 from torchtitan_dp.checkpoint.start import Start, plan_start
 from torchtitan_dp.config.load import load_config
+from torchtitan_dp.data.store import mark_used
 from torchtitan_dp.ledger import write_fingerprint
 from torchtitan_dp.plan import __main__ as plan
 from torchtitan_dp.train.check import check_run, open_records
@@ -113,6 +114,21 @@ def test_a_field_that_names_people_is_a_notice_where_records_are_the_unit(tmp_pa
     notice = "lines have a JSON field 'patient_id', but data.unit_field is not set"
     assert notice in planned(tmp_path, capsys, *with_sigma(1))
     assert notice not in planned(tmp_path, capsys, *with_sigma(1), "--data.unit_field=patient_id")
+
+
+def test_other_runs_on_the_same_records_are_named(tmp_path, capsys) -> None:
+    """Each has a card of its own epsilon, and a person pays for both."""
+    write(tmp_path, {"notes.jsonl": as_lines(NOTES)})
+    assert "another run trained on these records" not in planned(tmp_path, capsys)
+    begun(tmp_path)
+    mark_used(open_records(load_config(command(tmp_path), 1)).store, str(tmp_path / "out"))
+    assert "another run trained on these records" not in planned(tmp_path, capsys)  # it is this one
+    (line,) = (
+        line
+        for line in planned(tmp_path, capsys, f"--job.dump_folder={tmp_path}/second").splitlines()
+        if line.startswith("warning: another run trained on these records")
+    )
+    assert line.endswith(f"torchtitan-dp ledger {tmp_path}/out {tmp_path}/second")
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,7 @@ class Bookkeeping:
         executed, target = self.account.epsilon_executed(self.ledger), self.settings.target_epsilon
         mechanism = self.settings.mechanism
         at_once = max(mechanism.period, mechanism.round_steps)
-        words = [f"{at_once} steps are spent in one piece"] if at_once > 1 else []
+        words = [f"of {at_once} steps at once"] if at_once > 1 else []
         if executed > self.account.epsilon(self.ledger):
             words.append(f"with lost steps {rounded_up(executed)}")
         return ", ".join(words + ([] if target is None else [f"target {target:g}"]))
@@ -259,8 +259,11 @@ class Bookkeeping:
     def summary(self, spent: dict[str, Any]) -> list[str]:
         """Return the last lines of a run that is done, from the content of `privacy.json`."""
         is_to_ship = spent["private"] and not self.ledger.is_trial
-        ship = [f"to publish: {typed('release')} {self._folder} NEW_FOLDER"] if is_to_ship else []
-        return [*summary(spent), *ship]
+        if not is_to_ship:
+            return summary(spent)
+        more = " --merged, or --base_model NAME for PEFT" if self._config.lora.rank else ""
+        ship = f"to publish: {typed('release')} {self._folder} NEW_FOLDER{more}"
+        return [*summary(spent), ship]
 
     def _draw(self, step: int, loader: RecordLoader) -> Draw:
         mechanism = self.settings.mechanism

@@ -264,8 +264,8 @@ def with_initial(history: History, config: JobConfig, folder: str | None) -> His
     history = with_caveats(
         history,
         f"the initial weights are of run {earlier.run}, whose steps are included",
-        f"this run's noise, rate and steps are assumed not to follow from what run {earlier.run} "
-        "showed, and its units of privacy not to be larger than that run's",
+        f"assumed: nothing that run {earlier.run} showed decided this run's noise, rate or steps, "
+        "and its units of privacy are not larger than that run's",
     )
     ancestors = dict.fromkeys([*history.ancestors, *earlier.ancestors, own])
     return replace(history, ancestors=tuple(ancestors))

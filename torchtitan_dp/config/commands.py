@@ -170,7 +170,10 @@ def parsed(command: str, doc: str | None, argv: list[str]) -> tuple[argparse.Nam
     gc.enable()
     parser = parser_of(command, doc)
     if command in _OF_NO_CONFIG:
-        return parser.parse_args(argv), []
+        options, unknown = _proposed(command, *parser.parse_known_args(argv))
+        if unknown:
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return options, []
     if command != "selfcheck":
         return _proposed(command, *parse_known(parser, argv))
     options, overrides = parser.parse_known_args(argv)
@@ -186,12 +189,11 @@ def _proposed(
     """Return what was parsed; exit with the nearest option where one is misspelled."""
     known = [name for names, _ in _OPTIONS[command] for name in names]
     for name in (override.partition("=")[0] for override in overrides):
-        if (
-            name[:2] == "--"
-            and "." not in name
-            and (close := difflib.get_close_matches(name, known, n=1))
-        ):
-            fail(f"{name}: no such option; did you mean {close[0]}?")
+        if not name.startswith("--") or "." in name:  # a value, or a key of the configuration
+            continue
+        longer = [one for one in known if one.startswith(name)]
+        for close in longer[:1] or difflib.get_close_matches(name, known, n=1):
+            fail(f"{name}: no such option; did you mean {close}?")
     return options, overrides
 
 

@@ -67,14 +67,24 @@ def _fetch(config: JobConfig) -> None:
     training.dataset_path = _each(lambda at: hub.records_path(at, kept), training.dataset_path)
 
 
+_SWITCHED = ("true", "false", "on", "off", "yes", "no", "1", "0")
+
+
 def check_paths(config: JobConfig) -> None:
     """Refuse, by ValueError in one line, records and a model's folder that are not there, and a
     file in the place of the run's folder."""
     for path in record_paths(config):
         require_records(path)
     require_folder(config.model.hf_assets_path)
-    if os.path.isfile(folder := config.job.dump_folder):
-        raise ValueError(f"job.dump_folder = '{folder}': is a file; name a folder, or a new one")
+    folder = config.job.dump_folder
+    if not folder or os.path.isfile(folder):
+        raise ValueError(f"job.dump_folder = '{folder}': name a folder, or a new one")
+    for key, other in (
+        ("model.hf_assets_path", config.model.hf_assets_path),
+        ("checkpoint.initial_load_path", config.checkpoint.initial_load_path),
+    ):
+        if other and os.path.realpath(other) == os.path.realpath(folder):
+            raise ValueError(f"job.dump_folder = '{folder}': {key} is this folder; name another")
 
 
 def seeks_fewest_ranks(argv: list[str]) -> bool:
@@ -336,6 +346,8 @@ def read_command_line(argv: list[str], schema: Any, mistakes: list[str]) -> Keys
             )
         elif known.get(switched) is bool:
             values[switched] = switched == key
+            if not (equals or is_alone) and words[0].lower() in _SWITCHED:
+                equals, text = " ", words.popleft()
             if equals:
                 mistakes.append(
                     f"--{key} = {text!r}: it is a switch without a value; write --{switched} or "
@@ -412,6 +424,8 @@ def _proposal(key: str, known: Collection[str], dashes: str = "") -> str:
     found = [one for one in known if one == _OTHER_KEYS.get(name)]
     found = found or [one for one in known if one.endswith(f".{name}")]
     if len(found) != 1:
+        if section.startswith("no_") and (key := key.removeprefix("no_")) in known:
+            return f"did you mean {dashes}{key.replace('.', '.no-', 1)}?"
         found = difflib.get_close_matches(f"{section}.{name}", known, n=1, cutoff=0.75)
     if found:
         return f"did you mean {dashes}{found[0]}?"

@@ -219,7 +219,8 @@ class Records:
                 f"{len(store.units)} {source.unit_word}s, but validation.enable = true"
             )
             if not number_is_secret:
-                raise ValueError(f"{none}; raise it")
+                cure = "have more units" if heldout_fraction >= 0.2 else "raise it"
+                raise ValueError(f"{none}; {cure}, or set validation.enable = false")
             # A refusal would show whether a unit that is held out is there.
             warnings.append(f"{none}, so held-out losses are nan; raise it")
         settings = settings_of(source, heldout_fraction)
@@ -349,8 +350,8 @@ def describe(figures: Mapping[str, Any], word: str) -> list[str]:
             lines.append(
                 f"at {'training.seq_len = ' if length == seq_len else ''}{length:,}: "
                 f"{row['longer']:.0%} of {drawn}s are longer, and are cut; a sample averages "
-                f"{row['tokens_per_sample']:,.0f} tokens; one pass trains on "
-                f"{row['share_in_one_sample']:.0%} of all tokens, all draws can reach "
+                f"{row['tokens_per_sample']:,.0f} tokens; one draw of each covers "
+                f"{row['share_in_one_sample']:.0%} of all tokens, many draws up to "
                 f"{row['share_in_reach']:.0%}"
             )
     return lines

@@ -409,7 +409,10 @@ def _rows(files: Files, source: Source, hashes: list[str], owners: Owners | None
     """Yield the records of all files; hash each file before its records, and enter `owners`."""
     facts, by = source.facts, source.unit_field
     others = (begins_as(path, not_as=source.format) for path in files.paths[:1] if facts.fields)
-    remedy = next(others, None) or "write them again (iconv, jq -c), or name others by a glob"
+    remedy = (
+        next(others, None)
+        or "write them again (jq -c '.[]' of an array, iconv), or name others by a glob"
+    )
     broken = Lack("training.dataset_path", f"are no {facts.row}s of '{source.format}'", remedy)
     unknown = Lack(f"data.unit_field = {by!r}", "have no usable one", "name each unit")
     said = time.monotonic()

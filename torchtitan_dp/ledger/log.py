@@ -240,7 +240,8 @@ def check_fingerprint(folder: str, fingerprint: str | None, settings: Mapping[st
     for key, value in settings.items():
         if key in earlier and earlier[key] != value:
             raise ValueError(
-                f"{key} = {value!r}: this run was started with {earlier[key]!r}, on which its "
+                f"{key} = {'unset' if value is None else repr(value)}: this run was started with "
+                f"{'it unset' if earlier[key] is None else repr(earlier[key])}, on which its "
                 "samples depend; set it back, or start afresh in another job.dump_folder"
             )
     if fingerprint not in (None, lines[0]):

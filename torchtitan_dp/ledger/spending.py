@@ -126,8 +126,8 @@ def caveats(lineage: Lineage, epsilon: float, epsilon_planned: float) -> list[st
         )
     if lost := lineage.lost + sum(ancestor.lost for ancestor in lineage.ancestors):
         found.append(
-            f"{_LOST}{lost} are counted, for each crash the most that it can lose, since what it "
-            "did lose depends on records; that records cause no crash is assumed"
+            f"{_LOST}{lost} are counted: each crash as the most steps that it can lose, since the "
+            "true number may depend on records; that no record caused a crash is assumed"
         )
     taken = [ancestor.settings for ancestor in lineage.ancestors if ancestor.steps]
     if lineage.steps or not taken:
@@ -227,7 +227,7 @@ def total(runs: Sequence[Run], delta: float | None = None, *, overlapping: bool 
             `overlapping`.
     """
     if not overlapping:
-        remedy = "a unit that is in both pays both: say --overlapping to add them up all the same"
+        remedy = "of a unit that is in both epsilon adds up: --overlapping computes it"
         _require_common([run.fingerprint for run in runs], "records", remedy, runs)
     units = [run.ledger.settings.privacy_unit for run in runs]
     _require_common(units, "privacy units", "add up only runs that are", runs)

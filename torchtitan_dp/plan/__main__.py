@@ -124,9 +124,11 @@ def main(argv: list[str]) -> list[str]:
         config = load_config(overrides, world_size)
         available = available_bytes()  # before records are indexed
         progress("reading records, finding the noise…")
+        if os.path.isdir(folder := config.job.dump_folder):
+            lock_folder(folder).close()  # before its ledger is read: a live run lengthens that
         checked = check_run(config, units=options.units)
-        if options.ranks_here is not None or os.path.isdir(config.job.dump_folder):
-            lock_folder(config.job.dump_folder).close()  # a plan alone makes no folder
+        if options.ranks_here is not None:  # a plan alone makes no folder
+            lock_folder(folder).close()
         if options.ranks_here is not None:
             refuse_lack(config, checked.args, options.ranks_here, available)
         spending = None if checked.plan is None else _spending(config, checked, checked.plan)
@@ -339,7 +341,11 @@ def _show(
         unit=unit_word(config),
         method=METHODS[config.privacy.gradient_method],
         tile=feed_forward_chunk(config) if skeleton(checked.args).gated else 0,
-        tokenizer=tokenizer_lines(config, checked.records.source),
+        tokenizer=[
+            line
+            for line in tokenizer_lines(config, checked.records.source)
+            if not brief or line.startswith("warning")
+        ],
         notices=notices(config),
         model=describe(config, checked.args),
     )

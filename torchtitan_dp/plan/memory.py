@@ -130,12 +130,12 @@ def show_memory(memory: MemoryPlan, config: JobConfig, out: TextIO, *, limited: 
     that case if the user has `limited` the memory."""
     lines = [
         f"peak memory per rank, of {memory.world_size} (predicted): "
-        f"{memory.peak_bytes / GIB:.1f} GiB: {'fits' if memory.fits else 'does NOT fit'} "
+        f"{_amount(memory.peak_bytes)}: {'fits' if memory.fits else 'does NOT fit'} "
         f"in {memory.memory_gib:g} GiB with {memory.headroom_gib:g} GiB kept free"
     ]
     for name, size in sorted(memory.parts.items(), key=lambda part: -part[1]):
         share = size / max(memory.peak_bytes, 1)
-        lines.append(f"      {name.replace('_', ' '):18}{size / GIB:10.2f} GiB{share:6.0%}")
+        lines.append(f"      {name.replace('_', ' '):18}{_amount(size):>14}{share:6.0%}")
     for mode, length in memory.longest_seq_len.items():
         found = "none fits" if length is None else f"{length:,} tokens"
         more = " or more" if length == LONGEST else ""
@@ -145,6 +145,10 @@ def show_memory(memory: MemoryPlan, config: JobConfig, out: TextIO, *, limited: 
         raise ValueError(misfit(memory, config))
     if not memory.fits:
         print(f"warning: {misfit(memory, config)}", file=sys.stderr)
+
+
+def _amount(size: float) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / 2**20:.1f} MiB"
 
 
 def misfit(memory: MemoryPlan, config: JobConfig) -> str:

@@ -79,10 +79,8 @@ def _show(records: Any, samples: Any, count: int, out: TextIO, *, of_training: b
         ids = samples.ids(unit, loader.rng(FIXED_KEY, place))
         targets = (ids >= 0) & (np.arange(len(ids)) > 0)
         whole = int(lengths[samples.units.places(unit)].sum())
-        say(
-            f"sample {place + 1}: {len(ids):,} of {whole:,} tokens; {targets.sum():,} are targets",
-            out=out,
-        )
+        of_unit = f"{len(ids):,} of its unit's {whole:,} tokens"
+        say(f"sample {place + 1}: {of_unit}; {targets.sum():,} are targets", out=out)
         for part in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(targets)) + 1):
             found = ids[part]
             ids_of = np.where(found < 0, ~found, found).tolist()

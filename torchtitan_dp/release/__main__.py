@@ -113,7 +113,8 @@ def release(
         checkpoints = os.path.join(run, config.checkpoint.folder)
         if (step := newest_finished_checkpoint(checkpoints)) < 0:
             raise ValueError(
-                f"RUN = '{run}': no whole checkpoint in it; train with checkpoint.enable = true"
+                f"RUN = '{run}': it has no whole checkpoint: run its train command again, with "
+                "checkpoint.enable = true"
             )
         checkpoint = step_folder(checkpoints, step)
         terms = claims(
@@ -232,8 +233,7 @@ def main(argv: list[str]) -> None:
         f"released: {options.out}/ (epsilon = {rounded_up(terms['epsilon'])}, of {covered(terms)}, "
         f"delta = {terms['delta']}){only}\n"
         f"          before anybody gets it: {CARD_FILE} is TO FILL IN at 'Whose data' and "
-        f"'Signed by, on'\n          before you publish it: also at {', '.join(OWNER_ITEMS)}",
-        file=sys.stderr,
+        f"'Signed by, on'\n          before you publish it: also at {', '.join(OWNER_ITEMS)}"
     )
 
 

@@ -75,7 +75,7 @@ def report(folder: str) -> str:
 
 def content(run: RunFolder) -> dict[str, Any]:
     """Return the values of the page."""
-    public = {"privacy.json", "hf"} if run.private else set()
+    public = {"privacy.json"} if run.private else set()
     there = sorted(entry.name for entry in run.path.iterdir() if not entry.name.startswith("."))
     charts = [*public_charts(run), *_charts_of_records(run)]
     for chart in charts:
@@ -256,7 +256,7 @@ def main(argv: list[str]) -> None:
             write_atomically(path, page.encode())
         except OSError as error:
             raise ValueError(f"--output = '{path}': cannot be written ({error})") from error
-    print(f"report: {path} (NOT PRIVATE: do not publish it)", file=sys.stderr)
+    print(f"report: {path} (NOT PRIVATE: do not publish it)")
 
 
 if __name__ == "__main__":

@@ -64,11 +64,13 @@ from torchtitan_dp.config.derived import (
 from torchtitan_dp.data.dataset import Records, Samples, describe, settings_of
 from torchtitan_dp.data.prepare import Source, prepared
 from torchtitan_dp.data.reading import reading
+from torchtitan_dp.data.store import runs_of
 from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
 from torchtitan_dp.distributed.devices import available_bytes, has_accelerator
 from torchtitan_dp.distributed.host_memory import page_locked_bytes
 from torchtitan_dp.distributed.windows import check_softcap
 from torchtitan_dp.gradients.optimizer import MomentumSGD
+from torchtitan_dp.ledger import PRIVACY_FILE
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.hugging_face import (
@@ -265,6 +267,17 @@ def show_records(config: JobConfig, checked: Checked, *, brief: bool) -> None:
     """Print what is known of the records, or warnings alone, labelled not private."""
     for warning in checked.records.warnings:
         warn(warning)
+    folder = os.path.realpath(config.job.dump_folder)
+    runs = runs_of(checked.records.store) if checked.records.fingerprint else []
+    others = [r for r in runs if r != folder and os.path.exists(os.path.join(r, PRIVACY_FILE))]
+    if others and config.privacy.enable:
+        several = f"{len(others)} other runs" if len(others) > 1 else "another run"
+        print(
+            f"warning: {several} trained on these records, and of a {unit_word(config)} epsilon "
+            f"adds up: torchtitan-dp ledger {' '.join(others[:3])}{' …' * (len(others) > 3)} "
+            f"{config.job.dump_folder}",
+            file=sys.stderr,
+        )
     if checked.records.fingerprint and not brief:  # else they are none, but a number
         for line in describe(checked.records.figures(checked.samples), unit_word(config)):
             say(line)
@@ -301,7 +314,8 @@ def tokenizer_lines(config: JobConfig, source: Source) -> list[str]:
         if ends is not None and own not in (ends if isinstance(ends, list) else [ends]):
             end = (
                 f"warning: records end with the tokenizer's eos, {own}, and {found[0]} has "
-                f"eos_token_id = {ends}: what is released would not stop; make them equal"
+                f"eos_token_id = {ends}: what is released would not stop; set it to {own} "
+                "there, and in generation_config.json"
             )
     named = f"tokenizer: {source.tokenizer.describe()}" + (f", from {where}" if where else "")
     return [named, *filter(None, [end, never_trained(config)])]
