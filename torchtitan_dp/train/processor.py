@@ -176,9 +176,10 @@ class PrivateMetricsProcessor(LabelledMetricsProcessor):
             not_private["mfu(%)"] = mfu
             speed += f"  mfu: {mfu:.1f}%"
         self.logger.log({**public, **not_private} if is_due else not_private, step)
-        planned = "" if self._planned is None else f"{rounded_up(self._planned)} at the end"
+        now, end = rounded_up(public["epsilon"]), self._planned and rounded_up(self._planned)
+        planned = f"{end} at the end" if end and end != now else ""
         beside = ", ".join(filter(None, (planned, beside_epsilon)))
-        epsilon = f"at most {rounded_up(public['epsilon'])}{f' ({beside})' if beside else ''}"
+        epsilon = f"at most {now}{f' ({beside})' if beside else ''}"
         color = self.color
         logger.info(
             f"{color.red}step: {step}/{self._total}  {color.blue}epsilon: {epsilon}  "
