@@ -94,4 +94,4 @@ def test_a_prediction_of_a_ring_s_memory(host, tmp_path, monkeypatch, capsys):
     aligned = ["--training.seq_len=512", "--data.no-length_buckets"]  # else cuDNN is not asked for
     tiny = arguments(tmp_path / "out", write_records(tmp_path / "data"), *aligned)
     assert exit_code(plan.main, [*tiny, *ring, "--memory_gib=80"]) == 0
-    assert "peak memory per rank, of 2 (predicted)" in capsys.readouterr().err
+    assert "peak memory per rank, of 2 (predicted)" in capsys.readouterr().out

@@ -122,7 +122,7 @@ def test_hazard_45_weights_of_a_run_on_the_same_records_spend_on(first, data, tm
     assert spent["epsilon"] == pytest.approx(spends((SIGMA, 4), (2.0, 2)))
     assert any("whose steps are included" in caveat for caveat in spent["caveats"])
     # Sigma was chosen when the first run had shown its results.
-    assert any("assumed not to follow from what run" in caveat for caveat in spent["caveats"])
+    assert any("decided this run's noise, rate or steps" in caveat for caveat in spent["caveats"])
     assert run(out)[1]["total"]["epsilon"] == pytest.approx(spends((SIGMA, 4), (2.0, 2)))
     capsys.readouterr()
     both = run(out, first)[1]["total"]

@@ -176,7 +176,7 @@ def test_hazard_25_every_config_plans_and_has_no_rule_on_private_values(toml, tm
         "--checkpoint.no-initial_load_in_hf",  # no weights are at hand
     ]
     plan.main([*command, f"--world_size={world_size}"])
-    assert "plan: epsilon = " in capsys.readouterr().err
+    assert "plan: epsilon = " in capsys.readouterr().out
     config = load_config(command, world_size)
     # The learning rate follows the step alone: these are TorchTitan's schedules, and all keys of
     # the sections from which a rule on the loss could come. A new key must be judged here.

@@ -223,7 +223,7 @@ def test_older_weights_claim_what_was_begun_and_what_they_still_planned(run, mad
     assert sum(event["count"] for event in terms["dp_event"]["events"]) == 6
     assert terms["epsilon"] > terms["epsilon_executed"]
     only = "it holds only if no loss, no log and no clock made the owner stop after 2 of 4"
-    assert only in capfd.readouterr().err
+    assert only in capfd.readouterr().out
     assert only in card.partition("In words")[0]
     covers = "the 2 steps of these weights, 2 that crashes may have lost, 2 that were planned"
     assert f"| ε covers | {covers} and not taken |" in card
@@ -244,7 +244,7 @@ def test_a_release_brings_its_ledger_along_as_initial_weights(released, how, tmp
 
 def test_what_only_the_owner_knows_is_listed_at_the_end(made, capfd):
     _, card = made()
-    said = capfd.readouterr().err
+    said = capfd.readouterr().out
     assert card.count("**TO FILL IN**") == len(OWNER_ITEMS)
     for title, question in OWNER_ITEMS.items():
         assert title in said

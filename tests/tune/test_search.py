@@ -221,7 +221,8 @@ def test_a_signal_goes_to_the_trial(number, monkeypatch):
     script += f"os.kill(os.getppid(), signal.{number})\ntime.sleep(60)"
     started = []
 
-    def start(command):
+    def start(command, stdout):
+        assert stdout == 2  # stderr: stdout is for the result
         started.append(command)
         return popen([sys.executable, "-c", script])
 

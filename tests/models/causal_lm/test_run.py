@@ -100,7 +100,7 @@ def test_one_and_two_processes_train_resume_and_export_the_same_model(gemma, tmp
     )
     assert (exported / "generation_config.json").exists()
     plan.main([*overrides, "--world_size=2"])
-    assert "tied embeddings, without dropout" in capsys.readouterr().err
+    assert "tied embeddings, without dropout" in capsys.readouterr().out
 
 
 def released_model(base, folder):
