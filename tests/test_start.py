@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import termios
 import time
 from pathlib import Path
@@ -158,6 +159,7 @@ def pressed(connection, worker, times, log):
         process.wait(60)
 
     into(log)
+    tempfile.tempdir = str(Path(log).parent)
     launched(workers)
 
 
@@ -208,6 +210,7 @@ def test_ctrl_c_is_one_line_and_loses_nothing_unless_pressed_again(
     assert log.read_text().splitlines()[1:] == ["ready", "", *told]
     until(lambda: not Path(f"/proc/{pid}").exists())
     assert not Path(f"/proc/{pid}").exists()  # killed, or ended and reaped
+    assert [*tmp_path.iterdir()] == [log]  # no worker's output
 
 
 @pytest.mark.parametrize("nohup", [False, True])

@@ -17,7 +17,7 @@ from tests.processes.runs import arguments
 from torchtitan_dp.release.__main__ import release
 from torchtitan_dp.train.outlets import PUBLIC_FILE
 
-STEPS = 8
+STEPS = 6
 LIMIT, CRASH = 2_600, 2_400  # tokens: six steps without the long record, two with it
 pytestmark = pytest.mark.slow
 
