@@ -2,15 +2,21 @@
 Real runs of two processes at cp 2; rows 11, 31, 45 and 46, where they need a restart."""
 
 import json
+import math
+import re
 import shutil
 
 import pytest
 import torch
 
 import torchtitan_dp.plan.__main__ as plan
+from tests.accounts import edit
 from tests.processes import runs
 from tests.processes.runs import Run, arguments, privacy, weights, with_sigma, write_records
 from torchtitan_dp.base.process import lock_folder
+from torchtitan_dp.ledger.schema import ledger_of, read_published_fields
+from torchtitan_dp.ledger.spending import spent
+from torchtitan_dp.privacy.meaning import meaning
 
 STEPS = 4
 
@@ -74,6 +80,22 @@ def test_a_finished_run_is_not_described_by_a_start_that_trains_nothing(finished
         folder.planned_epsilon(capsys, STEPS - 1)
     line = f"training.steps = {STEPS - 1}: {STEPS} were taken already; give no fewer"
     assert line in capsys.readouterr().err
+
+
+def test_rate_and_epsilon_are_of_all_steps_that_were_planned(finished, tmp_path, capsys):
+    """Fewer were asked for later: they count unless the owner states why they were not taken."""
+    folder = Folder(tmp_path, copy_of=finished[0])
+    edit(folder.out, planned_steps=STEPS + 2)
+    plan.main([*folder.command, f"--training.steps={STEPS}", "--world_size=2"])
+    said = capsys.readouterr().out
+    (stated,) = re.findall(r"6 steps were planned before: .* states epsilon = ([0-9.]+), of", said)
+    assert float(stated) > 8
+    (times,) = re.findall(r"more than ([0-9.]+) times \(e\^epsilon\)", said)
+    assert float(times) == pytest.approx(math.exp(float(stated)), rel=0.01)
+    known = ledger_of(read_published_fields(str(folder.out)))
+    bounds = meaning(spent(known).segments(known.settings.mechanism, 2), known.settings.delta)
+    (rate, _) = re.findall(r"detects at most ([0-9.]+)% of", said)
+    assert float(rate) / 100 == pytest.approx(bounds.detected[0][1], rel=0.01)
 
 
 def test_two_starts_from_one_checkpoint_differ(finished, tmp_path):

@@ -40,7 +40,7 @@ def test_row50_a_run_that_stopped_early_tells_what_was_planned(tmp_path):
     assert published["epsilon_planned"] >= SETTINGS.epsilon(200) > 2 * published["epsilon"]
     assert (published["steps"], published["planned_steps"]) == (2, 200)
     (caveat,) = [c for c in published["caveats"] if "2 of 200" in c]
-    assert "applies if neither results nor a clock decided when to stop" in caveat
+    assert "If the stop was decided beforehand, epsilon = " in caveat
     found = verify(str(tmp_path))
     assert found.faults == []
     assert found.ledger.caveats == ()  # weights that go on have not stopped
@@ -65,7 +65,7 @@ def test_row50_a_stop_is_not_forgotten_in_another_folder(tmp_path):
     published = publish(tmp_path / "second", stopped(tmp_path / "first"))
     assert published["epsilon_planned"] == published["epsilon"] >= SETTINGS.epsilon(2_001)
     (caveat,) = [c for c in published["caveats"] if "2 of 2000 by run" in c]
-    assert "applies if weights alone did; no epsilon applies if losses" in caveat
+    assert "a clock (a time limit, a preemption, patience), no epsilon holds" in caveat
     found = verify(str(tmp_path / "second"))
     assert found.faults == []
     assert total([found]).epsilon_planned == pytest.approx(published["epsilon_planned"])

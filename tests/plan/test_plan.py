@@ -14,6 +14,7 @@ from tests.accounts import begun, epsilon, publish, with_terms
 from tests.processes.runs import ROOT, arguments, with_sigma, write_records
 from torchtitan_dp.checkpoint.start import Start, plan_start
 from torchtitan_dp.config.load import load_config
+from torchtitan_dp.ledger.schema import released, write_published
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -208,3 +209,13 @@ def test_steps_that_a_crash_lost_are_said_with_what_keeps_the_target(tmp_path, c
     assert "counted as 2: a release will state epsilon = " in said
     assert float(re.search(r"will state epsilon = ([0-9.]+)", said)[1]) > 8
     assert "above privacy.target_epsilon = 8; to stay below it, lower training.steps" in said
+
+
+def test_a_release_is_no_folder_to_train_in(tmp_path, capsys):
+    command = [*arguments(tmp_path / "out", write_records(tmp_path / "data")), "--world_size=2"]
+    ledger = plan_start(load_config(command[:-1], 2), 24, Start(), None).ledger
+    os.makedirs(tmp_path / "out")
+    write_published(str(tmp_path / "out"), released(ledger, 8.0, 8.0))
+    with pytest.raises(SystemExit):
+        plan.main(command)
+    assert "out': it is a release; name another folder" in capsys.readouterr().err

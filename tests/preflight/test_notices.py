@@ -119,16 +119,16 @@ def test_a_field_that_names_people_is_a_notice_where_records_are_the_unit(tmp_pa
 def test_other_runs_on_the_same_records_are_named(tmp_path, capsys) -> None:
     """Each has a card of its own epsilon, and a person pays for both."""
     write(tmp_path, {"notes.jsonl": as_lines(NOTES)})
-    assert "another run trained on these records" not in planned(tmp_path, capsys)
+    assert "trained on these records" not in planned(tmp_path, capsys)
     begun(tmp_path)
     mark_used(open_records(load_config(command(tmp_path), 1)).store, str(tmp_path / "out"))
-    assert "another run trained on these records" not in planned(tmp_path, capsys)  # it is this one
+    assert "trained on these records" not in planned(tmp_path, capsys)  # it is this one
     (line,) = (
         line
         for line in planned(tmp_path, capsys, f"--job.dump_folder={tmp_path}/second").splitlines()
-        if line.startswith("warning: another run trained on these records")
+        if "trained on these records" in line
     )
-    assert line.endswith(f"torchtitan-dp ledger {tmp_path}/out {tmp_path}/second")
+    assert line.startswith(f"warning: another run, {tmp_path}/out, trained on these records")
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,8 @@ class Bookkeeping:
         executed, target = self.account.epsilon_executed(self.ledger), self.settings.target_epsilon
         mechanism = self.settings.mechanism
         at_once = max(mechanism.period, mechanism.round_steps)
-        words = [f"of {at_once} steps at once"] if at_once > 1 else []
+        whole = "of the whole run" if at_once >= self._total else f"of {at_once} steps at once"
+        words = [whole] if at_once > 1 else []
         if executed > self.account.epsilon(self.ledger):
             words.append(f"with lost steps {rounded_up(executed)}")
         return ", ".join(words + ([] if target is None else [f"target {target:g}"]))
@@ -261,9 +262,10 @@ class Bookkeeping:
         is_to_ship = spent["private"] and not self.ledger.is_trial
         if not is_to_ship:
             return summary(spent)
-        more = " --merged, or --base_model NAME for PEFT" if self._config.lora.rank else ""
-        ship = f"to publish: {typed('release')} {self._folder} NEW_FOLDER{more}"
-        return [*summary(spent), ship]
+        ship = [f"to publish: {typed('release')} {self._folder} NEW_FOLDER"]
+        if self._config.lora.rank and self._config.lora.export == "adapter":
+            ship.append("adapters alone need PEFT and their base (--base_model); --merged: a model")
+        return [*summary(spent), *ship]
 
     def _draw(self, step: int, loader: RecordLoader) -> Draw:
         mechanism = self.settings.mechanism

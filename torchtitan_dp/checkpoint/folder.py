@@ -195,7 +195,10 @@ def read_ledger(step: str) -> Lineage:
         load(state, step, no_dist=True)
         return Lineage.from_json(state[LEDGER_KEY])
     except (CheckpointException, Exception) as error:  # the first is a BaseException only
-        raise ValueError(f"the ledger in {step} cannot be read: {in_one_line(error)}") from error
+        raise ValueError(
+            f"the ledger in {step} cannot be read: {in_one_line(error)}; run its train command "
+            "again, which moves a damaged checkpoint aside and goes on from the one before"
+        ) from error
 
 
 def in_one_line(error: BaseException) -> str:

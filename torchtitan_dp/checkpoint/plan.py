@@ -37,7 +37,7 @@ from torchtitan_dp.ledger.lineage import (
     with_caveats,
 )
 from torchtitan_dp.ledger.log import Losable, RunLog
-from torchtitan_dp.ledger.schema import PRIVACY_FILE, ledger_of, read_published_fields
+from torchtitan_dp.ledger.schema import PRIVACY_FILE, is_release, ledger_of, read_published_fields
 from torchtitan_dp.ledger.spending import BY_RDP, counted_by, epsilon, inherited, spent
 from torchtitan_dp.privacy import accounting, published_loss
 from torchtitan_dp.privacy.coefficients import INDEPENDENT, found_for
@@ -456,6 +456,8 @@ def earlier_ledger(folder: str) -> Lineage | None:
             f"job.dump_folder = '{folder}': {log.count} steps were begun here, but {PRIVACY_FILE}, "
             "which records their terms, is missing; restore it, or use another folder"
         )
+    if is_release(published):
+        raise ValueError(f"job.dump_folder = '{folder}': it is a release; name another folder")
     if published["audit"] is not None:
         raise ValueError(f"job.dump_folder = '{folder}': audited, so never private; name another")
     stated = ledger_of(published)

@@ -361,6 +361,11 @@ def summary(content: dict[str, Any]) -> list[str]:
             f"epsilon = {rounded_up(content['epsilon_executed'])} with {lost} steps that crashes "
             f"may have lost, {rounded_up(content['epsilon'])} without"
         )
+    elif content["private"] and content["epsilon_planned"] > content["epsilon"]:
+        stated = (
+            f"epsilon = {rounded_up(content['epsilon_planned'])} of all {content['planned_steps']} "
+            f"planned steps, {rounded_up(content['epsilon'])} of the {content['steps']} taken"
+        )
     loss = content["heldout_loss"]
     how = "".join(f"{words}, " for words in in_words(Mechanism.from_fields(content)))
     lines = [

@@ -118,11 +118,11 @@ def caveats(lineage: Lineage, epsilon: float, epsilon_planned: float) -> list[st
     stopped += [f"{one.steps} of {one.planned_steps} by run {one.run}" for one in others]
     if stopped:
         found.append(
-            f"{_EARLY}{', '.join(stopped)}; epsilon = {rounded_up(epsilon)}, of the steps taken, "
-            "applies if neither results nor a clock decided when to stop; epsilon_planned = "
-            f"{rounded_up(epsilon_planned)} applies if weights alone did; no epsilon applies if "
-            "losses, norms or other logs did, or a clock (a time limit, a preemption, an owner's "
-            "patience): the number of steps that fit into a time depends on the lengths of records"
+            f"{_EARLY}{', '.join(stopped)}. If the stop was decided beforehand, epsilon = "
+            f"{rounded_up(epsilon)}; if by the weights alone, epsilon_planned = "
+            f"{rounded_up(epsilon_planned)}. If a loss, a norm or another log decided it, or a "
+            "clock (a time limit, a preemption, patience), no epsilon holds, since the steps that "
+            "fit into a time depend on the lengths of records: resume until all steps are taken"
         )
     if lost := lineage.lost + sum(ancestor.lost for ancestor in lineage.ancestors):
         found.append(

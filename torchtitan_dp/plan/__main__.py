@@ -50,7 +50,7 @@ from torchtitan_dp.config.load import (
 )
 from torchtitan_dp.distributed.devices import available_bytes, cuda_devices, memory_bytes
 from torchtitan_dp.ledger.schema import explain
-from torchtitan_dp.ledger.spending import heldout_epsilon, reasons, spent
+from torchtitan_dp.ledger.spending import heldout_epsilon, inherited, reasons, spent
 from torchtitan_dp.models.hugging_face import (
     describe,
     origin,
@@ -102,6 +102,7 @@ class Spending:
     kept_noise_gib: float  # of a rank: earlier steps', where noise is correlated
     cost: StepCost
     meaning: list[str]  # of epsilon, for one person: sentences
+    inherited: float | None  # epsilon of the initial weights alone
     if_capped: float | None  # epsilon, were estimated norms capped; None where they are
     loss: Loss | None  # None where none is published
 
@@ -274,7 +275,8 @@ def _spending(config: JobConfig, checked: Checked, plan: Plan) -> Spending:
     args, settings, ledger = checked.args, plan.settings, plan.ledger
     count, batch = settings.implied_units, settings.expected_batch_size
     mechanism, trained = settings.mechanism, trained_count(args)
-    steps = spent(ledger).segments(mechanism, max(plan.steps - ledger.steps, 0))
+    steps = spent(ledger).segments(mechanism, ledger.left)
+    before = inherited(ledger.ancestors)
     if_capped, stated = None, plan.epsilon_stated  # with lost steps, as a release states it
     meaning = explain(ledger, steps, stated)
     if mechanism.largest_share > 1:
@@ -287,6 +289,7 @@ def _spending(config: JobConfig, checked: Checked, plan: Plan) -> Spending:
         noise=noise_of_run(mechanism, trained=trained, batch=batch, steps=plan.steps),
         kept_noise_gib=4 * (mechanism.period - 1) * trained / (dp_shard * cp) / GIB,
         cost=step_cost(config, args, records=count, rate=mechanism.sample_rate),
+        inherited=settings.compose(list(before)) if before else None,
         meaning=meaning.sentences(settings.unit, stated, settings.delta) if meaning else [],
         if_capped=if_capped,
         loss=_loss(config, plan, len(checked.records.heldout)),

@@ -230,10 +230,10 @@ def main(argv: list[str]) -> None:
         )
     only = f"\n          {stated}" if (stated := condition(terms)) else ""
     print(
-        f"released: {options.out}/ (epsilon = {rounded_up(terms['epsilon'])}, of {covered(terms)}, "
-        f"delta = {terms['delta']}){only}\n"
-        f"          before anybody gets it: {CARD_FILE} is TO FILL IN at 'Whose data' and "
-        f"'Signed by, on'\n          before you publish it: also at {', '.join(OWNER_ITEMS)}"
+        f"released: {options.out}/: epsilon = {rounded_up(terms['epsilon'])}, delta = "
+        f"{terms['delta']}; it counts {covered(terms)}{only}\n"
+        f"          before you give it to anybody, fill in, in {CARD_FILE}: 'Whose data', 'Signed "
+        f"by, on'\n          before you publish it, also: {', '.join(OWNER_ITEMS)}"
     )
 
 

@@ -191,13 +191,16 @@ class Row(NamedTuple):
 
 
 def status_rows(run: RunFolder) -> list[Row]:
-    step, finished = run.ledger.steps, run.ledger.steps >= run.total > 0
+    asked = run.config.training.steps if run.config else run.total
+    step, finished = run.ledger.steps, run.ledger.steps >= asked > 0
     if run.alive:
         step, state = max(step, run.begun), "alive: a process has the folder's lock"
     elif run.ended_by:
         state = f"stopped: {run.ended_by}"
     elif finished:
-        state = "finished"
+        state = "finished" + f": {asked:,} steps, of {run.total:,} once planned" * (
+            asked < run.total
+        )
     else:
         newest = run.checkpoint.rpartition(", ")[0]
         state = f"stopped; the same command goes on from {newest or 'the start: no checkpoint'}"

@@ -271,11 +271,10 @@ def show_records(config: JobConfig, checked: Checked, *, brief: bool) -> None:
     runs = runs_of(checked.records.store) if checked.records.fingerprint else []
     others = [r for r in runs if r != folder and os.path.exists(os.path.join(r, PRIVACY_FILE))]
     if others and config.privacy.enable:
-        several = f"{len(others)} other runs" if len(others) > 1 else "another run"
+        several = f"{len(others)} other runs, as" if len(others) > 1 else "another run,"
         print(
-            f"warning: {several} trained on these records, and of a {unit_word(config)} epsilon "
-            f"adds up: torchtitan-dp ledger {' '.join(others[:3])}{' …' * (len(others) > 3)} "
-            f"{config.job.dump_folder}",
+            f"warning: {several} {others[0]}, trained on these records, and of a "
+            f"{unit_word(config)} epsilon adds up: torchtitan-dp ledger RUN RUN …",
             file=sys.stderr,
         )
     if checked.records.fingerprint and not brief:  # else they are none, but a number
