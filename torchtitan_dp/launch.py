@@ -133,10 +133,12 @@ def _run(argv: list[str], logs: str) -> bool:
     try:
         run.run(asked)
     except ChildFailedError as error:
-        rank = str(error.get_first_failure()[1].local_rank)
-        if asked.local_ranks_filter and rank not in asked.local_ranks_filter.split(","):
-            _show_last_lines(asked.log_dir, rank)
-        _say(str(error))  # which worker failed; a traceback of torchrun's adds nothing
+        rank, shown = str(error.get_first_failure()[1].local_rank), asked.local_ranks_filter
+        lines = _last_lines(asked.log_dir, rank)
+        if shown and rank not in shown.split(","):
+            _say("\n".join(f"[rank{rank}]: {line}" for line in lines))
+        if not any(line.startswith("error: ") for line in lines):  # else it has said why
+            _say(str(error))  # which worker failed; a traceback of torchrun's adds nothing
         if error.get_first_failure()[1].exitcode < 0:  # killed: no fault of the run's
             _say(_GOES_ON)
         raise SystemExit(1) from None
@@ -150,11 +152,11 @@ def _run(argv: list[str], logs: str) -> bool:
     return was_stopped
 
 
-def _show_last_lines(logs: str, local_rank: str) -> None:
-    """Print what a failed worker, whose output is hidden, wrote last."""
+def _last_lines(logs: str, local_rank: str) -> list[str]:
+    """Return what a worker wrote last, where torchrun has kept it."""
     for log in sorted(Path(logs).glob(f"*/attempt_*/{local_rank}/stderr.log"))[-1:]:
-        for line in log.read_text(errors="replace").splitlines()[-_LAST_LINES:]:
-            _say(f"[rank{local_rank}]: {line}")
+        return log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+    return []
 
 
 def _leave_other_nodes() -> None:

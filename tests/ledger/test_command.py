@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 
+import torchtitan_dp.plan.__main__ as plan
 from tests.accounts import begun, edit, export, publish, steps_of
 from tests.processes.runs import arguments, privacy, train, with_sigma, write_records
 from torchtitan_dp.checkpoint.plan import earlier_ledger
@@ -14,6 +15,7 @@ from torchtitan_dp.checkpoint.start import decide_start, plan_start
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.ledger import Lineage
 from torchtitan_dp.privacy import accounting
+from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.release.__main__ import main as release
 from torchtitan_dp.release.ledgers import main
 
@@ -116,7 +118,13 @@ def test_hazard_45_weights_of_a_run_on_the_same_records_spend_on(first, data, tm
     out = tmp_path / "second"
     release([str(first), str(tmp_path / "released")])  # with the tokenizer of bytes
     load = f"--model.hf_assets_path={tmp_path}/released", "--checkpoint.initial_load_in_hf"
-    train(arguments(out, data, *with_sigma(2.0), *load, "--training.steps=2"), log=tmp_path / "log")
+    command = arguments(out, data, *with_sigma(2.0), *load, "--training.steps=2")
+    plan.main([*command, "--world_size=2"])
+    assert (
+        f"the initial weights spent epsilon = {rounded_up(spends((SIGMA, 4)))} by themselves"
+        in capsys.readouterr().out
+    )
+    train(command, log=tmp_path / "log")
     spent = privacy(out)
     assert spent["steps"] == 2
     assert spent["epsilon"] == pytest.approx(spends((SIGMA, 4), (2.0, 2)))
