@@ -135,7 +135,7 @@ def test_hazard_45_weights_of_a_run_on_the_same_records_spend_on(first, data, tm
     capsys.readouterr()
     both = run(out, first)[1]["total"]
     assert both["epsilon"] == pytest.approx(spends((SIGMA, 8), (2.0, 2)))
-    assert "prefix counted twice" in capsys.readouterr().out
+    assert "steps counted twice" in capsys.readouterr().out
 
 
 def plan_of(command, folder):

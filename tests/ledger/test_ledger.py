@@ -222,7 +222,7 @@ def test_runs_add_up_and_copies_count_their_prefix_twice():
     assert found.epsilon == pytest.approx(SETTINGS.epsilon(16))
     assert found.epsilon_planned == pytest.approx(SETTINGS.epsilon(18))
     assert found.steps_executed == 16
-    assert counted_twice(runs) == ["prefix counted twice: 'two' and 'one' are copies"]
+    assert counted_twice(runs) == ["steps counted twice: 'two' and 'one' are copies"]
     assert counted_twice(runs[1:]) == []
 
 
@@ -233,7 +233,7 @@ def test_an_export_that_several_runs_began_with_counts_once_and_two_exports_twic
     others = [children[0], run_of(2, "c", ancestors=(two,))]  # of another copy, for all we know
     assert total(others).epsilon == pytest.approx(SETTINGS.epsilon(14))
     (line,) = counted_twice([run_of(5, "a"), children[0]])
-    assert line.startswith("prefix counted twice: 'b' began with weights of 'a'")
+    assert line.startswith("steps counted twice: 'b', which began with weights of 'a'")
     assert total([run_of(5, "a"), children[0]]).epsilon == pytest.approx(SETTINGS.epsilon(12))
 
 

@@ -116,6 +116,14 @@ def test_a_field_that_names_people_is_a_notice_where_records_are_the_unit(tmp_pa
     assert notice not in planned(tmp_path, capsys, *with_sigma(1), "--data.unit_field=patient_id")
 
 
+@pytest.mark.parametrize("same", [False, True])
+def test_a_field_that_makes_each_record_a_unit_is_asked_about(tmp_path, capsys, same) -> None:
+    rows = [{"who": 7 if same and i < 2 else i, "note": "text"} for i in range(24)]
+    write(tmp_path, {"notes.jsonl": as_lines(rows)})
+    said = planned(tmp_path, capsys, "--data.unit_field=who", *with_sigma(1))
+    assert ("every line is a unit of its own: check that data.unit_field = 'who'" in said) != same
+
+
 def test_other_runs_on_the_same_records_are_named(tmp_path, capsys) -> None:
     """Each has a card of its own epsilon, and a person pays for both."""
     write(tmp_path, {"notes.jsonl": as_lines(NOTES)})

@@ -205,6 +205,11 @@ class Records:
                 f"{alike:,} units may be {people:,}: names differ only by case, blanks, Unicode "
                 f"form, or zeros; write data.unit_field = {source.unit_field!r} in one way"
             )
+        if source.unit_field is not None and len(store.units) == len(store) > 1:
+            warnings.append(
+                f"every {facts.row} is a unit of its own: check that data.unit_field = "
+                f"{source.unit_field!r} names what is to be protected"
+            )
         if owners := store.facts.get("owners"):
             warnings += described(owners, len(store))
         if unnamed := store.facts["unnamed"]:

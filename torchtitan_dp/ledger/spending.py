@@ -268,15 +268,15 @@ def counted_twice(runs: Sequence[Run]) -> list[str]:
     folders, lines = dict[str, str](), list[str]()
     for run in runs:
         if other := folders.get(run.ledger.run):
-            lines.append(f"prefix counted twice: '{run.folder}' and '{other}' are copies")
+            lines.append(f"steps counted twice: '{run.folder}' and '{other}' are copies")
         folders[run.ledger.run] = run.folder
     for run in runs:
         for ancestor in run.ledger.ancestors:
             if (name := ancestor.run.partition("/")[0]) in folders:
                 lines.append(
-                    f"prefix counted twice: '{run.folder}' began with weights of "
-                    f"'{folders[name]}', and counts all that it had begun or planned by then: "
-                    "leave that out if it has done no more"
+                    f"steps counted twice: '{run.folder}', which began with weights of "
+                    f"'{folders[name]}', counts that run's steps too: leave '{folders[name]}' out, "
+                    "unless it was trained on afterwards"
                 )
     return lines
 

@@ -198,9 +198,8 @@ def status_rows(run: RunFolder) -> list[Row]:
     elif run.ended_by:
         state = f"stopped: {run.ended_by}"
     elif finished:
-        state = "finished" + f": {asked:,} steps, of {run.total:,} once planned" * (
-            asked < run.total
-        )
+        fewer = f": {asked:,} steps, of {run.total:,} once planned" if asked < run.total else ""
+        state = f"finished{fewer}"
     else:
         newest = run.checkpoint.rpartition(", ")[0]
         state = f"stopped; the same command goes on from {newest or 'the start: no checkpoint'}"
