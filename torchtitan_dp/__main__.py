@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torchtitan_dp.base.process import VERBOSE, forbid_core_dumps, processes_asked
-from torchtitan_dp.config.commands import help_of
+from torchtitan_dp.config.commands import CONFIG_OPTION, help_of
 from torchtitan_dp.config.load import exit_on_mistake, fail
 
 _COMMANDS = {
@@ -63,9 +63,7 @@ def main(argv: list[str] | None = None) -> None:
         print(text.read_text("utf-8") if is_train else help_of(command, _COMMANDS[command]), end="")
         return
     if command == "train":
-        if not any(
-            option.startswith(("--job.config_file", "--job.config-file")) for option in rest
-        ):
+        if not any(option.startswith(CONFIG_OPTION) for option in rest):
             fail("CONFIG is missing: torchtitan-dp train CONFIG, the TOML of the run")
         module, rest = _training(rest)
     sys.argv = [f"torchtitan_dp.{module}", *rest]

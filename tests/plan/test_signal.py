@@ -120,9 +120,8 @@ def test_the_plan_says_how_large_the_noise_is(planned):
     assert content["recommendation"] is None
     assert (
         f"noise: its norm is {in_step:.3g} C in a step and {in_step / 2:.3g} C averaged over the "
-        f"run, over "
-        f"{trained:,} trained values; the gradient of one record is clipped to a norm of C\n"
-        in said
+        f"run, over {trained:,} trained values; the gradient of one record is clipped to a norm of "
+        "C\n" in said
     )
     assert content["signal"]["drowns"] is True
     (line,) = (line for line in said.splitlines() if line.startswith("warning: averaged over"))

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from torchtitan_dp.config.load import check_paths, exit_on_mistake, fail, load_config
 
-_CONFIG = ("--job.config_file", "--job.config-file")
+CONFIG_OPTION = ("--job.config_file", "--job.config-file")
 _ALL_KEYS = "Any --section.key value of the configuration is taken too."
 
 AUDIT_OPTIONS: tuple[tuple[str, Any, str, Any, str, str], ...] = (
@@ -119,7 +119,7 @@ _OPTIONS: dict[str, tuple[_Option, ...]] = {
     ),
     "selfcheck": (
         _takes(
-            f"--config {' '.join(_CONFIG)}",
+            f"--config {' '.join(CONFIG_OPTION)}",
             "FILE",
             "the TOML of a run: check what it would use (default: every gradient method)",
             dest="config_file",
@@ -179,7 +179,7 @@ def parsed(command: str, doc: str | None, argv: list[str]) -> tuple[argparse.Nam
     options, overrides = parser.parse_known_args(argv)
     if overrides and options.config_file is None:
         fail(f"{overrides[0]}: without --config there is nothing to override; name a TOML")
-    config = [] if options.config_file is None else [_CONFIG[0], options.config_file]
+    config = [] if options.config_file is None else [CONFIG_OPTION[0], options.config_file]
     return options, [*config, *overrides]
 
 
@@ -201,11 +201,11 @@ def parse_known(
     parser: argparse.ArgumentParser, argv: list[str]
 ) -> tuple[argparse.Namespace, list[str]]:
     """Return a tool's own options, and the configuration's command line for `load_config`."""
-    parser.add_argument(*_CONFIG, dest="config_file", metavar="FILE", help="the TOML")
+    parser.add_argument(*CONFIG_OPTION, dest="config_file", metavar="FILE", help="the TOML")
     known, overrides = parser.parse_known_args(argv)
     if known.config_file is None:
         fail("--job.config_file is missing: name the TOML of the run")
-    return known, [_CONFIG[0], known.config_file, *overrides]
+    return known, [CONFIG_OPTION[0], known.config_file, *overrides]
 
 
 def first(command: str, doc: str | None) -> None:

@@ -346,11 +346,11 @@ def read_command_line(argv: list[str], schema: Any, mistakes: list[str]) -> Keys
             )
         elif known.get(switched) is bool:
             values[switched] = switched == key
-            if not (equals or is_alone) and words[0].lower() in _SWITCHED:
-                equals, text = " ", words.popleft()
-            if equals:
+            follows = not is_alone and words[0].lower() in _SWITCHED
+            if equals or follows:
+                given = text if equals else words.popleft()
                 mistakes.append(
-                    f"--{key} = {text!r}: it is a switch without a value; write --{switched} or "
+                    f"--{key} = {given!r}: it is a switch without a value; write --{switched} or "
                     f"--{section}.no-{name.removeprefix('no_')}"
                 )
         elif key not in known:

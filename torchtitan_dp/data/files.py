@@ -108,10 +108,9 @@ def together(found: Sequence[tuple[str, list[str], list[str]]]) -> tuple[str, li
     root = os.path.commonpath(roots)
 
     def below(place: int) -> list[str]:
-        names = [
-            (real, name) for real, one in zip(roots, found, strict=True) for name in one[place]
-        ]
-        every = {_file(os.path.join(*name), roots): os.path.join(*name) for name in names}
+        each = zip(roots, found, strict=True)
+        paths = [os.path.join(real, name) for real, one in each for name in one[place]]
+        every = {_file(path, roots): path for path in paths}
         return [os.path.relpath(path, root) for path in every.values()]
 
     return root, below(1), below(2)

@@ -119,9 +119,9 @@ def _manage(options: argparse.Namespace) -> None:
         return
     names = stores.names(folder)
     for name in names:
-        store = stores.load(os.path.join(folder, name))
+        store = stores.load(place := os.path.join(folder, name))
         known = "unfinished, damaged, or of another version" if store is None else _described(store)
-        size = sum(entry.stat().st_size for entry in os.scandir(os.path.join(folder, name))) / 1e6
+        size = sum(entry.stat().st_size for entry in os.scandir(place)) / 1e6
         say(f"{name}: {size:,.1f} MB: {known}", out=sys.stdout)
     say(f"{len(names)} stores in {folder}; --delete NAME erases one", out=sys.stdout)
 
