@@ -261,7 +261,6 @@ BAD_FILES = [
     ("hf", "state.json", state("a"), f"{PATH} = .* names .*/a, which is missing; save"),
     ("hf", "state.json", NAMED_TWICE, ".* state.json names a file twice"),
     ("hf", "state.json", INDICES, rf"{PATH} = .* selects rows \(flatten_indices\(\) first\)"),
-    ("xml", "a.xml", b"", r"training\.dataset = 'xml' is not a known format: use one of 'te"),
 ]
 
 

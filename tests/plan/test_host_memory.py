@@ -29,8 +29,7 @@ def test_a_node_of_the_plan_has_up_to_eight_ranks(plan_tiny):
     assert content["host_memory"] == {"inputs_gib": 32 / 1024, "save_gib": 0.0} | of_node
     assert host_line(said) == (
         f"{HOST}0.03 GiB a rank for inputs of blocks, 0.00 to save beside the run; 0.25 GiB for 8 "
-        "ranks of a node; this machine has 4.00 GiB left; not counted: what each process takes by "
-        "itself, some GiB"
+        "ranks of a node; not counted: what each process takes by itself, some GiB"
     )
     said, content = plan_tiny(2, *OFFLOAD, tokens)
     assert (content["host_memory"]["node_ranks"], "for 2 ranks of a node" in said) == (2, True)

@@ -10,7 +10,7 @@ import pytest
 
 import torchtitan_dp.plan.__main__ as plan
 from tests.processes.runs import ROOT, arguments, with_sigma, write_records
-from torchtitan_dp.plan.signal import Row, noise_of, rows_of
+from torchtitan_dp.plan.signal import DROWNS, Row, rows_of
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.segments import Mechanism
 
@@ -49,13 +49,12 @@ def test_noise_of_published_runs():
     settings in the code of Li et al., known to be good."""
     for batch, steps, in_step, over_run in ((64, 200, 267, 18.9), (1024, 12, 23.6, 6.8)):
         sigma = TEN_THOUSAND[0](batch, steps)
-        full = noise_of(sigma, FULL_1B, batch, steps)
-        assert full.in_step == pytest.approx(in_step, rel=0.015)
-        assert full.over_run == pytest.approx(over_run, rel=0.01)
+        full = Mechanism(sigma, batch / 10_000).noise_norms(FULL_1B, batch, steps)
+        assert full == (pytest.approx(in_step, rel=0.015), pytest.approx(over_run, rel=0.01))
     sigma = promise(42_061, 8e-6)[0](1024, 411)
-    gpt2 = noise_of(sigma, 124_000_000, 1024, 411)
-    assert (gpt2.in_step, gpt2.over_run) == pytest.approx((7.4, 0.37), rel=0.01)
-    assert not gpt2.drowns
+    gpt2 = Mechanism(sigma, 1024 / 42_061).noise_norms(124_000_000, 1024, 411)
+    assert gpt2 == pytest.approx((7.4, 0.37), rel=0.01)
+    assert gpt2[1] < DROWNS
 
 
 def formula(units, mu=1.6):

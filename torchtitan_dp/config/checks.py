@@ -31,6 +31,7 @@ from torchtitan_dp.config.derived import (
     trains_one_sample,
     unit_word,
 )
+from torchtitan_dp.data.formats import FORMATS
 from torchtitan_dp.privacy.settings import FEWEST, MOST
 
 # By section. The keys that `schema` defines are supported too.
@@ -119,6 +120,7 @@ _RANGES = {key: of for of, names in _OF_SEVERAL.items() for key in names.split()
     "model.tokenizer_path": (lambda _: False, "left out; use model.hf_assets_path"),
     "optimizer.name": _one_of("AdamW", "Adam", "MomentumSGD"),
     "optimizer.lr": _least(0, "a positive number (1e-3, say)"),
+    "training.dataset": _one_of(*FORMATS),
     "training.loss_chunk_tokens": _least(0, "at least 1, or 0 for all logits at once"),
     "training.feed_forward_chunk": _least(0, "at least 1, 0 for all at once, or 'auto'", "auto"),
     "parallelism.context_parallel_degree": _least(1, "at least 1, -1 (the rest) or 'auto'", "auto"),

@@ -30,7 +30,7 @@ _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 def model_folder(key: str, name: str, run_config: str, *, weights: bool) -> str:
     """Return the folder of a model, fetched if `name` is one on the hub, of the revision in the
     file `run_config` if there is one; ValueError, one line, if it cannot be."""
-    found = None if os.path.exists(name.partition("/")[0]) else _MODEL.fullmatch(name)
+    found = _MODEL.fullmatch(name)
     if found is None:
         return name
     wanted = [*_SETTINGS, *(_WEIGHTS if weights else ())]
@@ -38,9 +38,7 @@ def model_folder(key: str, name: str, run_config: str, *, weights: bool) -> str:
 
 
 def records_path(name: str, run_config: str) -> str:
-    """Return the path of records, fetched if `name` begins as one on the hub, as `model_folder`."""
-    if not name.startswith("hf://"):
-        return name
+    """Return the path of records on the hub, fetched, as `model_folder`."""
     found = _RECORDS.fullmatch(name)
     if found is None or ".." in name or (found[3] or "").startswith("/"):
         raise ValueError(

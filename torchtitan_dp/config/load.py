@@ -55,16 +55,25 @@ def _each(change: Callable[[str], Any], value: Any) -> Any:
     return change(value) if isinstance(value, str) else value
 
 
+def _may_be_on_the_hub(path: str | None) -> bool:
+    """Whether a path is given, and does not begin with a folder of this machine."""
+    return bool(path) and not os.path.exists(str(path).partition("/")[0])
+
+
 def _fetch(config: JobConfig) -> None:
     """Replace names on the Hugging Face hub by paths in its cache, in place; ValueError."""
     model, checkpoint, training = config.model, config.checkpoint, config.training
     kept = os.path.join(config.job.dump_folder, RUN_CONFIG_FILE)
     loads, key = checkpoint.initial_load_in_hf, "model.hf_assets_path"
-    model.hf_assets_path = hub.model_folder(key, model.hf_assets_path, kept, weights=loads)
-    if loads and (path := checkpoint.initial_load_path):
+    if _may_be_on_the_hub(path := model.hf_assets_path):
+        model.hf_assets_path = hub.model_folder(key, path, kept, weights=loads)
+    if loads and _may_be_on_the_hub(path := checkpoint.initial_load_path):
         key = "checkpoint.initial_load_path"
         checkpoint.initial_load_path = hub.model_folder(key, path, kept, weights=True)
-    training.dataset_path = _each(lambda at: hub.records_path(at, kept), training.dataset_path)
+    training.dataset_path = _each(
+        lambda at: hub.records_path(at, kept) if at.startswith("hf://") else at,
+        training.dataset_path,
+    )
 
 
 _SWITCHED = ("true", "false", "on", "off", "yes", "no", "1", "0")

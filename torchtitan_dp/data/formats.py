@@ -107,14 +107,6 @@ class Format:
                 )
 
 
-def format_named(name: str) -> Format:
-    """Look a format up; raise ValueError, one line, if it is not known."""
-    if name not in FORMATS:
-        known = ", ".join(map(repr, FORMATS))
-        raise ValueError(f"training.dataset = {name!r} is not a known format: use one of {known}")
-    return FORMATS[name]
-
-
 def unit_name(value: object) -> str | None:
     """Return the name of a unit in a field; None if it names none."""
     # A bool is an int in Python, and 1.0 is not 1 in other JSON readers.

@@ -32,10 +32,10 @@ from torchtitan_dp.data import store as stores
 from torchtitan_dp.data.files import NAMED, Fields, Files, list_files, locate, together
 from torchtitan_dp.data.formats import (
     FOLDER,
+    FORMATS,
     OF_OWNERS,
     Format,
     begins_as,
-    format_named,
     is_pointer,
     unit_name,
 )
@@ -84,7 +84,7 @@ class Source:
 
     @property
     def facts(self) -> Format:
-        return format_named(self.format)
+        return FORMATS[self.format]
 
     @property
     def unit_word(self) -> str:

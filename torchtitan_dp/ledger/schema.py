@@ -26,13 +26,14 @@ from torchtitan_dp.ledger.spending import (
     assumptions,
     caveats,
     epsilon,
+    explain,
     heldout_epsilon,
     recorded,
     spent,
     to_act_on,
 )
 from torchtitan_dp.privacy.accounting import rounded_up
-from torchtitan_dp.privacy.meaning import Meaning, meaning
+from torchtitan_dp.privacy.meaning import Meaning
 from torchtitan_dp.privacy.segments import Mechanism, Segment, composition, dp_event
 
 PRIVACY_FILE = "privacy.json"
@@ -321,13 +322,6 @@ def _content(
     check(content)
     assert computed.keys() <= content.keys(), computed.keys() - content.keys()
     return content
-
-
-def explain(lineage: Lineage, segments: list[Segment], epsilon: float) -> Meaning | None:
-    """Return the meaning of an epsilon for one person; None where there is no privacy."""
-    if not lineage.composes or not math.isfinite(epsilon):
-        return None
-    return meaning(segments, lineage.settings.delta)
 
 
 def in_sentences(content: Mapping[str, Any]) -> list[str]:

@@ -22,6 +22,7 @@ from torchtitan_dp.ledger.log import FINGERPRINT_FILE
 from torchtitan_dp.privacy import accounting, published_loss
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.clipping import fp32_sum_excess
+from torchtitan_dp.privacy.meaning import Meaning, meaning
 from torchtitan_dp.privacy.segments import Mechanism, Segment, composition
 
 
@@ -52,6 +53,13 @@ def inherited(ancestors: Iterable[Ancestor]) -> tuple[Segment, ...]:
 def epsilon(steps: Spent, settings: Settings, planned: int = 0) -> float:
     """Return the epsilon of steps, and of so many planned ones, as a run on these terms counts."""
     return settings.compose(steps.segments(settings.mechanism, planned))
+
+
+def explain(lineage: Lineage, segments: list[Segment], epsilon: float) -> Meaning | None:
+    """Return the meaning of an epsilon for one person; None where there is no privacy."""
+    if not lineage.composes or not math.isfinite(epsilon):
+        return None
+    return meaning(segments, lineage.settings.delta)
 
 
 def heldout_epsilon(lineage: Lineage) -> float | None:

@@ -49,8 +49,7 @@ from torchtitan_dp.config.load import (
     write_json,
 )
 from torchtitan_dp.distributed.devices import available_bytes, cuda_devices, memory_bytes
-from torchtitan_dp.ledger.schema import explain
-from torchtitan_dp.ledger.spending import heldout_epsilon, inherited, reasons, spent
+from torchtitan_dp.ledger.spending import explain, heldout_epsilon, inherited, reasons, spent
 from torchtitan_dp.models.hugging_face import (
     describe,
     origin,
@@ -68,7 +67,7 @@ from torchtitan_dp.plan.roofline import (
     step_cost,
     step_seconds,
 )
-from torchtitan_dp.plan.signal import DROWNS, Noise, noise_of_run, recommend, refuse
+from torchtitan_dp.plan.signal import DROWNS, recommend, refuse
 from torchtitan_dp.privacy.meaning import templates
 from torchtitan_dp.privacy.segments import Mechanism
 from torchtitan_dp.train.check import (
@@ -98,7 +97,7 @@ class Spending:
 
     plan: Plan
     trained: int  # parameters
-    noise: Noise
+    noise: tuple[float, float]  # its norm over C, in a step and averaged over the run
     kept_noise_gib: float  # of a rank: earlier steps', where noise is correlated
     cost: StepCost
     meaning: list[str]  # of epsilon, for one person: sentences
@@ -123,7 +122,8 @@ def main(argv: list[str]) -> list[str]:
             found = ranks_a_sample(config, overrides, world_size, memory_gib, options.ranks_here)
         overrides = [*overrides, *found]
         config = load_config(overrides, world_size)
-        available = available_bytes()  # before records are indexed
+        # Before records are indexed; a plan alone may be for another machine.
+        available = available_bytes() if options.ranks_here else None
         progress("reading records, finding the noise…")
         if os.path.isdir(folder := config.job.dump_folder):
             lock_folder(folder).close()  # before its ledger is read: a live run lengthens that
@@ -155,7 +155,11 @@ def main(argv: list[str]) -> list[str]:
         "world_size": world_size,
         **dataclasses.asdict(spending.cost),
         "host_memory": host,
-        "signal": spending.noise.for_programs(),
+        "signal": {
+            "noise_in_step": spending.noise[0],
+            "noise_over_run": spending.noise[1],
+            "drowns": spending.noise[1] > DROWNS,
+        },
         "recommendation": None,
         "choices": [],
     }
@@ -286,7 +290,7 @@ def _spending(config: JobConfig, checked: Checked, plan: Plan) -> Spending:
     return Spending(
         plan=plan,
         trained=trained,
-        noise=noise_of_run(mechanism, trained=trained, batch=batch, steps=plan.steps),
+        noise=mechanism.noise_norms(trained, batch, plan.steps),
         kept_noise_gib=4 * (mechanism.period - 1) * trained / (dp_shard * cp) / GIB,
         cost=step_cost(config, args, records=count, rate=mechanism.sample_rate),
         inherited=settings.compose(list(before)) if before else None,

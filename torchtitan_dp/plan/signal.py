@@ -12,7 +12,6 @@ d of them, most of which change the loss little, so a model learns although the 
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -40,42 +39,6 @@ worth something too."""
 
 
 @dataclass(frozen=True)
-class Noise:
-    """The expected norm of the noise in what the optimizer is handed, in units of C."""
-
-    in_step: float
-    over_run: float  # of its mean over all steps; settings are ranked by it
-
-    @property
-    def drowns(self) -> bool:
-        """Whether little can be learned, judged by this number alone."""
-        return self.over_run > DROWNS
-
-    def for_programs(self) -> dict[str, float | bool]:
-        numbers = {"noise_in_step": self.in_step, "noise_over_run": self.over_run}
-        return {**numbers, "drowns": self.drowns}
-
-
-def noise_of(noise_multiplier: float, trained: int, batch: float, steps: int) -> Noise:
-    """Compute the noise's norm over C, of d = `trained` parameters.
-
-    >>> noise = noise_of(0.485, trained=10**9, batch=64, steps=200)
-    >>> round(noise.in_step), round(noise.over_run, 1)
-    (240, 16.9)
-    """
-    in_step = noise_multiplier * math.sqrt(trained) / batch
-    return Noise(in_step, in_step / math.sqrt(max(steps, 1)))
-
-
-def noise_of_run(mechanism: Mechanism, *, trained: int, batch: float, steps: int) -> Noise:
-    """Compute the same of a mechanism, whose noise may be correlated over steps."""
-    in_step, in_sum = (
-        noise_of(noise, trained, batch, steps) for noise in mechanism.noise_of_run(max(steps, 1))
-    )
-    return Noise(in_step.in_step, in_sum.over_run)
-
-
-@dataclass(frozen=True)
 class Row:
     """One way to divide the same compute into a batch and steps."""
 
@@ -89,8 +52,8 @@ class Row:
         return self.steps >= FEWEST_STEPS and self.sample_rate <= LARGEST_RATE
 
     def over_run(self, trained: int) -> float:
-        sigma, batch = self.noise_multiplier, self.global_batch_size
-        return noise_of(sigma, trained, batch, self.steps).over_run
+        mechanism = Mechanism(self.noise_multiplier, self.sample_rate)
+        return mechanism.noise_norms(trained, self.global_batch_size, self.steps)[1]
 
 
 def rows_of(
@@ -182,6 +145,8 @@ def recommend(config: JobConfig, plan: Plan, args: ModelArgs, out: TextIO) -> di
     shown.append(f"{'batch':>13}{'steps':>9}{'q':>9}{'sigma':>9}{'noise':>13}")
     for row in rows:
         marks = "  asked" * (row is asked) + "  recommended" * (row is best)
+        marks += f"  fewer than {FEWEST_STEPS} steps" * (row.steps < FEWEST_STEPS)
+        marks += f"  q above {LARGEST_RATE:g}" * (row.sample_rate > LARGEST_RATE)
         sizes = f"{row.global_batch_size:>13,}{row.steps:>9,}{row.sample_rate:>9.3g}"
         shown.append(f"{sizes}{row.noise_multiplier:>9.4g}{row.over_run(trained):>13.3g}{marks}")
     drawn = f"{batch * plan.steps:,} {unit_word(config)}s in all"

@@ -51,8 +51,6 @@ def column_norm(column: Sequence[float]) -> float:
 
 def noise_in_step(column: Sequence[float], steps: int) -> float:
     """Return the root mean square, over a chain's steps, of a step's noise over σ C."""
-    if len(column) == 1:
-        return 1.0  # exactly, and nothing is imported
     first, left = _first_column(column, steps)
     return column_norm(column) * math.sqrt(float(left @ first**2) / steps)
 

@@ -187,8 +187,22 @@ class Mechanism:
     def noise_of_run(self, steps: int) -> tuple[float, float]:
         """Return the standard deviation, over C, of the noise of a step in a run of so many, as a
         root mean square, and that of the sum of all steps over sqrt(steps)."""
+        if self.period == 1:
+            return self.noise_multiplier, self.noise_multiplier
         in_step = self.noise_multiplier * noise_in_step(self.column, steps)
         return in_step, self.noise_in_weights([1.0] * steps)
+
+    def noise_norms(self, parameters: float, batch: float, steps: int) -> tuple[float, float]:
+        """Return the expected norm, over C, of the noise in what the optimizer is handed: in a step
+        of a run of so many, and in the mean of all its steps.
+
+        >>> in_step, in_mean = Mechanism(0.485, 0.01).noise_norms(10**9, batch=64, steps=200)
+        >>> round(in_step), round(in_mean, 1)
+        (240, 16.9)
+        """
+        each, steps = math.sqrt(parameters) / batch, max(steps, 1)
+        in_step, in_sum = self.noise_of_run(steps)
+        return each * in_step, each * in_sum / math.sqrt(steps)
 
     def noise_in_weights(self, shares: Sequence[float]) -> float:
         """Return the standard deviation, over C, of independent noise that would leave as much in

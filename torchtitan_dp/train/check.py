@@ -53,6 +53,7 @@ from torchtitan_dp.checkpoint.start import (
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import (
     METHODS,
+    TRANSFORMERS,
     config_file,
     mesh_degrees,
     most_tokens,
@@ -193,7 +194,8 @@ def check_model(config: JobConfig, start: Start) -> ModelArgs:
     or computed here, its files do not fit it, or its tokenizer has ids outside its vocabulary."""
     args = shape(config)
     model = skeleton(args)  # refuses unknown targets of adapters
-    check_forward(args, config.training.local_batch_size if config.privacy.enable else 1)
+    if config.model.name == TRANSFORMERS:  # TorchTitan's own are known to compute
+        check_forward(args, config.training.local_batch_size if config.privacy.enable else 1)
     if config.privacy.enable and METHODS[config.privacy.gradient_method].per_sample_layers:
         on_meta(args).use_per_sample_layers()  # refuses samples that meet
     if config.training.feed_forward_chunk not in ("auto", 0) and not model.gated:
@@ -442,7 +444,7 @@ def check_norms(config: JobConfig, args: ModelArgs) -> None:
     beyond 2^32 it would read other rows, in silence."""
     tokens = most_tokens(config)
     width = max(args.dim, args.n_heads * args.head_dim)
-    if has_accelerator() and tokens * width > 2**32:
+    if tokens * width > 2**32 and has_accelerator():
         raise ValueError(
             f"training.seq_len = {config.training.seq_len}: {tokens:,} tokens a rank of "
             f"{width:,} values exceed the 2^32 that RMSNorm on CUDA can index; raise "

@@ -118,7 +118,7 @@ def attend(**terms):
     ],
 )
 def test_what_attention_is_asked_for(terms, said):
-    sample = Sample(4, None, torch.nn.functional.scaled_dot_product_attention)
+    sample = Sample(None, torch.nn.functional.scaled_dot_product_attention)
     with pytest.raises(ValueError, match=said):
         attend(**{"sample": sample, **terms})
     assert sample.calls == 0

@@ -1,6 +1,6 @@
 """Attention of transformers' modules to samples whose tokens lie on several ranks.
 
-transformers hands attention and masks out by name. Ours are registered under `NAME`: full attention
+transformers hands attention and masks out by name. Ours is `NAME` (`model.build`): full attention
 is TorchTitan's module, on which the ring acts; windows, soft caps and sinks are those of
 `distributed.windows`. What a family asks for beside these is refused. Every private name of
 transformers that the package uses is here too, each behind one function.
@@ -32,9 +32,9 @@ class Sample:
     dataclasses, dicts and tuples there, so it is none of these.
     """
 
-    def __init__(self, tokens: int, shard: Shard, full: nn.Module) -> None:
-        """Take the length of whole samples, and the module of full attention."""
-        self.tokens, self.shard, self.full = tokens, shard, full
+    def __init__(self, shard: Shard, full: nn.Module) -> None:
+        """Take this rank's part of each sample, and the module of full attention."""
+        self.shard, self.full = shard, full
         self.calls = 0
 
 
@@ -91,7 +91,7 @@ def attention(
     if dropout or not causal:
         raise ValueError(f"config.json: {kind} has dropout, or is not causal")
     sample.calls += 1
-    if window is not None and window >= sample.tokens:
+    if window is not None and window >= query.shape[2] * sample.shard.size:
         window = None
     size = value.shape[-1]
     if size < key.shape[-1]:  # latent attention's; kernels of the ring take one size
@@ -104,15 +104,6 @@ def attention(
         more: dict[str, Any] = {"window": window, "softcap": softcap, "sinks_H": s_aux}
         out = attend(query, key, value, shard=sample.shard, scale=scale, **more)
     return out[..., :size].transpose(1, 2), None
-
-
-def register() -> None:
-    """Register attention and masks with transformers."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, band)
 
 
 def one_sequence() -> AbstractContextManager[Any]:

@@ -33,10 +33,11 @@ from torchtitan_dp.gradients.layers import per_sample_layers
 from torchtitan_dp.models.causal_lm.attention import (
     NAME,
     Sample,
+    attention,
+    band,
     draw_weights_,
     kept_in_fp32,
     one_sequence,
-    register,
 )
 from torchtitan_dp.models.causal_lm.formulas import gated_feed_forwards, use_our_norms
 from torchtitan_dp.models.causal_lm.settings import LONGER, PREFIX, ModelArgs, in_one_line
@@ -164,7 +165,7 @@ class CausalLM(ModelProtocol):
         assert not apart or self.meeting is None or len(tokens) == 1, (
             f"samples would meet in layers.{self.meeting}"
         )
-        sample = Sample(tokens.shape[1] * self.shard.size, self.shard, self.full_attention)
+        sample = Sample(self.shard, self.full_attention)
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         terms = {"input_ids": tokens, "position_ids": positions[:1], "use_cache": False}
@@ -279,18 +280,21 @@ class HuggingFaceAdapter(StateDictAdapter):
         return found | {one: found[same] for one, same in self.tied.items() if same in found}
 
 
-def build(args: ModelArgs, attention: str) -> Any:
-    """Build a configuration's model with this attention, by its name, and without caches and losses
-    of routers. ValueError, one line for the user: transformers builds none, or it mixes samples."""
+def build(args: ModelArgs, kind: str) -> Any:
+    """Build a configuration's model with this kind of attention (`NAME`: ours), without caches and
+    losses of routers. ValueError, one line: transformers builds none, or it mixes samples."""
     from transformers import AutoModelForCausalLM
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    register()
+    ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, band)
     config = args.config()
     config.use_cache = config.output_router_logits = config.output_hidden_states = False
     config.return_dict = True
-    how: dict[str, Any] = {"attn_implementation": attention, "dtype": torch.float32}
-    if attention != NAME:
-        how["experts_implementation"] = attention
+    how: dict[str, Any] = {"attn_implementation": kind, "dtype": torch.float32}
+    if kind != NAME:
+        how["experts_implementation"] = kind
     try:
         with _buffers_computed():
             model = AutoModelForCausalLM.from_config(config, **how).eval()
