@@ -189,8 +189,6 @@ def _checked(processes: str, argv: list[str]) -> list[str]:
     with exit_on_mistake():
         devices.require_usable_devices()
         devices.require_so_many(workers)
-    if (warning := devices.missing_devices()) is not None:
-        _say(warning)
     here = ["--world_size", str(workers), "--ranks_here", str(workers)]
     argv = [*argv, *_run_plan([*here, *argv[module + 2 :]])]
     gc.enable()

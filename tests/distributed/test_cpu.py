@@ -49,11 +49,10 @@ def test_torchtitan_sees_a_cpu_with_either_build_of_torch():
 
 
 @without_accelerator
-def test_profiler_runs_without_a_device(capfd):
+def test_profiler_runs_without_a_device():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, None]) as profile:
         torch.ones(3).sum()
     assert profile.key_averages()
-    assert capfd.readouterr().err == ""
 
 
 def gloo_threads(interfaces):

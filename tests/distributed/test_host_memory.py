@@ -1,4 +1,4 @@
-"""The host's memory that is left, by `/proc/meminfo` and cgroups of both versions; locked pages."""
+"""The host's memory that is left, by `/proc/meminfo` and cgroups; locked pages."""
 
 from pathlib import Path
 
@@ -9,7 +9,6 @@ from torchtitan_dp.distributed.devices import available_bytes
 from torchtitan_dp.distributed.host_memory import page_locked, page_locked_bytes
 
 GIB = 2**30
-UNLIMITED = 2**63 - 4096
 
 
 class Machine:
@@ -55,16 +54,6 @@ def v2(folder: Path, limit: object, used: int, cache: int = 0, high: object = "m
     (folder / "memory.stat").write_text(stat)
 
 
-def v1(folder: Path, limit: int, used: int, cache: int = 0, over_all: int = UNLIMITED) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
-    (folder / "memory.usage_in_bytes").write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(
-        f"cache 5\ninactive_file 7\nhierarchical_memory_limit {min(limit, over_all)}\n"
-        f"total_inactive_file {cache // 4}\ntotal_active_file {cache - cache // 4}\n"
-    )
-
-
 def test_the_least_of_all_ancestors_counts(machine: Machine) -> None:
     """As in a job of Slurm: the limit is the job's, the process is in a step's task."""
     root = machine.mount("sys fs", "cgroup2")  # a blank in its name, which mountinfo escapes
@@ -103,31 +92,6 @@ def test_one_cgroup(
     machine.own("0::/job")
     v2(root / "job", limit * GIB, used * GIB, **more)
     assert machine.available() == left * GIB
-
-
-def test_the_first_version_of_cgroups(machine: Machine) -> None:
-    """Beside an empty second one, as on hybrid machines, and another controller's."""
-    machine.mount("unified", "cgroup2")
-    machine.mount("cpu", "cgroup", "rw,cpu,cpuacct")
-    root = machine.mount("memory", "cgroup", "rw,memory")
-    machine.own("9:name=systemd:/", "5:cpu,cpuacct:/other", "4:memory:/slurm/job_7", "0::/")
-    v1(root, UNLIMITED, 90 * GIB)
-    v1(root / "slurm", 50 * GIB, 20 * GIB, cache=8 * GIB)
-    v1(root / "slurm/job_7", 40 * GIB, GIB)
-    assert machine.available() == 38 * GIB
-    v1(root / "slurm/job_7", 40 * GIB, 31 * GIB, cache=11 * GIB)
-    assert machine.available() == 20 * GIB
-
-
-def test_a_containers_mount_begins_within_the_hierarchy(machine: Machine) -> None:
-    """Cgroups above the mount are not visible; version 1 still reports their limit."""
-    root = machine.mount("memory", "cgroup", "rw,memory", root="/docker/abc")
-    machine.own("4:memory:/docker/abc/inner")
-    v1(root, UNLIMITED, 2 * GIB, over_all=20 * GIB)
-    v1(root / "inner", UNLIMITED, GIB, over_all=20 * GIB)
-    assert machine.available() == 18 * GIB
-    v1(root / "inner", 10 * GIB, GIB)
-    assert machine.available() == 9 * GIB
 
 
 @pytest.mark.parametrize("own", ["/", "/elsewhere", "/../other"])

@@ -41,30 +41,3 @@ def test_row22_a_sample_that_one_rank_sees_to_be_bad_is_rejected_by_all(value):
     assert same
     assert rejected
     assert math.isfinite(norm)
-
-
-def norms_by_parts(degrees, method):
-    """A sample's squared norm, and the sum of its parameters' own, from a method's bundles."""
-    built = build.build(degrees, f"--privacy.gradient_method={method}")
-    total, by_parts = built.gradients.clipped_sum, []
-    squared_norms = total.squared_norms
-
-    def watched(shards):
-        parts = [total.part(shards, name) for name in total.parameters]
-        assert sum(part.numel() for part in parts) == sum(shard.numel() for shard in shards)
-        square = torch.stack([part.double().square().sum((1, 2)) for part in parts]).sum(0)
-        if total.groups.cp is not None:
-            torch.distributed.all_reduce(square, group=total.groups.cp)
-        by_parts.extend(square.sqrt().tolist())
-        return squared_norms(shards)
-
-    total.squared_norms = watched
-    return built.accumulate(*build.data(2)), by_parts
-
-
-@pytest.mark.parametrize("method", ["microbatch", "grad_sample"])
-@pytest.mark.parametrize("degrees", [(1, 1, 2), (1, 2, 1)], ids=str)
-def test_parts_of_parameters_make_up_the_gradient_however_it_travels(degrees, method):
-    for norms, by_parts in on_ranks(2, norms_by_parts, degrees, method):
-        assert [*norms.values()] == pytest.approx(by_parts, rel=1e-6)
-        assert norms

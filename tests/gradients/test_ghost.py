@@ -64,10 +64,11 @@ CASES += [["rows", "rows"], ["products", "products"]]
 
 @pytest.mark.parametrize("block_elements", [1, 40, 2**24])
 @pytest.mark.parametrize("kinds", CASES, ids="+".join)
-def test_row28_a_sum_of_layers_has_the_norm_of_its_gradient(kinds, block_elements):
+def test_row28_a_sum_of_layers_has_the_norm_of_its_gradient(kinds, block_elements, monkeypatch):
     """Cross terms too; whatever the blocks."""
     parts = [factors(kind, seed) for seed, kind in enumerate(kinds)]
-    found = squared_norms(parts, None, block_elements=block_elements)
+    monkeypatch.setattr(norms, "BLOCK_ELEMENTS", block_elements)
+    found = squared_norms(parts, None)
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, truth(parts), rtol=1e-6, atol=0)
 
@@ -117,8 +118,8 @@ def over_cp(kinds, block_elements):
         sizes.append(gathered.numel())
         return gathered
 
-    with mock.patch.object(norms, "all_gather", watched):
-        found = squared_norms(mine, dist.group.WORLD, block_elements=block_elements)
+    with mock.patch.multiple(norms, all_gather=watched, BLOCK_ELEMENTS=block_elements):
+        found = squared_norms(mine, dist.group.WORLD)
     dist.all_reduce(found)
     return found, true.flatten(1).square().sum(1), max(sizes)
 

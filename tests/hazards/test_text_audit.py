@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -70,28 +71,6 @@ def test_an_excluded_document_is_an_empty_unit(tmp_path, sampling):
     assert [planted.tokens(unit, rng) for unit in (3, 4)] == [32, 0]
 
 
-def tiny_model(folder):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(3)
-    settings = {k: v for k, v in _MODEL.items() if k != "model_type"}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **settings))
-    model.save_pretrained(folder)
-    return folder
-
-
-def test_log_likelihoods_are_those_of_documents_one_by_one(tmp_path):
-    model = released.load_model(str(tiny_model(tmp_path)), None, torch.device("cpu"))
-    rng = np.random.default_rng(0)
-    ids = [rng.integers(0, 256, size) for size in rng.integers(2, 40, 37)]
-    expected = []
-    for row in ids:
-        with torch.no_grad():
-            log_TV = model(input_ids=torch.tensor(row)[None]).logits[0].double().log_softmax(-1)
-        expected.append(sum(float(log_TV[t, row[t + 1]]) for t in range(len(row) - 1)))
-    assert released.log_likelihoods(model, ids) == pytest.approx(expected, rel=1e-5)
-
-
 def test_a_score_is_a_gain_over_the_starting_weights_within_a_domain(monkeypatch):
     values = {"new": np.array([3.0, 5.0, 9.0, np.nan]), "old": np.array([1.0, 1.0, 2.0, 0.0])}
     monkeypatch.setattr(released, "log_likelihoods", lambda model, ids: values[model].copy())
@@ -103,7 +82,12 @@ def attacked(connection, argv, fault, log, cache):
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     os.environ |= {"XDG_CACHE_HOME": str(cache), "GLOO_SOCKET_IFNAME": "lo"}
-    with FAULTS[fault]() if fault else contextlib.nullcontext():
+    with contextlib.ExitStack() as planted:
+        if fault:
+            planted.enter_context(FAULTS[fault]())
+            planted.enter_context(
+                mock.patch("torchtitan_dp.train.trainer.prove")
+            )  # it sees it, too
         audit.main(argv)
 
 
@@ -172,13 +156,11 @@ def test_a_run_without_clipping_is_flagged_by_its_exported_model_alone(tmp_path)
     "instrument, missing, options, names",
     [
         ("text", (), ["--privacy.noise=banded"], "privacy.noise = 'banded'"),
-        ("text", (), ["--trials=9"], "--trials = 9"),
         ("text", (), ["--canaries=0"], "--canaries = 0"),
-        ("text", (), ["--folder={used}"], "--folder"),
+        ("text", (), ["--job.dump_folder={used}"], "used_audit has a run already"),
         ("text", ("peft",), ["--lora.rank=4"], "lora.export = 'adapter'"),
         ("game", (), ["--privacy.no-enable"], "privacy.enable"),
         ("game", (), ["--trials=20"], "--trials = 20"),
-        ("game", (), ["--folder=x"], "--folder = x"),
     ],
 )
 def test_a_mistake_is_one_line_and_code_2(
@@ -189,7 +171,7 @@ def test_a_mistake_is_one_line_and_code_2(
         importlib.util, "find_spec", lambda name: None if name in missing else found(name)
     )
     monkeypatch.setenv("HOME", str(tmp_path))
-    used = tmp_path / "used"
+    used = tmp_path / "used_audit"
     used.mkdir()
     (used / "steps_executed.log").write_text("1\n")
     command = [
@@ -197,7 +179,7 @@ def test_a_mistake_is_one_line_and_code_2(
         *(f"--training.dataset_path={write_records(tmp_path / 'data')}",),
         *("--data.heldout_fraction=0", "--validation.no-enable", "--privacy.accountant=rdp"),
         *(f"--job.dump_folder={tmp_path / 'out'}", "--training.global_batch_size=3"),
-        *(option.format(used=used) for option in options),
+        *(option.format(used=tmp_path / "used") for option in options),
     ]
     umask = os.umask(0o077)
     try:

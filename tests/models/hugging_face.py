@@ -95,12 +95,13 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(marks))
 
 
-def edit_config(folder: Path, **changes) -> None:
+def edit_config(folder: Path, **changes) -> Path:
     """Change keys of `config.json`; None removes one."""
     path = folder / "config.json"
     settings = json.loads(path.read_text()) | changes
     kept = {k: v for k, v in settings.items() if v is not None or k not in changes}
     path.write_text(json.dumps(kept))
+    return folder
 
 
 def sample_tokens() -> torch.Tensor:

@@ -62,8 +62,14 @@ RELEASED = {
 }
 
 
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
+YARN |= {"rope_theta": 1e4}
+LINEAR = {"rope_type": "linear", "factor": 3.7, "rope_theta": 1e4}
 CASES = {  # the model, tied or not, and what else a `config.json` may have
     "tied, scaled": ("llama", True, SCALED, False),
+    "yarn": ("llama", True, YARN, False),
+    "yarn, mscale": ("qwen3", False, YARN | {"mscale": 0.707, "mscale_all_dim": 1.3}, False),
+    "linear, keys of transformers 4": ("llama", False, LINEAR, True),
     "untied": ("llama", False, PLAIN, False),
     "untied, bf16, keys of transformers 4": ("llama", False, SCALED, True),
     "qwen3, tied": ("qwen3", True, PLAIN, False),
@@ -76,14 +82,14 @@ def found(request, tmp_path):
     kind, tied, rope, old = CASES[request.param]
     folder, dtype = tmp_path / "given", torch.bfloat16 if old else torch.float32
     if kind == "qwen3":
-        return write(kind, folder, tied=tied)
+        return edit_config(write(kind, folder, tied=tied), rope_parameters=rope)
     write_llama(folder, tied=tied, rope=rope, eps=1e-6 if tied else 1e-4, dtype=dtype)
     if old:
         edit_config(
             folder,
             rope_parameters=None,
-            rope_theta=SCALED["rope_theta"],
-            rope_scaling={k: v for k, v in SCALED.items() if k != "rope_theta"},
+            rope_theta=rope["rope_theta"],
+            rope_scaling={k: v for k, v in rope.items() if k != "rope_theta"},
             dtype=None,
             torch_dtype="bfloat16",
             head_dim=None,

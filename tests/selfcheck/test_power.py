@@ -8,7 +8,7 @@ import torch
 from tests.processes.ranks import on_ranks
 from tests.processes.runs import CONFIG
 from tests.selfcheck import faults
-from torchtitan_dp.selfcheck.__main__ import checks_of, machine_checks, run
+from torchtitan_dp.selfcheck.__main__ import checks_of, run
 from torchtitan_dp.selfcheck.small import default_terms, given_terms
 from torchtitan_dp.selfcheck.steps import Ranks
 
@@ -18,8 +18,11 @@ def outcomes(fault, only, overrides=()):
     ranks = Ranks(torch.device("cpu"))
     world_size = torch.distributed.get_world_size()
     terms = given_terms(list(overrides), world_size) if overrides else default_terms(world_size)
-    checks = [*machine_checks(), *checks_of(terms, "/tmp", every=not overrides)]
-    chosen = [check for check in checks if check.name.startswith(only)]
+    chosen = [
+        check
+        for check in checks_of(terms, "/tmp", every=not overrides)
+        if check.name.startswith(only)
+    ]
     assert chosen
     with getattr(faults, fault)() if fault else contextlib.nullcontext():
         found = run(ranks, chosen)

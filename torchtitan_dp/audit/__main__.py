@@ -1,8 +1,7 @@
 """Attack the trainer, and report a lower bound on how much it leaks.
 
     torchtitan-dp audit --job.config_file FILE [--section.key value …]
-        [--instrument game|text] [--trials N] [--canaries N] [--guesses F] [--confidence P]
-        [--folder DIR] [--json FILE]
+        [--instrument game|text] [--trials N] [--canaries N] [--json FILE]
 
 In one plain process, or in several under torchrun. `game` plays single steps of a tiny model on the
 configuration's terms (`audit.game`); `text` trains the configured model once, in a folder of its
@@ -10,7 +9,6 @@ own, on the records and on canaries of text, and attacks nothing but the exporte
 (`audit.released`). Exit code 1 if more leaks than is claimed, 2 for a user's mistake.
 """
 
-import argparse
 import importlib.util
 import json
 import os
@@ -18,29 +16,27 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torchtitan_dp.config.commands import AUDIT_OPTIONS, CONFIDENCE, first, parsed
+from torchtitan_dp.config.commands import first, parsed
 
 if __name__ == "__main__":  # before PyTorch, which takes seconds to import
     first("audit", __doc__)
 
 # isort: split
-import torch
 import torch.distributed as dist
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 
 # isort: split
 from torchtitan.tools.logging import logger
-from torchtitan.tools.utils import device_type
 
 from torchtitan_dp.audit import released
-from torchtitan_dp.audit.game import Game, share_of
+from torchtitan_dp.audit.game import CONFIDENCE_OF_CASE, Game
 from torchtitan_dp.base.process import forbid_core_dumps, lock_folder, write_atomically
 from torchtitan_dp.checkpoint.start import decision, plan_start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import mesh_degrees
 from torchtitan_dp.config.load import exit_on_mistake, load_config, results, write_json
-from torchtitan_dp.distributed.agreement import shared_root_key
+from torchtitan_dp.distributed.agreement import join_ranks, shared_root_key
 from torchtitan_dp.ledger import PRIVACY_FILE, RunLog
 from torchtitan_dp.ledger.schema import read_published_fields
 from torchtitan_dp.models.causal_lm.settings import lora_of
@@ -60,47 +56,36 @@ def main(argv: list[str]) -> None:
     os.umask(0o077)
     is_game = options.instrument == "game"
     with exit_on_mistake():
-        check(options)
+        for name in ("trials", "canaries"):
+            if (count := getattr(options, name)) < 10:
+                raise ValueError(f"--{name} = {count}: must be at least 10")
         config = load_config(overrides, int(os.environ.get("WORLD_SIZE", "1")))
         if not config.privacy.enable:
             raise ValueError("privacy.enable = false: nothing is claimed; set it to true")
         if not is_game:
-            prepare_run(config, options.folder or config.job.dump_folder.rstrip("/") + "_audit")
+            prepare_run(config)
         decide = decision(config)
         check_model(config, decide())
         records = open_records(config)
         plan = plan_start(config, len(records.train), decide(), None)
         if is_game:
-            check_power(plan.settings.mechanism, options.trials, options.confidence)
-    if device_type != "cpu":
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
-    if "WORLD_SIZE" in os.environ:
-        dist.init_process_group()
-    else:  # this process alone
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+            check_power(plan.settings.mechanism, options.trials)
+    device = join_ranks()
     if is_game:
         game = Game(
             config.privacy,
             plan.settings.mechanism,
             batch_size=config.training.local_batch_size,
             degrees=mesh_degrees(config),
-            root=shared_root_key(torch.device(device_type), config.privacy.debug_seed),
+            root=shared_root_key(device, config.privacy.debug_seed),
             lora=lora_of(config),
         )
-        terms = {"trials": options.trials, "confidence": options.confidence}
-        result = game.play_all(**terms, delta=plan.settings.delta)
+        result = game.play_all(trials=options.trials, delta=plan.settings.delta)
     else:
         register(config, decide=decide)
         lock = lock_folder(config.job.dump_folder) if dist.get_rank() == 0 else None
         quiet(logger)
-        result = released.audit(
-            config,
-            decide,
-            canaries=options.canaries,
-            guesses=round(options.guesses * options.canaries),
-            confidence=options.confidence,
-        )
+        result = released.audit(config, decide, canaries=options.canaries)
         del lock
     if dist.get_rank() == 0:
         if not is_game:
@@ -114,45 +99,19 @@ def main(argv: list[str]) -> None:
         raise SystemExit(1)
 
 
-def check(options: argparse.Namespace) -> None:
-    """Check the options, and set missing ones to their defaults, in place."""
-    for name, _, _, default, of, _ in AUDIT_OPTIONS:
-        if (given := getattr(options, name)) is None:
-            setattr(options, name, default)
-        elif options.instrument != of:
-            raise ValueError(f"--{name} = {given}: only --instrument {of} has it; remove it")
-    if options.confidence is None:
-        options.confidence = CONFIDENCE[options.instrument]
-    if not 0 < options.confidence < 1:
-        raise ValueError(f"--confidence = {options.confidence}: must be between 0 and 1 (0.95)")
-    if options.trials < 1:
-        raise ValueError(f"--trials = {options.trials}: must be at least 1")
-    if not 0 < options.guesses <= 1:
-        raise ValueError(f"--guesses = {options.guesses}: a share, above 0 and at most 1")
-    if round(options.guesses * options.canaries) < 1:
+def check_power(mechanism: Mechanism, trials: int) -> None:
+    """Refuse, by ValueError, a game that could not detect half of the noise."""
+    sigma, each = mechanism.noise_multiplier, CONFIDENCE_OF_CASE
+    if sigma == 0:
+        raise ValueError("privacy.noise_multiplier = 0: nothing is claimed; give it noise")
+    if expected_mu(2 / sigma, trials, each) <= claimed_mu(mechanism, trials, each):
         raise ValueError(
-            f"--canaries = {options.canaries}: too few for --guesses = {options.guesses}; raise it"
+            f"--trials = {trials}: too few to prove sigma = {sigma:.4g}; raise it, or audit "
+            "other noise (--privacy.target_epsilon None --privacy.noise_multiplier 1)"
         )
 
 
-def check_power(mechanism: Mechanism, trials: int, confidence: float) -> None:
-    """Refuse, by ValueError, a game that could not detect half of the noise."""
-    sigma, each = mechanism.noise_multiplier, share_of(confidence)
-    if sigma == 0:
-        raise ValueError("privacy.noise_multiplier = 0: nothing is claimed; give it noise")
-
-    def suffice(trials: int) -> bool:
-        return expected_mu(2 / sigma, trials, each) > claimed_mu(mechanism, trials, each)
-
-    if not suffice(trials):
-        proposed = (digit * 10**power for power in range(1, 6) for digit in range(1, 10))
-        enough = next((number for number in proposed if suffice(number)), None)
-        other = "audit another noise (--privacy.target_epsilon None --privacy.noise_multiplier 1)"
-        remedy = other if enough is None else f"{enough:,} suffice"
-        raise ValueError(f"--trials = {trials}: too few to prove sigma = {sigma:.4g}; {remedy}")
-
-
-def prepare_run(config: JobConfig, folder: str) -> None:
+def prepare_run(config: JobConfig) -> None:
     """Make `config` the audited run's, in place: a folder of its own, no output but the weights.
 
     Raises:
@@ -164,8 +123,9 @@ def prepare_run(config: JobConfig, folder: str) -> None:
     adapts = config.lora.rank > 0 and config.lora.export == "adapter"
     if adapts and importlib.util.find_spec("peft") is None:
         raise ValueError("lora.export = 'adapter': this needs peft; install it, or use 'merged'")
+    folder = config.job.dump_folder.rstrip("/") + "_audit"
     if os.path.exists(os.path.join(folder, PRIVACY_FILE)) or RunLog(folder).count > 0:
-        raise ValueError(f"--folder = '{folder}': it has a run already; name another")
+        raise ValueError(f"job.dump_folder: {folder} has a run already; name another")
     config.job.dump_folder = folder
     config.validation.enable = False
     config.validation.publish_epsilon = config.validation.publish_delta = None

@@ -45,6 +45,7 @@ from torchtitan_dp.privacy.pld import gaussian_epsilon
 from torchtitan_dp.privacy.sampling import deal
 from torchtitan_dp.privacy.segments import Mechanism
 
+CONFIDENCE = 0.999  # of all cases together: a correct step meets the claim exactly
 _ROWS = 8  # of each parameter on each rank
 _MOST_STEPS = 16  # of a trial, which show nearly all of the noise
 
@@ -83,9 +84,7 @@ def cases(rows: int) -> list[Case]:
     ]
 
 
-def share_of(confidence: float) -> float:
-    """Return the confidence of each case with which all cases together have `confidence`."""
-    return 1 - (1 - confidence) / len(cases(2))
+CONFIDENCE_OF_CASE = 1 - (1 - CONFIDENCE) / len(cases(2))
 
 
 def sizes(privacy: Privacy, *, ranks: int, cp: int) -> tuple[int, int, int]:
@@ -218,12 +217,12 @@ class Game:
             self._observer, noise_multiplier=mechanism.noise_of_step, expected_batch_size=1
         )
 
-    def play_all(self, *, trials: int, confidence: float, delta: float) -> dict[str, Any]:
-        """Play all cases, which have `confidence` together; return the content of `--json`.
+    def play_all(self, *, trials: int, delta: float) -> dict[str, Any]:
+        """Play all cases, which have `CONFIDENCE` together; return the content of `--json`.
 
         Collective over the world; all ranks return the same.
         """
-        each = share_of(confidence)
+        each = CONFIDENCE_OF_CASE
         claimed = claimed_mu(self._mechanism, trials, each)
         found = {c.name: self.play(c, trials=trials, confidence=each) for c in self.cases}
         most = max(case["mu_lower_bound"] for case in found.values())
@@ -231,7 +230,7 @@ class Game:
             "instrument": "game",
             "epsilon_lower_bound": gaussian_epsilon(most, delta),
             "epsilon_claimed": gaussian_epsilon(claimed, delta),
-            "confidence": confidence,
+            "confidence": CONFIDENCE,
             "exceeds_claim": most > claimed,
             "delta": delta,
             "mu_lower_bound": most,

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.nn.utils.rnn import pad_sequence
 
 from torchtitan_dp.base.process import write_atomically
 from torchtitan_dp.checkpoint.start import Start
@@ -41,8 +40,8 @@ from torchtitan_dp.train.trainer import DPTrainer, export_weights
 
 GUESSES_FILE = "audit_guesses.json"
 FALSE_ALARMS = 0.01
-SAMPLED = 8  # generations of each prompt, at temperature 1
-_ROWS = 16
+CONFIDENCE = 0.95  # one run's bound is far below a true claim
+GUESSED = 0.2  # of the canaries: near the best for claims from 3 to 12
 _SEED = 0  # public
 _DIGITS = 8
 _FIRST = "Ada Bram Clara Dario Elif Farid Greta Hugo Ines Jonas Kiran Lea Mateo Nora Oskar Priya"
@@ -155,15 +154,11 @@ def load_model(folder: str, base: str | None, device: torch.device) -> Any:
 def log_likelihoods(model: Any, ids: list[np.ndarray]) -> np.ndarray:
     """Sum the logarithms of each document's token probabilities, but the first's; fp64 (N,)."""
     found = []
-    for start in range(0, len(ids), _ROWS):
-        rows = [torch.from_numpy(row).to(model.device) for row in ids[start : start + _ROWS]]
-        tokens_BT = pad_sequence(rows, batch_first=True)
-        is_text_BT = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-        # Padding comes last: a causal model's earlier tokens do not see it.
-        log_BTV = model(input_ids=tokens_BT).logits[:, :-1].double().log_softmax(-1)
-        log_BT = log_BTV.gather(-1, tokens_BT[:, 1:, None])[..., 0]
-        found.append((log_BT * is_text_BT[:, 1:]).sum(-1).cpu().numpy())
-    return np.concatenate(found)
+    for row in ids:
+        tokens_T = torch.from_numpy(row).to(model.device)
+        log_TV = model(input_ids=tokens_T[None]).logits[0, :-1].double().log_softmax(-1)
+        found.append(log_TV.gather(-1, tokens_T[1:, None]).sum().item())
+    return np.array(found)
 
 
 def score(
@@ -187,44 +182,25 @@ def score(
 
 
 @torch.no_grad()
-def extracted(
-    model: Any, canaries: list[TextCanary], tokenizer: Tokenizer
-) -> dict[str, list[bool]]:
-    """Let the model go on from each prompt, and look for the secret.
-
-    Returns:
-        by canary, "greedy": the most likely tokens spell it; "sampled": one of `SAMPLED`
-        generations does.
-    """
-    torch.manual_seed(0)
-    found: dict[str, list[bool]] = {"greedy": [], "sampled": []}
+def extracted(model: Any, canaries: list[TextCanary], tokenizer: Tokenizer) -> list[bool]:
+    """Return, by canary, whether the most likely tokens after its prompt spell the secret."""
+    found = []
     bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     for canary in canaries:
-        prompt, whole = (
-            [*bos, *_encoded(tokenizer, text)]
-            for text in (canary.prompt, canary.prompt + canary.secret)
+        prompt = tokenizer.encode(canary.prompt)
+        assert prompt is not None  # checked with the documents
+        tokens_1T = torch.tensor([[*bos, *prompt.tolist()]], device=model.device)
+        (row,) = model.generate(
+            tokens_1T,
+            attention_mask=torch.ones_like(tokens_1T),
+            do_sample=False,
+            max_new_tokens=len(canary.secret) + 1,
+            pad_token_id=0,
+            eos_token_id=None,
         )
-        tokens_1T = torch.tensor([prompt], device=model.device)
-        terms = {
-            "attention_mask": torch.ones_like(tokens_1T),
-            "max_new_tokens": max(len(whole) - len(prompt), 1) + 1,
-            "pad_token_id": 0,
-            "eos_token_id": None,
-        }
-        for how, more in (
-            ("greedy", {"do_sample": False}),
-            ("sampled", {"do_sample": True, "num_return_sequences": SAMPLED, "top_k": 0}),
-        ):
-            rows = model.generate(tokens_1T, **more, **terms)
-            texts = (tokenizer.decode(row[len(prompt) :].tolist()).strip() for row in rows)
-            found[how].append(any(text.startswith(canary.secret.strip()) for text in texts))
+        text = tokenizer.decode(row[tokens_1T.shape[1] :].tolist()).strip()
+        found.append(text.startswith(canary.secret.strip()))
     return found
-
-
-def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
-    ids = tokenizer.encode(text)
-    assert ids is not None  # checked with the documents
-    return ids.tolist()
 
 
 class TextTrainer(DPTrainer):
@@ -272,20 +248,13 @@ def guess(scores: np.ndarray, guesses: int) -> np.ndarray:
     return guessed
 
 
-def audit(
-    config: JobConfig,
-    decide: Callable[[], Start],
-    *,
-    canaries: int,
-    guesses: int,
-    confidence: float,
-) -> dict[str, Any]:
+def audit(config: JobConfig, decide: Callable[[], Start], *, canaries: int) -> dict[str, Any]:
     """Train once on the records and canaries of text, export, attack, and return the findings.
 
     The dump folder of `config` is the audit's own. Collective over the world; all ranks return the
     same.
     """
-    documents = write_canaries(canaries)
+    documents, guesses = write_canaries(canaries), round(GUESSED * canaries)
     trainer = TextTrainer(config, decide, documents)
     found: dict[str, Any] = {}
     try:
@@ -299,7 +268,8 @@ def audit(
             found = {"scores": scores.tolist(), "guesses": guess(scores, guesses).tolist()}
             path = os.path.join(config.job.dump_folder, GUESSES_FILE)
             write_atomically(path, json.dumps(found).encode())
-            found |= extracted(model, documents, load_tokenizer(config.model.hf_assets_path))
+            tokenizer = load_tokenizer(config.model.hf_assets_path)
+            found["spelt"] = extracted(model, documents, tokenizer)
         found = json.loads(broadcast_from_rank0(json.dumps(found)))
         included = trainer.unblind()
     finally:
@@ -309,21 +279,21 @@ def audit(
     settings = trainer.ledger.settings
     claimed = settings.epsilon(trainer.step)
     promised = meaning([settings.segment(trainer.step)], settings.delta)
-    terms: dict[str, Any] = {"canaries": canaries, "guesses": guesses, "confidence": confidence}
-    sides = {"included": included, "excluded": ~included}
-    bound = one_run_epsilon(**terms, correct=correct, delta=settings.delta)
+    spelt = np.array(found["spelt"])
+    terms = {"canaries": canaries, "guesses": guesses, "correct": correct}
+    bound = one_run_epsilon(**terms, delta=settings.delta, confidence=CONFIDENCE)
     return {
         "instrument": "text",
-        "confidence": confidence,
-        "canaries": canaries,
+        "confidence": CONFIDENCE,
+        **terms,
         "included": int(included.sum()),
-        "guesses": guesses,
-        "detected": detected(scores, included, 1 - (1 - confidence) / 2),
+        "detected": detected(scores, included, 1 - (1 - CONFIDENCE) / 2),
         "extracted": {
-            how: {name: int(np.array(found[how])[side].sum()) for name, side in sides.items()}
-            for how in ("greedy", "sampled")
+            "greedy": {
+                "included": int(spelt[included].sum()),
+                "excluded": int(spelt[~included].sum()),
+            }
         },
-        "correct": correct,
         "delta": settings.delta,
         "epsilon_lower_bound": bound,
         "epsilon_claimed": claimed if math.isfinite(claimed) else None,

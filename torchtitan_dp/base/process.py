@@ -6,7 +6,6 @@ import ctypes
 import fcntl
 import functools
 import importlib.metadata
-import io
 import logging
 import os
 import platform
@@ -211,7 +210,6 @@ def protect() -> None:
     """Do what each worker does first."""
     die_with_parent()
     forbid_core_dumps()
-    pass_over_closed_files()
     os.umask(0o077)  # its outputs are its owner's alone
 
 
@@ -245,50 +243,31 @@ def forbid_core_dumps() -> None:
         file.write("0")
 
 
-def pass_over_closed_files() -> None:
-    """Keep Python, from 3.13, from printing a traceback where a closed file is freed, as DCP's is
-    after a write that failed."""
-    report = sys.unraisablehook
-
-    def report_others(freed: "sys.UnraisableHookArgs") -> None:
-        closed = isinstance(freed.exc_value, ValueError) and "closed file" in str(freed.exc_value)
-        # From Python 3.14 the message names the file, and `object` is None.
-        is_file = isinstance(freed.object, io.IOBase) or "finalizing file" in (freed.err_msg or "")
-        if not (closed and is_file):
-            report(freed)
-
-    sys.unraisablehook = report_others
-
-
 def lock_folder(folder: str, wait_s: float = 15.0) -> IO[str]:
     """Lock a folder for as long as the returned file is open. Waits a little for the workers
     of a run that was just killed; ValueError if another run has it, or it cannot be locked."""
+    deadline = time.monotonic() + wait_s
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
-        handle = os.open(os.path.join(folder, LOCK_FILE), os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as error:
+        path = os.path.join(folder, LOCK_FILE)
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+", encoding="ascii")
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return file
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
+    except BlockingIOError:
         raise ValueError(
-            f"job.dump_folder = '{folder}' cannot be written ({error}): name a folder that can"
+            f"job.dump_folder = '{folder}': another run uses it; wait, or name another"
+        ) from None
+    except OSError as error:  # some NFS mounts have no locks
+        raise ValueError(
+            f"job.dump_folder = '{folder}' cannot be written, or locked ({error}): name a folder "
+            "that can, on another file system"
         ) from error
-    file = os.fdopen(handle, "r+", encoding="ascii")
-    deadline = time.monotonic() + wait_s
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return file
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                file.close()
-                raise ValueError(
-                    f"job.dump_folder = '{folder}': another run uses it; wait, or name another"
-                ) from None
-            time.sleep(0.2)
-        except OSError as error:  # of a file system without locks, such as some NFS mounts
-            file.close()
-            raise ValueError(
-                f"job.dump_folder = '{folder}': its file system gives no lock ({error}), so two "
-                "runs might write there; name a folder on another one"
-            ) from error
 
 
 def write_atomically(path: str, content: bytes) -> None:

@@ -16,17 +16,6 @@ from torchtitan_dp.config.load import check_paths, exit_on_mistake, fail, load_c
 CONFIG_OPTION = ("--job.config_file", "--job.config-file")
 _ALL_KEYS = "Any --section.key value of the configuration is taken too."
 
-AUDIT_OPTIONS: tuple[tuple[str, Any, str, Any, str, str], ...] = (
-    ("trials", int, "N", 2000, "game", "steps with the unit, and as many without"),
-    ("canaries", int, "N", 1000, "text", "how many"),
-    # The default share is near the best for claims from 3 to 12.
-    ("guesses", float, "F", 0.2, "text", "the share to guess at"),
-    ("folder", os.path.expanduser, "DIR", None, "text", "of the run (<job.dump_folder>_audit)"),
-)
-"""Options of one instrument alone: name, type, metavar, default, instrument and meaning."""
-# A correct step meets a game's claim exactly; a bound from one run is far below a true claim.
-CONFIDENCE = {"game": 0.999, "text": 0.95}
-
 _Option = tuple[tuple[str, ...], dict[str, Any]]
 
 
@@ -70,19 +59,11 @@ _OPTIONS: dict[str, tuple[_Option, ...]] = {
             "game|text",
             "game: steps of a tiny model, with a unit and without (default); text: one run of the "
             "configured model, and an attack on its export",
-            choices=tuple(CONFIDENCE),
+            choices=("game", "text"),
             default="game",
         ),
-        *(
-            _takes(
-                f"--{name}",
-                metavar,
-                f"{of}: {meaning}" + (f" ({default})" if default is not None else ""),
-                kind,
-            )
-            for name, kind, metavar, default, of, meaning in AUDIT_OPTIONS
-        ),
-        _takes("--confidence", "P", f"of the bound ({CONFIDENCE})", float),
+        _takes("--trials", "N", "game: steps with and without a unit (2000)", int, default=2000),
+        _takes("--canaries", "N", "text: how many (1000)", int, default=1000),
         _JSON,
     ),
     "ledger": (

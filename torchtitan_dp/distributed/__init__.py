@@ -6,7 +6,7 @@ machine that has no accelerator.
 
 from torchtitan_dp.distributed import cpu
 
-with cpu.until_called():
+with cpu.left_out():
     cpu.install()
     import torchtitan.hf_datasets.text_datasets
     import torchtitan.models.attention  # noqa: F401

@@ -11,6 +11,7 @@ import threading
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,9 +19,11 @@ from torch import Tensor
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.utils import set_pg_timeouts
+from torchtitan.tools.utils import device_type
 
 from torchtitan_dp.base.process import STOP_SIGNAL, Fault
 from torchtitan_dp.base.torch_private import set_timeout
+from torchtitan_dp.distributed.devices import cuda_devices
 from torchtitan_dp.privacy.keys import RootKey
 
 GRACE_S = 5.0
@@ -33,6 +36,22 @@ _LOST = re.compile(
     re.IGNORECASE,
 )
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
+
+
+def join_ranks(backend: str | None = None, timeout_s: float | None = None) -> torch.device:
+    """Join torchrun's process group, or start one of this process alone; return this rank's device,
+    which is then the current one. `backend` None is the device's own."""
+    device, alone = torch.device("cpu"), dict[str, Any]()
+    if device_type != "cpu":
+        index = int(os.environ.get("LOCAL_RANK", "0")) % cuda_devices()
+        torch.accelerator.set_device_index(index)
+        device = torch.device(device_type, index)
+    if "WORLD_SIZE" not in os.environ:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, timeout=timeout, **alone)
+    return device
 
 
 def shared_root_key(device: torch.device, debug_seed: int | None) -> RootKey:

@@ -5,19 +5,18 @@ names what is missing; `tests/distributed/test_cpu.py` fails when a new TorchTit
 unnecessary. On a machine with an accelerator `install()` changes gloo's groups only.
 
 While it is imported, TorchTitan compiles attention functions that no run here uses, and imports
-Hugging Face's `datasets` and converters to float8: half of a start's seconds. `until_called`
-postpones these to their first use.
+Hugging Face's `datasets` and converters to float8: half of a start's seconds, which `left_out`
+spares.
 """
 
 import contextlib
 import functools
-import importlib
 import os
 import platform
 import resource
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -38,7 +37,7 @@ def install() -> None:
     _import_torchtitan()
     _report_process_memory()
     _accept_string_device_ids_in_barrier()
-    _profile_cpu_only()
+    _profile_known_activities()
 
 
 def peak_memory_bytes() -> int:
@@ -88,12 +87,9 @@ def _accept_string_device_ids_in_barrier() -> None:
     dist.barrier = barrier_on_cpu
 
 
-def _profile_cpu_only() -> None:
-    """Drop the activity `None` that TorchTitan passes to the profiler without an accelerator, and
-    hide its lines, "USDT: … profiler_start"; with an accelerator the level that hides them would
-    hide a device's errors too."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # above all; it is read at the first profile
-    profile: Callable[..., Any] = torch.profiler.profile
+def _profile_known_activities() -> None:
+    """Drop the activity `None` that TorchTitan passes to the profiler without an accelerator."""
+    profile: Any = torch.profiler.profile
 
     @functools.wraps(profile)
     def profile_known_activities(*args: Any, activities: Any = None, **kwargs: Any) -> Any:
@@ -142,40 +138,16 @@ def _give_gloo_groups_one_thread() -> None:
 
 
 @contextlib.contextmanager
-def until_called() -> Iterator[None]:
-    """Postpone what imports inside the block would compile or load; restores all patches."""
-    stand_ins = {} if "datasets" in sys.modules else _datasets()
-    if _QUANTIZATION not in sys.modules:
-        stand_ins[_QUANTIZATION] = types.ModuleType(_QUANTIZATION)
+def left_out() -> Iterator[None]:
+    """Leave out what imports inside the block would compile or load; restores all patches."""
+    names = "datasets", "datasets.distributed", _QUANTIZATION
+    stand_ins = {name: types.ModuleType(name) for name in names if name not in sys.modules}
+    for module in stand_ins.values():  # what TorchTitan imports from them: a type, two functions
+        vars(module).update(Dataset=object, load_dataset=None, split_dataset_by_node=None)
     sys.modules.update(stand_ins)
     try:
-        with mock.patch.object(torch, "compile", _compile_later):
+        with mock.patch.object(torch, "compile", lambda function, **_: function):
             yield
     finally:
         for name in stand_ins:
             del sys.modules[name]
-
-
-def _datasets() -> dict[str, types.ModuleType]:
-    """Make stand-ins for the modules and functions of `datasets` that TorchTitan uses."""
-    datasets = types.ModuleType("datasets")
-    datasets.Dataset = object  # type: ignore[attr-defined]  # for annotations only
-    distributed = types.ModuleType("datasets.distributed")
-    for module, name in ((datasets, "load_dataset"), (distributed, "split_dataset_by_node")):
-        setattr(module, name, functools.partial(_call, module.__name__, name))
-    return {module.__name__: module for module in (datasets, distributed)}
-
-
-def _call(module: str, name: str, *args: Any, **kwargs: Any) -> Any:
-    return getattr(importlib.import_module(module), name)(*args, **kwargs)
-
-
-def _compile_later(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Postpone `torch.compile` to the function's first call."""
-    compiled = functools.cache(lambda: torch.compile(function, **options))
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return compiled()(*args, **kwargs)
-
-    return call

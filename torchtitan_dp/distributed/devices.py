@@ -5,8 +5,7 @@ PyTorch's CUDA build also runs where no device is in sight: on a login node, in 
 devices. There most questions about a device raise, so that each is asked here.
 
 A process may take the least of the kernel's `MemAvailable` and of the rest that each cgroup around
-it leaves, in both versions of cgroups (Linux). Memory that only caches files counts as free. For
-ancestors that a container does not see, version 1 reports the limit; version 2 does not.
+it leaves, in version 2 of cgroups (Linux). Memory that only caches files counts as free.
 """
 
 import os
@@ -49,10 +48,13 @@ def require_usable_devices() -> None:
         if torch.cuda.is_available():
             return
     if count == 0:
-        if torch.version.cuda is None and _DRIVER.exists() and not _are_hidden():
+        named = os.environ.get("CUDA_VISIBLE_DEVICES")
+        is_cpu_build = torch.version.cuda is None and _DRIVER.exists()
+        if named not in ("", "-1") and (named or is_cpu_build):
             raise ValueError(
-                f"torch {torch.__version__} is built without CUDA, but this machine has NVIDIA's "
-                f"driver {driver_version(_DRIVER)}: install a torch that is built for CUDA, or set "
+                f"torch {torch.__version__} finds no CUDA device (it is built for CUDA "
+                f"{torch.version.cuda}; CUDA_VISIBLE_DEVICES = {named}; NVIDIA's driver "
+                f"{driver_version(_DRIVER)}): install a torch that is built for CUDA, or set "
                 "CUDA_VISIBLE_DEVICES to nothing to train on the CPU"
             )
         return
@@ -115,21 +117,6 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
     return torch.cuda.mem_get_info(device)
 
 
-def missing_devices() -> str | None:
-    """Return a one-line warning if CUDA_VISIBLE_DEVICES names devices and none is found."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is None or _are_hidden() or cuda_devices() > 0:
-        return None
-    return (
-        f"warning: CUDA_VISIBLE_DEVICES = {named}, but torch {torch.__version__} finds no CUDA "
-        "device: this run would train on the CPU"
-    )
-
-
-def _are_hidden() -> bool:
-    return os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-
-
 def driver_version(path: Path = _DRIVER) -> str:
     """Return the version of NVIDIA's kernel module, or "of unknown version"."""
     try:
@@ -152,46 +139,27 @@ def available_bytes(proc: Path = Path("/proc")) -> int | None:
 
 def _of_cgroups(proc: Path) -> Iterator[int]:
     """Yield what each limit of a cgroup around this process leaves, in bytes."""
-    own = {}
-    for line in _lines(proc / "self" / "cgroup"):
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if number == "0" and not controllers:
-            own["cgroup2"] = path
-        elif "memory" in controllers.split(","):
-            own["cgroup"] = path
+    lines = _lines(proc / "self" / "cgroup")
+    own = [line.removeprefix("0::") for line in lines if line.startswith("0::")]
     for line in _lines(proc / "self" / "mountinfo"):
         before, _, after = line.partition(" - ")
-        fields, kind = before.split(), after.partition(" ")[0]
-        if kind not in own or len(fields) < 5:
+        fields = before.split()
+        if not own or not after.startswith("cgroup2 ") or len(fields) < 5:
             continue
         # mountinfo escapes blanks.
         root, mount = (
             re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), field)
             for field in fields[3:5]
         )
-        below = Path(os.path.relpath(own[kind], root)).parts
+        below = Path(os.path.relpath(own[0], root)).parts
         if ".." in below:  # the process's cgroup is out of sight
             below = ()
         for count in range(len(below) + 1):
-            yield from _left(Path(mount, *below[:count]), *_CGROUPS[kind])
-
-
-# By version of cgroups: the file of memory held, those of limits, and the prefix of what is counted
-# over all descendants. Above `high` processes crawl. A limit may be "max".
-_CGROUPS = {
-    "cgroup2": ("memory.current", ("memory.max", "memory.high"), ""),
-    "cgroup": ("memory.usage_in_bytes", ("memory.limit_in_bytes",), "total_"),
-}
-
-
-def _left(folder: Path, held_in: str, limited_by: tuple[str, ...], prefix: str) -> Iterator[int]:
-    """Yield what each limit of a cgroup leaves; other controllers' folders have none."""
-    stat, cached = folder / "memory.stat", (f"{prefix}inactive_file", f"{prefix}active_file")
-    held = sum(_numbers(folder / held_in)) - sum(_numbers(stat, *cached))
-    limits = [limit for name in limited_by for limit in _numbers(folder / name)]
-    for limit in (*limits, *_numbers(stat, "hierarchical_memory_limit")):
-        yield max(limit - held, 0)
+            folder = Path(mount, *below[:count])
+            cached = _numbers(folder / "memory.stat", "inactive_file", "active_file")
+            held = sum(_numbers(folder / "memory.current")) - sum(cached)
+            for name in ("memory.max", "memory.high"):  # may be "max"; above `high` processes crawl
+                yield from (max(limit - held, 0) for limit in _numbers(folder / name))
 
 
 def _numbers(path: Path, *names: str) -> list[int]:

@@ -186,7 +186,6 @@ class Shard:
         # cuDNN caches its kernels by the layouts of q, k and v alone: this one must not vary.
         grad_out = of_queries["grad_out"].transpose(1, 2).contiguous().transpose(1, 2)
         of_queries = {**of_queries, "grad_out": grad_out}
-        assert value.shape == key.shape, "keys and values travel together"
         gradients = torch.zeros((2, *key.shape), dtype=dtype, device=key.device)
         rest: list[Any] = []
         for step, (key_of_block, value_of_block) in enumerate(self._passed_around(key, value)):

@@ -109,7 +109,6 @@ class _Capped:
         self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, **terms: Any
     ) -> tuple[Any, ...]:
         """Return the output and its logsumexp."""
-        assert not is_causal, "the bias masks"
         scores, _ = self._scores(query, key, **terms)
         logsumexp = scores.logsumexp(-1)
         out = (scores - logsumexp.unsqueeze(-1)).exp_() @ value.to(scores.dtype)
@@ -198,7 +197,6 @@ def attend(
     Collectives: over the shard's group, in forward and in backward.
     """
     size, T = shard.size, q_BHTF.shape[2]
-    assert k_BKTF.shape == v_BKTF.shape, "keys and values travel together"
     kernel = kernel_of(q_BHTF.device, softcap)
     way: _Whole | _Windowed
     if softcap is None and (window is None or window >= size * T):
@@ -211,7 +209,6 @@ def attend(
             tile = min(tile, _CAPPED_SCORES // window)
         if size == 1:  # one rank's two chunks are the whole
             shard = Shard()
-        assert T % (1 + shard.balanced) == 0, "the two chunks are equally long"
         way = _Windowed(kernel, scale, tile, shard, window, T // (1 + shard.balanced))
     return _Attention.apply(q_BHTF, k_BKTF, v_BKTF, sinks_H, way)
 

@@ -108,8 +108,8 @@ def per_sample_layers(model: nn.Module) -> None:
     stay.
 
     Raises:
-        ValueError: a layer keeps statistics of batches, or parameters are beside layers, in a
-            module that has others: who uses them is not known.
+        ValueError: parameters are beside layers, in a module that has others: who uses them is not
+            known.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for path, layer in list(model.named_modules()):
@@ -117,10 +117,7 @@ def per_sample_layers(model: nn.Module) -> None:
         if not any(parameter.requires_grad for parameter in own.values()):
             continue
         kind = type(layer)
-        if isinstance(layer, NormOverSamples):
-            raise ValueError(
-                f"{path} ({kind.__name__}): mixes samples, or keeps statistics; use another model"
-            )
+        assert not isinstance(layer, NormOverSamples), f"{path} mixes samples"  # refused before
         if kind not in _RULES and any(True for _ in layer.children()):
             raise ValueError(
                 f"{path} ({kind.__name__}): no per-sample gradients of {', '.join(own)}, of no "

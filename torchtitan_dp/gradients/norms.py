@@ -60,16 +60,17 @@ Factors = Products | Rows
 NormEstimator = Literal["hutchinson", "hutch++"]
 
 
-def squared_norms(
-    factors: Sequence[Factors], cp: dist.ProcessGroup | None, *, block_elements: int = 2**24
-) -> Tensor:
+BLOCK_ELEMENTS = 2**24
+"""Bounds the elements of a block, of at least one token: of a (B, rows, T) product, of factors from
+all ranks, and of what `project` multiplies at once."""
+
+
+def squared_norms(factors: Sequence[Factors], cp: dist.ProcessGroup | None) -> Tensor:
     """Find the squared norms of B samples' gradients of one parameter.
 
     Args:
         factors: those of each of the parameter's layers, for this rank's tokens, as many on each
             rank.
-        block_elements: bound on the elements of a (B, rows, T) product, and of a block of factors
-            from all ranks, of at least one token.
 
     Returns:
         fp64 (B,): this rank's part. The sum over `cp` is the square, up to rounding, which can
@@ -80,31 +81,31 @@ def squared_norms(
     total_B = torch.zeros(len(factors[0].left), dtype=torch.float64, device=factors[0].left.device)
     for place, columns in enumerate(factors):
         if cp is not None:
-            for block in _from_all_ranks(columns, cp, block_elements):
+            for block in _from_all_ranks(columns, cp):
                 for number, rows in enumerate(factors[: place + 1]):
-                    total_B += (1 if number == place else 2) * _pairs(rows, block, block_elements)
+                    total_B += (1 if number == place else 2) * _pairs(rows, block)
             continue
-        total_B += _pairs_with_itself(columns, block_elements)
+        total_B += _pairs_with_itself(columns)
         for rows in factors[:place]:
-            total_B += 2 * _pairs(rows, columns, block_elements)
+            total_B += 2 * _pairs(rows, columns)
     return total_B
 
 
-def _pairs(rows: Factors, columns: Factors, block_elements: int) -> Tensor:
+def _pairs(rows: Factors, columns: Factors) -> Tensor:
     """Sum over all pairs of a token of `rows` and one of `columns`: fp64 (B,)."""
     total_B = torch.zeros(len(rows.left), dtype=torch.float64, device=rows.left.device)
-    at_once = max(block_elements // (len(rows.left) * columns.left.shape[1]), 1)
+    at_once = max(BLOCK_ELEMENTS // (len(rows.left) * columns.left.shape[1]), 1)
     for block in tiles(rows.left.shape[1], at_once):
         total_B += _inner(some_tokens(rows, block), columns)
     return total_B
 
 
-def _pairs_with_itself(factors: Factors, block_elements: int) -> Tensor:
+def _pairs_with_itself(factors: Factors) -> Tensor:
     """Sum over all pairs of a sample's tokens; each unequal pair is computed once."""
     tokens = factors.left.shape[1]
     total_B = torch.zeros(len(factors.left), dtype=torch.float64, device=factors.left.device)
     # Several blocks even if one has room, to skip products below the diagonal.
-    at_once = max(min(block_elements // (len(factors.left) * tokens), -(-tokens // 4)), 1)
+    at_once = max(min(BLOCK_ELEMENTS // (len(factors.left) * tokens), -(-tokens // 4)), 1)
     for block in tiles(tokens, at_once):
         rows = some_tokens(factors, block)
         total_B += _inner(rows, rows)
@@ -146,15 +147,13 @@ def _products(rows_BRK: Tensor, columns_BSK: Tensor) -> Tensor:
     return out_BRS
 
 
-def _from_all_ranks(
-    factors: Factors, cp: dist.ProcessGroup, block_elements: int
-) -> Iterator[Factors]:
+def _from_all_ranks(factors: Factors, cp: dist.ProcessGroup) -> Iterator[Factors]:
     """Yield all ranks' factors, one rank's block at a time, gathered a block from all ranks."""
     ranks, (samples, tokens) = dist.get_world_size(cp), factors.left.shape[:2]
     a_token = ranks * samples * sum(x[0, 0].numel() for x in (factors.left, factors.right))
     own = factors.factor_B
     scales = [None] * ranks if own is None else all_gather(own, cp)
-    for block in tiles(tokens, max(block_elements // a_token, 1)):
+    for block in tiles(tokens, max(BLOCK_ELEMENTS // a_token, 1)):
         here = some_tokens(factors, block)
         lefts, rights = all_gather(here.left, cp), all_gather(here.right, cp)
         for rank in range(ranks):
@@ -306,27 +305,19 @@ def in_whole_blocks(count: int) -> int:
     return -(-count // BLOCK) * BLOCK
 
 
-def project(
-    factors: Sequence[Factors],
-    by_BNK: Tensor,
-    size: int,
-    *,
-    back: bool = False,
-    block_elements: int = 2**24,
-) -> Tensor:
+def project(factors: Sequence[Factors], by_BNK: Tensor, size: int, *, back: bool = False) -> Tensor:
     """Multiply B samples' transposed gradients by matrices of their own (with `back`, their
     gradients), without forming any.
 
     Args:
         factors: one parameter's, (N, size), with `back` (size, N), for this rank's tokens. A side
             is (B, T, n), or tokens (B, T), which stand for unit vectors.
-        block_elements: bound on the fp32 elements of a block, of at least one token.
 
     Returns:
         fp32 (B, size, k): G^T `by`, or G `by`, summed over these tokens.
     """
     samples, rows, k = by_BNK.shape
-    at_once = max(block_elements // (samples * (rows + size + k)), 1)
+    at_once = max(BLOCK_ELEMENTS // (samples * (rows + size + k)), 1)
     total_BSK = by_BNK.new_zeros(samples, size, k)
     for layer in factors:
         a, b = (layer.right, layer.left) if back else (layer.left, layer.right)

@@ -61,11 +61,6 @@ class PrivateStep:
     gradients: GradientMethod
     secure_noise: bool
 
-    @property
-    def max_grad_norm(self) -> float:
-        """C, of the clip policy."""
-        return self.clipped_sum.policy.max_grad_norm
-
     def optimizer(
         self,
         inner: Optimizer,
@@ -81,7 +76,8 @@ class PrivateStep:
             noise_of_step: `Mechanism.noise_of_step`, for noise that is correlated over steps; by
                 default sigma.
         """
-        noise_std = (noise_multiplier or 1.0) * self.max_grad_norm / expected_batch_size
+        C = self.clipped_sum.policy.max_grad_norm
+        noise_std = (noise_multiplier or 1.0) * C / expected_batch_size
         for optimizer in inner_optimizers(inner):
             if isinstance(optimizer, MomentumSGD):
                 optimizer.noise_std = noise_std
@@ -89,7 +85,7 @@ class PrivateStep:
             inner,
             self.parameters,
             noise_multiplier=noise_multiplier if noise_of_step is None else noise_of_step,
-            max_grad_norm=self.max_grad_norm,
+            max_grad_norm=C,
             expected_batch_size=expected_batch_size,
             secure_noise=self.secure_noise,
             free_gathered=functools.partial(free_gathered, self.model),

@@ -52,10 +52,7 @@ class Linear:
     def backward(self, x_ND: Tensor, grad_NP: Tensor, into_ND: Tensor | None, sums: Sums) -> Tensor:
         """Add the gradients of weight and factors to `sums`; return x's, added to `into_ND`."""
         weight_PD, *factors = self.parameters
-        if into_ND is None:
-            into_ND = grad_NP @ weight_PD
-        else:
-            into_ND.addmm_(grad_NP, weight_PD)
+        into_ND = grad_NP @ weight_PD if into_ND is None else into_ND.addmm_(grad_NP, weight_PD)
         of_weight, *of_factors = sums
         if of_weight is not None:
             add_product_(of_weight, grad_NP.T, x_ND)

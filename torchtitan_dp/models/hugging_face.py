@@ -206,19 +206,16 @@ def check_weights(problem: str, folder: str, args: ModelArgs) -> None:
     expected = HuggingFaceAdapter(args, None).to_hf(skeleton(args).state_dict())
     for name, tensor in expected.items():
         if name not in found:
-            remedy = REMEDY
-            if args.share_of_experts < 1:
-                remedy += (
-                    ", with all experts in one tensor, not a key for each: transformers' "
-                    "save_pretrained(…, save_original_format=False) writes them so"
-                )
-            raise ValueError(f"{problem}: {name} is in none of its files of weights; {remedy}")
+            more = "all experts in one tensor: save_pretrained(…, save_original_format=False)"
+            more = f", with {more}" if args.share_of_experts < 1 else ""
+            raise ValueError(
+                f"{problem}: {name} is in none of its files of weights; {REMEDY}{more}"
+            )
         size, dtype = found[name]
         if size != tuple(tensor.shape):
-            lacks = "" if os.path.exists(os.path.join(folder, CONFIG_FILE)) else ", which has none"
             raise ValueError(
                 f"{problem}: {name} has shape {list(size)}, but the model's is "
-                f"{list(tensor.shape)}; take weights and {CONFIG_FILE} from one model{lacks}"
+                f"{list(tensor.shape)}; take weights and {CONFIG_FILE} from one model"
             )
         if dtype not in _TRAINED_DTYPES:
             raise ValueError(f"{problem}: {name} is quantized ({dtype}); take bfloat16 or float32")

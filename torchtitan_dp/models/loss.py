@@ -85,13 +85,6 @@ class SampleLosses:
     device: torch.device
     shard: Shard
 
-    @classmethod
-    def on(
-        cls, model: nn.Module, device: torch.device, dims: ParallelDims, config: JobConfig
-    ) -> "SampleLosses":
-        """Return the loss of a model that `dims` shards as `config` has it."""
-        return cls(model, device, shard_of(dims, config))
-
     def __call__(self, tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
         """Return this rank's parts, fp32 (B,), of int64 whole samples, the same on all cp ranks."""
         labels_BT = labels_BT.to(self.device)

@@ -43,7 +43,7 @@ from torchtitan_dp.models.causal_lm import formulas
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.ema import ema_of
-from torchtitan_dp.models.loss import SampleLosses
+from torchtitan_dp.models.loss import SampleLosses, shard_of
 from torchtitan_dp.models.parallelize import parallelize, trained_fsdp_modules
 from torchtitan_dp.models.parameters import local_part, trainable_parameters
 from torchtitan_dp.privacy.banded import StepNoise
@@ -323,7 +323,7 @@ class Step:
             self.earlier_noise = torch.empty(bands - 1, numel)
         self.model.output.register_forward_pre_hook(self._enter_loss_head)
         end_stretches_at_blocks(self.model, tracker)
-        self.losses = SampleLosses.on(self.model, torch.device("cpu"), dims, config)
+        self.losses = SampleLosses(self.model, torch.device("cpu"), shard_of(dims, config))
 
     def microbatch(self, seq_len: int) -> None:
         """Run forward and backward, clip, and add to the sum."""

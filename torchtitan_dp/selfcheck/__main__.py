@@ -11,17 +11,14 @@ a temporary checkpoint. Exit code 1 if a check fails, in one line each; 2 for a 
 
 import dataclasses
 import datetime
-import hashlib
 import itertools
 import math
 import os
 import platform
 import sys
-import tempfile
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from torchtitan_dp.config.commands import first, parsed
 
@@ -33,26 +30,18 @@ import torch
 import torch.distributed as dist
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
-
-# isort: split
-from torchtitan.tools.utils import device_type
-
 from torchtitan_dp.base.process import die_with_parent, untested, versions
-from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import METHODS
 from torchtitan_dp.config.load import exit_on_mistake, write_json
 from torchtitan_dp.distributed import devices
-from torchtitan_dp.distributed.agreement import shared_root_key
-from torchtitan_dp.distributed.devices import available_bytes, has_accelerator
+from torchtitan_dp.distributed.agreement import join_ranks, lost_ranks_as_faults
 from torchtitan_dp.selfcheck import proof, steps
 from torchtitan_dp.selfcheck.small import VARIANTS, Terms, default_terms, given_terms
 from torchtitan_dp.selfcheck.steps import Measured, Ranks, worst
 
 _DO_NOT_TRAIN = "do not train here: epsilon would not hold"
-_GIB = 2**30
-_COLLECTIVE = datetime.timedelta(seconds=60)  # the time-out of a check's collectives
+_COLLECTIVE_S = 60  # the time-out of a check's collectives
 _AGREEMENT = datetime.timedelta(seconds=150)  # how long a rank waits for the others' measurements
-_GRACE_S = 20  # how long a rank whose check failed waits before it ends all of them
 
 
 @dataclass(frozen=True)
@@ -95,57 +84,46 @@ def main(argv: list[str]) -> None:
     options, overrides = parsed("selfcheck", __doc__, argv)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     with exit_on_mistake():
+        devices.require_usable_devices()
         terms = given_terms(overrides, world_size) if overrides else default_terms(world_size)
     if "LOCAL_RANK" in os.environ:
         die_with_parent()
     os.umask(0o077)
-    ranks = start(options.backend)
-    nodes = world_size // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    folder = checkpoint_folder(terms[0].config if overrides else None, nodes)
-    device, found = devices.device_name(ranks.device), facts(ranks.device)
+    device = join_ranks(options.backend, _COLLECTIVE_S)
+    ranks = Ranks(device, dist.new_group(backend="gloo", timeout=_AGREEMENT))
+    folder = os.path.abspath(terms[0].config.job.dump_folder)
+    while not os.path.isdir(folder):  # the nearest that exists, where the run's will lie
+        folder = os.path.dirname(folder)
+    name, found = devices.device_name(device), facts(device)
 
     def say(line: str) -> None:
         if dist.get_rank() == 0:
             print(line, file=sys.stderr, flush=True)
 
-    say(f"selfcheck: {world_size} x {device}")
-    for name, value in found.items():
-        say(f"  {name}: {value}")
+    say(f"selfcheck: {world_size} x {name}")
+    for fact, value in found.items():
+        say(f"  {fact}: {value}")
     for line in untested():
         say(line)
-    checks = [*machine_checks(), *checks_of(terms, folder, every=not overrides)]
+    checks = checks_of(terms, folder, every=not overrides)
     outcomes = run(ranks, checks, lambda outcome: say(outcome.row()))
     failed = [outcome for outcome in outcomes if not outcome.passed]
     for outcome in failed:
         say(outcome.failure())
     if options.json and dist.get_rank() == 0:
-        write_json(options.json, for_programs(device, found, outcomes))
+        write_json(options.json, for_programs(name, found, outcomes))
     say(f"selfcheck: {len(outcomes) - len(failed)} of {len(outcomes)} passed")
     if failed:
         raise SystemExit(1)  # some rank may still be in a collective: do not wait for it
     dist.destroy_process_group()
 
 
-def start(backend: str | None) -> Ranks:
-    """Join torchrun's process group, or start one of this process; None is the device's backend."""
-    device, alone = torch.device("cpu"), dict[str, Any]()
-    if device_type != "cpu":
-        index = int(os.environ.get("LOCAL_RANK", "0")) % devices.cuda_devices()
-        torch.accelerator.set_device_index(index)
-        device = torch.device(device_type, index)
-    if "WORLD_SIZE" not in os.environ:
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, timeout=_COLLECTIVE, **alone)
-    return Ranks(device, dist.new_group(backend="gloo", timeout=_AGREEMENT))
-
-
 def run(
     ranks: Ranks, checks: Iterable[Check], report: Callable[[Outcome], None] = lambda _: None
 ) -> list[Outcome]:
     """Run each check, `report` each outcome on all ranks, and return all. A check that raises has
-    failed; if on some ranks only, the others may still be in one of its collectives: it is the
-    last. Collective over the world."""
+    failed; with several ranks, some may still be in one of its collectives: it is the last.
+    Collective over the world."""
     outcomes: list[Outcome] = []
     for check in checks:
         mine: Measured | str
@@ -153,33 +131,16 @@ def run(
             mine = check.measure(ranks, *check.args)
         except (Exception, SystemExit) as error:  # a `Fault` is a SystemExit
             mine = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        found = _gather_or_end(ranks, check, mine)
+            line = f"selfcheck: rank {dist.get_rank()}: {check.name}: {mine}"
+            print(line, file=sys.stderr, flush=True)  # the others may hang, and end this process
+        with lost_ranks_as_faults():
+            found = ranks.gather(mine)
         for outcome in merged(check, found):
             outcomes.append(outcome)
             report(outcome)
-        if 0 < sum(isinstance(one, str) for one in found) < len(found):
+        if len(found) > 1 and any(isinstance(one, str) for one in found):
             break
     return outcomes
-
-
-def _gather_or_end(ranks: Ranks, check: Check, mine: Measured | str) -> list[Measured | str]:
-    """Gather every rank's measurements, or end this process if the others do not answer: soon if
-    its own check failed, since they may hang in one of its collectives."""
-
-    def end() -> NoReturn:
-        line = mine if isinstance(mine, str) else "another rank has ended"
-        print(f"selfcheck: rank {dist.get_rank()}: {check.name}: {line}", file=sys.stderr)
-        os._exit(1)
-
-    timer = threading.Timer(_GRACE_S, end)
-    if isinstance(mine, str):
-        timer.start()
-    try:
-        return ranks.gather(mine)
-    except RuntimeError:
-        end()
-    finally:
-        timer.cancel()
 
 
 def merged(check: Check, ranks: Sequence[Measured | str]) -> list[Outcome]:
@@ -198,34 +159,15 @@ def merged(check: Check, ranks: Sequence[Measured | str]) -> list[Outcome]:
     return outcomes
 
 
-def checkpoint_folder(config: JobConfig | None, nodes: int) -> str:
-    """Return the folder to try checkpoints in: where the run's will lie, if that is known; else a
-    temporary one, or the working folder, which several machines share."""
-    if config is None:
-        return os.getcwd() if nodes > 1 else tempfile.gettempdir()
-    folder = os.path.abspath(config.job.dump_folder)
-    while not os.path.isdir(folder):
-        folder = os.path.dirname(folder)
-    return folder
-
-
 def facts(device: torch.device) -> dict[str, str]:
     """Collect the facts about the machine for a bug report, in the order of the table."""
-    free = {"free memory": f"{memory_gib(device)[0]:.1f} GiB a rank"}
-    known = {name: version for name, version in versions().items() if version != "unknown"}
-    found = free | devices.libraries(device) | known
-    return found | {"python": platform.python_version(), "host": platform.platform()}
-
-
-def memory_gib(device: torch.device) -> tuple[float, float]:
-    """Return how much memory is free to a rank, of its device or host, and how much is missing."""
     if device.type == "cuda":
-        free, total = devices.memory_bytes(device)
-        return free / _GIB, max(0.9 * total - free, 0) / _GIB  # a CUDA context takes a few percent
-    available = available_bytes()
-    assert available is not None, "Linux has /proc/meminfo"
-    gib = available / _GIB / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return gib, max(1 - gib, 0)  # these checks need one
+        free, _ = devices.memory_bytes(device)
+    else:
+        free = (devices.available_bytes() or 0) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    known = {name: version for name, version in versions().items() if version != "unknown"}
+    found = {"free memory": f"{free / 2**30:.1f} GiB a rank"} | devices.libraries(device) | known
+    return found | {"python": platform.python_version(), "host": platform.platform()}
 
 
 def for_programs(device: str, facts: dict[str, str], outcomes: list[Outcome]) -> dict[str, Any]:
@@ -239,31 +181,11 @@ def for_programs(device: str, facts: dict[str, str], outcomes: list[Outcome]) ->
     return {"device": device, "facts": facts, "passed": passed, "checks": checks}
 
 
-def machine_checks() -> list[Check]:
-    """List the checks of the machine, which are quick and explain others: they come first."""
-
-    def root_key(ranks: Ranks) -> Measured:
-        """Draw and broadcast one as for a run; compare a hash of a key derived from it."""
-        key = shared_root_key(ranks.device, None).stream("coin").take(1)
-        return {"ranks that differ": (ranks.differing(hashlib.sha256(key).digest()), 0)}
-
-    unusable = 0 if has_accelerator() else devices.cuda_devices()  # the run would be on the CPU
-    environment = versions(), torch.__version__, platform.python_version()
-    update = "the driver is too old for this torch, or broken: update it"
-    free = "other programs hold it: end them, or choose other devices (CUDA_VISIBLE_DEVICES)"
-    install = "install one environment on all nodes (scripts/setup.sh)"
-    network = f"{_DO_NOT_TRAIN}; broadcasts between these ranks are wrong (NCCL, the network)"
-    return [
-        Check("devices", update, lambda ranks: {"present but unusable": (unusable, 0)}),
-        Check("memory", free, lambda ranks: {"missing GiB": (memory_gib(ranks.device)[1], 0)}),
-        Check("versions", install, lambda r: {"ranks that differ": (r.differing(environment), 0)}),
-        Check("root key", network, root_key),
-    ]
-
-
 def checks_of(all_terms: Sequence[Terms], folder: str, *, every: bool) -> Iterator[Check]:
     """List the checks on some terms, each statement once; `every` adds what the terms do not ask
     for: all balancers and rotations of the ring, variants of a method, secure noise."""
+    network = f"{_DO_NOT_TRAIN}; broadcasts between these ranks are wrong (NCCL, the network)"
+    yield Check("root key", network, steps.root_key)
     met = set()
     for terms in all_terms:
         checks = [_of_sums(terms, every)]
@@ -278,12 +200,8 @@ def _of_attention(terms: Terms, every: bool) -> Iterator[Check]:
     parallelism, ring = terms.config.parallelism, terms.degrees[2] > 1
     balancers = [parallelism.context_parallel_load_balancer]
     rotations = [parallelism.context_parallel_rotate_method]
-    remedy = f"{_DO_NOT_TRAIN}; another training.mixed_precision_param or torch may pass"
-    if ring:
-        remedy = (
-            "another parallelism.context_parallel_load_balancer, context_parallel_rotate_method or "
-            "torch may pass; else train with context_parallel_degree = 1"
-        )
+    other = "parallelism.context_parallel_degree" if ring else "training.mixed_precision_param"
+    remedy = f"{_DO_NOT_TRAIN}; another {other} or torch may pass"
     if ring and every:
         balancers, rotations = ["headtail", None], ["allgather", "alltoall"]
     cases = [(*pair, False) for pair in itertools.product(balancers, rotations)]
@@ -301,10 +219,7 @@ def _of_noise(terms: Terms, folder: str, every: bool) -> Iterator[Check]:
     yield Check("noise", _DO_NOT_TRAIN, steps.noise, (terms,))
     if every:
         yield Check("secure noise", _DO_NOT_TRAIN, steps.noise, (terms.but(secure_noise=True),))
-    remedy = (
-        f"checkpoints cannot be trusted where they were tried ({folder}): another "
-        "job.dump_folder, on a file system that all nodes share"
-    )
+    remedy = f"another job.dump_folder than in {folder}, on a file system that all nodes share"
     yield Check("checkpoint", remedy, steps.checkpoint, (terms, folder))
 
 
@@ -318,10 +233,7 @@ def _of_sums(terms: Terms, every: bool) -> Iterator[Check]:
         kind, terms = f"{method} with exact norms", terms.but(gradient_method="ghost")
     kinds, variants = {kind: terms}, VARIANTS.get(method, {}) if every else {}
     kinds |= {f"{method}, {name}": terms.but(**of) for name, of in variants.items()}
-    remedy = (
-        f"{_DO_NOT_TRAIN}; another privacy.gradient_method or dtype may pass; where ring attention "
-        "does, look at reductions (NCCL, the network)"
-    )
+    remedy = f"{_DO_NOT_TRAIN}; another privacy.gradient_method or dtype may pass, or network"
     for of_kind, of in kinds.items():
         yield Check(f"clipped sum, {of_kind}", remedy, steps.clipped_sum, (of,))
     if terms.dtype == torch.float32:

@@ -45,7 +45,7 @@ from torchtitan_dp.gradients.step import build_step
 from torchtitan_dp.models.causal_lm.settings import ModelArgs, read_args
 from torchtitan_dp.models.hugging_face import flavor, on_meta, shape
 from torchtitan_dp.models.lora import fill_adapters
-from torchtitan_dp.models.loss import SampleLosses
+from torchtitan_dp.models.loss import SampleLosses, shard_of
 from torchtitan_dp.models.parallelize import parallelize, takes_cudnn, trained_fsdp_modules
 from torchtitan_dp.models.parameters import trainable_parameters
 from torchtitan_dp.privacy.sampling import deal
@@ -225,7 +225,7 @@ class Small:
         of_model = self.model, self.parameters, trained_fsdp_modules(self.model)
         self.step = build_step(config.privacy, *of_model, self.groups, max_grad_norm=max_grad_norm)
         self.gradients = self.step.gradients
-        self.losses = SampleLosses.on(self.model, device, self.dims, config)
+        self.losses = SampleLosses(self.model, device, shard_of(self.dims, config))
 
     def accumulate(
         self, *samples: Tensor, drawn: np.ndarray | None = None, key: bytes = bytes(32)

@@ -24,6 +24,7 @@ from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
 from torchtitan_dp.checkpoint.folder import load
 from torchtitan_dp.distributed import attention as attn
+from torchtitan_dp.distributed.agreement import shared_root_key
 from torchtitan_dp.distributed.ring import Shard
 from torchtitan_dp.gradients.norms import RandomizedNorms, first_number
 from torchtitan_dp.gradients.operands import Products
@@ -78,6 +79,12 @@ def worst(values: Sequence[float]) -> float:
     return math.nan if any(map(math.isnan, values)) else max(values, default=0.0)
 
 
+def root_key(ranks: Ranks) -> Measured:
+    """Draw and broadcast one as for a run; compare a hash of a key derived from it."""
+    key = shared_root_key(ranks.device, None).stream("coin").take(1)
+    return {"ranks that differ": (ranks.differing(hashlib.sha256(key).digest()), 0)}
+
+
 def attention(
     ranks: Ranks, terms: Terms, balancer: str | None, rotate: str, apart: bool
 ) -> Measured:
@@ -98,12 +105,8 @@ def attention(
     def local(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(shard.of(x.to(ranks.device), dim=2) for x in tensors)
 
-    errors = []
-    for length in terms.lengths:
-        try:
-            errors += _attention_errors(holder[0], local, terms, length)
-        except RuntimeError as error:  # for example, no kernel takes this length
-            raise RuntimeError(f"samples of {length} tokens: {error}") from error
+    of_each = (_attention_errors(holder[0], local, terms, length) for length in terms.lengths)
+    errors = [error for errors in of_each for error in errors]
     lengths = " to ".join(map(str, dict.fromkeys((terms.lengths[0], terms.lengths[-1]))))
     # Four times a whole tensor's: it is the worst row's, and ranks' partial results are rounded.
     return {f"{lengths} tokens": (worst(errors), 4 * rounding(terms.dtype))}
@@ -269,12 +272,9 @@ def _off(values: Tensor, mean: float, variance: float) -> float:
 
 
 def _repeats(values: Tensor) -> int:
-    """Count the runs of 4 consecutive fp32 values that occur elsewhere too, by a 64-bit hash: two
-    of a million that differ have the same with probability 3e-8."""
-    runs = values.view(torch.int32).long().unfold(0, 4, 1)
-    odd = (-0x61C8864680B583EB, -0x3D4D51C2D82B14B1, 0x165667B19E3779F9, 0x27D4EB2F165667C5)
-    mixed = (runs * torch.tensor(odd)).sum(1)
-    return len(mixed) - len(torch.unique(mixed))
+    """Count the runs of 4 consecutive fp32 values that occur elsewhere too."""
+    runs = values.view(torch.int32).unfold(0, 4, 1)
+    return len(runs) - len(torch.unique(runs, dim=0))
 
 
 def updates(ranks: Ranks, terms: Terms) -> Measured:

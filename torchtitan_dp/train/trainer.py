@@ -48,7 +48,7 @@ from torchtitan_dp.gradients.fsdp import ReductionGroups
 from torchtitan_dp.gradients.step import build_step
 from torchtitan_dp.ledger import Lineage
 from torchtitan_dp.models.hugging_face import describe, shape
-from torchtitan_dp.models.loss import SampleLosses
+from torchtitan_dp.models.loss import SampleLosses, shard_of
 from torchtitan_dp.models.parallelize import trained_fsdp_modules
 from torchtitan_dp.models.parameters import overflow, trainable_parameters
 from torchtitan_dp.selfcheck.proof import prove
@@ -90,7 +90,9 @@ class DPTrainer(RunTrainer):
             noise_of_step=settings.mechanism.noise_of_step,
             expected_batch_size=settings.expected_batch_size,
         )
-        self.sample_losses = SampleLosses.on(model, self.device, self.parallel_dims, job_config)
+        self.sample_losses = SampleLosses(
+            model, self.device, shard_of(self.parallel_dims, job_config)
+        )
         self.feed = Feed(self.dataloader, ladder(job_config), self.device)
         self._log_last: Callable[[], None] = lambda: None  # the newest step, unless it was logged
         self._summary: list[str] = []

@@ -25,7 +25,7 @@ from torchtitan_dp.config.derived import heldout_units
 from torchtitan_dp.data.batching import Draw, Feed, RecordLoader
 from torchtitan_dp.gradients.fsdp import free_gathered
 from torchtitan_dp.models.ema import WeightAverage
-from torchtitan_dp.models.loss import SampleLosses
+from torchtitan_dp.models.loss import SampleLosses, shard_of
 
 
 class HeldOut(NamedTuple):
@@ -120,7 +120,7 @@ class HeldOutValidator:
         the `loss` mesh, all ranks.
         """
         device = next(model.parameters()).device
-        losses = SampleLosses.on(model, device, self._dims, self._config)
+        losses = SampleLosses(model, device, shard_of(self._dims, self._config))
         feed = Feed(self._loader, (self._config.training.seq_len,), losses.device)
         starts_K = torch.tensor(list(self._buckets), device=losses.device)
         # Losses and the number of targets: of each unit, then of each bucket.

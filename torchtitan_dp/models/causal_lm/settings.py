@@ -287,10 +287,6 @@ def read_args(settings: dict[str, Any], path: str, key: str) -> ModelArgs:
         refuse("model_type", kind, none + code)
     if settings.get("architectures") not in (None, [model]):
         refuse("architectures", settings["architectures"], f"it must be {model}")
-    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
-        size = settings.get(name, 1)
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            refuse(name, size, "must be a whole number, 1 or more")
     try:
         config = configuration(settings)
     except Exception as error:  # classes check their settings by errors of many kinds
