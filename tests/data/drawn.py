@@ -25,17 +25,10 @@ UNITS: dict[str, Sequence[str | None]] = {
 UNITS["nobody"] = [None, None]
 
 
-class NoMarks(ByteTokenizer):
-    """Bytes without marks of beginning and end."""
-
-    bos_id: int | None = None
-    eos_id: int | None = None
-    identity = "no marks"
-
-
-class Words(NoMarks):
+class Words(ByteTokenizer):
     """A word is a token, its number of letters; no marks. A blank line is 0."""
 
+    bos_id = eos_id = None
     identity = "words"
 
     def encode(self, text: str) -> np.ndarray:

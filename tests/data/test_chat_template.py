@@ -60,17 +60,14 @@ def test_what_the_template_refuses_is_none() -> None:
     [
         ("{% if %}", "is not valid Jinja"),
         ("{{ strftime_now('%d') }}" + PLAIN, "cannot be rendered .*strftime_now"),
-        ("{{ lipsum() }}" + PLAIN, "cannot be rendered .*lipsum"),
         ("{{ [1, 2] | random }}" + PLAIN, "is not valid Jinja .*random"),
         ("{{ messages.count }}" + PLAIN, "cannot be rendered .*an address of memory"),
-        ("{{ 'as ' ~ raise_exception }}" + PLAIN, "cannot be rendered .*an address of memory"),
         ("{{ 'ab' | map('upper') }}" + PLAIN, "cannot be rendered .*an address of memory"),
         ("{{ raise_exception('never') }}", "cannot be rendered .*never"),
         (REWRITES, "writes earlier turns otherwise"),
         ("{% generation %}" + PLAIN + "{% endgeneration %}", "does not keep .* apart"),
         ("{% generation %}{% endgeneration %}" + PLAIN, "does not keep .* apart"),
         ("{{ messages.append(1) }}" + PLAIN, "cannot be rendered .*SecurityError"),
-        ("{{ bos_token.__class__.__mro__ }}" + PLAIN, "cannot be rendered"),
     ],
 )
 def test_what_cannot_be_used_is_refused(tmp_path: Path, template: str, message: str) -> None:

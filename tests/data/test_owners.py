@@ -1,6 +1,5 @@
 """Records of several owners: whose unit they are in, and that it is one person's alone (row 83)."""
 
-import contextlib
 import itertools
 import math
 import random
@@ -23,7 +22,6 @@ from torchtitan_dp.data.dataset import Samples
 from torchtitan_dp.data.owners import Owners, owners_of
 from torchtitan_dp.data.prepare import prepared
 from torchtitan_dp.data.store import Store, group, unit_hash
-from torchtitan_dp.privacy.lower_bounds import gaussian_mu
 from torchtitan_dp.release.card import guarantee
 from torchtitan_dp.train.processor import SampleStatistics
 from torchtitan_dp.train.trainer import DPTrainer
@@ -49,8 +47,8 @@ def test_row83_the_rule_by_hand(tmp_path: Path) -> None:
     assert units(store) == {(0, 1, 2), (5,)} | seven
     assert len(seven) == 1
     assert store.facts["owners"] == {
-        **{"left_out": 4, "people": 5, "in_units": 5 if (7,) in seven else 4, "most_people": 2},
-        **{"largest": 3, "common": [], "records": {"who": 9}, "joined": 0},
+        **{"left_out": 4, "people": 5, "in_units": 5 if (7,) in seven else 4},
+        **{"common": [], "joined": 0},
     }
     assert unit_hash("cyd")[:8] in store.units.hashes.astype("<u8").tobytes()  # as without a list
 
@@ -216,18 +214,8 @@ def test_the_unit_in_words() -> None:
 # The sum of clipped gradients, of the trainer's own `accumulate` without noise.
 
 C = 0.5
-ROWS = letters(
-    *(
-        ["ann", "bob"],
-        ["ann", "bob"],
-        ["bob", "cyd"],
-        ["cyd", "dan"],
-        ["dan"],
-        ["eve"],
-        ["eve", "ann"],
-    ),
-    *(["fay"], ["fay", "gus"]),
-)
+SETS = "ann bob, ann bob, bob cyd, cyd dan, dan, eve, eve ann, fay, fay gus"
+ROWS = letters(*(names.split() for names in SETS.split(", ")))
 
 
 def summed(degrees: Any, format: str, without: str | None) -> torch.Tensor:
@@ -259,6 +247,11 @@ def moves(degrees: Any, format: str) -> list[float]:
     return [float((every - summed(degrees, format, one)).norm()) for one in people]
 
 
+def with_the_fault() -> list[float]:
+    with mock.patch.object(Owners, "units", lambda _, hashes_R2: group(hashes_R2)):
+        return moves((1, 1, 1), "jsonl")
+
+
 @pytest.mark.parametrize(
     "degrees, format",
     [((1, 1, 1), "jsonl"), ((1, 1, 1), "parquet"), ((1, 1, 2), "jsonl"), ((1, 2, 1), "parquet")],
@@ -269,25 +262,7 @@ def test_row83_no_person_moves_the_sum_by_more_than_C(degrees: Any, format: str)
         assert max(moved) > 0.99 * C  # some are clipped: two of a person's would be more
 
 
-def game(fault: bool) -> float:
-    """The bound on mu that a test for all of one person's letters proves, at most."""
-    every_set = mock.patch.object(Owners, "units", lambda _, hashes_R2: group(hashes_R2))
-    rng, sigma, trials = np.random.default_rng(0), 1.0, 2000
-    with every_set if fault else contextlib.nullcontext():
-        every, *others = (summed((1, 1, 1), "jsonl", one) for one in (None, "ann", "bob", "cyd"))
-    found = []
-    for other in others:
-        apart = float((every - other).norm()) / C  # along the line through both, over C
-        with_it, without = apart + sigma * rng.normal(size=trials), sigma * rng.normal(size=trials)
-        errors = int((without >= apart / 2).sum()), int((with_it < apart / 2).sum())
-        rates = dict(zip(("false_positives", "false_negatives"), errors, strict=True))
-        terms = {"negatives": trials, "positives": trials, "confidence": 0.999}
-        found.append(gaussian_mu(**rates, **terms))
-    return max(found)
-
-
-@pytest.mark.parametrize("fault", [False, True])
-def test_row83_the_game_of_a_letter_that_two_people_own(fault: bool) -> None:
-    """With a person in two units it is lost: more is proven than 1 / sigma."""
-    (found,) = on_ranks(1, game, fault)
-    assert (found > 1.0) == fault
+def test_row83_a_person_in_two_units_moves_the_sum_by_more() -> None:
+    """The figures above would show it."""
+    (moved,) = on_ranks(1, with_the_fault)
+    assert max(moved) > 1.5 * C

@@ -65,13 +65,6 @@ def fresh(wanted: Source, tmp_path: Path) -> tuple[str, list[Any]]:
     return store.fingerprint, stored(store)
 
 
-def test_row72_the_same_files_are_prepared_once(root, place, written):
-    first = prepared(source(root, "jsonl"), place)
-    second = prepared(source(root, "jsonl"), place)
-    assert written == [first.folder] == [second.folder]
-    assert second.fingerprint == first.fingerprint
-
-
 SETTINGS: dict[str, dict[str, Any]] = {
     "the field": {"text_field": "body"},
     "a prompt": {"prompt_field": "body"},

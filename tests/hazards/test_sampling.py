@@ -13,7 +13,6 @@ from tests.processes.runs import arguments
 from torchtitan_dp.checkpoint.plan import settings_of
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.data.batching import Draw, RecordLoader
-from torchtitan_dp.data.dataset import Samples
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.sampling import poisson_draw
 from torchtitan_dp.train.check import build_samples, open_records
@@ -27,15 +26,6 @@ def store(tmp_path):
     files = {f"{i:03}.txt": b"text" for i in range(RECORDS)}
     files |= {"007.txt": b"", "008.txt": b"\xff\xfe\xff"}
     return store_of(write(tmp_path / "d", files), tmp_path)
-
-
-def test_row42_bad_records_stay_in_the_store_and_have_no_targets(store):
-    assert len(store) == RECORDS
-    samples, every = Samples(store, 4, pad_id=257), np.arange(RECORDS)
-    loader = RecordLoader(samples, every, ranks=1, rank=0, batch_size=2)
-    (batch,) = dealt(loader, Draw(np.array([7, 8])))
-    assert batch.valid_B.all()  # drawn like any other
-    assert (batch.labels_BT == -100).all()
 
 
 def test_row42_a_run_trains_on_as_many_units_as_there_are_records(store):
@@ -107,9 +97,6 @@ def test_row43_q_is_batch_over_units_and_the_ledger_names_the_unit(users):
     assert settings.mechanism.sample_rate == 3 / USERS
     assert settings.privacy_unit == "unit of data.unit_field 'user'"
     assert "number of training units" in settings.sample_rate_source
-
-
-# Who is held out must not depend on who else is there, where that is what is protected.
 
 
 # Row 60: a record of no known unit.

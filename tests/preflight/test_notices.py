@@ -137,14 +137,3 @@ def test_other_runs_on_the_same_records_are_named(tmp_path, capsys) -> None:
         if "trained on these records" in line
     )
     assert line.startswith(f"warning: another run, {tmp_path}/out, trained on these records")
-
-
-@pytest.mark.parametrize(
-    ("format", "begin", "other"), [("jsonl", b"PAR1", "parquet"), ("parquet", b'{"a": 1}', "jsonl")]
-)
-def test_the_refusal_of_a_file_names_its_format(tmp_path, capsys, format, begin, other) -> None:
-    (tmp_path / "notes.jsonl").write_bytes(begin + b"\n")
-    with pytest.raises(SystemExit):
-        planned(tmp_path, capsys, f"--training.dataset={format}")
-    remedy = f"it begins as {other}: set training.dataset = '{other}'"
-    assert remedy in capsys.readouterr().err

@@ -264,33 +264,15 @@ def swapped(folder):
     shutil.copytree(folder / "trial_2", folder / "trial_1")
 
 
-def beside(folder):
-    shutil.copytree(folder / "trial_2", folder / "trial_4")
-
-
-def forgotten(folder):
-    (folder / "trial_1" / "trial.json").unlink()
-
-
-def damaged(folder):
-    (folder / "trial_1" / "trial.json").write_text("{")
-
-
-def exposed(folder):
-    edit(folder / "trial_1", private=False)
-
-
 @pytest.mark.parametrize(
     "what, line",
     [
-        (exposed, "a trial is not private"),
-        (gone, "is not there, and may have spent its epsilon"),
-        (emptied, "is not there, and may have spent its epsilon"),
+        (lambda at: edit(at / "trial_1", private=False), "a trial is not private"),
         (copied, "two trials are copies of one run"),
         (swapped, "another configuration or other trials"),
-        (beside, "is a run, but no trial of this search"),
-        (forgotten, "is a run, but no trial of this search"),
-        (damaged, "cannot be read"),
+        (lambda at: shutil.copytree(at / "trial_2", at / "trial_4"), "but no trial of this search"),
+        (lambda at: (at / "trial_1/trial.json").unlink(), "is a run, but no trial of this search"),
+        (lambda at: (at / "trial_1/trial.json").write_text("{"), "cannot be read"),
     ],
 )
 def test_what_may_have_spent_more_is_refused(done, trainer, what, line):
@@ -358,20 +340,11 @@ def test_another_command_does_not_go_on(done, trainer, overrides, options, line)
         (["--privacy.debug_seed=1"], {}, "privacy.debug_seed = 1: all trials"),
         (["--privacy.no-enable"], {}, "privacy.enable = false: "),
         ([*LOSSES_AT, "1e-9"], {}, "publish_delta = 1e-09: a search has one"),
-        (
-            ["--data.heldout_fraction=0"],
-            {},
-            "data.heldout_fraction = 0.0: validation.enable = true needs held-out units",
-        ),
+        (["--data.heldout_fraction=0"], {}, "data.heldout_fraction = 0.0: validation.enable"),
         (["--privacy.sample_rate=0.1"], {}, "a public privacy.sample_rate"),
-        ([], {"epsilon": 0}, "--epsilon = 0.0: "),
         ([], {"epsilon": "nan"}, "--epsilon = nan: "),
         (["--privacy.delta=1e-12"], {"epsilon": 1e-9}, "--epsilon = 1e-09, of all trials: "),
-        (
-            [],
-            {"tries": ["training.global_batch_size=3,900"]},
-            "--training.global_batch_size=900: training.global_batch_size = 900: more than the",
-        ),
+        ([], {"tries": ["training.global_batch_size=3,900"]}, "=900: training.global_batch_size"),
         ([], {"tries": ["optimizer.lr=1e-3,much"]}, "--optimizer.lr=much: "),
     ],
 )

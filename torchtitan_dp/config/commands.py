@@ -110,16 +110,12 @@ _OPTIONS: dict[str, tuple[_Option, ...]] = {
     ),
 }
 _OF_NO_CONFIG = ("ledger", "report", "release")
-_EPILOGS = {
-    "tune": "Any --section.key value of the configuration is taken too, for all trials.",
-    "selfcheck": "With --config any --section.key value of the configuration is taken too.",
-    **dict.fromkeys(_OF_NO_CONFIG),
-}
 
 
 def parser_of(command: str, doc: str | None) -> argparse.ArgumentParser:
     """Return the parser of a command, described by the first line of its module's `doc`."""
-    parser = tool_parser(f"torchtitan-dp {command}", doc, _EPILOGS.get(command, _ALL_KEYS))
+    epilog = None if command in _OF_NO_CONFIG else _ALL_KEYS
+    parser = tool_parser(f"torchtitan-dp {command}", doc, epilog)
     for names, terms in _OPTIONS[command]:
         parser.add_argument(*names, **terms)
     return parser
@@ -150,32 +146,23 @@ def parsed(command: str, doc: str | None, argv: list[str]) -> tuple[argparse.Nam
     """Return a command's own options, and the configuration's command line for `load_config`."""
     gc.enable()
     parser = parser_of(command, doc)
-    if command in _OF_NO_CONFIG:
-        options, unknown = _proposed(command, *parser.parse_known_args(argv))
-        if unknown:
-            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-        return options, []
+    needs_config = command not in (*_OF_NO_CONFIG, "selfcheck")
+    parse = parse_known if needs_config else argparse.ArgumentParser.parse_known_args
+    options, overrides = parse(parser, argv)
+    names = [name for of, _ in _OPTIONS[command] for name in of]
+    for name in (word.partition("=")[0] for word in overrides):
+        if name.startswith("--") and "." not in name:  # no key of the configuration
+            longer = [one for one in names if one.startswith(name)]
+            for close in longer or difflib.get_close_matches(name, names, n=1):
+                fail(f"{name}: no such option; did you mean {close}?")
+    if overrides and command in _OF_NO_CONFIG:
+        parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     if command != "selfcheck":
-        return _proposed(command, *parse_known(parser, argv))
-    options, overrides = parser.parse_known_args(argv)
+        return options, overrides
     if overrides and options.config_file is None:
         fail(f"{overrides[0]}: without --config there is nothing to override; name a TOML")
     config = [] if options.config_file is None else [CONFIG_OPTION[0], options.config_file]
     return options, [*config, *overrides]
-
-
-def _proposed(
-    command: str, options: argparse.Namespace, overrides: list[str]
-) -> tuple[argparse.Namespace, list[str]]:
-    """Return what was parsed; exit with the nearest option where one is misspelled."""
-    known = [name for names, _ in _OPTIONS[command] for name in names]
-    for name in (override.partition("=")[0] for override in overrides):
-        if not name.startswith("--") or "." in name:  # a value, or a key of the configuration
-            continue
-        longer = [one for one in known if one.startswith(name)]
-        for close in longer[:1] or difflib.get_close_matches(name, known, n=1):
-            fail(f"{name}: no such option; did you mean {close}?")
-    return options, overrides
 
 
 def parse_known(

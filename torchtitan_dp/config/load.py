@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import functools
 import importlib
+import importlib.machinery
 import importlib.util
 import json
 import logging
@@ -74,9 +75,6 @@ def _fetch(config: JobConfig) -> None:
         lambda at: hub.records_path(at, kept) if at.startswith("hf://") else at,
         training.dataset_path,
     )
-
-
-_SWITCHED = ("true", "false", "on", "off", "yes", "no", "1", "0")
 
 
 def check_paths(config: JobConfig) -> None:
@@ -174,8 +172,8 @@ def read_config(folder: str) -> JobConfig:
     path = os.path.join(folder, RUN_CONFIG_FILE)
     if not os.path.isfile(path):
         raise ValueError(
-            f"RUN = '{folder}': {RUN_CONFIG_FILE}, which describes its model, is missing; give the "
-            "training command again, which writes it (a finished run is not trained further)"
+            f"RUN = '{folder}': {RUN_CONFIG_FILE}, which describes its model, is missing; restore "
+            "it, or give the training command again, which writes it"
         )
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -223,10 +221,8 @@ def _read_toml(path: str) -> dict[str, Any]:
         raise ValueError(f"job.config_file = '{path}': no such file")
     try:  # Windows' editors begin with a mark
         return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"job.config_file = '{path}': {error}; save it as UTF-8") from error
-    except tomllib.TOMLDecodeError as error:
-        remedy = "give each key once, and text in quotes"
+    except ValueError as error:
+        remedy = "give each key once, text in quotes, and save it as UTF-8"
         raise ValueError(f"job.config_file = '{path}': no valid TOML: {error}; {remedy}") from error
 
 
@@ -238,20 +234,17 @@ def _theirs() -> Any:
     logger, and `torch.distributed` once a configuration is logged."""
     package = importlib.util.find_spec("torchtitan")
     assert package is not None, "it is a dependency"
-    assert package.submodule_search_locations is not None, "it is a package"
-    path = os.path.join(package.submodule_search_locations[0], "config", "job_config.py")
-    spec = importlib.util.spec_from_file_location("torchtitan.config.job_config", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module, names = importlib.util.module_from_spec(spec), ("torchtitan", "torchtitan.tools")
+    path = os.path.join(os.path.dirname(str(package.origin)), "config", "job_config.py")
+    loader = importlib.machinery.SourceFileLoader("torchtitan.config.job_config", path)
+    module, names = types.ModuleType(loader.name), ("torchtitan", "torchtitan.tools")
     stand_ins: dict[str, Any] = {name: types.ModuleType(name) for name in (*names, "torch")}
     stand_ins["torch"].__getattr__ = lambda name: getattr(importlib.import_module("torch"), name)
     log = types.SimpleNamespace(logger=logging.getLogger())
-    stand_ins |= {"torchtitan.tools.logging": log, spec.name: module}
+    stand_ins |= {"torchtitan.tools.logging": log, loader.name: module}
     kept = {name: sys.modules.pop(name) for name in stand_ins if name in sys.modules}
     sys.modules.update(stand_ins)
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     finally:
         for name in stand_ins:
             del sys.modules[name]
@@ -301,15 +294,6 @@ def from_values(kind: Any, values: dict[str, Any]) -> Any:
 Keys = dict[str, Any]
 """Values of a configuration's keys, by `section.key`."""
 
-_OTHER_SECTIONS = {"peft": "lora", "dp": "privacy"}
-_OTHER_KEYS = {
-    "clip_norm": "privacy.max_grad_norm",
-    "l2_norm_clip": "privacy.max_grad_norm",
-    "learning_rate": "optimizer.lr",
-    "max_steps": "training.steps",
-}
-"""Keys by other projects' names of them."""
-
 
 def known_values(
     values: dict[str, Any], schema: Any, path: str, mistakes: list[str], prefix: str = ""
@@ -351,15 +335,13 @@ def read_command_line(argv: list[str], schema: Any, mistakes: list[str]) -> Keys
         if not word.startswith("--"):
             mistakes.append(
                 f"{word!r}: neither an option (--section.key) nor the value of one; a switch has "
-                "no value, and a list is one word with commas (a,b)"
+                "none (--section.key, --section.no-key), and a list is one word with commas (a,b)"
             )
         elif known.get(switched) is bool:
             values[switched] = switched == key
-            follows = not is_alone and words[0].lower() in _SWITCHED
-            if equals or follows:
-                given = text if equals else words.popleft()
+            if equals:
                 mistakes.append(
-                    f"--{key} = {given!r}: it is a switch without a value; write --{switched} or "
+                    f"--{key} = {text!r}: it is a switch without a value; write --{switched} or "
                     f"--{section}.no-{name.removeprefix('no_')}"
                 )
         elif key not in known:
@@ -383,10 +365,9 @@ def _parsed(text: str, annotation: Any) -> Any:
     if origin is typing.Literal:
         return arguments[[str(argument) for argument in arguments].index(text)]
     if origin is list:
-        return _listed(text)
-    if ("," in text or text.startswith("[")) and any(map(_is_list, arguments)):  # X | list[X]
-        with contextlib.suppress(ValueError):  # a glob may begin with a bracket
-            return _listed(text)
+        return text.split(",")
+    if "," in text and any(typing.get_origin(one) is list for one in arguments):  # X | list[X]
+        return text.split(",")
     if types.NoneType in arguments and text == "None":
         return None
     for argument in arguments:  # X | Y
@@ -396,18 +377,6 @@ def _parsed(text: str, annotation: Any) -> Any:
     if arguments:
         raise ValueError
     return annotation(text)
-
-
-def _is_list(annotation: Any) -> bool:
-    return typing.get_origin(annotation) is list
-
-
-def _listed(text: str) -> list[str]:
-    """Return the list that a text spells: a,b or, as in a TOML, ["a", "b"]; or raise ValueError."""
-    found = json.loads(text) if text.startswith("[") else text.split(",")
-    if not has_type(found, list[str]):
-        raise ValueError
-    return list(found)
 
 
 def _describe(annotation: Any) -> str:
@@ -425,20 +394,14 @@ def _describe(annotation: Any) -> str:
 def _proposal(key: str, known: Collection[str], dashes: str = "") -> str:
     """Propose a remedy for a key (`section.name`) or a section that is not among `known`."""
     section, _, name = key.rpartition(".")
-    sections = sorted({one.partition(".")[0] for one in known})
-    if (section_meant := key.lower()) in sections:
-        keys = f"it is a section, whose keys are written --{section_meant}.key"
-        return keys if dashes else f"did you mean [{section_meant}]?"
-    section = _OTHER_SECTIONS.get(section or key, section)
-    found = [one for one in known if one == _OTHER_KEYS.get(name)]
-    found = found or [one for one in known if one.endswith(f".{name}")]
+    found = [one for one in known if one.endswith(f".{name}")]
     if len(found) != 1:
-        if section.startswith("no_") and (key := key.removeprefix("no_")) in known:
-            return f"did you mean {dashes}{key.replace('.', '.no-', 1)}?"
-        found = difflib.get_close_matches(f"{section}.{name}", known, n=1, cutoff=0.75)
+        found = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
     if found:
         return f"did you mean {dashes}{found[0]}?"
-    return f"see the keys of [{section}]" if section else f"sections are {', '.join(sections)}"
+    if section:
+        return f"see the keys of [{section}]"
+    return f"see --help; sections are {', '.join(sorted({one.partition('.')[0] for one in known}))}"
 
 
 def command_line(keys: Keys) -> list[str]:

@@ -194,11 +194,6 @@ class Records:
         names. Raises ValueError, one line, also if none is left."""
         train, heldout = split(store.units.hashes, heldout_fraction)
         facts, warnings = source.facts, [*source.notices(files)]
-        if pointers := store.facts["pointers"]:
-            warnings.append(
-                f"{pointers:,} of {len(files.names):,} files of training.dataset_path are Git LFS "
-                "pointers, read as they are; fetch the files: git lfs pull"
-            )
         alike, people = store.facts["alike"]
         if alike:
             warnings.append(
@@ -266,15 +261,14 @@ class Records:
         return (f"{some} have no target and contribute nothing{why}",)
 
     def figures(self, samples: Samples) -> dict[str, Any]:
-        """Count units and tokens, and what samples of several lengths have of them. PRIVATE."""
+        """Count units and tokens, and what samples of three lengths have of them. PRIVATE."""
         units = self.store.units
         record_P = np.maximum(self.store.lengths()[units.members] - self.store.between, 0)
         tokens_N, drawn = _of_units(record_P, units)[self.train], record_P[self._places(self.train)]
         drawn = drawn if samples.one_record else tokens_N  # what a draw takes of a unit
         records_N, total = np.diff(units.starts)[self.train], max(int(tokens_N.sum()), 1)
         by_length = []
-        for power in range(-4, 5):
-            length = max(int(samples.seq_len * 2.0**power), 1)
+        for length in (max(samples.seq_len // 2, 1), samples.seq_len, 2 * samples.seq_len):
             heads_N = _of_units(np.minimum(record_P, length), units)[self.train]
             reached_N = heads_N if samples.one_record else np.minimum(tokens_N, length)
             sample_N = heads_N / records_N if samples.one_record else reached_N
@@ -351,12 +345,11 @@ def describe(figures: Mapping[str, Any], word: str) -> list[str]:
     seq_len = figures["seq_len"]
     for row in figures["by_length"]:
         length = row["seq_len"]
-        if length in (max(seq_len // 2, 1), seq_len, 2 * seq_len):
-            lines.append(
-                f"at {'training.seq_len = ' if length == seq_len else ''}{length:,}: "
-                f"{row['longer']:.0%} of {drawn}s are longer, and are cut; a sample averages "
-                f"{row['tokens_per_sample']:,.0f} tokens; one draw of each covers "
-                f"{row['share_in_one_sample']:.0%} of all tokens, many draws up to "
-                f"{row['share_in_reach']:.0%}"
-            )
+        lines.append(
+            f"at {'training.seq_len = ' if length == seq_len else ''}{length:,}: "
+            f"{row['longer']:.0%} of {drawn}s are longer, and are cut; a sample averages "
+            f"{row['tokens_per_sample']:,.0f} tokens; one draw of each covers "
+            f"{row['share_in_one_sample']:.0%} of all tokens, many draws up to "
+            f"{row['share_in_reach']:.0%}"
+        )
     return lines

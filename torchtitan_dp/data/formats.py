@@ -19,7 +19,6 @@ import io
 import json
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +35,6 @@ from torchtitan_dp.data.files import (
 from torchtitan_dp.data.tokenizer import text_of
 
 MOST_LINE_BYTES = 16 * 2**20  # JSON is parsed whole, in up to 30 times its size
-POINTER = b"version https://git-lfs.github.com/spec/"  # what a file of Git LFS begins with
 FOLDER = "folder"  # the unit field of records without fields
 OF_OWNERS = "data.unit_field, a field of owners,"  # the key of a field that may be a list of names
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
@@ -86,8 +84,6 @@ class Format:
         """Refuse, by ValueError in one line, a file without a column that a key names."""
         if self.columns is None:
             return
-        if is_pointer(path):
-            raise ValueError(f"training.dataset_path: {path} is a pointer of Git LFS: git lfs pull")
         columns = self.columns(path)
         for field, key in keys.items():
             kinds = [kind for name, kind in columns if name == field]
@@ -141,10 +137,9 @@ def _parsed(line: bytes) -> Fields | None:
     name that stands twice in an object."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            counts = Counter(name for name, _ in pairs)
-            found |= {name: BROKEN for name, count in counts.items() if count > 1}
+        found: dict[str, Any] = {}
+        for name, item in pairs:
+            found[name] = BROKEN if name in found else item
         return found
 
     try:
@@ -202,17 +197,6 @@ def _opened(path: str) -> IO[bytes]:
         return open(path, "rb", buffering=2**20)
     raw: Any = _pyarrow().input_stream(path, compression=codec)
     return io.BufferedReader(raw, buffer_size=2**20)
-
-
-def is_pointer(path: str) -> bool:
-    """Return whether a file is one of Git LFS, which stands for another."""
-    try:
-        if os.path.getsize(path) > 1024:
-            return False
-        with open(path, "rb") as file:
-            return file.read(len(POINTER)) == POINTER
-    except PermissionError:
-        return False
 
 
 def parquet_rows(path: str, columns: Sequence[str]) -> Iterator[Fields | None]:
@@ -329,19 +313,10 @@ def columns(kind: str, path: str) -> Columns:
     except _errors() as error:
         raise ValueError(
             f"training.dataset_path: {path} is no {kind} file, or damaged "
-            f"({' '.join(str(error).split())[:200]}); "
-            f"{begins_as(path, not_as=kind.lower()) or 'write it again, or name others by a glob'}"
+            f"({' '.join(str(error).split())[:200]}): write it again (of a Git LFS pointer: git "
+            "lfs pull), set training.dataset, or name others by a glob"
         ) from error
     return list(zip(schema.names, schema.types, strict=True))
-
-
-def begins_as(path: str, *, not_as: str) -> str | None:
-    """Return the remedy for a file that begins as one of another format does."""
-    with open(path, "rb") as file:
-        begin = file.read(4)
-    marks = {b"PAR1": "parquet", b"ARRO": "arrow", b"{": "jsonl"}
-    found = next((name for mark, name in marks.items() if begin.startswith(mark)), not_as)
-    return None if found == not_as else f"it begins as {found}: set training.dataset = '{found}'"
 
 
 def misfit(kind: Any, key: str) -> str | None:
@@ -395,14 +370,12 @@ def _read_footer(path: str) -> Any:
 
 _LINES = "**/*.jsonl", "**/*.jsonl.gz", "**/*.jsonl.zst"
 _ARROWS = "**/*.arrow", "**/*.feather"
-_COLUMNS = {name: partial(columns, name) for name in ("Parquet", "Arrow")}
+_PARQUET, _ARROW = partial(columns, "Parquet"), partial(columns, "Arrow")
 FORMATS: dict[str, Format] = {
     "text": Format(text_rows, ("**",), "file", None, has_lists=False),
     "jsonl": Format(jsonl_rows, _LINES, "line", "JSON field"),
     "csv": Format(csv_rows, ("**/*.csv",), "row", "column", csv_columns, has_lists=False),
-    "parquet": Format(parquet_rows, ("**/*.parquet",), "row", "column", _COLUMNS["Parquet"]),
-    "arrow": Format(arrow_rows, _ARROWS, "row", "column", _COLUMNS["Arrow"]),
-    "hf": Format(
-        arrow_rows, ("data-*.arrow",), "row", "column", _COLUMNS["Arrow"], listed=saved_files
-    ),
+    "parquet": Format(parquet_rows, ("**/*.parquet",), "row", "column", _PARQUET),
+    "arrow": Format(arrow_rows, _ARROWS, "row", "column", _ARROW),
+    "hf": Format(arrow_rows, ("data-*.arrow",), "row", "column", _ARROW, listed=saved_files),
 }

@@ -105,13 +105,10 @@ class Owners:
         names, most = list(self._people), max(COMMON * len(counts_R), 10)
         common = [one for one in np.argsort(-of_each)[:5].tolist() if of_each[one] > most]
         return {
-            "records": self._records,
             "joined": sum("," in name or ";" in name for name in names),
             "left_out": len(counts_R) - len(units.members),
             "people": len(names),
             "in_units": int(people_U.sum()),
-            "most_people": int(people_U.max()),
-            "largest": int(np.diff(units.starts).max()),
             "common": [[names[one], of_each[one] / len(counts_R)] for one in common],
         }
 
@@ -127,11 +124,8 @@ def described(facts: Mapping[str, Any], records: int) -> list[str]:
     """Describe `Owners.facts`, a line each. NOT PRIVATE."""
     lines = [
         f"{records - facts['left_out']:,} of {records:,} records are used: of the others, an owner "
-        f"is in another unit; {facts['in_units']:,} of {facts['people']:,} owners are in a unit, "
-        f"up to {facts['most_people']:,} in one, of up to {facts['largest']:,} records"
+        f"is in another unit; {facts['in_units']:,} of {facts['people']:,} owners are in a unit"
     ]
-    each = ", ".join(f"{count:,} by {field!r}" for field, count in facts["records"].items())
-    lines.append(f"records that name an owner: {each}")
     if facts["joined"]:
         lines.append(
             f"{facts['joined']:,} owners have a comma or semicolon in their name: if these are "

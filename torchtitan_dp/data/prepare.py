@@ -19,7 +19,7 @@ import re
 import sys
 import time
 from array import array
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,16 +29,8 @@ import numpy as np
 
 from torchtitan_dp.base.process import private_opener, progress, say
 from torchtitan_dp.data import store as stores
-from torchtitan_dp.data.files import NAMED, Fields, Files, list_files, locate, together
-from torchtitan_dp.data.formats import (
-    FOLDER,
-    FORMATS,
-    OF_OWNERS,
-    Format,
-    begins_as,
-    is_pointer,
-    unit_name,
-)
+from torchtitan_dp.data.files import Fields, Files, list_files, locate, together
+from torchtitan_dp.data.formats import FOLDER, FORMATS, OF_OWNERS, Format, unit_name
 from torchtitan_dp.data.owners import Owners
 from torchtitan_dp.data.reading import EMPTY, MOST_PART, Assembler, Lack, Piece, Reading, split
 from torchtitan_dp.data.store import (
@@ -120,9 +112,7 @@ class Source:
     def check(self) -> None:
         """Refuse, by ValueError in one line, fields that the format has not."""
         facts = self.facts
-        by = [(self.unit_field, "data.unit_field")]
-        if self.owners is not None:
-            by = [(name, "data.unit_field") for name in self.owners]
+        by = [(name, "data.unit_field") for name in self.owners or (self.unit_field,)]
         for name, key in [*self.reading.keys.items(), *by]:
             if facts.fields and name == "":
                 raise ValueError(f"{key} = '': name the {facts.fields}")
@@ -143,11 +133,11 @@ class Source:
         if self.unit_field is not None or not self.facts.fields:  # a file goes by its own name
             return
         if in_groups or heldout_fraction > 0:
-            key = f"data.heldout_fraction = {heldout_fraction}"
+            held = f"data.heldout_fraction = {heldout_fraction}"
             raise ValueError(
-                f"{'privacy.noise = banded' if in_groups else key}: with a public "
+                f"{'privacy.noise = banded' if in_groups else held}: with a public "
                 f"privacy.sample_rate, one {self.facts.row} more would change which are held out, "
-                "or take turns together; set data.unit_field, or remove privacy.sample_rate"
+                "or take turns; set data.unit_field, or remove privacy.sample_rate"
             )
 
     def files(self) -> Files:
@@ -181,19 +171,19 @@ class Source:
 
     def no_record(self, path: str, files: Files) -> str:
         """Describe a path without a record."""
-        there = f" (not private: there are {_endings(files.passed)})" if files.passed else ""
+        there = f" (not private: there is {files.passed[0]})" if files.passed else ""
         return (
             f"training.dataset_path = {path!r} holds no record: it needs at least one "
             f"{self.facts.row} in a file like {' or '.join(self.facts.below)}{there}"
         )
 
     def notices(self, files: Files) -> Iterator[str]:
-        """Describe files that are left out, and splits that are read together. NOT PRIVATE."""
+        """Describe files that are left out, and fields that may name people. NOT PRIVATE."""
         if files.passed:
             every = len(files.passed) + len(files.names)
             yield (
                 f"{len(files.passed):,} of {every:,} files in training.dataset_path are not read "
-                f"({_endings(files.passed)}), since '{self.format}' takes those that match "
+                f"({files.passed[0]}, say), since '{self.format}' takes those that match "
                 f"{', '.join(self.facts.below)}, of a saved data set those of its state.json; if "
                 "they hold records, rename them, save the set again, or name files by a glob"
             )
@@ -203,15 +193,6 @@ class Source:
                     f"{self.facts.row}s have a {self.facts.fields} {name!r}, but data.unit_field "
                     "is not set: epsilon protects one of them, not all of a person's together"
                 )
-        named = () if set(self.paths) & set(NAMED) else files.names
-        words = (set(re.split(r"[^a-z]+", name.lower())) & _SPLITS.keys() for name in named)
-        splits = Counter(split for of in words for split in {_SPLITS[word] for word in of})
-        if "train" in splits and len(splits) > 1:
-            counted = ", ".join(f"{count:,} of '{split}'" for split, count in splits.items())
-            yield (
-                "by their names, files of several splits are trained on together: "
-                f"{counted}; name those to train on alone by training.dataset_path"
-            )
 
     def refuse_lacks(self, lacks: Iterable[Lack], none: str, records: str = "") -> NoReturn:
         """Refuse a data set for what its records lack, the most frequent first."""
@@ -223,14 +204,6 @@ class Source:
 
 
 _PERSON = re.compile(r"(?i)(patient|person|subject|user|author|customer|member)[ _-]?(id|name)?")
-_SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"}
-_SPLITS |= dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation")
-"""The words in names of files by which splits are known."""
-
-
-def _endings(names: Iterable[str]) -> str:
-    counted = Counter(os.path.splitext(name)[1] or "no ending" for name in names)
-    return ", ".join(sorted(f"{count:,} {ending}" for ending, count in counted.most_common(20)))
 
 
 def prepared(source: Source, data_store: str | None = None, files: Files | None = None) -> Store:
@@ -346,14 +319,10 @@ def _tokenize(
     if count == 0:
         raise ValueError(source.no_record(source.path, files))
     if unnamed == count and any(one.setting.startswith("data.unit_field") for one in lacks):
-        there = ""
-        if source.facts.fields:
-            known = ", ".join(source.facts.field_names(files.paths[0])[:20])
-            there = f" (not private: the first record has {known})"
         raise ValueError(
             f"data.unit_field = {source.unit_field!r}: none of the {count} records has one, a "
-            f"text or a whole number{there}: name the field with the unit; of text files, give a "
-            "path above the units' folders"
+            "text or a whole number: name the field with the unit; of text files, give a path "
+            "above the units' folders"
         )
     if all(reasons) and EMPTY not in lacks:
         counted = [lack._replace(number=number) for lack, number in lacks.items()]
@@ -378,7 +347,6 @@ def _tokenize(
         "owners": owners and owners.facts(units),
         "unnamed": unnamed,
         "alike": [int(times[times > 1].sum()), int((times > 1).sum())],  # units, and of how many
-        "pointers": sum(map(is_pointer, files.paths)),
         "dtype": source.dtype.str,
         "between": len(assembler.between),
         "contents": stores.contents_hash(contents),
@@ -408,11 +376,7 @@ def _ids(
 def _rows(files: Files, source: Source, hashes: list[str], owners: Owners | None) -> Iterator[_Row]:
     """Yield the records of all files; hash each file before its records, and enter `owners`."""
     facts, by = source.facts, source.unit_field
-    others = (begins_as(path, not_as=source.format) for path in files.paths[:1] if facts.fields)
-    remedy = (
-        next(others, None)
-        or "write them again (jq -c '.[]' of an array, iconv), or name others by a glob"
-    )
+    remedy = "write them again (jq -c '.[]' of an array, iconv), or set training.dataset"
     broken = Lack("training.dataset_path", f"are no {facts.row}s of '{source.format}'", remedy)
     unknown = Lack(f"data.unit_field = {by!r}", "have no usable one", "name each unit")
     said = time.monotonic()

@@ -120,11 +120,9 @@ def load_tokenizer(assets_path: str) -> Tokenizer:
     if os.path.exists(paths[0]):
         found = [os.stat(path) for path in paths if os.path.exists(path)]
         return _load(assets_path, tuple((s.st_ino, s.st_size, s.st_mtime_ns) for s in found))
-    names = sorted(os.listdir(assets_path))  # of weights, or a tokenizer in another form
-    others = {"tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt"}
-    unread = [name for name in names if name in others]
-    unread += [name for name in names if name.endswith((".safetensors", ".bin", ".pth"))]
-    if unread:
+    # Weights, or a tokenizer in another form.
+    others = ".safetensors", ".bin", ".pth", ".model", "vocab.json", "merges.txt", "vocab.txt"
+    if unread := sorted(name for name in os.listdir(assets_path) if name.endswith(others)):
         raise ValueError(
             f"model.hf_assets_path = {assets_path!r}: it has {unread[0]} and no {TOKENIZER}, so "
             'that text would be read as bytes; write one: python -c "from transformers import '

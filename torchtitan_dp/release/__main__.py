@@ -52,8 +52,7 @@ from torchtitan_dp.checkpoint.folder import (
 )
 from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.config.load import exit_on_mistake, read_config
-from torchtitan_dp.ledger import PRIVACY_FILE
-from torchtitan_dp.ledger.schema import is_release, read_published_fields, write_published
+from torchtitan_dp.ledger.schema import write_published
 from torchtitan_dp.ledger.spending import recorded
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
@@ -68,6 +67,7 @@ from torchtitan_dp.release.card import (
     condition,
     covered,
     model_card,
+    published_of,
     refuse_not_private,
 )
 from torchtitan_dp.train.check import check_model
@@ -98,17 +98,13 @@ def release(
     _check_folders(run, out)
     if base_model is not None:
         check_base_model(base_model)
+    published = published_of(run)
+    if not published["private"]:
+        refuse_not_private(run, recorded(published["caveats"]))
     with lock_folder(run, wait_s=0):
-        published = read_published_fields(run)
-        if published and is_release(published):
-            raise ValueError(f"RUN = '{run}' is a release: name the job.dump_folder of its run")
-        if published and not published["private"]:
-            refuse_not_private(run, recorded(published["caveats"]))
         config = read_config(run)
         if merge and not config.lora.rank:
-            raise ValueError(
-                f"--merged: RUN = '{run}' trained no adapters (lora.rank = 0); omit it"
-            )
+            raise ValueError(f"--merged: RUN = '{run}' has no adapters (lora.rank = 0); omit it")
         merge = merge or config.lora.export == "merged"
         checkpoints = os.path.join(run, config.checkpoint.folder)
         if (step := newest_finished_checkpoint(checkpoints)) < 0:
@@ -150,18 +146,10 @@ def release(
 
 
 def _check_folders(run: str, out: str) -> None:
-    if not os.path.isdir(run):
-        raise ValueError(f"RUN = '{run}': no such folder; name a run's job.dump_folder")
-    if not os.path.exists(os.path.join(run, PRIVACY_FILE)):
-        raise ValueError(
-            f"RUN = '{run}': it has no {PRIVACY_FILE}; name a private run's job.dump_folder"
-        )
     if os.path.exists(out) and (not os.path.isdir(out) or os.listdir(out)):
         raise ValueError(f"OUT = '{out}': it exists already; name a new folder")
     if os.path.realpath(out).startswith(os.path.realpath(run) + os.sep):
-        raise ValueError(
-            f"OUT = '{out}': inside the run, whose other files are private; name a folder elsewhere"
-        )
+        raise ValueError(f"OUT = '{out}': inside the run, which is private; name another folder")
     if os.path.lexists(f"{out}.tmp"):
         raise ValueError(f"OUT = '{out}': '{out}.tmp' is left from a failed release; remove it")
 

@@ -11,6 +11,7 @@ Guarantee:
       consequences and q are rounded up, sigma is rounded down, and delta and C are exact.
 """
 
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,7 +23,13 @@ from torchtitan_dp.data.formats import FORMATS
 from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
 from torchtitan_dp.ledger import PRIVACY_FILE, Lineage, RunLog
 from torchtitan_dp.ledger.lineage import Ancestor, of_weights
-from torchtitan_dp.ledger.schema import in_sentences, in_words, read_published_fields, released
+from torchtitan_dp.ledger.schema import (
+    in_sentences,
+    in_words,
+    is_release,
+    read_published_fields,
+    released,
+)
 from torchtitan_dp.ledger.spending import PUBLIC, reasons, recorded, spent, to_act_on
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.hugging_face import parameter_count, without_lora
@@ -31,6 +38,17 @@ from torchtitan_dp.privacy.segments import Mechanism
 
 STOP_STATED = "the owner states that neither results nor a clock decided when to stop"
 LOST_STATED = "the owner states that nobody saw lost steps, which epsilon therefore leaves out"
+
+
+def published_of(run: str) -> dict[str, Any]:
+    """Return the `privacy.json` of a run; ValueError, one line, if there is none."""
+    published = read_published_fields(run)
+    if published is None:
+        what = f"it has no {PRIVACY_FILE}" if os.path.isdir(run) else "no such folder"
+        raise ValueError(f"RUN = '{run}': {what}; name a run's job.dump_folder")
+    if is_release(published):
+        raise ValueError(f"RUN = '{run}' is a release: name the job.dump_folder of its run")
+    return published
 
 
 def refuse_not_private(run: str, caveats: Iterable[str]) -> NoReturn:
@@ -57,12 +75,9 @@ def claims(
     if lineage.is_trial:
         raise ValueError(
             f"RUN = '{run}': is a trial of a search, or began with the weights of one, and its "
-            "epsilon leaves out what the other trials spent on the choice; train a run with the "
-            "trial's keys from the weights that the search began with"
+            "epsilon leaves out what the others spent; train a run with the trial's keys afresh"
         )
-    published = read_published_fields(run)
-    if published is None:
-        raise ValueError(f"RUN = '{run}': it has no {PRIVACY_FILE}; restore it")
+    published = published_of(run)
     if not (lineage.private and published["private"] and published["epsilon"] is not None):
         refuse_not_private(run, [*lineage.caveats, *recorded(published["caveats"])])
     step = int(checkpoint.rpartition("-")[2])

@@ -19,12 +19,13 @@ from torchtitan_dp.base.process import FAULT_FILE, is_locked
 from torchtitan_dp.checkpoint.folder import newest_finished_checkpoint, step_folder, verify
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import RUN_CONFIG_FILE, read_config
-from torchtitan_dp.ledger import EXECUTED_FILE, PRIVACY_FILE, Lineage, schema
+from torchtitan_dp.ledger import EXECUTED_FILE, Lineage
 from torchtitan_dp.ledger.log import read_description
-from torchtitan_dp.ledger.schema import ledger_of, read_published_fields
+from torchtitan_dp.ledger.schema import ledger_of
 from torchtitan_dp.ledger.spending import assumptions
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.segments import NONE
+from torchtitan_dp.release.card import published_of
 
 _EVENTS = "events.out.tfevents."
 _OTHER_NAMES = {"loss_metrics/global_avg_loss": "loss"}  # TorchTitan's, of the baseline
@@ -78,15 +79,7 @@ def open_run(folder: str) -> RunFolder:
         ValueError: one line; there is no run, or its `privacy.json` cannot be read.
     """
     path, notes = Path(folder), list[str]()
-    if not path.is_dir():
-        raise ValueError(f"RUN = '{folder}': no such folder; name a run's job.dump_folder")
-    published = read_published_fields(folder)
-    if published is None:
-        raise ValueError(
-            f"RUN = '{folder}': it has no {PRIVACY_FILE}: name the job.dump_folder of a run"
-        )
-    if schema.is_release(published):
-        raise ValueError(f"RUN = '{folder}' is a release: name the job.dump_folder of its run")
+    published = published_of(folder)
     config, settings = None, {}
     try:
         config = read_config(folder)

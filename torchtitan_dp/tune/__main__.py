@@ -116,10 +116,8 @@ class Search:
         if not config.privacy.enable:
             raise ValueError("privacy.enable = false: a search spends nothing then; set it to true")
         if config.privacy.debug_seed is not None:
-            raise ValueError(
-                f"privacy.debug_seed = {config.privacy.debug_seed}: all trials would draw the same "
-                "noise, which their weights would show together; remove it"
-            )
+            seed = config.privacy.debug_seed
+            raise ValueError(f"privacy.debug_seed = {seed}: all trials have one noise; remove it")
         delta = config.validation.publish_delta
         if delta not in (None, config.privacy.delta):
             raise ValueError(f"validation.publish_delta = {delta}: a search has one delta; omit it")
@@ -281,8 +279,7 @@ def grid(tries: Sequence[str]) -> list[dict[str, str]]:
     if len(set(names)) < len(names):
         raise ValueError(f"--try: {max(names, key=names.count)} is there twice; list it once")
     if repeated := [keys for keys in found if found.count(keys) > 1]:
-        same = ", ".join(f"{key}={value}" for key, value in repeated[0].items())
-        raise ValueError(f"--try: {same} is there twice, and would spend twice; list it once")
+        raise ValueError(f"--try: {repeated[0]} is there twice, and would spend twice")
     if len(found) < 2:
         raise ValueError("--try: there is nothing to compare; list two values or more")
     return found
@@ -371,10 +368,9 @@ def _announce(search: Search, noise: Noise, epsilon: float) -> Total:
     if deviation > TELLS_APART / 3:
         enough = math.ceil(units * 3 * deviation / TELLS_APART)
         raise ValueError(
-            f"--epsilon = {epsilon:g}: noise of {deviation:.2g} nats hides which recipe is better; "
-            f"losses that are {TELLS_APART:g} nats apart (a heuristic) show by a third of that: "
-            f"hold out more (data.heldout_fraction: {enough:,} {word}s, now {units:,}), lower "
-            f"validation.publish_clip (now {loss.clip:g}), try fewer values, or raise --epsilon"
+            f"--epsilon = {epsilon:g}: noise of {deviation:.2g} nats hides which recipe is better "
+            f"(by {TELLS_APART:g}, say): hold out more (data.heldout_fraction: {enough:,} {word}s, "
+            f"now {units:,}), lower validation.publish_clip, try fewer values, or raise --epsilon"
         )
     return spent
 
