@@ -11,7 +11,6 @@ from torchtitan_dp.ledger import Lineage, Losable, RunLog
 from torchtitan_dp.ledger.lineage import Settings
 from torchtitan_dp.ledger.schema import described, released, write_published
 from torchtitan_dp.ledger.spending import epsilon as epsilon_of
-from torchtitan_dp.ledger.spending import spent
 from torchtitan_dp.privacy.accounting import compose, noise_for
 from torchtitan_dp.privacy.segments import GaussianSteps, Mechanism, Segment
 
@@ -47,12 +46,8 @@ def taken(lineage: Lineage, log: RunLog, steps: int) -> Lineage:
 def _epsilons(lineage: Lineage) -> tuple[float, float, float]:
     if not lineage.composes:
         return math.inf, math.inf, math.inf
-    terms = lineage.settings
-    return (
-        epsilon_of(spent(lineage, lost=False), terms),
-        epsilon_of(spent(lineage), terms),
-        epsilon_of(spent(lineage), terms, lineage.left),
-    )
+    taken = epsilon_of(lineage, lost=False)
+    return taken, epsilon_of(lineage), epsilon_of(lineage, lineage.left)
 
 
 def publish(lineage: Lineage, folder: Any) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def test_rate_and_epsilon_are_of_all_steps_that_were_planned(finished, tmp_path,
     (times,) = re.findall(r"more than ([0-9.]+) times \(e\^epsilon\)", said)
     assert float(times) == pytest.approx(math.exp(float(stated)), rel=0.01)
     known = ledger_of(read_published_fields(str(folder.out)))
-    bounds = meaning(spent(known).segments(known.settings.mechanism, 2), known.settings.delta)
+    bounds = meaning(spent(known, 2), known.settings.delta)
     (rate, _) = re.findall(r"detects at most ([0-9.]+)% of", said)
     assert float(rate) / 100 == pytest.approx(bounds.detected[0][1], rel=0.01)
 

@@ -1,6 +1,5 @@
 """What a hostile review found: ranks that disagree, and folders that mix private and plain runs."""
 
-import json
 import os
 import pickle
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import build
+from tests import accounts, build
 from tests.hazards.test_ledgers import records
 from tests.hazards.test_trainer import SETTINGS, bookkeeping
 from tests.processes.ranks import on_ranks
@@ -124,7 +123,7 @@ def test_ranks_keep_one_ledger():
 
 def test_a_run_without_privacy_may_not_use_a_private_folder(tmp_path):
     refuse_private_folder(str(tmp_path))
-    (tmp_path / "privacy.json").write_text(json.dumps({}))
+    accounts.publish(Lineage(SETTINGS), tmp_path)
     with pytest.raises(ValueError, match=r"privacy\.enable = false"):
         refuse_private_folder(str(tmp_path))
 

@@ -32,8 +32,8 @@ def test_row74_rounds_that_crashes_cut_are_counted_whole(tmp_path):
     lineage = begun(replace(lineage, steps=0), tmp_path, 3, loses=3)
     lost = RunLog(str(tmp_path)).enter_lost(replace(lineage, steps=0))
     assert lost.lost == 2 * T
-    assert rounds(spent(lost).segments(MECHANISM)) == 2
-    assert rounds(spent(lost).segments(MECHANISM, lost.left)) == 2 + 4
+    assert rounds(spent(lost)) == 2
+    assert rounds(spent(lost, lost.left)) == 2 + 4
 
 
 def test_row74_a_start_inside_a_round_is_refused_unless_nothing_is_left():
@@ -61,7 +61,7 @@ def test_row74_a_change_of_sampling_is_refused_on_a_resume(back):
 
 @pytest.mark.parametrize("steps, count", [(0, 0), (1, 1), (4, 1), (5, 2), (16, 4), (17, 5)])
 def test_a_stop_inside_a_round_counts_the_round(steps, count):
-    assert rounds(spent(Lineage(SETTINGS, steps=steps)).segments(MECHANISM)) == count
+    assert rounds(spent(Lineage(SETTINGS, steps=steps))) == count
 
 
 @pytest.mark.parametrize("allocated_first", [False, True])
@@ -71,4 +71,4 @@ def test_rounds_compose_with_an_ancestor_that_was_poisson_sampled(allocated_firs
     lineage = Lineage(then, steps=6, ancestors=(Ancestor("before", first, 5, 5, 0),))
     parts = [(MECHANISM, 8), (poisson.mechanism, 6 if allocated_first else 5)]
     expected = compose([Segment(*part) for part in parts], delta=1e-5, accountant="pld")
-    assert epsilon(spent(lineage), then) == pytest.approx(expected, rel=1e-9)
+    assert epsilon(lineage) == pytest.approx(expected, rel=1e-9)

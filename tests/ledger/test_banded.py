@@ -36,7 +36,7 @@ def by_dp_accounting(rounds):
 def test_steps_in_a_row_are_rounds(steps, count):
     assert rounds([Segment(MECHANISM, steps)]) == count
     kept = Lineage(SETTINGS, steps=steps // 2, planned_steps=steps)  # a stop costs nothing
-    assert rounds(spent(kept).segments(MECHANISM, kept.left)) == count
+    assert rounds(spent(kept, kept.left)) == count
 
 
 def test_epsilon_is_that_of_the_rounds():
@@ -58,4 +58,4 @@ def test_each_crash_loses_whole_rounds(tmp_path, loses, whole):
         begun(Lineage(SETTINGS), tmp_path, 1, loses=loses)
         lineage = RunLog(str(tmp_path)).enter_lost(Lineage(SETTINGS, steps=2))
         assert lineage.lost == crashes * whole
-        assert rounds(spent(lineage).segments(MECHANISM)) == 1 + crashes * whole // BANDS
+        assert rounds(spent(lineage)) == 1 + crashes * whole // BANDS

@@ -46,7 +46,7 @@ class Folder:
         """Assert that an account is not below the truth, in steps, in each group, in losses."""
         assert lineage.steps_executed >= len(self.begun)
         groups = Counter(number % self.bands for number in self.begun)
-        parts = composition(spent(lineage).segments(lineage.settings.mechanism))
+        parts = composition(spent(lineage))
         assert sum(part.steps for part in parts) >= max(groups.values(), default=0)
         loss = lineage.heldout_loss
         assert loss is not None

@@ -27,7 +27,6 @@ from torchtitan_dp.ledger.spending import (
     counted_twice,
     epsilon,
     heldout_epsilon,
-    spent,
     total,
 )
 from torchtitan_dp.privacy import accounting
@@ -50,7 +49,7 @@ def behind(run, steps, planned=0, lost=0, **changes):
 
 
 def everything(lineage):
-    return epsilon(spent(lineage), lineage.settings, lineage.left)
+    return epsilon(lineage, lineage.left)
 
 
 def test_published_file_holds_the_contract_and_is_its_owners_only(tmp_path):

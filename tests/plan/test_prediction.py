@@ -1,4 +1,4 @@
-"""Few layers tell the peak of all; the longest sample takes two predictions and a check."""
+"""Few layers tell the peak of all, and so the longest sample."""
 
 import dataclasses
 
@@ -12,10 +12,10 @@ from tests.processes import forks
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.plan.fake_step import fake_world
-from torchtitan_dp.plan.memory import GIB, LONGEST
-from torchtitan_dp.plan.prediction import Model, line, longest, peaks_of, stretches_of, two_lengths
+from torchtitan_dp.plan.memory import GIB
+from torchtitan_dp.plan.prediction import Model, peak_of, search, stretches_of
 
-LENGTHS = (8192, 16384, 65536)  # the first two are those of the line
+LENGTHS = (8192, 16384, 65536)
 
 
 def whole_and_extrapolated(overrides, mode):
@@ -23,8 +23,8 @@ def whole_and_extrapolated(overrides, mode):
     config = load_config(overrides, 2)
     args = dataclasses.replace(shape(config), n_layers=7)
     with fake_world(2):
-        whole = [max(one.values()) for one in stretches_of(config, args, mode, LENGTHS)]
-        return whole, peaks_of(config, args, mode, LENGTHS)
+        whole = [max(stretches_of(config, args, mode, length).values()) for length in LENGTHS]
+        return whole, [peak_of(config, args, mode, length) for length in LENGTHS]
 
 
 @pytest.mark.thorough
@@ -54,26 +54,18 @@ def test_the_first_microbatch_takes_what_any_other_takes(overrides):
     assert first == pytest.approx(second, abs=4096)  # of nearly 90 MB
 
 
-LIMIT = 76 * GIB
+def found_and_peaks(gib):
+    """The longest sample; the peaks of all layers at it, and at twice as many tokens."""
+    config = load_config(small(), 2)
+    args = dataclasses.replace(shape(config), n_layers=7)
+    length = search(config, args, 2, "full", int(gib * GIB))
+    with fake_world(2):
+        found = [stretches_of(config, args, "full", n) for n in (length, 2 * length)]
+    return length, [max(one.values()) / GIB for one in found]
 
 
-@pytest.mark.parametrize("per_token", [1, 10**5, 10**9])
-def test_a_line_and_a_check_find_the_longest_sample(per_token):
-    asked = []
-
-    def peak(length: int) -> float:
-        asked.append(length)
-        return 20 * GIB + per_token * length
-
-    peaks = [20 * GIB + per_token * length for length in two_lengths(8)]
-    found = longest(peak, line(peaks, 8), LIMIT, 8)
-    fitting = [8 << k for k in range(20) if 20 * GIB + per_token * (8 << k) <= LIMIT]
-    assert found == (min(fitting[-1], LONGEST) if fitting else None)
-    assert len(asked) == 1
-
-
-def test_where_the_line_was_too_low_or_too_high_what_decides_is_found():
-    flat = line([20.0 * GIB] * 2, 8)
-    assert longest(lambda length: LIMIT + (length > 1000), flat, LIMIT, 8) == 8 << 6
-    assert longest(lambda length: LIMIT + 1, flat, LIMIT, 8) is None
-    assert longest(lambda length: LIMIT, line([1.02 * LIMIT] * 2, 8), LIMIT, 8) == LONGEST
+@pytest.mark.slow
+def test_the_longest_sample_fits_and_twice_as_many_tokens_do_not():
+    """With all layers, at lengths where the peak is no line in T."""
+    length, (peak, above) = forks.call(found_and_peaks, 4)
+    assert peak <= 4 < above, length

@@ -382,8 +382,7 @@ def another_model(run):
 
 OTHER_TERMS = "its terms are not those of privacy.json"
 REFUSED = [
-    (shutil.rmtree, "no such folder"),
-    (without("privacy.json"), "no privacy.json"),
+    (shutil.rmtree, "has no privacy.json: name"),
     (written("privacy.json", "{"), "cannot be read"),
     (without("run_config.json"), "run_config.json, which describes"),
     (another_model, "model.flavor = '30M'"),
@@ -416,7 +415,7 @@ def test_a_run_is_refused_in_one_line_and_nothing_is_left(spoil, said, run, tmp_
     (line,) = [x for x in capfd.readouterr().err.splitlines() if x.startswith("error")]
     assert said in line
     assert not list(tmp_path.glob("place/*"))
-    assert run.exists() == (said != "no such folder")  # none is made by looking
+    assert run.exists() == ("has no privacy.json" not in said)  # none is made by looking
 
 
 @pytest.mark.parametrize(

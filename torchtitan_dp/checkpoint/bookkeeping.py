@@ -80,8 +80,7 @@ class Account:
         """Return the epsilon of those steps and of the steps that are still planned."""
         if not lineage.composes:
             return math.inf
-        planned = epsilon(spent(lineage), lineage.settings, lineage.left)
-        return max(planned, self.epsilon_executed(lineage))
+        return max(epsilon(lineage, lineage.left), self.epsilon_executed(lineage))
 
     @functools.cached_property
     def _taken(self) -> EpsilonCurve:
@@ -95,9 +94,8 @@ class Account:
         """Return the curve of this run's steps beside others. Its points follow from the number of
         planned steps, not from the step at which this start began, which a clock may decide."""
         first, terms = self._first, self._first.settings
-        beside = dataclasses.replace(spent(first, lost=lost), done=0)
         return EpsilonCurve(
-            beside.segments(terms.mechanism),
+            spent(dataclasses.replace(first, steps=0), lost=lost),
             terms.mechanism,
             delta=terms.delta,
             accountant=terms.accountant,
@@ -259,13 +257,12 @@ class Bookkeeping:
 
     def summary(self, spent: dict[str, Any]) -> list[str]:
         """Return the last lines of a run that is done, from the content of `privacy.json`."""
-        is_to_ship = spent["private"] and not self.ledger.is_trial
-        if not is_to_ship:
-            return summary(spent)
-        ship = [f"to publish: {typed('release')} {self._folder} NEW_FOLDER"]
-        if self._config.lora.rank and self._config.lora.export == "adapter":
-            ship.append("adapters alone need PEFT and their base (--base_model); --merged: a model")
-        return [*summary(spent), *ship]
+        lines = summary(spent)
+        if spent["private"] and not self.ledger.is_trial:
+            lines.append(f"to publish: {typed('release')} {self._folder} NEW_FOLDER")
+            if self._config.lora.rank and self._config.lora.export == "adapter":
+                lines.append("adapters need PEFT and their base (--base_model); --merged: a model")
+        return lines
 
     def _draw(self, step: int, loader: RecordLoader) -> Draw:
         mechanism = self.settings.mechanism

@@ -32,7 +32,7 @@ from torchtitan_dp.base.process import is_locked
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.ledger.lineage import Lineage
 from torchtitan_dp.ledger.log import EXECUTED_FILE, STARTS_FILE, RunLog, read_fingerprint
-from torchtitan_dp.ledger.schema import PRIVACY_FILE, is_release, ledger_of, read_published_fields
+from torchtitan_dp.ledger.schema import PRIVACY_FILE, ledger_of, read_run
 from torchtitan_dp.ledger.spending import Run, heldout_epsilon
 from torchtitan_dp.models.ema import WEIGHTS
 from torchtitan_dp.privacy.segments import NONE
@@ -174,14 +174,10 @@ def damage(step: str) -> str:
     return ""
 
 
-def has_state(step: str, state: str) -> bool:
-    """Return whether a checkpoint has any entry of a state; raise ValueError if it is damaged."""
-    return any(name.startswith(f"{state}.") for name in read_metadata(step).state_dict_metadata)
-
-
 def has_average(step: str) -> bool:
     """Return whether a checkpoint's folder has an average; raise ValueError if it is damaged."""
-    return has_state(step, f"{AVERAGE}.{WEIGHTS}")
+    names = read_metadata(step).state_dict_metadata
+    return any(name.startswith(average_name("")) for name in names)
 
 
 def average_name(parameter: str) -> str:
@@ -261,13 +257,9 @@ def verify(folder: str) -> Run:
     Raises:
         ValueError: one line, if the folder holds no private run, or a file cannot be read.
     """
-    published = read_published_fields(folder)  # before the log, which a live run lengthens
-    if published is None:
-        raise ValueError(f"'{folder}' has no {PRIVACY_FILE}: name the job.dump_folder of a run")
-    if is_release(published):
-        raise ValueError(f"'{folder}' is a release: name the job.dump_folder of its run")
+    published = read_run(folder)  # before the log, which a live run lengthens
     if published["mechanism"] == NONE:
-        raise ValueError(f"'{folder}' is a run without privacy: no epsilon covers it")
+        raise ValueError(f"RUN = '{folder}' is a run without privacy: no epsilon covers it")
     held = [(step, at) for at in checkpoint_folders(folder) for step in finished_checkpoints(at)]
     stated, log = ledger_of(published), RunLog(folder)
     ledger = log.enter_lost(stated)

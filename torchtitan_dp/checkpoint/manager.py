@@ -30,7 +30,6 @@ from torchtitan_dp.checkpoint.folder import (
     AVERAGE,
     SETTINGS,
     has_average,
-    has_state,
     in_one_line,
     newest_finished_checkpoint,
     refuse_another_model,
@@ -93,14 +92,14 @@ class Checkpointer(CheckpointManager):
 
     def load(self, step: int = -1) -> bool:
         """Load the decided weights, or those that `confirmed` revises them to; return whether any
-        were loaded. `step`: the only one to take; -1: the newest. Collective over the world. Fault:
-        none is whole, or the loaded weights are not finite."""
-        loaded = self.enable and self._load(step)
+        were loaded. `step` is -1: no other is configured. Collective over the world. Fault: none is
+        whole, or the loaded weights are not finite."""
+        loaded = self.enable and self._load()
         self._require_finite_start()
         return loaded
 
-    def _load(self, step: int) -> bool:
-        self.start = confirmed(self.start, self.folder, step)
+    def _load(self) -> bool:
+        self.start = confirmed(self.start, self.folder)
         if self.start.resumes:  # TorchTitan would warn that it does not load these
             self.initial_load_in_hf, self.initial_load_path = False, None
             configured = [_settings(optimizer) for optimizer in self.states[OPTIMIZER]]
@@ -134,7 +133,9 @@ class Checkpointer(CheckpointManager):
         start, loaded = self.start, self._named.copy()
         if self._average is not None and self._average.updates:  # else it begins with the weights
             loaded += self._average.state_dict()[WEIGHTS].items()
-        if not (name := _of_any_rank(first_overflow(loaded))):
+        names = [""] * dist.get_world_size()
+        dist.all_gather_object(names, first_overflow(loaded))
+        if not (name := next(filter(None, names), "")):
             return
         if not start.loads:
             raise RuntimeError(f"{name} was not drawn")
@@ -167,23 +168,15 @@ class Checkpointer(CheckpointManager):
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
-        """Read a checkpoint into the states; log it if `[ema]` changed since."""
+        """Read a checkpoint into the states; log it if it lacks an average."""
         if from_hf:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
         refuse_another_model(checkpoint_id, self.states[MODEL].state_dict(), self._origin)
-        if OPTIMIZER in state_dict and not has_state(checkpoint_id, OPTIMIZER):
-            raise Fault(
-                f"checkpoint {checkpoint_id} has weights only (checkpoint.last_save_model_only), "
-                "so training cannot resume from it: start a run of its own from exported weights "
-                "(checkpoint.initial_load_path, another job.dump_folder)"
-            )
-        wanted, there, left_out = AVERAGE in state_dict, has_average(checkpoint_id), {SETTINGS}
-        if wanted and not there:
+        left_out = {SETTINGS}
+        if AVERAGE in state_dict and not has_average(checkpoint_id):
             logger.info(f"ema: {checkpoint_id} has no average; it begins with the weights there")
             left_out.add(AVERAGE)
-        if there and not wanted:
-            logger.info(f"ema.enable = false: the average in {checkpoint_id} is not continued")
         state_dict = {name: value for name, value in state_dict.items() if name not in left_out}
         try:
             load_states(state_dict, checkpoint_id)
@@ -267,10 +260,3 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         {key: value for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
-
-
-def _of_any_rank(found: str) -> str:
-    """Return, on all ranks, the first rank's text that is not empty, or "". Collective."""
-    texts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(texts, found)
-    return next(filter(None, texts), "")

@@ -6,7 +6,6 @@ matrix), and so from public settings: the steps, the schedule of learning rates,
 weight decay, and the average of weights where that is exported.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -37,8 +36,8 @@ from torchtitan_dp.ledger.lineage import (
     with_caveats,
 )
 from torchtitan_dp.ledger.log import Losable, RunLog
-from torchtitan_dp.ledger.schema import PRIVACY_FILE, is_release, ledger_of, read_published_fields
-from torchtitan_dp.ledger.spending import BY_RDP, counted_by, epsilon, inherited, spent
+from torchtitan_dp.ledger.schema import PRIVACY_FILE, kind, ledger_of, read_published_fields
+from torchtitan_dp.ledger.spending import BY_RDP, counted_by, epsilon, inherited
 from torchtitan_dp.privacy import accounting, published_loss
 from torchtitan_dp.privacy.coefficients import INDEPENDENT, found_for
 from torchtitan_dp.privacy.segments import NONE, Mechanism, Segment, mechanism_of
@@ -315,14 +314,23 @@ def settle(config: JobConfig, units: int, history: History, terms: Settings | No
         heldout_loss=loss,
         config_hash=config_hash(config),
     )
-    log = RunLog(config.job.dump_folder)
-    ledger = log.enter_lost(Lineage(**{**vars(history), "settings": settings}))
-    if problem := log.undercounted(ledger):
-        raise ValueError(_contradicted(config.job.dump_folder, problem))
-    reached = _refuse_overspending(config, ledger, before)
+    ledger = Lineage(**{**vars(history), "settings": settings})
+    if os.path.isdir(folder := config.job.dump_folder):
+        log = RunLog(folder)
+        ledger = log.enter_lost(ledger)
+        if problem := log.undercounted(ledger):
+            raise ValueError(_contradicted(folder, problem))
+    target = privacy.target_epsilon
+    reached = epsilon(ledger, max(steps - ledger.steps, 0), lost=False)
+    if target is not None and reached > target:
+        raise ValueError(
+            f"privacy.target_epsilon = {target:g}: this run's noise was fixed at its first start, "
+            f"and {steps} training.steps would spend {accounting.rounded_up(reached)}; lower "
+            "training.steps, raise it, or take another job.dump_folder"
+        )
     if ledger.composes and counted_by(ledger) != privacy.accountant:
         warnings.append(BY_RDP)
-    stated = max(reached, epsilon(spent(ledger), settings, ledger.left))
+    stated = max(reached, epsilon(ledger, ledger.left))
     return Plan(ledger, steps, reached, stated, tuple(warnings))
 
 
@@ -372,11 +380,9 @@ def _refuse_inside_round(config: JobConfig, settings: Settings, steps: int) -> N
             "start another run from exported weights (checkpoint.initial_load_path)"
         )
     if checkpoint.enable and checkpoint.interval % t:
-        below = checkpoint.interval // t * t
         raise ValueError(
             f"checkpoint.interval = {checkpoint.interval}: with privacy.sampling = 'allocation' a "
-            f"run goes on from the ends of rounds alone, here of {t} steps; set it to a multiple, "
-            + " or ".join(f"{n}" for n in (below, below + t) if n)
+            f"run goes on from the ends of rounds alone, here of {t} steps; set it to a multiple"
         )
 
 
@@ -395,39 +401,27 @@ def _check_delta(config: JobConfig, units: int) -> list[str]:
     warnings: list[str] = []
     for label, (most, source) in bounds.items():
         given = f"{label}privacy.delta = {delta:g}"
-        less = f"use a tenth of that, {accounting.rounded_down(most / 10, digits=2)}, or less"
-        if _reaches(delta, most):
-            mistake = f"must be below {source}, else one {word} may be published outright; {less}"
+        if mistake := _publishes_one(given, delta, most, source, word):
             if not label:
-                raise ValueError(f"{given}: {mistake}")
-            warnings.append(f"{given}: {mistake}")
-        elif not warnings and not _reaches(most / 10, delta):
-            chance = f"so epsilon may fail with a probability of 1 in {1 / delta:,.0f}"
-            warnings.append(f"{given}: above a tenth of {source}, {chance}; {less}")
+                raise ValueError(mistake)
+            warnings.append(mistake)
+        elif not warnings and delta * (1 - 1e-9) > most / 10:
+            warnings.append(
+                f"{given}: above a tenth of {source}, so epsilon may fail with a probability of 1 "
+                f"in {1 / delta:,.0f}; use {accounting.rounded_down(most / 10, digits=2)} or less"
+            )
     return warnings
 
 
-def _reaches(value: float, bound: float) -> bool:
-    """Return whether a value is at least a bound, up to the rounding of how either was written."""
-    return value >= bound * (1 - 1e-9)
-
-
-def _refuse_overspending(config: JobConfig, ledger: Lineage, before: int) -> float:
-    """Return the epsilon after a run's last step; raise ValueError if it is above the target.
-    `before` is the most that training.steps was before this start; 0: there was none."""
-    target, steps = config.privacy.target_epsilon, config.training.steps
-    coming = max(steps - ledger.steps, 0)
-    reached = epsilon(spent(ledger, lost=False), ledger.settings, coming)
-    if target is not None and reached > target:
-        key, fixed = f"privacy.target_epsilon = {target:g}", "its first start"
-        if before not in (0, steps):
-            key, fixed = f"training.steps = {steps}", f"training.steps = {before}"
-        raise ValueError(
-            f"{key}: this run's noise was fixed at {fixed}, and {steps} training.steps would spend "
-            f"{accounting.rounded_up(reached)}; lower training.steps, raise "
-            f"privacy.target_epsilon (now {target:g}), or take another job.dump_folder"
-        )
-    return reached
+def _publishes_one(given: str, delta: float, most: float, source: str, one: str) -> str:
+    """Return the mistake of a delta of at least 1 / number, up to the rounding of how either was
+    written; or ""."""
+    if delta < most * (1 - 1e-9):
+        return ""
+    return (
+        f"{given}: must be below {source}, else one {one} may be published outright; use a tenth "
+        f"of that, {accounting.rounded_down(most / 10, digits=2)}, or less"
+    )
 
 
 def losable(config: JobConfig) -> Losable:
@@ -443,12 +437,9 @@ def losable(config: JobConfig) -> Losable:
 def earlier_ledger(folder: str) -> Lineage | None:
     """Return the ledger of the steps that ran in this folder; None if none did. ValueError: steps
     were begun whose terms, or whose number, are no longer known."""
+    if not os.path.isdir(folder):
+        return None
     log, published = RunLog(folder), read_published_fields(folder)
-    if _is_baseline(folder):
-        raise ValueError(
-            f"privacy.enable = true: job.dump_folder = '{folder}' is that of a run without "
-            "privacy, whose weights cannot become private; give this one its own job.dump_folder"
-        )
     if published is None:
         if log.count == 0:
             return None
@@ -456,10 +447,8 @@ def earlier_ledger(folder: str) -> Lineage | None:
             f"job.dump_folder = '{folder}': {log.count} steps were begun here, but {PRIVACY_FILE}, "
             "which records their terms, is missing; restore it, or use another folder"
         )
-    if is_release(published):
-        raise ValueError(f"job.dump_folder = '{folder}': it is a release; name another folder")
-    if published["audit"] is not None:
-        raise ValueError(f"job.dump_folder = '{folder}': audited, so never private; name another")
+    if (what := kind(published)) != "a run":
+        raise ValueError(f"job.dump_folder = '{folder}': it is {what}; name another folder")
     stated = ledger_of(published)
     ledger = log.enter_lost(stated)
     if problem := log.lacks(stated) or log.undercounted(ledger):
@@ -471,33 +460,22 @@ def _contradicted(folder: str, problem: str) -> str:
     return f"job.dump_folder = '{folder}': {problem}; restore both, or use another folder"
 
 
-def refuse_delta_of_loss(config: JobConfig, heldout: int) -> None:
-    """Refuse, by ValueError, a delta at which a whole held-out unit might be published."""
-    validation = config.validation
-    delta, key = validation.publish_delta, "validation.publish_delta"
-    if delta is None:
-        delta, key = config.privacy.delta, "validation.publish_delta (unset: privacy.delta)"
+def refuse_deltas(config: JobConfig, heldout: int, people: int | None) -> None:
+    """Refuse, by ValueError, a delta at which a whole held-out unit might be published, or the
+    content of one of so many people, several of whom may be in one unit."""
+    validation, delta, word = config.validation, config.privacy.delta, unit_word(config)
     assert delta is not None
+    found = []
     if validation.publish_epsilon is not None:
-        word = unit_word(config)
-        _refuse_delta(f"{key} = {delta:g}", delta, heldout, f"held-out {word}s", word)
-
-
-def refuse_delta_of_owners(config: JobConfig, people: int) -> None:
-    """Refuse, by ValueError, a delta at which the content of one of so many people, several of whom
-    may be in one unit, might be published."""
-    delta = config.privacy.delta
-    assert delta is not None
-    _refuse_delta(f"privacy.delta = {delta:g}", delta, people, "owners", "person's records")
-
-
-def _refuse_delta(given: str, delta: float, count: int, of: str, one: str) -> None:
-    if delta * count >= 1:
-        raise ValueError(
-            f"{given}: must be below 1 / number of {of} ({1 / count:.2g}), else one {one} may be "
-            f"published outright; use a tenth of that, "
-            f"{accounting.rounded_down(0.1 / count, digits=2)}, or less"
-        )
+        of_loss = validation.publish_delta or delta
+        found.append(("validation.publish_delta", of_loss, heldout, f"held-out {word}s", word))
+    if people is not None:
+        found.append(("privacy.delta", delta, people, "owners", "person's records"))
+    for key, given, count, of, one in found:
+        most = 1 / max(count, 1)
+        source = f"1 / number of {of} ({most:.2g})"
+        if mistake := _publishes_one(f"{key} = {given:g}", given, most, source, one):
+            raise ValueError(mistake)
 
 
 def baseline_ledger(config: JobConfig, units: int) -> Lineage:
@@ -523,16 +501,9 @@ def baseline_ledger(config: JobConfig, units: int) -> Lineage:
 def refuse_private_folder(folder: str) -> None:
     """Refuse to train without privacy in a private run's folder, by ValueError: its `privacy.json`
     would no longer cover the weights."""
-    is_there = os.path.exists(os.path.join(folder, PRIVACY_FILE))
-    if (is_there and not _is_baseline(folder)) or RunLog(folder).count > 0:
+    published = read_published_fields(folder)
+    is_other = published is not None and published["mechanism"] != NONE
+    if is_other or RunLog(folder).count > 0:
         raise ValueError(
             f"privacy.enable = false: job.dump_folder = '{folder}' has a private run; name another"
         )
-
-
-def _is_baseline(folder: str) -> bool:
-    """Return whether its `privacy.json` is of a run without privacy; one that is broken is not."""
-    with contextlib.suppress(ValueError):
-        published = read_published_fields(folder)
-        return published is not None and published["mechanism"] == NONE
-    return False

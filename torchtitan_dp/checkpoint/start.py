@@ -103,8 +103,8 @@ def decide_start(config: JobConfig) -> Start:
     ValueError: a checkpoint is not the user's alone."""
     if not config.checkpoint.enable:
         return Start()
-    folder = checkpoint_folder(config)
-    if steps := finished_checkpoints(folder):
+    folder = os.path.isdir(config.job.dump_folder) and checkpoint_folder(config)
+    if folder and (steps := finished_checkpoints(folder)):
         whole = (step for step in steps if not damage(step_folder(folder, step)))
         return own_checkpoint(folder, next(whole, steps[0]))
     return Start(*weights_folder(config)) if config.checkpoint.initial_load_in_hf else Start()
@@ -120,20 +120,19 @@ def own_checkpoint(folder: str, step: int) -> Start:
     return Start(step_folder(folder, step), "checkpoint.folder", True, step)
 
 
-def confirmed(start: Start, folder: str, step: int = -1) -> Start:
+def confirmed(start: Start, folder: str) -> Start:
     """Return rank 0's decision, revised where it finds damage by now: a damaged checkpoint in this
-    run's `folder` is set aside, in a warning, for an older whole one. `step` is the only one to
-    take; -1: the newest. Collective over the world. Fault, on all ranks: none is whole, or one is
-    not the user's alone; nothing was moved."""
+    run's `folder` is set aside, in a warning, for an older whole one. Collective over the world.
+    Fault, on all ranks: none is whole, or one is not the user's alone; nothing was moved."""
     dist.barrier()  # all ranks have decided what they draw or load
     decided: list[Any] = [start, ""]
-    if dist.get_rank() == 0 and step == -1:
+    if dist.get_rank() == 0:
         decided = [*_newest_whole(start, folder)]
     dist.broadcast_object_list(decided, src=0)
     start, problem = decided
     if problem:
         raise Fault(problem)
-    return start if step == -1 else own_checkpoint(folder, step)
+    return start
 
 
 def _newest_whole(start: Start, folder: str) -> tuple[Start, str]:

@@ -65,11 +65,6 @@ class Settings(_Recorded):
         return self.privacy_unit.split()[0]
 
     @property
-    def bands(self) -> int:
-        """The number of groups of units that take turns; 1 for independent noise."""
-        return self.mechanism.period
-
-    @property
     def implied_units(self) -> int:
         """The number of units that the public rate stands for; their number need not be public."""
         return self.units or round(self.expected_batch_size / self.mechanism.sample_rate)
@@ -145,7 +140,7 @@ def _by_key(settings: Settings) -> dict[str, object]:
         "privacy.delta": settings.delta,
         "data.unit_field": settings.privacy_unit,
         "lora": settings.trained,
-        "privacy.bands": settings.bands,
+        "privacy.bands": mechanism.period,
         "privacy.bands (coefficients)": mechanism.column,
     }
 

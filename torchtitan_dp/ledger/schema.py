@@ -34,7 +34,7 @@ from torchtitan_dp.ledger.spending import (
 )
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.meaning import Meaning
-from torchtitan_dp.privacy.segments import Mechanism, Segment, composition, dp_event
+from torchtitan_dp.privacy.segments import NONE, Mechanism, Segment, composition, dp_event
 
 PRIVACY_FILE = "privacy.json"
 TRIAL_FILE = "trial.json"  # of a search's trial, from before its first start: the keys tried
@@ -251,6 +251,15 @@ def is_release(content: Mapping[str, Any]) -> bool:
     return "epsilon_counts" in content
 
 
+def kind(content: Mapping[str, Any]) -> str:
+    """Return what has this `privacy.json`."""
+    if is_release(content):
+        return "a release"
+    if content["mechanism"] == NONE:
+        return "a run without privacy"
+    return "a run" if content["audit"] is None else "an audited run"
+
+
 def _keys_in(content: Mapping[str, Any]) -> list[Key]:
     releases = is_release(content)
     kept = [key for key in KEYS if (key.in_releases if releases else key.in_runs)]
@@ -263,7 +272,7 @@ def _keys_in(content: Mapping[str, Any]) -> list[Key]:
 def described(lineage: Lineage, taken: float, executed: float, planned: float) -> dict[str, Any]:
     """Return the content of a run's own `privacy.json`, by the epsilons of the steps taken, of all
     executed, and of all planned ones; infinite where there is no privacy."""
-    steps = spent(lineage).segments(lineage.settings.mechanism, lineage.left)
+    steps = spent(lineage, lineage.left)
     return _content(lineage, (taken, executed, planned), steps, planned, {"epsilon": taken})
 
 
@@ -282,10 +291,9 @@ def released(
         counts, steps: those that the release claims; by default all executed and planned ones.
         stated: the owner's statements, which become caveats.
     """
-    terms = lineage.settings
-    taken = epsilon(spent(lineage, lost=False), terms) if lineage.composes else math.inf
-    claimed = planned if steps is None else terms.compose(steps)
-    steps = spent(lineage).segments(terms.mechanism, lineage.left) if steps is None else steps
+    taken = epsilon(lineage, lost=False) if lineage.composes else math.inf
+    claimed = planned if steps is None else lineage.settings.compose(steps)
+    steps = spent(lineage, lineage.left) if steps is None else steps
     named = replace(lineage, run=f"{lineage.run}/{secrets.token_hex(8)}")
     computed = {"epsilon": claimed, "epsilon_counts": counts}
     return _content(named, (taken, executed, planned), steps, claimed, computed, stated)
@@ -387,6 +395,16 @@ def read_published(folder: str) -> Lineage | None:
     """Return the ledger of this folder's `privacy.json`, if any; ValueError if it is not ours."""
     content = read_published_fields(folder)
     return None if content is None else ledger_of(content)
+
+
+def read_run(folder: str) -> dict[str, Any]:
+    """Return the content of a run's own `privacy.json`; ValueError, one line, if that is not there,
+    or is not ours."""
+    content = read_published_fields(folder)
+    if content is None or is_release(content):
+        what = f"has no {PRIVACY_FILE}" if content is None else "is a release"
+        raise ValueError(f"RUN = '{folder}' {what}: name the job.dump_folder of a run")
+    return content
 
 
 def read_published_fields(folder: str) -> dict[str, Any] | None:

@@ -1,7 +1,7 @@
 """What runs spend, alone and together, and the assumptions that their epsilon rests on.
 
 Guarantee:
-    - `epsilon(spent(lineage, lost=False), …)` bounds what the weights reveal: their own steps, and
+    - `epsilon(lineage, lost=False)` bounds what the weights reveal: their own steps, and
       all that the runs behind their initial weights ever began or planned, on any records.
     - `total` bounds what all runs together reveal of one unit of all their records. Runs add up:
       steps that two folders list, since one is a copy of the other, count twice, never too little;
@@ -17,32 +17,20 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from torchtitan_dp.ledger.lineage import Ancestor, History, Lineage, Settings
+from torchtitan_dp.ledger.lineage import Ancestor, Lineage, Settings
 from torchtitan_dp.ledger.log import FINGERPRINT_FILE
 from torchtitan_dp.privacy import accounting, published_loss
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.clipping import fp32_sum_excess
 from torchtitan_dp.privacy.meaning import Meaning, meaning
-from torchtitan_dp.privacy.segments import Mechanism, Segment, composition
+from torchtitan_dp.privacy.segments import Segment, composition
 
 
-@dataclass(frozen=True)
-class Spent:
-    """Steps that count for some weights."""
-
-    inherited: tuple[Segment, ...]  # by the runs behind the initial weights
-    done: int
-    lost: int
-
-    def segments(self, mechanism: Mechanism, planned: int = 0) -> list[Segment]:
-        """Return them, and so many planned ones, for an accountant."""
-        own = Segment(mechanism, self.done + planned), Segment(mechanism, self.lost)
-        return [*self.inherited, *own]
-
-
-def spent(lineage: History, *, lost: bool = True) -> Spent:
-    """Return the steps ever begun for these weights; `lost` includes those beside their own."""
-    return Spent(inherited(lineage.ancestors), lineage.steps, lineage.lost if lost else 0)
+def spent(lineage: Lineage, planned: int = 0, *, lost: bool = True) -> list[Segment]:
+    """Return the steps ever begun for these weights, and so many planned ones, for an accountant;
+    `lost` includes those beside their own."""
+    counts = lineage.steps + planned, lineage.lost if lost else 0
+    return [*inherited(lineage.ancestors), *map(lineage.settings.segment, counts)]
 
 
 def inherited(ancestors: Iterable[Ancestor]) -> tuple[Segment, ...]:
@@ -50,9 +38,9 @@ def inherited(ancestors: Iterable[Ancestor]) -> tuple[Segment, ...]:
     return tuple(one for run in dict.fromkeys(ancestors) for one in run.spent())
 
 
-def epsilon(steps: Spent, settings: Settings, planned: int = 0) -> float:
-    """Return the epsilon of steps, and of so many planned ones, as a run on these terms counts."""
-    return settings.compose(steps.segments(settings.mechanism, planned))
+def epsilon(lineage: Lineage, planned: int = 0, *, lost: bool = True) -> float:
+    """Return the epsilon of the steps that `spent` returns."""
+    return lineage.settings.compose(spent(lineage, planned, lost=lost))
 
 
 def explain(lineage: Lineage, segments: list[Segment], epsilon: float) -> Meaning | None:
@@ -159,8 +147,7 @@ def caveats(lineage: Lineage, epsilon: float, epsilon_planned: float) -> list[st
 
 def counted_by(lineage: Lineage) -> accounting.Accountant:
     """Return the accountant that counts all executed and planned steps of this run."""
-    terms = lineage.settings
-    steps = spent(lineage).segments(terms.mechanism, lineage.left)
+    terms, steps = lineage.settings, spent(lineage, lineage.left)
     return accounting.counted_by(steps, delta=terms.delta, accountant=terms.accountant)
 
 
@@ -189,19 +176,17 @@ class Run:
     @property
     def epsilon(self) -> float | None:
         """The epsilon of the weights; None if they are not private."""
-        own = spent(self.ledger, lost=False)
-        return epsilon(own, self.ledger.settings) if self.ledger.private else None
+        return epsilon(self.ledger, lost=False) if self.ledger.private else None
 
     @property
     def epsilon_executed(self) -> float | None:
         """The epsilon of all executed steps and of the initial weights, as published."""
-        return epsilon(spent(self.ledger), self.ledger.settings) if self.ledger.composes else None
+        return epsilon(self.ledger) if self.ledger.composes else None
 
     @property
     def epsilon_planned(self) -> float | None:
         """The same, with the steps that are still planned."""
-        ledger = self.ledger
-        return epsilon(spent(ledger), ledger.settings, ledger.left) if ledger.composes else None
+        return epsilon(self.ledger, self.ledger.left) if self.ledger.composes else None
 
     def caveats(self) -> list[str]:
         """Return the caveats under its epsilon."""

@@ -167,7 +167,7 @@ def main(argv: list[str]) -> list[str]:
         if options.recommend:
             content["recommendation"] = recommend(config, plan, args, out)
         if config.privacy.noise == "banded" and config.privacy.bands == "auto":
-            overrides = [*overrides, f"--privacy.bands={plan.settings.bands}"]
+            overrides = [*overrides, f"--privacy.bands={plan.settings.mechanism.period}"]
         if options.choose and machine:
             content |= chosen(overrides, world_size, machine, memory_gib, plan, out)
         elif machine:
@@ -279,10 +279,9 @@ def _spending(config: JobConfig, checked: Checked, plan: Plan) -> Spending:
     args, settings, ledger = checked.args, plan.settings, plan.ledger
     count, batch = settings.implied_units, settings.expected_batch_size
     mechanism, trained = settings.mechanism, trained_count(args)
-    steps = spent(ledger).segments(mechanism, ledger.left)
     before = inherited(ledger.ancestors)
     if_capped, stated = None, plan.epsilon_stated  # with lost steps, as a release states it
-    meaning = explain(ledger, steps, stated)
+    meaning = explain(ledger, spent(ledger, ledger.left), stated)
     if mechanism.largest_share > 1:
         exact = Mechanism(mechanism.noise_multiplier, mechanism.sample_rate)
         if_capped = dataclasses.replace(settings, mechanism=exact).epsilon(plan.steps)

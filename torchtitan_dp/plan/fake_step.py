@@ -12,7 +12,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 from unittest import mock
 
 import torch
@@ -49,8 +49,6 @@ from torchtitan_dp.models.parameters import local_part, trainable_parameters
 from torchtitan_dp.privacy.banded import StepNoise
 from torchtitan_dp.privacy.clipping import Clip
 
-M = TypeVar("M", bound="LocalOperators")
-
 
 class LocalOperators(DispatchMode):
     """A dispatch mode that calls `ran` after each operator on local tensors."""
@@ -60,7 +58,7 @@ class LocalOperators(DispatchMode):
         self._paused = False
         self._stack = contextlib.ExitStack()
 
-    def __enter__(self: M) -> M:
+    def __enter__(self) -> Any:
         # DTensor tries operators on tensors of the whole shape, which exist nowhere.
         self._stack.enter_context(wrapped(*torch_private.shape_propagation(), self._pause))
         super().__enter__()
@@ -123,7 +121,8 @@ class MemoryTracker(LocalOperators):
         self._stack.enter_context(
             mock.patch.object(torch.UntypedStorage, "resize_", resize_and_count)
         )
-        return super().__enter__()
+        super().__enter__()
+        return self
 
     def ran(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         receives = func.namespace == "_c10d_functional"  # the operator makes what it receives

@@ -1,25 +1,24 @@
 """Predicts memory by running the step under fake tensors, for lengths, AC modes and ranks.
 
-A run's own step is predicted with all layers. The longest sample is guessed from few: what is alive
+A run's own step is predicted with all layers. The longest sample is found with few: what is alive
 in a stretch of the step (the loss head's, the last block's backward, the first one's) grows by the
 same bytes with each layer, two models of few layers determine any, and the peak is the highest
-stretch's. From some thousand tokens a rank on it is a line in T. All layers decide below, and close
-to the limit.
+stretch's.
 
 `python -m torchtitan_dp.plan.prediction` answers a task on stdin (`memory.predict`).
 """
 
+import bisect
 import contextlib
 import copy
 import dataclasses
 import functools
 import gc
 import json
-import math
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import cast
 
 from torchtitan_dp.config import JobConfig
@@ -40,12 +39,9 @@ from torchtitan_dp.plan.memory import (
 )
 
 FEW_LAYERS = (4, 5)  # so that each stretch of a deeper model is there (`fake_step`)
-CLOSE = 0.03  # of the limit: nearer to it, few layers do not decide
-LONG = 4096  # tokens per rank, from which they may
 _NICER = 5
 
 Found = int | None
-PeakOf = Callable[[int], float]
 StepOf = Callable[[JobConfig, ModelArgs, MemoryTracker], Step]
 
 
@@ -95,32 +91,29 @@ def step_peak(config: JobConfig, args: ModelArgs, world_size: int, make: StepOf 
     config = copy.deepcopy(config)
     config.compile.enable = False  # fused kernels need less, how much less is not predicted
     with fake_world(world_size):
-        mode, lengths = config.activation_checkpoint.mode, [config.training.seq_len]
-        return peaks_of(config, args, mode, lengths, make)[0]
+        mode = config.activation_checkpoint.mode
+        return peak_of(config, args, mode, config.training.seq_len, make)
 
 
-def peaks_of(
-    config: JobConfig, args: ModelArgs, mode: str, lengths: Sequence[int], make: StepOf = Step
-) -> list[float]:
-    """Predict the peak bytes of each length, from few layers where those stand for all."""
+def peak_of(
+    config: JobConfig, args: ModelArgs, mode: str, seq_len: int, make: StepOf = Step
+) -> float:
+    """Predict the peak bytes, from few layers where those stand for all."""
     layers = few_layers(args)
     if args.n_layers <= layers[1] or mode not in MODES:  # others are no line in layers
-        found = stretches_of(config, args, mode, lengths, make)
-        return [float(max(one.values())) for one in found]
+        return max(stretches_of(config, args, mode, seq_len, make).values())
     models = (dataclasses.replace(args, n_layers=n) for n in layers)
-    few, more = (stretches_of(config, model, mode, lengths, make) for model in models)
-    return [
-        max(of_layers(args.n_layers, a[name], b[name], layers) for name in a.keys() & b.keys())
-        for a, b in zip(few, more, strict=True)
-    ]
+    few, more = (stretches_of(config, model, mode, seq_len, make) for model in models)
+    share = (args.n_layers - layers[0]) / (layers[1] - layers[0])
+    return max(few[name] + share * (more[name] - few[name]) for name in few.keys() & more.keys())
 
 
 def stretches_of(
-    config: JobConfig, args: ModelArgs, mode: str, lengths: Sequence[int], make: StepOf = Step
-) -> list[dict[str, int]]:
-    """Predict each stretch of a step, by length."""
+    config: JobConfig, args: ModelArgs, mode: str, seq_len: int, make: StepOf = Step
+) -> dict[str, int]:
+    """Predict each stretch of a step."""
     model = Model(config, args, mode, make)
-    found = [model.stretches(length) for length in lengths]
+    found = model.stretches(seq_len)
     model.close()
     return found
 
@@ -134,57 +127,16 @@ def few_layers(args: ModelArgs) -> tuple[int, int]:
     return few, few + period
 
 
-def of_layers(n_layers: int, few: float, more: float, layers: tuple[int, int]) -> float:
-    """Draw a line through what two numbers of layers take, and read it at `n_layers`."""
-    share = (n_layers - layers[0]) / (layers[1] - layers[0])
-    return few + share * (more - few)
-
-
 def search(config: JobConfig, args: ModelArgs, world_size: int, mode: str, limit: int) -> Found:
     """Find the longest sample within `limit` bytes that is 2 x cp times a power of two, with a mode
     of activation checkpointing, in a fake world of its own."""
-    cp = config.parallelism.context_parallel_degree
-    with fake_world(world_size), contextlib.ExitStack() as stack:
-        few = line(peaks_of(config, args, mode, two_lengths(2 * cp)), 2 * cp)
+    unit = 2 * config.parallelism.context_parallel_degree
+    lengths = [unit << power for power in range((LONGEST // unit).bit_length())]
 
-        @functools.cache
-        def whole() -> Model:
-            model = Model(config, args, mode)
-            stack.callback(model.close)
-            return model
-
-        def peak(length: int) -> float:
-            if length >= LONG * cp and abs(few(length) - limit) > CLOSE * limit:
-                return few(length)
-            return math.inf if whole().update[0] > limit else whole().at(length)[0]
-
-        def guess(length: int) -> float:  # of a short length far too high, perhaps: look at its own
-            is_own = length <= config.training.seq_len < 2 * length
-            return 0.0 if is_own and length < LONG * cp else few(length)
-
-        return longest(peak, guess, limit, 2 * cp)
-
-
-def two_lengths(unit: int) -> tuple[int, int]:
-    """Return the two lengths to extrapolate from."""
-    return unit * 2**13, unit * 2**14
-
-
-def line(peaks: Sequence[float], unit: int) -> PeakOf:
-    """Return the line through the peaks of `two_lengths`."""
-    (below, above), (short, long) = peaks, two_lengths(unit)
-    return lambda length: below + (above - below) * (length - short) / (long - short)
-
-
-def longest(peak: PeakOf, guess: PeakOf, limit: int, unit: int) -> Found:
-    """Return the longest sample of at most `LONGEST` tokens whose peak is within the limit, from
-    the first whose guess is not far beyond it downward."""
-    power = (LONGEST // unit).bit_length() - 1
-    while power >= 0 and guess(unit * 2**power) > limit * (1 + CLOSE):
-        power -= 1
-    while power >= 0 and peak(unit * 2**power) > limit:
-        power -= 1
-    return unit * 2**power if power >= 0 else None
+    with fake_world(world_size):
+        peak = functools.partial(peak_of, config, args, mode)
+        fitting = bisect.bisect_right(lengths, float(limit), key=peak)
+    return lengths[fitting - 1] if fitting else None
 
 
 def answer(overrides: list[str], world_size: int, memory_gib: float, seek: bool) -> MemoryPlan:

@@ -136,7 +136,9 @@ def recommend(config: JobConfig, plan: Plan, args: ModelArgs, out: TextIO) -> di
         )
 
     sigma = settings.mechanism.noise_multiplier
-    if settings.bands > 1 or settings.sampling == "allocation":  # rows are of Poisson sampling
+    if (
+        settings.mechanism.period > 1 or settings.sampling == "allocation"
+    ):  # rows are of Poisson sampling
         sigma = sigma_of(batch, plan.steps)
     asked = Row(batch, plan.steps, batch / units, sigma)
     rows, best = rows_of(sigma_of, asked, units)

@@ -17,7 +17,6 @@ Guarantee:
 """
 
 import hashlib
-from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,14 +26,6 @@ Indices = npt.NDArray[np.int64]
 _UNIT_BLOCKS_BITS = 128  # of the counter's 256
 _CHUNK = 2**21  # coins of one output: bounds its memory
 _WORD = 2**64
-
-
-class Choices(Protocol):
-    """The choices of one drawn unit: the methods of `numpy.random.Generator` that they take."""
-
-    def random(self, size: int, /) -> Any: ...
-    def integers(self, high: int, /) -> Any: ...
-    def choice(self, high: int, /, size: int, replace: bool) -> Any: ...
 
 
 def poisson_draw(
@@ -84,7 +75,7 @@ def groups_of(hashes: npt.NDArray[np.uint64], groups: int) -> list[Indices]:
     return [np.flatnonzero(group == number) for number in range(groups)]
 
 
-def choices(key: bytes, position: int, *, secure: bool = False) -> Choices:
+def choices(key: bytes, position: int, *, secure: bool = False) -> "Choices":
     """Draw what one unit of one step takes: which of its records, and which window of it.
 
     The unit at `position` of the population has 2^128 blocks of the Philox stream of the step's
@@ -182,6 +173,10 @@ class SecureChoices:
         """Return the next words; few are used, so that the earlier ones may be made again."""
         first, self._used = self._used, self._used + count
         return uint64s(self._key, "choice", self._position, self._used)[first:]
+
+
+Choices = np.random.Generator | SecureChoices
+"""The choices of one drawn unit."""
 
 
 def unit_normals(key: bytes, name: str, position: int, count: int) -> npt.NDArray[np.float32]:

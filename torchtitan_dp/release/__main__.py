@@ -52,7 +52,7 @@ from torchtitan_dp.checkpoint.folder import (
 )
 from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.config.load import exit_on_mistake, read_config
-from torchtitan_dp.ledger.schema import write_published
+from torchtitan_dp.ledger.schema import read_run, write_published
 from torchtitan_dp.ledger.spending import recorded
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
@@ -67,7 +67,6 @@ from torchtitan_dp.release.card import (
     condition,
     covered,
     model_card,
-    published_of,
     refuse_not_private,
 )
 from torchtitan_dp.train.check import check_model
@@ -98,10 +97,10 @@ def release(
     _check_folders(run, out)
     if base_model is not None:
         check_base_model(base_model)
-    published = published_of(run)
-    if not published["private"]:
-        refuse_not_private(run, recorded(published["caveats"]))
     with lock_folder(run, wait_s=0):
+        published = read_run(run)
+        if not published["private"]:
+            refuse_not_private(run, recorded(published["caveats"]))
         config = read_config(run)
         if merge and not config.lora.rank:
             raise ValueError(f"--merged: RUN = '{run}' has no adapters (lora.rank = 0); omit it")
@@ -146,6 +145,7 @@ def release(
 
 
 def _check_folders(run: str, out: str) -> None:
+    read_run(run)  # before a lock, which makes the folder
     if os.path.exists(out) and (not os.path.isdir(out) or os.listdir(out)):
         raise ValueError(f"OUT = '{out}': it exists already; name a new folder")
     if os.path.realpath(out).startswith(os.path.realpath(run) + os.sep):

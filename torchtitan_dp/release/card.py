@@ -11,7 +11,6 @@ Guarantee:
       consequences and q are rounded up, sigma is rounded down, and delta and C are exact.
 """
 
-import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,13 +22,7 @@ from torchtitan_dp.data.formats import FORMATS
 from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
 from torchtitan_dp.ledger import PRIVACY_FILE, Lineage, RunLog
 from torchtitan_dp.ledger.lineage import Ancestor, of_weights
-from torchtitan_dp.ledger.schema import (
-    in_sentences,
-    in_words,
-    is_release,
-    read_published_fields,
-    released,
-)
+from torchtitan_dp.ledger.schema import in_sentences, in_words, read_run, released
 from torchtitan_dp.ledger.spending import PUBLIC, reasons, recorded, spent, to_act_on
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.hugging_face import parameter_count, without_lora
@@ -38,17 +31,6 @@ from torchtitan_dp.privacy.segments import Mechanism
 
 STOP_STATED = "the owner states that neither results nor a clock decided when to stop"
 LOST_STATED = "the owner states that nobody saw lost steps, which epsilon therefore leaves out"
-
-
-def published_of(run: str) -> dict[str, Any]:
-    """Return the `privacy.json` of a run; ValueError, one line, if there is none."""
-    published = read_published_fields(run)
-    if published is None:
-        what = f"it has no {PRIVACY_FILE}" if os.path.isdir(run) else "no such folder"
-        raise ValueError(f"RUN = '{run}': {what}; name a run's job.dump_folder")
-    if is_release(published):
-        raise ValueError(f"RUN = '{run}' is a release: name the job.dump_folder of its run")
-    return published
 
 
 def refuse_not_private(run: str, caveats: Iterable[str]) -> NoReturn:
@@ -77,7 +59,7 @@ def claims(
             f"RUN = '{run}': is a trial of a search, or began with the weights of one, and its "
             "epsilon leaves out what the others spent; train a run with the trial's keys afresh"
         )
-    published = published_of(run)
+    published = read_run(run)
     if not (lineage.private and published["private"] and published["epsilon"] is not None):
         refuse_not_private(run, [*lineage.caveats, *recorded(published["caveats"])])
     step = int(checkpoint.rpartition("-")[2])
@@ -100,8 +82,7 @@ def claims(
     stated = [STOP_STATED] if stop_not_from_results and account.left else []
     stated += [LOST_STATED] if lost_steps_not_seen and account.lost else []
     left = 0 if stop_not_from_results else account.left
-    begun = spent(account, lost=not lost_steps_not_seen)
-    steps = begun.segments(account.settings.mechanism, left)
+    steps = spent(account, left, lost=not lost_steps_not_seen)
     counts = {
         (False, False): "planned_steps",
         (True, False): "executed_steps",

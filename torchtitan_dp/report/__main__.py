@@ -153,8 +153,7 @@ def public_charts(run: RunFolder) -> list[Chart]:
 
         def curve(last: int, *, lost: bool) -> Points:
             at = sorted({round(last * i / _POINTS) for i in range(_POINTS + 1)})
-            begun = replace(spent(ledger, lost=lost), done=0)
-            return [(n, epsilon_of(begun, settings, n)) for n in at]
+            return [(n, epsilon_of(replace(ledger, steps=n), lost=lost)) for n in at]
 
         lines = {"of these weights": curve(ledger.steps, lost=False)}
         if ledger.lost or ledger.steps < run.total:
@@ -225,8 +224,7 @@ def _guarantee(run: RunFolder) -> dict[str, Any] | None:
     if not run.private or epsilon is None or not math.isfinite(epsilon):
         return None
     if epsilon != run.published["epsilon_planned"] or meant is None:
-        steps = spent(ledger).segments(ledger.settings.mechanism, ledger.left)
-        if (meaning := schema.explain(ledger, steps, epsilon)) is None:
+        if (meaning := schema.explain(ledger, spent(ledger, ledger.left), epsilon)) is None:
             return None
         meant = meaning.to_json()
     terms = run.published | {"epsilon": epsilon, "meaning": meant}

@@ -19,13 +19,12 @@ from torchtitan_dp.base.process import FAULT_FILE, is_locked
 from torchtitan_dp.checkpoint.folder import newest_finished_checkpoint, step_folder, verify
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import RUN_CONFIG_FILE, read_config
-from torchtitan_dp.ledger import EXECUTED_FILE, Lineage
+from torchtitan_dp.ledger import EXECUTED_FILE, Lineage, schema
 from torchtitan_dp.ledger.log import read_description
 from torchtitan_dp.ledger.schema import ledger_of
 from torchtitan_dp.ledger.spending import assumptions
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.segments import NONE
-from torchtitan_dp.release.card import published_of
 
 _EVENTS = "events.out.tfevents."
 _OTHER_NAMES = {"loss_metrics/global_avg_loss": "loss"}  # TorchTitan's, of the baseline
@@ -79,7 +78,7 @@ def open_run(folder: str) -> RunFolder:
         ValueError: one line; there is no run, or its `privacy.json` cannot be read.
     """
     path, notes = Path(folder), list[str]()
-    published = published_of(folder)
+    published = schema.read_run(folder)
     config, settings = None, {}
     try:
         config = read_config(folder)

@@ -37,8 +37,7 @@ from torchtitan_dp.checkpoint.folder import refuse_other_settings
 from torchtitan_dp.checkpoint.plan import (
     Plan,
     earlier_ledger,
-    refuse_delta_of_loss,
-    refuse_delta_of_owners,
+    refuse_deltas,
     refuse_private_folder,
     schedule,
 )
@@ -158,9 +157,8 @@ def check_run(config: JobConfig, *, units: int | None = None) -> Checked:
         records = Records.empty(source, units, config.data.heldout_fraction)
         samples = build_samples(records, config)
     if config.privacy.enable:
-        refuse_delta_of_loss(config, len(records.heldout))
-        if owners := records.store.facts.get("owners"):
-            refuse_delta_of_owners(config, owners["in_units"])
+        owners = records.store.facts.get("owners") or {}
+        refuse_deltas(config, len(records.heldout), owners.get("in_units"))
         if units is None:
             check_records(folder, records.fingerprint, records.settings)
         if plan is None or plan.settings.implied_units != len(records.train):
@@ -232,10 +230,8 @@ def check_names(config: JobConfig, start: Start) -> None:
                     f"'{target}'; use another job.dump_folder, or move it"
                 )
         tokenizer_files(config)
-    if start.loads and not start.place:
-        raise ValueError(f"{start.key} is not set: name the folder, or the hub's, of the weights")
     if start.loads and not os.path.isdir(start.place):
-        raise ValueError(f"{at}: no such folder; name the one with initial weights")
+        raise ValueError(f"{at}: no such folder; name the one with initial weights, or the hub's")
     if start.initial is not None:
         try:
             weight_files(start.place)
@@ -358,16 +354,13 @@ def check_learning(config: JobConfig) -> None:
         change *= part
         if change < SMALLEST:
             raise ValueError(f"{key} = {value:g}: {spends}; {remedy}")
-    changing = [step for step, factor in factors(config).items() if factor * change >= SMALLEST]
-    if not changing:
-        warmup = config.lr_scheduler.warmup_steps
+    changing = (step for step, factor in factors(config).items() if factor * change >= SMALLEST)
+    last, scheduler = max(changing, default=0), config.lr_scheduler
+    if last < min(steps, 1) or steps - last > max(1, _LAST * steps):
         raise ValueError(
-            f"lr_scheduler.warmup_steps = {warmup}: {spends} in training.steps = {steps}; lower it"
-        )
-    if steps - changing[-1] > max(1, _LAST * steps):
-        raise ValueError(
-            f"lr_scheduler.min_lr_factor = {config.lr_scheduler.min_lr_factor:g}: steps after "
-            f"{changing[-1]} of {steps} would change no weight; raise it, or lower training.steps"
+            f"lr_scheduler.warmup_steps = {scheduler.warmup_steps}, min_lr_factor = "
+            f"{scheduler.min_lr_factor:g}: steps after {last} of {steps} would spend epsilon and "
+            "change no weight; lower the first, raise the second, or lower training.steps"
         )
 
 

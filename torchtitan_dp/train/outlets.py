@@ -68,7 +68,6 @@ SCALARS = (
     Scalar("mfu(%)", False, "model FLOPs utilization, where the device's peak is known"),
     Scalar("memory/max_active(GiB)", False, "peak memory of live tensors (CPU: of the process)"),
     Scalar("memory/max_reserved(GiB)", False, "peak memory that PyTorch's allocator reserved"),
-    Scalar("memory/reserved_over_active", False, "their ratio: fragmentation, where well above 1"),
 )
 
 

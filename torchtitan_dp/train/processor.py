@@ -105,10 +105,6 @@ class LabelledMetricsProcessor(MetricsProcessor):
         """Return whether a step is logged: as TorchTitan does, and the last one."""
         return super().should_log(step) or step == self.job_config.training.steps
 
-    def send(self) -> None:
-        """Send what services get once the planned steps are taken."""
-        self.logger.send()
-
 
 class PrivateMetricsProcessor(LabelledMetricsProcessor):
     """The scalars of a private run, and its progress."""
@@ -151,13 +147,9 @@ class PrivateMetricsProcessor(LabelledMetricsProcessor):
         public: dict[str, float],
         statistics: dict[str, float],
         beside_epsilon: str = "",
-        *,
-        is_due: bool = True,
     ) -> None:
         """Log one step: the `public` scalars of `outlets.SCALARS`, with nothing computed from
-        records, the `statistics` that are not private, and words for the console line. Of a step
-        that is not due, as a stop's, no sink gets `public`: a clock decided it (hazard row 73).
-        """
+        records, the `statistics` that are not private, and words for the console line."""
         elapsed = time.perf_counter() - self.time_last_log
         devices = self.parallel_dims.non_data_parallel_size
         tokens_per_s = self.ntokens_since_last_log / (elapsed * devices)
@@ -168,14 +160,13 @@ class PrivateMetricsProcessor(LabelledMetricsProcessor):
             "throughput(tps)": tokens_per_s,
             "memory/max_active(GiB)": active,
             "memory/max_reserved(GiB)": reserved,
-            "memory/reserved_over_active": reserved / max(active, 1e-9),
         }
         speed = f"memory: {reserved:.2f}GiB  tps: {round(tokens_per_s):,}"
         if math.isfinite(self.gpu_peak_flops):  # it is unknown of a CPU
             mfu = 100 * self.num_flops_per_token * tokens_per_s / self.gpu_peak_flops
             not_private["mfu(%)"] = mfu
             speed += f"  mfu: {mfu:.1f}%"
-        self.logger.log({**public, **not_private} if is_due else not_private, step)
+        self.logger.log({**public, **not_private}, step)
         now, end = rounded_up(public["epsilon"]), self._planned and rounded_up(self._planned)
         planned = f"{end} at the end" if end and end != now else ""
         beside = ", ".join(filter(None, (planned, beside_epsilon)))

@@ -28,6 +28,7 @@ import math
 import re
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -54,11 +55,6 @@ _LOOKED_AT = 1000  # units, of whose lengths a run's seconds are expected
 _OUT_OF_MEMORY = re.compile(
     "out of memory|can't allocate memory|cannot allocate memory|bad_alloc|alloc_failed"
 )
-# The whole message of C++ or Python for a thread without room for its stack, or one too many.
-_NO_THREAD = ("resource temporarily unavailable", "can't start new thread")
-
-
-_SLOW_S = 20  # seconds of one microbatch beyond which its length is logged
 
 
 def rehearse(trainer: Any) -> None:
@@ -95,8 +91,6 @@ def rehearse(trainer: Any) -> None:
     for number, length in enumerate((rungs[0], *rungs)):
         cold = microbatch(length, passed)
         passed = length
-        if cold > _SLOW_S:
-            logger.info(f"not private: {length:,} tokens took {cold:.0f} s, and run once more")
         if number == 0:
             update()
         else:
@@ -126,14 +120,12 @@ def _log_seconds(trainer: Any, seconds: dict[int, float], of_update: float) -> N
         step += of_length * expected_rounds(count, rate, slots)
     found = ", ".join(f"{took:.3g} s of {length:,} tokens" for length, took in seconds.items())
     logger.info(f"rehearsal: a microbatch takes {found}; an update {of_update:.3g} s")
-    hours = step * left / 3600
-    took = f"{hours:.1f} h" if hours > 1 else f"{60 * hours:.1f} min"
     logger.info(
-        f"not private: expected: {took} for {left:,} steps, {step:.3g} s each, without validation "
-        "and checkpoints"
+        f"not private: expected: {timedelta(seconds=round(step * left))} for {left:,} steps, "
+        f"{step:.3g} s each, without validation and checkpoints"
     )
     numbers = {"seconds_per_microbatch": seconds, "seconds_per_update": of_update}
-    numbers |= {"seconds_per_step": step, "hours": hours, "steps": left}
+    numbers |= {"seconds_per_step": step, "hours": step * left / 3600, "steps": left}
     logger.info(f"not private: rehearsal: {json.dumps(numbers)}")
 
 
@@ -177,14 +169,10 @@ def _failing_in_one_line(what: str, config: JobConfig, fits: int | None) -> Iter
             raise  # nothing of this rank's failed
         text = str(error).strip()
         first = f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"
-        where, short_of = f"rehearsal before the first step: {what}", ""
+        where = f"rehearsal before the first step: {what}"
         found = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        if text.lower() in _NO_THREAD:
-            short_of = "memory for a thread, or over the limit on threads, ulimit -u"
-        elif found or _OUT_OF_MEMORY.search(text.lower()):  # on a CPU it is a RuntimeError
-            short_of = "memory"
-        if short_of:
-            raise Fault(f"{where}: out of {short_of} ({first}); {_remedy(config, fits)}") from error
+        if found or _OUT_OF_MEMORY.search(text.lower()):  # on a CPU it is a RuntimeError
+            raise Fault(f"{where}: out of memory ({first}); {_remedy(config, fits)}") from error
         raise Fault(f"{where}: {first}") from error
 
 

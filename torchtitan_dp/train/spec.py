@@ -197,7 +197,7 @@ class RunTrainer(Trainer):
         (model,) = self.model_parts
         self.average = ema_of(job_config, model)
         if job_config.validation.enable:
-            self.validator.compare(self.average)
+            self.validator.average = self.average
         self.checkpointer = Checkpointer(self, decide(), origin(job_config), self.average)
 
     def train(self) -> None:

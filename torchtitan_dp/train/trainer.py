@@ -94,7 +94,6 @@ class DPTrainer(RunTrainer):
             model, self.device, shard_of(self.parallel_dims, job_config)
         )
         self.feed = Feed(self.dataloader, ladder(job_config), self.device)
-        self._log_last: Callable[[], None] = lambda: None  # the newest step, unless it was logged
         self._summary: list[str] = []
 
     @property
@@ -153,7 +152,6 @@ class DPTrainer(RunTrainer):
         self.books.publish()
         is_done, saved = self.step >= self.job_config.training.steps, True
         if not is_done:
-            self._log_last()
             saved = self.checkpointer.stop_at(self.step, self.job_config.training.steps)
         if saved:
             self.books.end_start()
@@ -162,7 +160,7 @@ class DPTrainer(RunTrainer):
         if is_done:
             self._publish_loss()
             if (spent := self.books.publish()) is not None:
-                self.metrics_processor.send()
+                self.metrics_processor.logger.send()
                 self._summary = self.books.summary(spent)
 
     def summary(self) -> list[str]:
@@ -225,20 +223,13 @@ class DPTrainer(RunTrainer):
 
     def _show(self, lr: float, statistics: SampleStatistics) -> None:
         step, config = self.step, self.job_config
-        logs = self.metrics_processor.should_log(step)
-
-        def log() -> None:
+        if logs := self.metrics_processor.should_log(step):
             self.metrics_processor.log_step(
                 step,
                 {"lr": lr, **self.books.scalars()},
                 statistics.reduce(self.parallel_dims),
                 self.books.beside_epsilon(),
-                is_due=logs,
             )
-
-        self._log_last = (lambda: None) if logs else log
-        if logs:
-            log()
         if logs or step % config.checkpoint.interval == 0 or step == config.training.steps:
             self.books.publish()
 

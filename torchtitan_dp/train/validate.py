@@ -49,13 +49,9 @@ class HeldOutValidator:
         # The loader is of the held-out units.
         self._loader, self._config, self._dims = loader, job_config, parallel_dims
         self._metrics = metrics
-        self._average: WeightAverage | None = None
+        self.average: WeightAverage | None = None  # of the weights, evaluated beside them
         self._found: dict[int, float] = {}  # the loss to compare, by step
         self._buckets = buckets(job_config.training.seq_len)
-
-    def compare(self, average: WeightAverage | None) -> None:
-        """Evaluate an average of the model's weights beside them, from now on."""
-        self._average = average
 
     def should_validate(self, step: int) -> bool:
         """Return whether a step is due."""
@@ -67,7 +63,7 @@ class HeldOutValidator:
         """Return the loss of each held-out unit, in a call of its own (fp64): by the average of
         weights, where there is one. Collectives: those of `_held_out`."""
         (model,) = model_parts
-        average = self._average
+        average = self.average
         with average.in_place_of_weights() if average else contextlib.nullcontext():
             return self._held_out(model, alone=True).loss_N
 
@@ -81,8 +77,8 @@ class HeldOutValidator:
         (model,) = model_parts
         found = {"heldout_loss": self._held_out(model)}
         shown = f"{found['heldout_loss'].mean:.4f}"
-        if self._average is not None:
-            with self._average.in_place_of_weights():
+        if self.average is not None:
+            with self.average.in_place_of_weights():
                 found["heldout_loss_ema"] = self._held_out(model)
             shown += f", averaged weights: {found['heldout_loss_ema'].mean:.4f}"
         at, losses = f"step: {step}/{self._config.training.steps}", dict[str, float]()
