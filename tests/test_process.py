@@ -12,14 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes.runs import ROOT, said
-from torchtitan_dp.base.process import (
-    LOCK_FILE,
-    Fault,
-    faults_kept,
-    forbid_core_dumps,
-    lock_folder,
-    require_environment,
-)
+from torchtitan_dp.base.process import LOCK_FILE, Fault, faults_kept, forbid_core_dumps, lock_folder
 
 HOLD = (
     "import sys, time; from torchtitan_dp.base.process import lock_folder; "
@@ -144,22 +137,6 @@ def test_an_interpreter_without_assertions_is_refused(module):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         "error: assertions guard privacy here: run Python without -O, and unset PYTHONOPTIMIZE\n"
-    )
-
-
-@pytest.mark.parametrize(("given", "read"), [("debug", "DEBUG"), ("", None), ("Warn", "WARN")])
-def test_pytorch_reads_its_level_of_logs_in_capitals(monkeypatch, given, read):
-    """It would raise `ValueError: Unknown level` from within its import."""
-    monkeypatch.setenv("LOGLEVEL", given)
-    require_environment()
-    assert os.environ.get("LOGLEVEL") == read
-
-
-def test_another_level_of_logs_is_one_line():
-    done = said(sys.executable, "-m", "torchtitan_dp", LOGLEVEL="loud")
-    assert done.returncode == 2
-    assert done.stderr == (
-        "error: LOGLEVEL = 'LOUD': set it to DEBUG, INFO, WARNING, ERROR or CRITICAL\n"
     )
 
 

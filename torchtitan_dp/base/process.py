@@ -75,17 +75,12 @@ def faults_kept(folder: str) -> Iterator[None]:
 
 
 def require_environment() -> None:
-    """Refuse, with code 2, an interpreter that skips assertions, and a LOGLEVEL that PyTorch cannot
-    use: small letters become capitals, an empty one is unset."""
-    mistake, level = "", os.environ.pop("LOGLEVEL", "").strip().upper()
+    """Refuse, with code 2, an interpreter that skips assertions."""
     if not __debug__:
-        mistake = "assertions guard privacy here: run Python without -O, and unset PYTHONOPTIMIZE"
-    elif level and not isinstance(logging.getLevelName(level), int):
-        mistake = f"LOGLEVEL = '{level}': set it to DEBUG, INFO, WARNING, ERROR or CRITICAL"
-    elif level:
-        os.environ["LOGLEVEL"] = level
-    if mistake:
-        print(f"error: {mistake}", file=sys.stderr)
+        print(
+            "error: assertions guard privacy here: run Python without -O, and unset PYTHONOPTIMIZE",
+            file=sys.stderr,
+        )
         raise SystemExit(2)
 
 

@@ -319,10 +319,11 @@ def _tokenize(
     if count == 0:
         raise ValueError(source.no_record(source.path, files))
     if unnamed == count and any(one.setting.startswith("data.unit_field") for one in lacks):
+        known = source.facts.field_names(files.paths[0])[:20] if source.facts.fields else ()
         raise ValueError(
             f"data.unit_field = {source.unit_field!r}: none of the {count} records has one, a "
-            "text or a whole number: name the field with the unit; of text files, give a path "
-            "above the units' folders"
+            "text or a whole number: name the field with the unit (not private: the first has "
+            f"{', '.join(known) or 'none'}); of text files, give a path above the units' folders"
         )
     if all(reasons) and EMPTY not in lacks:
         counted = [lack._replace(number=number) for lack, number in lacks.items()]

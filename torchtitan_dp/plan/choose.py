@@ -52,15 +52,9 @@ class Choice:
 
 
 def choose(
-    overrides: list[str],
-    ranks: int,
-    machine: Machine,
-    memory_gib: float,
-    units: int,
-    rate: float,
-    wanted: int = SHOWN,
+    overrides: list[str], ranks: int, machine: Machine, memory_gib: float, units: int, rate: float
 ) -> list[Choice]:
-    """Return so many settings that fit, the fastest first.
+    """Return the settings that fit, the fastest `SHOWN` first.
 
     `overrides` are a command line without a mistake; each of `units` is drawn in a step with
     probability `rate`. Raises ValueError, one line, if none fits.
@@ -81,7 +75,7 @@ def choose(
     settings.sort(key=lambda setting: setting[0].total)
     found, failed, least = list[Choice](), list[Keys](), float("inf")
     with processes() as pool:
-        while settings and len(found) < wanted:
+        while settings and len(found) < SHOWN:
             wave, settings = settings[:WAVE], settings[WAVE:]
             held = [one.keys for one in found]  # whose inputs need not go to the host
             wave = [
@@ -102,7 +96,7 @@ def choose(
             f"--gpus = {ranks}: no setting fits in {memory_gib:g} GiB; the smallest tried needs "
             f"{least / GIB:.1f}: more GPUs, LoRA (lora.rank), or a smaller training.seq_len"
         )
-    return found[:wanted]
+    return found[:SHOWN]
 
 
 def candidates(config: JobConfig, ranks: int) -> Iterator[Keys]:

@@ -128,13 +128,10 @@ def _manage(options: argparse.Namespace) -> None:
 
 def _described(store: stores.Store) -> str:
     """Describe what a store was made of. NOT PRIVATE."""
-    facts, terms = store.facts, store.facts["terms"]
-    read = ", ".join(f"{key} = '{field}'" for field, key in terms["fields"].items())
     written = time.localtime(os.stat(os.path.join(store.folder, "facts.json")).st_mtime)
     runs = [run if os.path.isdir(run) else f"{run} (gone)" for run in stores.runs_of(store)]
     return (
-        f"{len(store):,} records of {facts['path']}, training.dataset = '{terms['format']}', "
-        f"{read}, data.unit_field = {terms['unit_field']!r}; {facts['tokenizer']}; "
+        f"{len(store):,} records of {store.facts['path']}, with {store.facts['tokenizer']}; "
         f"written {time.strftime('%Y-%m-%d %H:%M', written)}; runs: {', '.join(runs) or 'none'}"
     )
 

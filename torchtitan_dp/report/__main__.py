@@ -34,14 +34,7 @@ from torchtitan_dp.ledger.spending import spent, to_act_on
 from torchtitan_dp.privacy.accounting import rounded_down, rounded_up
 from torchtitan_dp.privacy.meaning import templates
 from torchtitan_dp.release.card import guarantee
-from torchtitan_dp.report.run_folder import (
-    SECONDS,
-    Points,
-    RunFolder,
-    finite,
-    open_run,
-    status_rows,
-)
+from torchtitan_dp.report.run_folder import Points, RunFolder, finite, open_run, status_rows
 
 _POINTS = 24  # of a curve of epsilon, as in torchtitan_dp.ledger
 _DRAWN = 2000  # points of a line
@@ -75,8 +68,6 @@ def report(folder: str) -> str:
 
 def content(run: RunFolder) -> dict[str, Any]:
     """Return the values of the page."""
-    public = {"privacy.json"} if run.private else set()
-    there = sorted(entry.name for entry in run.path.iterdir() if not entry.name.startswith("."))
     charts = [*public_charts(run), *_charts_of_records(run)]
     for chart in charts:
         chart.public = chart.public and run.private
@@ -93,12 +84,6 @@ def content(run: RunFolder) -> dict[str, Any]:
         "caveats": to_act_on(run.caveats),
         "assumptions": run.assumptions,
         "terms": _terms(run),
-        "settings": [
-            (f"{section}.{key}", value)
-            for section, values in run.settings.items()
-            for key, value in (values.items() if isinstance(values, dict) else ())
-        ],
-        "outputs": [(name, "yes" if name in public else "no") for name in there],
         "run": str(run.path),
         "versions": versions(),
         "date": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M UTC}",
@@ -169,15 +154,11 @@ def public_charts(run: RunFolder) -> list[Chart]:
 _LOSSES = {"loss": "training", "heldout_loss": "held out", "heldout_loss_ema": "average"}
 _NORMS = {"norm_p10": "10%", "norm_p50": "median", "norm_p90": "90%"}
 _COUNTS = {"realized_batch_size": "drawn", "rejected": "left out"}
-_MEMORY = {"memory/max_active(GiB)": "active", "memory/max_reserved(GiB)": "reserved"}
 _OF_RECORDS = (
     ("Loss", "", _LOSSES),
     ("Clipped share", "of a step's samples", {"clipped_fraction": "clipped"}),
     ("Gradient norms", "of samples, before clipping", _NORMS),
     ("Realized batch", "samples", _COUNTS),
-    ("Throughput", "tokens/s a device", {"throughput(tps)": "tokens/s"}),
-    ("Memory", "GiB", _MEMORY),
-    ("Time a step", "s, saves and validation included", {SECONDS: "seconds"}),
 )
 
 

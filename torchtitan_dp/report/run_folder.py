@@ -6,7 +6,6 @@ refused; what else is missing becomes a note.
 
 import datetime
 import itertools
-import json
 import math
 import os
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torchtitan_dp.base.process import FAULT_FILE, is_locked
 from torchtitan_dp.checkpoint.folder import newest_finished_checkpoint, step_folder, verify
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.load import RUN_CONFIG_FILE, read_config
+from torchtitan_dp.config.load import read_config
 from torchtitan_dp.ledger import EXECUTED_FILE, Lineage, schema
 from torchtitan_dp.ledger.log import read_description
 from torchtitan_dp.ledger.schema import ledger_of
@@ -46,7 +45,6 @@ class RunFolder:
     checkpoint: str  # the newest whole one, in words
     scalars: dict[str, Points]
     config: JobConfig | None = None  # checked, for one process
-    settings: dict[str, Any] = field(default_factory=dict)  # as saved
     epsilon: float | None = None
     epsilon_executed: float | None = None
     epsilon_planned: float | None = None
@@ -79,10 +77,9 @@ def open_run(folder: str) -> RunFolder:
     """
     path, notes = Path(folder), list[str]()
     published = schema.read_run(folder)
-    config, settings = None, {}
+    config = None
     try:
         config = read_config(folder)
-        settings = json.loads((path / RUN_CONFIG_FILE).read_text(encoding="utf-8"))
     except ValueError as error:
         notes.append(str(error))
     scalars = read_scalars(path / (config.metrics.save_tb_folder if config else "tb"))
@@ -110,7 +107,6 @@ def open_run(folder: str) -> RunFolder:
         checkpoint=checkpoint,
         scalars=scalars,
         config=config,
-        settings=settings,
         caveats=list(published["caveats"]),
         assumptions=list(published["assumptions"]),
         notes=notes,
