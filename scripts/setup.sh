@@ -115,9 +115,17 @@ case "$torch" in
 esac
 
 install() {
+    local watcher="" code=0
+    if [[ -t 1 ]]; then # what pip does, until it is done
+        (while sleep 1; do
+            printf '\r\033[K%.78s' "$(grep -aE '^ *(Collecting|Downloading|Installing) ' "$LOG" | tail -n 1 || true)"
+        done) 9>&- &
+        watcher=$!
+    fi
     PIP_USER=0 "$VENV/bin/python" -m pip install --disable-pip-version-check --no-input \
-        -c "$ROOT/constraints.txt" "$@" >>"$LOG" 2>&1 ||
-        fail "pip could not install the packages (network? disk?); see $LOG, then run again"
+        -c "$ROOT/constraints.txt" "$@" >>"$LOG" 2>&1 || code=$?
+    [[ -z "$watcher" ]] || { kill "$watcher" && printf '\r\033[K'; }
+    ((code == 0)) || fail "pip could not install the packages (network? disk?); see $LOG, then run again"
 }
 # The build backend comes first, and is pinned as well: no build isolation.
 echo "Installing torch, transformers and what they need…"

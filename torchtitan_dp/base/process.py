@@ -253,6 +253,7 @@ def lock_folder(folder: str, wait_s: float = 15.0) -> IO[str]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise
+                progress(f"another run uses {folder}: waiting for its end…")
                 time.sleep(0.2)
     except BlockingIOError:
         raise ValueError(
