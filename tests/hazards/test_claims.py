@@ -2,7 +2,9 @@
 ../release/test_release.py shows what a release makes of them."""
 
 import dataclasses
+import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -10,7 +12,9 @@ from scripts.reference import field_docs
 from tests import accounts, build
 from tests.accounts import begun
 from tests.hazards.test_trainer import SETTINGS
+from tests.processes import forks
 from tests.processes.runs import arguments, privacy, train, with_sigma, write_records
+from torchtitan_dp.base.process import lock_folder
 from torchtitan_dp.checkpoint.folder import read_ledger, verify
 from torchtitan_dp.checkpoint.plan import earlier_ledger, refuse_private_folder, settings_of
 from torchtitan_dp.checkpoint.start import Start, decide_start, plan_start, with_initial
@@ -22,6 +26,7 @@ from torchtitan_dp.privacy.accounting import compose
 from torchtitan_dp.privacy.clipping import fp32_sum_excess
 from torchtitan_dp.release.__main__ import release
 from torchtitan_dp.release.ledgers import main as command
+from torchtitan_dp.train import trainer
 
 
 def publish(folder, ledger, *, fingerprint="f"):
@@ -132,6 +137,28 @@ def test_row52_its_folder_says_so_and_is_no_place_for_a_private_run(baseline):
 def test_row52_a_checkpoint_of_the_baseline_holds_its_ledger(baseline):
     run, _ = baseline
     assert read_ledger(str(run / "checkpoint" / "step-2")).private is False
+
+
+def after_the_wait(data, folder):
+    """The refusal of a run without privacy whose lock waited for the end of a private one."""
+
+    def lock(*_):
+        publish(folder, Lineage(SETTINGS, steps=4))
+        return lock_folder(str(folder))
+
+    os.environ |= {name: "0" for name in ("RANK", "LOCAL_RANK")}
+    os.environ |= {name: "1" for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    with mock.patch.object(trainer, "lock_folder", lock), pytest.raises(SystemExit) as refused:
+        trainer.main(arguments(folder, data, "--privacy.no-enable"))
+    return str(refused.value), privacy(folder)["steps"]
+
+
+def test_row52_a_run_without_privacy_that_waited_for_a_private_one_is_refused(tmp_path):
+    """Else its ledger would take the place of the other's."""
+    data, folder = write_records(tmp_path / "data"), tmp_path / "run"
+    said, steps = forks.call(after_the_wait, data, folder)
+    assert f"job.dump_folder = '{folder}' has a private run; name another" in said
+    assert steps == 4
 
 
 # Row 53: an audit's result is made from noised gradients of the records: it spends.

@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import hashlib
 import math
+import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,7 +134,7 @@ class Bookkeeping:
                 "the configuration": config_hash(config),
                 "the initial weights": weights_of_node(start),
                 "the model": repr(shape(config)),  # its config.json is each node's own
-                "the versions of packages": versions(),
+                "the versions of packages": (versions(), platform.python_version()),
                 # Replicas' noise is compiled for it, and must be the same bit by bit.
                 "the kind of device": kind(device),
             }

@@ -327,6 +327,8 @@ def _weights(config: JobConfig) -> Iterator[str]:
         )
     if checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only:
         yield "checkpoint.initial_load_model_only: Hugging Face folders have a model; set it true"
+    if checkpoint.load_step != -1:
+        yield f"checkpoint.load_step: {_REMEDIES['checkpoint.load_step']}"
     loads = checkpoint.initial_load_in_hf or checkpoint.initial_load_path
     if loads and not checkpoint.enable:
         yield "checkpoint.enable: no initial weights are loaded without it; set it to true"

@@ -37,6 +37,7 @@ from torchtitan_dp.base.process import (
     protect,
 )
 from torchtitan_dp.checkpoint.bookkeeping import Bookkeeping
+from torchtitan_dp.checkpoint.plan import refuse_private_folder
 from torchtitan_dp.checkpoint.start import Start, decision
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import config_file, ladder, mesh_degrees
@@ -261,6 +262,8 @@ def main(argv: list[str]) -> None:
             show_notices(config, checked)
         # Held by the kernel until this process ends.
         lock = lock_folder(config.job.dump_folder) if os.environ["RANK"] == "0" else None
+        if lock and not config.privacy.enable:  # a private run may have ended meanwhile
+            refuse_private_folder(config.job.dump_folder)
     logger.info(describe(config, shape(config)))
     decide = decision(config)
     # The baseline draws all weights, whichever of them it then loads.
