@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests.processes.runs import Run, arguments, privacy, train, with_sigma, write_records
+from torchtitan_dp.config.load import load_config
+from torchtitan_dp.train.check import check_run, is_done
 
 pytestmark = pytest.mark.slow
 
 HELD_OUT = ("--data.heldout_fraction=0.3", "--validation.enable", "--validation.freq=100")
+EXPORTS = "--checkpoint.last_save_in_hf"
 RARELY = ("--metrics.log_freq=100", "--checkpoint.interval=100")
 
 
@@ -21,10 +24,15 @@ def steps_of(output: str, words: str) -> list[int]:
     return [int(match[1]) for match in found if match]
 
 
+def nothing_is_left(command: list[str]) -> bool:
+    config = load_config(command, 2)
+    return is_done(config, check_run(config))
+
+
 @pytest.mark.parametrize("private", [True, False])
 def test_the_last_step_is_logged_validated_and_saved(tmp_path: Path, private: bool) -> None:
     data = write_records(tmp_path / "data")
-    terms = (*with_sigma(1), "--validation.publish_epsilon=4") if private else ()
+    terms = (*with_sigma(1), "--validation.publish_epsilon=4", EXPORTS) if private else ()
     off = () if private else ("--privacy.no-enable", "--training.global_batch_size=2")
     command = arguments(tmp_path / "out", data, *terms, *off, *HELD_OUT, *RARELY)
     output = train([*command, "--training.steps=5"], log=tmp_path / "log")
@@ -35,6 +43,12 @@ def test_the_last_step_is_logged_validated_and_saved(tmp_path: Path, private: bo
         told = privacy(tmp_path / "out")
         assert (told["heldout_loss"]["begun"], told["heldout_loss"]["noised"][0]) == (1, 5)
         assert told["heldout_epsilon"] <= 4
+        assert nothing_is_left([*command, "--training.steps=5"])
+        assert not nothing_is_left(
+            [*command, "--training.steps=5", "--checkpoint.export_dtype=bfloat16"]
+        )
+        (tmp_path / "out" / "hf" / "privacy.json").unlink()
+        assert not nothing_is_left([*command, "--training.steps=5"])
 
 
 def test_a_stop_publishes_no_loss(tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ privacy.epsilon=8 → did you mean --privacy.target_epsilon?
 delta=1 → --delta: unknown option; did you mean
 dp.delta=1e-5 → did you mean --privacy.delta?
 training.lr=1 → did you mean --optimizer.lr?
+optimizer.learning_rate=1 → did you mean --optimizer.lr?
 data a → unknown option; see --help; sections are activation_checkpoint, checkpoint
 privacy.secure_noise true → 'true': neither an option (--section.key) nor the value of one; a switch
 privacy.secure-noise=true → write --privacy.secure_noise or --privacy.no-secure_noise

@@ -257,6 +257,8 @@ BAD_FILES = [
     ("csv", "a.csv", b"text;who\na;b\n", rf"{FIELD}: .*text;who {COMMAS}"),
     ("csv", "a.csv", "text\n".encode("utf-16"), rf"{FIELD}: .*{COMMAS}"),
     ("csv", "a.csv", b"text\n", f"{PATH} = .* holds no record: it needs .*csv"),
+    ("csv", "a.csv", b'{"text": "a"}\n', f"{PATH}: .*/a.csv looks like jsonl"),
+    ("jsonl", "a.jsonl", b'{"note": "a"}\n', f"{FIELD}: none .* \\(not private: the first has"),
     ("text", ".hidden", b"x", f"{PATH} = .* holds no record"),
     ("hf", "train/data-0.arrow", b"", f"{PATH} = .* the folder of one split"),
     ("hf", "state.json", b"{}", f"{PATH} = .* state.json lists no files"),

@@ -111,7 +111,7 @@ def test_row33_a_microbatch_changes_no_buffer():
 def test_row34_the_held_out_loss_is_labelled(monkeypatch, caplog):
     from torchtitan.tools.logging import logger
 
-    validator = MagicMock(_loader=loader())
+    validator = MagicMock(_loader=loader(), is_trial=False)
     validator._config.training.seq_len, validator._config.training.steps = 8, 7
     validator._positions.return_value = np.empty(0, dtype=np.int64)
     validator._publish, model = None, nn.Linear(2, 2)
@@ -124,8 +124,11 @@ def test_row34_the_held_out_loss_is_labelled(monkeypatch, caplog):
     model.meeting = None
     with caplog.at_level(logging.INFO):
         HeldOutValidator.validate(validator, [model], 3)
-    line = caplog.records[-1].getMessage()
+        validator.is_trial = True  # a search must not choose by it
+        HeldOutValidator.validate(validator, [model], 3)
+    line, of_trial = (record.getMessage() for record in caplog.records)
     assert line == "step: 3/7  not private: held-out loss: nan, averaged weights: nan"
+    assert "nan" not in of_trial
 
 
 @pytest.mark.parametrize("ends", [9, 8])

@@ -12,7 +12,7 @@ from tests.data.stores import Row, as_lines, write
 from tests.processes.runs import arguments, with_sigma
 from torchtitan_dp.checkpoint.start import Start, plan_start
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.data.store import mark_used
+from torchtitan_dp.data.store import mark_used, runs_beside
 from torchtitan_dp.ledger import write_fingerprint
 from torchtitan_dp.plan import __main__ as plan
 from torchtitan_dp.train.check import check_run, open_records
@@ -90,7 +90,7 @@ def test_the_tokenizer_and_ends_that_are_not_learned_are_named(
     rows = [{"note": "text", "chat": chats.chat("?", "!")}] * 24
     write(tmp_path, {"notes.jsonl": as_lines(rows)})
     said = planned(tmp_path, capsys)
-    assert "      tokenizer: bytes, vocabulary 258, bos 256, eos 257\n" in said
+    assert "tokenizer: bytes, vocabulary 258, bos 256, eos 257; model.hf_assets_path is not" in said
     assert "learns to stop" not in said
 
     outside = chats.MARKED.replace(
@@ -114,6 +114,11 @@ def test_a_field_that_names_people_is_a_notice_where_records_are_the_unit(tmp_pa
     notice = "lines have a JSON field 'patient_id', but data.unit_field is not set"
     assert notice in planned(tmp_path, capsys, *with_sigma(1))
     assert notice not in planned(tmp_path, capsys, *with_sigma(1), "--data.unit_field=patient_id")
+    texts = write(tmp_path / "texts", {f"{n}/note.txt": b"text" for n in range(24)})
+    of_folders = *with_sigma(1), "--training.dataset=text", f"--training.dataset_path={texts}"
+    notice = "the files lie in 24 folders, and epsilon protects one file"
+    assert notice in planned(tmp_path, capsys, *of_folders)
+    assert notice not in planned(tmp_path, capsys, *of_folders, "--data.unit_field=folder")
 
 
 @pytest.mark.parametrize("same", [False, True])
@@ -136,4 +141,7 @@ def test_other_runs_on_the_same_records_are_named(tmp_path, capsys) -> None:
         for line in planned(tmp_path, capsys, f"--job.dump_folder={tmp_path}/second").splitlines()
         if "trained on these records" in line
     )
-    assert line.startswith(f"warning: another run, {tmp_path}/out, trained on these records")
+    assert line.startswith(f"warning: {tmp_path}/out trained on these records too")
+    mark_used(open_records(load_config(command(tmp_path), 1)).store, str(tmp_path / "second"))
+    assert runs_beside(str(tmp_path / "second"), None) == [str(tmp_path / "out")]
+    assert runs_beside(str(tmp_path / "third"), None) == []

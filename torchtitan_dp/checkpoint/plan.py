@@ -326,7 +326,7 @@ def settle(config: JobConfig, units: int, history: History, terms: Settings | No
         raise ValueError(
             f"privacy.target_epsilon = {target:g}: this run's noise was fixed at its first start, "
             f"and {steps} training.steps would spend {accounting.rounded_up(reached)}; lower "
-            "training.steps, raise it, or take another job.dump_folder"
+            "training.steps, raise privacy.target_epsilon, or take another job.dump_folder"
         )
     if ledger.composes and counted_by(ledger) != privacy.accountant:
         warnings.append(BY_RDP)

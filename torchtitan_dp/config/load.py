@@ -149,6 +149,7 @@ def write_config(config: JobConfig) -> list[str]:
         earlier = dict(_flat(json.loads(kept)))
         lines = [
             f"{key} = {value!r} from here on: {earlier[key]!r} at the last start"
+            + ", which fixed the noise" * (key == "privacy.target_epsilon")
             for key, value in _flat(json.loads(text))
             if value != earlier.get(key, value) and not key.startswith("job.")
         ]
@@ -394,6 +395,7 @@ def _describe(annotation: Any) -> str:
 def _proposal(key: str, known: Collection[str], dashes: str = "") -> str:
     """Propose a remedy for a key (`section.name`) or a section that is not among `known`."""
     section, _, name = key.rpartition(".")
+    name = {"learning_rate": "lr", "max_steps": "steps"}.get(name, name)  # Hugging Face's
     found = [one for one in known if one.endswith(f".{name}")]
     if len(found) != 1:
         found = difflib.get_close_matches(key, known, n=1, cutoff=0.75)

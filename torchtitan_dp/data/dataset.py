@@ -36,6 +36,7 @@ _WORDS = {"0": "least", "50": "median", "100": "most"}
 IGNORE_INDEX = -100  # the default of F.cross_entropy
 PROMPT_SHARE = 4  # a cut prompt keeps one part in so many of the window, or what the answer leaves
 NOTHING = np.empty(0, dtype=np.int64)
+_FEW = 10  # held-out units
 
 
 @dataclass(eq=False)
@@ -212,6 +213,11 @@ class Records:
                 f"{unnamed} of {len(store)} {facts.row}s have no usable data.unit_field = "
                 f"{source.unit_field!r}: each counts as a unit that contributes nothing, so q and "
                 f"the delta check are against {len(train)} units"
+            )
+        if needs_heldout and 0 < len(heldout) < _FEW:
+            warnings.append(
+                f"a loss of {len(heldout)} held-out {source.unit_word}s says little: raise "
+                f"data.heldout_fraction = {heldout_fraction}"
             )
         if needs_heldout and len(heldout) == 0:
             none = (

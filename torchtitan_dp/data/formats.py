@@ -162,7 +162,10 @@ def csv_rows(path: str, fields: Sequence[str]) -> Iterator[Fields | None]:
 
 def csv_columns(path: str) -> Columns:
     """List the columns of a CSV file, which have no types."""
-    return [(name, None) for name in next(_csv_values(path), [])]
+    names = next(_csv_values(path), [])
+    if names and names[0].startswith("{"):
+        raise ValueError(f"training.dataset_path: {path} looks like jsonl: set training.dataset")
+    return [(name, None) for name in names]
 
 
 def _csv_values(path: str) -> Iterator[list[str]]:

@@ -29,7 +29,7 @@ import numpy as np
 
 from torchtitan_dp.base.process import private_opener, progress, say
 from torchtitan_dp.data import store as stores
-from torchtitan_dp.data.files import Fields, Files, list_files, locate, together
+from torchtitan_dp.data.files import NAMED, Fields, Files, list_files, locate, together
 from torchtitan_dp.data.formats import FOLDER, FORMATS, OF_OWNERS, Format, unit_name
 from torchtitan_dp.data.owners import Owners
 from torchtitan_dp.data.reading import EMPTY, MOST_PART, Assembler, Lack, Piece, Reading, split
@@ -187,12 +187,24 @@ class Source:
                 f"{', '.join(self.facts.below)}, of a saved data set those of its state.json; if "
                 "they hold records, rename them, save the set again, or name files by a glob"
             )
+        folders = {folder_of(name) for name in files.names} - {None}
+        is_own = not self.facts.fields and not {*self.paths} & {*NAMED}
+        if self.unit_field is None and is_own and len(folders) > 1:
+            yield (
+                f"the files lie in {len(folders):,} folders, and epsilon protects one file: if a "
+                f"folder is one person's, set data.unit_field = '{FOLDER}'"
+            )
         if self.unit_field is None and self.facts.fields:
             for name in filter(_PERSON.fullmatch, self.facts.field_names(files.paths[0])):
                 yield (
                     f"{self.facts.row}s have a {self.facts.fields} {name!r}, but data.unit_field "
                     "is not set: epsilon protects one of them, not all of a person's together"
                 )
+
+    def fields_of(self, files: Files) -> str:
+        """Describe the fields of the first record, for the end of a clause. NOT PRIVATE."""
+        known = self.facts.field_names(files.paths[0])[:20] if self.facts.fields else []
+        return f" (not private: the first has {', '.join(known)})" if known else ""
 
     def refuse_lacks(self, lacks: Iterable[Lack], none: str, records: str = "") -> NoReturn:
         """Refuse a data set for what its records lack, the most frequent first."""
@@ -319,15 +331,15 @@ def _tokenize(
     if count == 0:
         raise ValueError(source.no_record(source.path, files))
     if unnamed == count and any(one.setting.startswith("data.unit_field") for one in lacks):
-        known = source.facts.field_names(files.paths[0])[:20] if source.facts.fields else ()
         raise ValueError(
             f"data.unit_field = {source.unit_field!r}: none of the {count} records has one, a "
-            "text or a whole number: name the field with the unit (not private: the first has "
-            f"{', '.join(known) or 'none'}); of text files, give a path above the units' folders"
+            "text or a whole number: name the field with the unit; of text files, give a path "
+            f"above the units' folders{source.fields_of(files)}"
         )
     if all(reasons) and EMPTY not in lacks:
         counted = [lack._replace(number=number) for lack, number in lacks.items()]
-        source.refuse_lacks(counted, f"none of the {count:,} records has a target to learn")
+        none = f"none of the {count:,} records has a target to learn{source.fields_of(files)}"
+        source.refuse_lacks(counted, none)
     hashes_R2 = np.frombuffer(hashes, dtype="<u8").reshape(count, -1)
     if owners is not None:
         owners.check()

@@ -342,6 +342,15 @@ def runs_of(store: Store) -> list[str]:
     return sorted(os.fsdecode(path.read_bytes()) for path in Path(store.folder).glob("runs/*"))
 
 
+def runs_beside(run: str, data_store: str | None) -> list[str]:
+    """List the folders of other runs that trained on a store that this one did. PRIVATE."""
+    folder, path, found = private_folder(data_store), os.path.realpath(run), set[str]()
+    for name in names(folder):
+        runs = {os.fsdecode(one.read_bytes()) for one in Path(folder, name).glob("runs/*")}
+        found |= runs if path in runs else set()
+    return sorted(found - {path})
+
+
 def names(folder: str) -> list[str]:
     """List the stores in the folder of all, and what killed processes left of some."""
     return sorted(name for name in os.listdir(folder) if re.fullmatch(r"\.?[0-9a-f]{32}", name))

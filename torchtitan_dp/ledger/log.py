@@ -246,8 +246,8 @@ def check_fingerprint(folder: str, fingerprint: str | None, settings: Mapping[st
             )
     if fingerprint not in (None, lines[0]):
         raise ValueError(
-            "training.dataset_path: the records are not those that this run was started with: a "
-            "file was added, removed, renamed or changed; restore it, or take another folder"
+            "training.dataset_path: the records are not those of this run's first start: a file "
+            "was added, removed, renamed or changed; restore it, or take another job.dump_folder"
         )
 
 

@@ -220,8 +220,9 @@ def total(runs: Sequence[Run], delta: float | None = None, *, overlapping: bool 
             `overlapping`.
     """
     if not overlapping:
-        remedy = "of a unit that is in both epsilon adds up: --overlapping computes it"
-        _require_common([run.fingerprint for run in runs], "records", remedy, runs)
+        remedy = "--overlapping adds up the epsilon of a unit that may be in both"
+        what = "records, or hold out others (data.heldout_fraction)"
+        _require_common([run.fingerprint for run in runs], what, remedy, runs)
     units = [run.ledger.settings.privacy_unit for run in runs]
     _require_common(units, "privacy units", "add up only runs that are", runs)
     ledgers = [run.ledger for run in runs]
@@ -280,8 +281,8 @@ def _require_common(
     for run, value in zip(runs, values, strict=True):
         if value is None and len(runs) > 1:
             raise ValueError(
-                f"'{run.folder}' has no {FINGERPRINT_FILE}, so that it may be on other {what} "
-                f"than the rest: restore it; {remedy}"
+                f"'{run.folder}' has no {FINGERPRINT_FILE}, so that it may be on other {what}: "
+                f"restore it; {remedy}"
             )
         if value != values[0]:
             raise ValueError(f"'{run.folder}' and '{runs[0].folder}' are on other {what}: {remedy}")

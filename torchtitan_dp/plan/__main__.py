@@ -74,6 +74,7 @@ from torchtitan_dp.train.check import (
     Checked,
     check_run,
     host_memory,
+    is_done,
     notices,
     refuse_lack,
     show_records,
@@ -139,6 +140,8 @@ def main(argv: list[str]) -> list[str]:
         print(f"      {key}: the fewest ranks that fit share a sample", file=out)
     host = _host(config, checked, options.ranks_here or min(world_size, RANKS_A_NODE))
     _show(config, checked, spending, host, available, out, brief=brief)
+    if options.ranks_here is not None and is_done(config, checked):
+        raise SystemExit(0)
     if spending is None:
         if machine or asked:
             print("      nothing more is predicted without privacy", file=out)
@@ -180,7 +183,9 @@ def main(argv: list[str]) -> list[str]:
                 file=out,
             )
             content |= seconds.for_programs(plan.steps)
+    progress("predicting memory…" if predicts else "")
     memory = predict(overrides, world_size, memory_gib) if predicts else None
+    progress("")
     if memory is not None:
         content |= memory.for_programs()
     if options.json:

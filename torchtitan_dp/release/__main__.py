@@ -52,6 +52,8 @@ from torchtitan_dp.checkpoint.folder import (
 )
 from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.config.load import exit_on_mistake, read_config
+from torchtitan_dp.data.store import runs_beside
+from torchtitan_dp.ledger import PRIVACY_FILE
 from torchtitan_dp.ledger.schema import read_run, write_published
 from torchtitan_dp.ledger.spending import recorded
 from torchtitan_dp.models.causal_lm.model import CausalLM
@@ -141,6 +143,14 @@ def release(
             raise ValueError(f"OUT = '{out}': cannot be written ({error})") from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+    beside = runs_beside(run, config.data.store)
+    if others := [one for one in beside if os.path.exists(os.path.join(one, PRIVACY_FILE))]:
+        more = f" and {len(others) - 1} more" * (len(others) > 1)
+        print(
+            f"warning: {others[0]}{more} trained on these records too: if more than one is given "
+            "away, the epsilons add up; for the card's total: torchtitan-dp ledger RUN RUN …",
+            file=sys.stderr,
+        )
     return terms
 
 

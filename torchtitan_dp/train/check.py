@@ -36,6 +36,7 @@ from torchtitan_dp.base.torch_private import DispatchMode
 from torchtitan_dp.checkpoint.folder import refuse_other_settings
 from torchtitan_dp.checkpoint.plan import (
     Plan,
+    config_hash,
     earlier_ledger,
     refuse_deltas,
     refuse_private_folder,
@@ -71,6 +72,7 @@ from torchtitan_dp.distributed.host_memory import page_locked_bytes
 from torchtitan_dp.distributed.windows import check_softcap
 from torchtitan_dp.gradients.optimizer import MomentumSGD
 from torchtitan_dp.ledger import PRIVACY_FILE
+from torchtitan_dp.ledger.schema import read_published_fields
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.hugging_face import (
@@ -254,6 +256,21 @@ def check_files(config: JobConfig, args: ModelArgs, start: Start) -> None:
             )
 
 
+def is_done(config: JobConfig, checked: Checked) -> bool:
+    """Return whether an earlier start of this configuration left nothing to do: no step, no loss to
+    publish, no export, nothing to send, and nothing lost that `privacy.json` does not have."""
+    folder, step, plan = config.job.dump_folder, checked.start.step, checked.plan
+    if not checked.start.resumes or step < config.training.steps or config.metrics.enable_wandb:
+        return False
+    if plan is None or (plan.ledger.heldout_loss and plan.ledger.heldout_loss.is_due(step)):
+        return False
+    wanted = step, plan.ledger.steps_executed, config_hash(config)
+    places = [folder, *([f"{folder}/{EXPORT_FOLDER}"] * config.checkpoint.last_save_in_hf)]
+    found = [read_published_fields(place) or {} for place in places]
+    keys = "steps", "steps_executed", "config_hash"
+    return all(tuple(map(one.get, keys)) == wanted for one in found)
+
+
 def show_notices(config: JobConfig, checked: Checked) -> None:
     """Print warnings of the records and notices of the configuration, as a plan does."""
     show_records(config, checked, brief=False)
@@ -269,10 +286,10 @@ def show_records(config: JobConfig, checked: Checked, *, brief: bool) -> None:
     runs = runs_of(checked.records.store) if checked.records.fingerprint else []
     others = [r for r in runs if r != folder and os.path.exists(os.path.join(r, PRIVACY_FILE))]
     if others and config.privacy.enable:
-        several = f"{len(others)} other runs, as" if len(others) > 1 else "another run,"
+        more = f" and {len(others) - 1} more" * (len(others) > 1)
         print(
-            f"warning: {several} {others[0]}, trained on these records, and of a "
-            f"{unit_word(config)} epsilon adds up: torchtitan-dp ledger RUN RUN …",
+            f"warning: {others[0]}{more} trained on these records too: for each "
+            f"{unit_word(config)} the epsilons add up (torchtitan-dp ledger RUN RUN …)",
             file=sys.stderr,
         )
     if checked.records.fingerprint and not brief:  # else they are none, but a number
@@ -314,7 +331,8 @@ def tokenizer_lines(config: JobConfig, source: Source) -> list[str]:
                 f"eos_token_id = {ends}: what is released would not stop; set it to {own} "
                 "there, and in generation_config.json"
             )
-    named = f"tokenizer: {source.tokenizer.describe()}" + (f", from {where}" if where else "")
+    origin = f", from {where}" if where else "; model.hf_assets_path is not set"
+    named = f"tokenizer: {source.tokenizer.describe()}{origin}"
     return [named, *filter(None, [end, never_trained(config)])]
 
 

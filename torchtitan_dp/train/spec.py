@@ -43,7 +43,7 @@ from torchtitan_dp.data.store import mark_used
 from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.gradients.fsdp import free_gathered
 from torchtitan_dp.ledger import PRIVACY_FILE, Lineage
-from torchtitan_dp.ledger.schema import described, to_bytes, write_published
+from torchtitan_dp.ledger.schema import TRIAL_FILE, described, to_bytes, write_published
 from torchtitan_dp.models.causal_lm.model import CausalLM, HuggingFaceAdapter
 from torchtitan_dp.models.ema import ema_of
 from torchtitan_dp.models.hugging_face import origin, shape
@@ -198,6 +198,8 @@ class RunTrainer(Trainer):
         self.average = ema_of(job_config, model)
         if job_config.validation.enable:
             self.validator.average = self.average
+            trial = os.path.join(job_config.job.dump_folder, TRIAL_FILE)
+            self.validator.is_trial = os.path.exists(trial)
         self.checkpointer = Checkpointer(self, decide(), origin(job_config), self.average)
 
     def train(self) -> None:

@@ -51,6 +51,7 @@ class HeldOutValidator:
         self._metrics = metrics
         self.average: WeightAverage | None = None  # of the weights, evaluated beside them
         self._found: dict[int, float] = {}  # the loss to compare, by step
+        self.is_trial = False  # of a search, which chooses by published losses alone
         self._buckets = buckets(job_config.training.seq_len)
 
     def should_validate(self, step: int) -> bool:
@@ -82,6 +83,8 @@ class HeldOutValidator:
                 found["heldout_loss_ema"] = self._held_out(model)
             shown += f", averaged weights: {found['heldout_loss_ema'].mean:.4f}"
         at, losses = f"step: {step}/{self._config.training.steps}", dict[str, float]()
+        if self.is_trial:
+            shown = "not shown: a search chooses by the published one alone"
         logger.info(f"{at}  not private: held-out loss: {shown}")
         for name, one in found.items():
             losses |= {name: one.mean, **{f"{name}_at/{where}": x for where, x in one.at.items()}}
@@ -90,7 +93,8 @@ class HeldOutValidator:
                 parts = ", ".join(f"{where}: {loss:.4f}" for where, loss in one.at.items())
                 logger.info(f"{at}  not private: {which}held-out loss at tokens {parts}")
         self._metrics.logger.log(losses, step)
-        self._found[step] = losses.get("heldout_loss_ema", losses["heldout_loss"])
+        if not self.is_trial:
+            self._found[step] = losses.get("heldout_loss_ema", losses["heldout_loss"])
         return losses["heldout_loss"]
 
     def comparison(self) -> str | None:

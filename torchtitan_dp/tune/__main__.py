@@ -370,7 +370,8 @@ def _announce(search: Search, noise: Noise, epsilon: float) -> Total:
         raise ValueError(
             f"--epsilon = {epsilon:g}: noise of {deviation:.2g} nats hides which recipe is better "
             f"(by {TELLS_APART:g}, say): hold out more (data.heldout_fraction: {enough:,} {word}s, "
-            f"now {units:,}), lower validation.publish_clip, try fewer values, or raise --epsilon"
+            f"now {units:,}; then in the final run too), lower validation.publish_clip, try fewer "
+            "values, or raise --epsilon"
         )
     return spent
 
