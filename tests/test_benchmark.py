@@ -1,9 +1,6 @@
 """The benchmark's own arithmetic, and one tiny run. No test looks at how long anything took."""
 
-import contextlib
-import io
 import json
-import runpy
 import subprocess
 import sys
 from functools import partial
@@ -137,29 +134,6 @@ def test_one_tiny_run(tmp_path):
     assert run("--show", output).stdout == done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["b.json"]
     assert "round 1 of 1" in done.stderr
-
-
-def in_a_fork(arguments: list[str]) -> tuple[object, str]:
-    """The script's exit code and what it says on stderr, in this process."""
-    sys.argv = ["scripts/benchmark.py", *arguments]
-    sys.path.insert(0, str(ROOT / "scripts"))
-    with contextlib.redirect_stderr(io.StringIO()) as told, pytest.raises(SystemExit) as stop:
-        runpy.run_path(str(ROOT / sys.argv[0]), run_name="__main__")
-    return stop.value.code, told.getvalue()
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--arms", "V4"], "--arms V4: unknown"),
-        (["--training.local_batch_size=2"], "use --batch_sizes"),
-    ],
-)
-def test_mistakes_are_one_line(arguments, message):
-    code, told = forks.call(in_a_fork, arguments)
-    assert code == 2
-    (line,) = told.splitlines()
-    assert message in line
 
 
 @pytest.mark.thorough

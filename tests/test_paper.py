@@ -10,13 +10,11 @@ import torchtitan_dp.distributed  # noqa: F401
 # isort: split
 
 from scripts.benchmarking import paper
-from scripts.benchmarking.paper import CP, FSDP, Task
 from scripts.benchmarking.plain_step import PlainStep
 from scripts.benchmarking.processes import Journal
 from tests.plan.test_memory import assert_predicted, small, with_fake_tensors, with_real_tensors
 from tests.processes import forks
 from tests.processes.ranks import on_ranks
-from torchtitan_dp.config.load import load_config
 
 
 def test_predictions_are_not_made_twice_and_go_to_what_is_there(tmp_path, monkeypatch):
@@ -52,18 +50,3 @@ def test_predicted_is_what_a_plain_step_takes(world_size, overrides):
     predicted, _ = forks.call(with_fake_tensors, *given)
     tracked, allocated = on_ranks(world_size, with_real_tensors, *given)[0]
     assert_predicted(predicted, tracked, allocated)
-
-
-def test_the_mesh_and_the_arm_are_what_is_predicted():
-    """Which overrides come last wins, and the model is laid out by it."""
-    for mesh, cp in ((FSDP, 1), (CP, 4)):
-        config = load_config(Task("debug", "V1", 4, mesh, 2, 512).case().arguments(512), 4)
-        assert config.parallelism.context_parallel_degree == cp
-        assert config.parallelism.data_parallel_shard_degree == 4 // cp
-        assert config.privacy.gradient_method == "grad_sample"
-        assert not config.privacy.shard_grad_samples
-        assert config.training.local_batch_size == 2
-    case = Task("debug", "non-DP + AC", 4, CP, 1, 512).case()
-    config = load_config(case.arguments(512), 4)
-    assert (case.method, config.privacy.enable) == ("plain", False)
-    assert config.activation_checkpoint.mode == "full"

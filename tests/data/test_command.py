@@ -37,11 +37,8 @@ def test_figures_and_labels(command: list[str], capsys: Any) -> None:
     assert found["tokens"] == sum(tokens)
     assert found["tokens_quantiles"]["100"] == tokens[-1] == 168
     assert (found["empty_units"], found["undecodable_records"]) == (2, 1)
-    for row in found["by_length"]:
-        length = row["seq_len"]
-        assert row["longer"] == sum(t > length for t in tokens) / 6
-        assert row["tokens_per_sample"] == sum(min(t, length) for t in tokens) / 6
-    assert [row["seq_len"] for row in found["by_length"]] == [32, 64, 128]
+    assert found["longer"] == sum(t > 64 for t in tokens) / 6
+    assert found["tokens_per_sample"] == sum(min(t, 64) for t in tokens) / 6
     lines = err.splitlines()
     assert all(line.startswith(("not private: ", "warning (not private): ")) for line in lines)
     (of_length,) = (line for line in lines if "at training.seq_len = 64: " in line)
@@ -55,8 +52,7 @@ def test_figures_of_records_that_are_drawn_one_by_one(command: list[str], capsys
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert found["tokens_quantiles"]["100"] == 42
-    own = next(row for row in found["by_length"] if row["seq_len"] == 64)
-    assert (own["longer"], own["tokens_per_sample"]) == (0, sum((0, 12, 22, 32, 42, 0)) / 6)
+    assert (found["longer"], found["tokens_per_sample"]) == (0, sum((0, 12, 22, 32, 42, 0)) / 6)
     assert "tokens per record (a draw of a unit takes one): least 0" in err
     assert "0% of records are longer, and are cut; a sample averages 18 tokens" in err
 

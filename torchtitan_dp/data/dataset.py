@@ -267,21 +267,15 @@ class Records:
         return (f"{some} have no target and contribute nothing{why}",)
 
     def figures(self, samples: Samples) -> dict[str, Any]:
-        """Count units and tokens, and what samples of three lengths have of them. PRIVATE."""
+        """Count units and tokens, and what samples have of them. PRIVATE."""
         units = self.store.units
         record_P = np.maximum(self.store.lengths()[units.members] - self.store.between, 0)
         tokens_N, drawn = _of_units(record_P, units)[self.train], record_P[self._places(self.train)]
         drawn = drawn if samples.one_record else tokens_N  # what a draw takes of a unit
         records_N, total = np.diff(units.starts)[self.train], max(int(tokens_N.sum()), 1)
-        by_length = []
-        for length in (max(samples.seq_len // 2, 1), samples.seq_len, 2 * samples.seq_len):
-            heads_N = _of_units(np.minimum(record_P, length), units)[self.train]
-            reached_N = heads_N if samples.one_record else np.minimum(tokens_N, length)
-            sample_N = heads_N / records_N if samples.one_record else reached_N
-            row = {"seq_len": length, "longer": float((drawn > length).mean())}
-            row |= {"share_in_one_sample": float(sample_N.sum() / total)}
-            row |= {"share_in_reach": 1.0 if samples.window else float(reached_N.sum() / total)}
-            by_length.append({**row, "tokens_per_sample": float(sample_N.mean())})
+        heads_N = _of_units(np.minimum(record_P, samples.seq_len), units)[self.train]
+        reached_N = heads_N if samples.one_record else np.minimum(tokens_N, samples.seq_len)
+        sample_N = heads_N / records_N if samples.one_record else reached_N
         return {
             "not_private": True,
             "records": len(self.store),
@@ -294,7 +288,10 @@ class Records:
             "one_record": samples.one_record,
             "tokens_quantiles": {str(q): int(np.percentile(drawn, q)) for q in _QUANTILES},
             "seq_len": samples.seq_len,
-            "by_length": by_length,
+            "longer": float((drawn > samples.seq_len).mean()),
+            "tokens_per_sample": float(sample_N.mean()),
+            "share_in_one_sample": float(sample_N.sum() / total),
+            "share_in_reach": 1.0 if samples.window else float(reached_N.sum() / total),
         }
 
     def undecodable(self) -> int:
@@ -348,14 +345,10 @@ def describe(figures: Mapping[str, Any], word: str) -> list[str]:
         f"{figures['undecodable_records']:,} records cannot be decoded",
         f"tokens per {drawn}{draw}: {each}",
     ]
-    seq_len = figures["seq_len"]
-    for row in figures["by_length"]:
-        length = row["seq_len"]
-        lines.append(
-            f"at {'training.seq_len = ' if length == seq_len else ''}{length:,}: "
-            f"{row['longer']:.0%} of {drawn}s are longer, and are cut; a sample averages "
-            f"{row['tokens_per_sample']:,.0f} tokens; one draw of each covers "
-            f"{row['share_in_one_sample']:.0%} of all tokens, many draws up to "
-            f"{row['share_in_reach']:.0%}"
-        )
+    lines.append(
+        f"at training.seq_len = {figures['seq_len']:,}: {figures['longer']:.0%} of {drawn}s are "
+        f"longer, and are cut; a sample averages {figures['tokens_per_sample']:,.0f} tokens; one "
+        f"draw of each covers {figures['share_in_one_sample']:.0%} of all tokens, many draws up to "
+        f"{figures['share_in_reach']:.0%}"
+    )
     return lines

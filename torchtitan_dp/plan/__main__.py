@@ -21,7 +21,7 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
 from torchtitan_dp.config.commands import first, parsed
 
@@ -172,7 +172,12 @@ def main(argv: list[str]) -> list[str]:
         if config.privacy.noise == "banded" and config.privacy.bands == "auto":
             overrides = [*overrides, f"--privacy.bands={plan.settings.mechanism.period}"]
         if options.choose and machine:
-            content |= chosen(overrides, world_size, machine, memory_gib, plan, out)
+            settings, steps = plan.settings, plan.steps
+            drawn = settings.implied_units, settings.mechanism.sample_rate
+            choices = choose(overrides, world_size, machine, memory_gib, *drawn)
+            show_choices(choices, steps, machine, out)
+            content |= choices[0].step.for_programs(steps)
+            content["choices"] = [choice.for_programs(steps) for choice in choices]
         elif machine:
             rounds = spending.cost.microbatches_per_step
             seconds = step_seconds(config, args, machine, rounds)
@@ -261,23 +266,6 @@ def memory_here_gib(ranks: int) -> float:
     alone = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))  # it opens a CUDA context
     with alone:
         return alone.submit(memory_bytes, torch.device("cuda")).result()[1] / GIB
-
-
-def chosen(
-    overrides: list[str],
-    world_size: int,
-    machine: Machine,
-    memory_gib: float,
-    plan: Plan,
-    out: TextIO,
-) -> dict[str, Any]:
-    """Choose a setting and show it; return it for programs. ValueError, one line."""
-    settings, steps = plan.settings, plan.steps
-    drawn = settings.implied_units, settings.mechanism.sample_rate
-    choices = choose(overrides, world_size, machine, memory_gib, *drawn)
-    show_choices(choices, steps, machine, out)
-    every = [choice.for_programs(steps) for choice in choices]
-    return {**choices[0].step.for_programs(steps), "choices": every}
 
 
 def _spending(config: JobConfig, checked: Checked, plan: Plan) -> Spending:

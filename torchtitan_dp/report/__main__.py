@@ -15,8 +15,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,31 +30,13 @@ from torchtitan_dp.config.load import exit_on_mistake, fail
 from torchtitan_dp.ledger import schema
 from torchtitan_dp.ledger.spending import epsilon as epsilon_of
 from torchtitan_dp.ledger.spending import spent, to_act_on
-from torchtitan_dp.privacy.accounting import rounded_down, rounded_up
+from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.meaning import templates
 from torchtitan_dp.release.card import guarantee
 from torchtitan_dp.report.run_folder import Points, RunFolder, finite, open_run, status_rows
 
 _POINTS = 24  # of a curve of epsilon, as in torchtitan_dp.ledger
 _DRAWN = 2000  # points of a line
-
-_TABLE = {
-    "delta": "δ",
-    "noise_multiplier": "σ, noise over C",
-    "sample_rate": "q, sampling rate",
-    "max_grad_norm": "C, clip norm",
-    "clipping": "clipping",
-    "clip_function": "clip function",
-    "accountant": "accountant",
-    "neighbouring_relation": "neighbouring data sets",
-    "privacy_unit": "privacy unit",
-    "trained": "trained",
-    "targets": "targets",
-    "expected_batch_size": "expected batch",
-    "secure_noise": "noise safe in its low bits",
-}
-"""Keys of `privacy.json` that the page shows, with their names there."""
-assert _TABLE.keys() <= {key.name for key in schema.KEYS if key.in_releases}
 
 
 def report(folder: str) -> str:
@@ -83,7 +64,6 @@ def content(run: RunFolder) -> dict[str, Any]:
         "guarantee": _guarantee(run),
         "caveats": to_act_on(run.caveats),
         "assumptions": run.assumptions,
-        "terms": _terms(run),
         "run": str(run.path),
         "versions": versions(),
         "date": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M UTC}",
@@ -100,7 +80,6 @@ class Chart:
     public: bool
     reference: tuple[str, float] | None = None
     logarithmic: bool = False
-    write: Callable[[float], str] = field(default="{:.4g}".format)
     last: int = 1  # step of the axis that all charts of a page have
 
     @property
@@ -114,7 +93,7 @@ class Chart:
             figure = Figure(figsize=(5, 2.8), layout="constrained")
             axes = figure.subplots()
             for name, points in self.lines.items():
-                last = f"{name} {self.write(points[-1][1])}"
+                last = f"{name} {rounded_up(points[-1][1])}"
                 drawn = points[:: math.ceil(len(points) / _DRAWN)]
                 axes.plot(*zip(*drawn, strict=True), "." if len(points) == 1 else "-", label=last)
             if self.reference is not None:
@@ -132,23 +111,21 @@ class Chart:
 
 
 def public_charts(run: RunFolder) -> list[Chart]:
-    """Return the charts that follow from the ledger, the settings and the number of steps alone."""
-    ledger, settings, charts = run.ledger, run.ledger.settings, []
-    if ledger.composes and run.with_privacy:
+    """Return the charts that follow from the ledger and the number of steps alone."""
+    ledger, settings = run.ledger, run.ledger.settings
+    if not (ledger.composes and run.with_privacy):
+        return []
 
-        def curve(last: int, *, lost: bool) -> Points:
-            at = sorted({round(last * i / _POINTS) for i in range(_POINTS + 1)})
-            return [(n, epsilon_of(replace(ledger, steps=n), lost=lost)) for n in at]
+    def curve(last: int, *, lost: bool) -> Points:
+        at = sorted({round(last * i / _POINTS) for i in range(_POINTS + 1)})
+        return [(n, epsilon_of(replace(ledger, steps=n), lost=lost)) for n in at]
 
-        lines = {"of these weights": curve(ledger.steps, lost=False)}
-        if ledger.lost or ledger.steps < run.total:
-            planned = curve(max(run.total, ledger.steps), lost=True)
-            lines["with lost and planned steps"] = planned
-        target = None if settings.target_epsilon is None else ("target", settings.target_epsilon)
-        unit = f"at δ = {settings.delta:g}"
-        charts.append(Chart("ε over steps", unit, lines, True, target, write=rounded_up))
-    rates = [(step, rate) for step, rate in run.scalars.get("lr", []) if step <= ledger.steps]
-    return [*charts, *([Chart("Learning rate", "", {"lr": rates}, True)] if rates else [])]
+    lines = {"of these weights": curve(ledger.steps, lost=False)}
+    if ledger.lost or ledger.steps < run.total:
+        lines["with lost and planned steps"] = curve(max(run.total, ledger.steps), lost=True)
+    target = None if settings.target_epsilon is None else ("target", settings.target_epsilon)
+    unit = f"at δ = {settings.delta:g}"
+    return [Chart("ε over steps", unit, lines, True, target)]
 
 
 _LOSSES = {"loss": "training", "heldout_loss": "held out", "heldout_loss_ema": "average"}
@@ -175,27 +152,6 @@ def _charts_of_records(run: RunFolder) -> list[Chart]:
         if lines:
             charts.append(Chart(title, unit, lines, False, reference, title == "Gradient norms"))
     return charts
-
-
-def _terms(run: RunFolder) -> list[tuple[str, str]]:
-    """Return the terms of the guarantee, none rounded in its own favour."""
-    if not run.with_privacy:
-        return []
-    rounded = {"noise_multiplier": rounded_down, "sample_rate": rounded_up}
-    found = []
-    for key, name in _TABLE.items():
-        if (value := run.published[key]) is not None:
-            shown = rounded[key](value, 6) if key in rounded else _word(value)
-            found.append((name, shown))
-    if run.published["units"] is not None:
-        found.append(("units in training, public", f"{run.published['units']:,}"))
-    return found
-
-
-def _word(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:g}" if isinstance(value, float) else f"{value}"
 
 
 def _guarantee(run: RunFolder) -> dict[str, Any] | None:

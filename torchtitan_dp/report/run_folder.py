@@ -18,7 +18,7 @@ from torchtitan_dp.base.process import FAULT_FILE, is_locked
 from torchtitan_dp.checkpoint.folder import newest_finished_checkpoint, step_folder, verify
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import read_config
-from torchtitan_dp.ledger import EXECUTED_FILE, Lineage, schema
+from torchtitan_dp.ledger import Lineage, schema
 from torchtitan_dp.ledger.log import read_description
 from torchtitan_dp.ledger.schema import ledger_of
 from torchtitan_dp.ledger.spending import assumptions
@@ -41,7 +41,6 @@ class RunFolder:
     published: dict[str, Any]  # privacy.json
     ledger: Lineage
     alive: bool
-    begun: int  # the last step that was begun
     checkpoint: str  # the newest whole one, in words
     scalars: dict[str, Points]
     config: JobConfig | None = None  # checked, for one process
@@ -94,16 +93,11 @@ def open_run(folder: str) -> RunFolder:
         saved = os.path.getmtime(step_folder(checkpoints, newest))
         when = datetime.datetime.fromtimestamp(saved, datetime.timezone.utc)
         checkpoint = f"step {newest:,}, {when:%Y-%m-%d %H:%M} UTC"
-    executed, begun = path / EXECUTED_FILE, 0
-    if executed.exists():
-        numbers = (line.split()[:1] for line in executed.read_text(errors="replace").splitlines())
-        begun = next((int(n) for (n,) in reversed([*filter(None, numbers)]) if n.isdecimal()), 0)
     run = RunFolder(
         path=path,
         published=published,
         ledger=ledger_of(published),
         alive=is_locked(str(path)),
-        begun=begun,
         checkpoint=checkpoint,
         scalars=scalars,
         config=config,
@@ -143,7 +137,7 @@ def read_scalars(folder: Path) -> dict[str, Points]:
     """
     found: dict[str, dict[int, float]] = {}
     files = [path for path in folder.rglob(f"{_EVENTS}*") if path.is_file()]
-    for path in sorted(files, key=_order):
+    for path in sorted(files, key=lambda one: one.name):  # by the second of their start
         # No reservoir sampling.
         events = EventAccumulator(str(path), {"scalars": 0}, purge_orphaned_data=False).Reload()
         start = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
@@ -164,12 +158,6 @@ def read_scalars(folder: Path) -> dict[str, Points]:
     return {name: sorted(values.items()) for name, values in found.items()}
 
 
-def _order(path: Path) -> tuple[str, str, str]:
-    """Sort event files by time: the second and, last in the name, their number in a process."""
-    first, *_, last = path.name.removeprefix(_EVENTS).split(".")
-    return first.zfill(20), last.zfill(20), path.name
-
-
 class Row(NamedTuple):
     """A fact on the run, and whether it may be published."""
 
@@ -182,7 +170,8 @@ def status_rows(run: RunFolder) -> list[Row]:
     asked = run.config.training.steps if run.config else run.total
     step, finished = run.ledger.steps, run.ledger.steps >= asked > 0
     if run.alive:
-        step, state = max(step, run.begun), "alive: a process has the folder's lock"
+        step = max([step, *(at for at, _ in run.scalars.get("epsilon", []))])
+        state = "alive: a process has the folder's lock"
     elif run.ended_by:
         state = f"stopped: {run.ended_by}"
     elif finished:
