@@ -54,7 +54,9 @@ def main(argv: list[str] | None = None) -> None:
         return
     command = "prepare" if command == "data" else command
     if command not in _COMMANDS:
-        fail(f"'{command}' is no command: use {', '.join(_COMMANDS)}")
+        close = difflib.get_close_matches(command, _COMMANDS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"use {', '.join(_COMMANDS)}"
+        fail(f"'{command}' is no command: {hint}")
     if command in _TAKE_CONFIG and rest and not rest[0].startswith("-"):
         rest[:1] = ["--job.config_file", str(config_path(rest[0]))]
     module = "data" if command == "prepare" else command

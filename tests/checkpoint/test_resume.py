@@ -14,6 +14,9 @@ from tests.accounts import edit
 from tests.processes import runs
 from tests.processes.runs import Run, arguments, privacy, weights, with_sigma, write_records
 from torchtitan_dp.base.process import lock_folder
+from torchtitan_dp.checkpoint.plan import earlier_ledger
+from torchtitan_dp.checkpoint.start import decide_start, plan_start
+from torchtitan_dp.config.load import load_config
 from torchtitan_dp.ledger.schema import ledger_of, read_published_fields
 from torchtitan_dp.ledger.spending import spent
 from torchtitan_dp.privacy.meaning import meaning
@@ -80,6 +83,20 @@ def test_a_finished_run_is_not_described_by_a_start_that_trains_nothing(finished
         folder.planned_epsilon(capsys, STEPS - 1)
     line = f"training.steps = {STEPS - 1}: {STEPS} were taken already; give no fewer"
     assert line in capsys.readouterr().err
+
+
+def test_what_a_resume_changes_is_a_caveat_or_refused(finished):
+    def planned(*overrides):
+        more = f"--training.steps={STEPS + 2}", "--privacy.target_epsilon=20"
+        config = load_config([*finished[0].command, *more, *overrides], 2)
+        earlier = earlier_ledger(config.job.dump_folder)
+        return plan_start(config, 24, decide_start(config), earlier).ledger.caveats
+
+    changed = f"optimizer.lr changed after step {STEPS}, which is assumed not to follow from"
+    assert any(one.startswith(changed) for one in planned("--optimizer.lr=1e-5"))
+    assert not any(one.startswith(changed) for one in planned())
+    with pytest.raises(ValueError, match=r"debug_seed = 1: this run is private, and would not be"):
+        planned("--privacy.debug_seed=1")
 
 
 def test_rate_and_epsilon_are_of_all_steps_that_were_planned(finished, tmp_path, capsys):

@@ -130,7 +130,5 @@ def test_samples_are_shown_as_the_model_gets_them(tmp_path: Path, capsys: Any) -
     assert "\n<bos>2 + 2?⟦4\\x07.<eos>⟧\n" in out
     assert "sample 1: 11 of its unit's 11 tokens; 4 are targets" in out
     assert out.count("x") - out.count("\\x") == 64 // 4
-    with pytest.raises(SystemExit) as ended:
-        main([*terms, *fields, *held, "--show=5"])
-    assert ended.value.code == 2
-    assert "no unit is held out" in capsys.readouterr().err
+    main([*terms, *fields, *held, "--show=5"])  # none is held out
+    assert capsys.readouterr().out == out

@@ -198,7 +198,7 @@ def test_row54_runs_on_overlapping_records_can_be_added_up(tmp_path, capsys):
     for folder in folders:
         publish(Path(folder), Lineage(SETTINGS, steps=40), fingerprint=folder)
     runs = [verify(folder) for folder in folders]
-    with pytest.raises(ValueError, match=r"are on other records, or hold out .*: --overlapping"):
+    with pytest.raises(ValueError, match=r"are on other files, in another .*: --overlapping"):
         total(runs)
     spent = compose([SETTINGS.segment(80)], delta=SETTINGS.delta, accountant=SETTINGS.accountant)
     assert total(runs, overlapping=True).epsilon == pytest.approx(spent)

@@ -141,7 +141,7 @@ def test_other_runs_on_the_same_records_are_named(tmp_path, capsys) -> None:
         for line in planned(tmp_path, capsys, f"--job.dump_folder={tmp_path}/second").splitlines()
         if "trained on these records" in line
     )
-    assert line.startswith(f"warning: {tmp_path}/out trained on these records too")
+    assert line.startswith(f"warning: {tmp_path}/out trained on these records, or units of these")
     mark_used(open_records(load_config(command(tmp_path), 1)).store, str(tmp_path / "second"))
     assert runs_beside(str(tmp_path / "second"), None) == [str(tmp_path / "out")]
     assert runs_beside(str(tmp_path / "third"), None) == []

@@ -62,7 +62,9 @@ def main(argv: list[str]) -> None:
         config = load_config(overrides, int(os.environ.get("WORLD_SIZE", "1")))
         if not config.privacy.enable:
             raise ValueError("privacy.enable = false: nothing is claimed; set it to true")
-        if not is_game:
+        if is_game:  # it is no step of the folder's run
+            config.job.dump_folder += "_audit"
+        else:
             prepare_run(config)
         decide = decision(config)
         check_model(config, decide())

@@ -47,6 +47,7 @@ from torchtitan_dp.checkpoint.folder import (
 from torchtitan_dp.checkpoint.plan import Plan, settle
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import privacy_unit, weights_folder
+from torchtitan_dp.config.load import changes
 from torchtitan_dp.data.store import contents_hash, file_hash
 from torchtitan_dp.gradients.optimizer import MomentumSGD
 from torchtitan_dp.ledger import STARTS_FILE, Lineage, RunLog, Settings, check_fingerprint
@@ -240,7 +241,19 @@ def resumed(config: JobConfig, earlier: Lineage, loaded: Lineage) -> tuple[Histo
         planned_steps=max(earlier.planned_steps, loaded.planned_steps),
         audit=earlier.audit or loaded.audit,
     )
+    with contextlib.suppress(ValueError, AttributeError):  # a file that cannot be read
+        keys = [key for key in changes(config) if key.startswith(_LEARNS_BY)]
+        if keys and loaded.steps < config.training.steps:
+            history = with_caveats(
+                history,
+                f"{', '.join(keys)} changed after step {loaded.steps}, which is assumed not to "
+                "follow from results",
+            )
     return of_weights(history, loaded), loaded.settings
+
+
+_LEARNS_BY = "optimizer.", "lr_scheduler.", "ema."
+"""Keys that may change at a resume, and change the weights."""
 
 
 def with_initial(history: History, config: JobConfig, folder: str | None) -> History:

@@ -136,27 +136,38 @@ def _checked(
     return config
 
 
+def changes(config: JobConfig) -> dict[str, tuple[Any, Any]]:
+    """Return the keys that the last start in `job.dump_folder` had otherwise, with both values;
+    ValueError or AttributeError if that cannot be read."""
+    path = os.path.join(config.job.dump_folder, RUN_CONFIG_FILE)
+    earlier = json.loads(Path(path).read_text("utf-8")) if os.path.isfile(path) else {}
+    before, now = dict(_flat(earlier)), _flat(json.loads(json.dumps(_kept(config))))
+    different = ((key, (value, before.get(key, value))) for key, value in now)
+    return {k: both for k, both in different if both[0] != both[1] and not k.startswith("job.")}
+
+
 def write_config(config: JobConfig) -> list[str]:
     """Keep `config` in its `job.dump_folder`, with absolute paths of public inputs. Return a line
     for each key that the last start there had otherwise; they are in force from now on."""
+    path, fixed = os.path.join(config.job.dump_folder, RUN_CONFIG_FILE), ", which fixed the noise"
+    try:
+        lines = [
+            f"{key} = {now!r} from here on: {then!r} at the last start"
+            + fixed * (key == "privacy.target_epsilon")
+            for key, (now, then) in changes(config).items()
+        ]
+    except (ValueError, AttributeError) as error:
+        lines = [f"{path} cannot be read ({error!r}): which keys changed is not known"]
+    write_atomically(path, json.dumps(_kept(config), indent=2).encode() + b"\n")
+    return lines
+
+
+def _kept(config: JobConfig) -> dict[str, Any]:
     values = dataclasses.asdict(config)
     for section, key in (("model", "hf_assets_path"), ("checkpoint", "initial_load_path")):
         if path := values[section][key]:
             values[section][key] = os.path.abspath(path)
-    path, text = os.path.join(config.job.dump_folder, RUN_CONFIG_FILE), json.dumps(values, indent=2)
-    try:
-        kept = Path(path).read_text(encoding="utf-8") if os.path.isfile(path) else "{}"
-        earlier = dict(_flat(json.loads(kept)))
-        lines = [
-            f"{key} = {value!r} from here on: {earlier[key]!r} at the last start"
-            + ", which fixed the noise" * (key == "privacy.target_epsilon")
-            for key, value in _flat(json.loads(text))
-            if value != earlier.get(key, value) and not key.startswith("job.")
-        ]
-    except (ValueError, AttributeError) as error:
-        lines = [f"{path} cannot be read ({error!r}): which keys changed is not known"]
-    write_atomically(path, text.encode() + b"\n")
-    return lines
+    return values
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -215,7 +215,9 @@ class Source:
         )
 
 
-_PERSON = re.compile(r"(?i)(patient|person|subject|user|author|customer|member)[ _-]?(id|name)?")
+_PERSON = re.compile(
+    r"(?i)(patient|person|subject|user|author|customer|client|member)[ _-]?(id|name)?"
+)
 
 
 def prepared(source: Source, data_store: str | None = None, files: Files | None = None) -> Store:

@@ -23,6 +23,7 @@ import contextlib
 import errno
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -342,12 +343,17 @@ def runs_of(store: Store) -> list[str]:
     return sorted(os.fsdecode(path.read_bytes()) for path in Path(store.folder).glob("runs/*"))
 
 
-def runs_beside(run: str, data_store: str | None) -> list[str]:
-    """List the folders of other runs that trained on a store that this one did. PRIVATE."""
+def runs_beside(run: str, data_store: str | None, own: Store | None = None) -> list[str]:
+    """List the folders of other runs that trained on a store that this one did (or on its `own`),
+    or on one with a unit of the same name. PRIVATE."""
     folder, path, found = private_folder(data_store), os.path.realpath(run), set[str]()
-    for name in names(folder):
-        runs = {os.fsdecode(one.read_bytes()) for one in Path(folder, name).glob("runs/*")}
-        found |= runs if path in runs else set()
+    stores = [one for name in names(folder) if (one := load(os.path.join(folder, name)))]
+    mine = [one for one in stores if path in runs_of(one)] + ([own] if own else [])
+    for one, other in itertools.product(mine, stores):
+        named = all(store.facts["terms"]["unit_field"] is not None for store in (one, other))
+        shares = named and np.isin(one.units.hashes, other.units.hashes).any()
+        if shares or one.folder == other.folder:
+            found.update(runs_of(other))
     return sorted(found - {path})
 
 

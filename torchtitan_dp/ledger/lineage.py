@@ -95,8 +95,8 @@ class Settings(_Recorded):
         ValueError, one line, if a term differs."""
         if change := self.changed(since):
             raise ValueError(
-                f"{change}; set it back, or start a run of its own from exported weights (another "
-                "job.dump_folder, checkpoint.initial_load_path), whose ledger counts their steps"
+                f"{change}; set it back, or name another job.dump_folder, to plan or begin another "
+                "run (from exported weights: checkpoint.initial_load_path, with their ledger)"
             )
         return replace(
             self,

@@ -382,9 +382,14 @@ def summary(content: dict[str, Any]) -> list[str]:
         step, noised, deviation = loss["noised"]
         lines.append(
             f"held-out loss to publish: {noised:.4f} after step {step}, with noise of standard "
-            f"deviation {deviation:.2g}; epsilon = {rounded_up(content['heldout_epsilon'])}, "
-            f"delta = {loss['delta']:g} for a held-out unit"
+            f"deviation {deviation:.2g}, clipped to {loss['clip']:g}; for a held-out unit epsilon "
+            f"= {rounded_up(content['heldout_epsilon'])}, delta = {loss['delta']:g}"
         )
+        if noised > loss["clip"] - 2 * deviation:
+            lines.append(
+                "warning: most held-out losses are clipped, so this is not the model's: raise "
+                f"validation.publish_clip = {loss['clip']:g} in another run"
+            )
     return [*lines, *(f"caveat: {caveat}" for caveat in to_act_on(content["caveats"]))]
 
 

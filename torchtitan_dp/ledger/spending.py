@@ -221,7 +221,7 @@ def total(runs: Sequence[Run], delta: float | None = None, *, overlapping: bool 
     """
     if not overlapping:
         remedy = "--overlapping adds up the epsilon of a unit that may be in both"
-        what = "records, or hold out others (data.heldout_fraction)"
+        what = "files, in another format, or hold out others (data.heldout_fraction)"
         _require_common([run.fingerprint for run in runs], what, remedy, runs)
     units = [run.ledger.settings.privacy_unit for run in runs]
     _require_common(units, "privacy units", "add up only runs that are", runs)

@@ -216,6 +216,8 @@ def check_weights(problem: str, folder: str, args: ModelArgs) -> None:
             raise ValueError(
                 f"{problem}: {name} has shape {list(size)}, but the model's is "
                 f"{list(tensor.shape)}; take weights and {CONFIG_FILE} from one model"
+                + ", which has none here"
+                * (not os.path.exists(os.path.join(folder, CONFIG_FILE)))
             )
         if dtype not in _TRAINED_DTYPES:
             raise ValueError(f"{problem}: {name} is quantized ({dtype}); take bfloat16 or float32")

@@ -62,11 +62,10 @@ def _show(records: Any, samples: Any, count: int, out: TextIO, *, of_training: b
 
     from torchtitan_dp.data.batching import FIXED_KEY, RecordLoader
 
+    of_training = of_training or not len(records.heldout)
     units = records.train if of_training else records.heldout
     if count < 1:
         raise ValueError(f"--show = {count}: must be 1 or more samples")
-    if not len(units):
-        raise ValueError("--show: no unit is held out; add --training to see those trained on")
     loader = RecordLoader(samples, units, ranks=1, rank=0, batch_size=1)
     lengths = samples.store.lengths()[samples.units.members]
     marks = ("\x1b[32m", "\x1b[0m") if out.isatty() else ("⟦", "⟧")

@@ -160,15 +160,15 @@ def recommend(config: JobConfig, plan: Plan, args: ModelArgs, out: TextIO) -> di
             keys += f", privacy.sample_rate = {best.sample_rate:.6g}"
         noise, cure = best.over_run(trained), ""
         if asked.steps < FEWEST_STEPS:
-            cure = f", in only {asked.steps} steps"
+            cure = f", but in only {asked.steps} steps"
         elif not asked.within_bounds:
-            cure = f", at a sampling rate of {asked.sample_rate:.2g}"
+            cure = f", but at a sampling rate of {asked.sample_rate:.2g}"
+        drowns = ""
         if noise > DROWNS:
-            cure += (
-                f", still above {DROWNS:g} C: more records, a larger epsilon or [lora] have less"
-            )
+            lora = "" if config.lora.rank else ", [lora]"
+            drowns = f" (above {DROWNS:g} C: more records{lora} or a larger epsilon have less)"
         reason = (
-            f"recommended: {keys}: noise {noise:.3g} C averaged over the run, where the settings "
+            f"recommended: {keys}: noise {noise:.3g} C averaged over the run{drowns}; the settings "
             f"asked for have {asked.over_run(trained):.3g} C{cure} (Poisson sampling; by "
             f"heuristics, no fewer than {FEWEST_STEPS} steps and no q above {LARGEST_RATE:g})"
         )

@@ -100,7 +100,8 @@ def noise_for(
     already = compose(before, delta=delta, accountant=accountant)
     if already > target_epsilon:
         raise ValueError(
-            f"privacy.target_epsilon = {target_epsilon}: already {already:.4g} is spent; raise it"
+            f"privacy.target_epsilon = {target_epsilon}: {already:.4g} was spent before "
+            "this run began; raise it"
         )
     if steps == 0 or mechanism.sample_rate == 0:
         return 0.0

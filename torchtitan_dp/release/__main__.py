@@ -147,8 +147,8 @@ def release(
     if others := [one for one in beside if os.path.exists(os.path.join(one, PRIVACY_FILE))]:
         more = f" and {len(others) - 1} more" * (len(others) > 1)
         print(
-            f"warning: {others[0]}{more} trained on these records too: if more than one is given "
-            "away, the epsilons add up; for the card's total: torchtitan-dp ledger RUN RUN …",
+            f"warning: {others[0]}{more} trained on these records, or units of these names: if "
+            "several are given away, epsilons add up; the card's total: torchtitan-dp ledger RUN …",
             file=sys.stderr,
         )
     return terms
@@ -198,10 +198,10 @@ def _complete(folder: str, terms: dict[str, Any], card: str) -> None:
     if not os.path.exists(os.path.join(folder, "tokenizer.json")):
         for file in BYTE_TOKENIZER.iterdir():
             write_atomically(os.path.join(folder, file.name), file.read_bytes())
-    write_atomically(os.path.join(folder, CARD_FILE), card.encode())
     write_published(folder, terms)
     sums = [f"{_sha256(os.path.join(folder, n))}  {n}\n" for n in sorted(os.listdir(folder))]
     write_atomically(os.path.join(folder, SUMS_FILE), "".join(sums).encode())
+    write_atomically(os.path.join(folder, CARD_FILE), card.encode())  # its owner fills it in
 
 
 def _sha256(path: str) -> str:

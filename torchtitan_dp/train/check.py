@@ -65,7 +65,7 @@ from torchtitan_dp.config.derived import (
 from torchtitan_dp.data.dataset import Records, Samples, describe, settings_of
 from torchtitan_dp.data.prepare import Source, prepared
 from torchtitan_dp.data.reading import reading
-from torchtitan_dp.data.store import runs_of
+from torchtitan_dp.data.store import runs_beside
 from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
 from torchtitan_dp.distributed.devices import available_bytes, has_accelerator
 from torchtitan_dp.distributed.host_memory import page_locked_bytes
@@ -236,6 +236,8 @@ def check_names(config: JobConfig, start: Start) -> None:
         raise ValueError(f"{at}: no such folder; name the one with initial weights, or the hub's")
     if start.initial is not None:
         try:
+            if os.path.exists(os.path.join(start.place, ".metadata")):
+                raise ValueError("it is a checkpoint: name the run's hf/, or a release of it")
             weight_files(start.place)
         except ValueError as mistake:
             drawn = "or start from random ones, with checkpoint.initial_load_in_hf = false"
@@ -282,14 +284,14 @@ def show_records(config: JobConfig, checked: Checked, *, brief: bool) -> None:
     """Print what is known of the records, or warnings alone, labelled not private."""
     for warning in checked.records.warnings:
         warn(warning)
-    folder = os.path.realpath(config.job.dump_folder)
-    runs = runs_of(checked.records.store) if checked.records.fingerprint else []
-    others = [r for r in runs if r != folder and os.path.exists(os.path.join(r, PRIVACY_FILE))]
+    own = checked.records.store if checked.records.fingerprint else None
+    runs = runs_beside(config.job.dump_folder, config.data.store, own) if own else []
+    others = [one for one in runs if os.path.exists(os.path.join(one, PRIVACY_FILE))]
     if others and config.privacy.enable:
         more = f" and {len(others) - 1} more" * (len(others) > 1)
         print(
-            f"warning: {others[0]}{more} trained on these records too: for each "
-            f"{unit_word(config)} the epsilons add up (torchtitan-dp ledger RUN RUN …)",
+            f"warning: {others[0]}{more} trained on these records, or units of these names: for "
+            f"each {unit_word(config)} the epsilons add up (torchtitan-dp ledger RUN RUN …)",
             file=sys.stderr,
         )
     if checked.records.fingerprint and not brief:  # else they are none, but a number

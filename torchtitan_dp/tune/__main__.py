@@ -423,6 +423,9 @@ def _conclude(search: Search, announced: Total, json_file: str | None) -> int:
         _say(line)
     if not found or faults:
         return 1
+    clip = search.config.validation.publish_clip
+    if found[-1].loss > clip - 2 * found[-1].deviation:
+        _say(f"warning: losses near validation.publish_clip = {clip:g} compare nothing: raise it")
     out = results(json_file)
     for trial, loss, deviation in found:
         print(f"{trial.name}: {' '.join(trial.options)}: {loss:.4f} ± {deviation:.2g}", file=out)
