@@ -90,9 +90,9 @@ def typed(command: str) -> str:
     script = os.path.join(os.path.dirname(sys.executable), _NAME)
     if shutil.which(_NAME) == script:
         return f"{_NAME} {command}"
-    path, more = (script, "") if os.path.exists(script) else (sys.executable, "-m torchtitan_dp ")
-    short = os.path.relpath(path)
-    return f"{path if short.startswith('..') else short} {more}{command}"
+    if os.path.exists(script):
+        return f"{os.path.relpath(script)} {command}"
+    return f"{sys.executable} -m torchtitan_dp {command}"
 
 
 def progress(words: str) -> None:

@@ -155,9 +155,7 @@ def _write_adapters(model: CausalLM, lora: LoRA, base: str | None, folder: str |
         "target_modules": sorted({name.split(".")[-3] for name in tensors}),
         "lora_dropout": 0.0,
         "bias": "none",
-        "fan_in_fan_out": False,
         "use_rslora": False,  # alpha / r, not alpha / sqrt(r)
-        "modules_to_save": None,
         "inference_mode": True,
     }
     _write_json(os.path.join(folder, ADAPTER_CONFIG_FILE), settings)
