@@ -16,7 +16,6 @@ from tests.models.hugging_face import edit_config, given, ours, sample_tokens, t
 from tests.models.test_hugging_face_run import command, mesh
 from tests.processes.runs import Run, privacy, train, weights
 from torchtitan_dp.checkpoint.start import decide_start
-from torchtitan_dp.config.derived import trained
 from torchtitan_dp.config.load import load_config, read_config
 from torchtitan_dp.ledger import RunLog
 from torchtitan_dp.models.causal_lm.model import CausalLM
@@ -175,7 +174,7 @@ def test_from_a_folder_to_a_release(name, how, tmp_path):
         assert "\nbase_model: acme/small\n" in card
         assert f" {FAMILIES[name][0]} of 0." in card  # its title: so many parameters
     places = [*released, out / "hf"]
-    assert trained(read_config(str(out))) in report(str(out))
+    assert "What ε means" in report(str(out))
 
     question = [{"role": "user", "content": "import json"}]
     tokenizers_ = [AutoTokenizer.from_pretrained(place) for place in (base, *places)]

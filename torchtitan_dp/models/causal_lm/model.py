@@ -30,11 +30,10 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan_dp.base.torch_private import NormOverSamples, with_parameters
 from torchtitan_dp.distributed.ring import Shard
 from torchtitan_dp.gradients.layers import per_sample_layers
+from torchtitan_dp.models.causal_lm import attention
 from torchtitan_dp.models.causal_lm.attention import (
     NAME,
     Sample,
-    attention,
-    band,
     draw_weights_,
     kept_in_fp32,
     one_sequence,
@@ -287,8 +286,8 @@ def build(args: ModelArgs, kind: str) -> Any:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, band)
+    ALL_ATTENTION_FUNCTIONS.register(NAME, attention.attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, attention.band)
     config = args.config()
     config.use_cache = config.output_router_logits = config.output_hidden_states = False
     config.return_dict = True
