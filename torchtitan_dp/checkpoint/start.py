@@ -245,9 +245,9 @@ def resumed(config: JobConfig, earlier: Lineage, loaded: Lineage) -> tuple[Histo
         keys = [key for key in changes(config) if key.startswith(_LEARNS_BY)]
         if keys and loaded.steps < config.training.steps:
             history = with_caveats(
-                history,
-                f"{', '.join(keys)} changed after step {loaded.steps}, which is assumed not to "
-                "follow from results",
+                history,  # without the step, which may show how long steps took
+                f"{', '.join(keys)} changed after the first start, which is assumed not to follow "
+                "from results",
             )
     return of_weights(history, loaded), loaded.settings
 
