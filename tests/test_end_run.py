@@ -1,4 +1,4 @@
-"""The end counts: a run's last step is logged, validated and saved whatever the periods are."""
+"""The last step of a run is logged, validated and saved, whatever the periods are."""
 
 import re
 import signal

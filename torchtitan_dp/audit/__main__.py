@@ -62,8 +62,8 @@ def main(argv: list[str]) -> None:
         config = load_config(overrides, int(os.environ.get("WORLD_SIZE", "1")))
         if not config.privacy.enable:
             raise ValueError("privacy.enable = false: nothing is claimed; set it to true")
-        if is_game:  # it is no step of the folder's run
-            config.job.dump_folder += "_audit"
+        if is_game:  # no step of any run: a folder that is never made
+            config.job.dump_folder = config.job.dump_folder.rstrip("/") + "_game"
         else:
             prepare_run(config)
         decide = decision(config)

@@ -305,12 +305,12 @@ def settle(config: JobConfig, units: int, history: History, terms: Settings | No
     if sigma == 0:
         history = not_private(history, "privacy.noise_multiplier = 0")
         warnings.append("privacy.noise_multiplier = 0: the run is NOT private")
-    if privacy.debug_seed is not None and terms is not None and history.private:
-        raise ValueError(
-            f"privacy.debug_seed = {privacy.debug_seed}: this run is private, and would not be any "
-            "more; remove it, or name another job.dump_folder"
-        )
     if privacy.debug_seed is not None:
+        if terms is not None and history.private:
+            raise ValueError(
+                f"privacy.debug_seed = {privacy.debug_seed}: this run is private, and would not be "
+                "any more; remove it, or name another job.dump_folder"
+            )
         history = not_private(history, "privacy.debug_seed was set: the noise can be redrawn")
         warnings.append("privacy.debug_seed is set: the run is NOT private")
     history = replace(

@@ -347,7 +347,8 @@ def runs_beside(run: str, data_store: str | None, own: Store | None = None) -> l
     """List the folders of other runs that trained on a store that this one did (or on its `own`),
     or on one with a unit of the same name. PRIVATE."""
     folder, path, found = private_folder(data_store), os.path.realpath(run), set[str]()
-    stores = [one for name in names(folder) if (one := load(os.path.join(folder, name)))]
+    used = {place.parent.parent for place in Path(folder).glob("*/runs/*")}  # others are not read
+    stores = [one for place in sorted(used) if (one := load(str(place)))]
     mine = [one for one in stores if path in runs_of(one)] + ([own] if own else [])
     for one, other in itertools.product(mine, stores):
         named = all(store.facts["terms"]["unit_field"] is not None for store in (one, other))

@@ -252,7 +252,7 @@ def is_release(content: Mapping[str, Any]) -> bool:
 
 
 def kind(content: Mapping[str, Any]) -> str:
-    """Return what has this `privacy.json`."""
+    """Return the kind of folder that a `privacy.json` with this content lies in."""
     if is_release(content):
         return "a release"
     if content["mechanism"] == NONE:

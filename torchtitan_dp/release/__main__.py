@@ -52,8 +52,6 @@ from torchtitan_dp.checkpoint.folder import (
 )
 from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.config.load import exit_on_mistake, read_config
-from torchtitan_dp.data.store import runs_beside
-from torchtitan_dp.ledger import PRIVACY_FILE
 from torchtitan_dp.ledger.schema import read_run, write_published
 from torchtitan_dp.ledger.spending import recorded
 from torchtitan_dp.models.causal_lm.model import CausalLM
@@ -71,7 +69,7 @@ from torchtitan_dp.release.card import (
     model_card,
     refuse_not_private,
 )
-from torchtitan_dp.train.check import check_model
+from torchtitan_dp.train.check import check_model, warn_of_other_runs
 
 CARD_FILE = "README.md"
 SUMS_FILE = "SHA256SUMS"
@@ -143,14 +141,8 @@ def release(
             raise ValueError(f"OUT = '{out}': cannot be written ({error})") from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-    beside = runs_beside(run, config.data.store)
-    if others := [one for one in beside if os.path.exists(os.path.join(one, PRIVACY_FILE))]:
-        more = f" and {len(others) - 1} more" * (len(others) > 1)
-        print(
-            f"warning: {others[0]}{more} trained on these records, or units of these names: if "
-            "several are given away, epsilons add up; the card's total: torchtitan-dp ledger RUN …",
-            file=sys.stderr,
-        )
+    total = "the card's total: torchtitan-dp ledger RUN …"
+    warn_of_other_runs(config, f"if several are given away, epsilons add up; {total}")
     return terms
 
 

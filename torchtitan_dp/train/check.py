@@ -65,7 +65,7 @@ from torchtitan_dp.config.derived import (
 from torchtitan_dp.data.dataset import Records, Samples, describe, settings_of
 from torchtitan_dp.data.prepare import Source, prepared
 from torchtitan_dp.data.reading import reading
-from torchtitan_dp.data.store import runs_beside
+from torchtitan_dp.data.store import Store, runs_beside
 from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
 from torchtitan_dp.distributed.devices import available_bytes, has_accelerator
 from torchtitan_dp.distributed.host_memory import page_locked_bytes
@@ -280,20 +280,25 @@ def show_notices(config: JobConfig, checked: Checked) -> None:
         print(f"      {line}", file=sys.stderr)
 
 
+def warn_of_other_runs(config: JobConfig, adds_up: str, own: Store | None = None) -> None:
+    """Warn of other runs on this run's records (or on its `own` store), or on units of the same
+    names, and how their epsilons add up."""
+    runs = runs_beside(config.job.dump_folder, config.data.store, own)
+    if others := [one for one in runs if os.path.exists(os.path.join(one, PRIVACY_FILE))]:
+        more = f" and {len(others) - 1} more" * (len(others) > 1)
+        trained = f"{others[0]}{more} trained on these records, or units of these names"
+        print(f"warning: {trained}: {adds_up}", file=sys.stderr)
+
+
 def show_records(config: JobConfig, checked: Checked, *, brief: bool) -> None:
     """Print what is known of the records, or warnings alone, labelled not private."""
     for warning in checked.records.warnings:
         warn(warning)
-    own = checked.records.store if checked.records.fingerprint else None
-    runs = runs_beside(config.job.dump_folder, config.data.store, own) if own else []
-    others = [one for one in runs if os.path.exists(os.path.join(one, PRIVACY_FILE))]
-    if others and config.privacy.enable:
-        more = f" and {len(others) - 1} more" * (len(others) > 1)
-        print(
-            f"warning: {others[0]}{more} trained on these records, or units of these names: for "
-            f"each {unit_word(config)} the epsilons add up (torchtitan-dp ledger RUN RUN …)",
-            file=sys.stderr,
+    if checked.records.fingerprint and config.privacy.enable:
+        adds_up = (
+            f"for each {unit_word(config)} the epsilons add up (torchtitan-dp ledger RUN RUN …)"
         )
+        warn_of_other_runs(config, adds_up, checked.records.store)
     if checked.records.fingerprint and not brief:  # else they are none, but a number
         for line in describe(checked.records.figures(checked.samples), unit_word(config)):
             say(line)
