@@ -175,11 +175,9 @@ def _leave_other_nodes() -> None:
 def _checked(processes: str, argv: list[str]) -> list[str]:
     """Run the plan on the workers' own arguments; return torchrun's arguments for so many workers.
     SystemExit if it found and printed a mistake, or the devices cannot be used."""
-    module = argv.index("-m")
+    given = argv[argv.index("-m") + 2 :]
     with exit_on_mistake():  # before PyTorch, which takes seconds to import
-        check_paths(
-            load_config(argv[module + 2 :], None if processes == "auto" else int(processes))
-        )
+        check_paths(load_config(given, None if processes == "auto" else int(processes)))
 
     progress("importing PyTorch and Transformers…")
     gc.disable()  # a fifth of the seconds in which PyTorch and transformers are imported
@@ -190,7 +188,7 @@ def _checked(processes: str, argv: list[str]) -> list[str]:
         devices.require_usable_devices()
         devices.require_so_many(workers)
     here = ["--world_size", str(workers), "--ranks_here", str(workers)]
-    argv = [*argv, *_run_plan([*here, *argv[module + 2 :]])]
+    argv = [*argv, *_run_plan([*here, *given])]
     gc.enable()
     os.environ[PLANNED] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // workers)))

@@ -62,9 +62,7 @@ def reads(step):
     )
 
 
-def test_a_checkpoint_of_another_user_is_refused_before_it_is_unpickled(
-    saved, tmp_path, monkeypatch
-):
+def test_a_checkpoint_of_another_user_is_refused_before_unpickling(saved, tmp_path, monkeypatch):
     """Also for root, whose own are fine: in a container all may be root's."""
     owner = os.stat(saved).st_uid
     monkeypatch.setattr(module.os, "geteuid", lambda: owner + 1)

@@ -86,9 +86,7 @@ def test_a_runs_own_configuration_asks_nobody(tmp_path: Path) -> None:
     assert read_config(str(tmp_path)).model.hf_assets_path == "of/it"
 
 
-def test_a_path_of_this_machine_comes_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_of_this_machine_is_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     os.makedirs("of")  # perhaps it is misspelled, and its name nobody's business
     assert config("--model.hf_assets_path=of/it").model.hf_assets_path == "of/it"

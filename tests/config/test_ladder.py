@@ -25,9 +25,7 @@ def test_ladder() -> None:
     assert ladder(configured("--data.no-length_buckets")) == (T,)
 
 
-def test_rungs_on_an_accelerator_fill_the_tiles_of_attention(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rungs_on_an_accelerator_fill_attention_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """A ring's parts have 128 tokens at least; without a ring, and on CPU, nothing changes."""
     on_cpu = ladder(configured(seq_len=1024, cp=2))
     alone = ladder(configured(seq_len=1024))

@@ -66,6 +66,8 @@ data.unit_sampling=random → units of one record
 data.prompt_field= → data.prompt_field = '': text has none; use jsonl or omit it
 data.prompt_field=text → it is data.text_field
 data.messages_field=chat data.prompt_field=question → data.prompt_field is set, too
+data.messages_field=chat data.text_field=note → data.text_field is set, too; remove one
+data.unit_field=text → it is the field of the text, too; name a field for each
 data.prompt_field=question data.long_records=window → data.long_records = 'window': data.prompt
 data.windows_per_draw=2 → each unit has one sample
 data.windows_per_draw=2 data.long_records=window privacy.no-enable → without privacy no unit

@@ -53,7 +53,7 @@ def test_a_cudnn_that_cannot_be_trusted_attends_nowhere(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     if reason == "layout":
         monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
-    backends = attention._safe(attention._RING_BACKENDS, reason != "asked")
+    backends = attention._safe(attention._BACKENDS, reason != "asked")
     names = [backend.name for backend in backends]
     first = "CUDNN_ATTENTION" if trusted else "FLASH_ATTENTION"
     assert names[0] == first
@@ -134,7 +134,7 @@ def imitated_ring_errors(balancer, name, terms, apart):
 @pytest.mark.parametrize("name", ["flash", "cudnn"])
 def test_one_block_of_very_negative_scores(name, keys):
     """exp(-logsumexp) is infinite where a kernel takes a padded key's score for 0."""
-    backends = attention._safe(attention._RING_BACKENDS, keys % 128 == 0)
+    backends = attention._safe(attention._BACKENDS, keys % 128 == 0)
     if name == "cudnn" and attention.SDPBackend.CUDNN_ATTENTION not in backends:
         pytest.skip("cuDNN is not used here")
     torch.manual_seed(0)

@@ -148,7 +148,7 @@ def test_without_a_device_each_question_has_an_answer():
     assert (devices.cudnn_versions(), devices.libraries(cpu)) == ([], {})
     assert devices.kind(cpu) == ("cpu",)
     assert devices.device_name(cpu).startswith("CPU (")
-    assert attention._safe(attention._RING_BACKENDS) == attention._RING_BACKENDS
+    assert attention._safe(attention._BACKENDS) == attention._BACKENDS
 
 
 def test_the_launchers_process_opens_no_cuda_context(monkeypatch, own_cache, tmp_path, in_sight):

@@ -111,9 +111,7 @@ def test_a_damaged_file_is_refused_and_named(tmp_path, content):
         ("trained", "lora", "adapters"),
     ],
 )
-def test_a_resume_on_changed_terms_is_refused_with_both_values_and_the_remedy(
-    attribute, key, value
-):
+def test_a_resume_on_changed_terms_is_refused_with_values_and_the_remedy(attribute, key, value):
     assert SETTINGS.resumed(since=SETTINGS).changed(SETTINGS) == ""
     changed = with_terms(SETTINGS, **{attribute: value})
     with pytest.raises(ValueError, match=f"^{re.escape(f'{key} = {value}')}: ") as refusal:

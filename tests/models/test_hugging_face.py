@@ -322,9 +322,7 @@ def test_weights_are_drawn_unless_they_are_loaded(given_llama, tmp_path):
 # What is published names no place on this machine, wherever a file notes it.
 
 
-def test_a_folder_that_exists_here_is_a_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_is_here_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "models" / "llama").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert is_local_path("models/llama")

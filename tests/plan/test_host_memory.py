@@ -64,4 +64,4 @@ def test_ranks_here_are_some_of_the_run(command, capsys, given):
     with pytest.raises(SystemExit) as stopped:
         plan.main([*command, "--world_size=4", f"--ranks_here={given}"])
     assert stopped.value.code == 2
-    assert f"error: --ranks_here = {given}: must be from 1 to 4, all" in capsys.readouterr().err
+    assert f"error: --ranks_here = {given}: must be 1 to 4, all" in capsys.readouterr().err

@@ -98,10 +98,24 @@ def test_the_tokenizer_and_ends_that_are_not_learned_are_named(
     )
     assets = chats.folder(tmp_path / "tokenizer", outside)
     at = f"--model.hf_assets_path={assets}"
-    said = planned(tmp_path, capsys, at, "--data.messages_field=chat")
+    chat = at, "--data.text_field=text", "--data.messages_field=chat"
+    said = planned(tmp_path, capsys, *chat)
     marks = "bos <|begin_of_text|> (256), eos <|end_of_text|> (257)"
     assert f"      tokenizer: tokenizer.json, vocabulary 260, {marks}, from {assets}\n" in said
     assert "{% generation %} in the chat template leaves out the end mark: the model never" in said
+
+    chats.folder(tmp_path / "tokenizer", chats.MARKED)  # ends with <|end|>, which is 259
+    assert "would not stop" not in planned(tmp_path, capsys, *chat)
+    own = tmp_path / "tokenizer/generation_config.json"
+    own.write_text('{"eos_token_id": [1, 257]}')
+    ends = "warning: records end with '<|end|>', 259, and {} has eos_token_id = [1, 257]: what is"
+    assert ends.format(own) in planned(tmp_path, capsys, *chat)
+    own.write_text('{"eos_token_id": [1, 259]}')
+    assert "would not stop" not in planned(tmp_path, capsys, *chat)
+    chats.folder(tmp_path / "tokenizer", chats.MARKED.replace("<|end|>", "<|im_end|>"))
+    ends = "warning: answers end with '<|im_end|>', 10 tokens of this tokenizer: what is released"
+    assert ends in planned(tmp_path, capsys, *chat)
+    own.unlink()
 
     (tmp_path / "tokenizer/tokenizer_config.json").write_text("{}")
     said = planned(tmp_path, capsys, at)

@@ -385,7 +385,7 @@ def noise_of_a_rehearsal_and_a_step():
         return {name: torch.zeros(p.to_local().numel()) for name, p in parameters.items()}
 
     with mock.patch.object(optimizer_module, "add_gaussian_noise_", record):
-        optimizer.rehearse(clipped_sum())
+        optimizer.rehearse(clipped_sum(), (1.0,))
         rehearsed = asked.copy()
         asked.clear()
         optimizer.step(clipped_sum(), StepNoise(bytes(32)))

@@ -242,9 +242,7 @@ def schedule(config: JobConfig) -> Callable[[int], float]:
     total = max(settings.total_steps or steps, 1)
     warmup = min(settings.warmup_steps, total)  # as TorchTitan does, with a warning
     decays = settings.decay_ratio and min(settings.decay_ratio, 1 - warmup / total)
-    settings = dataclasses.replace(
-        settings, warmup_steps=warmup, total_steps=total, decay_ratio=decays
-    )
+    settings = replace(settings, warmup_steps=warmup, total_steps=total, decay_ratio=decays)
     one = torch.optim.SGD([torch.zeros(())], lr=1.0)
     schedulers = build_lr_schedulers([one], settings, total)  # type: ignore[arg-type]
     (factor,) = schedulers.schedulers[0].lr_lambdas  # type: ignore[attr-defined]

@@ -348,10 +348,14 @@ def _samples(config: JobConfig) -> Iterator[str]:
     for key in ("prompt_field", "messages_field"):
         if getattr(data, key) is not None and data.long_records == "window":
             yield f"data.long_records: data.{key} puts a sample around its answer; use 'head'"
-    if data.prompt_field is not None and data.messages_field is not None:
-        yield "data.messages_field: data.prompt_field is set, too; remove one of the two"
+    if data.messages_field is not None and (data.prompt_field or data.text_field != "text"):
+        other = "prompt_field" if data.prompt_field else "text_field"
+        yield f"data.messages_field: data.{other} is set, too; remove one of the two"
     if data.prompt_field == data.text_field:
         yield "data.prompt_field: it is data.text_field, that of the answer; name another field"
+    read = [data.messages_field] if data.messages_field else [data.text_field, data.prompt_field]
+    if data.unit_field is not None and data.unit_field in read:
+        yield "data.unit_field: it is the field of the text, too; name a field for each"
     several, key = data.windows_per_draw > 1, "data.windows_per_draw"
     if several and not config.privacy.enable:
         yield f"{key}: without privacy no unit is drawn; set it to 1"

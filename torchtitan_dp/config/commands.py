@@ -4,11 +4,11 @@ Each `__main__` calls `first` above its imports of PyTorch, which take seconds: 
 wrong keys and values of the configuration, and paths that are not there need none of them.
 """
 
-import argparse
 import difflib
 import gc
 import os
 import sys
+from argparse import ArgumentParser, BooleanOptionalAction, Namespace
 from typing import Any, NoReturn
 
 from torchtitan_dp.config.load import check_paths, exit_on_mistake, fail, load_config
@@ -94,7 +94,7 @@ _OPTIONS: dict[str, tuple[_Option, ...]] = {
         _flag(
             "--ema",
             "of a run with [ema]: the average of weights (the default), or those of the last step",
-            argparse.BooleanOptionalAction,
+            BooleanOptionalAction,
         ),
         _takes("--base_model", "NAME", "the starting model's public name, for card and adapters"),
     ),
@@ -112,7 +112,7 @@ _OPTIONS: dict[str, tuple[_Option, ...]] = {
 _OF_NO_CONFIG = ("ledger", "report", "release")
 
 
-def parser_of(command: str, doc: str | None) -> argparse.ArgumentParser:
+def parser_of(command: str, doc: str | None) -> ArgumentParser:
     """Return the parser of a command, described by the first line of its module's `doc`."""
     epilog = None if command in _OF_NO_CONFIG else _ALL_KEYS
     parser = tool_parser(f"torchtitan-dp {command}", doc, epilog)
@@ -129,25 +129,23 @@ def help_of(command: str, words: str) -> str:
     return parser.format_help()
 
 
-def tool_parser(
-    prog: str, doc: str | None, epilog: str | None = _ALL_KEYS
-) -> argparse.ArgumentParser:
+def tool_parser(prog: str, doc: str | None, epilog: str | None = _ALL_KEYS) -> ArgumentParser:
     """Return the parser of a tool, described by the first line of its module's `doc`."""
     first, *_ = (doc or "").splitlines()
     return _Parser(prog, description=first, epilog=epilog, allow_abbrev=False)
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         fail(f"{message}; {self.prog} --help lists all")
 
 
-def parsed(command: str, doc: str | None, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def parsed(command: str, doc: str | None, argv: list[str]) -> tuple[Namespace, list[str]]:
     """Return a command's own options, and the configuration's command line for `load_config`."""
     gc.enable()
     parser = parser_of(command, doc)
     needs_config = command not in (*_OF_NO_CONFIG, "selfcheck")
-    parse = parse_known if needs_config else argparse.ArgumentParser.parse_known_args
+    parse = parse_known if needs_config else ArgumentParser.parse_known_args
     options, overrides = parse(parser, argv)
     names = [name for of, _ in _OPTIONS[command] for name in of]
     for name in (word.partition("=")[0] for word in overrides):
@@ -165,9 +163,7 @@ def parsed(command: str, doc: str | None, argv: list[str]) -> tuple[argparse.Nam
     return options, [*config, *overrides]
 
 
-def parse_known(
-    parser: argparse.ArgumentParser, argv: list[str]
-) -> tuple[argparse.Namespace, list[str]]:
+def parse_known(parser: ArgumentParser, argv: list[str]) -> tuple[Namespace, list[str]]:
     """Return a tool's own options, and the configuration's command line for `load_config`."""
     parser.add_argument(*CONFIG_OPTION, dest="config_file", metavar="FILE", help="the TOML")
     known, overrides = parser.parse_known_args(argv)

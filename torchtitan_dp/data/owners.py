@@ -114,9 +114,7 @@ class Owners:
 
     def spellings(self) -> np.ndarray:
         """Return a hash of each owner's name that all its spellings share: uint64 (people,)."""
-        hashed = (
-            unit_hash(name)[:8] if len(name) > 256 else spelling_hash(name) for name in self._people
-        )
+        hashed = (unit_hash(n)[:8] if len(n) > 256 else spelling_hash(n) for n in self._people)
         return np.frombuffer(b"".join(hashed), "<u8")
 
 

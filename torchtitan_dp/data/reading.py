@@ -151,14 +151,15 @@ class ChatTemplate:
         return pieces
 
     @property
-    def lacks_end(self) -> str | None:
-        """A description of answers in the trial whose end is not learned, or None."""
-        ends = _texts(self.trial, True)
-        for _, content in _PROBE:
-            ends = ends.replace(content, "", 1)
+    def end_mark(self) -> str:
+        """The text that is learned behind an answer, as `<|im_end|>`; "" if none is."""
+        return _texts(self.trial, True).rpartition(_PROBE[-1][1])[2].strip()
+
+    @property
+    def lacks_end(self) -> str:
+        """A description of a template without an `end_mark`."""
         marked = "{% generation %} in the chat template leaves out the end mark"
-        where = marked if self._is_marked else "the chat template ends an answer without a mark"
-        return None if ends.strip() else f"{where}: the model never learns to stop"
+        return marked if self._is_marked else "the chat template ends an answer without a mark"
 
 
 def load_chat_template(assets_path: str) -> ChatTemplate | None:

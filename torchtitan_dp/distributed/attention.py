@@ -38,15 +38,12 @@ from torchtitan_dp.distributed.ring import Shard
 
 _SEQ_DIM = 2  # of q, k, v: (batch, heads, sequence, head_dim)
 _efficient_op, _efficient_backward_op = attention_operators("efficient")
+_Args = tuple[Any, ...]
 _ALIGNED_ROWS = 32  # the memory-efficient kernels' kAlignLSE: backward loads so many rows at once
 
 # The kernels that PyTorch can put on a ring. The math fallback is not among them: on a
 # sequence-sharded DTensor it would apply the causal mask to rearranged positions.
-_RING_BACKENDS = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-]
+_BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 
 # Earlier versions fail or read out of bounds where keys do not fill a tile; PyTorch's own default
 # requires this one (https://github.com/pytorch/pytorch/issues/169849).
@@ -79,7 +76,7 @@ def apply_ring_attention(
     (`models.parallelize.takes_cudnn`)."""
     apply_cp_to_attention_module(attention_modules, cp_mesh, "sdpa")
     for module in attention_modules:
-        module.sdpa_backends = _safe(_RING_BACKENDS, cudnn)  # type: ignore[assignment]
+        module.sdpa_backends = _safe(_BACKENDS, cudnn)  # type: ignore[assignment]
 
 
 def mesh_of_this_rank(device_type: str, name: str) -> DeviceMesh:
@@ -106,9 +103,7 @@ def _safe(backends: list[SDPBackend], cudnn: bool = True) -> list[SDPBackend]:
     return [one for one in backends if trusted or one != SDPBackend.CUDNN_ATTENTION]
 
 
-def _ring_forward(
-    shard: Shard, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, ...]:
+def _ring_forward(shard: Shard, op: Any, args: _Args, kwargs: dict[str, Any]) -> _Args:
     mesh, terms = _named(op, args, kwargs)
     if "compute_log_sumexp" in terms:
         terms["compute_log_sumexp"] = True  # the merge needs it, whether or not a gradient does
@@ -117,9 +112,7 @@ def _ring_forward(
     return (*_on_ring(mesh, out, logsumexp), *rest)
 
 
-def _ring_backward(
-    shard: Shard, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, ...]:
+def _ring_backward(shard: Shard, op: Any, args: _Args, kwargs: dict[str, Any]) -> _Args:
     mesh, terms = _named(op, args, kwargs)
     padded = op is _efficient_backward_op
     kernel = backward_padded if padded else functools.partial(_backward, op)
@@ -128,9 +121,7 @@ def _ring_backward(
     return (*_on_ring(mesh, *gradients[:3]), *gradients[3:])
 
 
-def _named(
-    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[DeviceMesh, dict[str, Any]]:
+def _named(op: Any, args: _Args, kwargs: dict[str, Any]) -> tuple[DeviceMesh, dict[str, Any]]:
     """Return the mesh of an operator's DTensors, and its arguments by the schema's names, with
     local parts in the place of DTensors."""
     names = [name.rstrip("_") for name in argument_names(op)]  # one has grad_out_

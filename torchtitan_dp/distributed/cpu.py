@@ -115,9 +115,8 @@ def _give_gloo_groups_one_thread() -> None:
     @functools.cache
     def devices(interfaces: str) -> list[Any]:
         names = [name for name in interfaces.split(",") if name]
-        return [gloo.create_device(interface=name) for name in names] or [
-            gloo.create_default_device()
-        ]
+        made = [gloo.create_device(interface=name) for name in names]
+        return made or [gloo.create_default_device()]
 
     @functools.wraps(create)
     def create_with_one_thread(

@@ -293,10 +293,8 @@ class _Windowed(NamedTuple):
         logsumexp = torch.empty(q.shape[:3], dtype=sum_dtype(q), device=q.device)
         for chunk, queries, keys, bias in self._tiles(q, keys_values):
             here = q[:, :, queries], *keys_values[chunk][..., keys, :]
-            terms: dict[str, Any] = {"is_causal": False, "bias": bias, "scale": self.scale}
-            out[:, :, queries], logsumexp[:, :, queries], *more = self.kernel.forward(
-                *here, **terms
-            )
+            how: dict[str, Any] = {"is_causal": False, "bias": bias, "scale": self.scale}
+            out[:, :, queries], logsumexp[:, :, queries], *more = self.kernel.forward(*here, **how)
         return out, logsumexp, *more
 
     def attend_backward(

@@ -65,9 +65,7 @@ def sum_over_cp(whole: Tensor, cp: dist.ProcessGroup | None) -> Tensor:
     return shard
 
 
-def sum_together_over_cp(
-    wholes: dict[str, Tensor], cp: dist.ProcessGroup | None
-) -> dict[str, Tensor]:
+def sum_all_over_cp(wholes: dict[str, Tensor], cp: dist.ProcessGroup | None) -> dict[str, Tensor]:
     """Sum small tensors, alike but for the last dimension, as `sum_over_cp` does, by one call."""
     if not wholes:
         return {}

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from torchtitan_dp.base.collectives import Pending
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
-from torchtitan_dp.gradients.fsdp import sum_over_cp, sum_together_over_cp
+from torchtitan_dp.gradients.fsdp import sum_all_over_cp, sum_over_cp
 from torchtitan_dp.gradients.labels import label
 from torchtitan_dp.gradients.layers import Formed, LayerGradients, layers_of_each_parameter
 from torchtitan_dp.gradients.norms import ExactNorms, Factors
@@ -180,7 +180,7 @@ class GhostGradients(LayerGradients):
 
     def _clip_by_norms(self, of: _Measuring, valid_B: Tensor) -> _Adding:
         """Find the remaining norms, sum squares over cp, and clip."""
-        of.kept |= sum_together_over_cp(of.vectors, self._cp)
+        of.kept |= sum_all_over_cp(of.vectors, self._cp)
         of.vectors.clear()
         for name in of.kept.keys() & of.writes.keys():  # tied, and one layer's was formed
             add_to(of.kept, name, self._form(name, of.writes.pop(name), of.samples))

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from torchtitan_dp.base.collectives import Pending
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
-from torchtitan_dp.gradients.fsdp import sum_together_over_cp
+from torchtitan_dp.gradients.fsdp import sum_all_over_cp
 from torchtitan_dp.gradients.labels import label
 from torchtitan_dp.gradients.layers import Formed, LayerGradients, layers_of_each_parameter
 from torchtitan_dp.gradients.operands import Write, add_to, scale_
@@ -72,7 +72,7 @@ class GradSampleGradients(LayerGradients):
         loss_B.sum().backward()
         self._require_no_sum()
         self._in_flight.clear()  # `_shards` waits for those that run
-        sum_over_cp = sum_together_over_cp if self._shard else _sum_each_over_cp
+        sum_over_cp = sum_all_over_cp if self._shard else _sum_each_over_cp
         summed = sum_over_cp(self._wholes, self._cp)
         self._wholes.clear()
         for name in list(summed):  # no name here keeps one: they are freed as they are added

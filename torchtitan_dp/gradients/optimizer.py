@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 
 from torchtitan_dp.base.torch_private import local_slices
 from torchtitan_dp.privacy.banded import NoiseChain, StepNoise
-from torchtitan_dp.privacy.coefficients import INDEPENDENT
 from torchtitan_dp.privacy.noise import add_gaussian_noise_, add_secure_gaussian_noise_
 
 
@@ -63,9 +62,7 @@ class DPOptimizer:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 
-    def rehearse(
-        self, clipped_sum: dict[str, Tensor], column: Sequence[float] = INDEPENDENT
-    ) -> None:
+    def rehearse(self, clipped_sum: dict[str, Tensor], column: Sequence[float]) -> None:
         """Do what a step does, on noise of a public key that is thrown away, and change nothing; an
         inner optimizer without state gets the first step's, all zeros."""
         self._prepare(clipped_sum, NoiseChain.rehearsal(column).take(0))

@@ -222,9 +222,9 @@ def total(runs: Sequence[Run], delta: float | None = None, *, overlapping: bool 
     if not overlapping:
         remedy = "--overlapping adds up the epsilon of a unit that may be in both"
         what = "files, in another format, or hold out others (data.heldout_fraction)"
-        _require_common([run.fingerprint for run in runs], what, remedy, runs)
+        _require_one([run.fingerprint for run in runs], what, remedy, runs)
     units = [run.ledger.settings.privacy_unit for run in runs]
-    _require_common(units, "privacy units", "add up only runs that are", runs)
+    _require_one(units, "privacy units", "add up only runs that are", runs)
     ledgers = [run.ledger for run in runs]
     if delta is None:
         delta = min(one.settings.delta for one in ledgers)
@@ -275,9 +275,7 @@ def counted_twice(runs: Sequence[Run]) -> list[str]:
     return lines
 
 
-def _require_common(
-    values: Sequence[str | None], what: str, remedy: str, runs: Sequence[Run]
-) -> None:
+def _require_one(values: Sequence[str | None], what: str, remedy: str, runs: Sequence[Run]) -> None:
     for run, value in zip(runs, values, strict=True):
         if value is None and len(runs) > 1:
             raise ValueError(

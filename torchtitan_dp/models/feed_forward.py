@@ -166,11 +166,9 @@ class _Body:
             tile_ND = x_ND[tokens]
             out_ND[tokens] = down(self.tiling.swiglu(gate(tile_ND), up(tile_ND)))
 
-    def backward(
-        self, x_ND: Tensor, parameters: list[Tensor], grad_ND: Tensor, sums: Sums
-    ) -> Tensor:
+    def backward(self, x_ND: Tensor, weights: list[Tensor], grad_ND: Tensor, sums: Sums) -> Tensor:
         """Add the gradients of parameters to `sums`, and return that of x."""
-        gate, up, down = self.layers(parameters)
+        gate, up, down = self.layers(weights)
         of_gate, of_up, of_down = self.by_layer(sums)
         grad_x_ND = torch.empty_like(x_ND)
         for tokens in tiles(len(x_ND), self.tiling.tokens):

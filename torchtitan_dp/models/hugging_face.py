@@ -208,9 +208,7 @@ def check_weights(problem: str, folder: str, args: ModelArgs) -> None:
         if name not in found:
             more = "all experts in one tensor: save_pretrained(…, save_original_format=False)"
             more = f", with {more}" if args.share_of_experts < 1 else ""
-            raise ValueError(
-                f"{problem}: {name} is in none of its files of weights; {REMEDY}{more}"
-            )
+            raise ValueError(f"{problem}: {name} is in none of its weight files; {REMEDY}{more}")
         size, dtype = found[name]
         if size != tuple(tensor.shape):
             raise ValueError(

@@ -214,9 +214,7 @@ def world_size_of(options: argparse.Namespace) -> int:
     if options.units is not None and options.units < 1:
         raise ValueError(f"--units = {options.units}: must be 1 or more")
     if options.ranks_here is not None and not 1 <= options.ranks_here <= int(text):
-        raise ValueError(
-            f"--ranks_here = {options.ranks_here}: must be from 1 to {text}, all ranks"
-        )
+        raise ValueError(f"--ranks_here = {options.ranks_here}: must be 1 to {text}, all ranks")
     return int(text)
 
 

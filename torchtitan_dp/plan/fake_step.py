@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
@@ -109,7 +110,7 @@ class MemoryTracker(LocalOperators):
     def __enter__(self) -> "MemoryTracker":
         resize = torch.UntypedStorage.resize_
 
-        def resize_and_count(storage: torch.UntypedStorage, size: int) -> Any:
+        def counted(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
             if known := self._known.get(id(storage)):
                 reference, label, before = known
@@ -118,9 +119,7 @@ class MemoryTracker(LocalOperators):
             return result
 
         # FSDP2 frees what it gathered by resizing storages to 0, which no mode sees.
-        self._stack.enter_context(
-            mock.patch.object(torch.UntypedStorage, "resize_", resize_and_count)
-        )
+        self._stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", counted))
         super().__enter__()
         return self
 
@@ -128,7 +127,7 @@ class MemoryTracker(LocalOperators):
         receives = func.namespace == "_c10d_functional"  # the operator makes what it receives
         with self.labelled("communication") if receives else contextlib.nullcontext():
             for value in tree_iter(result):
-                if isinstance(value, torch.Tensor):
+                if isinstance(value, Tensor):
                     self._count(value)
         if self._workspace is not None and (size := self._workspace(func, args)):
             self._change(self._label, size)
@@ -157,7 +156,7 @@ class MemoryTracker(LocalOperators):
         finally:
             self._labels.pop()
 
-    def relabel(self, tensors: Iterable[torch.Tensor], label: str) -> None:
+    def relabel(self, tensors: Iterable[Tensor], label: str) -> None:
         """Give these tensors' storages this label from now on, and count those that are new."""
         for tensor in map(local_part, tensors):
             self._count(tensor)
@@ -168,7 +167,7 @@ class MemoryTracker(LocalOperators):
                 self.current[before] -= size
                 self.current[label] = self.current.get(label, 0) + size
 
-    def _count(self, tensor: torch.Tensor) -> None:
+    def _count(self, tensor: Tensor) -> None:
         if tensor.device.type == "meta" or tensor.is_sparse:  # whose parts were counted before
             return
         storage = tensor.untyped_storage()
@@ -246,18 +245,18 @@ class _RoomyClippedSum(ClippedSum):
         dp_shard, cp = self.groups.dp_shard_size, self.groups.cp_size
         shapes = (parameter.shape for parameter in self.parameters.values())
         shape = (dp_shard, sum(RowLayout(shape, dp_shard, cp).chunk_numel for shape in shapes))
-        self._room: torch.Tensor | None = torch.empty(shape, dtype=torch.float32)
+        self._room: Tensor | None = torch.empty(shape, dtype=torch.float32)
         self.on_add: Callable[[], None] = lambda: None
 
     def lay_out(self, *args: Any) -> None:
         self._room = None
         super().lay_out(*args)
 
-    def add(self, shards: list[torch.Tensor], valid_B: torch.Tensor) -> Clip:
+    def add(self, shards: list[Tensor], valid_B: Tensor) -> Clip:
         self.on_add()
         return super().add(shards, valid_B)
 
-    def take(self) -> dict[str, torch.Tensor]:
+    def take(self) -> dict[str, Tensor]:
         if self._room is None:
             return super().take()
         # As large as any step's, also after a step without a microbatch.
@@ -308,11 +307,9 @@ class Step:
             inner = MomentumSGD(parameters.values(), lr=0.0)
         else:
             inner = torch.optim.AdamW(parameters.values(), fused=True)
-        expected = config.training.global_batch_size
+        batch = config.training.global_batch_size
         with torch_private.real_tensors():  # it asks where its shards lie
-            self.optimizer = step.optimizer(
-                inner, noise_multiplier=1.0, expected_batch_size=expected
-            )
+            self.optimizer = step.optimizer(inner, noise_multiplier=1.0, expected_batch_size=batch)
         with tracker.labelled("optimizer"):
             self.average = ema_of(config, self.model)
         with tracker.labelled("earlier_noise"):
@@ -339,7 +336,7 @@ class Step:
         self.tracker.base = "activations"
         self.tracker.end_stretch("end")
 
-    def _enter_loss_head(self, _: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+    def _enter_loss_head(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         self.tracker.base = "loss_head"
         inputs[0].register_hook(lambda _: setattr(self.tracker, "base", "activations"))
 
@@ -365,7 +362,7 @@ def end_stretches_at_blocks(model: nn.Module, tracker: MemoryTracker) -> None:
     ended = ["head", *reversed(names[1:])]  # when the gradient of a block's output is there
 
     def watch(name: str) -> Any:
-        def hook(_: nn.Module, __: Any, output: torch.Tensor) -> None:
+        def hook(_: nn.Module, __: Any, output: Tensor) -> None:
             output.register_hook(lambda _: tracker.end_stretch(name))
 
         return hook
@@ -401,7 +398,7 @@ def fake_world(
         def nothing(*_: Any, **__: Any) -> None:
             pass
 
-        def on_no_device(numel: int, dtype: torch.dtype, _: torch.device) -> torch.Tensor:
+        def on_no_device(numel: int, dtype: torch.dtype, _: torch.device) -> Tensor:
             return torch.empty(numel, dtype=dtype, device="meta")
 
         # Nothing is drawn or converted, in small parts that take next to no memory; and where a
@@ -440,12 +437,12 @@ class _FusedRMSNorm(torch.autograd.Function):
     """What CUDA's fused kernel allocates: its results, and one number a row for backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(x, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32), weight)
         return x.clone()  # read once, written once
 
     @staticmethod
-    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, _, weight = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad
         return (x + grad_y if needs_x else None, torch.empty_like(weight) if needs_weight else None)

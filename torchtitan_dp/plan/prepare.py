@@ -70,10 +70,7 @@ def _show(records: Any, samples: Any, count: int, out: TextIO, *, of_training: b
     lengths = samples.store.lengths()[samples.units.members]
     marks = ("\x1b[32m", "\x1b[0m") if out.isatty() else ("⟦", "⟧")
     which = f"{len(units):,} {'training' if of_training else 'held-out'} units"
-    say(
-        f"{min(count, len(units)):,} of the {which}; {''.join(marks)} marks what is learned",
-        out=out,
-    )
+    say(f"{min(count, len(units)):,} of the {which}; {''.join(marks)} marks the targets", out=out)
     for place, unit in enumerate(units[:count].tolist()):
         ids = samples.ids(unit, loader.rng(FIXED_KEY, place))
         targets = (ids >= 0) & (np.arange(len(ids)) > 0)

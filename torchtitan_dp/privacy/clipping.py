@@ -51,10 +51,10 @@ _ROUNDING = 2.0**-24  # of fp32: an addition's result is off by at most this sha
 class Clip(NamedTuple):
     """How each sample of a microbatch enters the sum: (B,), or (G, B) for G groups."""
 
-    factor_B: torch.Tensor  # fp32: what the gradient is multiplied by
-    rejected_B: torch.Tensor  # bool: contributes exactly 0 (padding, NaN, Inf, norms near overflow)
-    norm_B: torch.Tensor  # fp64: norms before clipping; private, for metrics only
-    exceeds_B: torch.Tensor  # bool: the norm is above its bound; private, for metrics only
+    factor_B: Tensor  # fp32: what the gradient is multiplied by
+    rejected_B: Tensor  # bool: contributes exactly 0 (padding, NaN, Inf, norms near overflow)
+    norm_B: Tensor  # fp64: norms before clipping; private, for metrics only
+    exceeds_B: Tensor  # bool: the norm is above its bound; private, for metrics only
 
     def over_groups(self) -> "Clip":
         """Sum up (G, B) to whole samples, (B,), for metrics."""
@@ -68,7 +68,7 @@ class Clip(NamedTuple):
         )
 
 
-def squared_norm(gradient: torch.Tensor) -> torch.Tensor:
+def squared_norm(gradient: Tensor) -> Tensor:
     """Return the squared l2 norms along the last dimension of an fp32 tensor, as fp64.
 
     Rows of 256 are summed in fp32, and their sums in fp64: as fast as one fp32 norm, which on CPU
@@ -84,10 +84,10 @@ def squared_norm(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def clip(
-    squared_norm_B: torch.Tensor,
-    valid_B: torch.Tensor,
+    squared_norm_B: Tensor,
+    valid_B: Tensor,
     *,
-    max_grad_norm: float | torch.Tensor,
+    max_grad_norm: float | Tensor,
     clip_function: ClipFunction = "vanilla",
 ) -> Clip:
     """Compute the factor that each sample's gradient is multiplied by.
@@ -142,9 +142,7 @@ class ClipPolicy:
         """Whether all parameters are one group."""
         return len(self.members) == 1
 
-    def clip(
-        self, squared_norm_GB: torch.Tensor, valid_B: torch.Tensor, group: int | None = None
-    ) -> Clip:
+    def clip(self, squared_norm_GB: Tensor, valid_B: Tensor, group: int | None = None) -> Clip:
         """Decide how each sample enters the sum, so that over all groups it counts at most C.
 
         Args:
@@ -155,10 +153,8 @@ class ClipPolicy:
         bounds = self.bounds if group is None else self.bounds[group : group + 1]
         assert len(squared_norm_GB) == len(bounds), (squared_norm_GB.shape, len(bounds))
         # Filled on the device: a copy from the host would make it wait.
-        bound_G1 = torch.cat([squared_norm_GB.new_full((1, 1), bound) for bound in bounds])
-        return clip(
-            squared_norm_GB, valid_B, max_grad_norm=bound_G1, clip_function=self.clip_function
-        )
+        C_G1 = torch.cat([squared_norm_GB.new_full((1, 1), bound) for bound in bounds])
+        return clip(squared_norm_GB, valid_B, max_grad_norm=C_G1, clip_function=self.clip_function)
 
     def group_of(self) -> dict[str, int]:
         """Return each parameter's group, an index of `members`."""

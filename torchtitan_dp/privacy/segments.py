@@ -81,9 +81,7 @@ def merged(steps: Iterable[GaussianSteps]) -> tuple[GaussianSteps, ...]:
             counts[terms] = counts.get(terms, 0) + part.steps
     if precision > 0:
         counts[1 / math.sqrt(precision), 1.0, None, 1] = 1
-    fewest = [
-        GaussianSteps(sigma, q, count, ratios, t) for (sigma, q, ratios, t), count in counts.items()
-    ]
+    fewest = [GaussianSteps(sigma, q, n, ratios, t) for (sigma, q, ratios, t), n in counts.items()]
     return tuple(sorted(fewest, key=lambda part: part.order))
 
 

@@ -136,9 +136,7 @@ def check_run(config: JobConfig, *, units: int | None = None) -> Checked:
     start = decide_start(config)
     check_names(config, start)
     if start.step > (steps := config.training.steps):
-        raise ValueError(
-            f"training.steps = {steps}: {start.step} were taken already; give no fewer"
-        )
+        raise ValueError(f"training.steps = {steps}: {start.step} were taken; give no fewer")
     source = source_of(config)
     folder, earlier, plan = config.job.dump_folder, None, None
     if not config.privacy.enable:
@@ -295,9 +293,7 @@ def show_records(config: JobConfig, checked: Checked, *, brief: bool) -> None:
     for warning in checked.records.warnings:
         warn(warning)
     if checked.records.fingerprint and config.privacy.enable:
-        adds_up = (
-            f"for each {unit_word(config)} the epsilons add up (torchtitan-dp ledger RUN RUN …)"
-        )
+        adds_up = f"for each {unit_word(config)} epsilons add up (torchtitan-dp ledger RUN RUN …)"
         warn_of_other_runs(config, adds_up, checked.records.store)
     if checked.records.fingerprint and not brief:  # else they are none, but a number
         for line in describe(checked.records.figures(checked.samples), unit_word(config)):
@@ -326,20 +322,36 @@ def notices(config: JobConfig) -> list[str]:
 
 def tokenizer_lines(config: JobConfig, source: Source) -> list[str]:
     """Describe the tokenizer, an end that is never learned, and text that no sample has."""
-    where, template = config.model.hf_assets_path, source.reading.template
-    end = None if template is None else template.lacks_end
-    if template is None and source.tokenizer.eos_id is None:
-        end = "the tokenizer has no eos: the model never learns to stop"
-    if template is None and end is None and (found := config_file(config)) is not None:
-        ends, own = read_settings(*found).get("eos_token_id"), source.tokenizer.eos_id
-        if ends is not None and own not in (ends if isinstance(ends, list) else [ends]):
-            end = (
-                f"warning: records end with the tokenizer's eos, {own}, and {found[0]} has "
-                f"eos_token_id = {ends}: what is released would not stop; set it to {own} "
-                "there, and in generation_config.json"
-            )
+    where, tokenizer, template = (
+        config.model.hf_assets_path,
+        source.tokenizer,
+        source.reading.template,
+    )
+    if template is None:
+        ids, mark = [tokenizer.eos_id], "the tokenizer's eos"
+    else:
+        encoded = tokenizer.encode(template.end_mark)
+        ids, mark = [] if encoded is None else encoded.tolist(), f"{template.end_mark!r}"
+    end, stops, path = None, None, ""
+    files = [os.path.join(where, "generation_config.json")] * bool(where)
+    for path in filter(os.path.isfile, [*files, *(config_file(config) or ())[:1]]):
+        if (stops := read_settings(path, "model.hf_assets_path").get("eos_token_id")) is not None:
+            break  # as transformers' `generate` looks for it
+    if ids in ([], [None]):
+        lack = "the tokenizer has no eos" if template is None else template.lacks_end
+        end = f"{lack}: the model never learns to stop"
+    elif len(ids) > 1:
+        end = (
+            f"warning: answers end with {mark}, {len(ids)} tokens of this tokenizer: what is "
+            "released would write it and go on; take the tokenizer and template of one model"
+        )
+    elif stops is not None and ids[0] not in (stops if isinstance(stops, list) else [stops]):
+        end = (
+            f"warning: records end with {mark}, {ids[0]}, and {path} has eos_token_id = {stops}: "
+            f"what is released would not stop; set it to {ids[0]} there"
+        )
     origin = f", from {where}" if where else "; model.hf_assets_path is not set"
-    named = f"tokenizer: {source.tokenizer.describe()}{origin}"
+    named = f"tokenizer: {tokenizer.describe()}{origin}"
     return [named, *filter(None, [end, never_trained(config)])]
 
 

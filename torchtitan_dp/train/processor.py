@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 
@@ -38,9 +39,9 @@ _QUANTILES = {"norm_p10": 0.1, "norm_p50": 0.5, "norm_p90": 0.9}
 class SampleStatistics:
     """One step's samples of this rank, on the device; reduced only when a step is logged."""
 
-    rows: list[torch.Tensor] = field(default_factory=list)
+    rows: list[Tensor] = field(default_factory=list)
 
-    def add(self, loss_B: torch.Tensor, valid_B: torch.Tensor, clip: Clip) -> None:
+    def add(self, loss_B: Tensor, valid_B: Tensor, clip: Clip) -> None:
         """Add some samples: their partial losses on this rank, and how they were clipped."""
         columns = (loss_B.detach(), clip.norm_B, valid_B, clip.rejected_B, clip.exceeds_B)
         self.rows.append(torch.stack([column.double() for column in columns], dim=1))
@@ -62,12 +63,9 @@ class SampleStatistics:
             dist.all_gather(parts, table, group=batch.get_group())
             table = torch.cat(parts)
         table = table.cpu()
-        drawn = table[table[:, 2] > 0]
-        used = drawn[drawn[:, 3] == 0]
-        found = {
-            "realized_batch_size": float(len(drawn)),
-            "rejected": float(len(drawn) - len(used)),
-        }
+        rows = table[table[:, 2] > 0]
+        used = rows[rows[:, 3] == 0]
+        found = {"realized_batch_size": float(len(rows)), "rejected": float(len(rows) - len(used))}
         if len(used):
             learned = used[used[:, 1] > 0]  # a sample without targets has loss and gradient 0
             found["loss"] = (learned if len(learned) else used)[:, 0].mean().item()

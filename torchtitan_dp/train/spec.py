@@ -56,9 +56,7 @@ from torchtitan_dp.train.validate import HeldOutValidator
 _TORCHTITAN = str(Path(torchtitan.__file__).parent) + os.sep  # installed beside torchtitan_dp
 # Of TorchTitan's own lines at the level of information; our trainer logs steps itself, a run
 # without privacy leaves that to TorchTitan.
-_SHOWN = re.compile(
-    r"(\x1b\[\S*?m)?(step: |Training starts|(Saving|Finished saving) the checkpoint)"
-)
+_SHOWN = re.compile(r"\S*?step: |Training starts|(Saving|Finished saving) the checkpoint")
 # Lines that `VERBOSE` shows, TorchTitan's and ours.
 _DETAILS = re.compile(
     r"Loading the checkpoint|model: |(not private: )?rehearsal: (done|a microbatch|\{)|"
@@ -84,6 +82,8 @@ def quiet(logger: logging.Logger) -> None:
     if os.environ.get("LOGLEVEL", "").upper() == "DEBUG":
         return
     logger.addFilter(is_shown)
+    for handler in logger.handlers:  # TorchTitan's says more than 40 characters before each line
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%d %b %T"))
     for message in _WARNINGS:
         warnings.filterwarnings("ignore", message=message)
 

@@ -91,9 +91,8 @@ class DPTrainer(RunTrainer):
             noise_of_step=settings.mechanism.noise_of_step,
             expected_batch_size=settings.expected_batch_size,
         )
-        self.sample_losses = SampleLosses(
-            model, self.device, shard_of(self.parallel_dims, job_config)
-        )
+        shard = shard_of(self.parallel_dims, job_config)
+        self.sample_losses = SampleLosses(model, self.device, shard)
         self.feed = Feed(self.dataloader, ladder(job_config), self.device)
         self._summary: list[str] = []
 
@@ -253,9 +252,7 @@ def main(argv: list[str]) -> None:
         require_usable_devices()
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             if name not in os.environ:
-                fail(
-                    f"{name} is not set: start by `torchtitan-dp train`, ./run_train.sh or torchrun"
-                )
+                fail(f"{name} is not set: start it by `torchtitan-dp train` or torchrun")
         config = load_config(argv, int(os.environ["WORLD_SIZE"]))
         checked = check_run(config)
         if os.environ["RANK"] == "0" and PLANNED not in os.environ:  # else the plan did
