@@ -130,7 +130,8 @@ install() {
 # The build backend comes first, and is pinned as well: no build isolation.
 echo "Installing torch, transformers and what they need…"
 install setuptools
+# `compat`: else a folder named torchtitan_dp beside a script, as of this clone, hides the package.
 # ${build[@]+…}: an empty array counts as unset in bash before 4.4.
-install --no-build-isolation -e "${ROOT}[test]" ${build[@]+"${build[@]}"}
+install --no-build-isolation --config-settings editable_mode=compat -e "${ROOT}[test]" ${build[@]+"${build[@]}"}
 
 echo "$stamp" >"$VENV/.setup-stamp"

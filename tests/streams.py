@@ -23,8 +23,10 @@ from unittest import mock
 
 import torch
 
+import torchtitan_dp
 from torchtitan_dp.plan.fake_step import LocalOperators
 
+_PACKAGE = f"{torchtitan_dp.__path__[0]}/"
 _numbers = itertools.count()
 
 
@@ -125,8 +127,8 @@ class Watch(LocalOperators):
         frame = sys._getframe(2)
         while frame is not None:
             name = frame.f_code.co_filename
-            if "torchtitan_dp/" in name and "/plan/fake_step.py" not in name:
-                return f"{name.rpartition('torchtitan_dp/')[2]}:{frame.f_code.co_name}"
+            if name.startswith(_PACKAGE) and "/plan/fake_step.py" not in name:
+                return f"{name.removeprefix(_PACKAGE)}:{frame.f_code.co_name}"
             frame = frame.f_back
         return "a test"
 

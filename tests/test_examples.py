@@ -87,10 +87,8 @@ def test_patients_are_trained_on_verified_and_released(place: Path) -> None:
 def test_synthetic_records_are_written_and_judged(place: Path) -> None:
     (command,) = commands("examples/synthetic/README.md")
     printed = run(command, place)
-    losses = [
-        float(found) for found in re.findall(r"held-out loss of .*: ([\d.]+)$", printed, re.M)
-    ]
-    public, synthetic, release, real = losses
+    losses = re.findall(r"held-out loss of .*: ([\d.]+)$", printed, re.M)
+    public, synthetic, release, real = map(float, losses)
     assert public > synthetic > release > real
     assert "of passages of 16 tokens" in printed
     lines = (place / "outputs" / "synthetic.jsonl").read_text().splitlines()

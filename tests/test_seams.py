@@ -190,9 +190,7 @@ def test_these_names_of_torchtitan_are_used_and_no_others() -> None:
     for path in modules().values():
         tree = ast.parse(path.read_text())
         imported = {n: dotted for n, dotted in imports(tree) if dotted.startswith("torchtitan.")}
-        used |= {
-            dotted for dotted in imported.values() if not isinstance(named(dotted), ModuleType)
-        }
+        used |= {name for name in imported.values() if not isinstance(named(name), ModuleType)}
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute):
                 module = imported.get(ast.unparse(node.value), "")

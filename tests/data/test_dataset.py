@@ -37,11 +37,7 @@ def refusal(root: Path, rows: list[Any], **how: Any) -> str:
 
 def test_what_was_left_out_or_may_not_belong_is_one_line_each(tmp_path: Path) -> None:
     """Spellings of a name, and files of other endings."""
-    rows: list[Any] = [
-        *NOTES,
-        {"patient_id": "P0.", "note": "x"},
-        {"patient_id": "P 1", "note": "x"},
-    ]
+    rows: list[Any] = [*NOTES, *({"patient_id": name, "note": "x"} for name in ("P0.", "P 1"))]
     root = write(tmp_path / "d", dict.fromkeys(["b.ndjson", "c/d.JSONL", "e.jsonl.bz2"], b"{}"))
     other, spellings = opened(tmp_path, rows, unit_field="patient_id").warnings
     assert root == tmp_path / "d"

@@ -119,9 +119,7 @@ def test_a_name_is_its_bytes_whatever_the_locale() -> None:
     """Another node's locale must not swap trained and held-out units."""
     for name in (b"\xc3\xa9", b"\xe9", b"\xff/a", "😀".encode()):
         known = name.decode("utf-8", "surrogateescape"), os.fsdecode(name)
-        assert {record_hash(one) for one in known} == {
-            hashlib.blake2b(name, digest_size=16).digest()
-        }
+        assert {record_hash(n) for n in known} == {hashlib.blake2b(name, digest_size=16).digest()}
         assert {folder_of(one) for one in known} == {"\udcff" if b"/" in name else None}
     assert unit_hash("\udcff") == hashlib.blake2b(b"\xff", digest_size=16, person=b"unit").digest()
 

@@ -318,7 +318,7 @@ def test_row13_a_part_whose_capped_factor_is_no_normal_number_is_left_out():
     squares_B = torch.tensor([3.6e29, 3.6e29], dtype=torch.float64)
     ghost = SimpleNamespace(
         norms=SimpleNamespace(cap=lambda name: 1.0),
-        clipped_sum=SimpleNamespace(accumulate_part=lambda *terms: added.append(terms)),
+        clipped_sum=SimpleNamespace(add_part=lambda *terms: added.append(terms)),
         _cp=None,
         _slices_of=lambda name, samples: [slice(0, samples)],
         _form_some=lambda *_: torch.full((2, 1, 4), 1e18),

@@ -77,11 +77,8 @@ def test_row31_and_75_norms_are_terms_of_a_run_and_capped_ones_spend_as_exact_on
     assert ghost == other
     capped = terms_of(*CAPPED)
     more = terms_of(*CAPPED, "--privacy.projections=64", "--privacy.norm_estimator=hutch++")
-    assert (capped.mechanism.capped_projections, capped.mechanism.norm_estimator) == (
-        32,
-        "hutchinson",
-    )
-    assert (more.mechanism.capped_projections, more.mechanism.norm_estimator) == (64, "hutch++")
+    for one, k, name in ((capped, 32, "hutchinson"), (more, 64, "hutch++")):
+        assert (one.mechanism.capped_projections, one.mechanism.norm_estimator) == (k, name)
     assert ghost.epsilon(7) == capped.epsilon(7) == more.epsilon(7)
     estimated = [terms_of(*METHOD, *changed) for changed in CHANGED]
     for one, to_come in itertools.permutations((ghost, capped, more, *estimated), 2):

@@ -64,6 +64,13 @@ def test_a_run_that_holds_together(first, capsys):
     assert "the run: epsilon = " in capsys.readouterr().out
 
 
+def test_a_run_without_a_checkpoint_is_not_verified(copy, capsys):
+    shutil.rmtree(copy / "checkpoint")
+    code, told = run(copy)
+    assert (code, told["runs"][0]["verified"], told["runs"][0]["faults"]) == (1, False, [])
+    assert "verified: NO\nnote: " in capsys.readouterr().out
+
+
 def more_steps_than_the_starts_lead_to(folder):
     (folder / "starts.log").unlink()
     with (folder / "steps_executed.log").open("a") as log:

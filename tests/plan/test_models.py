@@ -75,11 +75,8 @@ def test_flops_by_hand_of_windows_and_experts(given):
 
 
 def test_few_layers_begin_and_end_as_all_do(given):
-    for name, few in {
-        "medgemma-27b-text-it": (14, 20),
-        GPT_OSS: (6, 8),
-        "Qwen2.5-7B": (4, 5),
-    }.items():
+    of_each = {"medgemma-27b-text-it": (14, 20), GPT_OSS: (6, 8), "Qwen2.5-7B": (4, 5)}
+    for name, few in of_each.items():
         args = shape(load_config(given(name), 1))
         assert few_layers(args) == few
         for layers in few:

@@ -10,6 +10,7 @@ from tests import accounts
 from tests.data import chats
 from tests.data.stores import Row, as_lines, write
 from tests.processes.runs import arguments, with_sigma
+from torchtitan_dp.base.process import typed
 from torchtitan_dp.checkpoint.start import Start, plan_start
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.data.store import mark_used, runs_beside
@@ -156,6 +157,7 @@ def test_other_runs_on_the_same_records_are_named(tmp_path, capsys) -> None:
         if "trained on these records" in line
     )
     assert line.startswith(f"warning: {tmp_path}/out trained on these records, or units of these")
+    assert line.endswith(f"epsilons add up: {typed('ledger')} {tmp_path}/second {tmp_path}/out")
     mark_used(open_records(load_config(command(tmp_path), 1)).store, str(tmp_path / "second"))
     assert runs_beside(str(tmp_path / "second"), None) == [str(tmp_path / "out")]
     assert runs_beside(str(tmp_path / "third"), None) == []

@@ -355,10 +355,8 @@ def test_a_chunk_waits_for_no_copy_from_the_host(add, monkeypatch):
     flat = torch.zeros(700, device="meta")
     copied = []
     for name in ("tensor", "as_tensor", "asarray"):
-        make = getattr(torch, name)
-        monkeypatch.setattr(
-            torch, name, lambda *a, make=make, **k: copied.append(a) or make(*a, **k)
-        )
+        m = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *a, m=m, **k: copied.append(a) or m(*a, **k))
     add(flat, std=1.0, key=KEY, name="w", start=5)
     assert copied == []
 

@@ -117,7 +117,7 @@ def address() -> str:
         return os.environ[ADDRESS]
     folder = tempfile.mkdtemp(prefix="forks-")
     path = f"{folder}/socket"
-    environment = {
+    env = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
@@ -125,11 +125,9 @@ def address() -> str:
         "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow's allocator starts one
         "MALLOC_ARENA_MAX": "1",  # else each thread reserves 64 MiB, where memory is limited
     }
-    environment.pop("TORCHTITAN_DP_LAUNCHER_PID", None)
+    env.pop("TORCHTITAN_DP_LAUNCHER_PID", None)
     command = [sys.executable, "-m", "tests.processes.forks", path]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
 
     def end() -> None:
         process.kill()

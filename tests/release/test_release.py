@@ -35,7 +35,7 @@ from torchtitan_dp.checkpoint.start import with_initial
 from torchtitan_dp.config.load import read_config, write_config
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 from torchtitan_dp.ledger import Lineage, Settings, schema
-from torchtitan_dp.ledger.lineage import Ancestor, History, not_private
+from torchtitan_dp.ledger.lineage import LATER, Ancestor, History, not_private, with_caveats
 from torchtitan_dp.ledger.spending import PUBLIC
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.hugging_face import shape
@@ -227,6 +227,14 @@ def test_older_weights_claim_what_was_begun_and_what_they_still_planned(run, mad
     assert only in card.partition("In words")[0]
     covers = "the 2 steps of these weights, 2 that crashes may have lost, 2 that were planned"
     assert f"| ε covers | {covers} and not taken |" in card
+
+
+def test_what_a_resume_changed_is_a_condition_of_the_promise(run, made):
+    raised = f"training.steps was raised from 2 to 4 {LATER}"
+    publish(with_caveats(earlier_ledger(str(run)), raised), run)
+    promise = made()[1].partition("In words")[0]
+    why = "no loss, no log and no clock decided that training.steps was raised from 2 to 4 after"
+    assert f"; **it holds only if {why} the first start**" in promise
 
 
 @pytest.mark.parametrize("how", ["itself", "linked"])

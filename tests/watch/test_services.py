@@ -81,9 +81,7 @@ def assert_nothing_else(content: bytes, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_wandb_has_public_scalars_alone_and_neither_times_of_steps_nor_starts(
-    tmp_path: Path,
-) -> None:
+def test_wandb_has_public_scalars_alone_no_times_of_steps_no_starts(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     content = written(tmp_path / "run")
     for name, value in PUBLIC.items():

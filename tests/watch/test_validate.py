@@ -186,9 +186,7 @@ def noised_on_a_rank(folder: str) -> tuple[float, bool]:
 
 
 @pytest.mark.slow
-def test_row66_all_ranks_have_one_noised_loss_and_none_before_it_is_in_the_log(
-    tmp_path: Any,
-) -> None:
+def test_row66_all_ranks_have_one_noised_loss_none_before_it_is_in_the_log(tmp_path: Any) -> None:
     first, second = on_ranks(2, noised_on_a_rank, str(tmp_path))
     assert first == second
     assert first[1]

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -55,9 +56,9 @@ class Case:
     """Two batches of two units; gradients in multiples of C, (2 units, 2 parameters, N)."""
 
     name: str
-    without_UPN: torch.Tensor
-    with_UPN: torch.Tensor
-    along_PN: torch.Tensor  # the unit vector that the score is measured along
+    without_UPN: Tensor
+    with_UPN: Tensor
+    along_PN: Tensor  # the unit vector that the score is measured along
     threshold: float  # of the score: the guess is "with" from here on
     factors: tuple[float, float]  # with LoRA, a gradient's shares in B and in A: of norm 1
 
@@ -71,7 +72,7 @@ def cases(rows: int) -> list[Case]:
     none = torch.zeros_like(u)
     in_b, in_a, in_both = (1.0, 0.0), (0.0, 1.0), (0.5**0.5, -(0.5**0.5))
 
-    def case(name: str, first: torch.Tensor, unit: torch.Tensor, *more: Any) -> Case:
+    def case(name: str, first: Tensor, unit: Tensor, *more: Any) -> Case:
         return Case(name, torch.stack([first, none]), torch.stack([first, unit]), *more)
 
     return [
@@ -111,13 +112,13 @@ class _Dials(nn.Module):
         self.first, self.second = (nn.Linear(columns, rows, bias=False) for _ in range(2))
         self._tokens, self._columns = tokens, columns
 
-    def forward(self, gradient_BPN: torch.Tensor) -> torch.Tensor:
+    def forward(self, gradient_BPN: Tensor) -> Tensor:
         x_BTD = gradient_BPN.new_zeros(len(gradient_BPN), self._tokens, self._columns)
         x_BTD[:, 0, 0] = 1.0
         outputs_BPTN = torch.stack([self.first(x_BTD), self.second(x_BTD)], dim=1)
         return (outputs_BPTN[:, :, 0] * gradient_BPN).sum((1, 2))
 
-    def place(self, case: Case) -> torch.Tensor:
+    def place(self, case: Case) -> Tensor:
         """Prepare for a case; return its direction in the parameters' first columns, (W, N)."""
         return case.along_PN
 
@@ -135,11 +136,11 @@ class _AdaptedDials(_Dials):
         self._factors = [f"{name}.lora_{kind}.weight" for kind in "ba" for name in layers]
         self.dials = tuple(n for n in self._factors if self.get_parameter(n).requires_grad)
 
-    def forward(self, gradient_BPN: torch.Tensor) -> torch.Tensor:
+    def forward(self, gradient_BPN: Tensor) -> Tensor:
         return super().forward(gradient_BPN / self._lora.scaling)
 
     @torch.no_grad()
-    def place(self, case: Case) -> torch.Tensor:
+    def place(self, case: Case) -> Tensor:
         factors = (1.0, 0.0) if self._lora.freeze_a else case.factors
         for name, share in zip(self._factors, np.repeat(factors[::-1], 2), strict=True):
             factor = self.get_parameter(name)
@@ -157,10 +158,10 @@ class _Observer(torch.optim.Optimizer):
     ) -> None:
         super().__init__(list(parameters.values()), {})
         self._watched, self._mesh = [parameters[name] for name in dials], mesh
-        self._along: list[torch.Tensor] = []
-        self.scores: list[torch.Tensor] = []
+        self._along: list[Tensor] = []
+        self.scores: list[Tensor] = []
 
-    def restart(self, direction_WN: torch.Tensor) -> None:
+    def restart(self, direction_WN: Tensor) -> None:
         """Score along another direction, of the parameters' first columns."""
         rank, ranks = self._mesh.get_local_rank(), self._mesh.size()
         self._along = [whole_N.chunk(ranks)[rank] for whole_N in direction_WN]
@@ -256,7 +257,7 @@ class Game:
         mu = gaussian_mu(**errors, negatives=trials, positives=trials, confidence=confidence)
         return {"mu_lower_bound": mu, **errors}
 
-    def scores(self, case: Case, batch_UPN: torch.Tensor, trials: int) -> np.ndarray:
+    def scores(self, case: Case, batch_UPN: Tensor, trials: int) -> np.ndarray:
         """Take steps on one batch; return each noised gradient's dot product with the case's
         direction, over C: fp64 (trials,), the same on all ranks."""
         self._observer.restart(self._model.place(case).to(self._device))
@@ -270,7 +271,7 @@ class Game:
         dist.all_reduce(total, group=self._mesh.get_group())
         return total.cpu().numpy().reshape(trials, self.steps) @ self._weights()
 
-    def _step(self, units_UPN: torch.Tensor, chain: NoiseChain) -> None:
+    def _step(self, units_UPN: Tensor, chain: NoiseChain) -> None:
         """Step as `DPTrainer.train_step` does: draw, deal out, clip, sum, and add noise."""
         self._taken += 1
         units, size = np.arange(len(units_UPN)), self._batch_size

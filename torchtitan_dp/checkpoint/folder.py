@@ -33,7 +33,7 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.ledger.lineage import Lineage
 from torchtitan_dp.ledger.log import EXECUTED_FILE, STARTS_FILE, RunLog, read_fingerprint
 from torchtitan_dp.ledger.schema import PRIVACY_FILE, ledger_of, read_run
-from torchtitan_dp.ledger.spending import Run, heldout_epsilon
+from torchtitan_dp.ledger.spending import UNVERIFIED, Run, heldout_epsilon
 from torchtitan_dp.models.ema import WEIGHTS
 from torchtitan_dp.privacy.segments import NONE
 
@@ -283,6 +283,8 @@ def verify(folder: str) -> Run:
             run.faults.append(f"{key} = {least}, but the ledger gives {found}")
         elif found is not None and least < found * (1 - _SLACK):  # a curve's next point is above
             run.faults.append(f"{key} = {least:.6g}, but its steps spend {found:.6g}")
+    if log.count and not held:
+        run.notes.append(UNVERIFIED)
     if is_locked(folder):
         run.notes.append("a run is training in it: until it ends, unsaved steps count as lost")
     return run

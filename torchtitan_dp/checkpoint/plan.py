@@ -28,6 +28,7 @@ from torchtitan_dp.config.derived import (
     unit_word,
 )
 from torchtitan_dp.ledger.lineage import (
+    LATER,
     HeldOutLoss,
     History,
     Lineage,
@@ -295,11 +296,9 @@ def settle(config: JobConfig, units: int, history: History, terms: Settings | No
     loss = choose_loss(config, history if terms is not None else None)
     before = history.planned_steps  # 0: none
     if steps > before > 0:
-        history = with_caveats(
-            history,
-            f"training.steps was raised from {before} to {steps} after the first start, which is "
-            "assumed not to follow from results",
-        )
+        raised = f"training.steps was raised from {before} to {steps} {LATER}"
+        history = with_caveats(history, raised)
+        warnings.append(raised)
     if sigma == 0:
         history = not_private(history, "privacy.noise_multiplier = 0")
         warnings.append("privacy.noise_multiplier = 0: the run is NOT private")

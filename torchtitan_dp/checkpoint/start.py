@@ -52,6 +52,7 @@ from torchtitan_dp.data.store import contents_hash, file_hash
 from torchtitan_dp.gradients.optimizer import MomentumSGD
 from torchtitan_dp.ledger import STARTS_FILE, Lineage, RunLog, Settings, check_fingerprint
 from torchtitan_dp.ledger.lineage import (
+    LATER,
     TRIAL,
     Ancestor,
     History,
@@ -246,8 +247,7 @@ def resumed(config: JobConfig, earlier: Lineage, loaded: Lineage) -> tuple[Histo
         if keys and loaded.steps < config.training.steps:
             history = with_caveats(
                 history,  # without the step, which may show how long steps took
-                f"{', '.join(keys)} changed after the first start, which is assumed not to follow "
-                "from results",
+                f"{', '.join(keys)} changed {LATER}",
             )
     return of_weights(history, loaded), loaded.settings
 

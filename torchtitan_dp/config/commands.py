@@ -96,7 +96,11 @@ _OPTIONS: dict[str, tuple[_Option, ...]] = {
             "of a run with [ema]: the average of weights (the default), or those of the last step",
             BooleanOptionalAction,
         ),
-        _takes("--base_model", "NAME", "the starting model's public name, for card and adapters"),
+        _takes(
+            "--base_model",
+            "NAME",
+            "the starting model's public name, for card and adapters: not checked",
+        ),
     ),
     "selfcheck": (
         _takes(

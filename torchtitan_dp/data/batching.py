@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torchtitan_dp.base.process import Fault
 from torchtitan_dp.data.dataset import IGNORE_INDEX, Samples
@@ -37,11 +38,11 @@ FIXED_KEY = bytes(32)  # a key for the same records and windows each time, to co
 class Window(NamedTuple):
     """One window of each of B units."""
 
-    tokens_BT: torch.Tensor  # int64
-    labels_BT: torch.Tensor  # int64, shifted
-    share_B: torch.Tensor | None  # fp32: 1 / the unit's windows that have a target; None if K is 1
+    tokens_BT: Tensor  # int64
+    labels_BT: Tensor  # int64, shifted
+    share_B: Tensor | None  # fp32: 1 / the unit's windows that have a target; None if K is 1
 
-    def scale_losses(self, loss_B: torch.Tensor) -> torch.Tensor:
+    def scale_losses(self, loss_B: Tensor) -> Tensor:
         """Scale these windows' losses, so that a unit's add up to their mean."""
         return loss_B if self.share_B is None else loss_B * self.share_B
 
@@ -50,10 +51,10 @@ class Microbatch(NamedTuple):
     """The samples of B units, each of K windows (`data.windows_per_draw`), in a row. Padding has
     `valid_B` False, ignored labels and position -1."""
 
-    tokens_BT: torch.Tensor  # int64
-    labels_BT: torch.Tensor  # int64, shifted
-    valid_B: torch.Tensor  # bool
-    positions_B: torch.Tensor  # int64 on the CPU: indices in the population, private
+    tokens_BT: Tensor  # int64
+    labels_BT: Tensor  # int64, shifted
+    valid_B: Tensor  # bool
+    positions_B: Tensor  # int64 on the CPU: indices in the population, private
 
     def windows(self) -> list[Window]:
         """Split it into the units' first windows, their second ones, and so on. A unit's mean is
@@ -153,7 +154,7 @@ class RecordLoader:
         positions_B = torch.from_numpy(dealt.slots[:: self.windows].copy())
         return Microbatch(*both, positions_B >= 0, positions_B)
 
-    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         """Yield shuffled batches without end, for the baseline WITHOUT privacy only."""
         rng = np.random.default_rng(self.shuffle_seed)
         stride = self.ranks * self.batch_size

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from torchtitan_dp.data.files import Files
 from torchtitan_dp.data.owners import described
@@ -159,7 +160,7 @@ class Samples:
         length: int | None = None,
         rngs: Sequence[Choices | None] | None = None,
         windows: int = 1,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Make `(tokens_BT, labels_BT)`, int64 (len(units), seq_len or `length`): `windows` samples
         of each unit, which `units` repeats as often in a row. Labels are padded with
         `IGNORE_INDEX`: a unit without ids (empty, undecodable, or -1) contributes exactly 0."""

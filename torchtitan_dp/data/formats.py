@@ -163,8 +163,10 @@ def csv_rows(path: str, fields: Sequence[str]) -> Iterator[Fields | None]:
 def csv_columns(path: str) -> Columns:
     """List the columns of a CSV file, which have no types."""
     names = next(_csv_values(path), [])
-    if names and names[0].startswith("{"):
-        raise ValueError(f"training.dataset_path: {path} looks like jsonl: set training.dataset")
+    is_binary = any(c < " " and c not in "\t\r\n" for name in names for c in name)
+    if is_binary or (names and names[0].startswith("{")):
+        kind = "is no text in UTF-8" if is_binary else "looks like jsonl"
+        raise ValueError(f"training.dataset_path: {path} {kind}: set training.dataset")
     return [(name, None) for name in names]
 
 

@@ -334,9 +334,9 @@ def _tokenize(
         raise ValueError(source.no_record(source.path, files))
     if unnamed == count and any(one.setting.startswith("data.unit_field") for one in lacks):
         raise ValueError(
-            f"data.unit_field = {source.unit_field!r}: none of the {count} records has one, a "
-            "text or a whole number: name the field with the unit; of text files, give a path "
-            f"above the units' folders{source.fields_of(files)}"
+            f"data.unit_field = {source.unit_field!r}: none of the {count} records names one "
+            "by a text or a whole number (1.0 is none): name another field; of text files, give a "
+            f"path above the units' folders{source.fields_of(files)}"
         )
     if all(reasons) and EMPTY not in lacks:
         counted = [lack._replace(number=number) for lack, number in lacks.items()]

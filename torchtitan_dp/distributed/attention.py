@@ -68,14 +68,12 @@ def configure_ring(shard: Shard) -> None:
             handlers[operator] = functools.partial(handler, shard)
 
 
-def apply_ring_attention(
-    attention_modules: list[nn.Module], cp_mesh: DeviceMesh, *, cudnn: bool
-) -> None:
+def apply_ring_attention(modules: list[nn.Module], cp_mesh: DeviceMesh, *, cudnn: bool) -> None:
     """Run the scaled-dot-product attention of TorchTitan's wrappers as a ring over `cp_mesh`, with
     q, k, v (B, heads, T / cp, head_dim); `cudnn`: whether cuDNN may attend
     (`models.parallelize.takes_cudnn`)."""
-    apply_cp_to_attention_module(attention_modules, cp_mesh, "sdpa")
-    for module in attention_modules:
+    apply_cp_to_attention_module(modules, cp_mesh, "sdpa")
+    for module in modules:
         module.sdpa_backends = _safe(_BACKENDS, cudnn)  # type: ignore[assignment]
 
 

@@ -4,7 +4,7 @@ Gradients arrive in bundles, flat tensors of parameters that are reduced togethe
 (`microbatch`) or one parameter (`grad_sample`). Bundles decide how gradients are communicated, clip
 groups (`privacy.clipping`) how they are clipped. A method that has all gradients at once calls
 `add`; one that completes a group early `add_group`, which frees them; one with norms from elsewhere
-`policy.clip`, then `accumulate` or `accumulate_part`.
+`policy.clip`, then `accumulate` or `add_part`.
 
 Guarantee:
     - `take` returns this rank's shard of sum_i clip(g_i) over the samples of all data-parallel
@@ -117,7 +117,7 @@ class ClippedSum:
         clipped = self.policy.clip(squares_1B, valid_B, group)
         for name in names:
             part_BDN = parts.pop(name)
-            self.accumulate_part(name, part_BDN, clipped.factor_B[0], clipped.rejected_B[0])
+            self.add_part(name, part_BDN, clipped.factor_B[0], clipped.rejected_B[0])
         return clipped
 
     def squared_norms(self, shards: list[Tensor]) -> Tensor:
@@ -152,7 +152,7 @@ class ClippedSum:
                 self.policy.members, clipped.factor_B, clipped.rejected_B, strict=True
             ):
                 for name in names:
-                    self.accumulate_part(name, self.part(shards, name), factor_B, rejected_B)
+                    self.add_part(name, self.part(shards, name), factor_B, rejected_B)
             shards.clear()
             return
         (factor_B,), (rejected_B,) = clipped.factor_B, clipped.rejected_B
@@ -163,9 +163,7 @@ class ClippedSum:
             for sample, shard_DN in enumerate(shard_BDN):
                 add_clipped_(bundle_DN, shard_DN, factor_B[sample], rejected_B[sample])
 
-    def accumulate_part(
-        self, name: str, shard_BDN: Tensor, factor_B: Tensor, rejected_B: Tensor
-    ) -> None:
+    def add_part(self, name: str, shard_BDN: Tensor, factor_B: Tensor, rejected_B: Tensor) -> None:
         """Add one parameter's part of B samples, fp32 `(B, dp_shard, n)`, in the layout of `part`,
         to the sum, by the factors of a `Clip`.
 

@@ -113,7 +113,7 @@ class GhostGradients(LayerGradients):
         while measuring.kept:
             name, shard_BDN = measuring.kept.popitem()
             factor_B, rejected_B = self._of_group(name, adding.clip)
-            self.clipped_sum.accumulate_part(name, shard_BDN, factor_B, rejected_B)
+            self.clipped_sum.add_part(name, shard_BDN, factor_B, rejected_B)
             adding.left.remove(name)
         if self._passes == "two":
             measuring.writes.clear()
@@ -129,7 +129,7 @@ class GhostGradients(LayerGradients):
     # What layers call, from within backward (and the loss head from within forward).
 
     def keeps_outputs(self, name: str, tokens: int) -> bool:
-        return self._passes == "two" or self._is_ghost(name, tokens * self._layers[name])
+        return self._passes == "two" or self._ghosts(name, tokens * self._layers[name])
 
     def form_grad_samples(self, name: str, batch_size: int, write: Write) -> None:
         """Keep, measure or add a layer's gradients, given by their operands."""
@@ -150,9 +150,7 @@ class GhostGradients(LayerGradients):
             phase.writes.setdefault(name, []).append(write)
             if len(phase.writes[name]) == self._layers[name]:
                 self._measure(phase, name, phase.writes.pop(name))
-        elif isinstance(write, Factors) and self._is_ghost(
-            name, _tokens(write) * self._layers[name]
-        ):
+        elif isinstance(write, Factors) and self._ghosts(name, _tokens(write) * self._layers[name]):
             phase.writes.setdefault(name, []).append(write)
         else:
             add_to(phase.kept, name, self._form(name, [write], batch_size))
@@ -174,7 +172,7 @@ class GhostGradients(LayerGradients):
 
     # Norms.
 
-    def _is_ghost(self, name: str, tokens: int) -> bool:
+    def _ghosts(self, name: str, tokens: int) -> bool:
         """Return whether a norm from factors is cheaper, for `tokens` tokens on this rank."""
         return self.norms.is_cheaper(tokens * self._cp_size, self._layouts[name].shape)
 
@@ -207,7 +205,7 @@ class GhostGradients(LayerGradients):
         """Find one parameter's squared norms: this rank's part."""
         factors = [write for write in writes if isinstance(write, Factors)]
         tokens = sum(map(_tokens, factors))
-        if len(factors) == len(writes) and self._is_ghost(name, tokens):
+        if len(factors) == len(writes) and self._ghosts(name, tokens):
             shape = self._layouts[name].shape
             of.squares[name] = self.norms.squared_norms(name, shape, factors)
         else:
@@ -231,7 +229,7 @@ class GhostGradients(LayerGradients):
             # As in `clip`: a subnormal factor is rounded by more than `_SAFETY` leaves room for.
             subnormal_B = factor_B < torch.finfo(torch.float32).tiny
             rejected_B = rejected_B[samples] | ~torch.isfinite(formed_B) | subnormal_B
-            self.clipped_sum.accumulate_part(name, shard_BDN, factor_B, rejected_B)
+            self.clipped_sum.add_part(name, shard_BDN, factor_B, rejected_B)
         to.left.remove(name)
 
     def _form(self, name: str, writes: Sequence[Write], samples: int) -> Tensor:

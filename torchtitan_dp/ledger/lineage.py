@@ -301,6 +301,10 @@ class Lineage(History):
 _History = TypeVar("_History", bound=History)
 
 
+LATER = "after the first start, which is assumed not to follow from results"
+"""The end of a caveat on what a resume changed."""
+
+
 def with_caveats(history: _History, *caveats: str) -> _History:
     """Return it with more assumptions that the guarantee rests on; none is ever removed."""
     return replace(history, caveats=tuple(dict.fromkeys([*history.caveats, *caveats])))

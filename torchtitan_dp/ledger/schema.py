@@ -34,6 +34,7 @@ from torchtitan_dp.ledger.spending import (
 )
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.meaning import Meaning
+from torchtitan_dp.privacy.published_loss import HIDES
 from torchtitan_dp.privacy.segments import NONE, Mechanism, Segment, composition, dp_event
 
 PRIVACY_FILE = "privacy.json"
@@ -385,7 +386,7 @@ def summary(content: dict[str, Any]) -> list[str]:
             f"deviation {deviation:.2g}, clipped to {loss['clip']:g}; for a held-out unit epsilon "
             f"= {rounded_up(content['heldout_epsilon'])}, delta = {loss['delta']:g}"
         )
-        if noised > loss["clip"] - 2 * deviation:
+        if deviation <= HIDES and noised > loss["clip"] - 2 * deviation:
             lines.append(
                 "warning: most held-out losses are clipped, so this is not the model's: raise "
                 f"validation.publish_clip = {loss['clip']:g} in another run"

@@ -163,6 +163,9 @@ def _rounds_by(settings: Settings) -> float:
     return settings.mechanism.largest_share * excess
 
 
+UNVERIFIED = "no checkpoint is there to compare privacy.json with: restore one, or do not trust it"
+
+
 @dataclass
 class Run:
     """One folder, its epsilons computed anew from its ledger."""
@@ -172,6 +175,10 @@ class Run:
     fingerprint: str | None
     faults: list[str] = field(default_factory=list)  # contradictions
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def verified(self) -> bool:
+        return not self.faults and UNVERIFIED not in self.notes
 
     @property
     def epsilon(self) -> float | None:

@@ -69,6 +69,7 @@ from torchtitan_dp.plan.roofline import (
 )
 from torchtitan_dp.plan.signal import DROWNS, recommend, refuse
 from torchtitan_dp.privacy.meaning import templates
+from torchtitan_dp.privacy.published_loss import HIDES
 from torchtitan_dp.privacy.segments import Mechanism
 from torchtitan_dp.train.check import (
     Checked,
@@ -129,9 +130,8 @@ def main(argv: list[str]) -> list[str]:
         if os.path.isdir(folder := config.job.dump_folder):
             lock_folder(folder).close()  # before its ledger is read: a live run lengthens that
         checked = check_run(config, units=options.units)
-        if options.ranks_here is not None:  # a plan alone makes no folder
-            lock_folder(folder).close()
         if options.ranks_here is not None:
+            lock_folder(folder).close()  # a plan alone makes no folder
             refuse_lack(config, checked.args, options.ranks_here, available)
         spending = None if checked.plan is None else _spending(config, checked, checked.plan)
     brief = options.ranks_here is not None and not os.environ.get(VERBOSE)
@@ -333,6 +333,7 @@ def _show(
         host=host,
         left=available and available / GIB,
         drowns=DROWNS,
+        hides=HIDES,
         reasons=reasons,
         command=typed(f"plan {config.job.config_file}"),
         unit=unit_word(config),

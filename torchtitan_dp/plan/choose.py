@@ -8,6 +8,7 @@ which are public, and epsilon does not depend on it.
 
 import contextlib
 import itertools
+import math
 import multiprocessing
 import os
 from collections.abc import Iterator
@@ -194,7 +195,8 @@ def show_choices(choices: list[Choice], steps: int, machine: Machine, out: TextI
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    head = f"predicted for {machine.name} ({machine.limits()}), the fastest that fit:"
+    ranks = math.prod(int(choices[0].keys[key]) for key in (_REPLICATE, _SHARD, _CP))
+    head = f"predicted for {ranks} x {machine.name} ({machine.limits()}), the fastest that fit:"
     chosen = "chosen: " + " ".join(command_line(choices[0].keys))
     print(head, *lines, chosen, sep="\n", file=out)
 

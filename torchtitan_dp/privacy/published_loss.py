@@ -19,11 +19,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.noise import DRAWS, add_draws, grid
 from torchtitan_dp.privacy.segments import Mechanism, Segment
 
+HIDES = 0.1
+"""Nats of noise from which on a published loss tells few recipes apart, a heuristic."""
 _TICKS = 2**30  # of a clipped loss: L is so many
 
 
@@ -58,7 +61,7 @@ def noised_mean(losses_N: np.ndarray, *, noise_multiplier: float, clip: float, k
     width = noise_multiplier * _TICKS
     normal = torch.zeros(1, dtype=torch.float64)
 
-    def add(part: torch.Tensor, sums: torch.Tensor) -> None:
+    def add(part: Tensor, sums: Tensor) -> None:
         part.add_(sums / math.sqrt(DRAWS))
 
     add_draws(normal, add, key=key, name="heldout_loss", start=0)

@@ -141,8 +141,7 @@ def release(
             raise ValueError(f"OUT = '{out}': cannot be written ({error})") from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-    total = "the card's total: torchtitan-dp ledger RUN …"
-    warn_of_other_runs(config, f"if several are given away, epsilons add up; {total}")
+    warn_of_other_runs(config, "if they are given away too, or decided anything of this run, ")
     return terms
 
 

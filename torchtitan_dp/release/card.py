@@ -21,7 +21,7 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.formats import FORMATS
 from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
 from torchtitan_dp.ledger import PRIVACY_FILE, Lineage, RunLog
-from torchtitan_dp.ledger.lineage import Ancestor, of_weights
+from torchtitan_dp.ledger.lineage import LATER, Ancestor, of_weights
 from torchtitan_dp.ledger.schema import in_sentences, in_words, read_run, released
 from torchtitan_dp.ledger.spending import PUBLIC, reasons, recorded, spent, to_act_on
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
@@ -159,14 +159,14 @@ def covered(terms: dict[str, Any]) -> str:
 
 
 def condition(terms: dict[str, Any]) -> str:
-    """Return the condition of a run's epsilon that stopped early; nothing where none is stated."""
-    steps, planned = terms["steps"], terms["planned_steps"]
-    if steps >= planned or "planned" not in terms["epsilon_counts"]:
-        return ""
-    return (
-        f"it holds only if no loss, no log and no clock made the owner stop after {steps} of "
-        f"{planned} steps"
-    )
+    """Return the condition of the epsilon of a run that stopped early, or was changed by a later
+    start; nothing of any other."""
+    steps, planned, made = terms["steps"], terms["planned_steps"], list[str]()
+    if steps < planned and "planned" in terms["epsilon_counts"]:
+        made.append(f"made the owner stop after {steps} of {planned} steps")
+    changes = [one.removesuffix(LATER) for one in terms["caveats"] if one.endswith(LATER)]
+    made += [f"decided that {change}after the first start" for change in changes]
+    return f"it holds only if no loss, no log and no clock {', or '.join(made)}" if made else ""
 
 
 def guarantee(terms: dict[str, Any], config: JobConfig | None) -> dict[str, Any]:

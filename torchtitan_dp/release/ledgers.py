@@ -3,7 +3,7 @@
     python -m torchtitan_dp.ledger RUN… [--delta D] [--overlapping] [--json FILE]
 
 RUN is a `job.dump_folder`. Exit code 0 if all that the runs' files say holds together, 1 if not,
-2 for a mistake on the command line.
+or if a run has no checkpoint to compare with; 2 for a mistake on the command line.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
         if options.json:
             write_json(options.json, for_programs(runs, spent))
     _show(runs, spent, results(options.json), overlapping=options.overlapping)
-    return 0 if holds else 1
+    return 0 if all(run.verified for run in runs) else 1
 
 
 def _show(runs: list[Run], spent: Total | None, out: TextIO, *, overlapping: bool) -> None:
@@ -45,7 +45,7 @@ def _show(runs: list[Run], spent: Total | None, out: TextIO, *, overlapping: boo
             f"{run.folder}: run {ledger.run}, {ledger.steps:,} steps: epsilon = "
             f"{_word(run.epsilon)}; of all {ledger.steps_executed:,} steps begun: "
             f"{_word(run.epsilon_executed)}; with planned ones: {_word(run.epsilon_planned)}; "
-            f"verified: {'NO' if run.faults else 'yes'}"
+            f"verified: {'yes' if run.verified else 'NO'}"
         )
         words = {"FAULT": run.faults, "note": run.notes, "assumed": to_act_on(run.caveats())}
         for kind, lines in words.items():
@@ -95,7 +95,7 @@ def for_programs(runs: list[Run], spent: Total | None) -> dict[str, Any]:
                 **{name: getattr(run, name) for name in own},
                 **{name: getattr(run.ledger, name) for name in of_ledger},
                 "delta": run.ledger.settings.delta,
-                "verified": not run.faults,
+                "verified": run.verified,
                 "caveats": run.caveats(),
             }
             for run in runs

@@ -93,7 +93,8 @@ class Chart:
             figure = Figure(figsize=(5, 2.8), layout="constrained")
             axes = figure.subplots()
             for name, points in self.lines.items():
-                last = f"{name} {rounded_up(points[-1][1])}"
+                value = points[-1][1]
+                last = f"{name} {rounded_up(value) if self.public else format(value, '.5g')}"
                 drawn = points[:: math.ceil(len(points) / _DRAWN)]
                 axes.plot(*zip(*drawn, strict=True), "." if len(points) == 1 else "-", label=last)
             if self.reference is not None:

@@ -215,5 +215,5 @@ def epsilon_rows(run: RunFolder) -> list[Row]:
     if run.epsilon_planned is not None:
         target = run.ledger.settings.target_epsilon
         asked = "" if target is None else f" (target {target:g})"
-        rows.append(Row("ε at the end", rounded_up(run.epsilon_planned) + asked, True))
+        rows.append(Row("ε to state, at the end", rounded_up(run.epsilon_planned) + asked, True))
     return rows

@@ -19,6 +19,7 @@ import dataclasses
 import glob
 import importlib.util
 import os
+import shlex
 import sys
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 # isort: split
 from torchtitan.config import TORCH_DTYPE_MAP
 
-from torchtitan_dp.base.process import Fault, say, untested, warn
+from torchtitan_dp.base.process import Fault, say, typed, untested, warn
 from torchtitan_dp.base.torch_private import DispatchMode
 from torchtitan_dp.checkpoint.folder import refuse_other_settings
 from torchtitan_dp.checkpoint.plan import (
@@ -65,13 +66,14 @@ from torchtitan_dp.config.derived import (
 from torchtitan_dp.data.dataset import Records, Samples, describe, settings_of
 from torchtitan_dp.data.prepare import Source, prepared
 from torchtitan_dp.data.reading import reading
-from torchtitan_dp.data.store import Store, runs_beside
+from torchtitan_dp.data.store import runs_beside
 from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
 from torchtitan_dp.distributed.devices import available_bytes, has_accelerator
 from torchtitan_dp.distributed.host_memory import page_locked_bytes
 from torchtitan_dp.distributed.windows import check_softcap
 from torchtitan_dp.gradients.optimizer import MomentumSGD
-from torchtitan_dp.ledger import PRIVACY_FILE
+from torchtitan_dp.ledger import EXECUTED_FILE
+from torchtitan_dp.ledger.log import read_fingerprint
 from torchtitan_dp.ledger.schema import read_published_fields
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
@@ -278,14 +280,18 @@ def show_notices(config: JobConfig, checked: Checked) -> None:
         print(f"      {line}", file=sys.stderr)
 
 
-def warn_of_other_runs(config: JobConfig, adds_up: str, own: Store | None = None) -> None:
-    """Warn of other runs on this run's records (or on its `own` store), or on units of the same
-    names, and how their epsilons add up."""
-    runs = runs_beside(config.job.dump_folder, config.data.store, own)
-    if others := [one for one in runs if os.path.exists(os.path.join(one, PRIVACY_FILE))]:
+def warn_of_other_runs(config: JobConfig, when: str, records: Records | None = None) -> None:
+    """Warn of other private runs on a run's records, by default those that it trained on, or on
+    units of the same names; print the command that adds up their epsilons."""
+    run = config.job.dump_folder
+    runs = runs_beside(run, config.data.store, records.store if records else None)
+    if others := [one for one in runs if os.path.exists(os.path.join(one, EXECUTED_FILE))]:
         more = f" and {len(others) - 1} more" * (len(others) > 1)
         trained = f"{others[0]}{more} trained on these records, or units of these names"
-        print(f"warning: {trained}: {adds_up}", file=sys.stderr)
+        own = records.fingerprint if records else read_fingerprint(run)
+        differ = {own} != {read_fingerprint(one) for one in others}
+        add_up = typed(f"ledger {shlex.join([run, *others])}{' --overlapping' * differ}")
+        print(f"warning: {trained}: {when}epsilons add up: {add_up}", file=sys.stderr)
 
 
 def show_records(config: JobConfig, checked: Checked, *, brief: bool) -> None:
@@ -293,8 +299,7 @@ def show_records(config: JobConfig, checked: Checked, *, brief: bool) -> None:
     for warning in checked.records.warnings:
         warn(warning)
     if checked.records.fingerprint and config.privacy.enable:
-        adds_up = f"for each {unit_word(config)} epsilons add up (torchtitan-dp ledger RUN RUN …)"
-        warn_of_other_runs(config, adds_up, checked.records.store)
+        warn_of_other_runs(config, f"for each {unit_word(config)} ", checked.records)
     if checked.records.fingerprint and not brief:  # else they are none, but a number
         for line in describe(checked.records.figures(checked.samples), unit_word(config)):
             say(line)
@@ -322,11 +327,8 @@ def notices(config: JobConfig) -> list[str]:
 
 def tokenizer_lines(config: JobConfig, source: Source) -> list[str]:
     """Describe the tokenizer, an end that is never learned, and text that no sample has."""
-    where, tokenizer, template = (
-        config.model.hf_assets_path,
-        source.tokenizer,
-        source.reading.template,
-    )
+    where, tokenizer = config.model.hf_assets_path, source.tokenizer
+    template = source.reading.template
     if template is None:
         ids, mark = [tokenizer.eos_id], "the tokenizer's eos"
     else:
@@ -356,15 +358,13 @@ def tokenizer_lines(config: JobConfig, source: Source) -> list[str]:
 
 
 SMALLEST = 1e-12
-_LOOKED_AT = 10_000  # steps, at most: schedules change slowly
 _LAST = 0.01  # of the steps, which a decay to zero may leave without a change
 
 
 def factors(config: JobConfig) -> dict[int, float]:
-    """Return the schedule's factor of each step, or of many of them and the last."""
-    steps, factor = config.training.steps, schedule(config)
-    looked_at = {*range(0, steps, max(1, steps // _LOOKED_AT)), steps - 1}
-    return {index + 1: factor(index) for index in sorted(looked_at)}
+    """Return the schedule's factor of each step."""
+    factor = schedule(config)
+    return {index + 1: factor(index) for index in range(config.training.steps)}
 
 
 def check_learning(config: JobConfig) -> None:

@@ -96,7 +96,7 @@ class LabelledMetricsProcessor(MetricsProcessor):
         folder, watch = self.job_config.job.dump_folder, ""
         if self.job_config.metrics.enable_tensorboard:
             watch = f"; to watch (not private): tensorboard --logdir {shlex.quote(folder)}"
-        logger.info(f"writes: {folder}/{watch}")
+        logger.info(f'writes: {folder}/{watch}; share nothing that is marked "not private"')
         self.time_last_log = time.perf_counter()  # opening may take seconds
 
     def should_log(self, step: int) -> bool:

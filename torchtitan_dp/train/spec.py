@@ -77,10 +77,8 @@ _WARNINGS = (
 
 
 def quiet(logger: logging.Logger) -> None:
-    """Hide lines of TorchTitan's logger and warnings of libraries that need no action; none with
-    LOGLEVEL=DEBUG in the environment. Errors and all other warnings pass in any case."""
-    if os.environ.get("LOGLEVEL", "").upper() == "DEBUG":
-        return
+    """Hide lines of TorchTitan's logger and warnings of libraries that need no action. Errors and
+    all other warnings pass in any case."""
     logger.addFilter(is_shown)
     for handler in logger.handlers:  # TorchTitan's says more than 40 characters before each line
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%d %b %T"))

@@ -150,7 +150,7 @@ class Search:
             try:
                 checked = check_run(load_config(self.arguments(trial, noise), self.world_size))
             except ValueError as mistake:
-                raise ValueError(f"{' '.join(trial.options)}: {mistake}") from None
+                raise ValueError(f"{trial.name}, {' '.join(trial.options)}: {mistake}") from None
             assert checked.plan is not None  # with privacy
             found.append((checked.plan, checked.records))
         return found
@@ -364,7 +364,8 @@ def _announce(search: Search, noise: Noise, epsilon: float) -> Total:
     assert loss is not None
     units, word = len(records.heldout), unit_word(search.config)
     deviation = loss.noise_multiplier * loss.clip / units
-    _say(f"published losses: of {units:,} held-out {word}s, with noise of {deviation:.2g} nats")
+    how = f"clipped to {loss.clip:g} nats, with noise of {deviation:.2g}"
+    _say(f"published losses: of {units:,} held-out {word}s, {how}")
     if deviation > TELLS_APART / 3:
         enough = math.ceil(units * 3 * deviation / TELLS_APART)
         raise ValueError(
@@ -424,7 +425,7 @@ def _conclude(search: Search, announced: Total, json_file: str | None) -> int:
     if not found or faults:
         return 1
     clip = search.config.validation.publish_clip
-    if found[-1].loss > clip - 2 * found[-1].deviation:
+    if found[0].loss > clip - 2 * found[0].deviation:
         _say(f"warning: losses near validation.publish_clip = {clip:g} compare nothing: raise it")
     out = results(json_file)
     for trial, loss, deviation in found:
