@@ -69,7 +69,8 @@ def require_folder(assets: str) -> None:
 def require_records(path: str) -> None:
     """Refuse, by ValueError in one line, a path that cannot name a file."""
     full = os.path.abspath(os.path.expanduser(path))
-    if path and path not in NAMED and not (glob.has_magic(path) or os.path.exists(full)):
+    is_there = os.path.exists(full) or next(glob.iglob(full, recursive=True), None)
+    if path and path not in NAMED and not is_there:
         raise ValueError(_MISSING.format(path))
 
 

@@ -134,13 +134,14 @@ def main(argv: list[str]) -> list[str]:
             lock_folder(folder).close()  # a plan alone makes no folder
             refuse_lack(config, checked.args, options.ranks_here, available)
         spending = None if checked.plan is None else _spending(config, checked, checked.plan)
-    brief = options.ranks_here is not None and not os.environ.get(VERBOSE)
-    out = results(options.json) if options.ranks_here is None else sys.stderr
+    starts = options.ranks_here is not None
+    brief = (starts or options.recommend) and not os.environ.get(VERBOSE)
+    out = sys.stderr if starts else results(options.json)
     for key in [] if brief else found:
         print(f"      {key}: the fewest ranks that fit share a sample", file=out)
     host = _host(config, checked, options.ranks_here or min(world_size, RANKS_A_NODE))
     _show(config, checked, spending, host, available, out, brief=brief)
-    if options.ranks_here is not None and is_done(config, checked):
+    if starts and is_done(config, checked):
         raise SystemExit(0)
     if spending is None:
         if machine or asked:
