@@ -47,7 +47,7 @@ def test_training_without_a_launcher_is_one_line(monkeypatch):
     ended = said(sys.executable, "-m", "torchtitan_dp.train")
     (line,) = ended.stderr.splitlines()
     assert ended.returncode == 2
-    assert line.startswith("error: RANK is not set: start by `torchtitan-dp train`, ./run")
+    assert line.startswith("error: RANK is not set: start it by `torchtitan-dp train`")
 
 
 def test_the_launcher_says_what_it_does_before_it_imports_torch():

@@ -81,7 +81,7 @@ def test_a_finished_run_is_not_described_by_a_start_that_trains_nothing(finished
     assert (folder.out / "run_config.json").read_bytes() == settings
     with pytest.raises(SystemExit):
         folder.planned_epsilon(capsys, STEPS - 1)
-    line = f"training.steps = {STEPS - 1}: {STEPS} were taken already; give no fewer"
+    line = f"training.steps = {STEPS - 1}: {STEPS} were taken; give no fewer"
     assert line in capsys.readouterr().err
 
 

@@ -12,9 +12,9 @@ PRIVATE_FILES = (
 """Patterns of the files of a run's folder that docs/privacy.md lists as not to be published."""
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(,\d+)?|\b\d+(\.\d+)? ?(s|seconds|min)\b")
+_TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d|\b\d+(\.\d+)? ?(s|seconds|min)\b")
 _SPACE = re.compile(r"[\d.]+ GiB are free")  # on a disk that others use, too
-_PREFIX = re.compile(r"^\[titan\] TIME - root - [A-Z]+ - ?")
+_PREFIX = re.compile(r"^\d\d \w{3} \d\d:\d\d:\d\d [A-Z]+ ")
 _RANK = re.compile(r"^\[rank\d+\]:")
 _LABEL = re.compile(r"(warning \()?not private")
 
