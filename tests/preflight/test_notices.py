@@ -91,7 +91,7 @@ def test_the_tokenizer_and_ends_that_are_not_learned_are_named(
     rows = [{"note": "text", "chat": chats.chat("?", "!")}] * 24
     write(tmp_path, {"notes.jsonl": as_lines(rows)})
     said = planned(tmp_path, capsys)
-    assert "tokenizer: bytes, vocabulary 258, bos 256, eos 257; model.hf_assets_path is not" in said
+    assert "tokenizer: bytes, vocabulary 258, bos 256, eos 257, from no model.hf_assets" in said
     assert "learns to stop" not in said
 
     outside = chats.MARKED.replace(

@@ -235,8 +235,8 @@ class Checkpointer(CheckpointManager):
             self._raise_unsaved(step, error)
         if saves:
             self._report(step)
-        kept = "saved" if step else "before there is anything to save"
-        kept = kept if saves else "not saved, since checkpoint.enable is false"
+        kept = "saved" if saves else "not saved, since checkpoint.enable is false"
+        kept = kept if step else "before the first step"
         logger.info(f"stopped at step {step} of {steps} as asked, {kept}: the same command resumes")
         return saves
 

@@ -352,9 +352,8 @@ def tokenizer_lines(config: JobConfig, source: Source) -> list[str]:
             f"warning: records end with {mark}, {ids[0]}, and {path} has eos_token_id = {stops}: "
             f"what is released would not stop; set it to {ids[0]} there"
         )
-    origin = f", from {where}" if where else "; model.hf_assets_path is not set"
-    named = f"tokenizer: {tokenizer.describe()}{origin}"
-    return [named, *filter(None, [end, never_trained(config)])]
+    named = f"{tokenizer.describe()}, from {where or 'no model.hf_assets_path'}"
+    return [f"tokenizer: {named}", *filter(None, [end, never_trained(config)])]
 
 
 SMALLEST = 1e-12
@@ -362,9 +361,10 @@ _LAST = 0.01  # of the steps, which a decay to zero may leave without a change
 
 
 def factors(config: JobConfig) -> dict[int, float]:
-    """Return the schedule's factor of each step."""
-    factor = schedule(config)
-    return {index + 1: factor(index) for index in range(config.training.steps)}
+    """Return the schedule's factor of each step, or of many of them and the last."""
+    steps, factor = config.training.steps, schedule(config)
+    looked_at = {*range(0, steps, steps // 10_000 + 1), steps - 1}
+    return {index + 1: factor(index) for index in sorted(looked_at)}
 
 
 def check_learning(config: JobConfig) -> None:
