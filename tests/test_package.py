@@ -95,5 +95,4 @@ def test_shipped_configurations_are_found_wherever_pip_puts_the_package(
         usage = run("-m", "torchtitan_dp", cwd=tmp_path, PYTHONPATH=str(place))
         assert usage.endswith(f"shipped configurations: {shipped}\n")
         where = "import torchtitan_dp as t; print(t.__file__)"
-        found = run("-c", where, cwd=tmp_path, PYTHONPATH=str(place))
-        assert Path(found).is_relative_to(place)
+        assert Path(run("-c", where, cwd=tmp_path, PYTHONPATH=str(place))).is_relative_to(place)

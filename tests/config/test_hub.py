@@ -78,8 +78,7 @@ def test_weights_come_with_their_ledger(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_runs_own_configuration_asks_nobody(tmp_path: Path) -> None:
     written = config("--model.hf_assets_path=of/it", f"--job.dump_folder={tmp_path}")
     written.model.hf_assets_path = "of/it"
-    text = json.dumps(dataclasses.asdict(written))
-    (tmp_path / RUN_CONFIG_FILE).write_text(text)
+    (tmp_path / RUN_CONFIG_FILE).write_text(json.dumps(dataclasses.asdict(written)))
     assert read_config(str(tmp_path)).model.hf_assets_path == "of/it"
 
 

@@ -47,7 +47,7 @@ training.global_batch_size=25 → training.global_batch_size = 25
 privacy.sample_rate=1.5
 training.global_batch_size=-1 → set the expected number of records
 training.seq_len=31
-training.seq_len=0 → = 4; try 4
+training.seq_len=0 → must be at least 1
 training.dataset_path=/nowhere
 training.dataset_path= → training.dataset_path is not set
 training.dataset=jsonl → training.dataset_path =
@@ -113,7 +113,7 @@ privacy.epsilon=8 → did you mean --privacy.target_epsilon?
 training.lr=1 → did you mean --optimizer.lr?
 optimizer.learning_rate=1 → did you mean --optimizer.lr?
 data a → unknown option; see --help; sections are activation_checkpoint, checkpoint
-privacy.secure_noise true → 'true': neither an option (--section.key) nor the value of one; a switch
+privacy.secure_noise true → = 'true': it is a switch without a value; write --privacy.secure_noise
 privacy.secure-noise=true → write --privacy.secure_noise or --privacy.no-secure_noise
 training.steps=many → training.steps = 'many': must be a whole number
 data.unit-sampling=skip → data.unit_sampling = 'skip': must be one of 'auto', 'concat', 'random'

@@ -143,8 +143,7 @@ def test_owners_whose_names_are_joined_are_reported(tmp_path: Path) -> None:
 
 
 def test_row83_a_record_without_a_readable_owner_is_alone_and_silent(tmp_path: Path) -> None:
-    rows = letters(["ann"], ["ann", 1.5], None, ["ann"])
-    store = store_of(rows, tmp_path, unit_field=["who"])
+    store = store_of(letters(["ann"], ["ann", 1.5], None, ["ann"]), tmp_path, unit_field=["who"])
     assert units(store) == {(0, 3), (1,), (2,)}
     assert [text is None for text in texts(store)] == [False, True, True, False]
     assert store.facts["unnamed"] == 2
@@ -163,8 +162,7 @@ def test_owners_of_many_records_and_of_several_spellings_are_reported(tmp_path: 
 
 
 def test_a_list_of_owners_needs_a_list_of_fields(tmp_path: Path) -> None:
-    rows = letters(["ann"], ["bob"])
-    root = WRITERS["parquet"](tmp_path / "a", rows)
+    root = WRITERS["parquet"](tmp_path / "a", letters(["ann"], ["bob"]))
     with pytest.raises(
         ValueError, match=r"of lists of owners, name the field in a list: \['owners'"
     ):

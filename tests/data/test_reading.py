@@ -165,6 +165,9 @@ def test_chats_need_a_template(tmp_path: Path) -> None:
             reading("text", None, "m", path, tokenizer)
     kept = folder(tmp_path / "bytes")
     (tmp_path / "bytes/tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"neither tokenizer\.json nor config\.json: name a model"):
+        load_tokenizer(kept)
+    (tmp_path / "bytes/config.json").write_text("{}")
     with pytest.raises(ValueError, match="no chat template"):
         reading("text", None, "m", kept, load_tokenizer(kept))
 

@@ -11,8 +11,7 @@ from tests.processes.ranks import on_ranks
 
 def sum_of(value):
     """The sum of a sample whose one bad element lies on cp rank 0, and of a good one; and norms."""
-    built = build.build((1, 1, 2), "--privacy.gradient_method=grad_sample")
-    total = built.gradients.clipped_sum
+    total = build.build((1, 1, 2), "--privacy.gradient_method=grad_sample").gradients.clipped_sum
     first = torch.distributed.get_rank() == 0
 
     def shards(bad):

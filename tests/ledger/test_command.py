@@ -140,8 +140,7 @@ def test_hazard_45_weights_of_a_run_on_the_same_records_spend_on(first, data, tm
     assert any("decided this run's noise, rate or steps" in caveat for caveat in spent["caveats"])
     assert run(out)[1]["total"]["epsilon"] == pytest.approx(spends((SIGMA, 4), (2.0, 2)))
     capsys.readouterr()
-    both = run(out, first)[1]["total"]
-    assert both["epsilon"] == pytest.approx(spends((SIGMA, 8), (2.0, 2)))
+    assert run(out, first)[1]["total"]["epsilon"] == pytest.approx(spends((SIGMA, 8), (2.0, 2)))
     assert "steps counted twice" in capsys.readouterr().out
 
 

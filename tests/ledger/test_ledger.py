@@ -117,7 +117,7 @@ def test_a_resume_on_changed_terms_is_refused_with_values_and_the_remedy(attribu
     with pytest.raises(ValueError, match=f"^{re.escape(f'{key} = {value}')}: ") as refusal:
         changed.resumed(since=SETTINGS)
     assert f"started with {SETTINGS.fields()[attribute]}; set it back" in str(refusal.value)
-    assert "name another job.dump_folder, to plan or begin another run" in str(refusal.value)
+    assert "for another run name another job.dump_folder" in str(refusal.value)
 
 
 def test_a_run_counts_the_worst_of_its_meshes():

@@ -143,8 +143,7 @@ def test_recommend(planned):
     asked, *more = advice["rows"][1:]
     assert (asked["global_batch_size"], asked["steps"]) == (2, 400)
     assert asked["noise_multiplier"] == content["noise_multiplier"]
-    over_run = content["signal"]["noise_over_run"]
-    assert asked["noise_over_run"] == pytest.approx(over_run)
+    assert asked["noise_over_run"] == pytest.approx(content["signal"]["noise_over_run"])
     best = (advice["global_batch_size"], advice["steps"])
     assert best in [(row["global_batch_size"], row["steps"]) for row in (asked, *more)]
     (line,) = (line for line in said.splitlines() if line.startswith("recommended: "))

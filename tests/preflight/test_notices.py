@@ -126,7 +126,7 @@ def test_the_tokenizer_and_ends_that_are_not_learned_are_named(
 
 def test_a_field_that_names_people_is_a_notice_where_records_are_the_unit(tmp_path, capsys) -> None:
     write(tmp_path, {"notes.jsonl": as_lines([{"patient_id": row["who"], **row} for row in NOTES])})
-    notice = "lines have a JSON field 'patient_id', but data.unit_field is not set"
+    notice = "if one of these names the person, set it: 'patient_id', 'who'"
     assert notice in planned(tmp_path, capsys, *with_sigma(1))
     assert notice not in planned(tmp_path, capsys, *with_sigma(1), "--data.unit_field=patient_id")
     texts = write(tmp_path / "texts", {f"{n}/note.txt": b"text" for n in range(24)})
@@ -156,7 +156,7 @@ def test_other_runs_on_the_same_records_are_named(tmp_path, capsys) -> None:
         for line in planned(tmp_path, capsys, f"--job.dump_folder={tmp_path}/second").splitlines()
         if "trained on these records" in line
     )
-    assert line.startswith(f"warning: {tmp_path}/out trained on these records, or units of these")
+    assert line.startswith(f"warning: {tmp_path}/out trained on these records, or on units with")
     assert line.endswith(f"epsilons add up: {typed('ledger')} {tmp_path}/second {tmp_path}/out")
     mark_used(open_records(load_config(command(tmp_path), 1)).store, str(tmp_path / "second"))
     assert runs_beside(str(tmp_path / "second"), None) == [str(tmp_path / "out")]

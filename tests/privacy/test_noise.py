@@ -150,8 +150,7 @@ def test_threefry_normal_at_the_extreme_words(monkeypatch):
 
     def exact(w0: int, w1: int, w2: int) -> float:
         unsigned = (w0 % 2**32) * 2**32 + w1 % 2**32
-        small = min(unsigned, 2**64 - 1 - unsigned)
-        t = (small + 0.5) / 2**64
+        t = (min(unsigned, 2**64 - 1 - unsigned) + 0.5) / 2**64
         minus_log = -np.log1p(-t) if unsigned >= 2**63 else -np.log(t)
         value = np.sqrt(2 * minus_log) * np.sin(np.pi / 2 * ((w2 % 2**31) + 0.5) / 2**31)
         return -value if w2 < 0 else value

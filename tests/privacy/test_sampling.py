@@ -169,8 +169,7 @@ def test_a_large_population_is_the_same_whole_and_in_chunks(monkeypatch):
 
 def test_choices_have_their_laws(no_other_generator):
     each = [choices(key(1), position, secure=True) for position in range(6_000)]
-    places = np.concatenate([one.random(3) for one in each])
-    assert stats.kstest(places, "uniform").pvalue > 1e-4
+    assert stats.kstest(np.concatenate([one.random(3) for one in each]), "uniform").pvalue > 1e-4
     numbers = np.bincount([one.integers(7) for one in each], minlength=7)
     assert stats.chisquare(numbers).pvalue > 1e-4
     picks = np.array([one.choice(5, size=2, replace=False) for one in each])

@@ -36,7 +36,7 @@ from torchtitan_dp.config.load import read_config, write_config
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 from torchtitan_dp.ledger import Lineage, Settings, schema
 from torchtitan_dp.ledger.lineage import LATER, Ancestor, History, not_private, with_caveats
-from torchtitan_dp.ledger.spending import PUBLIC
+from torchtitan_dp.ledger.spending import PUBLIC, total
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.privacy.accounting import rounded_up
@@ -227,6 +227,19 @@ def test_older_weights_claim_what_was_begun_and_what_they_still_planned(run, mad
     assert only in card.partition("In words")[0]
     covers = "the 2 steps of these weights, 2 that crashes may have lost, 2 that were planned"
     assert f"| ε covers | {covers} and not taken |" in card
+
+
+def test_other_runs_that_the_owner_names_are_added_up_in_the_card(run, made, tmp_path, capsys):
+    shutil.copytree(run, tmp_path / "other")
+    found = total([verify(str(run)), verify(str(tmp_path / "other"))], overlapping=True)
+    terms, card = made("--with", str(tmp_path / "other"))
+    assert terms["epsilon"] < found.epsilon_planned
+    assert "| Together with 1 other run | that the owner named, " in card
+    assert f": ε = {rounded_up(found.epsilon_planned)}, δ = " in card
+    publish(not_private(earlier_ledger(str(run)), "a test"), tmp_path / "other")
+    with pytest.raises(SystemExit):
+        made("--with", str(tmp_path / "other"), name="none")
+    assert "not all add up; torchtitan-dp ledger says why" in capsys.readouterr().err
 
 
 def test_what_a_resume_changed_is_a_condition_of_the_promise(run, made):

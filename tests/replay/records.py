@@ -83,8 +83,7 @@ def letters(path: Path, random: random.Random, changed: bool) -> None:
             line["text"] = odd if changed else ""
         lines.append(line)
     _lines(path, lines)
-    text = path.read_bytes()
-    path.write_bytes(text.replace(b"not nothing", b"no UTF-8 \xff"))
+    path.write_bytes(path.read_bytes().replace(b"not nothing", b"no UTF-8 \xff"))
 
 
 def prompts(path: Path, random: random.Random, changed: bool) -> None:

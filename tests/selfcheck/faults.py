@@ -52,8 +52,7 @@ def own_tokens_alone():
     """A rank keeps the gradient of its own tokens: the reduction over cp does not add."""
 
     def keep(self, output_tensor, input_tensor, group, op, async_op=False):
-        chunks_CN = input_tensor.view(self._cp_size, -1)
-        output_tensor.copy_(chunks_CN[dist.get_rank(self._cp)])
+        output_tensor.copy_(input_tensor.view(self._cp_size, -1)[dist.get_rank(self._cp)])
         self._shard_DN = output_tensor.view(1, -1)
 
     return replaced(ReduceScatterOverCP, "__call__", keep)

@@ -88,8 +88,7 @@ def start(tmp_path):
 
         def begin(*program):
             arguments = [*QUICK, "--job.dump_folder", str(tmp_path / "run")]
-            run = Run(arguments, program=program, log=tmp_path / "log/log")
-            return runs.enter_context(run)
+            return runs.enter_context(Run(arguments, program=program, log=tmp_path / "log/log"))
 
         yield begin
 

@@ -179,7 +179,7 @@ def test_a_search_that_noise_would_decide_is_refused(search, trainer, monkeypatc
     *_, line = said.splitlines()
     assert (code, trainer.started) == (2, [])
     assert line.startswith("error: --epsilon = 4: noise of ")
-    assert "(data.heldout_fraction: " in line
+    assert "(by 0.3, say): lower validation.publish_clip" in line  # half of them are held out
     assert not (search.folder / "trial_1").exists()
     assert search("--validation.publish_clip=0.1")[0] == 0
 

@@ -80,8 +80,7 @@ def validated(degrees: tuple[int, int, int], rank: int, *overrides: str) -> dict
         built.model.model.model.norm.weight.div_(2)
 
     validator.average = SimpleNamespace(in_place_of_weights=doubled)  # type: ignore[assignment]
-    loss = validator.validate([built.model], 1)
-    assert logged["heldout_loss"] == loss
+    assert logged["heldout_loss"] == validator.validate([built.model], 1)
     published = validator.losses([built.model])
     return logged | {f"unit {i}": float(one) for i, one in enumerate(published)}
 

@@ -68,8 +68,7 @@ def main(argv: list[str]) -> None:
             prepare_run(config)
         decide = decision(config)
         check_model(config, decide())
-        records = open_records(config)
-        plan = plan_start(config, len(records.train), decide(), None)
+        plan = plan_start(config, len(open_records(config).train), decide(), None)
         if is_game:
             check_power(plan.settings.mechanism, options.trials)
     device = join_ranks()

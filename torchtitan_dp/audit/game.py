@@ -146,8 +146,7 @@ class _AdaptedDials(_Dials):
             factor = self.get_parameter(name)
             assert isinstance(factor, DTensor)  # a write to a gathered copy would be lost
             copy_slice_(factor, share * torch.eye(self._rows))
-        along_WN = torch.cat([share * case.along_PN for share in factors])
-        return along_WN[: len(self.dials)]
+        return torch.cat([share * case.along_PN for share in factors])[: len(self.dials)]
 
 
 class _Observer(torch.optim.Optimizer):
@@ -281,8 +280,7 @@ class Game:
             at_once = self._gradients.batch_size or size
             for slot_B in torch.from_numpy(slots).to(self._device).split(at_once):
                 valid_B = slot_B >= 0
-                unit_BPN = units_UPN[slot_B].masked_fill(~valid_B[:, None, None], 0.0)
-                loss_B = self._model(unit_BPN)
+                loss_B = self._model(units_UPN[slot_B].masked_fill(~valid_B[:, None, None], 0.0))
                 self._gradients.accumulate_clipped(loss_B, valid_B, slot_B.tolist())
         self._optimizer.step(self._sum.take(), chain.take(self._taken))
         self._sum.reset()

@@ -231,8 +231,7 @@ def forbid_core_dumps() -> None:
     """Forbid core dumps, which would contain the run's secrets and its records. A limit of 0 stops
     core files, one of 1 pipes to a program, too (fs/coredump.c); where neither is heeded, the
     filter leaves registers in a core, and no memory."""
-    hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
-    limit = 0 if hard == 0 else 1
+    limit = 0 if resource.getrlimit(resource.RLIMIT_CORE)[1] == 0 else 1
     resource.setrlimit(resource.RLIMIT_CORE, (limit, limit))
     with contextlib.suppress(OSError), open(_CORE_FILTER, "w") as file:  # not in every kernel
         file.write("0")

@@ -262,7 +262,9 @@ class Bookkeeping:
         if spent["private"] and not self.ledger.is_trial:
             lines.append(f"to publish: {typed('release')} {self._folder} NEW_FOLDER")
             if self._config.lora.rank and self._config.lora.export == "adapter":
-                lines.append("adapters need PEFT and their base (--base_model); --merged: a model")
+                lines.append(
+                    "adapters need PEFT (pip install peft) and their base; --merged: a model"
+                )
         return lines
 
     def _draw(self, step: int, loader: RecordLoader) -> Draw:

@@ -121,8 +121,7 @@ def config_hash(config: JobConfig) -> str:
     sections["training"].pop("dataset_path")
     sections["job"].pop("dump_folder")
     sections["job"].pop("config_file")
-    text = json.dumps(sections, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(json.dumps(sections, sort_keys=True, default=str).encode()).hexdigest()
 
 
 AS_GOOD = 1.1
@@ -332,8 +331,7 @@ def settle(config: JobConfig, units: int, history: History, terms: Settings | No
         )
     if ledger.composes and counted_by(ledger) != privacy.accountant:
         warnings.append(BY_RDP)
-    stated = max(reached, epsilon(ledger, ledger.left))
-    return Plan(ledger, steps, reached, stated, tuple(warnings))
+    return Plan(ledger, steps, reached, max(reached, epsilon(ledger, ledger.left)), tuple(warnings))
 
 
 def choose_loss(config: JobConfig, earlier: History | None) -> HeldOutLoss | None:

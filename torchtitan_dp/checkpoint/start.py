@@ -271,8 +271,7 @@ def with_initial(history: History, config: JobConfig, folder: str | None) -> His
     planned, losses = earlier.steps + earlier.left, earlier.published_losses
     own = Ancestor(earlier.run, earlier.settings, earlier.steps, planned, earlier.lost)
     if losses is not None:
-        sigma = losses.mechanism.noise_multiplier
-        own = replace(own, losses=losses.steps, noise_of_losses=sigma)
+        own = replace(own, losses=losses.steps, noise_of_losses=losses.mechanism.noise_multiplier)
     history = with_caveats(
         history,
         f"the initial weights are of run {earlier.run}, whose steps are included",

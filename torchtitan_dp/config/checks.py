@@ -103,7 +103,9 @@ _OF_SEVERAL: dict[_Range, str] = {
     "training.max_norm comm.trace_buf_size profiling.profiler_warmup",
     _above(0, "a positive number"): "training.loss_scale privacy.target_epsilon "
     "validation.reference_loss",
-    _least(1, "at least 1"): "training.steps training.local_batch_size training.gc_freq "
+    _least(
+        1, "at least 1"
+    ): "training.steps training.seq_len training.local_batch_size training.gc_freq "
     "parallelism.data_parallel_replicate_degree "
     "checkpoint.interval profiling.profile_freq profiling.profiler_active metrics.log_freq "
     "validation.freq data.windows_per_draw",
@@ -223,8 +225,7 @@ def check(config: JobConfig, world_size: int | None) -> None:
     key, value and remedy. `config` has its values in range, and degrees, sampling and the gradient
     method resolved; the mesh is not checked without `world_size`."""
     tables = [_mesh(config, world_size)] if world_size else []
-    every = (_steps, _length, _memory, _heldout, _weights, _samples)
-    tables += [rows(config) for rows in every]
+    tables += [rows(config) for rows in (_steps, _length, _memory, _heldout, _weights, _samples)]
     if config.privacy.enable:
         tables.append(_privacy(config))
     mistakes = [line for rows in tables for line in islice(refusals(config, rows), 1)]
@@ -264,10 +265,10 @@ def _steps(config: JobConfig) -> Iterator[str]:
 def _length(config: JobConfig) -> Iterator[str]:
     seq_len, multiple = config.training.seq_len, 2 * config.parallelism.context_parallel_degree
     below = seq_len // multiple * multiple
-    if seq_len < 1 or seq_len != below:
+    if seq_len != below:
         yield (
             f"training.seq_len: must be a multiple of 2 x context_parallel_degree = {multiple}; "
-            f"try {' or '.join(sorted({str(max(below, multiple)), str(max(below, 0) + multiple)}))}"
+            f"try {' or '.join(sorted({str(max(below, multiple)), str(below + multiple)}))}"
         )
 
 

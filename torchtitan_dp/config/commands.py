@@ -27,6 +27,7 @@ def _flag(name: str, text: str, action: Any = "store_true") -> _Option:
     return (name,), {"action": action, "help": text}
 
 
+_WITH = "another run on these records, as of a search: the card adds its epsilon; repeat it"
 _JSON = _takes("--json", "FILE", "write the result there; - is stdout")
 _OPTIONS: dict[str, tuple[_Option, ...]] = {
     "plan": (
@@ -96,11 +97,8 @@ _OPTIONS: dict[str, tuple[_Option, ...]] = {
             "of a run with [ema]: the average of weights (the default), or those of the last step",
             BooleanOptionalAction,
         ),
-        _takes(
-            "--base_model",
-            "NAME",
-            "the starting model's public name, for card and adapters: not checked",
-        ),
+        _takes("--with", "RUN", _WITH, dest="others", action="append", default=[]),
+        _takes("--base_model", "NAME", "the base's public name, for the card (not checked)"),
     ),
     "selfcheck": (
         _takes(

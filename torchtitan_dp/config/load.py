@@ -37,6 +37,10 @@ else:
 # only, and never released.
 RUN_CONFIG_FILE = "run_config.json"
 _CUSTOM_CONFIG = "torchtitan_dp.config"
+_FIXED = dict.fromkeys(
+    ("model.hf_assets_path", "checkpoint.initial_load_path", "privacy.initial_weights_public"),
+    ", and that stays true of these weights",
+) | {"privacy.target_epsilon": ", which fixed the noise"}
 
 
 def load_config(argv: list[str], world_size: int | None) -> JobConfig:
@@ -97,8 +101,7 @@ def check_paths(config: JobConfig) -> None:
 def seeks_fewest_ranks(argv: list[str]) -> bool:
     """Return whether a sample is to be shared by the fewest ranks that fit, which `load_config`
     does not predict: it takes all that the other degrees leave."""
-    given = _read(argv, []).get("parallelism", {})
-    return given.get("context_parallel_degree", AUTO) == AUTO
+    return _read(argv, []).get("parallelism", {}).get("context_parallel_degree", AUTO) == AUTO
 
 
 def _read(argv: list[str], mistakes: list[str]) -> dict[str, Any]:
@@ -149,11 +152,10 @@ def changes(config: JobConfig) -> dict[str, tuple[Any, Any]]:
 def write_config(config: JobConfig) -> list[str]:
     """Keep `config` in its `job.dump_folder`, with absolute paths of public inputs. Return a line
     for each key that the last start there had otherwise; they are in force from now on."""
-    path, fixed = os.path.join(config.job.dump_folder, RUN_CONFIG_FILE), ", which fixed the noise"
+    path = os.path.join(config.job.dump_folder, RUN_CONFIG_FILE)
     try:
         lines = [
-            f"{key} = {now!r} from here on: {then!r} at the last start"
-            + fixed * (key == "privacy.target_epsilon")
+            f"{key} = {now!r} from here on: {then!r} at the last start{_FIXED.get(key, '')}"
             for key, (now, then) in changes(config).items()
         ]
     except (ValueError, AttributeError) as error:
@@ -351,6 +353,8 @@ def read_command_line(argv: list[str], schema: Any, mistakes: list[str]) -> Keys
             )
         elif known.get(switched) is bool:
             values[switched] = switched == key
+            if not equals and not is_alone:
+                equals, text = " ", words.popleft()
             if equals:
                 mistakes.append(
                     f"--{key} = {text!r}: it is a switch without a value; write --{switched} or "

@@ -218,7 +218,7 @@ class Records:
         if needs_heldout and 0 < len(heldout) < _FEW:
             warnings.append(
                 f"a loss of {len(heldout)} held-out {source.unit_word}s says little: raise "
-                f"data.heldout_fraction = {heldout_fraction}"
+                f"data.heldout_fraction ({heldout_fraction})"
             )
         if needs_heldout and len(heldout) == 0:
             none = (
@@ -339,17 +339,14 @@ def describe(figures: Mapping[str, Any], word: str) -> list[str]:
     draw = f" (a draw of a {word} takes one)" if drawn != word else ""
     quantiles = figures["tokens_quantiles"].items()
     each = ", ".join(f"{_WORDS.get(q, f'{q}%')} {value:,}" for q, value in quantiles)
-    lines = [
+    return [
         f"{figures['records']:,} records{grouped}: {figures['train_units']:,} to train on, "
         f"{figures['heldout_units']:,} held out; {figures['tokens']:,} tokens to train on; "
         f"{figures['empty_units']:,} {word}s have no target, "
         f"{figures['undecodable_records']:,} records cannot be decoded",
         f"tokens per {drawn}{draw}: {each}",
-    ]
-    lines.append(
         f"at training.seq_len = {figures['seq_len']:,}: {figures['longer']:.0%} of {drawn}s are "
         f"longer, and are cut; a sample averages {figures['tokens_per_sample']:,.0f} tokens; one "
         f"draw of each covers {figures['share_in_one_sample']:.0%} of all tokens, many draws up to "
-        f"{figures['share_in_reach']:.0%}"
-    )
-    return lines
+        f"{figures['share_in_reach']:.0%}",
+    ]

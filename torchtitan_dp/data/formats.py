@@ -143,8 +143,7 @@ def _parsed(line: bytes) -> Fields | None:
         return found
 
     try:
-        text = line.decode("utf-8-sig", "surrogateescape")
-        value = json.loads(text, object_pairs_hook=once)
+        value = json.loads(line.decode("utf-8-sig", "surrogateescape"), object_pairs_hook=once)
         return value if isinstance(value, dict) else None
     except (ValueError, RecursionError, MemoryError):
         return None
@@ -366,8 +365,7 @@ def _read_footer(path: str) -> Any:
     pa = _pyarrow()
     with open(path, "rb") as file:
         file.seek(-8, os.SEEK_END)
-        size = int.from_bytes(file.read(4), "little")
-        file.seek(-8 - size, os.SEEK_END)
+        file.seek(-8 - int.from_bytes(file.read(4), "little"), os.SEEK_END)
         footer = file.read()
     plain = footer.replace(b"ARROW:schema", b"arrow schema")  # a name that pyarrow does not know
     return pa.parquet.read_metadata(pa.BufferReader(b"PAR1" + plain))

@@ -195,10 +195,11 @@ class Source:
                 f"folder is one person's, set data.unit_field = '{FOLDER}'"
             )
         if self.unit_field is None and self.facts.fields:
-            for name in filter(_PERSON.fullmatch, self.facts.field_names(files.paths[0])):
+            names = self.facts.field_names(files.paths[0])
+            if others := [repr(one) for one in names if one not in self.reading.keys]:
                 yield (
-                    f"{self.facts.row}s have a {self.facts.fields} {name!r}, but data.unit_field "
-                    "is not set: epsilon protects one of them, not all of a person's together"
+                    f"data.unit_field is not set: epsilon protects one {self.facts.row}, not all "
+                    f"of a person's; if one of these names the person, set it: {', '.join(others)}"
                 )
 
     def fields_of(self, files: Files) -> str:
@@ -213,11 +214,6 @@ class Source:
         raise ValueError(
             f"{first.setting}: {none}: {first.number:,} {records}{first.what}{also}; {first.remedy}"
         )
-
-
-_PERSON = re.compile(
-    r"(?i)(patient|person|subject|user|author|customer|client|member)[ _-]?(id|name)?"
-)
 
 
 def prepared(source: Source, data_store: str | None = None, files: Files | None = None) -> Store:
@@ -334,8 +330,8 @@ def _tokenize(
         raise ValueError(source.no_record(source.path, files))
     if unnamed == count and any(one.setting.startswith("data.unit_field") for one in lacks):
         raise ValueError(
-            f"data.unit_field = {source.unit_field!r}: none of the {count} records names one "
-            "by a text or a whole number (1.0 is none): name another field; of text files, give a "
+            f"data.unit_field = {source.unit_field!r}: none of the {count} records has a text "
+            "or a whole number there (1.0 is neither): name another field; of text files, give a "
             f"path above the units' folders{source.fields_of(files)}"
         )
     if all(reasons) and EMPTY not in lacks:

@@ -129,6 +129,9 @@ def load_tokenizer(assets_path: str) -> Tokenizer:
             f"AutoTokenizer; AutoTokenizer.from_pretrained('{assets_path}')"
             f".save_pretrained('{assets_path}')\""
         )
+    if not os.path.exists(os.path.join(assets_path, "config.json")):
+        lacks = f"it has neither {TOKENIZER} nor config.json: name a model's folder"
+        raise ValueError(f"model.hf_assets_path = {assets_path!r}: {lacks}")
     return ByteTokenizer()
 
 

@@ -62,8 +62,7 @@ def shared_root_key(device: torch.device, debug_seed: int | None) -> RootKey:
     """
     if debug_seed is not None:
         return RootKey.from_debug_seed(debug_seed)
-    secret = bytearray(RootKey.from_os().reveal())
-    shared = torch.frombuffer(secret, dtype=torch.uint8).to(device)
+    shared = torch.frombuffer(bytearray(RootKey.from_os().reveal()), dtype=torch.uint8).to(device)
     dist.broadcast(shared, src=0)
     return RootKey(shared.cpu().numpy().tobytes())
 

@@ -46,8 +46,7 @@ class InputsOnHost:
         shape, dtype = h.shape, h.dtype  # autograd keeps `pack`, which must not keep h
 
         def pack(saved: Tensor) -> Tensor | _OnHost:
-            is_input = saved.shape == shape and saved.dtype == dtype
-            return _OnHost(self, saved) if is_input else saved
+            return _OnHost(self, saved) if saved.shape == shape and saved.dtype == dtype else saved
 
         def unpack(packed: Tensor | _OnHost) -> Tensor:
             return packed.fetch() if isinstance(packed, _OnHost) else packed

@@ -116,8 +116,7 @@ class ClippedSum:
         squares_1B = self._over_cp(torch.stack(squares).sum(0, keepdim=True))
         clipped = self.policy.clip(squares_1B, valid_B, group)
         for name in names:
-            part_BDN = parts.pop(name)
-            self.add_part(name, part_BDN, clipped.factor_B[0], clipped.rejected_B[0])
+            self.add_part(name, parts.pop(name), clipped.factor_B[0], clipped.rejected_B[0])
         return clipped
 
     def squared_norms(self, shards: list[Tensor]) -> Tensor:

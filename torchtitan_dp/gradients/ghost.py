@@ -144,8 +144,7 @@ class GhostGradients(LayerGradients):
         assert name not in phase.squares, f"{name}: a layer is used twice; set ghost_passes = 'one'"
         phase.calls[name] += 1
         if len(self._layouts[name].shape) == 1:
-            whole = self._write(name, [write], slice(0, batch_size))
-            add_to(phase.vectors, name, whole)
+            add_to(phase.vectors, name, self._write(name, [write], slice(0, batch_size)))
         elif self._passes == "two":
             phase.writes.setdefault(name, []).append(write)
             if len(phase.writes[name]) == self._layers[name]:
@@ -206,8 +205,7 @@ class GhostGradients(LayerGradients):
         factors = [write for write in writes if isinstance(write, Factors)]
         tokens = sum(map(_tokens, factors))
         if len(factors) == len(writes) and self._ghosts(name, tokens):
-            shape = self._layouts[name].shape
-            of.squares[name] = self.norms.squared_norms(name, shape, factors)
+            of.squares[name] = self.norms.squared_norms(name, self._layouts[name].shape, factors)
         else:
             slices = self._slices_of(name, of.samples)
             parts = [self._form_some(name, writes, some) for some in slices]
@@ -234,8 +232,7 @@ class GhostGradients(LayerGradients):
 
     def _form(self, name: str, writes: Sequence[Write], samples: int) -> Tensor:
         """Write all samples' gradients and sum them over cp: (B, dp_shard, chunk)."""
-        slices = self._slices_of(name, samples)
-        parts = [self._form_some(name, writes, some) for some in slices]
+        parts = [self._form_some(name, writes, some) for some in self._slices_of(name, samples)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _form_some(self, name: str, writes: Sequence[Write], samples: slice) -> Tensor:

@@ -129,8 +129,7 @@ def _lefts(rows: Factors, columns: Factors) -> Tensor:
     if isinstance(rows, Products) and isinstance(columns, Products):
         return _products(rows.left, columns.left)
     if isinstance(rows, Products):
-        of_tokens_BRS = columns.left[:, None].expand(-1, rows.left.shape[1], -1)
-        return rows.left.gather(2, of_tokens_BRS).float()
+        return rows.left.gather(2, columns.left[:, None].expand(-1, rows.left.shape[1], -1)).float()
     if isinstance(columns, Products):
         return _lefts(columns, rows).mT
     return (rows.left[:, :, None] == columns.left[:, None]).float()

@@ -95,8 +95,8 @@ class Settings(_Recorded):
         ValueError, one line, if a term differs."""
         if change := self.changed(since):
             raise ValueError(
-                f"{change}; set it back, or name another job.dump_folder, to plan or begin another "
-                "run (from exported weights: checkpoint.initial_load_path, with their ledger)"
+                f"{change}; set it back; for another run name another job.dump_folder (exported "
+                "weights go on by checkpoint.initial_load_path, with their ledger)"
             )
         return replace(
             self,

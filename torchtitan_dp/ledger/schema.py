@@ -369,7 +369,9 @@ def summary(content: dict[str, Any]) -> list[str]:
             f"epsilon = {rounded_up(content['epsilon_planned'])} of all {content['planned_steps']} "
             f"planned steps, {rounded_up(content['epsilon'])} of the {content['steps']} taken"
         )
-    loss = content["heldout_loss"]
+    loss, target = content["heldout_loss"], content["target_epsilon"]
+    if content["private"] and target is not None and content["epsilon_planned"] > target:
+        stated += f", above privacy.target_epsilon = {target:g}"
     how = "".join(f"{words}, " for words in in_words(Mechanism.from_fields(content)))
     lines = [
         f"privacy: {stated}, delta = {content['delta']:g} "

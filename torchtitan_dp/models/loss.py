@@ -152,8 +152,7 @@ def _by_index(logits_NV: Tensor, labels_N: Tensor, scale_N: Tensor) -> Tensor:
     loss_N = -log_p_NV.gather(1, label_N1)[:, 0].masked_fill(ignored_N, 0.0) * scale_N
     grad_NV = log_p_NV.exp_()
     grad_NV.scatter_add_(1, label_N1, torch.full_like(label_N1, -1, dtype=torch.float32))
-    scale_N1 = scale_N.masked_fill(ignored_N, 0.0)[:, None]
-    torch.mul(grad_NV, scale_N1, out=logits_NV)
+    torch.mul(grad_NV, scale_N.masked_fill(ignored_N, 0.0)[:, None], out=logits_NV)
     return loss_N
 
 
@@ -161,8 +160,7 @@ def _by_comparison(logits_NV: Tensor, labels_N: Tensor, scale_N: Tensor) -> Tens
     """Compare all columns with the labels: no lookup, so that all of it is one kernel."""
     wide_NV = logits_NV.float()
     ignored_N = labels_N == IGNORE_INDEX
-    columns_V = torch.arange(logits_NV.shape[1], device=logits_NV.device)
-    is_label_NV = columns_V == labels_N[:, None]
+    is_label_NV = torch.arange(logits_NV.shape[1], device=logits_NV.device) == labels_N[:, None]
     most_N1 = wide_NV.amax(-1, keepdim=True)
     log_total_N1 = (wide_NV - most_N1).exp().sum(-1, keepdim=True).log()
     at_label_N = torch.where(is_label_NV, wide_NV, 0.0).sum(-1)

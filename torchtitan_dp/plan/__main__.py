@@ -180,8 +180,7 @@ def main(argv: list[str]) -> list[str]:
             content |= choices[0].step.for_programs(steps)
             content["choices"] = [choice.for_programs(steps) for choice in choices]
         elif machine:
-            rounds = spending.cost.microbatches_per_step
-            seconds = step_seconds(config, args, machine, rounds)
+            seconds = step_seconds(config, args, machine, spending.cost.microbatches_per_step)
             print(
                 f"      predicted for {machine.name}: {seconds.microbatch:.3g} s a microbatch, "
                 f"{seconds.total:.3g} s a step, {seconds.hours(plan.steps):.3g} h in all; most of "

@@ -197,8 +197,7 @@ def show_choices(choices: list[Choice], steps: int, machine: Machine, out: TextI
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     ranks = math.prod(int(choices[0].keys[key]) for key in (_REPLICATE, _SHARD, _CP))
     head = f"predicted for {ranks} x {machine.name} ({machine.limits()}), the fastest that fit:"
-    chosen = "chosen: " + " ".join(command_line(choices[0].keys))
-    print(head, *lines, chosen, sep="\n", file=out)
+    print(head, *lines, "chosen: " + " ".join(command_line(choices[0].keys)), sep="\n", file=out)
 
 
 def digits(value: float) -> str:

@@ -170,8 +170,7 @@ def _beside(function: Callable[[], Found]) -> Callable[[], Found]:
         os.nice(_NICER)  # the step here is the longest part: it goes first where cores are few
         sender.send(function())
 
-    process = fork.Process(target=run, daemon=True)
-    process.start()
+    fork.Process(target=run, daemon=True).start()
     sender.close()
 
     def result() -> Found:

@@ -183,8 +183,7 @@ def clip_policy(
         block = re.match(r".*?\.\d+\.", name) if privacy.clipping == "per_block" else None
         groups.setdefault(block.group() if block else layer, []).append(name)
     C = privacy.max_grad_norm if max_grad_norm is None else max_grad_norm
-    members = tuple(tuple(group) for group in groups.values())
-    return ClipPolicy(members, C, privacy.clip_function)
+    return ClipPolicy(tuple(tuple(group) for group in groups.values()), C, privacy.clip_function)
 
 
 def add_clipped_(accumulator: Tensor, gradient: Tensor, factor: Tensor, rejected: Tensor) -> None:

@@ -179,8 +179,7 @@ def pld_profile(segments: tuple[GaussianSteps, ...], delta: float) -> Profile | 
         return None
     worse = np.minimum.accumulate(worse)  # delta falls with epsilon
     worse.setflags(write=False)  # it is shared by the cache
-    drift = max(direction[0].drift for direction in found)
-    return Profile(grid.interval, worse, drift)
+    return Profile(grid.interval, worse, max(direction[0].drift for direction in found))
 
 
 def _attempts(segments: tuple[GaussianSteps, ...], delta: float) -> Iterator[tuple[float, _Grid]]:

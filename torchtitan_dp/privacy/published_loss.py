@@ -66,5 +66,4 @@ def noised_mean(losses_N: np.ndarray, *, noise_multiplier: float, clip: float, k
 
     add_draws(normal, add, key=key, name="heldout_loss", start=0)
     step = grid(width)
-    noised = round((ticks + width * normal.item()) / step) * step
-    return noised / _TICKS * clip / len(losses_N)
+    return round((ticks + width * normal.item()) / step) * step / _TICKS * clip / len(losses_N)

@@ -182,8 +182,7 @@ Choices = np.random.Generator | SecureChoices
 def unit_normals(key: bytes, name: str, position: int, count: int) -> npt.NDArray[np.float32]:
     """Draw standard normals, fp32 (count,), by Box and Muller's method in fp64."""
     half = -(-count // 2)
-    purpose = f"normal/{hashlib.sha256(name.encode()).hexdigest()}"
-    words = uint64s(key, purpose, position, 2 * half)
+    words = uint64s(key, f"normal/{hashlib.sha256(name.encode()).hexdigest()}", position, 2 * half)
     u = (words >> np.uint64(11)) * 2.0**-53 + 2.0**-54  # within (0, 1)
     radius, angle = np.sqrt(-2 * np.log(u[:half])), 2 * np.pi * u[half:]
     both = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])

@@ -1,7 +1,7 @@
 """Release the weights of a private run, with their guarantee in words.
 
     python -m torchtitan_dp.release RUN OUT [--stop_not_from_results] [--lost_steps_not_seen]
-        [--merged] [--no-ema] [--base_model NAME]
+        [--merged] [--no-ema] [--base_model NAME] [--with RUN] …
 
 RUN is the `job.dump_folder` of a private run. OUT, which must not exist yet, becomes a Hugging Face
 folder: weights, tokenizer, a model card (README.md), `privacy.json` and SHA-256 sums. A run
@@ -23,6 +23,7 @@ import hashlib
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,12 @@ from torchtitan_dp.checkpoint.folder import (
     newest_finished_checkpoint,
     read_ledger,
     step_folder,
+    verify,
 )
 from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.config.load import exit_on_mistake, read_config
 from torchtitan_dp.ledger.schema import read_run, write_published
-from torchtitan_dp.ledger.spending import recorded
+from torchtitan_dp.ledger.spending import recorded, total
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.hugging_face import on_meta, without_lora
@@ -87,6 +89,7 @@ def release(
     merge: bool = False,
     average: bool | None = None,
     base_model: str | None = None,
+    others: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Write OUT whole or not at all; return its `privacy.json`; ValueError, one line.
 
@@ -102,6 +105,10 @@ def release(
         if not published["private"]:
             refuse_not_private(run, recorded(published["caveats"]))
         config = read_config(run)
+        runs = [verify(one) for one in (run, *others)] if others else []
+        together = total(runs, overlapping=True) if runs else None
+        if together and (together.epsilon_planned is None or any(one.faults for one in runs)):
+            raise ValueError(f"--with = {others[0]}: not all add up; torchtitan-dp ledger says why")
         if merge and not config.lora.rank:
             raise ValueError(f"--merged: RUN = '{run}' has no adapters (lora.rank = 0); omit it")
         merge = merge or config.lora.export == "merged"
@@ -134,14 +141,26 @@ def release(
             decay = config.ema.decay if average else None
             write_folder(model, config, partial, merge=merge, base_model=base_model)
             kept = without_lora(args) if merge else args
-            card = model_card(terms, config, kept, decay=decay, base_model=base_model)
+            card = model_card(
+                terms,
+                config,
+                kept,
+                decay=decay,
+                base_model=base_model,
+                together=together,
+                others=len(others),
+            )
             _complete(partial, terms, card)
             os.rename(partial, out)
         except OSError as error:
             raise ValueError(f"OUT = '{out}': cannot be written ({error})") from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-    warn_of_other_runs(config, "if they are given away too, or decided anything of this run, ")
+    if (target := config.privacy.target_epsilon) is not None and terms["epsilon"] > target:
+        print(f"warning: epsilon is above privacy.target_epsilon = {target:g}", file=sys.stderr)
+    warn_of_other_runs(
+        config, "if they are given away too, or decided anything of this run (--with), "
+    )
     return terms
 
 
@@ -216,6 +235,7 @@ def main(argv: list[str]) -> None:
             merge=options.merged,
             average=options.ema,
             base_model=options.base_model,
+            others=options.others,
         )
     only = f"\n          {stated}" if (stated := condition(terms)) else ""
     print(

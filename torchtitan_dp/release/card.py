@@ -23,7 +23,7 @@ from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
 from torchtitan_dp.ledger import PRIVACY_FILE, Lineage, RunLog
 from torchtitan_dp.ledger.lineage import LATER, Ancestor, of_weights
 from torchtitan_dp.ledger.schema import in_sentences, in_words, read_run, released
-from torchtitan_dp.ledger.spending import PUBLIC, reasons, recorded, spent, to_act_on
+from torchtitan_dp.ledger.spending import PUBLIC, Total, reasons, recorded, spent, to_act_on
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.hugging_face import parameter_count, without_lora
 from torchtitan_dp.privacy.meaning import templates
@@ -112,12 +112,14 @@ def model_card(
     *,
     decay: float | None = None,
     base_model: str | None = None,
+    together: Total | None = None,
+    others: int = 0,
 ) -> str:
     """Write Markdown with Hugging Face's front matter.
 
     Of a model with `args.lora` its adapters alone are released; `decay` is that of the released
     average of weights, None for the last step's weights; `base_model` the public name of the model
-    that training started from.
+    that training started from; `together` what it spends with `others`, runs that the owner names.
     """
     # The ledger's entry counts, too: the configuration is the last start's, which may have resumed.
     given = config.checkpoint.initial_load_in_hf
@@ -131,6 +133,8 @@ def model_card(
         size=f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M",
         adapters=args.lora is not None,
         base_model=base_model,
+        others=others,
+        together=together,
         **guarantee(terms, config),
         caveats=to_act_on(terms["caveats"]),
         lost=terms["steps_executed"] - terms["steps"],

@@ -125,8 +125,7 @@ def public_charts(run: RunFolder) -> list[Chart]:
     if ledger.lost or ledger.steps < run.total:
         lines["with lost and planned steps"] = curve(max(run.total, ledger.steps), lost=True)
     target = None if settings.target_epsilon is None else ("target", settings.target_epsilon)
-    unit = f"at δ = {settings.delta:g}"
-    return [Chart("ε over steps", unit, lines, True, target)]
+    return [Chart("ε over steps", f"at δ = {settings.delta:g}", lines, True, target)]
 
 
 _LOSSES = {"loss": "training", "heldout_loss": "held out", "heldout_loss_ema": "average"}

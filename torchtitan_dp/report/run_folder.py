@@ -209,7 +209,7 @@ def epsilon_rows(run: RunFolder) -> list[Row]:
         if run.epsilon_executed is None:
             return []
         return [Row("ε of the audit's result", rounded_up(run.epsilon_executed), True)]
-    rows = [Row(f"ε of these weights, {run.ledger.steps:,} steps", rounded_up(run.epsilon), True)]
+    rows = [Row(f"ε of {run.ledger.steps:,} steps", rounded_up(run.epsilon), True)]
     if run.epsilon_executed is not None and run.epsilon_executed > run.epsilon * (1 + 1e-9):
         rows.append(Row("ε of all steps begun", rounded_up(run.epsilon_executed), True))
     if run.epsilon_planned is not None:

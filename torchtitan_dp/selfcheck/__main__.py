@@ -148,8 +148,7 @@ def merged(check: Check, ranks: Sequence[Measured | str]) -> list[Outcome]:
     found: list[Measured] = []
     for rank, one in enumerate(ranks):
         if isinstance(one, str):
-            error = f"rank {rank}: {one}"
-            return [Outcome(check.name, math.nan, math.nan, check.remedy, error)]
+            return [Outcome(check.name, math.nan, math.nan, check.remedy, f"rank {rank}: {one}")]
         found.append(one)
     assert len({frozenset(one) for one in found}) == 1, "ranks measured other things"
     outcomes = []

@@ -47,8 +47,7 @@ _known: dict[str, Reference] = {}  # shared by all methods that must agree with 
 
 def reference_of(args: ModelArgs, count: int, privacy: Any) -> Reference:
     """Return the results on `count` samples, clipped as the section `[privacy]` has it."""
-    how = privacy.clipping, privacy.clip_function
-    key = repr((args, count, how))
+    key = repr((args, count, privacy.clipping, privacy.clip_function))
     if key not in _known:
         samples = make_samples(args, count)
         loop = reference_model(args).double(), *samples

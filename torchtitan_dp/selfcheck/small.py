@@ -105,8 +105,8 @@ class Terms:
     def reference(self) -> Reference:
         """Return samples for these terms, and the plain loop's results on them."""
         replicate, shard, _ = self.degrees
-        count = 7 + replicate * shard // 2 * 2  # odd, so that a microbatch is padded
-        return reference_of(self.args, count, self.config.privacy)
+        # An odd number, so that a microbatch is padded.
+        return reference_of(self.args, 7 + replicate * shard // 2 * 2, self.config.privacy)
 
     def but(self, *, in_tiles: bool = False, **privacy: Any) -> "Terms":
         """Return these terms with other settings of `[privacy]`, or a feed-forward in 3 tiles."""
@@ -124,8 +124,7 @@ def given_terms(overrides: list[str], world_size: int) -> list[Terms]:
     config = load_config(overrides, world_size)
     if not config.privacy.enable:
         raise ValueError("privacy.enable = false: selfcheck is of private steps; set it to true")
-    args = shape(config)
-    terms = scaled(config, args)
+    terms = scaled(config, shape(config))
     if terms.dtype == torch.float32 and not config.compile.enable:
         return [terms]
     plain = copy.deepcopy(terms)

@@ -74,7 +74,7 @@ from torchtitan_dp.distributed.windows import check_softcap
 from torchtitan_dp.gradients.optimizer import MomentumSGD
 from torchtitan_dp.ledger import EXECUTED_FILE
 from torchtitan_dp.ledger.log import read_fingerprint
-from torchtitan_dp.ledger.schema import read_published_fields
+from torchtitan_dp.ledger.schema import TRIAL_FILE, read_published_fields
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.hugging_face import (
@@ -284,13 +284,16 @@ def warn_of_other_runs(config: JobConfig, when: str, records: Records | None = N
     """Warn of other private runs on a run's records, by default those that it trained on, or on
     units of the same names; print the command that adds up their epsilons."""
     run = config.job.dump_folder
+    if os.path.exists(os.path.join(run, TRIAL_FILE)):
+        return  # its search adds up all trials
     runs = runs_beside(run, config.data.store, records.store if records else None)
     if others := [one for one in runs if os.path.exists(os.path.join(one, EXECUTED_FILE))]:
         more = f" and {len(others) - 1} more" * (len(others) > 1)
-        trained = f"{others[0]}{more} trained on these records, or units of these names"
+        trained = f"{others[0]}{more} trained on these records, or on units with these names"
         own = records.fingerprint if records else read_fingerprint(run)
         differ = {own} != {read_fingerprint(one) for one in others}
-        add_up = typed(f"ledger {shlex.join([run, *others])}{' --overlapping' * differ}")
+        named = shlex.join([run, *others]) if len(others) < 3 else "RUN …"
+        add_up = typed(f"ledger {named}{' --overlapping' * differ}")
         print(f"warning: {trained}: {when}epsilons add up: {add_up}", file=sys.stderr)
 
 
@@ -314,6 +317,8 @@ def notices(config: JobConfig) -> list[str]:
             f"warning: training.seq_len = {training.seq_len:,} is beyond the model's {window:,} "
             "positions (max_position_embeddings); its config.json can extend them (docs/running.md)"
         )
+    if config.lora.rank and not checkpoint.initial_load_in_hf:
+        lines.append("warning: lora.rank: adapters of random weights, which stay as drawn")
     folder = config.model.hf_assets_path
     if folder and not checkpoint.initial_load_in_hf and not checkpoint.initial_load_path:
         weights = glob.glob(os.path.join(glob.escape(folder), "*.safetensors"))

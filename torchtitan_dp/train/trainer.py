@@ -71,8 +71,7 @@ class DPTrainer(RunTrainer):
         super().__init__(job_config, decide)
         job_config.training.global_batch_size = expected_batch_size
         self.stop = StopRequest()
-        start = self.checkpointer.start
-        self.books = Bookkeeping(job_config, self.dataloader, start, self.device)
+        self.books = Bookkeeping(job_config, self.dataloader, self.checkpointer.start, self.device)
         (model,) = self.model_parts
         self.trained = trainable_parameters(model)
         settings = self.books.settings

@@ -156,8 +156,7 @@ class HeldOutValidator:
     def _positions(self) -> np.ndarray:
         """List the units to evaluate, the first ones, by their index in the loader's."""
         loader, steps = self._loader, self._config.validation.steps
-        at_once = loader.ranks * loader.batch_size
-        return np.arange(heldout_units(len(loader.units), steps, at_once))
+        return np.arange(heldout_units(len(loader.units), steps, loader.ranks * loader.batch_size))
 
 
 def buckets(seq_len: int) -> dict[int, str]:

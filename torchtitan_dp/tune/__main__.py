@@ -29,6 +29,7 @@ import hashlib
 import json
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -43,7 +44,7 @@ if __name__ == "__main__":  # before PyTorch, which takes seconds to import
     first("tune", __doc__)
 
 # isort: split
-from torchtitan_dp.base.process import lock_folder, processes_asked, write_atomically
+from torchtitan_dp.base.process import lock_folder, processes_asked, typed, write_atomically
 from torchtitan_dp.checkpoint.folder import verify
 from torchtitan_dp.checkpoint.plan import Plan
 from torchtitan_dp.config import JobConfig
@@ -181,8 +182,7 @@ class Search:
                     "move it elsewhere (what it spent still counts: torchtitan-dp ledger)"
                 )
         if not known:
-            checked = self.check(Noise([1.0] * len(self.trials), 1.0))
-            ledgers = [plan.ledger for plan, _ in checked]
+            ledgers = [plan.ledger for plan, _ in self.check(Noise([1.0] * len(self.trials), 1.0))]
             try:
                 return Noise(split(ledgers, epsilon)[1], _epsilon_of_loss(ledgers, epsilon))
             except ValueError as mistake:
@@ -367,12 +367,14 @@ def _announce(search: Search, noise: Noise, epsilon: float) -> Total:
     how = f"clipped to {loss.clip:g} nats, with noise of {deviation:.2g}"
     _say(f"published losses: of {units:,} held-out {word}s, {how}")
     if deviation > TELLS_APART / 3:
-        enough = math.ceil(units * 3 * deviation / TELLS_APART)
+        share = units / (units + len(records.train)) * 3 * deviation / TELLS_APART
+        more = (
+            f"set data.heldout_fraction = {rounded_up(share, digits=2)} (in the final run, too), "
+        )
         raise ValueError(
             f"--epsilon = {epsilon:g}: noise of {deviation:.2g} nats hides which recipe is better "
-            f"(by {TELLS_APART:g}, say): hold out more (data.heldout_fraction: {enough:,} {word}s, "
-            f"now {units:,}; then in the final run too), lower validation.publish_clip, try fewer "
-            "values, or raise --epsilon"
+            f"(by {TELLS_APART:g}, say): {more if share < 0.5 else ''}lower "
+            "validation.publish_clip, try fewer values, or raise --epsilon"
         )
     return spent
 
@@ -433,6 +435,7 @@ def _conclude(search: Search, announced: Total, json_file: str | None) -> int:
     best = found[0].trial
     beside = f"; but noise may have put it before {', '.join(near)}: less than two deviations away"
     print(f"best: {best.name}: {' '.join(best.options)}{beside if near else ''}", file=out)
+    print(f"final run: {typed('train')} {shlex.join([*search.shared, *best.options])}", file=out)
     print(
         f"the search spent {_in_words(search, total(begun))}; a run with its result, and earlier "
         f"searches, add theirs: torchtitan-dp ledger {search.folder}/trial_* RUN",

@@ -71,8 +71,7 @@ def test_checkpointed_and_in_chunks_on_contiguous_shards(name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_adapters_of_all_layers_in_samples_shorter_than_the_window(name):
     lora = LoRA(3, 6.0, (ALL_LINEAR,))
-    how = checkpointed_and_in_chunks(name)
-    assert error(name, FOUR, *how, tokens=16, lora=lora) < BOUND
+    assert error(name, FOUR, *checkpointed_and_in_chunks(name), tokens=16, lora=lora) < BOUND
 
 
 def errors_in_bf16(degrees, name):

@@ -129,8 +129,7 @@ def _is_gated(module: nn.Module) -> bool:
     gate, up, down = _values(1, 6, 8), _values(2, 6, 8), _values(3, 8, 6)
     x_BTD = _values(4, 1, 3, 8)
     expected = module.act_fn(x_BTD @ gate.T) * (x_BTD @ up.T) @ down.T  # type: ignore[operator]
-    weights = dict(zip(names, (gate, up, down), strict=True))
-    return _computes(module, weights, x_BTD, expected)
+    return _computes(module, dict(zip(names, (gate, up, down), strict=True)), x_BTD, expected)
 
 
 def _computes(theirs: nn.Module, weights: dict[str, Tensor], x: Tensor, expected: Tensor) -> bool:

@@ -379,5 +379,4 @@ class _Head:
 
 def own_logits(model: Any, raw_NV: Tensor) -> Tensor:
     """Return the logits that a family's own forward makes of the output layer's products."""
-    forward = type(model).forward
-    return forward(_Head(model, raw_NV), input_ids=None, use_cache=False).logits[0]
+    return type(model).forward(_Head(model, raw_NV), input_ids=None, use_cache=False).logits[0]

@@ -121,8 +121,7 @@ class ModelArgs(BaseModelArgs):
             if parameter is not embedding or self.tie_embeddings:
                 active += share * parameter.numel() * (6 if parameter.requires_grad else 4)
             total += parameter.numel()
-        scores = 12 * self.n_layers * self.n_heads * self.head_dim * seq_len
-        return total, int(active) + scores
+        return total, int(active) + 12 * self.n_layers * self.n_heads * self.head_dim * seq_len
 
     def tied(self) -> dict[str, str]:
         """Return our names of tied parameters, with those of whose tensors they are."""
