@@ -36,7 +36,7 @@ from torchtitan_dp.config.load import read_config, write_config
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 from torchtitan_dp.ledger import Lineage, Settings, schema
 from torchtitan_dp.ledger.lineage import LATER, Ancestor, History, not_private, with_caveats
-from torchtitan_dp.ledger.spending import PUBLIC, total
+from torchtitan_dp.ledger.spending import PUBLIC
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.privacy.accounting import rounded_up
@@ -230,16 +230,19 @@ def test_older_weights_claim_what_was_begun_and_what_they_still_planned(run, mad
 
 
 def test_other_runs_that_the_owner_names_are_added_up_in_the_card(run, made, tmp_path, capsys):
-    shutil.copytree(run, tmp_path / "other")
-    found = total([verify(str(run)), verify(str(tmp_path / "other"))], overlapping=True)
-    terms, card = made("--with", str(tmp_path / "other"))
-    assert terms["epsilon"] < found.epsilon_planned
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    publish(with_caveats(earlier_ledger(str(run)), f"its C was 2 {LATER}"), other)
+    (run / "checkpoint" / "step-4").unlink()  # two steps are kept, two are lost, two planned
+    _, card = made("--with", str(other))
+    terms = earlier_ledger(str(run)).settings
     assert "| Together with 1 other run | that the owner named, " in card
-    assert f": ε = {rounded_up(found.epsilon_planned)}, δ = " in card
-    publish(not_private(earlier_ledger(str(run)), "a test"), tmp_path / "other")
+    assert f": ε = {rounded_up(terms.compose([terms.segment(6 + 4)]))}, δ = " in card
+    assert "Of a run that the owner named: its C was 2 after the first start" in card
+    shutil.rmtree(other / "checkpoint")
     with pytest.raises(SystemExit):
-        made("--with", str(tmp_path / "other"), name="none")
-    assert "not all add up; torchtitan-dp ledger says why" in capsys.readouterr().err
+        made("--with", str(other), name="none")
+    assert "other': not verified, or not private by its ledger" in capsys.readouterr().err
 
 
 def test_what_a_resume_changed_is_a_condition_of_the_promise(run, made):

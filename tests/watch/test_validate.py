@@ -80,7 +80,8 @@ def validated(degrees: tuple[int, int, int], rank: int, *overrides: str) -> dict
         built.model.model.model.norm.weight.div_(2)
 
     validator.average = SimpleNamespace(in_place_of_weights=doubled)  # type: ignore[assignment]
-    assert logged["heldout_loss"] == validator.validate([built.model], 1)
+    loss = validator.validate([built.model], 1)
+    assert logged["heldout_loss"] == loss
     published = validator.losses([built.model])
     return logged | {f"unit {i}": float(one) for i, one in enumerate(published)}
 

@@ -283,7 +283,7 @@ def verify(folder: str) -> Run:
             run.faults.append(f"{key} = {least}, but the ledger gives {found}")
         elif found is not None and least < found * (1 - _SLACK):  # a curve's next point is above
             run.faults.append(f"{key} = {least:.6g}, but its steps spend {found:.6g}")
-    if log.count and not held:
+    if log.count and not held and ledger.audit is None:  # an audit keeps none
         run.notes.append(UNVERIFIED)
     if is_locked(folder):
         run.notes.append("a run is training in it: until it ends, unsaved steps count as lost")

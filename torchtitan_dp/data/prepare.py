@@ -196,7 +196,7 @@ class Source:
             )
         if self.unit_field is None and self.facts.fields:
             names = self.facts.field_names(files.paths[0])
-            if others := [repr(one) for one in names if one not in self.reading.keys]:
+            if others := [repr(one[:40]) for one in names if one not in self.reading.keys][:20]:
                 yield (
                     f"data.unit_field is not set: epsilon protects one {self.facts.row}, not all "
                     f"of a person's; if one of these names the person, set it: {', '.join(others)}"

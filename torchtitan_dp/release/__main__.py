@@ -50,12 +50,11 @@ from torchtitan_dp.checkpoint.folder import (
     newest_finished_checkpoint,
     read_ledger,
     step_folder,
-    verify,
 )
 from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.config.load import exit_on_mistake, read_config
 from torchtitan_dp.ledger.schema import read_run, write_published
-from torchtitan_dp.ledger.spending import recorded, total
+from torchtitan_dp.ledger.spending import recorded
 from torchtitan_dp.models.causal_lm.model import CausalLM
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.hugging_face import on_meta, without_lora
@@ -64,6 +63,7 @@ from torchtitan_dp.models.parameters import first_overflow, saved_tensors, train
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.release.card import (
     OWNER_ITEMS,
+    add_up,
     check_base_model,
     claims,
     condition,
@@ -105,10 +105,6 @@ def release(
         if not published["private"]:
             refuse_not_private(run, recorded(published["caveats"]))
         config = read_config(run)
-        runs = [verify(one) for one in (run, *others)] if others else []
-        together = total(runs, overlapping=True) if runs else None
-        if together and (together.epsilon_planned is None or any(one.faults for one in runs)):
-            raise ValueError(f"--with = {others[0]}: not all add up; torchtitan-dp ledger says why")
         if merge and not config.lora.rank:
             raise ValueError(f"--merged: RUN = '{run}' has no adapters (lora.rank = 0); omit it")
         merge = merge or config.lora.export == "merged"
@@ -126,6 +122,7 @@ def release(
             stop_not_from_results=stop_not_from_results,
             lost_steps_not_seen=lost_steps_not_seen,
         )
+        more = add_up(run, read_ledger(checkpoint), others) if others else None
         if average and not has_average(checkpoint):
             raise ValueError(
                 f"--ema: {checkpoint} has no average of weights, since it was saved with "
@@ -141,15 +138,7 @@ def release(
             decay = config.ema.decay if average else None
             write_folder(model, config, partial, merge=merge, base_model=base_model)
             kept = without_lora(args) if merge else args
-            card = model_card(
-                terms,
-                config,
-                kept,
-                decay=decay,
-                base_model=base_model,
-                together=together,
-                others=len(others),
-            )
+            card = model_card(terms, config, kept, decay=decay, base_model=base_model, more=more)
             _complete(partial, terms, card)
             os.rename(partial, out)
         except OSError as error:
@@ -158,9 +147,7 @@ def release(
             shutil.rmtree(partial, ignore_errors=True)
     if (target := config.privacy.target_epsilon) is not None and terms["epsilon"] > target:
         print(f"warning: epsilon is above privacy.target_epsilon = {target:g}", file=sys.stderr)
-    warn_of_other_runs(
-        config, "if they are given away too, or decided anything of this run (--with), "
-    )
+    warn_of_other_runs(config, "if they are given away too, or chose anything here (--with), ")
     return terms
 
 

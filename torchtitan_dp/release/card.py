@@ -12,7 +12,7 @@ Guarantee:
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,7 +23,16 @@ from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
 from torchtitan_dp.ledger import PRIVACY_FILE, Lineage, RunLog
 from torchtitan_dp.ledger.lineage import LATER, Ancestor, of_weights
 from torchtitan_dp.ledger.schema import in_sentences, in_words, read_run, released
-from torchtitan_dp.ledger.spending import PUBLIC, Total, reasons, recorded, spent, to_act_on
+from torchtitan_dp.ledger.spending import (
+    PUBLIC,
+    Run,
+    Total,
+    reasons,
+    recorded,
+    spent,
+    to_act_on,
+    total,
+)
 from torchtitan_dp.models.causal_lm.settings import ModelArgs
 from torchtitan_dp.models.hugging_face import parameter_count, without_lora
 from torchtitan_dp.privacy.meaning import templates
@@ -92,6 +101,17 @@ def claims(
     return released(account, executed, planned, counts, steps, stated)
 
 
+def add_up(run: str, lineage: Lineage, others: Sequence[str]) -> tuple[list[Run], Total]:
+    """Return `others`, and what they spend with a run's weights, of the `lineage` of a checkpoint,
+    all that any of them began or planned. ValueError, one line: one is not private, or verified."""
+    own, *named = (verify(one) for one in (run, *others))
+    for one in named:
+        if not (one.verified and one.ledger.private):
+            raise ValueError(f"--with = '{one.folder}': not verified, or not private by its ledger")
+    own.ledger = RunLog(run).enter_lost(of_weights(own.ledger, lineage))  # as `claims` counts
+    return named, total([own, *named], overlapping=True)
+
+
 _OF_THE_HUB = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 _NOT_TEXT_IN_YAML = re.compile(r"\d[^/]*|null|true|false|yes|no|on|off|y|n", re.IGNORECASE)
 
@@ -112,18 +132,18 @@ def model_card(
     *,
     decay: float | None = None,
     base_model: str | None = None,
-    together: Total | None = None,
-    others: int = 0,
+    more: tuple[list[Run], Total] | None = None,
 ) -> str:
     """Write Markdown with Hugging Face's front matter.
 
     Of a model with `args.lora` its adapters alone are released; `decay` is that of the released
     average of weights, None for the last step's weights; `base_model` the public name of the model
-    that training started from; `together` what it spends with `others`, runs that the owner names.
+    that training started from; `more` other runs and their sum, of `add_up`.
     """
     # The ledger's entry counts, too: the configuration is the last start's, which may have resumed.
     given = config.checkpoint.initial_load_in_hf
-    count = parameter_count(without_lora(args))
+    count, named = parameter_count(without_lora(args)), more[0] if more else []
+    theirs = [f"of a run that the owner named: {c}" for r in named for c in to_act_on(r.caveats())]
     return _TEMPLATES.get_template("card.md.j2").render(
         terms=terms,
         mechanism=Mechanism.from_fields(terms),
@@ -133,10 +153,10 @@ def model_card(
         size=f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M",
         adapters=args.lora is not None,
         base_model=base_model,
-        others=others,
-        together=together,
+        others=len(named),
+        together=more and more[1],
         **guarantee(terms, config),
-        caveats=to_act_on(terms["caveats"]),
+        caveats=to_act_on(terms["caveats"]) + theirs,
         lost=terms["steps_executed"] - terms["steps"],
         covered=covered(terms),
         condition=condition(terms),

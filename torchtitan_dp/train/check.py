@@ -72,7 +72,7 @@ from torchtitan_dp.distributed.devices import available_bytes, has_accelerator
 from torchtitan_dp.distributed.host_memory import page_locked_bytes
 from torchtitan_dp.distributed.windows import check_softcap
 from torchtitan_dp.gradients.optimizer import MomentumSGD
-from torchtitan_dp.ledger import EXECUTED_FILE
+from torchtitan_dp.ledger import EXECUTED_FILE, PRIVACY_FILE
 from torchtitan_dp.ledger.log import read_fingerprint
 from torchtitan_dp.ledger.schema import TRIAL_FILE, read_published_fields
 from torchtitan_dp.models.causal_lm.model import CausalLM
@@ -284,17 +284,20 @@ def warn_of_other_runs(config: JobConfig, when: str, records: Records | None = N
     """Warn of other private runs on a run's records, by default those that it trained on, or on
     units of the same names; print the command that adds up their epsilons."""
     run = config.job.dump_folder
-    if os.path.exists(os.path.join(run, TRIAL_FILE)):
-        return  # its search adds up all trials
+    is_trial = os.path.exists(os.path.join(run, TRIAL_FILE))  # its search adds up all trials
+    search = os.path.dirname(os.path.realpath(run)) if is_trial else None
     runs = runs_beside(run, config.data.store, records.store if records else None)
-    if others := [one for one in runs if os.path.exists(os.path.join(one, EXECUTED_FILE))]:
+    runs = [one for one in runs if os.path.dirname(one) != search]
+    if others := [one for one in runs if os.path.exists(os.path.join(one, PRIVACY_FILE))]:
+        private = [one for one in others if os.path.exists(os.path.join(one, EXECUTED_FILE))]
         more = f" and {len(others) - 1} more" * (len(others) > 1)
         trained = f"{others[0]}{more} trained on these records, or on units with these names"
         own = records.fingerprint if records else read_fingerprint(run)
-        differ = {own} != {read_fingerprint(one) for one in others}
-        named = shlex.join([run, *others]) if len(others) < 3 else "RUN …"
+        differ = {own} != {read_fingerprint(one) for one in private}
+        named = shlex.join([run, *private]) if len(private) < 3 else "RUN …"
         add_up = typed(f"ledger {named}{' --overlapping' * differ}")
-        print(f"warning: {trained}: {when}epsilons add up: {add_up}", file=sys.stderr)
+        none = "; none covers those without privacy" * (len(private) < len(others))
+        print(f"warning: {trained}: {when}epsilons add up: {add_up}{none}", file=sys.stderr)
 
 
 def show_records(config: JobConfig, checked: Checked, *, brief: bool) -> None:
