@@ -208,7 +208,7 @@ def test_steps_that_a_crash_lost_are_said_with_what_keeps_the_target(tmp_path, c
     said = "".join(capsys.readouterr())
     assert "counted as 2: a release will state epsilon = " in said
     assert float(re.search(r"will state epsilon = ([0-9.]+)", said)[1]) > 8
-    assert "above privacy.target_epsilon = 8; to stay below it, lower training.steps" in said
+    assert "above privacy.target_epsilon = 8, since " in said
 
 
 def test_a_release_is_no_folder_to_train_in(tmp_path, capsys):

@@ -412,6 +412,7 @@ def _proposal(key: str, known: Collection[str], dashes: str = "") -> str:
     section, _, name = key.rpartition(".")
     name = {"learning_rate": "lr", "max_steps": "steps"}.get(name, name)  # Hugging Face's
     found = [one for one in known if one.endswith(f".{name}")]
+    found = [one for one in found if one.startswith("training.")] or found
     if len(found) != 1:
         found = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
     if found:

@@ -164,7 +164,7 @@ def csv_columns(path: str) -> Columns:
     names = next(_csv_values(path), [])
     is_binary = any(c < " " and c not in "\t\r\n" for name in names for c in name)
     if is_binary or (names and names[0].startswith("{")):
-        kind = "is no text in UTF-8" if is_binary else "looks like jsonl"
+        kind = "is no text in UTF-8 (parquet?)" if is_binary else "looks like jsonl"
         raise ValueError(f"training.dataset_path: {path} {kind}: set training.dataset")
     return [(name, None) for name in names]
 

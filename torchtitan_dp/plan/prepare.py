@@ -125,10 +125,12 @@ def _manage(options: argparse.Namespace) -> None:
 def _described(store: stores.Store) -> str:
     """Describe what a store was made of. NOT PRIVATE."""
     written = time.localtime(os.stat(os.path.join(store.folder, "facts.json")).st_mtime)
+    unit = store.facts["terms"]["unit_field"] or "record"
     runs = [run if os.path.isdir(run) else f"{run} (gone)" for run in stores.runs_of(store)]
     return (
-        f"{len(store):,} records of {store.facts['path']}, with {store.facts['tokenizer']}; "
-        f"written {time.strftime('%Y-%m-%d %H:%M', written)}; runs: {', '.join(runs) or 'none'}"
+        f"{len(store):,} records of {store.facts['path']}, by {unit}, with "
+        f"{store.facts['tokenizer']}; written {time.strftime('%Y-%m-%d %H:%M', written)}; "
+        f"runs: {', '.join(runs) or 'none'}"
     )
 
 
