@@ -1,4 +1,4 @@
-"""The last step of a run is logged, validated and saved, whatever the periods are."""
+"""A run logs, validates and saves its last step, whatever the periods are."""
 
 import re
 import signal

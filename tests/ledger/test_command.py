@@ -66,8 +66,8 @@ def test_a_run_that_holds_together(first, capsys):
 
 def test_a_run_without_a_checkpoint_is_not_verified(copy, capsys):
     shutil.rmtree(copy / "checkpoint")
-    code, told = run(copy)
-    assert (code, told["runs"][0]["verified"], told["runs"][0]["faults"]) == (1, False, [])
+    code, result = run(copy)
+    assert (code, result["runs"][0]["verified"], result["runs"][0]["faults"]) == (1, False, [])
     assert "verified: NO\nnote: " in capsys.readouterr().out
 
 

@@ -39,7 +39,7 @@ RUN_CONFIG_FILE = "run_config.json"
 _CUSTOM_CONFIG = "torchtitan_dp.config"
 _FIXED = dict.fromkeys(
     ("model.hf_assets_path", "checkpoint.initial_load_path", "privacy.initial_weights_public"),
-    ", and that stays true of these weights",
+    ", which still holds for these weights",
 ) | {"privacy.target_epsilon": ", which fixed the noise"}
 
 
@@ -353,9 +353,8 @@ def read_command_line(argv: list[str], schema: Any, mistakes: list[str]) -> Keys
             )
         elif known.get(switched) is bool:
             values[switched] = switched == key
-            if not equals and not is_alone:
-                equals, text = " ", words.popleft()
-            if equals:
+            if equals or not is_alone:
+                text = text if equals else words.popleft()
                 mistakes.append(
                     f"--{key} = {text!r}: it is a switch without a value; write --{switched} or "
                     f"--{section}.no-{name.removeprefix('no_')}"

@@ -26,7 +26,7 @@ from torchtitan_dp.privacy.noise import DRAWS, add_draws, grid
 from torchtitan_dp.privacy.segments import Mechanism, Segment
 
 HIDES = 0.1
-"""Nats of noise from which on a published loss tells few recipes apart, a heuristic."""
+"""The noise, in nats, above which a published loss separates few recipes: a heuristic."""
 _TICKS = 2**30  # of a clipped loss: L is so many
 
 

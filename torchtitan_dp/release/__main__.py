@@ -115,14 +115,15 @@ def release(
                 "checkpoint.enable = true"
             )
         checkpoint = step_folder(checkpoints, step)
+        lineage = read_ledger(checkpoint)
         terms = claims(
             run,
             checkpoint,
-            read_ledger(checkpoint),
+            lineage,
             stop_not_from_results=stop_not_from_results,
             lost_steps_not_seen=lost_steps_not_seen,
         )
-        more = add_up(run, read_ledger(checkpoint), others) if others else None
+        more = add_up(run, lineage, others) if others else None
         if average and not has_average(checkpoint):
             raise ValueError(
                 f"--ema: {checkpoint} has no average of weights, since it was saved with "
