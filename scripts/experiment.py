@@ -290,7 +290,8 @@ def python(out: Path, arguments: str) -> None:
     """Run a command of the package in `out`, in a process of its own, which is all of its mesh."""
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(20000 + os.getpid() % 20000)}
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, **alone, **place, "PYTHONPATH": str(ROOT)}
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, **alone, **place, "PYTHONPATH": paths}
     command = [sys.executable, *arguments.split()]
     subprocess.run(command, cwd=out, env=environment, check=True, stdout=subprocess.DEVNULL)
 

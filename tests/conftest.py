@@ -30,6 +30,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"  # no name leaves this machine
     os.environ[VERBOSE] = "1"  # tests read what a start prints for those who ask for all of it
     if not hasattr(config, "workerinput"):  # one cache for all workers, and not the user's
+        paths = filter(None, [str(forks.ROOT), os.environ.get("PYTHONPATH")])
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # for processes in other folders
         cache = tempfile.TemporaryDirectory(prefix="cache_of_tests_")
         os.environ["XDG_CACHE_HOME"] = cache.name
         config.add_cleanup(cache.cleanup)

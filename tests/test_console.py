@@ -9,6 +9,7 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 # isort: split
 import torchtitan.components.checkpoint
 import torchtitan.distributed.utils
+import torchtitan.tools.utils
 import torchtitan.train
 from torchtitan.tools.utils import Color
 
@@ -32,16 +33,18 @@ def test_steps_and_all_lines_of_ours_are_shown() -> None:
     assert shown(f"{Color.red}step: 12  loss: 3.1")  # of a run without privacy
 
 
-def test_warnings_and_errors_are_shown_but_for_three_whose_words_these_are() -> None:
+def test_warnings_and_errors_are_shown_but_for_four_whose_words_these_are() -> None:
     assert shown("3 CUDA memory allocation retries.", level=logging.WARNING)
     assert shown("ENV[OTHER] = 1 will be overridden", level=logging.WARNING)
     assert shown("failed", level=logging.ERROR)
     overridden = "ENV[TORCH_NCCL_ASYNC_ERROR_HANDLING] = 1 will be overridden to 3 based on"
     resumed = "checkpoint.initial_load_in_hf is True but the checkpoint.folder"
     again = "torch.distributed is already initialized. Skipping init_distributed."
-    for hidden in (overridden, f"{resumed} exists. ", again):
+    peak = "Error running lspci: "
+    for hidden in (overridden, f"{resumed} exists. ", again, f"{peak}[Errno 2] No such file"):
         assert not shown(hidden, level=logging.WARNING)
     assert resumed in inspect.getsource(torchtitan.components.checkpoint)
     assert again in inspect.getsource(torchtitan.distributed.utils)
+    assert f'f"{peak}' in inspect.getsource(torchtitan.tools.utils)
     assert "_set_pg_timeout(" in inspect.getsource(torchtitan.distributed.utils)  # a FutureWarning
-    assert len(_NOTHING_TO_DO) == 3
+    assert len(_NOTHING_TO_DO) == 4

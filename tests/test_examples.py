@@ -38,7 +38,7 @@ def run(command: str, place: Path) -> str:
     done = said(
         *("bash", "-euo", "pipefail", "-c", f"exec 2>&1; {command}"),
         cwd=place,
-        **{"PYTHONPATH": str(ROOT), "TORCHTITAN_DP_PYTHON": sys.executable, "NGPU": "1"},
+        **{"TORCHTITAN_DP_PYTHON": sys.executable, "NGPU": "1"},
         **{"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""},
         XDG_CACHE_HOME=str(place / "cache"),
     )

@@ -34,7 +34,7 @@ def python(program, *arguments, **env):
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+        env={**os.environ, **env},
     )
     try:
         yield process

@@ -8,7 +8,7 @@ import pytest
 
 from tests.login_node import imitate
 from tests.processes import forks
-from tests.processes.runs import ROOT, arguments, write_records
+from tests.processes.runs import arguments, write_records
 from tests.report.test_report import take_steps
 from torchtitan_dp import __main__ as command
 from torchtitan_dp import launch
@@ -89,7 +89,6 @@ def test_a_prediction_of_a_ring_s_memory(host, tmp_path, monkeypatch, capsys):
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -m tests.login_node "$@"\n')
     python.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(python))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setattr(plan, "predict", functools.partial(plan.predict, longest=False))
     ring = ["--world_size=2", "--parallelism.context_parallel_degree=2"]
     aligned = ["--training.seq_len=512", "--data.no-length_buckets"]  # else cuDNN is not asked for

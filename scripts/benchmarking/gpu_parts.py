@@ -55,6 +55,7 @@ def all_parts(*, small: bool) -> list[Part]:
     tests = "./scripts/run_tests.sh -m cuda -q -rfs --tb=short"
     check = f"env TORCH_LOGS=recompiles {python} -m"
     ranks = "torch.distributed.run --local-addr 127.0.0.1 --nproc_per_node 2 -m"
+    shared = "tests.selfcheck.shared_device"  # NCCL refuses two ranks on a device
     train = "env NGPU=1 ./run_train.sh train_configs/llama3_debug.toml --training.steps 12"
     compiled = "--compile.enable --training.mixed_precision_param bfloat16 --data.length_buckets"
     trained = [
@@ -66,11 +67,11 @@ def all_parts(*, small: bool) -> list[Part]:
         ("machine", 20, f"{python} -m torch.utils.collect_env"),
         ("kernels", 150, f"{tests} {' '.join(name for name in names if name not in checks)}"),
         ("selfcheck", 120, f"{check} torchtitan_dp.selfcheck"),
-        # NCCL refuses two ranks on a device, gloo does not.
-        ("two_ranks", 150, f"{check} {ranks} torchtitan_dp.selfcheck --backend cpu:gloo,cuda:gloo"),
+        ("two_ranks", 150, f"{check} {ranks} {shared} --backend cpu:gloo,cuda:gloo"),
+        ("demo", 60, f"env NGPU=1 ./run_train.sh --job.dump_folder={runs}/demo"),
         ("resume", 120, f"env NGPU=1 bash scripts/benchmarking/stop_and_resume.sh {runs}/resume"),
         *((name, 100, f"{train} --job.dump_folder={runs}/{name} {of}") for name, of in trained),
-        ("selfcheck_tests", 200, f"{tests} {' '.join(checks)}"),
+        ("selfcheck_tests", 200, f"{tests} -n 8 {' '.join(checks)}"),
     ]
     parts = [Part(*one) for one in commands]
     for seconds, arm, tokens, mbs, config, more in ROWS:
@@ -241,7 +242,7 @@ def row(arm: str, tokens: int, mbs: int, config: str, overrides: list[str]) -> d
 def predict_rows(folder: Path) -> None:
     """Print each row, its speed over that without privacy, and its memory beside the plan's."""
     from benchmarking import measure
-    from benchmarking.arms import ARMS
+    from benchmarking.arms import ARMS, NOT_PRIVATE
     from torchtitan_dp.plan.memory import predict
 
     rows = [one["result"] for one in Report(folder).parts.values() if one["result"]]
@@ -251,10 +252,12 @@ def predict_rows(folder: Path) -> None:
     for one in rows:
         arm, batch = ARMS[one["arm"]], {name: one[name] for name in _ALIKE[2:]}
         setting = measure.make_setting(one["config"], one["overrides"], 1, **batch)
-        memory = predict(setting.arguments(arm, str(folder)), 1, 139.0, longest=False)
+        memory = None  # the plan's, of private steps alone
+        if not {*NOT_PRIVATE} & {*arm.overrides}:
+            memory = predict(setting.arguments(arm, str(folder)), 1, 139.0, longest=False)
         plain = speed.get(str([arm.baseline, *map(one.get, _ALIKE)]))
         one["over non-DP"] = plain and round(one["tokens_per_second"] / plain, 3)
-        cells = *map(one.get, head), round(memory.peak_bytes / 2**30, 1)
+        cells = *map(one.get, head), memory and round(memory.peak_bytes / 2**30, 1)
         print("|", *(f"{cell} |" for cell in cells), flush=True)
 
 

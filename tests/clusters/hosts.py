@@ -111,7 +111,6 @@ class TwoHosts:
                     "PY": sys.executable,
                     "NGPU": "1",
                     "SLURM_NODEID": str(number),
-                    "PYTHONPATH": str(ROOT),
                     "OMP_NUM_THREADS": "1",
                     "GLOO_SOCKET_IFNAME": "cable",
                     "CUDA_VISIBLE_DEVICES": "",

@@ -119,7 +119,6 @@ def address() -> str:
     path = f"{folder}/socket"
     env = {
         **os.environ,
-        "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow's allocator starts one

@@ -86,7 +86,6 @@ class Run(contextlib.AbstractContextManager):
         log.parent.mkdir(parents=True, exist_ok=True)
         environment = {
             **os.environ,
-            "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "CUDA_VISIBLE_DEVICES": "",

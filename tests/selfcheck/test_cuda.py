@@ -6,7 +6,6 @@ can share one device, which NCCL refuses.
 """
 
 import json
-import os
 import subprocess
 import sys
 
@@ -26,11 +25,13 @@ DP_SHARD = ("--parallelism.context_parallel_degree=1", "--parallelism.data_paral
 def on_cuda(folder, processes, *arguments):
     """The names of checks in `--json`; a start that does not pass fails with what it printed."""
     said = folder / "said.json"
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
-    program = ["-m", "torchtitan_dp.selfcheck", "--json", str(said), *arguments]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    launcher += ["--nproc_per_node", str(processes)]
+    shared = SHARED[0] in arguments
+    module = "tests.selfcheck.shared_device" if shared else "torchtitan_dp.selfcheck"
+    program = ["-m", module, "--json", str(said), *arguments]
     command = [sys.executable, *(launcher if processes > 1 else []), *program]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-6000:]
     result = json.loads(said.read_text())
     assert not result["device"].startswith("CPU")

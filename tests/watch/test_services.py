@@ -47,7 +47,6 @@ def written(folder: Path) -> bytes:
     folder.mkdir(exist_ok=True)
     environment = {
         **{k: v for k, v in os.environ.items() if not k.startswith("WANDB_")},
-        "PYTHONPATH": str(ROOT),
         "WANDB_MODE": "offline",
         "SECRET_VARIABLE": "secret_value",
     }

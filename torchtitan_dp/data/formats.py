@@ -295,8 +295,7 @@ def _value(one: Any) -> object:
         first, last = one.offsets.to_pylist()
         if not 0 <= first <= last <= len(one.values):
             return BROKEN
-        kept = range(first, min(last, first + MOST_ITEMS))
-        return [_value(one.values.slice(i, 1)) for i in kept]
+        return [_value(one.values.slice(i, 1)) for i in range(first, min(last, first + MOST_ITEMS))]
     except _errors():
         return BROKEN
 

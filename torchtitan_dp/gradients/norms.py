@@ -242,8 +242,7 @@ class RandomizedNorms(ExactNorms):
 
     def estimates(self, tokens: int, shape: torch.Size) -> bool:
         """Return whether a matrix's norm is estimated: k (T + P + D) < min(2 T^2, P D)."""
-        room = self.k * (tokens + sum(shape))
-        return room < min(2 * tokens * tokens, shape.numel())
+        return self.k * (tokens + sum(shape)) < min(2 * tokens * tokens, shape.numel())
 
     def squared_norms(self, name: str, shape: torch.Size, factors: Sequence[Factors]) -> Tensor:
         """Estimate or find squared norms of one parameter, once for each microbatch.

@@ -66,13 +66,16 @@ _NOTHING_TO_DO = (
     r"ENV\[TORCH_NCCL_ASYNC_ERROR_HANDLING\]",  # set by torchrun, and overridden on purpose
     r"checkpoint\.initial_load_in_hf is True but",  # of every resume, which is what is wanted
     r"torch\.distributed is already initialized\.",  # by an audit, which starts several trainers
+    "Error running lspci: ",  # of a container without it; the device's name tells its peak as well
 )
 _WARNINGS = (
-    "DTensor random operators may not have complete support",  # no generator of DTensor's is used
-    r"DTensor manual_seed\(\) may not have complete support",
+    # No generator of DTensor's is used.
+    r"DTensor (random operators|manual_seed\(\)) may not have complete support",
     "In CPU autocast, but the target dtype is not supported",  # made by TorchTitan, never entered
     "Set timeout is now only supported for either nccl or gloo",  # of groups that have no backend
     r"`torch\.distributed\.distributed_c10d\._set_pg_timeout` is deprecated",  # by TorchTitan
+    r"barrier\(\): using the device under current context",  # which is the rank's own
+    r"\s*Online softmax is disabled on the fly",  # a hint to Inductor's developers
 )
 
 
