@@ -61,7 +61,7 @@ def test_a_run_that_holds_together(first, capsys):
     assert told["runs"][0]["epsilon"] == pytest.approx(spends((SIGMA, 4)))
     assert told["total"]["epsilon"] == told["runs"][0]["epsilon_executed"]
     assert privacy(first)["epsilon"] == pytest.approx(spends((SIGMA, 4)))
-    assert "the run: epsilon = " in capsys.readouterr().out
+    assert "the run: epsilon to state = " in capsys.readouterr().out
 
 
 def test_a_run_without_a_checkpoint_is_not_verified(copy, capsys):

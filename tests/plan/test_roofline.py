@@ -154,9 +154,8 @@ def test_bytes_are_those_that_were_counted():
 
 
 def test_its_error_against_the_paper_is_in_the_page():
-    """The throughputs of LongShield's table 5; the page has what the command prints."""
-    rows, ratios = roofline.beside_the_paper()
-    page = (ROOT / "docs/benchmarks/README.md").read_text()
-    assert len(ratios) == 22
-    assert all(f"| {' | '.join(row)} |" in page for row in rows)
-    assert 0.5 < statistics.median(ratios) < 2
+    """The throughputs of LongShield's table 5."""
+    _, ratios = roofline.beside_the_paper()
+    page = " ".join((ROOT / "docs/benchmarks/README.md").read_text().split())
+    found = f"{min(ratios):.2f} to {max(ratios):.2f}, median {statistics.median(ratios):.2f}"
+    assert f"over {len(ratios)} lines predicted over measured is {found}." in page

@@ -143,8 +143,7 @@ def saved_files(path: str) -> tuple[str, list[str], list[str]]:
         problem = f"lists no files as datasets does ({type(error).__name__}: {error})"
     if problem:
         raise ValueError(f"training.dataset_path = {path!r}: state.json {problem}; save it again")
-    others = sorted(set(fnmatch.filter(os.listdir(root), "data-*.arrow")) - {*names})
-    return root, names, others
+    return root, names, sorted(set(fnmatch.filter(os.listdir(root), "data-*.arrow")) - {*names})
 
 
 def _walk(

@@ -229,8 +229,7 @@ def _flash_workspace(operator: Any, args: Any) -> int:
     query, key = args[1], args[2]  # (B, heads, T, head_dim)
     shared = 0
     if query.shape[1] != key.shape[1]:
-        expanded = key.numel() // key.shape[1] * query.shape[1]
-        shared = 2 * expanded * key.element_size()
+        shared = 2 * key.numel() // key.shape[1] * query.shape[1] * key.element_size()
     return int(4 * query.numel() + 4 * query.numel() // query.shape[-1] + shared)
 
 

@@ -90,6 +90,5 @@ class RootKey(Secret):
         """Return the one stream of a purpose: the same object each time, so no key comes twice."""
         assert label in get_args(Label), f"unknown label {label!r}"
         if label not in self.__streams:
-            key = hmac.digest(self.__secret, label.encode(), "sha256")
-            self.__streams[label] = KeyStream(key)
+            self.__streams[label] = KeyStream(hmac.digest(self.__secret, label.encode(), "sha256"))
         return self.__streams[label]

@@ -77,19 +77,19 @@ records; without the model, 1%.
         A membership-inference attack with 0.1% false positives detects at most 1.83% of training \
 records; without the model, 0.1%.
         Verdict: a reasonable guarantee, by the scale of Ponomareva et al. (How to DP-fy ML, \
-2023): epsilon up to 1 is strong, up to 10 reasonable, above that weak.
+2023): epsilon up to 1 is strong, up to 10 reasonable, above that weak. Where anybody may have \
+weights of health data, start at 1 (docs/meaning.md).
         Worst case, except with a probability of 1 in 100,000: no output is more than 79.6 \
 times (e^epsilon) as likely with the record as without it, and an attacker who starts at 50% that \
-it was used reaches at most 99.4% certainty. Only the rarest outputs tell so much; if even they \
-must not, choose epsilon up to 1.
+it was used reaches at most 99.4% certainty. Only the rarest outputs tell so much; if they must \
+not, choose epsilon up to 1.
         """
         if self.posterior == 1.0 == min(share for _, share in self.detected):
             return [f"Nothing bounds a membership-inference attack on a {unit}: there is no noise."]
         word = "strong" if epsilon <= 1 else "reasonable" if epsilon <= 10 else "weak"
         luck = max(delta, self.posterior_but_for)
-        choice = (
-            ". Only the rarest outputs tell so much; if even they must not, choose epsilon up to 1"
-        )
+        choice = ". Only the rarest outputs tell so much; if they must not, choose epsilon up to 1"
+        start = " Where anybody may have weights of health data, start at 1 (docs/meaning.md)."
         return [
             *(
                 f"A membership-inference attack with {percent(alarms)} false positives detects at "
@@ -97,7 +97,8 @@ must not, choose epsilon up to 1.
                 for alarms, share in self.detected
             ),
             f"Verdict: a {word} guarantee, by the scale of Ponomareva et al. (How to DP-fy ML, "
-            "2023): epsilon up to 1 is strong, up to 10 reasonable, above that weak.",
+            "2023): epsilon up to 1 is strong, up to 10 reasonable, above that weak."
+            f"{start * (epsilon > 1)}",
             f"Worst case, except with a probability of 1 in {int(1 / Decimal(repr(luck))):,}: no "
             f"output is more than {e_to_the(epsilon)} times (e^epsilon) as likely with the {unit} "
             "as without it, and an attacker who starts at 50% that it was used reaches at most "

@@ -99,8 +99,7 @@ def rdp_delta(segments: Sequence[GaussianSteps], epsilons: np.ndarray) -> np.nda
     log_delta = np.zeros_like(epsilons)
     for order, total in zip(ORDERS, divergence(segments), strict=True):
         of_order = (order - 1) * (total + math.log1p(-1 / order) - epsilons) - math.log(order)
-        rounding = 1e-15 * order * (1 + total + epsilons)
-        log_delta = np.minimum(log_delta, of_order + rounding)
+        log_delta = np.minimum(log_delta, of_order + 1e-15 * order * (1 + total + epsilons))
     return np.exp(log_delta)
 
 

@@ -40,11 +40,12 @@ def _show(runs: list[Run], spent: Total | None, out: TextIO, *, overlapping: boo
         print(line, file=out)
 
     for run in runs:
-        ledger = run.ledger
+        begun, kept = f"{run.ledger.steps_executed:,}", f"{run.ledger.steps:,}"
+        fewer = {f"the {begun} steps begun": run.epsilon_executed, f"the {kept} kept": run.epsilon}
+        others = (f"; of {of}: {_word(n)}" for of, n in fewer.items() if n != run.epsilon_planned)
         say(
-            f"{run.folder}: run {ledger.run}, {ledger.steps:,} steps: epsilon = "
-            f"{_word(run.epsilon)}; of all {ledger.steps_executed:,} steps begun: "
-            f"{_word(run.epsilon_executed)}; with planned ones: {_word(run.epsilon_planned)}; "
+            f"{run.folder}: run {run.ledger.run}, {kept} steps: epsilon to state = "
+            f"{_word(run.epsilon_planned)}{''.join(others)}; "
             f"verified: {'yes' if run.verified else 'NO'}"
         )
         words = {"FAULT": run.faults, "note": run.notes, "assumed": to_act_on(run.caveats())}
@@ -56,15 +57,15 @@ def _show(runs: list[Run], spent: Total | None, out: TextIO, *, overlapping: boo
         return
     several = len(runs) > 1
     say(
-        f"{f'all {len(runs)} runs together' if several else 'the run'}: epsilon = "
-        f"{_word(spent.epsilon)}, delta = {spent.delta:g} ({spent.accountant}; "
+        f"{f'all {len(runs)} runs together' if several else 'the run'}: epsilon to state = "
+        f"{_word(spent.epsilon_planned)}, delta = {spent.delta:g} ({spent.accountant}; "
         f"{spent.steps_executed:,} steps; unit: one {runs[0].ledger.settings.privacy_unit}; "
         f"neighbours: {spent.neighbouring_relation})"
     )
     if spent.epsilon != spent.epsilon_planned:
         say(
-            f"with the planned steps that were not taken: {_word(spent.epsilon_planned)}, which "
-            "is valid if only weights decided when to stop"
+            f"without the planned steps that were not taken: {_word(spent.epsilon)}, which holds "
+            "only if neither results nor a clock decided when to stop"
         )
     if spent.heldout_epsilon is not None:
         say(

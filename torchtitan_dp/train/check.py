@@ -124,8 +124,7 @@ def source_of(config: JobConfig) -> Source:
     """Return the files that a configuration names, and how they are read."""
     data, training, assets_path = config.data, config.training, config.model.hf_assets_path
     tokenizer = load_tokenizer(assets_path)
-    fields = data.text_field, data.prompt_field, data.messages_field
-    how = reading(*fields, assets_path, tokenizer)
+    how = reading(data.text_field, data.prompt_field, data.messages_field, assets_path, tokenizer)
     units = data.unit_field, data.not_owners
     return Source(training.dataset, record_paths(config), how, tokenizer, *units)
 
