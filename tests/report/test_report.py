@@ -126,7 +126,7 @@ def test_lost_steps_are_counted(run):
     write_published(str(run), {**published, "epsilon": 2 * published["epsilon"]})  # a curve's
     assert open_run(str(run)).epsilon == found.epsilon  # as `ledger` finds it
     page = report(str(run))
-    for words in ("with lost and planned steps", "ε of all steps begun"):
+    for words in ("with lost and planned steps", "…of all steps begun"):
         assert words in page
 
 

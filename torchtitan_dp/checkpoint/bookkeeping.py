@@ -144,7 +144,7 @@ class Bookkeeping:
             # What trains no step does not describe the weights.
             if start.step < self._total or not Path(self._folder, RUN_CONFIG_FILE).exists():
                 for line in write_config(config):
-                    logger.info(line)
+                    logger.warning(line)
 
     @property
     def settings(self) -> Settings:
@@ -260,11 +260,9 @@ class Bookkeeping:
         """Return the last lines of a run that is done, from the content of `privacy.json`."""
         lines = summary(spent)
         if spent["private"] and not self.ledger.is_trial:
-            lines.append(f"to publish: {typed('release')} {self._folder} NEW_FOLDER")
-            if self._config.lora.rank and self._config.lora.export == "adapter":
-                lines.append(
-                    "adapters need PEFT (pip install peft) and their base; --merged: a model"
-                )
+            lora = self._config.lora.rank and self._config.lora.export == "adapter"
+            base = " --base_model NAME, or --merged (adapters need PEFT: pip install peft)"
+            lines.append(f"to publish: {typed('release')} {self._folder} NEW_FOLDER{base * lora}")
         return lines
 
     def _draw(self, step: int, loader: RecordLoader) -> Draw:

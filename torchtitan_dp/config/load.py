@@ -40,7 +40,7 @@ _CUSTOM_CONFIG = "torchtitan_dp.config"
 _FIXED = dict.fromkeys(
     ("model.hf_assets_path", "checkpoint.initial_load_path", "privacy.initial_weights_public"),
     ", which still holds for these weights",
-) | {"privacy.target_epsilon": ", which fixed the noise"}
+) | {"privacy.target_epsilon": ", which fixed the noise: the same steps spend the same epsilon"}
 
 
 def load_config(argv: list[str], world_size: int | None) -> JobConfig:

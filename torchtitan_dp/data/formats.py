@@ -338,8 +338,7 @@ def misfit(kind: Any, key: str) -> str | None:
         if key == OF_OWNERS and _is_list(kind):
             return misfit(kind.value_type, "data.unit_field")
         owners = "; of lists of owners, name the field in a list: ['owners']" * _is_list(kind)
-        fits = is_text or pa.types.is_integer(kind)
-        return None if fits else f"texts or whole numbers{owners}"
+        return None if is_text or pa.types.is_integer(kind) else f"texts or whole numbers{owners}"
     return None if is_text else "texts"
 
 

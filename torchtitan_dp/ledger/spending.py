@@ -258,8 +258,7 @@ def total(runs: Sequence[Run], delta: float | None = None, *, overlapping: bool 
     spends = functools.partial(accounting.compose, delta=delta)
     taken = spends(begun, accountant=accountant)
     most = max(taken, spends(planned, accountant=accountant))
-    is_apart = losses and not overlapping
-    heldout = spends([*before, *losses], accountant="pld") if is_apart else None
+    heldout = spends([*before, *losses], accountant="pld") if losses and not overlapping else None
     return Total(taken, most, delta, accountant, steps, relation, heldout)
 
 

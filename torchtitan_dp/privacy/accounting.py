@@ -29,7 +29,7 @@ MAX_NOISE_MULTIPLIER = 1e4
 _MIN_NOISE_MULTIPLIER = 1e-4
 _AIM = 0.9995  # of the target: the middle of [0.999, 1]
 _TOLERANCE = 0.00049  # of an excess, around it
-_POINTS: dict[Accountant, int] = {"pld": 20, "rdp": 100}  # of a curve, evenly spaced
+_POINTS: dict[Accountant, int] = {"pld": 50, "rdp": 100}  # of a curve, evenly spaced
 
 
 def compose(segments: Sequence[Segment], *, delta: float, accountant: Accountant) -> float:

@@ -77,8 +77,8 @@ records; without the model, 1%.
         A membership-inference attack with 0.1% false positives detects at most 1.83% of training \
 records; without the model, 0.1%.
         Verdict: a reasonable guarantee, by the scale of Ponomareva et al. (How to DP-fy ML, \
-2023): epsilon up to 1 is strong, up to 10 reasonable, above that weak. Where anybody may have \
-weights of health data, start at 1 (docs/meaning.md).
+2023): epsilon up to 1 is strong, up to 10 reasonable, above that weak. Judge by the rates above; \
+for weights of sensitive data that anybody may have, start at 1.
         Worst case, except with a probability of 1 in 100,000: no output is more than 79.6 \
 times (e^epsilon) as likely with the record as without it, and an attacker who starts at 50% that \
 it was used reaches at most 99.4% certainty. Only the rarest outputs tell so much; if they must \
@@ -89,7 +89,7 @@ not, choose epsilon up to 1.
         word = "strong" if epsilon <= 1 else "reasonable" if epsilon <= 10 else "weak"
         luck = max(delta, self.posterior_but_for)
         choice = ". Only the rarest outputs tell so much; if they must not, choose epsilon up to 1"
-        start = " Where anybody may have weights of health data, start at 1 (docs/meaning.md)."
+        start = "for weights of sensitive data that anybody may have, start at 1."
         return [
             *(
                 f"A membership-inference attack with {percent(alarms)} false positives detects at "
@@ -98,7 +98,7 @@ not, choose epsilon up to 1.
             ),
             f"Verdict: a {word} guarantee, by the scale of Ponomareva et al. (How to DP-fy ML, "
             "2023): epsilon up to 1 is strong, up to 10 reasonable, above that weak."
-            f"{start * (epsilon > 1)}",
+            f"{f' Judge by the rates above; {start}' * (epsilon > 1)}",
             f"Worst case, except with a probability of 1 in {int(1 / Decimal(repr(luck))):,}: no "
             f"output is more than {e_to_the(epsilon)} times (e^epsilon) as likely with the {unit} "
             "as without it, and an attacker who starts at 50% that it was used reaches at most "

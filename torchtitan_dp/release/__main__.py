@@ -148,7 +148,9 @@ def release(
             shutil.rmtree(partial, ignore_errors=True)
     if (target := config.privacy.target_epsilon) is not None and terms["epsilon"] > target:
         print(f"warning: epsilon is above privacy.target_epsilon = {target:g}", file=sys.stderr)
-    warn_of_other_runs(config, "if they are given away too, or chose anything here (--with), ")
+    if base_model is None and config.lora.rank and not merge:
+        print("warning: no --base_model: the card cannot name the adapters' base", file=sys.stderr)
+    warn_of_other_runs(config, "if given away, too, or used here (--with), ", known=others)
     return terms
 
 
@@ -226,9 +228,10 @@ def main(argv: list[str]) -> None:
             others=options.others,
         )
     only = f"\n          {stated}" if (stated := condition(terms)) else ""
+    unit = terms["privacy_unit"] + ", not all of a person's" * (terms["privacy_unit"] == "record")
     print(
         f"released: {options.out}/: epsilon = {rounded_up(terms['epsilon'])}, delta = "
-        f"{terms['delta']}; it counts {covered(terms)}{only}\n"
+        f"{terms['delta']}, for one {unit}; it counts {covered(terms)}{only}\n"
         f"          before you give it to anybody, fill in, in {CARD_FILE}: 'Whose data', 'Signed "
         f"by, on'\n          before you publish it, also: {', '.join(OWNER_ITEMS)}"
     )

@@ -41,8 +41,8 @@ def _show(runs: list[Run], spent: Total | None, out: TextIO, *, overlapping: boo
 
     for run in runs:
         begun, kept = f"{run.ledger.steps_executed:,}", f"{run.ledger.steps:,}"
-        fewer = {f"the {begun} steps begun": run.epsilon_executed, f"the {kept} kept": run.epsilon}
-        others = (f"; of {of}: {_word(n)}" for of, n in fewer.items() if n != run.epsilon_planned)
+        fewer = {run.epsilon: f"the {kept} kept", run.epsilon_executed: f"the {begun} steps begun"}
+        others = (f"; of {of}: {_word(n)}" for n, of in fewer.items() if n != run.epsilon_planned)
         say(
             f"{run.folder}: run {run.ledger.run}, {kept} steps: epsilon to state = "
             f"{_word(run.epsilon_planned)}{''.join(others)}; "

@@ -21,6 +21,7 @@ import importlib.util
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -279,23 +280,25 @@ def show_notices(config: JobConfig, checked: Checked) -> None:
         print(f"      {line}", file=sys.stderr)
 
 
-def warn_of_other_runs(config: JobConfig, when: str, records: Records | None = None) -> None:
-    """Warn of other private runs on a run's records, by default those that it trained on, or on
-    units of the same names; print the command that adds up their epsilons."""
+def warn_of_other_runs(
+    config: JobConfig, when: str, records: Records | None = None, known: Sequence[str] = ()
+) -> None:
+    """Warn of other runs than the `known` on a run's records, by default those that it trained on,
+    or on units of the same names; print the command that adds up all private ones' epsilons."""
     run = config.job.dump_folder
     is_trial = os.path.exists(os.path.join(run, TRIAL_FILE))  # its search adds up all trials
     search = os.path.dirname(os.path.realpath(run)) if is_trial else None
-    runs = runs_beside(run, config.data.store, records.store if records else None)
-    runs = [one for one in runs if os.path.dirname(one) != search]
-    if others := [one for one in runs if os.path.exists(os.path.join(one, PRIVACY_FILE))]:
+    runs = {*runs_beside(run, config.data.store, records.store if records else None)}
+    runs = {one for one in runs - {*map(os.path.realpath, known)} if os.path.dirname(one) != search}
+    if others := sorted(x for x in runs if os.path.exists(os.path.join(x, PRIVACY_FILE))):
         private = [one for one in others if os.path.exists(os.path.join(one, EXECUTED_FILE))]
-        more = f" and {len(others) - 1} more" * (len(others) > 1)
-        trained = f"{others[0]}{more} trained on these records, or on units with these names"
+        who = others[0] if len(others) == 1 else f"{len(others)} other runs"
+        trained = f"{who} trained on these records, or on units with these names"
         own = records.fingerprint if records else read_fingerprint(run)
-        differ = {own} != {read_fingerprint(one) for one in private}
-        named = shlex.join([run, *private]) if len(private) < 3 else "RUN …"
-        add_up = typed(f"ledger {named}{' --overlapping' * differ}")
-        none = "; none covers those without privacy" * (len(private) < len(others))
+        differ = {own} != {read_fingerprint(one) for one in [*private, *known]}
+        add_up = typed(f"ledger {shlex.join([run, *private, *known])}{' --overlapping' * differ}")
+        public = shlex.join(one for one in others if one not in private)
+        none = f"; none covers what was trained without privacy: {public}" if public else ""
         print(f"warning: {trained}: {when}epsilons add up: {add_up}{none}", file=sys.stderr)
 
 

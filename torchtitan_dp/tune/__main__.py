@@ -368,9 +368,7 @@ def _announce(search: Search, noise: Noise, epsilon: float) -> Total:
     _say(f"published losses: of {units:,} held-out {word}s, {how}")
     if deviation > TELLS_APART / 3:
         share = units / (units + len(records.train)) * 3 * deviation / TELLS_APART
-        more = (
-            f"set data.heldout_fraction = {rounded_up(share, digits=2)} (in the final run, too), "
-        )
+        more = f"set data.heldout_fraction = {rounded_up(share, digits=2)} (final run, too), "
         raise ValueError(
             f"--epsilon = {epsilon:g}: noise of {deviation:.2g} nats hides which recipe is better "
             f"(by {TELLS_APART:g}, say): {more if share < 0.5 else ''}lower "
