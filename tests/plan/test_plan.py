@@ -209,6 +209,8 @@ def test_steps_that_a_crash_lost_are_said_with_what_keeps_the_target(tmp_path, c
     assert "counted as 2: a release will state epsilon = " in said
     assert float(re.search(r"will state epsilon = ([0-9.]+)", said)[1]) > 8
     assert "above privacy.target_epsilon = 8, since " in said
+    another = re.search(r"another crash counts \d+ more .* epsilon = ([0-9.]+) \(", said)
+    assert float(another[1]) > float(re.search(r"plan: epsilon = ([0-9.]+)", said)[1]) > 8
 
 
 def test_a_release_is_no_folder_to_train_in(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,9 @@ from torchtitan_dp.base.process import typed
 from torchtitan_dp.checkpoint.start import Start, plan_start
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.data.store import mark_used, runs_beside
-from torchtitan_dp.ledger import write_fingerprint
+from torchtitan_dp.ledger import EXECUTED_FILE, write_fingerprint
 from torchtitan_dp.plan import __main__ as plan
-from torchtitan_dp.train.check import check_run, open_records
+from torchtitan_dp.train.check import check_run, open_records, warn_of_other_runs
 
 NOTES: list[Row] = [{"who": i % 8, "note": f"note {i}"} for i in range(24)]
 JSONL = ("--training.dataset=jsonl", "--data.text_field=note")
@@ -161,3 +162,14 @@ def test_other_runs_on_the_same_records_are_named(tmp_path, capsys) -> None:
     mark_used(open_records(load_config(command(tmp_path), 1)).store, str(tmp_path / "second"))
     assert runs_beside(str(tmp_path / "second"), None) == [str(tmp_path / "out")]
     assert runs_beside(str(tmp_path / "third"), None) == []
+    second = load_config([*command(tmp_path), f"--job.dump_folder={tmp_path}/second"], 1)
+    warn_of_other_runs(second, "", known=[str(tmp_path / "out")])
+    assert capsys.readouterr().err == ""  # a release adds this one up itself
+    shutil.copytree(tmp_path / "out", plain := tmp_path / "plain")
+    (plain / EXECUTED_FILE).unlink()
+    mark_used(open_records(load_config(command(tmp_path), 1)).store, str(plain))
+    warn_of_other_runs(second, "")
+    said = capsys.readouterr().err
+    assert said.startswith("warning: 2 other runs trained on these records, ")
+    assert f"{tmp_path}/second {tmp_path}/out" in said
+    assert said.endswith(f"; none covers what was trained without privacy: {plain}\n")
