@@ -73,5 +73,6 @@ def test_the_plan_has_bands(plan_tiny):
     batch = ("--training.global_batch_size=4", "--privacy.delta=1e-3")
     shown, content = plan_tiny(1, "--privacy.noise=banded", *batch)
     assert "correlated noise, 4 bands: a step draws from one of 4 groups of" in shown
+    assert int(re.search(r"a crash counts (\d+) more steps", shown)[1]) % 4 == 0  # whole periods
     assert "; a rank keeps the noise of 3 earlier steps, 0.0" in shown
     assert len(content["column"]) == 4

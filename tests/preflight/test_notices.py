@@ -173,3 +173,10 @@ def test_other_runs_on_the_same_records_are_named(tmp_path, capsys) -> None:
     assert said.startswith("warning: 2 other runs trained on these records, ")
     assert f"{tmp_path}/second {tmp_path}/out" in said
     assert said.endswith(f"; none covers what was trained without privacy: {plain}\n")
+    os.rename(tmp_path / "out", tmp_path / "moved")  # its weights may be anywhere
+    warn_of_other_runs(second, "", known=[str(plain)])
+    said = capsys.readouterr().err
+    assert said.startswith("warning: another run trained on these records, ")
+    assert said.endswith(
+        f" {plain} --overlapping; 1 of these, whose folders are gone, may count, too\n"
+    )

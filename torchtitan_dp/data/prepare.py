@@ -198,8 +198,8 @@ class Source:
             names = self.facts.field_names(files.paths[0])
             if others := [repr(one[:40]) for one in names if one not in self.reading.keys][:20]:
                 yield (
-                    f"data.unit_field is not set: a person's k {self.facts.row}s have about k "
-                    f"epsilon; if one of these names the person, set it: {', '.join(others)}"
+                    f"data.unit_field is not set: epsilon protects one {self.facts.row}, not all "
+                    f"of a person's; if one of these names the person, set it: {', '.join(others)}"
                 )
 
     def fields_of(self, files: Files) -> str:

@@ -112,8 +112,7 @@ def _ring_forward(shard: Shard, op: Any, args: _Args, kwargs: dict[str, Any]) ->
 
 def _ring_backward(shard: Shard, op: Any, args: _Args, kwargs: dict[str, Any]) -> _Args:
     mesh, terms = _named(op, args, kwargs)
-    padded = op is _efficient_backward_op
-    kernel = backward_padded if padded else functools.partial(_backward, op)
+    kernel = backward_padded if op is _efficient_backward_op else functools.partial(_backward, op)
     of_queries = {name: terms.pop(name) for name in ("grad_out", "query", "out", "logsumexp")}
     gradients = _over(shard, mesh).attend_backward(kernel, of_queries, **terms)
     return (*_on_ring(mesh, *gradients[:3]), *gradients[3:])

@@ -72,8 +72,7 @@ class GradSampleGradients(LayerGradients):
         loss_B.sum().backward()
         self._require_no_sum()
         self._in_flight.clear()  # `_shards` waits for those that run
-        sum_over_cp = sum_all_over_cp if self._shard else _sum_each_over_cp
-        summed = sum_over_cp(self._wholes, self._cp)
+        summed = (sum_all_over_cp if self._shard else _sum_each_over_cp)(self._wholes, self._cp)
         self._wholes.clear()
         for name in list(summed):  # no name here keeps one: they are freed as they are added
             self._add_shard(name, Pending(summed.pop(name)), None)

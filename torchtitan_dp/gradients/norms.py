@@ -137,8 +137,7 @@ def _lefts(rows: Factors, columns: Factors) -> Tensor:
 
 def _products(rows_BRK: Tensor, columns_BSK: Tensor) -> Tensor:
     """Compute rows @ columns^T in fp32: (B, R, S). Factors of 16 bits are multiplied exactly."""
-    shape = (*rows_BRK.shape[:2], columns_BSK.shape[1])
-    out_BRS = rows_BRK.new_empty(shape, dtype=torch.float32)
+    out_BRS = rows_BRK.new_empty((*rows_BRK.shape[:2], columns_BSK.shape[1]), dtype=torch.float32)
     alike = rows_BRK.dtype == columns_BSK.dtype
     if not alike or (rows_BRK.dtype != torch.float32 and not accumulates_wide(out_BRS)):
         rows_BRK, columns_BSK = rows_BRK.float(), columns_BSK.float()
@@ -256,8 +255,7 @@ class RandomizedNorms(ExactNorms):
         self._estimated.add(name)
         drawn_BPK = self._draw(name, "tail", factors, shape[0])
         if self.estimator == "hutchinson":
-            y_BDK = self._over_cp(project(factors, drawn_BPK, shape[1]))
-            return _squares(y_BDK) / self._cp_size
+            return _squares(self._over_cp(project(factors, drawn_BPK, shape[1]))) / self._cp_size
         sketch_BPK = self._draw(name, "sketch", factors, shape[0])
         both = project(factors, torch.cat([sketch_BPK, drawn_BPK], dim=2), shape[1])
         seen_BDK, y_BDK = self._over_cp(both).chunk(2, dim=2)

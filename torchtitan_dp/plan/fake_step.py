@@ -175,8 +175,7 @@ class MemoryTracker(LocalOperators):
         if key in self._known:
             return
         label, size = self._label, storage.nbytes()
-        reference = weakref.ref(storage, functools.partial(self._forget, key))
-        self._known[key] = reference, label, size
+        self._known[key] = weakref.ref(storage, functools.partial(self._forget, key)), label, size
         self._change(label, size)
 
     def _forget(self, key: int, _: object) -> None:

@@ -111,6 +111,7 @@ def _manage(options: argparse.Namespace) -> None:
     for name in asked:
         stores.delete(os.path.join(folder, name))
         say(f"erased {os.path.join(folder, name)}", out=sys.stdout)
+        warn("its runs are forgotten: no start and no release names them to add up any more")
     if not options.list:
         return
     names = stores.names(folder)

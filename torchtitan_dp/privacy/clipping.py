@@ -77,8 +77,7 @@ def squared_norm(gradient: Tensor) -> Tensor:
     """
     assert gradient.dtype == torch.float32, gradient.dtype
     in_rows = gradient.shape[-1] // _ROW * _ROW
-    rows = gradient[..., :in_rows].unflatten(-1, (-1, _ROW))
-    norms = torch.linalg.vector_norm(rows, dim=-1)
+    norms = torch.linalg.vector_norm(gradient[..., :in_rows].unflatten(-1, (-1, _ROW)), dim=-1)
     body = torch.linalg.vector_norm(norms, dim=-1, dtype=torch.float64).square()
     return body + torch.linalg.vector_norm(gradient[..., in_rows:], dim=-1).double().square()
 

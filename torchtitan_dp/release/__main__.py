@@ -148,9 +148,9 @@ def release(
             shutil.rmtree(partial, ignore_errors=True)
     if (target := config.privacy.target_epsilon) is not None and terms["epsilon"] > target:
         print(f"warning: epsilon is above privacy.target_epsilon = {target:g}", file=sys.stderr)
-    if base_model is None and config.lora.rank and not merge:
-        print("warning: no --base_model: the card cannot name the adapters' base", file=sys.stderr)
-    warn_of_other_runs(config, "if given away, too, or used here (--with), ", known=others)
+    if more and (total := more[1].epsilon_planned):
+        print(f"with the runs of --with, together: epsilon = {rounded_up(total)}", file=sys.stderr)
+    warn_of_other_runs(config, "if given away, too, or used here (--with RUN), ", known=others)
     return terms
 
 

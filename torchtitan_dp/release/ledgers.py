@@ -39,14 +39,16 @@ def _show(runs: list[Run], spent: Total | None, out: TextIO, *, overlapping: boo
     def say(line: str) -> None:
         print(line, file=out)
 
+    of_weights = all(run.epsilon is not None and not run.ledger.is_trial for run in runs)
+    name = "epsilon to state" if of_weights else "epsilon"  # of no audit, of no trial alone
     for run in runs:
         begun, kept = f"{run.ledger.steps_executed:,}", f"{run.ledger.steps:,}"
-        fewer = {run.epsilon: f"the {kept} kept", run.epsilon_executed: f"the {begun} steps begun"}
-        others = (f"; of {of}: {_word(n)}" for n, of in fewer.items() if n != run.epsilon_planned)
+        stated = None if run.epsilon is None else run.epsilon_planned  # of weights
+        fewer = {run.epsilon: f"{kept} steps", run.epsilon_executed: f"the {begun} steps begun"}
+        others = (f"; of {of}: {_word(n)}" for n, of in fewer.items() if n != stated)
         say(
-            f"{run.folder}: run {run.ledger.run}, {kept} steps: epsilon to state = "
-            f"{_word(run.epsilon_planned)}{''.join(others)}; "
-            f"verified: {'yes' if run.verified else 'NO'}"
+            f"{run.folder}: run {run.ledger.run}, {kept} steps: {name} = "
+            f"{_word(stated)}{''.join(others)}; verified: {'yes' if run.verified else 'NO'}"
         )
         words = {"FAULT": run.faults, "note": run.notes, "assumed": to_act_on(run.caveats())}
         for kind, lines in words.items():
@@ -57,15 +59,15 @@ def _show(runs: list[Run], spent: Total | None, out: TextIO, *, overlapping: boo
         return
     several = len(runs) > 1
     say(
-        f"{f'all {len(runs)} runs together' if several else 'the run'}: epsilon to state = "
+        f"{f'all {len(runs)} runs together' if several else 'the run'}: {name} = "
         f"{_word(spent.epsilon_planned)}, delta = {spent.delta:g} ({spent.accountant}; "
         f"{spent.steps_executed:,} steps; unit: one {runs[0].ledger.settings.privacy_unit}; "
         f"neighbours: {spent.neighbouring_relation})"
     )
     if spent.epsilon != spent.epsilon_planned:
         say(
-            f"without the planned steps that were not taken: {_word(spent.epsilon)}, which holds "
-            "only if neither results nor a clock decided when to stop"
+            "it is valid if only weights decided when to stop; without the planned steps that were "
+            f"not taken: {_word(spent.epsilon)}, if neither results nor a clock decided it"
         )
     if spent.heldout_epsilon is not None:
         say(

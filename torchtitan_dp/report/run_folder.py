@@ -213,8 +213,9 @@ def epsilon_rows(run: RunFolder) -> list[Row]:
     if run.epsilon_planned is not None:
         target = run.ledger.settings.target_epsilon
         asked = "" if target is None else f" (target {target:g})"
-        rows.append(Row("ε to state, at the end", rounded_up(run.epsilon_planned) + asked, True))
-    rows.append(Row(f"…of {run.ledger.steps:,} steps kept", rounded_up(run.epsilon), True))
+        name = "ε of this trial alone" if run.ledger.is_trial else "ε to state, at the end"
+        rows.append(Row(name, rounded_up(run.epsilon_planned) + asked, True))
+    rows.append(Row(f"…of {run.ledger.steps:,} steps", rounded_up(run.epsilon), True))
     if run.epsilon_executed is not None and run.epsilon_executed > run.epsilon * (1 + 1e-9):
         rows.append(Row("…of all steps begun", rounded_up(run.epsilon_executed), True))
     return rows

@@ -290,15 +290,18 @@ def warn_of_other_runs(
     search = os.path.dirname(os.path.realpath(run)) if is_trial else None
     runs = {*runs_beside(run, config.data.store, records.store if records else None)}
     runs = {one for one in runs - {*map(os.path.realpath, known)} if os.path.dirname(one) != search}
-    if others := sorted(x for x in runs if os.path.exists(os.path.join(x, PRIVACY_FILE))):
+    others = sorted(one for one in runs if os.path.exists(os.path.join(one, PRIVACY_FILE)))
+    gone = sum(not os.path.isdir(one) for one in runs)
+    if count := len(others) + gone:
         private = [one for one in others if os.path.exists(os.path.join(one, EXECUTED_FILE))]
-        who = others[0] if len(others) == 1 else f"{len(others)} other runs"
+        who = f"{count} other runs" if count > 1 else (others or ["another run"])[0]
         trained = f"{who} trained on these records, or on units with these names"
         own = records.fingerprint if records else read_fingerprint(run)
         differ = {own} != {read_fingerprint(one) for one in [*private, *known]}
         add_up = typed(f"ledger {shlex.join([run, *private, *known])}{' --overlapping' * differ}")
         public = shlex.join(one for one in others if one not in private)
         none = f"; none covers what was trained without privacy: {public}" if public else ""
+        none += f"; {gone} of these, whose folders are gone, may count, too" * (gone > 0)
         print(f"warning: {trained}: {when}epsilons add up: {add_up}{none}", file=sys.stderr)
 
 
