@@ -387,7 +387,7 @@ def _ids(
 def _rows(files: Files, source: Source, hashes: list[str], owners: Owners | None) -> Iterator[_Row]:
     """Yield the records of all files; hash each file before its records, and enter `owners`."""
     facts, by = source.facts, source.unit_field
-    remedy = "write them again (jq -c '.[]' of an array, iconv), or set training.dataset"
+    remedy = f"write them again (jq -c '.[]', iconv), or set training.dataset for {files.names[0]}"
     broken = Lack("training.dataset_path", f"are no {facts.row}s of '{source.format}'", remedy)
     unknown = Lack(f"data.unit_field = {by!r}", "have no usable one", "name each unit")
     said = time.monotonic()
