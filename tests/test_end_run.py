@@ -1,4 +1,4 @@
-"""A run logs, validates and saves its last step, whatever the periods are."""
+"""Log line, validation and checkpoint after the last step, for periods that do not divide it."""
 
 import re
 import signal

@@ -161,8 +161,8 @@ def test_one_block_of_very_negative_scores(name, keys):
     )
     for found, wanted in zip(actual[:3], grads, strict=True):
         assert found.isfinite().all()
-        # bf16 rounds scores' gradients by 2**-9; their sum over keys, all 20 times as large as what
-        # tells them apart, is to cancel. On an H200: 0.052.
+        # bf16 rounds each score's gradient by 2**-9. All keys share a component 20 times as large
+        # as their differences; its contributions must cancel. Largest error on an H200: 0.052.
         assert (found - wanted).norm() < 0.1 * wanted.norm()
 
 

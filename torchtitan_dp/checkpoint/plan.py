@@ -434,6 +434,13 @@ def losable(config: JobConfig) -> Losable:
     return Losable(min(under_way * checkpoint.interval, steps), min(checkpoint.interval, steps))
 
 
+def after_crash(plan: Plan, config: JobConfig) -> tuple[int, float]:
+    """Return the steps that a crash of this start counts at most, and the epsilon to state then."""
+    lost = plan.settings.mechanism.in_whole_periods(losable(config).most)
+    ledger = replace(plan.ledger, lost=plan.ledger.lost + lost)
+    return lost, epsilon(ledger, ledger.left)
+
+
 def earlier_ledger(folder: str) -> Lineage | None:
     """Return the ledger of the steps that ran in this folder; None if none did. ValueError: steps
     were begun whose terms, or whose number, are no longer known."""

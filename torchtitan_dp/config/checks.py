@@ -103,10 +103,8 @@ _OF_SEVERAL: dict[_Range, str] = {
     "training.max_norm comm.trace_buf_size profiling.profiler_warmup",
     _above(0, "a positive number"): "training.loss_scale privacy.target_epsilon "
     "validation.reference_loss",
-    _least(
-        1, "at least 1"
-    ): "training.steps training.seq_len training.local_batch_size training.gc_freq "
-    "parallelism.data_parallel_replicate_degree "
+    _least(1, "at least 1"): "training.steps training.seq_len training.local_batch_size "
+    "training.gc_freq parallelism.data_parallel_replicate_degree "
     "checkpoint.interval profiling.profile_freq profiling.profiler_active metrics.log_freq "
     "validation.freq data.windows_per_draw",
     _least(0, f"from 0 to {_LARGEST}", most=_LARGEST): "debug.seed privacy.debug_seed",

@@ -90,7 +90,8 @@ class Shard:
         """Return this rank's part of a tensor of all tokens."""
         number = self.size * (2 if self.balanced else 1)
         assert whole.shape[dim] % number == 0, "chunks are equally long"
-        return torch.cat([whole.chunk(number, dim)[place] for place in self.chunks(self.rank)], dim)
+        chunks = whole.chunk(number, dim)
+        return torch.cat([chunks[place] for place in self.chunks(self.rank)], dim)
 
     def block(self, step: int, tokens: int, is_causal: bool) -> Block | None:
         """Return the scores to compute with the keys of the rank `step` places before this one,

@@ -192,10 +192,8 @@ class RunLog:
         loads = [*(start.at for start in starts[1:]), lineage.steps]
         lost += [start.behind(at) for start, at in zip(starts, loads, strict=False)]
         lost += [max((start.declared for start in starts), default=1)] * self._of_starts.torn
-        mechanism, loss = lineage.settings.mechanism, lineage.heldout_loss
-        whole = mechanism.period * mechanism.round_steps  # one of them is 1
-        steps = sum(-(-part // whole) * whole for part in lost)
-        if loss is not None:
+        steps = sum(map(lineage.settings.mechanism.in_whole_periods, lost))
+        if (loss := lineage.heldout_loss) is not None:
             loss = dataclasses.replace(loss, begun=self.losses)
         return dataclasses.replace(lineage, lost=steps, heldout_loss=loss)
 

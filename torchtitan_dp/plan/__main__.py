@@ -32,7 +32,7 @@ if __name__ == "__main__":  # before PyTorch, which takes seconds to import
 import torch
 
 from torchtitan_dp.base.process import VERBOSE, lock_folder, progress, typed
-from torchtitan_dp.checkpoint.plan import Plan, losable
+from torchtitan_dp.checkpoint.plan import Plan, after_crash
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import (
     METHODS,
@@ -49,14 +49,7 @@ from torchtitan_dp.config.load import (
     write_json,
 )
 from torchtitan_dp.distributed.devices import available_bytes, cuda_devices, memory_bytes
-from torchtitan_dp.ledger.spending import (
-    epsilon,
-    explain,
-    heldout_epsilon,
-    inherited,
-    reasons,
-    spent,
-)
+from torchtitan_dp.ledger.spending import explain, heldout_epsilon, inherited, reasons, spent
 from torchtitan_dp.models.hugging_face import (
     describe,
     origin,
@@ -113,7 +106,6 @@ class Spending:
     inherited: float | None  # epsilon of the initial weights alone
     if_capped: float | None  # epsilon, were estimated norms capped; None where they are
     loss: Loss | None  # None where none is published
-    crash: tuple[int, float]  # steps that one counts, and the epsilon to state then
 
 
 def main(argv: list[str]) -> list[str]:
@@ -285,9 +277,6 @@ def _spending(config: JobConfig, checked: Checked, plan: Plan) -> Spending:
         exact = Mechanism(mechanism.noise_multiplier, mechanism.sample_rate)
         if_capped = dataclasses.replace(settings, mechanism=exact).epsilon(plan.steps)
     _, dp_shard, cp = mesh_degrees(config)
-    whole = mechanism.period * mechanism.round_steps
-    lost = -(-losable(config)[0] // whole) * whole
-    crashed = dataclasses.replace(ledger, lost=ledger.lost + lost)
     return Spending(
         plan=plan,
         trained=trained,
@@ -298,7 +287,6 @@ def _spending(config: JobConfig, checked: Checked, plan: Plan) -> Spending:
         meaning=meaning.sentences(settings.unit, stated, settings.delta) if meaning else [],
         if_capped=if_capped,
         loss=_loss(config, plan, len(checked.records.heldout)),
-        crash=(lost, epsilon(crashed, ledger.left)),
     )
 
 
@@ -347,6 +335,7 @@ def _show(
         drowns=DROWNS,
         hides=HIDES,
         reasons=reasons,
+        after_crash=after_crash,
         command=typed(f"plan {config.job.config_file}"),
         unit=unit_word(config),
         method=METHODS[config.privacy.gradient_method],

@@ -154,6 +154,11 @@ class Mechanism:
             return "allocation"
         return "poisson" if self.period == 1 else "cyclic_poisson"
 
+    def in_whole_periods(self, steps: int) -> int:
+        """Round steps up to whole periods of correlated noise, or rounds of random allocation."""
+        whole = self.period * self.round_steps  # one of both is 1
+        return -(-steps // whole) * whole
+
     def composition(self, steps: int) -> tuple[GaussianSteps, ...]:
         """Return subsampled Gaussian steps that dominate `steps` steps in a row."""
         whole = -(-steps // (self.period * self.round_steps))  # one of both is 1

@@ -66,7 +66,7 @@ _NOTHING_TO_DO = (
     r"ENV\[TORCH_NCCL_ASYNC_ERROR_HANDLING\]",  # set by torchrun, and overridden on purpose
     r"checkpoint\.initial_load_in_hf is True but",  # of every resume, which is what is wanted
     r"torch\.distributed is already initialized\.",  # by an audit, which starts several trainers
-    "Error running lspci: ",  # of a container without it; the device's name tells its peak as well
+    "Error running lspci: ",  # where it is not installed; peak FLOPs follow from the device's name
 )
 _WARNINGS = (
     # No generator of DTensor's is used.
